@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.manager_load import InstantWorker
 from tokasaurus.messages.channel import Receiver, Sender
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
-from tokasaurus.messages.lifecycle import EngineLimits, Ready
+from tokasaurus.messages.status import EngineLimits, Ready
 
 COUNTERS = ("idle_s", "busy_s", "stalled_s", "num_steps", "num_decode_rows", "num_prefill_tokens", "num_gaps", "queued")
 """What the worker counts in shared memory. idle_s: seconds without a queued or running step after the first step.

@@ -24,7 +24,7 @@ from tokasaurus.manager.loop import run_manager
 from tokasaurus.manager.state.engine_state import Tuning
 from tokasaurus.messages.channel import Receiver, Sender, make_channel, wait
 from tokasaurus.messages.generation import EngineUpdate, GenerateRequest
-from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
+from tokasaurus.messages.status import EngineLimits, EngineStats, Ready
 
 MAX_TOKENS_PER_FORWARD = 8192
 MAX_NEW_TOKENS = 1024

@@ -12,9 +12,8 @@ from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.loop import LARGE_BYTES
 from tokasaurus.manager.state.engine_state import EngineOptions, EngineState, make_state
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
-from tokasaurus.messages.generation import EngineUpdate, GenerateRequest
-from tokasaurus.messages.lifecycle import EngineLimits
-from tokasaurus.messages.sampling import SamplingParams
+from tokasaurus.messages.generation import EngineUpdate, GenerateRequest, SamplingParams
+from tokasaurus.messages.status import EngineLimits
 from tokasaurus.text.prompt_tail import NO_TAIL
 
 EOS_ID = 0

@@ -31,7 +31,7 @@ from tokasaurus.manager.loop import run_manager
 from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender, make_channel, wait
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import EngineUpdate
-from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
+from tokasaurus.messages.status import EngineLimits, EngineStats, Ready
 
 TIMEOUT_S = 60.0
 

@@ -16,7 +16,7 @@ from rich.table import Table
 import tokasaurus.model  # noqa: F401 - makes thread settings that torch reads on import
 from benchmarks.report import machine_facts
 from tokasaurus.manager.planning.prefix_groups import Grouping, group_by_prefix
-from tokasaurus.messages.lifecycle import KV_READS
+from tokasaurus.messages.status import KV_READS
 
 PAGE_SIZE = 16
 ROOT, EXAMPLES = 0, 1

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.process_group import joined

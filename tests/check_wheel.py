@@ -20,7 +20,7 @@ DIST = Path(__file__).parents[1] / "dist"
 USE_KERNELS = """
 import numpy as np
 import torch
-from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.cpu import build
 from tokasaurus.model.cpu.build import choose_set
 from tokasaurus.model.cpu.bindings import load_kernels

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tokasaurus.addresses import leads_here, no_proxies, proxies_for, proxy_variable
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.status import UserError
 
 LOCAL = (
     *("127.0.0.1", "127.8.9.10", "0.0.0.0", "[::1]", "[::]", "[::ffff:127.0.0.1]", "localhost", "LocalHost", "127.1"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.helpers import flags_page
 from tokasaurus.batch_command.config import RunConfig, StoredConfig
 from tokasaurus.config import ServerConfig
-from tokasaurus.messages.sampling import SamplingParams
+from tokasaurus.messages.generation import SamplingParams
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 
 ROOT = Path(__file__).parents[1]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.status import UserError
 
 
 def bind(host: str, port: int) -> socket.socket:

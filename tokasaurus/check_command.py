@@ -16,7 +16,7 @@ from tokasaurus.checkpoint.info import read_config
 from tokasaurus.checkpoint.weight_files import weight_file_names
 from tokasaurus.config import ServerConfig
 from tokasaurus.flags import FlagConfig, flag
-from tokasaurus.messages.lifecycle import PhaseDone, UserError
+from tokasaurus.messages.status import PhaseDone, UserError
 from tokasaurus.model.cpu.build import kernels_built_ahead
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.weights import FilledModules, fill_randomly

@@ -4,7 +4,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from tokasaurus.messages.lifecycle import EngineLimits, PhaseDone, Ready
+from tokasaurus.messages.status import EngineLimits, PhaseDone, Ready
 
 
 def _start_of_process() -> float:

@@ -25,9 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import ServerConfig
-from tokasaurus.messages.forward import ForwardInput
-from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
-from tokasaurus.messages.slots import SlotChanges, SlotOpens
+from tokasaurus.messages.forward import ForwardInput, SlotChanges, SlotOpens
+from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.entry import start_worker

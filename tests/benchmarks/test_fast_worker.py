@@ -9,8 +9,7 @@ from benchmarks import fast_worker
 from benchmarks.fast_device import COUNTERS, Device, DeviceSpeed
 from benchmarks.fast_worker_process import MAX_NEW_TOKENS, StreamedLoad
 from tokasaurus.manager.state.engine_state import Tuning
-from tokasaurus.messages.forward import ForwardInput
-from tokasaurus.messages.slots import SlotChanges
+from tokasaurus.messages.forward import ForwardInput, SlotChanges
 
 SPEED = DeviceSpeed(0.002, 1e-5)
 

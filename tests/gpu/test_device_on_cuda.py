@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.status import UserError
 from tokasaurus.model.worker.device import choose_device
 
 pytestmark = [

@@ -36,7 +36,7 @@ from tokasaurus.manager.state.engine_state import EngineOptions, HydragenOptions
 from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender, make_channel, wait
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, SequenceDelta
-from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, HydragenCosts, PhaseDone, Ready
+from tokasaurus.messages.status import EngineLimits, EngineStats, HydragenCosts, PhaseDone, Ready
 
 
 def make_stats(**changed: int) -> EngineStats:

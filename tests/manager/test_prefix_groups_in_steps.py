@@ -21,7 +21,7 @@ from tokasaurus.manager.planning import group_trials
 from tokasaurus.manager.state.engine_state import EngineState, HydragenOptions
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
-from tokasaurus.messages.lifecycle import HydragenCosts
+from tokasaurus.messages.status import HydragenCosts
 
 Members = set[tuple[int, int]]
 """{(slot, admission number)}: each identifies a sequence from one admission until its preemption or end."""

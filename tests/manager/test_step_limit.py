@@ -12,7 +12,7 @@ from tokasaurus.manager.planning.step_budget import StepLimit
 from tokasaurus.manager.planning.step_times import step_features
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.messages.status import EngineLimits
 
 LIMIT_S = 0.25
 LAWS = {

@@ -8,7 +8,7 @@ from tests.manager.helpers.requests import make_request
 from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.loop import PAUSE_SECONDS, WorkerWatch
 from tokasaurus.manager.state.engine_state import EngineState, make_state
-from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.messages.status import EngineLimits
 
 WATCHDOG_S = 10.0
 """Larger than PAUSE_SECONDS, so that the watch looks several times before a step is late."""

@@ -7,10 +7,16 @@ import socket
 
 import pytest
 
-from tokasaurus.messages.channel import ChannelClosed, make_channel, wait
+from tokasaurus.messages.channel import (
+    ChannelClosed,
+    ReplicaConnection,
+    make_channel,
+    receive_connection,
+    send_connection,
+    wait,
+)
 from tokasaurus.messages.generation import CancelRequest
-from tokasaurus.messages.lifecycle import Ready
-from tokasaurus.messages.replica_connection import ReplicaConnection, receive_connection, send_connection
+from tokasaurus.messages.status import Ready
 
 
 def serve_two_connections(launcher: socket.socket) -> None:

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.model.helpers.steps import CPU, NOTHING, int32, open_greedy
 from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint, weight_files
-from tokasaurus.messages.forward import ForwardInput, PromptLogprobsInput
-from tokasaurus.messages.slots import SlotChanges
+from tokasaurus.messages.forward import ForwardInput, PromptLogprobsInput, SlotChanges
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.operation import attends_over

@@ -11,7 +11,7 @@ from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.sampling_rows import make_rows, noise_keys, top_rows
 from tests.model.helpers.steps import CPU, NOTHING, StepDriver, int32, make_runner, open_greedy
-from tokasaurus.messages.slots import SlotChanges
+from tokasaurus.messages.forward import SlotChanges
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.sampling.sample import Sampled, sample

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tokasaurus.messages.lifecycle import EngineStats
+from tokasaurus.messages.status import EngineStats
 from tokasaurus.monitoring.metrics import BatchStats, EngineCollector, render_metrics
 
 PHASE_SECONDS = (1.0, 2.0, 3.0, 4.0, 5.0)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tokasaurus.messages.lifecycle import EngineStats
+from tokasaurus.messages.status import EngineStats
 from tokasaurus.monitoring.step_stats import StepStats, StepTotals
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tokasaurus.config import ServerConfig
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.status import UserError
 from tokasaurus.monitoring.trace import NO_TRACE, Trace, trace_file
 
 

@@ -4,7 +4,7 @@ import socket
 
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.config import ServerConfig
-from tokasaurus.messages.lifecycle import PhaseDone
+from tokasaurus.messages.status import PhaseDone
 from tokasaurus.processes.group import ProcessGroup
 from tokasaurus.processes.replica import HEALTHY_SECONDS, MAX_PAUSE_SECONDS, ReplicaProcesses, RestartPolicy
 

@@ -13,7 +13,7 @@ import pytest
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.status import UserError
 from tokasaurus.server.access import read_api_keys
 from tokasaurus.server.served_model import ServedModel
 

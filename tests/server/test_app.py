@@ -17,7 +17,7 @@ from tests.server.helpers.fake_engine import FakeEngine, echo, hand_over
 from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import Receiver, make_channel
-from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
+from tokasaurus.messages.status import Failed, PhaseDone, Ready, UserError
 from tokasaurus.server.app import run_server
 
 KEY = "some-key"

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as BaseTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.helpers.small_tokenizer import save_small_tokenizer
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.status import UserError
 from tokasaurus.text import tokenizer as tokenizer_module
 from tokasaurus.text.detokenizer import make_detokenizer
 from tokasaurus.text.time_limit import TimeLimit

@@ -1,6 +1,6 @@
 """The error type of this package."""
 
-from tokasaurus.messages.lifecycle import UserError, one_line
+from tokasaurus.messages.status import UserError, one_line
 
 
 class CheckpointError(UserError):

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokasaurus.addresses import proxies_for
 from tokasaurus.checkpoint.cache import cache_directory
 from tokasaurus.checkpoint.errors import CheckpointError
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.status import UserError
 
 logger = logging.getLogger(__name__)
 

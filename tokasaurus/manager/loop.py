@@ -32,7 +32,7 @@ from tokasaurus.manager.state.grammar_manager import Grammars
 from tokasaurus.messages.channel import HasFileno, Receiver, Sender, send_to_all, wait
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest, SequenceProgress
-from tokasaurus.messages.lifecycle import (
+from tokasaurus.messages.status import (
     DEFAULT_HYDRAGEN,
     HEARTBEAT_SECONDS,
     KV_READS,

@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tokasaurus.messages.forward import FORWARD_PHASES
-from tokasaurus.messages.lifecycle import EngineStats
+from tokasaurus.messages.status import EngineStats
 from tokasaurus.monitoring.log_writer import log_writer
 from tokasaurus.monitoring.loop_lag import LoopLag
 

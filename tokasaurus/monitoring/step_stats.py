@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from tokasaurus.messages.lifecycle import EngineStats
+from tokasaurus.messages.status import EngineStats
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.status import UserError
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig

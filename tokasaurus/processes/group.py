@@ -26,7 +26,7 @@ from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from tokasaurus.messages.channel import Receiver, Sender, make_channel, wait
-from tokasaurus.messages.lifecycle import Alive, Failed, PhaseDone, Ready, UserError
+from tokasaurus.messages.status import Alive, Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.log_writer import log_writer, setup_logging
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage, hint_at_memory
 

@@ -10,7 +10,7 @@ from tokasaurus.addresses import bind, url_of
 from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import wait
-from tokasaurus.messages.lifecycle import HEARTBEAT_SECONDS, STOP_AT_ONCE, Failed, PhaseDone, Ready, UserError
+from tokasaurus.messages.status import HEARTBEAT_SECONDS, STOP_AT_ONCE, Failed, PhaseDone, Ready, UserError
 from tokasaurus.model.cpu.build import kernels_built_ahead
 from tokasaurus.monitoring.log_writer import setup_logging
 from tokasaurus.monitoring.trace import trace_file

@@ -9,9 +9,8 @@ import time
 from copy import copy
 from typing import TYPE_CHECKING
 
-from tokasaurus.messages.channel import Receiver, Sender, make_channel
-from tokasaurus.messages.lifecycle import HEARTBEAT_SECONDS, Alive, Failed, PhaseDone, Ready
-from tokasaurus.messages.replica_connection import ReplicaConnection, send_connection
+from tokasaurus.messages.channel import Receiver, ReplicaConnection, Sender, make_channel, send_connection
+from tokasaurus.messages.status import HEARTBEAT_SECONDS, Alive, Failed, PhaseDone, Ready
 from tokasaurus.processes.group import DEATH_S, Child, ChildProcess, ProcessGroup
 
 if TYPE_CHECKING:  # these import NumPy, which would delay the start of the other processes

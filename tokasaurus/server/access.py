@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokasaurus.checkpoint.cache import expand_home
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.status import UserError
 from tokasaurus.server.errors import MisdirectedRequest, WrongApiKey, error_response, shorten
 
 # Load balancers check these without the key.

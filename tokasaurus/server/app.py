@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 from tokasaurus.addresses import url_of
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.messages.channel import Sender
-from tokasaurus.messages.lifecycle import STOP_AT_ONCE, Failed, PhaseDone, Ready, UserError
+from tokasaurus.messages.status import STOP_AT_ONCE, Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.cores import lower_thread_priority
 from tokasaurus.monitoring.loop_lag import LoopLag
 from tokasaurus.monitoring.shortage import describe_shortage

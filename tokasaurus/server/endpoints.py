@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.engine_client.collectors import (
     VALUES_PER_DELTA,
     AnswerTooLarge,

@@ -6,7 +6,7 @@ from typing import cast
 from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.messages.status import EngineLimits
 from tokasaurus.monitoring.loop_lag import LoopLag
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import EngineNotReady, EngineRestarting, ServerStopping

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as BaseTokenizer
 
-from tokasaurus.messages.lifecycle import UserError, one_line
+from tokasaurus.messages.status import UserError, one_line
 from tokasaurus.text.prompt_tail import PromptTail, tail_of_bytes, tail_of_tokens
 from tokasaurus.text.token_bytes import TokenBytes
 

@@ -32,7 +32,7 @@ from tokasaurus.manager.engine.requests import add_request, cancel_request, rele
 from tokasaurus.manager.planning.kv_simulation import fits_together
 from tokasaurus.manager.state.engine_state import EngineOptions, EngineState
 from tokasaurus.manager.state.sequence import Sequence
-from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.messages.status import EngineLimits
 
 shapes_strategy = st.lists(
     random_shape(

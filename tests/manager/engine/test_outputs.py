@@ -20,7 +20,7 @@ from tokasaurus.manager.engine.outputs import MAX_RELEASED, apply_output
 from tokasaurus.manager.state.engine_state import Tuning
 from tokasaurus.messages.forward import ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
-from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.messages.status import EngineLimits
 from tokasaurus.text.stop_strings import StopTokens
 
 EACH_TOKEN = Tuning(coalesces_streams=False)

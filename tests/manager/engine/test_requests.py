@@ -10,7 +10,7 @@ from tokasaurus.manager.engine.admission import MAX_ADMITTED
 from tokasaurus.manager.engine.requests import MAX_RELEASED
 from tokasaurus.manager.state.sequence_queues import QUANTUM
 from tokasaurus.messages.generation import CancelRequest
-from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.messages.status import EngineLimits
 
 NUM_SLOTS = 4
 

@@ -22,7 +22,7 @@ from tokasaurus.manager.state.grammar_manager import Grammars, Job
 from tokasaurus.manager.state.sequence import Sequence
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest, SequenceDelta
-from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.messages.status import EngineLimits
 from tokasaurus.text.grammars import GrammarVocabulary
 
 QUICK_STEP_SECONDS = 0.001

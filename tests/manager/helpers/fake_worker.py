@@ -15,10 +15,9 @@ from tests.manager.helpers.fake_grammars import VOCAB_SIZE, assert_is_allowed, r
 from tests.manager.helpers.fake_prompt_logprobs import FakePromptLogprobs
 from tests.manager.helpers.simulation import draw, most_likely
 from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender
-from tokasaurus.messages.forward import ForwardInput, ForwardOutput, TopOfRows
+from tokasaurus.messages.forward import ForwardInput, ForwardOutput, LogitRules, TopOfRows
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.messages.lifecycle import EngineLimits, Ready
-from tokasaurus.messages.slots import LogitRules
+from tokasaurus.messages.status import EngineLimits, Ready
 
 
 @dataclass

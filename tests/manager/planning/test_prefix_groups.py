@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokasaurus.manager.planning.prefix_groups import group_by_prefix, saved_by_step
-from tokasaurus.messages.lifecycle import KV_READS, HydragenCosts
+from tokasaurus.messages.status import KV_READS, HydragenCosts
 
 PAGE_SIZE = 4
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.processes import assert_all_end
 from tokasaurus.config import ServerConfig
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.status import UserError
 from tokasaurus.model.cpu import build
 from tokasaurus.model.cpu.build import (
     INSTRUCTION_SETS,

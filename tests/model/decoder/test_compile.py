@@ -19,7 +19,7 @@ from tests.model.helpers.steps import StepDriver, make_runner, one_thread
 from tokasaurus.checkpoint import cache_directory, resolve_checkpoint
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import make_channel
-from tokasaurus.messages.lifecycle import PhaseDone, UserError
+from tokasaurus.messages.status import PhaseDone, UserError
 from tokasaurus.model.attention.torch_backend import TorchBackend
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.decoder import compile

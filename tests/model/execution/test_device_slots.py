@@ -8,8 +8,8 @@ import torch
 
 from tests.model.helpers.pretend_device import DEVICE, PretendTransfers, on_host, pretended
 from tests.model.helpers.steps import int32
-from tokasaurus.messages.sampling import SAMPLING_DTYPE
-from tokasaurus.messages.slots import SlotChanges, SlotOpens, TableCopies
+from tokasaurus.messages.forward import SlotChanges, SlotOpens, TableCopies
+from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.model.execution.device_slots import copy_rounds
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.staging.packed import PackedStaging

@@ -11,9 +11,8 @@ from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import oracle_greedy
 from tests.model.helpers.steps import CPU, NOTHING, int32, make_runner
 from tokasaurus.checkpoint import read_model_info, weight_files
-from tokasaurus.messages.forward import ForwardInput
-from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
-from tokasaurus.messages.slots import SlotChanges, SlotOpens
+from tokasaurus.messages.forward import ForwardInput, SlotChanges, SlotOpens
+from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.decoder.registry import build_decoder
 from tokasaurus.model.decoder.weights import load_weights

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.model.helpers.steps import int32
-from tokasaurus.messages.sampling import SAMPLING_DTYPE
-from tokasaurus.messages.slots import SlotChanges, SlotOpens
+from tokasaurus.messages.forward import SlotChanges, SlotOpens
+from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 
 

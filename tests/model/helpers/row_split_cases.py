@@ -10,9 +10,8 @@ import torch
 from hypothesis import strategies as st
 
 from tests.model.helpers.steps import CPU, int32
-from tokasaurus.messages.forward import ForwardInput, PrefixGroups
-from tokasaurus.messages.sampling import SAMPLING_DTYPE
-from tokasaurus.messages.slots import SlotChanges, SlotOpens
+from tokasaurus.messages.forward import ForwardInput, PrefixGroups, SlotChanges, SlotOpens
+from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 

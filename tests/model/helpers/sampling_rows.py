@@ -9,7 +9,7 @@ import torch
 
 from tests.model.helpers.steps import CPU, int32
 from tokasaurus.messages.forward import TokenMasks
-from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.sampling.chosen_rows import choose_rows
 from tokasaurus.model.sampling.limits import has_limits, limited_rows

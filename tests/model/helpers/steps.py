@@ -9,9 +9,16 @@ import numpy as np
 import torch
 
 from tokasaurus.checkpoint import ModelInfo
-from tokasaurus.messages.forward import ForwardInput, PrefixGroups, PromptLogprobsInput, TokenMasks
-from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
-from tokasaurus.messages.slots import LogitRules, SlotChanges, SlotOpens
+from tokasaurus.messages.forward import (
+    ForwardInput,
+    LogitRules,
+    PrefixGroups,
+    PromptLogprobsInput,
+    SlotChanges,
+    SlotOpens,
+    TokenMasks,
+)
+from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.cpu.bindings import load_kernels

@@ -16,7 +16,7 @@ from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.steps import CPU, StepDriver, make_runner
 from tests.model.parallel.helpers.fused_gemms_on_cpu import fused_gemms_on_cpu
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.status import UserError
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder

@@ -16,7 +16,7 @@ from tests.model.sampling.helpers.changed_params import (
     drawn_by_torch,
 )
 from tests.model.sampling.helpers.shard_ranks import run_ranks
-from tokasaurus.messages.sampling import SamplingParams
+from tokasaurus.messages.generation import SamplingParams
 
 MIN_CHANGED = NUM_ROWS // 12
 

@@ -18,7 +18,7 @@ from tests.model.parallel.helpers.symmetric_memory_on_cpu import symmetric_memor
 from tests.model.sampling.helpers.shard_ranks import run_ranks
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import ServerConfig
-from tokasaurus.messages.lifecycle import FlagRefused, PhaseDone, UserError
+from tokasaurus.messages.status import FlagRefused, PhaseDone, UserError
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.process_group import joined
 from tokasaurus.model.worker import all_reduce_start, loading

@@ -16,9 +16,8 @@ from tests.model.helpers.steps import NOTHING, int32, open_greedy
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import make_channel
-from tokasaurus.messages.forward import ForwardInput
-from tokasaurus.messages.lifecycle import FlagRefused, PhaseDone, Ready, UserError
-from tokasaurus.messages.slots import SlotChanges
+from tokasaurus.messages.forward import ForwardInput, SlotChanges
+from tokasaurus.messages.status import FlagRefused, PhaseDone, Ready, UserError
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker import entry

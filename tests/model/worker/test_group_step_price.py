@@ -17,7 +17,7 @@ from tests.model.helpers.steps import CPU, make_runner, one_thread
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.forward import ForwardInput
-from tokasaurus.messages.lifecycle import HydragenCosts
+from tokasaurus.messages.status import HydragenCosts
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend
 from tokasaurus.model.decoder.decoder import Decoder

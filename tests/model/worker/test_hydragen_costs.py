@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.model.attention.helpers import flashinfer_double
 from tests.model.helpers.steps import CPU
-from tokasaurus.messages.lifecycle import DEFAULT_HYDRAGEN, HydragenCosts
+from tokasaurus.messages.status import DEFAULT_HYDRAGEN, HydragenCosts
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.status import UserError
 from tokasaurus.model.worker.kv_memory import BlockBytes, available_cpu_bytes, plan_auto, plan_fixed
 
 MIB = 1024**2

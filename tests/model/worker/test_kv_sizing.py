@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tokasaurus.config import ServerConfig
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.status import UserError
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.worker.kv_memory import CUDA_FRACTION, KVCachePlan
 from tokasaurus.model.worker.kv_sizing import size_kv_cache

@@ -12,7 +12,7 @@ from tests.helpers.tiny_model import save_tiny_model
 from tests.model.attention.helpers import flashinfer_double
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import ServerConfig
-from tokasaurus.messages.lifecycle import FlagRefused
+from tokasaurus.messages.status import FlagRefused
 from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.choose import make_backend

@@ -20,7 +20,7 @@ from tests.model.helpers.steps import CPU, StepDriver, make_runner, one_thread
 from tests.model.sampling.helpers.shard_ranks import run_ranks
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import ServerConfig
-from tokasaurus.messages.lifecycle import FlagRefused
+from tokasaurus.messages.status import FlagRefused
 from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder

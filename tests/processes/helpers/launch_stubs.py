@@ -8,9 +8,8 @@ import socket
 import sys
 import threading
 
-from tokasaurus.messages.channel import ChannelClosed, make_channel
-from tokasaurus.messages.lifecycle import Alive, EngineLimits, FlagRefused, PhaseDone, Ready, UserError
-from tokasaurus.messages.replica_connection import receive_connection
+from tokasaurus.messages.channel import ChannelClosed, make_channel, receive_connection
+from tokasaurus.messages.status import Alive, EngineLimits, FlagRefused, PhaseDone, Ready, UserError
 
 
 def run_server(config, checkpoint, listener: socket.socket, launcher, status) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tokasaurus.config import ServerConfig
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.status import UserError
 from tokasaurus.server.batches.location import default_data_dir, opened_data_dir
 from tokasaurus.server.batches.store.store import open_store
 

@@ -23,7 +23,7 @@ from tests.server.helpers.raw_http import (
     seconds_until_closed,
 )
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.served_model import ServedModel
 
 HEADER_S, BODY_S, WRITE_S, KEEP_S = 1, 2, 3, 3

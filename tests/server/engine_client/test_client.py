@@ -7,7 +7,7 @@ import pytest
 from tests.server.helpers.client_driver import make_request, run_with, until
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, hand_over
 from tokasaurus.messages.generation import SequenceDelta
-from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
+from tokasaurus.messages.status import EngineLimits, EngineStats, Ready
 from tokasaurus.server.engine_client.client import EngineClient
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from tests.server.helpers.client_driver import make_request
 from tests.server.helpers.fake_engine import FakeEngine, hand_over, never
+from tokasaurus.messages.channel import send_connection
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.messages.replica_connection import send_connection
 from tokasaurus.server.engine_client.client import MAX_AT_ONCE, NO_LIMITS, EngineClient, QueueLimits, UnfinishedWork
 from tokasaurus.server.errors import QueueFull
 

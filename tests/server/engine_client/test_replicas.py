@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.prefix_routing import choose_at_random, make_chats, simulate
 from tests.server.helpers.client_driver import make_request
-from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.engine_client.replicas import (
     CHUNK_ENDS,
     TOKENS_PER_SEQUENCE,

@@ -10,7 +10,7 @@ import uvloop
 from tests.server.helpers.client_driver import make_request
 from tests.server.helpers.fake_engine import FakeEngine, Reply, hand_over, never, start_again
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.engine_client.client import MAX_REPLAYS, EngineClient
 from tokasaurus.server.engine_client.collectors import StreamCollector
 from tokasaurus.server.errors import EngineDied, EngineRestarting

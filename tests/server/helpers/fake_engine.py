@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tokasaurus.messages.channel import ChannelClosed, make_channel
+from tokasaurus.messages.channel import ChannelClosed, ReplicaConnection, make_channel, send_connection
 from tokasaurus.messages.generation import (
     EngineUpdate,
     ErrorCode,
@@ -18,8 +18,7 @@ from tokasaurus.messages.generation import (
     SequenceDelta,
     TopLogprobs,
 )
-from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
-from tokasaurus.messages.replica_connection import ReplicaConnection, send_connection
+from tokasaurus.messages.status import EngineLimits, EngineStats, Ready
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.helpers.openai_client import assert_exactly_openai_shaped, assert_no_extra_fields, sync_client
 from tests.server.helpers.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, OWN_WAY_TEMPLATE, save_tokenizer_with
 from tokasaurus.messages.generation import FinishReason, GenerateRequest
-from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tools.formats import HERMES, LLAMA3, find_tool_support
 from tokasaurus.text.tokenizer import Tokenizer

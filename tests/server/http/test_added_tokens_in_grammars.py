@@ -17,7 +17,7 @@ from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, minimal_bo
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.grammar_script import follow_grammars
 from tests.server.helpers.live_server import LiveServer, live_server
-from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.helpers.sampling_changes import CHANGES
 from tests.helpers.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
 from tests.server.helpers.prepared_requests import chat, completion, prompts_of
-from tokasaurus.messages.sampling import SamplingParams
+from tokasaurus.messages.generation import SamplingParams
 from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.served_model import ServedModel

@@ -25,7 +25,7 @@ from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
 from tests.torture.helpers.json_mutations import encode, mutate
 from tests.torture.helpers.reports import Report, run_from_command_line
-from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.messages.status import EngineLimits
 
 NUM_CLIENTS = 8
 CASE_LIMIT_S = 60

@@ -42,7 +42,7 @@ from tests.torture.helpers.json_mutations import encode, mutate
 from tests.torture.helpers.reports import Report, run_from_command_line
 from tokasaurus.checkpoint import check_weight_sizes, fit_to_tensors, read_model_info, weight_files
 from tokasaurus.checkpoint.gguf.conversion import write_hf_directory
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.status import UserError
 from tokasaurus.model.decoder.registry import build_decoder
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.parallel.mesh import Mesh

@@ -13,11 +13,9 @@ from tokasaurus.manager.planning.prefix_groups import group_by_prefix, saved_by_
 from tokasaurus.manager.planning.step_times import step_cost, step_features
 from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
 from tokasaurus.manager.state.sequence import Phase, Sequence
-from tokasaurus.messages.forward import ForwardInput, PrefixGroups
-from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.messages.lifecycle import HydragenCosts
-from tokasaurus.messages.sampling import SAMPLING_DTYPE
-from tokasaurus.messages.slots import LogitRules, SlotChanges, SlotOpens, TableCopies
+from tokasaurus.messages.forward import ForwardInput, LogitRules, PrefixGroups, SlotChanges, SlotOpens, TableCopies
+from tokasaurus.messages.generation import SAMPLING_DTYPE, GenerateRequest
+from tokasaurus.messages.status import HydragenCosts
 
 MIN_COPIED_BLOCKS = 4
 """Fewest leading blocks sent as a block table copy; fewer are listed. A copy takes the bytes of 1.5 listed blocks."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.planning.kv_simulation import deepest_shared_nodes
-from tokasaurus.messages.lifecycle import HydragenCosts
+from tokasaurus.messages.status import HydragenCosts
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]

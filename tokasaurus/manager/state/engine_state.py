@@ -20,7 +20,7 @@ from tokasaurus.manager.state.sequence import Samples, Sequence, TokenCounts
 from tokasaurus.manager.state.sequence_queues import SequenceQueues
 from tokasaurus.manager.state.slot_arrays import SlotArrays
 from tokasaurus.messages.generation import SequenceDelta
-from tokasaurus.messages.lifecycle import KV_READS, EngineLimits, EngineStats, HydragenCosts
+from tokasaurus.messages.status import KV_READS, EngineLimits, EngineStats, HydragenCosts
 from tokasaurus.monitoring.step_stats import StepTotals
 from tokasaurus.text.prompt_tail import PromptTail
 from tokasaurus.text.stop_strings import StopTokens

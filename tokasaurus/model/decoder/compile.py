@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tokasaurus.checkpoint import cache_directory
-from tokasaurus.messages.lifecycle import FlagRefused
+from tokasaurus.messages.status import FlagRefused
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokasaurus.messages.sampling import SamplingParams
-from tokasaurus.messages.slots import SlotOpens, TableCopies
+from tokasaurus.messages.forward import SlotOpens, TableCopies
+from tokasaurus.messages.generation import SamplingParams
 from tokasaurus.model.sampling.params import as_words
 from tokasaurus.model.staging.staging import Staging
 

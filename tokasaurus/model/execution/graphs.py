@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokasaurus.messages.forward import ForwardInput
-from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
-from tokasaurus.messages.slots import SlotChanges
+from tokasaurus.messages.forward import ForwardInput, SlotChanges
+from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.attention.operation import Attends
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
 from tokasaurus.model.execution.device_batch import DeviceBatch

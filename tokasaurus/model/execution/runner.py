@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokasaurus.messages.forward import ForwardInput, NonfiniteTokens, PromptLogprobsOutput, TopOfRows
-from tokasaurus.messages.slots import SlotChanges
+from tokasaurus.messages.forward import ForwardInput, NonfiniteTokens, PromptLogprobsOutput, SlotChanges, TopOfRows
 from tokasaurus.model.attention.backend import AttentionBackend, RecordableBackend
 from tokasaurus.model.attention.operation import Attends, attends_over
 from tokasaurus.model.cpu.bindings import Kernels

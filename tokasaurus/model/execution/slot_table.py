@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokasaurus.messages.sampling import SAMPLING_DTYPE
-from tokasaurus.messages.slots import SlotChanges, SlotOpens
+from tokasaurus.messages.forward import SlotChanges, SlotOpens
+from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.model.execution.device_slots import DeviceSlots
 from tokasaurus.model.sampling.limits import has_limits
 from tokasaurus.model.sampling.logit_rules import SlotRules

@@ -14,7 +14,7 @@ import torch.distributed
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
-from tokasaurus.messages.lifecycle import FlagRefused
+from tokasaurus.messages.status import FlagRefused
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.symmetric_all_reduce import unreadable_device
 from tokasaurus.model.parallel.tensor_parallel import gather_into

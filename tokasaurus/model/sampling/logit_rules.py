@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokasaurus.messages.slots import LogitRules
+from tokasaurus.messages.forward import LogitRules
 from tokasaurus.model.sampling.chosen_rows import ChosenRows, choose_rows
 from tokasaurus.model.sampling.params import ParamColumns
 from tokasaurus.model.staging.staging import Staging

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokasaurus.messages.sampling import SamplingParams
+from tokasaurus.messages.generation import SamplingParams
 
 # R rows that sample, V vocabulary, C rows with changed logits, A rows with a mask
 

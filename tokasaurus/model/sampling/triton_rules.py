@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokasaurus.messages.sampling import SamplingParams
+from tokasaurus.messages.generation import SamplingParams
 from tokasaurus.model.sampling.logit_rules import RuledRows, ruled_rows_at_once
 
 # R rows that sample, A rows with rules, C of them in one call, V vocabulary

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from tokasaurus.messages.sampling import SAMPLING_DTYPE
+from tokasaurus.messages.generation import SAMPLING_DTYPE
 
 _BYTES_PER_TOKEN = 80
 """Its id, position and kv index, the row and the target of its prompt logprob, and its place in attention's lists."""

@@ -17,7 +17,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from tokasaurus.messages.lifecycle import FlagRefused, UserError
+from tokasaurus.messages.status import FlagRefused, UserError
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.symmetric_all_reduce import (
     DTYPES,

@@ -2,7 +2,7 @@
 
 import torch
 
-from tokasaurus.messages.lifecycle import FlagRefused
+from tokasaurus.messages.status import FlagRefused
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.cpu.build import LibraryUnavailable, machine_sets
 

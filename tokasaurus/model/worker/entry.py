@@ -17,7 +17,7 @@ from rich.progress import Progress
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.messages.channel import Receiver, Sender
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
-from tokasaurus.messages.lifecycle import (
+from tokasaurus.messages.status import (
     DEFAULT_HYDRAGEN,
     EngineLimits,
     Failed,

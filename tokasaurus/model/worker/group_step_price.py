@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups
-from tokasaurus.messages.lifecycle import HydragenCosts
+from tokasaurus.messages.status import HydragenCosts
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.worker.hydragen_costs import seconds_per_token

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tokasaurus.checkpoint import CheckpointError, cache_directory
 from tokasaurus.checkpoint.cache import build_once
-from tokasaurus.messages.lifecycle import DEFAULT_HYDRAGEN, HydragenCosts
+from tokasaurus.messages.status import DEFAULT_HYDRAGEN, HydragenCosts
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.block_lists import as_in_steps
 from tokasaurus.model.attention.row_split import attend_rows

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.status import UserError
 from tokasaurus.monitoring.control_groups import ControlGroup, control_groups
 
 CPU_FRACTION = 0.25

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from tokasaurus.checkpoint import Checkpoint, check_weight_sizes, weight_files
-from tokasaurus.messages.lifecycle import FlagRefused, PhaseDone, UserError
+from tokasaurus.messages.status import FlagRefused, PhaseDone, UserError
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels, load_kernels

@@ -5,7 +5,7 @@ from collections import deque
 
 from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
-from tokasaurus.messages.lifecycle import Ready
+from tokasaurus.messages.status import Ready
 from tokasaurus.model.execution.runner import ModelRunner, StepResult
 from tokasaurus.model.staging.transfers import Mark
 

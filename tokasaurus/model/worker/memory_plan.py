@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from tokasaurus.checkpoint import ModelInfo
-from tokasaurus.messages.sampling import SamplingParams
+from tokasaurus.messages.generation import SamplingParams
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.flashinfer_backend import HEAD_DIMS, workspace_bytes
 from tokasaurus.model.attention.flashinfer_recorded import plan_bytes

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from tokasaurus.messages.lifecycle import FlagRefused, UserError
+from tokasaurus.messages.status import FlagRefused, UserError
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokasaurus.messages.forward import ForwardInput, PrefixGroups
-from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
-from tokasaurus.messages.slots import SlotChanges, SlotOpens
+from tokasaurus.messages.forward import ForwardInput, PrefixGroups, SlotChanges, SlotOpens
+from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
 
 _NOTHING = np.zeros(0, np.int32)
 _MANY = 3

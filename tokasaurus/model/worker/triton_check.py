@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.attention.backend import BlockLists, KVShape, as_stored
 from tokasaurus.model.attention.block_lists import fill_lists_by_torch
 from tokasaurus.model.attention.shared_prefix import merge_partial

@@ -13,9 +13,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.messages.forward import ForwardInput, PrefixGroups, PromptLogprobsInput, TokenMasks
-from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
-from tokasaurus.messages.slots import LogitRules, SlotChanges, SlotOpens
+from tokasaurus.messages.forward import (
+    ForwardInput,
+    LogitRules,
+    PrefixGroups,
+    PromptLogprobsInput,
+    SlotChanges,
+    SlotOpens,
+    TokenMasks,
+)
+from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.sampling.logit_rules import ruled_rows_at_once
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokasaurus.checkpoint.cache import expand_home
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.status import UserError
 from tokasaurus.server.batches.store.data_dir import DataDir, DataDirInUse, StoreError
 from tokasaurus.server.batches.store.store import Store, open_store
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
-from tokasaurus.messages.channel import ChannelClosed, Receiver
+from tokasaurus.messages.channel import ChannelClosed, Receiver, receive_connection
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest, SequenceDelta, SequenceProgress
-from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
-from tokasaurus.messages.replica_connection import receive_connection
+from tokasaurus.messages.status import EngineLimits, EngineStats, Ready
 from tokasaurus.server.engine_client.collectors import FinishedSequence, Results, StreamCollector
 from tokasaurus.server.engine_client.replicas import Replica, choose_replica
 from tokasaurus.server.errors import EngineDied, EngineRestarting, InvalidRequest, QueueFull

@@ -9,9 +9,9 @@ from itertools import accumulate, chain, repeat, takewhile
 import numpy as np
 from numpy.typing import NDArray
 
+from tokasaurus.messages.channel import ReplicaConnection
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.messages.lifecycle import EngineLimits, EngineStats
-from tokasaurus.messages.replica_connection import ReplicaConnection
+from tokasaurus.messages.status import EngineLimits, EngineStats
 
 CHUNKS_PER_SIZE = 64
 FIRST_CHUNK_TOKENS = 16

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.errors import InvalidRequest, shorten
 from tokasaurus.server.prepare.context_length import too_long
 from tokasaurus.server.protocol.chat import ChatMessage, TemplateFields

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from tokasaurus.messages.lifecycle import EngineLimits, SequenceLimit
+from tokasaurus.messages.status import EngineLimits, SequenceLimit
 from tokasaurus.server.errors import ContextLengthExceeded
 from tokasaurus.text.tokenizer import TextTooLong
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.messages.lifecycle import EngineLimits
-from tokasaurus.messages.sampling import SamplingParams
+from tokasaurus.messages.generation import GenerateRequest, SamplingParams
+from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.access import key_salt
 from tokasaurus.server.errors import InvalidRequest, Unsupported, shorten
 from tokasaurus.server.grammars.validator import asked_grammar

@@ -18,7 +18,7 @@ from tests.helpers.sampling_changes import CHANGES
 from tests.model.helpers.rule_contexts import Contexts, Rule, make_rules
 from tests.model.helpers.sampling_rows import make_rows, noise_keys, with_params
 from tests.model.helpers.steps import CPU, int32
-from tokasaurus.messages.sampling import SamplingParams
+from tokasaurus.messages.generation import SamplingParams
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.process_group import joined

@@ -12,7 +12,7 @@ import orjson
 import uvloop
 
 from tests.server.helpers.fake_engine import FakeEngine, hand_over
-from tokasaurus.messages.replica_connection import send_connection
+from tokasaurus.messages.channel import send_connection
 from tokasaurus.monitoring.loop_lag import LoopLag
 from tokasaurus.server.batches.limits import BatchLimits
 from tokasaurus.server.batches.service import BatchService, NewBatch

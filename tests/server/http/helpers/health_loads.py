@@ -11,7 +11,7 @@ import orjson
 
 from tests.server.helpers.fake_engine import FakeEngine, Reply
 from tokasaurus.messages.generation import GenerateRequest, TopLogprobs
-from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.messages.status import EngineLimits
 
 # 250 ms on a machine without other work; test machines are slow and busy. Before, these loads took 2 to 20 s.
 MAX_SECONDS = 1.5

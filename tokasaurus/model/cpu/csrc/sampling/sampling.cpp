@@ -123,7 +123,7 @@ float top_p_threshold(std::vector<float>& values, double target) {
   }
 }
 
-// How one row is sampled: the fields of SamplingParams in messages/sampling.py, in its order. temperature: 0 for
+// How one row is sampled: the fields of SamplingParams in messages/generation.py, in its order. temperature: 0 for
 // greedy. top_p, top_k and min_p limit the tokens that may be drawn from a row that is not greedy.
 struct SamplingParams {
   float temperature;
