@@ -17,14 +17,9 @@ from tokasaurus.server.engine_client.collectors import (
     SequenceAborted,
 )
 from tokasaurus.server.errors import AnswerTooLargeError, GrammarTooComplex, InvalidRequest, NumericalError
-from tokasaurus.server.prepare.requests import (
-    Draft,
-    Origin,
-    Prepared,
-    draft_chat,
-    draft_completion,
-    num_prompt_values,
-)
+from tokasaurus.server.prepare.chat import draft_chat
+from tokasaurus.server.prepare.completion import draft_completion
+from tokasaurus.server.prepare.requests import Draft, Origin, Prepared, num_prompt_values
 from tokasaurus.server.protocol.answers import Usage
 from tokasaurus.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from tokasaurus.server.protocol.completions import Completion, CompletionRequest

@@ -5,7 +5,9 @@ from typing import Any
 import numpy as np
 
 from tokasaurus.messages.status import EngineLimits
-from tokasaurus.server.prepare.requests import Origin, Prepared, draft_chat, draft_completion
+from tokasaurus.server.prepare.chat import draft_chat
+from tokasaurus.server.prepare.completion import draft_completion
+from tokasaurus.server.prepare.requests import Origin, Prepared
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.served_model import ServedModel

@@ -21,7 +21,7 @@ from tests.server.helpers.echo_entries import NEW_TOKENS, entries_of, expected_e
 from tests.server.helpers.fake_engine import LIMITS, FakeEngine, Reply
 from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.helpers.openai_client import sync_client
-from tokasaurus.server.prepare.echo import make_echo
+from tokasaurus.server.prepare.completion import make_echo
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.text.tokenizer import Tokenizer
 

@@ -14,8 +14,7 @@ from tests.server.helpers.fake_engine import prompt_logprobs
 from tests.server.helpers.finished_sequences import finished, interleaved, make_request, parse
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SequenceDelta
 from tokasaurus.server.engine_client.collectors import FinishedSequence
-from tokasaurus.server.prepare.echo import Echo
-from tokasaurus.server.prepare.requests import Prepared
+from tokasaurus.server.prepare.requests import Echo, Prepared
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.respond.stream import AnswerStream, ChatStream, CompletionStream
 from tokasaurus.server.respond.whole import build_chat_completion, build_completion

@@ -13,7 +13,7 @@ from tests.helpers.small_tokenizer import save_llama_2_tokenizer
 from tests.server.helpers import finished_sequences
 from tests.server.helpers.finished_sequences import cut_into_deltas, finished, parse
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server.prepare.echo import make_echo
+from tokasaurus.server.prepare.completion import make_echo
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.respond.stream import CompletionStream

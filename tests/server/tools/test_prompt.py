@@ -17,7 +17,7 @@ from tests.server.helpers.tool_templates import (
 )
 from tokasaurus.config import ServerConfig
 from tokasaurus.server.errors import InvalidRequest
-from tokasaurus.server.prepare.chat_prompt import encode_messages, opens_thinking
+from tokasaurus.server.prepare.chat import encode_messages, opens_thinking
 from tokasaurus.server.protocol.chat import ChatCompletionRequest, ChatMessage
 from tokasaurus.server.protocol.tools import Tool
 from tokasaurus.server.served_model import ServedModel

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import orjson
 
-from tokasaurus.server.errors import GrammarValidatorFailed, InvalidRequest, Unsupported
+from tokasaurus.server.errors import GrammarValidatorFailed, InvalidRequest
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
-from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -38,24 +37,6 @@ _PACKAGE_PARENT = Path(__file__).parents[3]
 
 # An llguidance error: the line of the fault, the reason, then the lines of the grammar around it.
 _FAULT = re.compile(r"at (?P<line>\d+)\(\d+\): (?:failed to compile JSON schema: )?(?P<reason>.*?)(?: \d+ \| .*)?")
-_FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-
-
-def asked_grammar(body: SamplingFields) -> GrammarSource | None:
-    """The grammar that the body asks for, if any.
-
-    Raises InvalidRequest if more than one field gives a grammar, Unsupported if it cannot be followed.
-    """
-    given = [(name, source) for name in _FIELDS if (source := getattr(body, name)) is not None]
-    if len(given) > 1:
-        (first, _), (second, _), *_ = given
-        raise InvalidRequest(f"{first} and {second}: only one of them may be given", second)
-    if not given:
-        return None
-    asked: GrammarSource = given[0][1]
-    if asked.refusal:
-        raise Unsupported(f"{asked.param} {asked.refusal}", asked.param)
-    return asked
 
 
 @dataclass(frozen=True, slots=True)

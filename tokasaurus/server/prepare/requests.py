@@ -1,23 +1,18 @@
-"""OpenAI body → Prepared, final: its requests are drafted in a thread, then wait until their grammar is validated."""
+"""What all endpoints need to turn a body into requests: Prepared, checks of fields and of lengths, sampling parameters.
+
+Requests are drafted in a thread, then wait until their grammar is validated.
+"""
 
 import secrets
-import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tokasaurus.messages.generation import GenerateRequest, SamplingParams
-from tokasaurus.messages.status import EngineLimits
+from tokasaurus.messages.status import EngineLimits, SequenceLimit
 from tokasaurus.server.access import key_salt
-from tokasaurus.server.errors import InvalidRequest, Unsupported, shorten
-from tokasaurus.server.grammars.validator import asked_grammar
-from tokasaurus.server.prepare.chat_prompt import encode_messages, opens_thinking
-from tokasaurus.server.prepare.context_length import check_max_tokens, room_after, too_long
-from tokasaurus.server.prepare.echo import Echo, make_echo
-from tokasaurus.server.prepare.tool_choice import resolve_tools
-from tokasaurus.server.protocol.chat import ChatCompletionRequest
-from tokasaurus.server.protocol.completions import CompletionRequest, Prompt
+from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest, Unsupported, shorten
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.served_model import ServedModel
@@ -29,9 +24,6 @@ MAX_SEQUENCES = 65_536
 # Per body: values that `echo`, `prompt_logprobs` or `return_token_ids` adds to the answer: in each choice, one per
 # prompt token and one per top-k logprob of it. This many make an answer of some hundred megabytes.
 MAX_PROMPT_VALUES = 1 << 23
-# Per body: the length of its grammar times its prompts, since each request in the engine has its own copy.
-MAX_GRAMMAR_CHARS_OF_PROMPTS = 1 << 27
-DEFAULT_COMPLETION_TOKENS = 16
 # The engine samples in float32. A temperature below its minimum becomes 0 (greedy), a top_p below its minimum becomes
 # that minimum. This changes only the choice among tokens that tie to within float32. Dividing by a smaller number would
 # overflow.
@@ -42,6 +34,13 @@ _REPETITION_PENALTIES = (1e-30, 1e30)
 _UINT64_MASK = 2**64 - 1
 # Between the seeds of a body's prompts, if its origin gives one: odd, and with bits everywhere.
 _SEED_STEP = 0x9E3779B97F4A7C15
+_GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_GRAMMAR_FIELDS = ("response_format", "structured_outputs", *_GUIDED_FIELDS)
+_REASONS: Mapping[SequenceLimit, str] = {
+    "model": "",
+    "max_num_tokens_per_request": " on this server, a limit set by its flag max_num_tokens_per_request=",
+    "kv_cache_num_tokens": " on this server, the size of its KV cache, which its flag kv_cache_num_tokens= sets",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +57,21 @@ class Origin:
     """Its requests wait behind all others, and are not counted in the limits of the queue."""
     key_salt: str = field(default_factory=key_salt)
     """No other key's requests share cached prompts with its own, whatever salt its body has; "" shares them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """An echoed prompt."""
+
+    text: str
+    """The prompt as the client wrote it; a prompt given as ids is decoded, special tokens included. Where such a prompt
+    ends inside a character, this character belongs to the completion's text."""
+    offsets: list[int]
+    """Start of each prompt token in `text`, in characters, never decreasing; empty if no logprobs are requested.
+
+    A token that continues a character has the offset of that character. A token that is not in the text, because the
+    tokenizer added it, has the offset of the next token.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,112 +121,52 @@ class Draft:
         return replace(self.prepared, requests=requests, grammar_param=self.grammar.param)
 
 
-def draft_completion(body: CompletionRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:
-    """The requests of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
-    if body.best_of is not None and body.best_of != body.n:
-        raise Unsupported("best_of other than n is not implemented", "best_of")
-    if body.max_tokens == 0 and not body.echo:
-        raise InvalidRequest("max_tokens must be at least 1, unless echo is true", "max_tokens")
-    _check_fields(len(body.prompt), body, model)
-    num_top = None if body.logprobs is None else _checked_top(body.logprobs, "logprobs", model)
-    num_prompt_top = _prompt_top(body, model)
-    grammar = asked_grammar(body)
-    if grammar is not None and len(grammar.text) * len(body.prompt) > MAX_GRAMMAR_CHARS_OF_PROMPTS:
-        raise InvalidRequest(
-            f"{grammar.param} has {len(grammar.text)} characters, for each of {len(body.prompt)} prompts: "
-            f"together there may be {MAX_GRAMMAR_CHARS_OF_PROMPTS}",
-            grammar.param,
-        )
-    response_id = f"cmpl-{uuid.uuid4().hex}"
-    requests, echoes = [], []
-    for index, (prompt, prompt_ids) in enumerate(zip(body.prompt, _tokenize(body.prompt, model, limits), strict=True)):
-        room = room_after(prompt_ids, limits, "prompt", fewest=0 if body.max_tokens == 0 else 1)
-        max_new_tokens = min(DEFAULT_COMPLETION_TOKENS, room)
-        if body.max_tokens is not None:
-            max_new_tokens = check_max_tokens(body.max_tokens, "max_tokens", prompt_ids, limits)
-        request_id = f"{response_id}-{index}"
-        request = _request(request_id, body, prompt_ids, max_new_tokens, num_top, model, origin, index)
-        requests.append(_with_prompt_logprobs(request, num_prompt_top, num_top if body.echo else None))
-        if body.echo:
-            echoes.append(make_echo(prompt, prompt_ids, model.tokenizer, wants_offsets=num_top is not None))
-    if body.echo:
-        _check_prompt_values(requests, num_top or 0, "echo")
-    if num_prompt_top is not None:
-        _check_prompt_values(requests, num_prompt_top, "prompt_logprobs")
-    if body.return_token_ids:
-        _check_prompt_values(requests, 0, "return_token_ids")
-    prepared = Prepared(
-        response_id,
-        requests,
-        body.logprobs_in_fingerprint,
-        body.return_token_ids,
-        echoes=echoes,
-        num_top_prompt_logprobs=num_prompt_top,
-    )
-    return Draft(prepared, grammar)
+def asked_grammar(body: SamplingFields) -> GrammarSource | None:
+    """The grammar that the body asks for, if any.
+
+    Raises InvalidRequest if more than one field gives a grammar, Unsupported if it cannot be followed.
+    """
+    given = [(name, source) for name in _GRAMMAR_FIELDS if (source := getattr(body, name)) is not None]
+    if len(given) > 1:
+        (first, _), (second, _), *_ = given
+        raise InvalidRequest(f"{first} and {second}: only one of them may be given", second)
+    if not given:
+        return None
+    asked: GrammarSource = given[0][1]
+    if asked.refusal:
+        raise Unsupported(f"{asked.param} {asked.refusal}", asked.param)
+    return asked
 
 
-def draft_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:
-    """The requests of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
-    _check_fields(1, body, model)
-    tool_use = resolve_tools(body, model, asked_grammar(body))
-    prompt_ids = encode_messages(body.messages, body, model, limits, tool_use.shown)
-    _check_vocabulary(prompt_ids, model, "messages")
-    room = room_after(prompt_ids, limits, "messages")
-    max_new_tokens = room
-    asked = _asked_chat_tokens(body)
-    if asked is not None:
-        max_new_tokens = check_max_tokens(*asked, prompt_ids, limits)
-    num_top, num_prompt_top = _checked_top(body.top_logprobs or 0, "top_logprobs", model), _prompt_top(body, model)
-    if num_top and not body.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
-    response_id = f"chatcmpl-{uuid.uuid4().hex}"
-    num_top_logprobs = num_top if body.logprobs else None
-    request = _request(f"{response_id}-0", body, prompt_ids, max_new_tokens, num_top_logprobs, model, origin)
-    requests = [_with_prompt_logprobs(request, num_prompt_top)]
-    if body.return_token_ids and body.stream:  # the first chunk of each choice repeats the prompt's ids
-        _check_prompt_values(requests, 0, "return_token_ids")
-    prepared = Prepared(
-        response_id,
-        requests,
-        body.logprobs_in_fingerprint,
-        body.return_token_ids,
-        calls=tool_use.rules
-        and replace(tool_use.rules, starts_in_thinking=opens_thinking(body.messages, body, prompt_ids, model)),
-        num_top_prompt_logprobs=num_prompt_top,
-    )
-    return Draft(prepared, tool_use.grammar)
-
-
-def _check_fields(num_prompts: int, body: SamplingFields, model: ServedModel) -> None:
+def check_fields(num_prompts: int, body: SamplingFields, model: ServedModel) -> None:
     if num_prompts * body.n > MAX_SEQUENCES:
         raise InvalidRequest(f"n times the number of prompts may be at most {MAX_SEQUENCES}", "n")
     if body.logprobs_in_fingerprint and body.stream:
         raise InvalidRequest("logprobs_in_fingerprint cannot be streamed", "logprobs_in_fingerprint")
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("prompt_logprobs cannot be streamed", "prompt_logprobs")
-    _check_vocabulary([token_id for token_id, _ in body.logit_bias], model, "logit_bias")
-    _check_vocabulary(body.stop_token_ids, model, "stop_token_ids")
+    check_vocabulary([token_id for token_id, _ in body.logit_bias], model, "logit_bias")
+    check_vocabulary(body.stop_token_ids, model, "stop_token_ids")
 
 
-def _checked_top(asked: int, param: str, model: ServedModel) -> int:
+def checked_top(asked: int, param: str, model: ServedModel) -> int:
     """Number of top-k logprobs per token to request from the engine. Raises InvalidRequest if `asked` is too high."""
     if asked > model.max_top_logprobs:
         raise InvalidRequest(f"{param} may be at most {model.max_top_logprobs} (max_topk_logprobs)", param)
     return min(asked, model.vocab_size)
 
 
-def _prompt_top(body: SamplingFields, model: ServedModel) -> int | None:
+def prompt_top(body: SamplingFields, model: ServedModel) -> int | None:
     """Number of top-k logprobs per prompt token that `prompt_logprobs` asks for; None if it is not set."""
     if body.prompt_logprobs is None:
         return None
     if not model.allow_logprobs:
         message = "prompt_logprobs is disabled on this server (enable_chosen_logprobs)"
         raise InvalidRequest(message, "prompt_logprobs")
-    return _checked_top(body.prompt_logprobs, "prompt_logprobs", model)
+    return checked_top(body.prompt_logprobs, "prompt_logprobs", model)
 
 
-def _check_prompt_values(requests: Sequence[GenerateRequest], num_top: int, param: str) -> None:
+def check_prompt_values(requests: Sequence[GenerateRequest], num_top: int, param: str) -> None:
     num_tokens = sum(len(request.prompt_ids) * request.num_sequences for request in requests)
     if num_tokens * (1 + num_top) > MAX_PROMPT_VALUES:
         message = (
@@ -222,35 +176,7 @@ def _check_prompt_values(requests: Sequence[GenerateRequest], num_top: int, para
         raise InvalidRequest(message, param)
 
 
-def _with_prompt_logprobs(request: GenerateRequest, *num_top: int | None) -> GenerateRequest:
-    """The request, asking for prompt logprobs if any use needs them.
-
-    num_top: for each use, the top-k logprobs that it needs per prompt token; None if it needs no prompt logprobs.
-    """
-    needed = [number for number in num_top if number is not None]
-    if not needed:
-        return request
-    return replace(request, want_prompt_logprobs=True, num_top_prompt_logprobs=max(needed))
-
-
-def _tokenize(prompts: list[Prompt], model: ServedModel, limits: EngineLimits) -> list[list[int]]:
-    """The ids of each prompt. Raises InvalidRequest."""
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    max_tokens = limits.max_tokens_per_sequence
-    try:
-        encoded = iter(model.tokenizer.encode_batch(texts, add_special_tokens=True, max_tokens=max_tokens))
-    except TextTooLong as error:
-        raise too_long("prompt", error, limits) from None
-    prompts_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
-    for prompt_ids in prompts_ids:
-        if not prompt_ids:
-            raise InvalidRequest("prompt has no tokens", "prompt")
-        if len(prompt_ids) <= max_tokens:  # the caller refuses a longer one for its length, which takes less time
-            _check_vocabulary(prompt_ids, model, "prompt")
-    return prompts_ids
-
-
-def _check_vocabulary(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
+def check_vocabulary(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
     for outlier in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= outlier < model.vocab_size:
             # A text has such an id if the tokenizer has more tokens than the model.
@@ -259,26 +185,19 @@ def _check_vocabulary(token_ids: Sequence[int], model: ServedModel, param: str) 
             raise InvalidRequest(f"{param} has {token}; valid ids are 0 to {model.vocab_size - 1}", param)
 
 
-def _asked_chat_tokens(body: ChatCompletionRequest) -> tuple[int, str] | None:
-    """(most new tokens, name of the field that gave them); None if no field did. Raises InvalidRequest."""
-    if body.max_completion_tokens is None:
-        return None if body.max_tokens is None else (body.max_tokens, "max_tokens")
-    if body.max_tokens is not None and body.max_tokens != body.max_completion_tokens:
-        raise InvalidRequest("max_tokens is an older name of max_completion_tokens: give one of them", "max_tokens")
-    return body.max_completion_tokens, "max_completion_tokens"
-
-
-def _request(
+def make_request(
     request_id: str,
     body: SamplingFields,
     prompt_ids: list[int],
     max_new_tokens: int,
     num_top_logprobs: int | None,
+    num_top_prompt_logprobs: int | None,
     model: ServedModel,
     origin: Origin,
     prompt_index: int = 0,
 ) -> GenerateRequest:
-    """num_top_logprobs: None for no logprobs, 0 for the sampled tokens' logprobs only."""
+    """num_top_logprobs, num_top_prompt_logprobs: of sampled and of prompt tokens. None for no logprobs, 0 for those of
+    the tokens themselves only."""
     if num_top_logprobs is not None and not model.allow_logprobs:
         raise InvalidRequest("logprobs is disabled on this server (enable_chosen_logprobs)", "logprobs")
     if body.min_tokens > max_new_tokens:
@@ -308,6 +227,8 @@ def _request(
         min_tokens=body.min_tokens,
         is_streamed=body.stream,
         num_top_logprobs=num_top_logprobs or 0,
+        want_prompt_logprobs=num_top_prompt_logprobs is not None,
+        num_top_prompt_logprobs=num_top_prompt_logprobs or 0,
         client=origin.client,
         priority=body.priority,
         is_background=origin.is_background,
@@ -320,3 +241,34 @@ def _seed(body: SamplingFields, origin: Origin, prompt_index: int) -> int:
     if origin.seed is None:
         return secrets.randbits(64)
     return (origin.seed + prompt_index * _SEED_STEP) & _UINT64_MASK
+
+
+def room_after(prompt_ids: list[int], limits: EngineLimits, param: str, fewest: int = 1) -> int:
+    """Most new tokens that fit after the prompt. Raises ContextLengthExceeded if they are fewer than `fewest`."""
+    room = limits.max_tokens_per_sequence - len(prompt_ids)
+    if room < fewest:
+        raise _exceeded(f"{param} has {len(prompt_ids)} tokens, which leaves no room for an answer", param, limits)
+    return room
+
+
+def check_max_tokens(max_tokens: int, param: str, prompt_ids: list[int], limits: EngineLimits) -> int:
+    """`max_tokens`, which the field `param` asks for. Raises ContextLengthExceeded if there is less room."""
+    room = limits.max_tokens_per_sequence - len(prompt_ids)
+    if max_tokens > room:
+        message = f"{param} is {max_tokens}, but after the prompt's {len(prompt_ids)} tokens there is room for {room}"
+        raise _exceeded(message, param, limits)
+    return max_tokens
+
+
+def too_long(param: str, error: TextTooLong, limits: EngineLimits) -> ContextLengthExceeded:
+    """The error for a prompt that was not even tokenized."""
+    return _exceeded(
+        f"{param} has at least {error.fewest_tokens} tokens, which leaves no room for an answer", param, limits
+    )
+
+
+def _exceeded(message: str, param: str, limits: EngineLimits) -> ContextLengthExceeded:
+    # clients ignore the code field: litellm matches OpenAI's wording, LangChain the code within the message
+    words = f"this model's maximum context length is {limits.max_tokens_per_sequence} tokens"
+    code = ContextLengthExceeded.code
+    return ContextLengthExceeded(f"{words}{_REASONS[limits.limited_by]} ({code}): {message}", param)

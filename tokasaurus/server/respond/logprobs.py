@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tokasaurus.messages.generation import PromptLogprobs, TopLogprobs
 from tokasaurus.server.engine_client.collectors import FinishedSequence
-from tokasaurus.server.prepare.echo import Echo
+from tokasaurus.server.prepare.requests import Echo
 from tokasaurus.server.protocol.answers import PromptTokenLogprob, PromptTokenLogprobs
 from tokasaurus.server.protocol.chat import ChatLogprobs, ChatTokenLogprob, ChatTopLogprob
 from tokasaurus.server.protocol.completions import CompletionLogprobs

@@ -6,8 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
-from tokasaurus.server.prepare.chat_prompt import encode_messages
-from tokasaurus.server.prepare.tool_choice import check_names
+from tokasaurus.server.prepare.chat import check_names, encode_messages
 from tokasaurus.server.protocol.chat import TemplateFields
 from tokasaurus.server.protocol.model import (
     DetokenizeRequest,

@@ -1,0 +1,227 @@
+"""A chat body → its request: messages become prompt ids by the chat template, tool fields the calls allowed."""
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tokasaurus.messages.status import EngineLimits
+from tokasaurus.server.errors import InvalidRequest, Unsupported, shorten
+from tokasaurus.server.prepare.requests import (
+    Draft,
+    Origin,
+    Prepared,
+    asked_grammar,
+    check_fields,
+    check_max_tokens,
+    check_prompt_values,
+    check_vocabulary,
+    checked_top,
+    make_request,
+    prompt_top,
+    room_after,
+    too_long,
+)
+from tokasaurus.server.protocol.chat import ChatCompletionRequest, ChatMessage, TemplateFields
+from tokasaurus.server.protocol.grammar_fields import GrammarSource
+from tokasaurus.server.protocol.tools import Tool, ToolChoice
+from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.tools.grammar import write_calls_or_json, write_forced_calls, write_free_calls
+from tokasaurus.server.tools.parser import THINKING_MARKS, CallRules, is_in_thinking
+from tokasaurus.server.tools.prompt import template_input
+from tokasaurus.text.tokenizer import ChatTemplateError, TemplateVariableError, TextTooLong
+
+_MAX_REASON_CHARS = 300
+# More than a start of reasoning and the white space after it have.
+_MAX_MARK_TOKENS = 32
+_FLAGS = ("add_generation_prompt", "continue_final_message")
+
+
+def draft_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:
+    """The requests of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
+    check_fields(1, body, model)
+    tool_use = resolve_tools(body, model, asked_grammar(body))
+    prompt_ids = encode_messages(body.messages, body, model, limits, tool_use.shown)
+    check_vocabulary(prompt_ids, model, "messages")
+    room = room_after(prompt_ids, limits, "messages")
+    max_new_tokens = room
+    asked = _asked_chat_tokens(body)
+    if asked is not None:
+        max_new_tokens = check_max_tokens(*asked, prompt_ids, limits)
+    num_top, num_prompt_top = checked_top(body.top_logprobs or 0, "top_logprobs", model), prompt_top(body, model)
+    if num_top and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
+    response_id = f"chatcmpl-{uuid.uuid4().hex}"
+    tops = (num_top if body.logprobs else None, num_prompt_top)
+    requests = [make_request(f"{response_id}-0", body, prompt_ids, max_new_tokens, *tops, model, origin)]
+    if body.return_token_ids and body.stream:  # the first chunk of each choice repeats the prompt's ids
+        check_prompt_values(requests, 0, "return_token_ids")
+    prepared = Prepared(
+        response_id,
+        requests,
+        body.logprobs_in_fingerprint,
+        body.return_token_ids,
+        calls=tool_use.rules
+        and replace(tool_use.rules, starts_in_thinking=opens_thinking(body.messages, body, prompt_ids, model)),
+        num_top_prompt_logprobs=num_prompt_top,
+    )
+    return Draft(prepared, tool_use.grammar)
+
+
+def _asked_chat_tokens(body: ChatCompletionRequest) -> tuple[int, str] | None:
+    """(most new tokens, name of the field that gave them); None if no field did. Raises InvalidRequest."""
+    if body.max_completion_tokens is None:
+        return None if body.max_tokens is None else (body.max_tokens, "max_tokens")
+    if body.max_tokens is not None and body.max_tokens != body.max_completion_tokens:
+        raise InvalidRequest("max_tokens is an older name of max_completion_tokens: give one of them", "max_tokens")
+    return body.max_completion_tokens, "max_completion_tokens"
+
+
+def encode_messages(
+    messages: Sequence[ChatMessage],
+    fields: TemplateFields,
+    model: ServedModel,
+    limits: EngineLimits | None = None,
+    tools: Sequence[Tool] = (),
+) -> list[int]:
+    """The prompt ids of a chat. Tokenizes, so must not run on the event loop. Raises InvalidRequest.
+
+    limits: a prompt whose text is so long that it must have more tokens than a sequence may is refused before it is
+    tokenized. Other prompts with more tokens may be returned, so callers must check the length.
+    """
+    variables = _merged(fields)
+    add_generation_prompt, continues = (_take_flag(variables, name) for name in _FLAGS)
+    if add_generation_prompt and continues:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt: only one of them may be true",
+            "continue_final_message",
+        )
+    shown_messages, shown_tools = template_input(messages, tools, model.tools)
+    try:
+        return model.tokenizer.encode_chat(
+            shown_messages,
+            add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
+            tools=shown_tools,
+            continue_final_message=bool(continues),
+            template_variables=variables,
+            max_tokens=None if limits is None else limits.max_tokens_per_sequence,
+        )
+    except TemplateVariableError as error:
+        raise InvalidRequest(f"chat_template_kwargs: {_reason(error)}", "chat_template_kwargs") from error
+    except ChatTemplateError as error:
+        raise InvalidRequest(f"messages: {_reason(error)}", "messages") from error
+    except TextTooLong as error:
+        assert limits is not None, "only a limit makes a text too long"
+        raise too_long("messages", error, limits) from None
+
+
+def opens_thinking(
+    messages: Sequence[ChatMessage], fields: TemplateFields, prompt_ids: Sequence[int], model: ServedModel
+) -> bool:
+    """Whether the answer continues reasoning that the template, or the final message that it continues, has begun."""
+    if _take_flag(_merged(fields), "continue_final_message"):
+        return is_in_thinking(messages[-1].content or "")
+    end = model.tokenizer.decode(prompt_ids[-_MAX_MARK_TOKENS:], skip_special_tokens=False).rstrip()
+    return end.endswith(tuple(THINKING_MARKS))
+
+
+def _reason(error: ChatTemplateError) -> str:
+    """The error's text, shortened: some errors quote the whole prompt."""
+    return str(error)[:_MAX_REASON_CHARS]
+
+
+def _merged(fields: TemplateFields) -> dict[str, Any]:
+    """The values of all four fields, under the names of apply_chat_template_overrides; null flags are left out.
+
+    Raises InvalidRequest if two fields contradict each other.
+    """
+    said = {name: getattr(fields, name) for name in _FLAGS if getattr(fields, name) is not None}
+    for name in _FLAGS:
+        if name in fields.chat_template_kwargs:
+            raise InvalidRequest(
+                f"{name} is a field of the body and may not be in chat_template_kwargs", "chat_template_kwargs"
+            )
+    said |= fields.chat_template_kwargs
+    for name, value in fields.apply_chat_template_overrides.items():
+        if name in said and (type(said[name]), said[name]) != (type(value), value):
+            raise InvalidRequest(
+                f"apply_chat_template_overrides: {shorten(name)!r} is also given in another field, with another value",
+                "apply_chat_template_overrides",
+            )
+    return said | fields.apply_chat_template_overrides
+
+
+def _take_flag(variables: dict[str, Any], name: str) -> bool | None:
+    """Removes a flag from the variables and returns its value; None if it is not given."""
+    value = variables.pop(name, None)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidRequest(
+            f"apply_chat_template_overrides: {name} must be true or false", "apply_chat_template_overrides"
+        )
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """How one chat answer uses tools."""
+
+    shown: Sequence[Tool] = ()
+    """The tools that the prompt describes."""
+    rules: CallRules | None = None
+    """Which calls the answer may contain; None if all of it is content."""
+    grammar: GrammarSource | None = None
+    """What the whole answer must match; None for any text."""
+
+
+def resolve_tools(body: ChatCompletionRequest, model: ServedModel, content: GrammarSource | None) -> ToolUse:
+    """content: the grammar that the body asks for, which applies to the content. Raises InvalidRequest."""
+    support = model.tools
+    choice = body.tool_choice or ToolChoice("auto")
+    names = check_names(body.tools)
+    if not body.tools:
+        if choice.mode in ("required", "named") or choice.names is not None:
+            raise InvalidRequest("tool_choice asks for a call, but there are no tools", "tool_choice")
+        return ToolUse(grammar=content)
+    if choice.mode == "none":
+        return ToolUse(grammar=content)
+    unknown = next((name for name in choice.names or () if name not in names), None)
+    if unknown is not None:
+        raise InvalidRequest(f"tool_choice names {shorten(unknown)!r}, which is not one of the tools", "tool_choice")
+    if support.format is None:
+        raise InvalidRequest(
+            "tools: this model's chat template writes calls in an unknown format (tool_call_format= sets one)",
+            "tools",
+        )
+    rules = CallRules(
+        support.format,
+        names if choice.names is None else frozenset(choice.names),
+        parallel=body.parallel_tool_calls and choice.mode != "named",
+        is_named=choice.mode == "named",
+        is_forced=choice.mode in ("required", "named"),
+    )
+    return ToolUse(body.tools, rules, _grammar(body.tools, rules, model, content))
+
+
+def _grammar(
+    tools: Sequence[Tool], rules: CallRules, model: ServedModel, content: GrammarSource | None
+) -> GrammarSource | None:
+    if content is not None and content.format != "json_schema":
+        raise Unsupported(f"{content.param} can be used with tools only if tool_choice is none", content.param)
+    added_tokens = {text: id_ for text, id_ in model.tokenizer.added_tokens.items() if id_ < model.vocab_size}
+    if rules.is_forced:
+        return write_forced_calls(tools, rules, added_tokens)  # the answer has no content to constrain
+    if content is not None:
+        return write_calls_or_json(tools, rules, added_tokens, content)
+    if any(tool.function.strict for tool in tools):
+        return write_free_calls(tools, rules, added_tokens)
+    return None
+
+
+def check_names(tools: Sequence[Tool]) -> frozenset[str]:
+    """The functions' names. Raises InvalidRequest if one occurs twice."""
+    names: set[str] = set()
+    for tool in tools:
+        if tool.function.name in names:
+            raise InvalidRequest(f"tools has two functions named {tool.function.name!r}", "tools")
+        names.add(tool.function.name)
+    return frozenset(names)
