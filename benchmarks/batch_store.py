@@ -20,14 +20,13 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from tokasaurus.server.batches.closing import close_batch
-from tokasaurus.server.batches.limits import BatchLimits
-from tokasaurus.server.batches.recorder import ResultRecorder
-from tokasaurus.server.batches.store.batches import add_batch, begin_finalizing, start_batch
-from tokasaurus.server.batches.store.data_dir import DataDir
-from tokasaurus.server.batches.store.records import BatchRecord, LineResult
-from tokasaurus.server.batches.store.store import Store, open_store
-from tokasaurus.server.batches.validation import fill_ledger
+from tokasaurus.server.jobs.closing import close_batch
+from tokasaurus.server.jobs.runner import ResultRecorder
+from tokasaurus.server.jobs.service import fill_ledger
+from tokasaurus.server.jobs.store.data_dir import DataDir
+from tokasaurus.server.jobs.store.records import BatchRecord, LineResult, add_batch, begin_finalizing, start_batch
+from tokasaurus.server.jobs.store.store import Store, open_store
+from tokasaurus.server.resources import BatchLimits
 
 Result = TypeVar("Result")
 

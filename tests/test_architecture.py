@@ -54,8 +54,7 @@ INNER_LAYERS = {
     "server": [
         ["app"],
         ["routes"],
-        ["batches"],
-        ["generation"],
+        ["jobs"],
         ["endpoints"],
         ["state", "openapi", "respond", "connections"],
         ["prepare"],

@@ -16,8 +16,8 @@ from tests.server.helpers.fake_engine import FakeEngine, never
 from tests.server.helpers.live_server import live_server
 from tokasaurus.batch_command.state_file import STATE_NAME, RunState
 from tokasaurus.cli import batch_main
-from tokasaurus.server.batches.location import default_data_dir
-from tokasaurus.server.batches.store.database import open_connection
+from tokasaurus.server.jobs.store.database import open_connection
+from tokasaurus.server.jobs.store.store import default_data_dir
 from tokasaurus.server.served_model import ServedModel
 
 

@@ -21,7 +21,7 @@ from tests.server import conftest as fixtures
 from tests.server.helpers.fake_engine import FakeEngine, Reply
 from tests.server.helpers.live_server import LiveServer, live_server
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server.batches.store.data_dir import DataDir
+from tokasaurus.server.jobs.store.data_dir import DataDir
 from tokasaurus.server.served_model import ServedModel
 
 served_model = fixtures.served_model

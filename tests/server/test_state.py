@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.batches.helpers.uploads import FILES, upload
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.helpers.raw_http import connect, read_all
+from tests.server.jobs.helpers.uploads import FILES, upload
 from tokasaurus.server.served_model import ServedModel
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from tokasaurus.batch_command.errors import CommandError, InputRefused
-from tokasaurus.server.batches.validation_process import InputReader
+from tokasaurus.server.jobs.validation_process import InputReader
 
 MAX_PRINTED_ERRORS = 20
 _NO_LIMIT = 1 << 60

@@ -17,7 +17,7 @@ from typing import IO
 
 from tokasaurus.batch_command.errors import CommandError
 from tokasaurus.monitoring.shortage import hint_at_memory
-from tokasaurus.server.batches.store.data_dir import DataDir, DataDirInUse, StoreError
+from tokasaurus.server.jobs.store.data_dir import DataDir, DataDirInUse, StoreError
 
 # Time for the processes of a run that was killed to end.
 _FREE_S = 20.0

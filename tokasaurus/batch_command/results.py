@@ -15,7 +15,7 @@ from tokasaurus.batch_command.api import BatchApi, BatchView
 from tokasaurus.batch_command.errors import CommandError
 from tokasaurus.batch_command.input_file import custom_ids
 from tokasaurus.batch_command.outcome import Outcome
-from tokasaurus.server.batches.store.data_dir import sync_directory
+from tokasaurus.server.jobs.store.data_dir import sync_directory
 from tokasaurus.text.json_lines import escape_line_ends
 
 _Place = tuple[int, int, int]

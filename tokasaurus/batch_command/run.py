@@ -30,7 +30,7 @@ from tokasaurus.batch_command.state_file import (
     path_with_base_url,
     path_with_own_server,
 )
-from tokasaurus.server.batches.store.records import FINAL_STATUSES
+from tokasaurus.server.jobs.store.records import FINAL_STATUSES
 from tokasaurus.server.protocol.storage.batches import Endpoint
 
 # Seconds between two looks at the batch. The first are quick, for a short batch.

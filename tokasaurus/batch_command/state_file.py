@@ -13,7 +13,7 @@ import orjson
 
 from tokasaurus.batch_command.errors import CommandError
 from tokasaurus.batch_command.input_file import Fingerprint
-from tokasaurus.server.batches.store.data_dir import sync_directory
+from tokasaurus.server.jobs.store.data_dir import sync_directory
 
 # What a server and a run put into the directory of a run that has its own server.
 _IN_DIRECTORY = ("lock", "database.sqlite", "database.sqlite-wal", "database.sqlite-shm", "files", "server.log")

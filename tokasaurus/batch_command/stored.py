@@ -16,14 +16,11 @@ from tokasaurus.batch_command.errors import CommandError, NotOnServer
 from tokasaurus.batch_command.own_server import GivenServer
 from tokasaurus.batch_command.state_file import STATE_NAME, parse_state
 from tokasaurus.flags import FlagError
-from tokasaurus.server.batches.location import default_data_dir
-from tokasaurus.server.batches.objects import batch_object, to_json
-from tokasaurus.server.batches.store.batches import cancel_batch, get_batch, list_batches
-from tokasaurus.server.batches.store.data_dir import DataDir, DataDirInUse, StoreError
-from tokasaurus.server.batches.store.database import explain, open_connection
-from tokasaurus.server.batches.store.records import BatchRecord
-from tokasaurus.server.batches.store.schema import MIGRATIONS
-from tokasaurus.server.batches.store.store import open_store
+from tokasaurus.server.jobs.objects import batch_object, to_json
+from tokasaurus.server.jobs.store.data_dir import DataDir, DataDirInUse, StoreError
+from tokasaurus.server.jobs.store.database import MIGRATIONS, explain, open_connection
+from tokasaurus.server.jobs.store.records import BatchRecord, cancel_batch, get_batch, list_batches
+from tokasaurus.server.jobs.store.store import default_data_dir, open_store
 
 Result = TypeVar("Result")
 

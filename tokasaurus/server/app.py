@@ -35,18 +35,24 @@ from tokasaurus.server.access import (
     allowed_hosts,
     read_api_keys,
 )
-from tokasaurus.server.batches.limits import BatchLimits, batch_limits
-from tokasaurus.server.batches.location import opened_data_dir
-from tokasaurus.server.batches.service import BatchService
-from tokasaurus.server.batches.store.data_dir import StorageFull, StoreError
-from tokasaurus.server.batches.store.store import Store
 from tokasaurus.server.connections.protocol import ConnectionProtocol, watch_for_lost_peers
 from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.engine_client.client import EngineClient, QueueLimits
 from tokasaurus.server.errors import StorageFailed, StorageIsFull, add_error_handlers, error_response
 from tokasaurus.server.grammars.validator import GrammarChecker
+from tokasaurus.server.jobs.service import BatchService
+from tokasaurus.server.jobs.store.data_dir import StorageFull, StoreError
+from tokasaurus.server.jobs.store.store import Store, opened_data_dir
 from tokasaurus.server.openapi import DescribedApp
-from tokasaurus.server.resources import BodyBytes, RequestLimits, TextThreads, collect_garbage_when_idle, request_limits
+from tokasaurus.server.resources import (
+    BatchLimits,
+    BodyBytes,
+    RequestLimits,
+    TextThreads,
+    batch_limits,
+    collect_garbage_when_idle,
+    request_limits,
+)
 from tokasaurus.server.routes import batches as batch_routes
 from tokasaurus.server.routes import bulk, files, generation, health
 from tokasaurus.server.routes import model as model_routes

@@ -16,11 +16,10 @@ from tests.server.helpers.fake_engine import FakeEngine, hand_over
 from tokasaurus.config import ServerConfig
 from tokasaurus.server.access import allowed_hosts, read_api_keys
 from tokasaurus.server.app import HttpServer, create_app, http_config
-from tokasaurus.server.batches.limits import BatchLimits
-from tokasaurus.server.batches.store.store import Store, open_store
 from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.engine_client.client import NO_LIMITS, EngineClient, QueueLimits
-from tokasaurus.server.resources import RequestLimits
+from tokasaurus.server.jobs.store.store import Store, open_store
+from tokasaurus.server.resources import BatchLimits, RequestLimits
 from tokasaurus.server.served_model import ServedModel
 
 

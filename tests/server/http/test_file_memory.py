@@ -9,11 +9,11 @@ import httpx
 import pytest
 
 from tests.helpers.small_tokenizer import save_small_tokenizer
-from tests.server.batches.helpers.forms import FORM, PURPOSE, file_part
-from tests.server.batches.helpers.uploads import FILES
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.http.helpers.health_loads import MAX_SECONDS
 from tests.server.http.helpers.server_process import probing_health, server_process
+from tests.server.jobs.helpers.forms import FORM, PURPOSE, file_part
+from tests.server.jobs.helpers.uploads import FILES
 
 NUM_BYTES = 150 << 20
 MAX_GROWTH_BYTES = 16 << 20

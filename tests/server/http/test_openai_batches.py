@@ -12,10 +12,10 @@ import orjson
 import pytest
 from openai.types import Batch, FileDeleted, FileObject
 
-from tests.server.batches.helpers.forms import batch_line
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo
 from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.helpers.openai_client import assert_exactly_openai_shaped, sync_client
+from tests.server.jobs.helpers.forms import batch_line
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.served_model import ServedModel
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.server.batches.helpers.forms import BOUNDARY, FORM, PURPOSE, field_part, file_part, form
+from tests.server.jobs.helpers.forms import BOUNDARY, FORM, PURPOSE, field_part, file_part, form
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.parsing.multipart import MAX_FIELD_BYTES, FormReader
 

@@ -10,13 +10,12 @@ from typing import Any
 import orjson
 import pytest
 
-from tests.server.batches.helpers.forms import batch_line
-from tests.server.batches.helpers.uploads import upload
 from tests.server.helpers.bodies_and_errors import assert_openai_error
 from tests.server.helpers.fake_engine import FakeEngine, never
 from tests.server.helpers.live_server import LiveServer, live_server
-from tokasaurus.server.batches.store.batches import add_batch
-from tokasaurus.server.batches.store.records import BatchRecord
+from tests.server.jobs.helpers.forms import batch_line
+from tests.server.jobs.helpers.uploads import upload
+from tokasaurus.server.jobs.store.records import BatchRecord, add_batch
 from tokasaurus.server.protocol.storage.batches import window_seconds
 from tokasaurus.server.served_model import ServedModel
 

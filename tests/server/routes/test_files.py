@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.batches.helpers.forms import PURPOSE, file_part, form
-from tests.server.batches.helpers.uploads import CONTENT, FILES, check_stored, post, upload
 from tests.server.helpers.bodies_and_errors import assert_openai_error
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server
+from tests.server.jobs.helpers.forms import PURPOSE, file_part, form
+from tests.server.jobs.helpers.uploads import CONTENT, FILES, check_stored, post, upload
 from tokasaurus.server.served_model import ServedModel
 
 

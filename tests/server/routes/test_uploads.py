@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.batches.helpers.forms import FORM, PURPOSE, field_part, file_part, form, part
-from tests.server.batches.helpers.uploads import CONTENT, FILES, check_stored, post, stored_names, upload
 from tests.server.helpers.bodies_and_errors import assert_openai_error
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.helpers.raw_http import connect, read_all
-from tokasaurus.server.batches import library
-from tokasaurus.server.batches.limits import BatchLimits
-from tokasaurus.server.resources import RequestLimits
+from tests.server.jobs.helpers.forms import FORM, PURPOSE, field_part, file_part, form, part
+from tests.server.jobs.helpers.uploads import CONTENT, FILES, check_stored, post, stored_names, upload
+from tokasaurus.server.jobs import files
+from tokasaurus.server.resources import BatchLimits, RequestLimits
 from tokasaurus.server.routes.files import PART_BYTES
 from tokasaurus.server.served_model import ServedModel
 
@@ -178,7 +177,7 @@ def test_a_disk_that_is_full_while_the_content_is_written(
     kept = {upload(server)["id"]}
     name = "file-full"
     with monkeypatch.context() as patch:
-        patch.setattr(library, "new_file_id", lambda: name)
+        patch.setattr(files, "new_file_id", lambda: name)
         server.store.data_dir.content_path(f"{name}.part").symlink_to("/dev/full")
         answer = post(server, form(PURPOSE, file_part(b"x" * size)))
         assert (answer.status_code, answer.json()["error"]["code"]) == (507, "storage_full")

@@ -6,12 +6,11 @@ import apsw
 import orjson
 from fastapi import APIRouter, Query, Request, Response
 
-from tokasaurus.server.batches.objects import batch_list, batch_object, json_response, to_json
-from tokasaurus.server.batches.service import NewBatch, batches_of
-from tokasaurus.server.batches.store.batches import get_batch, list_batches
-from tokasaurus.server.batches.store.ledger import first_results
-from tokasaurus.server.batches.store.records import BatchRecord
 from tokasaurus.server.errors import Conflict, NotFound, shorten
+from tokasaurus.server.jobs.objects import batch_list, batch_object, json_response, to_json
+from tokasaurus.server.jobs.service import NewBatch, batches_of
+from tokasaurus.server.jobs.store.ledger import first_results
+from tokasaurus.server.jobs.store.records import BatchRecord, get_batch, list_batches
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
 from tokasaurus.server.protocol.storage.batches import (
     BatchList,

@@ -23,7 +23,7 @@ from tokasaurus.server.errors import (
     error_response,
     shorten,
 )
-from tokasaurus.server.generation.line import LineRefused, parse_line
+from tokasaurus.server.jobs.lines import LineRefused, parse_line
 from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.parsing.json_values import MAX_INLINE_BYTES
 from tokasaurus.server.prepare.requests import Origin

@@ -9,20 +9,19 @@ from fastapi import APIRouter, Query, Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from tokasaurus.server.batches.library import (
+from tokasaurus.server.errors import ClientGone, NotFound, ServerStopping, shorten
+from tokasaurus.server.jobs.files import (
     Upload,
     check_upload_size,
     delete_file,
     find_file,
     open_file,
 )
-from tokasaurus.server.batches.objects import file_list, file_object, json_response, to_json
-from tokasaurus.server.batches.service import BatchService, batches_of
-from tokasaurus.server.batches.store.data_dir import StoreError
-from tokasaurus.server.batches.store.database import run_blocking
-from tokasaurus.server.batches.store.files import list_files
-from tokasaurus.server.batches.store.records import FileRecord
-from tokasaurus.server.errors import ClientGone, NotFound, ServerStopping, shorten
+from tokasaurus.server.jobs.objects import file_list, file_object, json_response, to_json
+from tokasaurus.server.jobs.service import BatchService, batches_of
+from tokasaurus.server.jobs.store.data_dir import StoreError
+from tokasaurus.server.jobs.store.database import run_blocking
+from tokasaurus.server.jobs.store.records import FileRecord, list_files
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
 from tokasaurus.server.protocol.storage.files import (
     CONTENT_SCHEMA,

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from tokasaurus.monitoring.metrics import CONTENT_TYPE_LATEST, EngineCollector, render_metrics
-from tokasaurus.server.batches.service import find_batches
+from tokasaurus.server.jobs.service import find_batches
 from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.state import state_of
 

@@ -19,9 +19,9 @@ from tests.server.helpers.fake_engine import FakeEngine, hand_over
 from tests.server.helpers.live_server import wait_until_ready
 from tokasaurus.config import ServerConfig
 from tokasaurus.server.app import HttpServer, create_app, http_config
-from tokasaurus.server.batches.store.store import open_store
 from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.jobs.store.store import open_store
 from tokasaurus.server.resources import RequestLimits, collect_garbage_when_idle
 
 _SPAWN = multiprocessing.get_context("spawn")

@@ -1,0 +1,98 @@
+"""Where the store is, and which directories end the start in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from tokasaurus.config import ServerConfig
+from tokasaurus.messages.status import UserError
+from tokasaurus.server.jobs.store.store import default_data_dir, open_store, opened_data_dir
+
+URL = "http://127.0.0.1:10210"
+
+
+def config_with(data_dir: Path | None, port: int = 10210) -> ServerConfig:
+    config = ServerConfig()
+    config.data_dir = None if data_dir is None else str(data_dir)
+    config.port = port
+    return config
+
+
+@pytest.fixture
+def default_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "share"))
+    return tmp_path / "share" / "tokasaurus" / "port-10210"
+
+
+def damage(root: Path) -> bytes:
+    """The damaged database's content."""
+    with open_store(root, ""):
+        pass
+    database = root / "database.sqlite"
+    database.write_bytes(database.read_bytes()[:5000])
+    return database.read_bytes()
+
+
+def test_the_flag_names_the_directory(tmp_path: Path) -> None:
+    with opened_data_dir(config_with(tmp_path / "data"), URL) as store:
+        assert store is not None
+        assert store.data_dir.root == tmp_path / "data"
+        assert store.data_dir.read_owner() == URL
+
+
+def test_each_port_has_a_default(default_dir: Path) -> None:
+    with opened_data_dir(config_with(None), URL) as store:
+        assert store is not None
+        assert store.data_dir.root == default_dir == default_data_dir(10210)
+
+
+def test_a_port_that_the_system_chooses_has_none(default_dir: Path) -> None:
+    with opened_data_dir(config_with(None, port=0), URL) as store:
+        assert store is None
+    assert not default_dir.parent.exists()
+
+
+def test_a_damaged_database_ends_the_start_in_one_line_and_is_left(tmp_path: Path) -> None:
+    content = damage(tmp_path)
+    with pytest.raises(UserError) as error, opened_data_dir(config_with(tmp_path), URL):
+        pass
+    line = str(error.value)
+    assert line.startswith(f"data_dir={tmp_path}: the database {tmp_path}/database.sqlite is damaged (")
+    assert line.endswith("); nothing was changed in it")
+    assert "\n" not in line
+    assert (tmp_path / "database.sqlite").read_bytes() == content
+
+
+def test_a_damaged_database_in_the_default_directory_is_no_warning(default_dir: Path) -> None:
+    content = damage(default_dir)
+    opening = opened_data_dir(config_with(None), URL)
+    with pytest.raises(UserError, match=r"is damaged.*set data_dir= to use another"), opening:
+        pass
+    assert (default_dir / "database.sqlite").read_bytes() == content
+
+
+def test_a_directory_in_use_ends_the_start(tmp_path: Path) -> None:
+    with open_store(tmp_path, "http://first:1"):
+        second = opened_data_dir(config_with(tmp_path), URL)
+        with pytest.raises(UserError, match=r"in use by another server \(http://first:1\)"), second:
+            pass
+
+
+def test_the_default_directory_in_use_is_a_warning(default_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with open_store(default_dir, "http://first:1"), opened_data_dir(config_with(None), URL) as store:
+        assert store is None
+    assert "in use by another server" in caplog.text
+
+
+@pytest.mark.parametrize("is_default", [True, False])
+def test_a_directory_that_cannot_be_made(default_dir: Path, caplog: pytest.LogCaptureFixture, is_default: bool) -> None:
+    default_dir.parent.parent.mkdir()
+    default_dir.parent.write_text("a file")
+    if is_default:
+        with opened_data_dir(config_with(None), URL) as store:
+            assert store is None
+        assert "no files and batches" in caplog.text
+    else:
+        named = opened_data_dir(config_with(default_dir), URL)
+        with pytest.raises(UserError, match="cannot use"), named:
+            pass

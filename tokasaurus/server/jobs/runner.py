@@ -1,0 +1,526 @@
+"""Runs the lines of all batches in progress: keeps the engine's queue full, and no fuller; stores their results."""
+
+import asyncio
+import logging
+import os
+from collections import Counter, defaultdict, deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+import apsw
+
+from tokasaurus.server.access import use_key_salt
+from tokasaurus.server.errors import AnswerTooLargeError, ApiError, EngineDied, GrammarValidatorFailed
+from tokasaurus.server.jobs.lines import LineRefused, ParsedLine, answered_line, parse_line, refused_line
+from tokasaurus.server.jobs.store.data_dir import StoreError
+from tokasaurus.server.jobs.store.database import Database, explain
+from tokasaurus.server.jobs.store.ledger import pending_lines, record_results, release_lines, start_lines
+from tokasaurus.server.jobs.store.records import BatchRecord, LineResult, PendingLine
+from tokasaurus.server.parsing.json_values import MAX_INLINE_BYTES
+from tokasaurus.server.prepare.requests import Origin
+from tokasaurus.server.resources import BatchLimits
+from tokasaurus.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES_IN_FLIGHT = 64 << 20
+"""Bytes of the lines that run; one line more may begin."""
+MAX_WAITING_BYTES = 64 << 20
+"""Bytes of results that are not stored, while lines are started."""
+MAX_RESULT_BYTES = 512 << 20
+"""Largest result of one line. SQLite stores up to 10^9 bytes."""
+GROUP_SECONDS = 0.02
+"""How long the first result of a group waits for others: a transaction costs far more than a row."""
+MAX_GROUP = 1024
+"""Results of a group: all who wait for one continue at the same time, and then the event loop serves nobody else."""
+RETRY_SECONDS = 1.0
+STOP_SECONDS = 2.0
+"""Longest time to store results at the server's end."""
+_MAX_BYTES_AHEAD = 16 << 20
+_STARTS_AT_ONCE = 8
+_LINES_PER_READ = 256
+_TASKS_PER_CANCEL = 64
+_INTERNAL_ERROR = "internal error; the server's log has the details"
+# Reasons for which a line waits again: the engine or the server cannot serve anybody now.
+_TEMPORARY = (429, 503)
+
+MAX_ATTEMPTS = 12
+"""Starts of a line before it fails because the engine or the server never survived it."""
+
+# A line that makes the server die must not do so for ever, and must not make lines beside it fail. So each death lets
+# fewer of the lines that were running at it run together, of all batches, until one of them is alone.
+_MAX_TOGETHER = (None, None, None, 1024, 256, 64, 16, 4)
+"""Indexed by attempts; a line with more attempts runs alone."""
+
+
+def _max_together(attempts: int) -> int | None:
+    """Lines that may run together, if one of them was started so often before; None: any number."""
+    return _MAX_TOGETHER[attempts] if attempts < len(_MAX_TOGETHER) else 1
+
+
+def client_of(batch: BatchRecord) -> str:
+    """The batch's name in the engine's queue, which serves the batches by turns."""
+    return f"batch:{batch.id}"
+
+
+@dataclass(slots=True)
+class _LineSize:
+    """What a line in the engine takes."""
+
+    number: int
+    num_sequences: int
+    num_bytes: int
+    attempts: int = 0
+    """How often it had been started before."""
+
+
+@dataclass(slots=True, eq=False)
+class RunningBatch:
+    """A batch in progress. Its lines are started in order."""
+
+    record: BatchRecord
+    content: BinaryIO
+    """The input file."""
+    first: int = 0
+    """Lines before it do not wait, or are in `ahead`."""
+    ahead: deque[tuple[PendingLine, bytes | None]] = field(default_factory=deque)
+    """Lines that wait, with their content; None if it cannot be read."""
+    released: list[tuple[int, bool]] = field(default_factory=list)
+    """(number, whether the attempt counts) of lines that have to wait again, which the ledger does not know yet."""
+    tasks: dict[asyncio.Task[None], _LineSize] = field(default_factory=dict)
+    """Lines that run: in the engine, or with a result that is not stored yet."""
+    num_sequences: int = 0
+    """Sequences of its lines in the engine."""
+    num_bytes: int = 0
+    """Bytes of its lines in the engine."""
+    is_exhausted: bool = False
+    """No line waits."""
+    is_stopping: bool = False
+    waits_to_be_alone: bool = False
+    """Its next line may have made the server die, and waits until fewer lines run; no others start meanwhile."""
+    is_pausing: bool = False
+    """No line starts now, because the last start failed."""
+    problem: str = ""
+    """Why lines cannot be started now; "" if they can."""
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when no line waits or runs."""
+
+    @property
+    def client(self) -> str:
+        return client_of(self.record)
+
+    @property
+    def is_done(self) -> bool:
+        """No line waits or runs."""
+        return self.is_exhausted and not self.tasks and not self.released
+
+    @property
+    def has_waiting_lines(self) -> bool:
+        return not self.is_exhausted or bool(self.released)
+
+    def read(self, line: PendingLine) -> bytes | None:
+        """The line's content; None if the file has been cut. Blocks. Raises OSError."""
+        content = os.pread(self.content.fileno(), line.size, line.start)
+        return content if len(content) == line.size else None
+
+    def add(self, task: "asyncio.Task[None]", size: _LineSize) -> None:
+        self.tasks[task] = size
+        self.num_sequences += size.num_sequences
+        self.num_bytes += size.num_bytes
+
+    def leave_engine(self, task: "asyncio.Task[None]") -> None:
+        """The line has its result: others may take its share."""
+        size = self.tasks[task]
+        self.num_sequences -= size.num_sequences
+        self.num_bytes -= size.num_bytes
+        size.num_sequences = size.num_bytes = 0
+
+    def remove(self, task: "asyncio.Task[None]") -> _LineSize:
+        self.leave_engine(task)
+        return self.tasks.pop(task)
+
+    def run_again(self, number: int) -> None:
+        """The line waits again in the ledger."""
+        self.first = min(self.first, number)
+        self.ahead = deque((line, content) for line, content in self.ahead if line.number < number)
+        self.is_exhausted = False
+
+    async def read_ahead(self, database: Database, max_bytes: int) -> None:
+        """Fill `ahead` with the next lines that wait; one line may exceed `max_bytes`. Raises StoreError."""
+
+        def read(connection: apsw.Connection) -> list[tuple[PendingLine, bytes | None]]:
+            lines: list[tuple[PendingLine, bytes | None]] = []
+            num_bytes = 0
+            for line in pending_lines(connection, self.record.number, self.first, _LINES_PER_READ):
+                lines.append((line, self.read(line)))
+                num_bytes += line.size
+                if num_bytes >= max_bytes:
+                    break
+            return lines
+
+        try:
+            self.ahead.extend(await database.read(read))
+        except OSError as error:
+            raise explain(error) from None
+        if self.ahead:
+            self.first = self.ahead[-1][0].number + 1
+        self.is_exhausted = not self.ahead
+
+    async def cancel_tasks(self) -> None:
+        """Returns when no line runs. Not all at once, since the event loop serves nobody else meanwhile."""
+        tasks = list(self.tasks)
+        for first in range(0, len(tasks), _TASKS_PER_CANCEL):
+            some = tasks[first : first + _TASKS_PER_CANCEL]
+            for task in some:
+                task.cancel()
+            await asyncio.gather(*some, return_exceptions=True)
+
+
+class _Group:
+    def __init__(self) -> None:
+        self.results: dict[int, list[LineResult]] = defaultdict(list)
+        """Results of each batch, by its number."""
+        self.num_results = 0
+        self.num_bytes = 0
+        self.is_stored = asyncio.Event()
+
+
+class ResultRecorder:
+    """Stores results in groups. `run` must be running."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._groups: deque[_Group] = deque()
+        """Groups that are not being stored yet; the last one may grow."""
+        self._has_results = asyncio.Event()
+        self._flushing = asyncio.Lock()
+        self.problem: StoreError | None = None
+        """Why results cannot be stored now; None if they can."""
+        self.num_waiting_bytes = 0
+        """Bytes of the results that are not stored yet."""
+
+    async def store(self, batch: int, result: LineResult) -> None:
+        """Returns when the result is on the disk. batch: its number. If the caller is cancelled, it is stored
+        nevertheless."""
+        if not self._groups or self._groups[-1].num_results >= MAX_GROUP:
+            self._groups.append(_Group())
+        group = self._groups[-1]
+        group.results[batch].append(result)
+        group.num_results += 1
+        group.num_bytes += len(result.content)
+        self.num_waiting_bytes += len(result.content)
+        self._has_results.set()
+        await group.is_stored.wait()
+
+    async def run(self) -> None:
+        """Stores what arrives, until it is cancelled."""
+        while True:
+            await self._has_results.wait()
+            await asyncio.sleep(GROUP_SECONDS)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Store what has arrived. Returns when it is on the disk, with what arrived before."""
+        async with self._flushing:
+            self._has_results.clear()
+            for _ in range(len(self._groups)):
+                await self._store(self._groups.popleft())
+
+    async def _store(self, group: _Group) -> None:
+        def write(connection: apsw.Connection) -> None:
+            for batch, results in group.results.items():
+                record_results(connection, batch, results)
+
+        while True:
+            try:
+                await self._database.write(write)
+            except StoreError as error:
+                if self.problem is None:
+                    logger.error("results of batches cannot be stored, trying again every second: %s", error)
+                self.problem = error
+                await asyncio.sleep(RETRY_SECONDS)
+            except Exception:
+                logger.exception("results of batches cannot be stored, trying again every second")
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                break
+        if self.problem is not None:
+            logger.info("results of batches are stored again")
+        self.problem = None
+        self.num_waiting_bytes -= group.num_bytes
+        group.is_stored.set()
+
+
+class BatchRunner:
+    """Starts lines by turns of the batches, each of which has an equal share of the engine's queue."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        database: Database,
+        recorder: ResultRecorder,
+        limits: BatchLimits,
+    ) -> None:
+        self._state = state
+        self._database = database
+        self._recorder = recorder
+        self._limits = limits
+        self._batches: dict[int, RunningBatch] = {}
+        """The batches that run, by number."""
+        self._has_news = asyncio.Event()
+        self._starting = asyncio.Lock()
+        self._attempts: Counter[int] = Counter()
+        """Lines that run, by how often they had been started before."""
+        self.num_completed = 0
+        """Lines since the server's start."""
+        self.num_failed = 0
+        """Lines since the server's start."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in the engine."""
+        return sum(batch.num_sequences for batch in self._batches.values())
+
+    @property
+    def num_running(self) -> int:
+        """Lines in the engine."""
+        return sum(len(batch.tasks) for batch in self._batches.values())
+
+    def add(self, batch: RunningBatch) -> None:
+        """Run its lines, until it `has_ended` or `stop` is called."""
+        self._batches[batch.record.number] = batch
+        self._has_news.set()
+
+    async def run(self) -> None:
+        """Runs lines until it is cancelled, which `stop_all` must follow."""
+        while True:
+            await self._has_news.wait()
+            self._has_news.clear()
+            try:
+                self._state.check_ready()
+            except ApiError:  # the engine is not ready
+                asyncio.get_running_loop().call_later(RETRY_SECONDS, self._has_news.set)
+                continue
+            for batch in list(self._batches.values()):
+                async with self._starting:
+                    await self._try_to_start_lines(batch)
+
+    async def _try_to_start_lines(self, batch: RunningBatch) -> None:
+        """What goes wrong with one batch must not keep the others from running."""
+        if batch.is_stopping or batch.has_ended.is_set() or batch.is_pausing:
+            return
+        try:
+            await self._start_lines(batch)
+            batch.problem = ""
+            return
+        except StoreError as error:
+            if str(error) != batch.problem:
+                logger.error("lines of %s cannot be started, trying again every second: %s", batch.record.id, error)
+            batch.problem = str(error)
+        except Exception:
+            logger.exception("lines of %s cannot be started, trying again", batch.record.id)
+        batch.is_pausing = True
+        asyncio.get_running_loop().call_later(RETRY_SECONDS, self._end_pause, batch)
+
+    def _end_pause(self, batch: RunningBatch) -> None:
+        batch.is_pausing = False
+        self._has_news.set()
+
+    async def stop(self, batch: RunningBatch) -> None:
+        """Cancel the lines that run. Results that have arrived are stored."""
+        if self._batches.pop(batch.record.number, None) is None:
+            return
+        batch.is_stopping = True
+        async with self._starting:
+            await batch.cancel_tasks()
+            batch.content.close()
+        await self._recorder.flush()
+        self._has_news.set()  # the others' shares have grown
+
+    async def stop_all(self) -> None:
+        """Stop at the server's end: lines that run now run again at its next start."""
+        with suppress(asyncio.TimeoutError):  # if the disk is full, lines run again whose results are lost
+            await asyncio.wait_for(self._recorder.flush(), STOP_SECONDS)
+        batches = list(self._batches.values())
+        self._batches.clear()
+        for batch in batches:
+            batch.is_stopping = True
+            batch.released += [(size.number, False) for size in batch.tasks.values()]
+            await batch.cancel_tasks()
+            batch.content.close()
+            try:
+                await self._release(batch)
+            except StoreError as error:  # they are released at the next start
+                logger.error("lines of batches cannot be released: %s", error)
+
+    async def _start_lines(self, batch: RunningBatch) -> None:
+        """Start as many lines as the batch's share allows, if that is many or none runs: each start is a
+        transaction."""
+        await self._release(batch)
+        if self._recorder.problem is not None or self._recorder.num_waiting_bytes >= MAX_WAITING_BYTES:
+            return  # until results are stored
+        share = self._share()
+        max_bytes = MAX_BYTES_IN_FLIGHT // max(1, len(self._batches))
+        if batch.tasks and batch.num_sequences > share * 7 // 8:
+            return
+        while not batch.is_stopping and batch.num_sequences < share and batch.num_bytes < max_bytes:
+            if not batch.ahead and not batch.is_exhausted:
+                await batch.read_ahead(self._database, _MAX_BYTES_AHEAD // max(1, len(self._batches)))
+            lines: list[tuple[PendingLine, bytes | None]] = []
+            room = share - batch.num_sequences
+            while batch.ahead and len(lines) < room and self._may_start(batch, lines):
+                lines.append(batch.ahead.popleft())
+            if not lines:
+                break
+            try:
+                if not await self._start(batch, lines, share):
+                    break
+            except BaseException:
+                batch.run_again(lines[0][0].number)
+                raise
+        self._end_if_done(batch)
+
+    def _share(self) -> int:
+        """Sequences that each batch with waiting lines may have in the engine: what the others leave, equally."""
+        waiting = [batch for batch in self._batches.values() if batch.has_waiting_lines]
+        num_others = self.num_sequences - sum(batch.num_sequences for batch in waiting)
+        return max(1, (self._limits.max_sequences_in_engine - num_others) // max(1, len(waiting)))
+
+    def _may_start(self, batch: RunningBatch, before: list[tuple[PendingLine, bytes | None]]) -> bool:
+        """Whether the first line of `ahead` may run with all lines that run, and those that are about to."""
+        (line, _), *_ = batch.ahead
+        num_others = self.num_running + len(before)
+        attempts = max(line.attempts, *(line.attempts for line, _ in before), *self._attempts, 0)
+        if any(other.waits_to_be_alone for other in self._batches.values() if other is not batch):
+            return False
+        max_together = _max_together(attempts)
+        may_start = max_together is None or num_others < max_together
+        batch.waits_to_be_alone = not may_start and _max_together(line.attempts) is not None
+        return may_start
+
+    async def _start(self, batch: RunningBatch, lines: list[tuple[PendingLine, bytes | None]], share: int) -> bool:
+        """Start lines; those for which there is no room go back to `ahead`. Returns whether all started."""
+        parsed = []
+        num_sequences = batch.num_sequences
+        for line, content in lines:
+            if num_sequences >= share:
+                break
+            outcome = await self._parse(batch.record.id, line, content)
+            size = _LineSize(line.number, 1, line.size, line.attempts)
+            if isinstance(outcome, ParsedLine):
+                size.num_sequences = outcome.num_sequences
+            parsed.append((line, outcome, size))
+            num_sequences += size.num_sequences
+            await asyncio.sleep(0)  # let other tasks run
+        numbers = [line.number for line, _, _ in parsed]
+
+        def start(connection: apsw.Connection) -> None:
+            start_lines(connection, batch.record.number, numbers)
+
+        await self._database.write(start)
+        batch.ahead.extendleft(reversed(lines[len(parsed) :]))
+        for index, (line, outcome, size) in enumerate(parsed):
+            if batch.is_stopping:
+                return False
+            task = asyncio.create_task(self._run_line(batch, line, outcome))
+            batch.add(task, size)
+            self._attempts[line.attempts] += 1
+            task.add_done_callback(lambda task: self._note_end(batch, task))
+            if index % _STARTS_AT_ONCE == 0:
+                await asyncio.sleep(0)  # the event loop serves nobody else while lines are prepared
+        return len(parsed) == len(lines)
+
+    async def _parse(self, batch_id: str, line: PendingLine, content: bytes | None) -> ParsedLine | LineRefused:
+        if content is None:
+            return LineRefused(line.custom_id, ApiError("the line cannot be read from the input file any more"))
+        max_values = self._state.limits.max_json_values
+        try:
+            if len(content) <= MAX_INLINE_BYTES:
+                parsed = parse_line(content, max_values)
+            else:
+                parsed = await self._state.text_threads.run(len(content), parse_line, content, max_values)
+        except LineRefused as refusal:
+            return refusal
+        except Exception:
+            logger.exception("a line of %s cannot be parsed", batch_id)
+            return LineRefused(line.custom_id, ApiError(_INTERNAL_ERROR))
+        if parsed.custom_id != line.custom_id:
+            return LineRefused(line.custom_id, ApiError("the input file was changed after its validation"))
+        return parsed
+
+    async def _run_line(self, batch: RunningBatch, line: PendingLine, parsed: ParsedLine | LineRefused) -> None:
+        try:
+            result = await self._result(batch, line, parsed)
+        except ApiError as error:
+            if error.status in _TEMPORARY:
+                await asyncio.sleep(RETRY_SECONDS)
+            may_be_its_own = isinstance(error, EngineDied | GrammarValidatorFailed)
+            if may_be_its_own and line.attempts + 1 < MAX_ATTEMPTS:
+                batch.released.append((line.number, True))
+                return
+            if error.status in _TEMPORARY and not may_be_its_own:
+                batch.released.append((line.number, False))
+                return
+            result = LineResult(line.number, True, refused_line(line.custom_id, error))
+        except Exception:
+            logger.exception("a line of a batch failed")
+            internal = ApiError(_INTERNAL_ERROR)
+            result = LineResult(line.number, True, refused_line(line.custom_id, internal))
+        task = asyncio.current_task()
+        assert task is not None
+        batch.leave_engine(task)
+        self._has_news.set()
+        await self._recorder.store(batch.record.number, result)
+        self.num_failed += result.has_failed
+        self.num_completed += not result.has_failed
+
+    async def _result(self, batch: RunningBatch, line: PendingLine, parsed: ParsedLine | LineRefused) -> LineResult:
+        """Raises ApiError."""
+        if isinstance(parsed, LineRefused):
+            raise parsed.error
+        if line.attempts >= MAX_ATTEMPTS:
+            raise EngineDied(f"the server ended {line.attempts} times while this line ran")
+        use_key_salt(batch.record.cache_salt)
+        origin = Origin(parsed.num_bytes, batch.client, line.seed, is_background=True)
+        answer = await parsed.answer(self._state, origin)
+        if len(answer.content) > MAX_RESULT_BYTES:
+            raise AnswerTooLargeError(f"the answer has more than {MAX_RESULT_BYTES} bytes")
+        usage = answer.usage
+        return LineResult(
+            line.number,
+            False,
+            answered_line(line.custom_id, answer.content),
+            usage.prompt_tokens,
+            usage.prompt_tokens_details.cached_tokens,
+            usage.completion_tokens,
+        )
+
+    async def _release(self, batch: RunningBatch) -> None:
+        """Lines that have to wait again do so in the ledger. Raises StoreError."""
+        released = list(batch.released)
+        if not released:
+            return
+
+        def release(connection: apsw.Connection) -> None:
+            for counts in (False, True):
+                numbers = [number for number, counts_attempt in released if counts_attempt is counts]
+                release_lines(connection, batch.record.number, numbers, counts)
+
+        await self._database.write(release)
+        del batch.released[: len(released)]
+        batch.run_again(min(number for number, _ in released))
+
+    def _note_end(self, batch: RunningBatch, task: "asyncio.Task[None]") -> None:
+        size = batch.remove(task)
+        self._attempts[size.attempts] -= 1
+        if not self._attempts[size.attempts]:
+            del self._attempts[size.attempts]
+        self._end_if_done(batch)
+        self._has_news.set()
+
+    def _end_if_done(self, batch: RunningBatch) -> None:
+        if batch.is_done and not batch.is_stopping and not batch.has_ended.is_set():
+            del self._batches[batch.record.number]
+            batch.content.close()
+            batch.has_ended.set()
