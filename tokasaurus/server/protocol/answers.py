@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import orjson
-from pydantic import PlainValidator, WithJsonSchema
+from pydantic import PlainSerializer, PlainValidator
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +51,5 @@ PromptTokenLogprobs = list[dict[str, PromptTokenLogprob] | None]
 WrittenPromptLogprobs = Annotated[
     orjson.Fragment,
     PlainValidator(lambda value: value),
-    WithJsonSchema(
-        {
-            "type": "array",
-            "items": {
-                "anyOf": [
-                    {
-                        "type": "object",
-                        "additionalProperties": {
-                            "type": "object",
-                            "properties": {
-                                "logprob": {"type": "number"},
-                                "rank": {"type": "integer"},
-                                "decoded_token": {"type": "string"},
-                            },
-                            "required": ["logprob", "rank", "decoded_token"],
-                        },
-                    },
-                    {"type": "null"},
-                ]
-            },
-        }
-    ),
+    PlainSerializer(lambda value: value, return_type=PromptTokenLogprobs),
 ]

@@ -3,13 +3,14 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, WithJsonSchema, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from tokasaurus.server.protocol.answers import Usage, WrittenPromptLogprobs
-from tokasaurus.server.protocol.sampling_fields import NullMeans, Only, SamplingFields, StrictObject, value_error
+from tokasaurus.server.protocol.fields import NullMeans, Only, StrictObject, value_error
+from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.protocol.tools import MessageToolCall, ToolCall, ToolCallFunction, ToolChoiceField, Tools
 
 TemplateVariables = Annotated[dict[str, Any], NullMeans({})]
@@ -55,32 +56,26 @@ def _parse_part(part: object) -> str:
     return part["text"]
 
 
-_PART_SCHEMA = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-    "additionalProperties": False,
-}
+class TextPart(StrictObject):
+    type: Literal["text"]
+    text: str
 
-Content = Annotated[
-    str,
-    PlainValidator(_parse_content),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}, {"type": "null"}]}),
-]
+
+Content = Annotated[str, PlainValidator(_parse_content, str | list[TextPart] | None)]
 _PARTICIPANT = re.compile(r"[^\s<|\\/>]{1,64}")  # OpenAI's rule for names of participants
-_ROLES = ["system", "developer", "user", "assistant", "tool"]
+_Roles = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 def _parse_role(value: object) -> str:
     if value == "function":
         raise PydanticCustomError("not_implemented", "may not be function, an older word for tool")
-    if value not in _ROLES:
+    if value not in get_args(_Roles):
         raise value_error('must be "system", "developer", "user", "assistant" or "tool"')
     # OpenAI's newer name for system; chat templates know only the old one
     return "system" if value == "developer" else str(value)
 
 
-Role = Annotated[str, PlainValidator(_parse_role), WithJsonSchema({"enum": _ROLES})]
+Role = Annotated[str, PlainValidator(_parse_role, _Roles)]
 
 
 class ChatMessage(StrictObject):

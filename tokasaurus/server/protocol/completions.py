@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from tokasaurus.server.protocol.answers import Usage, WrittenPromptLogprobs
-from tokasaurus.server.protocol.sampling_fields import NullMeans, Only, SamplingFields, value_error
+from tokasaurus.server.protocol.fields import NullMeans, Only, Text, TokenId, value_error
+from tokasaurus.server.protocol.sampling_fields import SamplingFields
 
 Prompt = str | list[int]
 
@@ -39,22 +40,10 @@ def _wrong_prompt() -> PydanticCustomError:
     return value_error("must be a string, a list of token ids, a list of strings or a list of lists of token ids")
 
 
-_TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+_PromptList = Annotated[list[Text], Field(min_length=1)] | Annotated[list[_TokenIds], Field(min_length=1)]
 
-Prompts = Annotated[
-    list[Prompt],
-    PlainValidator(_parse_prompts),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                _TOKEN_IDS_SCHEMA,
-                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-                {"type": "array", "items": _TOKEN_IDS_SCHEMA, "minItems": 1},
-            ]
-        }
-    ),
-]
+Prompts = Annotated[list[Prompt], PlainValidator(_parse_prompts, Text | _TokenIds | _PromptList)]
 
 
 class CompletionRequest(SamplingFields):

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import PlainValidator, WithJsonSchema
+from pydantic import ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from tokasaurus.server.protocol.exact_schema import SchemaError, exact_schema
+from tokasaurus.server.protocol.fields import StrictObject, Text
 
 GrammarFormat = Literal["json_schema", "regex", "lark", "gbnf"]
 
@@ -47,7 +48,7 @@ _MAX_ECHO_CHARS = 100
 
 
 def _wrong(message: str) -> PydanticCustomError:
-    """message: follows the field's name."""
+    """message: follows the field's name; may contain braces."""
     return PydanticCustomError("value_not_allowed", "{message}", {"message": message})
 
 
@@ -195,72 +196,51 @@ _SOURCES: dict[str, Callable[[object, str], GrammarSource]] = {
 }
 
 
-def _guided(kind: str) -> PlainValidator:
+# For the OpenAPI page.
+_Choices = Annotated[list[str], Field(min_length=1)]
+
+
+class PlainFormat(StrictObject):
+    type: Literal["text", "json_object"]
+
+
+class NamedSchema(StrictObject):
+    name: Annotated[str, Field(pattern=f"^{_SCHEMA_NAME.pattern}$")]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+    description: str | None = None
+
+
+class JsonSchemaFormat(StrictObject):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class StructuredOutputsForm(StrictObject):
+    """Just one of json, regex, choice, grammar and json_object."""
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1})
+
+    json_: Annotated[dict[str, Any] | Text | None, Field(alias="json")] = None
+    regex: Text | None = None
+    choice: _Choices | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+
+
+def _guided(kind: str, form: Any) -> PlainValidator:
     param = f"guided_{kind}"
-    return PlainValidator(lambda value: None if value is None else _SOURCES[kind](value, param))
+    return PlainValidator(lambda value: None if value is None else _SOURCES[kind](value, param), form | None)
 
-
-def _or_null(*schemas: dict[str, Any]) -> WithJsonSchema:
-    return WithJsonSchema({"anyOf": [*schemas, {"type": "null"}]})
-
-
-_OBJECT = {"type": "object"}
-_TEXT = {"type": "string", "minLength": 1}
-_CHOICES = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 
 ResponseFormat = Annotated[
-    GrammarSource | None,
-    PlainValidator(_parse_response_format),
-    _or_null(
-        {
-            "type": "object",
-            "properties": {"type": {"enum": ["text", "json_object"]}},
-            "required": ["type"],
-            "additionalProperties": False,
-        },
-        {
-            "type": "object",
-            "properties": {
-                "type": {"const": "json_schema"},
-                "json_schema": {
-                    "type": "object",
-                    "properties": {
-                        "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
-                        "schema": _OBJECT,
-                        "strict": {"type": ["boolean", "null"]},
-                        "description": {"type": ["string", "null"]},
-                    },
-                    "required": ["name", "schema"],
-                    "additionalProperties": False,
-                },
-            },
-            "required": ["type", "json_schema"],
-            "additionalProperties": False,
-        },
-    ),
+    GrammarSource | None, PlainValidator(_parse_response_format, PlainFormat | JsonSchemaFormat | None)
 ]
-
 StructuredOutputs = Annotated[
-    GrammarSource | None,
-    PlainValidator(_parse_structured_outputs),
-    _or_null(
-        {
-            "type": "object",
-            "properties": {
-                "json": {"anyOf": [_OBJECT, _TEXT]},
-                "regex": _TEXT,
-                "choice": _CHOICES,
-                "grammar": _TEXT,
-                "json_object": {"type": "boolean"},
-                "disable_any_whitespace": {"type": "boolean"},
-            },
-            "minProperties": 1,
-            "additionalProperties": False,
-        }
-    ),
+    GrammarSource | None, PlainValidator(_parse_structured_outputs, StructuredOutputsForm | None)
 ]
-
-GuidedJson = Annotated[GrammarSource | None, _guided("json"), _or_null(_OBJECT, _TEXT)]
-GuidedRegex = Annotated[GrammarSource | None, _guided("regex"), _or_null(_TEXT)]
-GuidedChoice = Annotated[GrammarSource | None, _guided("choice"), _or_null(_CHOICES)]
-GuidedGrammar = Annotated[GrammarSource | None, _guided("grammar"), _or_null(_TEXT)]
+GuidedJson = Annotated[GrammarSource | None, _guided("json", dict[str, Any] | Text)]
+GuidedRegex = Annotated[GrammarSource | None, _guided("regex", Text)]
+GuidedChoice = Annotated[GrammarSource | None, _guided("choice", _Choices)]
+GuidedGrammar = Annotated[GrammarSource | None, _guided("grammar", Text)]

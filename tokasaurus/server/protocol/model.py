@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from tokasaurus.server.protocol.chat import ChatMessage, TemplateFields
-from tokasaurus.server.protocol.sampling_fields import NullMeans, Only
+from tokasaurus.server.protocol.fields import NullMeans, Only
 from tokasaurus.server.protocol.tools import Tools
 
 

@@ -1,28 +1,17 @@
-"""Fields shared by completions and chat bodies, and the validators both use.
-
-Null means the default for every optional field: OpenAI's clients send it. An unimplemented field is declared with
-`Only(...)`: neutral values are accepted, any other value is refused with an error that names the field.
-Token ids are compared with the vocabulary later.
-"""
+"""Fields shared by completions and chat bodies. Token ids are compared with the vocabulary later."""
 
 import re
 from typing import Annotated, Any
 
-import orjson
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     PlainValidator,
-    WithJsonSchema,
-    model_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from tokasaurus.messages.generation import MAX_STOP_TOKEN_IDS
+from tokasaurus.server.protocol.fields import NullMeans, Only, Text, TokenId, value_error
 from tokasaurus.server.protocol.grammar_fields import (
     GuidedChoice,
     GuidedGrammar,
@@ -32,68 +21,11 @@ from tokasaurus.server.protocol.grammar_fields import (
     StructuredOutputs,
 )
 
-
-class StrictObject(BaseModel):
-    """Types are strict; an unknown field is refused with an error that names it."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keep_one_unknown_field(cls, value: object) -> object:
-        """Drop the others: pydantic would create an error for each, and there may be a million."""
-        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
-            return value
-        unknown = next(name for name in value if name not in cls.model_fields)
-        return {name: value[name] for name in (*cls.model_fields, unknown) if name in value}
-
-
 MAX_CACHE_SALT_BYTES = 1024  # in UTF-8
 MAX_LOGIT_BIASES = 1024
 _LARGEST_BIAS = 100
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)  # exactly one spelling of each id
-
-
-def value_error(message: str) -> PydanticCustomError:
-    """For validators. message: follows the field's name, such as "must not be empty"; must not contain braces."""
-    return PydanticCustomError("value_not_allowed", message)
-
-
-class Only:
-    """Metadata of an unimplemented field: accepts only these neutral values (same type, same value)."""
-
-    def __init__(self, *neutral: object) -> None:
-        self._neutral = neutral
-
-    def __get_pydantic_core_schema__(self, _source: object, _handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._check)
-
-    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"enum": list(self._neutral), "description": "Not implemented: only these neutral values."}
-
-    def _check(self, value: object) -> object:
-        # compare types too: 0 == False == 0.0 in Python
-        if any(type(value) is type(neutral) and value == neutral for neutral in self._neutral):
-            return value
-        allowed = " and ".join(orjson.dumps(neutral).decode() for neutral in self._neutral)
-        message = "is not implemented beyond {allowed}"
-        raise PydanticCustomError("not_implemented", message, {"allowed": allowed})
-
-
-class NullMeans:
-    """Metadata of a field, placed last: reads an explicit null as the default, and documents null in OpenAPI."""
-
-    def __init__(self, default: object) -> None:
-        self._default = default
-
-    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(
-            lambda value: self._default if value is None else value, handler(source)
-        )
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"anyOf": [handler(schema), {"type": "null"}]}
 
 
 def _parse_stop(value: object) -> tuple[str, ...]:
@@ -105,19 +37,7 @@ def _parse_stop(value: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
-StopStrings = Annotated[
-    tuple[str, ...],
-    PlainValidator(_parse_stop),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "items": {"type": "string", "minLength": 1}},
-                {"type": "null"},
-            ]
-        }
-    ),
-]
+StopStrings = Annotated[tuple[str, ...], PlainValidator(_parse_stop, Text | list[Text] | None)]
 
 
 def _parse_stop_token_ids(value: object) -> tuple[int, ...]:
@@ -131,15 +51,7 @@ def _parse_stop_token_ids(value: object) -> tuple[int, ...]:
 
 StopTokenIds = Annotated[
     tuple[int, ...],
-    PlainValidator(_parse_stop_token_ids),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": MAX_STOP_TOKEN_IDS},
-                {"type": "null"},
-            ]
-        }
-    ),
+    PlainValidator(_parse_stop_token_ids, Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None),
 ]
 
 
@@ -157,23 +69,14 @@ def _parse_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     return tuple((int(key), float(bias)) for key, bias in biases.items())
 
 
-LogitBias = Annotated[
-    tuple[tuple[int, float], ...],
-    PlainValidator(_parse_logit_bias),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {
-                    "type": "object",
-                    "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
-                    "additionalProperties": {"type": "number", "minimum": -_LARGEST_BIAS, "maximum": _LARGEST_BIAS},
-                    "maxProperties": MAX_LOGIT_BIASES,
-                },
-                {"type": "null"},
-            ]
-        }
-    ),
+_Bias = Annotated[float, Field(ge=-_LARGEST_BIAS, le=_LARGEST_BIAS)]
+
+_Biases = Annotated[
+    dict[str, _Bias],
+    Field(max_length=MAX_LOGIT_BIASES, json_schema_extra={"propertyNames": {"pattern": f"^({_TOKEN_ID.pattern})$"}}),
 ]
+
+LogitBias = Annotated[tuple[tuple[int, float], ...], PlainValidator(_parse_logit_bias, _Biases | None)]
 
 
 def _parse_cache_salt(value: object) -> str:
@@ -191,13 +94,8 @@ def _parse_cache_salt(value: object) -> str:
 # "" if the client gives none; a client cannot send "".
 CacheSalt = Annotated[
     str,
-    PlainValidator(_parse_cache_salt),
-    WithJsonSchema(
-        {
-            "anyOf": [{"type": "string", "minLength": 1, "maxLength": MAX_CACHE_SALT_BYTES}, {"type": "null"}],
-            "description": "An extension: cached keys and values are shared only between requests with the same salt.",
-        }
-    ),
+    PlainValidator(_parse_cache_salt, Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_BYTES)] | None),
+    Field(description="An extension: cached keys and values are shared only between requests with the same salt."),
 ]
 
 
@@ -220,13 +118,7 @@ def _parse_metadata(value: object) -> object:
     return value
 
 
-Metadata = Annotated[
-    dict[str, str] | None,
-    PlainValidator(_parse_metadata),
-    WithJsonSchema({"anyOf": [{"type": "object", "additionalProperties": {"type": "string"}}, {"type": "null"}]}),
-]
-
-
+Metadata = Annotated[dict[str, str] | None, PlainValidator(_parse_metadata, dict[str, str] | None)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False), NullMeans(0.0)]
 
 

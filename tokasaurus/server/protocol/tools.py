@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn
 
 import orjson
-from pydantic import Field, PlainValidator, WithJsonSchema, field_validator
+from pydantic import BaseModel, Field, PlainValidator, field_validator
 from pydantic_core import PydanticCustomError
 
-from tokasaurus.server.protocol.sampling_fields import NullMeans, StrictObject, value_error
+from tokasaurus.server.protocol.fields import NullMeans, StrictObject, value_error
 
 MAX_TOOLS = 1024
 _MAX_DEPTH = 200
@@ -23,7 +23,7 @@ def _parse_type(value: object) -> str:
     return "function"
 
 
-FunctionType = Annotated[str, PlainValidator(_parse_type), WithJsonSchema({"const": "function"})]
+FunctionType = Annotated[str, PlainValidator(_parse_type, Literal["function"])]
 
 
 def _is_deep(value: object) -> bool:
@@ -107,59 +107,41 @@ def _refuse_custom() -> NoReturn:
     raise PydanticCustomError("not_implemented", "is not implemented beyond functions")
 
 
-_NAMED_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {"name": {"type": "string"}},
-            "required": ["name"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["type", "function"],
-    "additionalProperties": False,
-}
-_ALLOWED_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "allowed_tools"},
-        "allowed_tools": {
-            "type": "object",
-            "properties": {
-                "mode": {"enum": ["auto", "required"]},
-                "tools": {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {
-                        "type": "object",
-                        "properties": {
-                            "type": {"const": "function"},
-                            "function": {
-                                "type": "object",
-                                "properties": {"name": {"type": "string"}},
-                                "required": ["name"],
-                            },
-                        },
-                        "required": ["type", "function"],
-                    },
-                },
-            },
-            "required": ["mode", "tools"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["type", "allowed_tools"],
-    "additionalProperties": False,
-}
+class NamedFunction(StrictObject):
+    name: str
+
+
+class NamedToolChoice(StrictObject):
+    """The model must call this function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedFunction(BaseModel):
+    name: str
+
+
+class AllowedTool(BaseModel):
+    type: Literal["function"]
+    function: AllowedFunction
+
+
+class AllowedTools(StrictObject):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Field(min_length=1)]
+
+
+class AllowedToolsChoice(StrictObject):
+    """The model may or must call some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
 
 ToolChoiceField = Annotated[
     ToolChoice | None,
-    PlainValidator(_parse_choice),
-    WithJsonSchema(
-        {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED_SCHEMA, _ALLOWED_SCHEMA, {"type": "null"}]}
-    ),
+    PlainValidator(_parse_choice, Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice | None),
 ]
 
 
@@ -185,7 +167,7 @@ class CalledFunction(StrictObject):
     """parsed_arguments: added by OpenAI's client; no effect."""
 
     name: Annotated[str, Field(min_length=1)]
-    arguments: Annotated[dict[str, Any], PlainValidator(_parse_arguments), WithJsonSchema({"type": "string"})]
+    arguments: Annotated[dict[str, Any], PlainValidator(_parse_arguments, str)]
     parsed_arguments: Any = None
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
-from tokasaurus.server.protocol.sampling_fields import value_error
+from tokasaurus.server.protocol.fields import value_error
 from tokasaurus.server.protocol.storage.files import ExpiresAfter
 
 BatchStatus = Literal[

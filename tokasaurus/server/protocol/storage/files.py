@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tokasaurus.server.protocol.sampling_fields import StrictObject
+from tokasaurus.server.protocol.fields import StrictObject
 
 Purpose = Literal["batch", "batch_output"]
 """Purpose of a file that a client sent, and of one that a batch wrote."""

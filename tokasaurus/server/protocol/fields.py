@@ -1,0 +1,72 @@
+"""The kinds of fields and objects that bodies are made of.
+
+Null means the default for every optional field: OpenAI's clients send it. An unimplemented field is declared with
+`Only(...)`: neutral values are accepted, any other value is refused with an error that names the field. Where a
+validator of our own parses a field, `PlainValidator`'s second argument is its form on the OpenAPI page.
+"""
+
+from typing import Annotated
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+Text = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class StrictObject(BaseModel):
+    """Types are strict; an unknown field is refused with an error that names it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_unknown_field(cls, value: object) -> object:
+        """Drop the others: pydantic would create an error for each, and there may be a million."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        unknown = next(name for name in value if name not in cls.model_fields)
+        return {name: value[name] for name in (*cls.model_fields, unknown) if name in value}
+
+
+def value_error(message: str) -> PydanticCustomError:
+    """For validators. message: follows the field's name, such as "must not be empty"; must not contain braces."""
+    return PydanticCustomError("value_not_allowed", message)
+
+
+class Only:
+    """Metadata of an unimplemented field: accepts only these neutral values (same type, same value)."""
+
+    def __init__(self, *neutral: object) -> None:
+        self._neutral = neutral
+
+    def __get_pydantic_core_schema__(self, _source: object, _handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"enum": list(self._neutral), "description": "Not implemented: only these neutral values."}
+
+    def _check(self, value: object) -> object:
+        # compare types too: 0 == False == 0.0 in Python
+        if any(type(value) is type(neutral) and value == neutral for neutral in self._neutral):
+            return value
+        allowed = " and ".join(orjson.dumps(neutral).decode() for neutral in self._neutral)
+        message = "is not implemented beyond {allowed}"
+        raise PydanticCustomError("not_implemented", message, {"allowed": allowed})
+
+
+class NullMeans:
+    """Metadata of a field, placed last: reads an explicit null as the default, and documents null in OpenAPI."""
+
+    def __init__(self, default: object) -> None:
+        self._default = default
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(
+            lambda value: self._default if value is None else value, handler(source)
+        )
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [handler(schema), {"type": "null"}]}
