@@ -78,7 +78,7 @@ class RunConfig(ServerConfig, without=_SET_BY_THE_RUN):
 
 def _check_window(window: str) -> None:
     """Raises FlagError for a window that the server would refuse; servers of others may know other windows."""
-    from tokasaurus.server.protocol.storage.batches import window_seconds
+    from tokasaurus.server.protocol.batches import window_seconds
 
     try:
         window_seconds(window)

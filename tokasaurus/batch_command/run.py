@@ -31,7 +31,7 @@ from tokasaurus.batch_command.state_file import (
     path_with_own_server,
 )
 from tokasaurus.server.jobs.store.records import FINAL_STATUSES
-from tokasaurus.server.protocol.storage.batches import Endpoint
+from tokasaurus.server.protocol.batches import Endpoint
 
 # Seconds between two looks at the batch. The first are quick, for a short batch.
 _FIRST_POLL_S = 0.1

@@ -16,7 +16,7 @@ from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.jobs.helpers.forms import batch_line
 from tests.server.jobs.helpers.uploads import upload
 from tokasaurus.server.jobs.store.records import BatchRecord, add_batch
-from tokasaurus.server.protocol.storage.batches import window_seconds
+from tokasaurus.server.protocol.batches import window_seconds
 from tokasaurus.server.served_model import ServedModel
 
 BATCHES = "/v1/batches"

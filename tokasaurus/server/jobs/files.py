@@ -20,7 +20,7 @@ from tokasaurus.server.jobs.store.records import (
 from tokasaurus.server.jobs.store.store import Store
 from tokasaurus.server.parsing.json_values import validate_body
 from tokasaurus.server.parsing.multipart import FormReader
-from tokasaurus.server.protocol.storage.files import UploadFields
+from tokasaurus.server.protocol.files import UploadFields
 from tokasaurus.server.resources import DAY_SECONDS, BatchLimits
 
 logger = logging.getLogger(__name__)

@@ -2,19 +2,30 @@
 
 import uuid
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import orjson
+from pydantic import BaseModel, ConfigDict, Field
 
 from tokasaurus.server.endpoints import ENDPOINTS, Answer, Endpoint
 from tokasaurus.server.errors import ApiError, InvalidRequest, error_response
+from tokasaurus.server.jobs.validation_process import MAX_CUSTOM_ID_CHARS
 from tokasaurus.server.parsing.json_values import load_json, validate_body
 from tokasaurus.server.prepare.requests import Origin
-from tokasaurus.server.protocol.bulk import BulkLine
 from tokasaurus.server.protocol.completions import CompletionRequest
-from tokasaurus.server.protocol.storage.custom_id import MAX_CUSTOM_ID_CHARS
 from tokasaurus.server.state import ServerState
 from tokasaurus.text.json_lines import write_json
+
+
+class BulkLine(BaseModel):
+    """custom_id: the caller's unique name of the line. body: a request body for the route `url`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    custom_id: Annotated[str, Field(min_length=1, max_length=MAX_CUSTOM_ID_CHARS)]
+    method: Literal["POST"] = "POST"
+    url: Literal["/v1/completions", "/v1/chat/completions"]
+    body: dict[str, Any]
 
 
 class LineRefused(Exception):

@@ -10,7 +10,7 @@ from fastapi import Response
 
 from tokasaurus.server.engine_client.client import PendingRequest
 from tokasaurus.server.jobs.store.records import BatchRecord, FileRecord
-from tokasaurus.server.protocol.storage.batches import (
+from tokasaurus.server.protocol.batches import (
     BatchError,
     BatchErrors,
     BatchList,
@@ -21,7 +21,7 @@ from tokasaurus.server.protocol.storage.batches import (
     InputTokensDetails,
     OutputTokensDetails,
 )
-from tokasaurus.server.protocol.storage.files import FileList, FileObject
+from tokasaurus.server.protocol.files import FileList, FileObject
 from tokasaurus.text.json_lines import write_json
 
 # Fields that have the same name and meaning in a record and in the object.

@@ -39,7 +39,7 @@ from tokasaurus.server.jobs.store.records import (
 )
 from tokasaurus.server.jobs.store.store import Store
 from tokasaurus.server.jobs.validation_process import MAX_SHOWN_ERRORS, InputError, dump_errors
-from tokasaurus.server.protocol.storage.batches import BatchProgress, BatchStatus
+from tokasaurus.server.protocol.batches import BatchProgress, BatchStatus
 from tokasaurus.server.resources import DAY_SECONDS, BatchLimits
 from tokasaurus.server.state import ServerState
 

@@ -15,8 +15,8 @@ from typing import BinaryIO
 
 import orjson
 
-from tokasaurus.server.protocol.storage.custom_id import MAX_CUSTOM_ID_CHARS
-
+MAX_CUSTOM_ID_CHARS = 512
+"""Longest name that a client may give to a line."""
 MAX_SHOWN_ERRORS = 1000
 """A file may have an error in each line; the rest are only counted."""
 LINES_PER_PART = 500

@@ -12,7 +12,7 @@ from tokasaurus.server.jobs.service import NewBatch, batches_of
 from tokasaurus.server.jobs.store.ledger import first_results
 from tokasaurus.server.jobs.store.records import BatchRecord, get_batch, list_batches
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
-from tokasaurus.server.protocol.storage.batches import (
+from tokasaurus.server.protocol.batches import (
     BatchList,
     BatchObject,
     CreateBatch,

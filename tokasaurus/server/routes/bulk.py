@@ -27,7 +27,6 @@ from tokasaurus.server.jobs.lines import LineRefused, parse_line
 from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.parsing.json_values import MAX_INLINE_BYTES
 from tokasaurus.server.prepare.requests import Origin
-from tokasaurus.server.protocol.bulk import LINE_SCHEMA, RESULT_SCHEMA
 from tokasaurus.server.routes.event_stream import HEADERS, run_while_connected
 from tokasaurus.server.routes.json_body import check_type
 from tokasaurus.server.state import ServerState, state_of
@@ -338,6 +337,19 @@ class BulkStream(Response):
             await write(self._run.results_of_rest(stopping), is_last=self._run.has_read_all)
             return
         await write(b"", is_last=True)
+
+
+# For the OpenAPI page, which cannot describe newline-separated JSON.
+LINE_SCHEMA = {
+    "type": "string",
+    "description": "Lines, each a JSON object with custom_id, url and body; method may be POST.",
+    "example": '{"custom_id": "1", "url": "/v1/completions", "body": {"model": "default", "prompt": "Once"}}\n',
+}
+RESULT_SCHEMA = {
+    "type": "string",
+    "description": "One line per input line: a JSON object with id, custom_id, response (status_code, request_id and "
+    "body) and error, which is null if status_code is 200.",
+}
 
 
 @router.post(

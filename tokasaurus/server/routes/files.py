@@ -23,7 +23,7 @@ from tokasaurus.server.jobs.store.data_dir import StoreError
 from tokasaurus.server.jobs.store.database import run_blocking
 from tokasaurus.server.jobs.store.records import FileRecord, list_files
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
-from tokasaurus.server.protocol.storage.files import (
+from tokasaurus.server.protocol.files import (
     CONTENT_SCHEMA,
     UPLOAD_SCHEMA,
     FileDeleted,

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import apsw
 
-from tokasaurus.server.protocol.storage.batches import BatchStatus
-from tokasaurus.server.protocol.storage.files import Purpose
+from tokasaurus.server.protocol.batches import BatchStatus
+from tokasaurus.server.protocol.files import Purpose
 
 FINAL_STATUSES: tuple[BatchStatus, ...] = ("failed", "completed", "cancelled", "expired")
 """A batch with one of these never changes again."""

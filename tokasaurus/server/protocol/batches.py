@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from tokasaurus.server.protocol.fields import value_error
-from tokasaurus.server.protocol.storage.files import ExpiresAfter
+from tokasaurus.server.protocol.files import ExpiresAfter
 
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
