@@ -60,7 +60,7 @@ INNER_LAYERS = {
         ["prepare"],
         ["grammars", "engine_client"],
         ["served_model", "resources", "access"],
-        ["tools", "parsing"],
+        ["tools", "json_values"],
         ["protocol", "errors"],
     ],
     # planning: pure functions over arrays and numbers, which know no engine state.

@@ -7,6 +7,7 @@ from typing import BinaryIO
 import apsw
 
 from tokasaurus.server.errors import BodyTooLarge, Conflict, InvalidRequest, NotFound, shorten, unknown_field
+from tokasaurus.server.jobs.multipart import FormReader
 from tokasaurus.server.jobs.store.data_dir import NewContent, StoreError
 from tokasaurus.server.jobs.store.database import run_blocking
 from tokasaurus.server.jobs.store.records import (
@@ -18,8 +19,7 @@ from tokasaurus.server.jobs.store.records import (
     remove_file_row,
 )
 from tokasaurus.server.jobs.store.store import Store
-from tokasaurus.server.parsing.json_values import validate_body
-from tokasaurus.server.parsing.multipart import FormReader
+from tokasaurus.server.json_values import validate_body
 from tokasaurus.server.protocol.files import UploadFields
 from tokasaurus.server.resources import DAY_SECONDS, BatchLimits
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tokasaurus.server.endpoints import ENDPOINTS, Answer, Endpoint
 from tokasaurus.server.errors import ApiError, InvalidRequest, error_response
 from tokasaurus.server.jobs.validation_process import MAX_CUSTOM_ID_CHARS
-from tokasaurus.server.parsing.json_values import load_json, validate_body
+from tokasaurus.server.json_values import load_json, validate_body
 from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.state import ServerState

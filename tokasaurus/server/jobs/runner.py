@@ -17,7 +17,7 @@ from tokasaurus.server.jobs.store.data_dir import StoreError
 from tokasaurus.server.jobs.store.database import Database, explain
 from tokasaurus.server.jobs.store.ledger import pending_lines, record_results, release_lines, start_lines
 from tokasaurus.server.jobs.store.records import BatchRecord, LineResult, PendingLine
-from tokasaurus.server.parsing.json_values import MAX_INLINE_BYTES
+from tokasaurus.server.json_values import MAX_INLINE_BYTES
 from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.resources import BatchLimits
 from tokasaurus.server.state import ServerState

@@ -24,8 +24,8 @@ from tokasaurus.server.errors import (
     shorten,
 )
 from tokasaurus.server.jobs.lines import LineRefused, parse_line
+from tokasaurus.server.json_values import MAX_INLINE_BYTES
 from tokasaurus.server.openapi import error_responses
-from tokasaurus.server.parsing.json_values import MAX_INLINE_BYTES
 from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.routes.event_stream import HEADERS, run_while_connected
 from tokasaurus.server.routes.json_body import check_type

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
 from tokasaurus.server.errors import BodyTooLarge, ClientGone, UnsupportedMediaType, shorten
-from tokasaurus.server.parsing.json_values import MAX_INLINE_BYTES, Body, parse_body
+from tokasaurus.server.json_values import MAX_INLINE_BYTES, Body, parse_body
 from tokasaurus.server.resources import RequestLimits
 from tokasaurus.server.state import state_of
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.helpers.bodies_and_errors import assert_openai_error, minimal_body
 from tests.server.helpers.live_server import LiveServer
-from tokasaurus.server.parsing.json_values import has_too_many_values
+from tokasaurus.server.json_values import has_too_many_values
 from tokasaurus.server.resources import RequestLimits
 
 MAX_JSON_WORK = RequestLimits().max_json_values

@@ -7,7 +7,7 @@ import pytest
 
 from tests.server.jobs.helpers.forms import BOUNDARY, FORM, PURPOSE, field_part, file_part, form
 from tokasaurus.server.errors import InvalidRequest
-from tokasaurus.server.parsing.multipart import MAX_FIELD_BYTES, FormReader
+from tokasaurus.server.jobs.multipart import MAX_FIELD_BYTES, FormReader
 
 
 @dataclass
