@@ -89,8 +89,9 @@ def test_every_field_is_a_flag_and_in_the_help_once() -> None:
         ("model=(a)", "model", "(a)"),
         ("model=a=b", "model", "a=b"),
         ('served_model_name="two words"', "served_model_name", "two words"),
-        # Flags that are not built accept their defaults.
         ("rope_scaling=None", "rope_scaling", None),
+        ('rope_scaling={"rope_type":"linear","factor":2.0}', "rope_scaling", {"rope_type": "linear", "factor": 2.0}),
+        ('rope_scaling={"truncate":false}', "rope_scaling", {"truncate": False}),
         ("use_cudagraphs=F", "use_cudagraphs", False),
     ],
 )
@@ -188,7 +189,8 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
             "max_seqs_per_forward=8 cudagraph_max_size=9",
             "cudagraph_max_size=9: must be at most max_seqs_per_forward=8",
         ),
-        ("rope_scaling={'factor':8}", "rope_scaling={'factor': 8}: not built yet, it must be None or left out"),
+        ("rope_scaling=yarn", "rope_scaling=yarn: must be a JSON object, or None (model's)"),
+        ("rope_scaling=[1]", "rope_scaling=[1]: must be a JSON object, or None (model's)"),
     ],
 )
 def test_wrong_flag_is_one_line_with_name_value_and_what_is_allowed(words: str, message: str) -> None:

@@ -44,6 +44,7 @@ class CheckConfig(FlagConfig):
 
     device: str | None = ServerConfig.declared("device", heading="flags of the server")
     dtype: str | None = ServerConfig.declared("dtype")
+    rope_scaling: dict | None = ServerConfig.declared("rope_scaling")  # type: ignore[type-arg]
     kv_cache_dtype: str | None = ServerConfig.declared("kv_cache_dtype")
     cpu_isa: str | None = ServerConfig.declared("cpu_isa")
     page_size: int = ServerConfig.declared("page_size")
@@ -98,14 +99,21 @@ def check(flags: CheckConfig) -> int:
 
 
 def _find(config: ServerConfig) -> tuple[Checkpoint, bool]:
-    """The model, and whether it has weights. Raises CheckpointError."""
+    """The model, and whether it has weights. Raises CheckpointError and FlagRefused."""
+    scaling = config.rope_scaling
     if config.model is not None:
         path = expand_home("model", config.model)
         if path.is_file() and path.suffix == ".json":
-            return Checkpoint(path.parent.name, path.parent, path.parent, read_config(path)), False
+            return Checkpoint(
+                path.parent.name, path.parent, path.parent, read_config(path, rope_scaling=scaling)
+            ), False
         if path.is_dir() and not _has_weights(path):
-            return Checkpoint(path.name, path, path, read_model_info(path)), False
-    return resolve_checkpoint(config.model, on_phase=lambda line: print(f"toka check: {line}", file=sys.stderr)), True
+            return Checkpoint(path.name, path, path, read_model_info(path, scaling)), False
+
+    def show(line: str) -> None:
+        print(f"toka check: {line}", file=sys.stderr)
+
+    return resolve_checkpoint(config.model, on_phase=show, rope_scaling=scaling), True
 
 
 def _has_weights(directory: Path) -> bool:

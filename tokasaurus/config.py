@@ -29,7 +29,11 @@ class ServerConfig(FlagConfig):
         none_means="auto",
     )
     rope_scaling: dict | None = flag(  # type: ignore[type-arg]  # Pydra calls the annotation to cast
-        None, "rotary scaling that replaces the model's own, as a dict", none_means="model", is_built=False
+        None,
+        "rotary scaling that replaces the model's own, as a JSON object such as "
+        '{"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":32768}; '
+        "the context length follows from it",
+        none_means="model's",
     )
     served_model_name: str | None = flag(None, "the model's name in the API", none_means="model")
     device: str | None = flag(

@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import json
 import math
 import os
 import re
@@ -269,7 +270,7 @@ def allowed_values(flag: Flag) -> str:
         elif flag.minimum is not None:
             allowed += f" of at least {flag.minimum}"
     else:
-        allowed = {bool: "T or F", str: "some text"}.get(flag.kind, f"a {flag.kind.__name__}")
+        allowed = {bool: "T or F", str: "some text", dict: "a JSON object"}.get(flag.kind, f"a {flag.kind.__name__}")
     return f"{allowed}, or None ({flag.none_means})" if flag.is_optional else allowed
 
 
@@ -289,19 +290,31 @@ def _read(name: str, text: str, flag: Flag) -> Any:
     if flag.kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:
-        return parse_value(text)
+        return _read_object(text) if flag.kind is dict else parse_value(text)
     except Exception as error:
         # An expression in parentheses can raise any exception.
         raise FlagError(f"{name}={_show(text)}: cannot be read, {type(error).__name__}: {error}") from None
 
 
+def _read_object(text: str) -> Any:
+    """The value of JSON, or of a Python literal, which may have single quotes; else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return _literal(text)
+
+
 def _unquoted(text: str) -> str:
     """Text as typed: `1e5`, `T` and `(a)` stay text for a string flag; a quoted literal loses its quotes."""
+    value = _literal(text)
+    return value if isinstance(value, str) else text
+
+
+def _literal(text: str) -> Any:
     try:
-        value = ast.literal_eval(text)
+        return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
-    return value if isinstance(value, str) else text
 
 
 def _suggestion(name: str, names: Iterable[str]) -> str:

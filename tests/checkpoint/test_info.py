@@ -1,5 +1,6 @@
 """config.json as read here against the configuration classes of transformers."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from tests.checkpoint.helpers.configs import BASE, write
 from tokasaurus.checkpoint import CheckpointError, ModelInfo, RopeInfo, read_model_info
+from tokasaurus.messages.status import FlagRefused
 
 LLAMA3_FIELDS = {
     "factor": 8.0,
@@ -170,3 +172,30 @@ def test_missing_and_malformed_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"config\.json does not contain a JSON object"):
         read_model_info(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "reason"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "rope type 'dynamic' is not supported, only "),
+        ({"rope_type": "yarn"}, "factor is missing"),
+        ({"rope_type": "linear", "factor": "2"}, "factor must be a positive number"),
+        ({"rope_type": "linear", "factor": 2, "beta_fast": 3}, "beta_fast is not a setting of rope type 'linear'"),
+        ({"rope_type": "yarn", "facter": 2}, "facter is not a setting of rope type 'yarn'"),
+        ({"factor": 8}, "factor is not a setting of rope type 'default'"),
+        ({"rope_type": "llama3", "factor": 8}, "low_freq_factor is missing"),
+        ({"rope_type": "yarn", "factor": 2, "rope_theta": 1}, "rope_theta must be greater than 1"),
+        ({"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 0}, "original_max_position_embeddings"),
+    ],
+)
+def test_a_wrong_rope_scaling_flag_is_refused_by_name(scaling: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    write(tmp_path, {"model_type": "qwen2", **BASE})
+    with pytest.raises(FlagRefused, match=re.escape(reason)) as caught:
+        read_model_info(tmp_path, scaling)
+    assert str(caught.value).startswith('rope_scaling={"')
+
+
+def test_rope_scaling_makes_a_checkpoint_of_a_refused_type_readable(tmp_path: Path) -> None:
+    write(tmp_path, {"model_type": "qwen2", **BASE, "rope_scaling": {"type": "dynamic", "factor": 2.0}})
+    info = read_model_info(tmp_path, {"rope_type": "linear", "factor": 2})
+    assert (info.rope, info.context_length) == (RopeInfo(1e4, "linear", factor=2.0), 1024)

@@ -4,6 +4,7 @@ They are read as plain JSON, since the configuration classes of transformers imp
 key; both spellings of transformers 4 and 5 are read (torch_dtype and dtype; rope.py has those of rotary settings).
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,16 @@ from typing import Any
 
 from tokasaurus.checkpoint.config_keys import left_to_requests, refuse_keys
 from tokasaurus.checkpoint.errors import CheckpointError
-from tokasaurus.checkpoint.json_files import flag, positive_float, positive_int, read_json
-from tokasaurus.checkpoint.rope import MAX_CONTEXT, RopeInfo, dropped_theta, extended_context_length, parse_rope
+from tokasaurus.checkpoint.json_files import Fields, flag, positive_float, positive_int, read_json
+from tokasaurus.checkpoint.rope import (
+    MAX_CONTEXT,
+    RopeInfo,
+    dropped_theta,
+    extended_context_length,
+    parse_rope,
+    with_rope_scaling,
+)
+from tokasaurus.messages.status import FlagRefused, one_line
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -84,29 +93,39 @@ FAMILIES = {
 }
 
 
-def read_model_info(directory: Path) -> ModelInfo:
+def read_model_info(directory: Path, rope_scaling: Fields | None = None) -> ModelInfo:
     """Parse config.json and, if it exists, generation_config.json.
+
+    rope_scaling: the flag, which replaces the model's rotary scaling; raises FlagRefused if it is wrong.
 
     Raises CheckpointError, naming the file and the field, if a file is missing or malformed, or if this code would
     compute the model wrongly (unknown family, unsupported rotary scaling, quantised weights).
     """
     generation_path = directory / "generation_config.json"
-    return read_config(directory / "config.json", read_json(generation_path) if generation_path.exists() else {})
+    generation = read_json(generation_path) if generation_path.exists() else {}
+    return read_config(directory / "config.json", generation, rope_scaling)
 
 
-def read_config(path: Path, generation: Mapping[str, Any] | None = None) -> ModelInfo:
+def read_config(
+    path: Path, generation: Mapping[str, Any] | None = None, rope_scaling: Fields | None = None
+) -> ModelInfo:
     """As read_model_info, of one config.json. generation: the content of generation_config.json."""
-    config = read_json(path)
+    config: Fields = read_json(path)
+    if rope_scaling is not None:
+        try:
+            config = with_rope_scaling(config, rope_scaling)
+        except CheckpointError as error:
+            raise FlagRefused(f"rope_scaling={one_line(json.dumps(rope_scaling))}: {error}") from None
     try:
         return _parse(config, {} if generation is None else generation)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def notes_on_settings(directory: Path) -> list[str]:
+def notes_on_settings(directory: Path, rope_scaling: Fields | None = None) -> list[str]:
     """Lines for the user about settings that read_model_info accepts, but that may surprise."""
     config = read_json(directory / "config.json")
-    lines = [dropped_theta(config)]
+    lines = [dropped_theta(config) if rope_scaling is None else None]
     generation_path = directory / "generation_config.json"
     if generation_path.exists() and (left := left_to_requests(read_json(generation_path))):
         lines.append(f"generation_config.json: {', '.join(left)}: left to each request")

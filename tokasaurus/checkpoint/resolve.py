@@ -12,6 +12,7 @@ from tokasaurus.checkpoint.end_tokens import with_tokenizer_end
 from tokasaurus.checkpoint.errors import CheckpointError
 from tokasaurus.checkpoint.hub import download_files, is_repo_id
 from tokasaurus.checkpoint.info import ModelInfo, notes_on_settings, read_model_info
+from tokasaurus.checkpoint.json_files import Fields
 from tokasaurus.checkpoint.tied_embeddings import fit_to_tensors
 from tokasaurus.checkpoint.tokenizer_files import TOKENIZER_PATTERNS, native_tokenizer
 from tokasaurus.checkpoint.weight_files import SINGLE_NAME, unread_index, weight_file_names, weight_files
@@ -38,22 +39,27 @@ def _ignore_phase(_: str) -> None: ...
 
 
 def resolve_checkpoint(
-    model: str | None, tokenizer: str | None = None, on_phase: OnPhase = _ignore_phase
+    model: str | None,
+    tokenizer: str | None = None,
+    on_phase: OnPhase = _ignore_phase,
+    *,
+    rope_scaling: Fields | None = None,
 ) -> Checkpoint:
     """Locate the model's files, downloading and converting them if necessary.
 
     model: a directory in Hugging Face format, a .gguf file, or a Hugging Face repository id; None = the demo model.
     tokenizer: likewise, the model whose tokenizer to use; None = the model's own.
     on_phase: called with a one-line description before each phase that takes long.
-    Raises CheckpointError if anything is missing, unreachable or not supported.
+    rope_scaling: the flag, which replaces the model's rotary scaling.
+    Raises CheckpointError if anything is missing, unreachable or not supported, and FlagRefused.
     """
     if model is None:
         name, directory = DEMO_NAME, demo_directory(on_phase)
     else:
-        name, directory = _locate(model, on_phase)
+        name, directory = _locate(model, on_phase, rope_scaling)
     # What is wrong with the files raises here, in the parent, rather than in the worker.
-    info = fit_to_tensors(read_model_info(directory), weight_files(directory), on_phase)
-    for line in (unread_index(directory), *notes_on_settings(directory)):
+    info = fit_to_tensors(read_model_info(directory, rope_scaling), weight_files(directory), on_phase)
+    for line in (unread_index(directory), *notes_on_settings(directory, rope_scaling)):
         if line is not None:
             logger.warning(line)
     tokenizer_directory = directory if tokenizer is None else _locate_tokenizer(tokenizer, on_phase)
@@ -64,7 +70,7 @@ def resolve_checkpoint(
     return Checkpoint(name, directory, tokenizer_directory, with_tokenizer_end(info, tokenizer_directory))
 
 
-def _locate(model: str, on_phase: OnPhase) -> tuple[str, Path]:
+def _locate(model: str, on_phase: OnPhase, rope_scaling: Fields | None) -> tuple[str, Path]:
     """The model's name, and the directory with its configuration and weights."""
     local = _locate_local("model", model, on_phase)
     if local is not None:
@@ -73,7 +79,7 @@ def _locate(model: str, on_phase: OnPhase) -> tuple[str, Path]:
     on_phase(f"looking up {model}")
     # Configuration first, so that an unsupported model is refused before gigabytes are downloaded.
     directory = download_files(model, TOKENIZER_PATTERNS)
-    read_model_info(directory)
+    read_model_info(directory, rope_scaling)
     on_phase(f"downloading the weights of {model}")
     # Whether the repository has the single file, which is preferred to an index, is only known once it is asked for.
     directory = download_files(model, [*TOKENIZER_PATTERNS, SINGLE_NAME], revision=directory.name)

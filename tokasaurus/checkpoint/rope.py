@@ -64,9 +64,7 @@ class RopeInfo:
 def parse_rope(config: Fields, context_length: int) -> RopeInfo:
     """context_length: max_position_embeddings. Raises CheckpointError, naming the field."""
     fields = _merged(config)
-    rope_type = fields["rope_type"] if "rope_type" in fields else fields.get("type", "default")
-    if rope_type not in ROPE_TYPES:
-        raise CheckpointError(f"rope type {rope_type!r} is not supported, only {', '.join(map(repr, ROPE_TYPES))}")
+    rope_type = _type_of(fields)
     theta = positive_float(fields, "rope_theta", _MAX_THETA, default=_DEFAULT_THETA)
     if theta <= 1:
         raise CheckpointError(f"rope_theta must be greater than 1, not {theta!r}")
@@ -91,6 +89,34 @@ def extended_context_length(config: Fields, rope: RopeInfo, context_length: int)
     return min(max(context_length, int(rope.original_context_length * rope.factor)), MAX_CONTEXT)
 
 
+def with_rope_scaling(config: Fields, scaling: Fields) -> Fields:
+    """`config`, but with the rotary setting of the flag rope_scaling=, and the context length that follows from it: the
+    original length times the factor. rope_theta stays unless `scaling` has one.
+
+    The original length is that in `scaling`, else that of the model's own scaling, else max_position_embeddings. Raises
+    CheckpointError, naming the key.
+    """
+    rope_type = _type_of(scaling)
+    for key in scaling:
+        if rope_type not in ROPE_KEYS.get(key, ()):
+            raise CheckpointError(f"{key} is not a setting of rope type {rope_type!r}")
+    own = _merged(config)
+    stated = positive_int(config, "max_position_embeddings", MAX_CONTEXT)
+    own_original = positive_int(own, "original_max_position_embeddings", MAX_CONTEXT, default=stated)
+    original = positive_int(scaling, "original_max_position_embeddings", MAX_CONTEXT, default=own_original)
+    parameters: dict[str, Any] = {"rope_theta": own.get("rope_theta", _DEFAULT_THETA), **scaling}
+    factor = 1.0 if rope_type == "default" else positive_float(scaling, "factor", _MAX_THETA)
+    longest = min(int(original * factor), MAX_CONTEXT)
+    if rope_type in ROPE_KEYS["original_max_position_embeddings"]:
+        parameters["original_max_position_embeddings"] = original
+        longest = max(longest, stated)  # a model may be used a little beyond its original length, as Qwen3 is
+    replaced = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
+    others = {name: value for name, value in config.items() if name not in replaced}
+    new = {**others, "max_position_embeddings": longest, "rope_parameters": parameters}
+    parse_rope(new, longest)
+    return new
+
+
 def dropped_theta(config: Fields) -> str | None:
     """One line for the user if rope_scaling replaces rope_parameters with another rope_theta, as in transformers."""
     replaced = json_object(config, "rope_parameters").get("rope_theta")
@@ -98,6 +124,14 @@ def dropped_theta(config: Fields) -> str | None:
     if not json_object(config, "rope_scaling") or replaced is None or replaced == used:
         return None
     return f"rope_scaling replaces rope_parameters: rope_theta is {used!r}, not {replaced!r}, as in transformers"
+
+
+def _type_of(fields: Fields) -> str:
+    """Raises CheckpointError if the type is not supported."""
+    rope_type = fields["rope_type"] if "rope_type" in fields else fields.get("type", "default")
+    if rope_type not in ROPE_TYPES:
+        raise CheckpointError(f"rope type {rope_type!r} is not supported, only {', '.join(map(repr, ROPE_TYPES))}")
+    return str(rope_type)
 
 
 def _merged(config: Fields) -> dict[str, Any]:

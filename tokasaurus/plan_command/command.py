@@ -12,7 +12,9 @@ from tokasaurus.checkpoint import CheckpointError, ModelInfo, fit_to_tensors, re
 from tokasaurus.checkpoint.cache import expand_home
 from tokasaurus.checkpoint.hub import download_files, is_repo_id
 from tokasaurus.checkpoint.info import read_config
+from tokasaurus.checkpoint.json_files import Fields
 from tokasaurus.checkpoint.weight_files import weight_file_names
+from tokasaurus.messages.status import UserError
 from tokasaurus.model.worker.kv_memory import show_size
 from tokasaurus.model.worker.memory_plan import WEIGHTS, DoesNotFit, MemoryPlan, Part, Sizes, plan_memory, sizes_of
 from tokasaurus.plan_command.config import PlanConfig, parse_size
@@ -25,11 +27,11 @@ def plan(config: PlanConfig) -> int:
     """Print the plan; returns the exit code: 1 if the model cannot be read, 2 if it does not fit."""
     assert config.model is not None, "checked by finalize"
     try:
-        info, is_estimate = read_info(config.model)
+        info, is_estimate = read_info(config.model, config.rope_scaling)
         result = plan_memory(info, planned_sizes(config, info))
-    except CheckpointError as error:
+    except UserError as error:
         print(f"toka plan: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code
     except (DoesNotFit, ValueError) as error:
         print(f"toka plan: {error}", file=sys.stderr)
         return 2
@@ -40,21 +42,21 @@ def plan(config: PlanConfig) -> int:
     return 0
 
 
-def read_info(model: str) -> tuple[ModelInfo, bool]:
+def read_info(model: str, rope_scaling: Fields | None = None) -> tuple[ModelInfo, bool]:
     """The model's configuration, and whether config.json alone says so: otherwise it is compared with the headers of
-    the weights, which decide whether the LM head is counted. Raises CheckpointError."""
+    the weights, which decide whether the LM head is counted. Raises CheckpointError and FlagRefused."""
     path = expand_home("model", model)
     if path.is_file():
         if path.suffix != ".json":
             raise CheckpointError(f"{model}: toka plan reads a directory in Hugging Face format or a config.json")
-        return read_config(path), True
+        return read_config(path, rope_scaling=rope_scaling), True
     if not path.is_dir():
         if not is_repo_id(model):
             raise CheckpointError(
                 f"{model!r} is neither a directory nor a config.json nor a Hugging Face repository id"
             )
-        return read_model_info(download_files(model, ["config.json", "generation_config.json"])), True
-    info = read_model_info(path)
+        return read_model_info(download_files(model, ["config.json", "generation_config.json"]), rope_scaling), True
+    info = read_model_info(path, rope_scaling)
     if not all((path / name).is_file() for name in weight_file_names(path)):
         return info, True
     return fit_to_tensors(info, weight_files(path)), False

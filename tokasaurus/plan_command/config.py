@@ -27,6 +27,7 @@ class PlanConfig(FlagConfig):
         choices=("bfloat16", "float16", "float32"),
         heading="flags of the server",
     )
+    rope_scaling: dict | None = ServerConfig.declared("rope_scaling")  # type: ignore[type-arg]
     kv_cache_dtype: str | None = ServerConfig.declared("kv_cache_dtype")
     tp_size: int = ServerConfig.declared("tp_size")
     pp_size: int = ServerConfig.declared("pp_size")

@@ -62,7 +62,9 @@ def _serve(config: ServerConfig, entries: Entries, report: StartupReport) -> int
     with bind(config.host, config.port) as listener, trace_file(config.trace):
         report.end_phase("imports")
         report.address = url_of(listener)
-        checkpoint = resolve_checkpoint(config.model, config.tokenizer, report.show_progress)
+        checkpoint = resolve_checkpoint(
+            config.model, config.tokenizer, report.show_progress, rope_scaling=config.rope_scaling
+        )
         report.end_phase("find model", str(checkpoint.directory))
         report.model = checkpoint.name if config.served_model_name is None else config.served_model_name
         context_length = checkpoint.info.context_length

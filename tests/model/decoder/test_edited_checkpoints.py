@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import assert_equals_oracle, run_stages
@@ -223,6 +223,38 @@ def test_each_rotary_setting_gives_other_logits(tmp_path: Path) -> None:
         found.append(run_stages(tmp_path, TOKEN_IDS)[0][-1])
     distinct = {tuple(logits.mul(1e3).round().tolist()) for logits in found}
     assert len(distinct) >= 20
+
+
+# The flag rope_scaling= -> the context length of a model whose original length is 512.
+FLAGS: dict[str, tuple[dict[str, Any], int]] = {
+    "none": ({"rope_type": "default"}, 512),
+    "linear": ({"rope_type": "linear", "factor": 4.0}, 2048),
+    "linear by type": ({"type": "linear", "factor": 1.5}, 768),
+    "llama3": ({"rope_type": "llama3", **LLAMA3}, 4096),
+    "llama3, original length": ({"rope_type": "llama3", "original_max_position_embeddings": 128, **LLAMA3}, 1024),
+    "yarn": ({"rope_type": "yarn", "factor": 4.0}, 2048),
+    "yarn, original length": ({"rope_type": "yarn", **YARN, "beta_fast": 8, "truncate": False}, 512),
+    "yarn, theta": ({"rope_type": "yarn", "rope_theta": 3e4, "factor": 3.0, "attention_factor": 0.7}, 1536),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("flag", FLAGS)
+def test_rope_scaling_replaces_the_checkpoints_own_as_in_transformers(family: str, flag: str, tmp_path: Path) -> None:
+    scaling, context_length = FLAGS[flag]
+    save_tiny_model(tmp_path, family)
+    edit(tmp_path, {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}})
+    config = AutoConfig.from_pretrained(tmp_path)
+    parameters = {"rope_type": scaling.get("type"), "rope_theta": config.rope_parameters["rope_theta"], **scaling}
+    if parameters["rope_type"] in ("llama3", "yarn"):
+        parameters.setdefault("original_max_position_embeddings", 512)
+    config.rope_parameters = parameters
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, config=config, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = model(TOKEN_IDS.unsqueeze(0)).logits[0]
+    logits, _ = run_stages(tmp_path, TOKEN_IDS, rope_scaling=scaling)
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
+    assert read_model_info(tmp_path, scaling).context_length == context_length
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,11 +23,15 @@ from tokasaurus.model.parallel.mesh import Mesh
 
 
 def load(
-    directory: Path, mesh: Mesh | None = None, device: torch.device = CPU, packed: bool = False
+    directory: Path,
+    mesh: Mesh | None = None,
+    device: torch.device = CPU,
+    packed: bool = False,
+    rope_scaling: dict[str, Any] | None = None,
 ) -> tuple[Decoder, ModelInfo]:
     """packed: pack weights for the kernels, as the server does; otherwise torch computes all but attention."""
     files = weight_files(directory)
-    model_info = fit_to_tensors(read_model_info(directory), files)
+    model_info = fit_to_tensors(read_model_info(directory, rope_scaling), files)
     model = build_decoder(model_info, mesh or Mesh(), torch.float32)
     model.materialize(device, model_info.context_length)
     load_weights(files, model.weight_shards(), model.ignores, lambda _: None)
@@ -110,13 +115,15 @@ def run_whole_prompt(
         return model.logits(out) if mesh.is_last_stage else out
 
 
-def run_stages(directory: Path, token_ids: torch.Tensor, pp_size: int = 1) -> tuple[torch.Tensor, list[int]]:
+def run_stages(
+    directory: Path, token_ids: torch.Tensor, pp_size: int = 1, rope_scaling: dict[str, Any] | None = None
+) -> tuple[torch.Tensor, list[int]]:
     """Runs the stages one after another -> all logits, and the number of layers of each stage."""
     hidden = None
     num_layers = []
     for pp_rank in range(pp_size):
         mesh = Mesh(pp_rank=pp_rank, pp_size=pp_size)
-        stage, model_info = load(directory, mesh, packed=True)
+        stage, model_info = load(directory, mesh, packed=True, rope_scaling=rope_scaling)
         num_layers.append(len(stage.layers))
         hidden = run_whole_prompt(stage, model_info, mesh, hidden, token_ids)
     assert hidden is not None
