@@ -184,7 +184,10 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
             "async_tp_threshold=9: must be at most max_tokens_per_forward=8",
         ),
         ("symmetric_all_reduce=T", "symmetric_all_reduce=T: needs tp_size= of at least 2 beside it"),
-        ("statsd_server_url=udp://x", "statsd_server_url=udp://x: not built yet, it must be None or left out"),
+        ("statsd_server_url=udp://x", "statsd_server_url=udp://x: must be HOST:PORT"),
+        ("statsd_server_url=x:0", "statsd_server_url=x:0: must be HOST:PORT"),
+        ("statsd_server_url=http://x:80", "statsd_server_url=http://x:80: must be HOST:PORT"),
+        ("statsd_server_url=[::1:80", "statsd_server_url=[::1:80: must be HOST:PORT"),
         (
             "max_seqs_per_forward=8 cudagraph_max_size=9",
             "cudagraph_max_size=9: must be at most max_seqs_per_forward=8",

@@ -212,7 +212,11 @@ class ServerConfig(FlagConfig):
     )
     trace_first_step: int = count(0, "step of the engine with which the trace begins", minimum=0)
     trace_steps: int = count(256, "steps in the trace")
-    statsd_server_url: str | None = flag(None, "statsd server that receives metrics, as host:port", is_built=False)
+    statsd_server_url: str | None = flag(
+        None,
+        "statsd server that receives the figures of the throughput log lines over UDP, as HOST:PORT",
+        rules=(matches(r"(udp://)?([^\s/?#@:\[\]]+|\[[\da-fA-F:.]+\]):[1-9]\d{0,4}", "HOST:PORT"),),
+    )
     data_dir: str | None = flag(
         None,
         "directory for files and batches, which survive restarts; by default one for each port, in the user's "

@@ -1,9 +1,13 @@
 """The log line of a window, from totals whose rates are easy to see."""
 
+import socket
+import time
 from dataclasses import replace
 
+import pytest
+
 from tokasaurus.messages.status import EngineStats
-from tokasaurus.monitoring.step_stats import StepStats, StepTotals
+from tokasaurus.monitoring.step_stats import StatsdSender, StepStats, StepTotals, StepWindow
 
 
 def make_stats(total_generation_tokens: int) -> EngineStats:
@@ -21,7 +25,8 @@ def test_each_window_ends_with_a_line_of_the_rates_in_that_window():
         totals.num_rows += 40
         totals.num_prefill_tokens += 1000
         totals.busy_seconds += 0.5
-        lines.append(step_stats.report(2000.0 + second, totals, make_stats(30 * second)))
+        window = step_stats.report(2000.0 + second, totals, make_stats(30 * second))
+        lines.append(None if window is None else window.line())
         if second == 3:
             assert step_stats.seconds_to_report(2003.0) == 2.5, "the window began with the first step, at 2000.5"
     assert [line is not None for line in lines] == [False] * 5 + [True] + [False] * 4
@@ -33,7 +38,7 @@ def test_each_window_ends_with_a_line_of_the_rates_in_that_window():
     assert step_stats.seconds_to_report(2010.0) == 1.5
     last = step_stats.report(2016.0, totals, make_stats(300))
     assert last is not None
-    assert last.startswith("13 output tokens/s, 421 prompt tokens/s, prefix cache hits –, 40.0 sequences a step")
+    assert last.line().startswith("13 output tokens/s, 421 prompt tokens/s, prefix cache hits –, 40.0 sequences a step")
     assert step_stats.report(2030.0, totals, make_stats(300)) is None
 
 
@@ -70,9 +75,67 @@ def test_cache_hits_sharing_and_preemptions_are_counted_per_window():
             total_recomputed_tokens=stats.total_recomputed_tokens + num_recomputed,
             manager_busy_fraction=busy_fraction,
         )
-        line = step_stats.report(1000.0 + 5 * number, totals, stats)
-        assert line is not None
+        found = step_stats.report(1000.0 + 5 * number, totals, stats)
+        assert found is not None
+        line = found.line()
         assert f" prefix cache hits {hits}," in line
         assert f" manager busy {busy} |" in line
         assert line.endswith(f"KV 50 of 200 blocks (25%){preemptions}")
         assert "\n" not in line
+
+
+WINDOW = StepWindow(862.25, 715.0, 0.125, 63.4, 73.04, 0.99, 18_432, 3, 0, replace(make_stats(0), worker_queue_depth=4))
+FIGURES = """\
+toka.output_tokens_per_second:862.25|g
+toka.prompt_tokens_per_second:715.0|g
+toka.sequences_per_step:63.4|g
+toka.milliseconds_per_step:73.04|g
+toka.worker_busy_fraction:0.99|g
+toka.manager_busy_fraction:0.0|g
+toka.sequences_running:3|g
+toka.sequences_waiting:1200|g
+toka.kv_blocks_used:50|g
+toka.kv_blocks_total:200|g
+toka.prefix_cache_hit_fraction:0.125|g
+toka.shared_prompt_tokens:18432|c
+toka.preemptions:3|c
+toka.recomputed_tokens:0|c"""
+
+
+def connected(sender: StatsdSender) -> StatsdSender:
+    deadline_s = time.monotonic() + 30
+    while sender._socket is None and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert sender._socket is not None
+    return sender
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_statsd_server_receives_the_figures_of_a_window(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as server:
+        server.bind((host, 0))
+        server.settimeout(30)
+        shown = f"[{host}]" if ":" in host else host
+        sender = connected(StatsdSender(f"udp://{shown}:{server.getsockname()[1]}", "toka"))
+        sender.send(WINDOW)
+        assert server.recv(65_536).decode() == FIGURES
+        sender.send(replace(WINDOW, prefix_cache_hit_fraction=None))
+        assert "prefix_cache_hit_fraction" not in server.recv(65_536).decode()
+
+
+def test_a_statsd_server_that_is_absent_slow_or_unknown_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unread:
+        unread.bind(("127.0.0.1", 0))
+        port = unread.getsockname()[1]
+        slow = connected(StatsdSender(f"127.0.0.1:{port}", "toka"))
+        for _ in range(2000):  # more than its buffer holds
+            slow.send(WINDOW)
+    for _ in range(3):
+        slow.send(WINDOW)  # refused: nobody listens any more
+    unknown = StatsdSender("no-such-host.invalid:8125", "toka")
+    unknown.send(WINDOW)
+    deadline_s = time.monotonic() + 60
+    while "nothing is sent" not in caplog.text and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert "statsd_server_url=no-such-host.invalid:8125: " in caplog.text

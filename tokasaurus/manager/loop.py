@@ -46,7 +46,7 @@ from tokasaurus.messages.status import (
 )
 from tokasaurus.monitoring.cores import available_cores
 from tokasaurus.monitoring.garbage import GarbageCollector
-from tokasaurus.monitoring.step_stats import StepStats
+from tokasaurus.monitoring.step_stats import StatsdSender, StepStats
 from tokasaurus.monitoring.timing import BusyFraction
 from tokasaurus.monitoring.trace import NO_TRACE, Trace
 from tokasaurus.text.grammars import load_grammar_vocabulary
@@ -140,7 +140,12 @@ def run_manager(
         state = make_state(options, grammars)
         trace = NO_TRACE if config.trace is None else Trace.of(config, "manager", index, row=0)
         channels = _Channels(requests, updates, inputs, outputs, status)
-        _serve(state, StepStats(config.stats_report_seconds), config.watchdog_seconds, early, channels, trace)
+        statsd = None
+        if config.statsd_server_url is not None:
+            prefix = "toka" if config.dp_size == 1 else f"toka.replica_{index}"
+            statsd = StatsdSender(config.statsd_server_url, prefix)
+        step_stats = StepStats(config.stats_report_seconds)
+        _serve(state, step_stats, statsd, config.watchdog_seconds, early, channels, trace)
         trace.write()
     for channel in inputs:
         channel.close()
@@ -217,6 +222,7 @@ class _Channels:
 def _serve(
     state: EngineState,
     step_stats: StepStats,
+    statsd: StatsdSender | None,
     watchdog_s: float,
     messages: list[RequestMessage],
     channels: _Channels,
@@ -265,9 +271,11 @@ def _serve(
             channels.updates.send(EngineUpdate(state.deltas, stats, progress))
             state.deltas = []
             last_stats, last_update_s = stats, now_s
-        line = step_stats.report(now_s, state.step_totals, stats)
-        if line is not None:
-            logger.info(line)
+        window = step_stats.report(now_s, state.step_totals, stats)
+        if window is not None:
+            logger.info(window.line())
+            if statsd is not None:
+                statsd.send(window)
         timeouts = [step_stats.seconds_to_report(now_s), busy.seconds_to_report(now_s)]
         to_heartbeat_s = max(0.0, last_alive_s + HEARTBEAT_SECONDS - now_s)
         timeouts += [max(MIN_STREAM_WAIT, state.stream_due_s - now_s)]

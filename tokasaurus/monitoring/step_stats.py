@@ -1,8 +1,22 @@
-"""Periodic log line about the steps of the last seconds."""
+"""Periodic report about the steps of the last seconds: a log line, and the same figures for a statsd server.
 
+Source of statsd's format: https://github.com/statsd/statsd/blob/master/docs/metric_types.md
+"""
+
+import logging
+import socket
+import threading
 from dataclasses import dataclass, replace
 
 from tokasaurus.messages.status import EngineStats
+
+logger = logging.getLogger(__name__)
+
+_COUNTED = (
+    *("total_generation_tokens", "total_asked_prompt_tokens", "total_prefix_cache_hit_tokens"),
+    *("total_shared_prompt_tokens", "total_preemptions", "total_recomputed_tokens"),
+)
+"""Totals of EngineStats whose growth is reported."""
 
 
 @dataclass(slots=True)
@@ -19,8 +33,76 @@ class StepTotals:
     """Between two steps, of which the first left sequences to compute."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepWindow:
+    """Figures of one window, except those of `stats`, which are current.
+
+    Prompt tokens count what the workers computed.
+    """
+
+    output_tokens_per_second: float
+    prompt_tokens_per_second: float
+    prefix_cache_hit_fraction: float | None
+    """Of all prompt tokens of the sequences that started in the window; None if none did."""
+    sequences_per_step: float
+    milliseconds_per_step: float
+    worker_busy_fraction: float
+    num_shared: int
+    """Prompt tokens newly shared, as the next two in the window."""
+    num_preemptions: int
+    num_recomputed: int
+    """Tokens computed again."""
+    stats: EngineStats
+
+    def line(self) -> str:
+        """For the log."""
+        stats, hits = self.stats, self.prefix_cache_hit_fraction
+        line = (
+            f"{self.output_tokens_per_second:,.0f} output tokens/s, "
+            f"{self.prompt_tokens_per_second:,.0f} prompt tokens/s, "
+            f"prefix cache hits {'–' if hits is None else f'{hits:.0%}'}, "
+            f"{self.sequences_per_step:,.1f} sequences a step, {self.milliseconds_per_step:,.1f} ms a step, "
+            f"worker busy {self.worker_busy_fraction:.0%}, manager busy {stats.manager_busy_fraction:.0%} | "
+            f"{stats.num_running:,} running, {stats.num_waiting:,} waiting, "
+            f"KV {stats.num_kv_blocks_used:,} of {stats.num_kv_blocks_total:,} blocks "
+            f"({stats.num_kv_blocks_used / stats.num_kv_blocks_total:.0%})"
+        )
+        if self.num_shared > 0:
+            line += f", {self.num_shared:,} prompt token{'s' if self.num_shared > 1 else ''} newly shared"
+        if self.num_preemptions > 0:
+            line += f", {self.num_preemptions:,} preemption{'s' if self.num_preemptions > 1 else ''}"
+        if self.num_recomputed > 0:
+            line += f", {self.num_recomputed:,} token{'s' if self.num_recomputed > 1 else ''} computed again"
+        return line
+
+    def statsd_lines(self, prefix: str) -> list[str]:
+        """In statsd's format, one line a figure. prefix: of each name."""
+        stats = self.stats
+        gauges: dict[str, float] = {
+            "output_tokens_per_second": self.output_tokens_per_second,
+            "prompt_tokens_per_second": self.prompt_tokens_per_second,
+            "sequences_per_step": self.sequences_per_step,
+            "milliseconds_per_step": self.milliseconds_per_step,
+            "worker_busy_fraction": self.worker_busy_fraction,
+            "manager_busy_fraction": stats.manager_busy_fraction,
+            "sequences_running": stats.num_running,
+            "sequences_waiting": stats.num_waiting,
+            "kv_blocks_used": stats.num_kv_blocks_used,
+            "kv_blocks_total": stats.num_kv_blocks_total,
+        }
+        if self.prefix_cache_hit_fraction is not None:
+            gauges["prefix_cache_hit_fraction"] = self.prefix_cache_hit_fraction
+        counters = {
+            "shared_prompt_tokens": self.num_shared,
+            "preemptions": self.num_preemptions,
+            "recomputed_tokens": self.num_recomputed,
+        }
+        lines = [f"{prefix}.{name}:{round(value, 4)}|g" for name, value in gauges.items()]
+        return lines + [f"{prefix}.{name}:{count}|c" for name, count in counters.items()]
+
+
 class StepStats:
-    """Makes a log line for every window of `report_seconds` in which a step ran, from running totals.
+    """Reports every window of `report_seconds` in which a step ran, from running totals.
 
     All times are seconds of one monotonic clock.
     """
@@ -30,12 +112,7 @@ class StepStats:
         self._start_s = 0.0
         self._is_empty = True
         self._totals = StepTotals()
-        self._num_generated = 0
-        self._num_asked = 0
-        self._num_cache_hit_tokens = 0
-        self._num_preemptions = 0
-        self._num_recomputed = 0
-        self._num_shared = 0
+        self._counted = dict.fromkeys(_COUNTED, 0)
 
     def seconds_to_report(self, now_s: float) -> float | None:
         """Seconds until `report` should be called even if nothing happens; None if there is nothing to report."""
@@ -43,12 +120,8 @@ class StepStats:
             return None
         return max(0.0, self._start_s + self._report_seconds - now_s)
 
-    def report(self, now_s: float, totals: StepTotals, stats: EngineStats) -> str | None:
-        """The log line if a window has ended, else None. A new window then begins.
-
-        Prompt tokens count what the workers computed. The cache hit rate is that of all prompt tokens of the sequences
-        that started in the window, "–" if none did. The manager's busy fraction covers the last second, as in `stats`.
-        """
+    def report(self, now_s: float, totals: StepTotals, stats: EngineStats) -> StepWindow | None:
+        """The window that has ended, if any. A new one then begins."""
         num_steps = totals.num_steps - self._totals.num_steps
         if num_steps == 0:
             return None
@@ -60,37 +133,60 @@ class StepStats:
         seconds = now_s - self._start_s
         if seconds < self._report_seconds:
             return None
-        num_prefill_tokens = totals.num_prefill_tokens - self._totals.num_prefill_tokens
-        busy_fraction = min(1.0, busy_seconds / seconds)  # a step counts entirely in the window where it ends
-        num_cache_hit_tokens = stats.total_prefix_cache_hit_tokens - self._num_cache_hit_tokens
-        # Not a share of stats.total_prompt_tokens: a prompt counts once there, but each of its samples may hit.
-        num_asked = stats.total_asked_prompt_tokens - self._num_asked
-        # A sequence preempted during its prefill may hit again in a later window, without asking again.
-        cache_hits = f"{min(1.0, num_cache_hit_tokens / num_asked):.0%}" if num_asked else "–"
-        num_preemptions = stats.total_preemptions - self._num_preemptions
-        num_recomputed = stats.total_recomputed_tokens - self._num_recomputed
-        num_shared = stats.total_shared_prompt_tokens - self._num_shared
-        line = (
-            f"{(stats.total_generation_tokens - self._num_generated) / seconds:,.0f} output tokens/s, "
-            f"{num_prefill_tokens / seconds:,.0f} prompt tokens/s, prefix cache hits {cache_hits}, "
-            f"{(totals.num_rows - self._totals.num_rows) / num_steps:,.1f} sequences a step, "
-            f"{1000 * busy_seconds / num_steps:,.1f} ms a step, worker busy {busy_fraction:.0%}, "
-            f"manager busy {stats.manager_busy_fraction:.0%} | "
-            f"{stats.num_running:,} running, {stats.num_waiting:,} waiting, "
-            f"KV {stats.num_kv_blocks_used:,} of {stats.num_kv_blocks_total:,} blocks "
-            f"({stats.num_kv_blocks_used / stats.num_kv_blocks_total:.0%})"
+        counted = {name: getattr(stats, name) for name in _COUNTED}
+        new = {name: counted[name] - before for name, before in self._counted.items()}
+        # Not of stats.total_prompt_tokens: a prompt counts once there, but each of its samples may hit.
+        asked, hits = new["total_asked_prompt_tokens"], new["total_prefix_cache_hit_tokens"]
+        window = StepWindow(
+            output_tokens_per_second=new["total_generation_tokens"] / seconds,
+            prompt_tokens_per_second=(totals.num_prefill_tokens - self._totals.num_prefill_tokens) / seconds,
+            # A sequence preempted during its prefill may hit again in a later window, without asking again.
+            prefix_cache_hit_fraction=min(1.0, hits / asked) if asked else None,
+            sequences_per_step=(totals.num_rows - self._totals.num_rows) / num_steps,
+            milliseconds_per_step=1000 * busy_seconds / num_steps,
+            worker_busy_fraction=min(1.0, busy_seconds / seconds),  # a step counts in the window where it ends
+            num_shared=new["total_shared_prompt_tokens"],
+            num_preemptions=new["total_preemptions"],
+            num_recomputed=new["total_recomputed_tokens"],
+            stats=stats,
         )
-        if num_shared > 0:
-            line += f", {num_shared:,} prompt token{'s' if num_shared > 1 else ''} newly shared"
-        if num_preemptions > 0:
-            line += f", {num_preemptions:,} preemption{'s' if num_preemptions > 1 else ''}"
-        if num_recomputed > 0:
-            line += f", {num_recomputed:,} token{'s' if num_recomputed > 1 else ''} computed again"
         self._start_s, self._is_empty = now_s, True
-        self._totals, self._num_generated = replace(totals), stats.total_generation_tokens
-        self._num_asked = stats.total_asked_prompt_tokens
-        self._num_cache_hit_tokens = stats.total_prefix_cache_hit_tokens
-        self._num_preemptions = stats.total_preemptions
-        self._num_recomputed = stats.total_recomputed_tokens
-        self._num_shared = stats.total_shared_prompt_tokens
-        return line
+        self._totals, self._counted = replace(totals), counted
+        return window
+
+
+class StatsdSender:
+    """Sends figures over UDP to the statsd server of the flag statsd_server_url=. Never blocks and never raises: what
+    cannot be sent is lost."""
+
+    def __init__(self, url: str, prefix: str) -> None:
+        """prefix: of each figure's name, before a dot."""
+        self._url = url
+        self._prefix = prefix
+        self._socket: socket.socket | None = None
+        """None until the host's address is found."""
+        threading.Thread(target=self._connect, name="statsd", daemon=True).start()
+
+    def _connect(self) -> None:
+        """Thread: to find the address of a host may take seconds."""
+        host, _, port = self._url.removeprefix("udp://").rpartition(":")
+        try:
+            addresses = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+            family, kind, protocol, _, address = addresses[0]
+            found = socket.socket(family, kind, protocol)
+            found.setblocking(False)
+            found.connect(address)
+        except (OSError, OverflowError) as error:  # OverflowError: a port above 65535
+            reason = getattr(error, "strerror", None) or error
+            logger.warning("statsd_server_url=%s: %s; nothing is sent", self._url, reason)
+        else:
+            self._socket = found
+
+    def send(self, window: StepWindow) -> None:
+        """In one datagram."""
+        if self._socket is None:
+            return
+        try:
+            self._socket.send("\n".join(window.statsd_lines(self._prefix)).encode())
+        except OSError as error:  # the buffer is full, or nobody received the datagram before
+            logger.debug("statsd_server_url=%s: %s", self._url, error)
