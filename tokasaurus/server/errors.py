@@ -31,12 +31,27 @@ class ErrorResponse:
 
 
 class ApiError(Exception):
-    """Answered with `status`, `headers` and an OpenAI error object. param: the request field that is wrong."""
+    """Answered with `status`, `headers` and an OpenAI error object. A subclass states what differs from its base.
+
+    param: the request field that is wrong.
+    """
 
     status = 500
     type = "server_error"
     code: str | None = None
     headers: Mapping[str, str] = {}
+
+    def __init_subclass__(
+        cls,
+        *,
+        status: int | None = None,
+        type: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        for name, value in (("status", status), ("type", type), ("code", code), ("headers", headers)):
+            if value is not None:
+                setattr(cls, name, value)
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -47,197 +62,129 @@ class ApiError(Exception):
         return ErrorObject(self.message, self.type, self.param, self.code)
 
 
-class InvalidRequest(ApiError):
-    status = 400
-    type = "invalid_request_error"
+class InvalidRequest(ApiError, status=400, type="invalid_request_error"):
+    pass
 
 
-class Unsupported(InvalidRequest):
+class ServiceUnavailable(ApiError, status=503, type="service_unavailable"):
+    pass
+
+
+class TooMany(ApiError, status=429, type="rate_limit_error", headers={"Retry-After": "1"}):
+    pass
+
+
+class Unsupported(InvalidRequest, code="not_implemented"):
     """A field of OpenAI's API that is not implemented, with a value other than its neutral ones."""
 
-    code = "not_implemented"
 
-
-class ContextLengthExceeded(InvalidRequest):
+class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
     """Prompt and completion together are longer than the model's context, the KV cache or the flag allows."""
 
-    code = "context_length_exceeded"
 
-
-class GrammarTooComplex(InvalidRequest):
+class GrammarTooComplex(InvalidRequest, code="grammar_too_complex"):
     """The grammar passed validation, but exceeded a limit in the engine, which aborted a sequence."""
 
-    code = "grammar_too_complex"
 
-
-class NumericalError(ApiError):
+class NumericalError(ApiError, code="numerical_error"):
     """The model computed NaN or infinity for the request."""
 
-    status = 500
-    type = "server_error"
-    code = "numerical_error"
 
-
-class AnswerTooLargeError(InvalidRequest):
+class AnswerTooLargeError(InvalidRequest, code="answer_too_large"):
     """An answer that is not streamed grew beyond the limit of what is kept in memory; it was cancelled."""
 
-    code = "answer_too_large"
 
-
-class ModelNotFound(InvalidRequest):
-    status = 404
-    code = "model_not_found"
-
+class ModelNotFound(InvalidRequest, status=404, code="model_not_found"):
     def __init__(self, name: str) -> None:
         super().__init__(f"the model {shorten(name)!r} does not exist; GET /v1/models lists what is served", "model")
 
 
-class NotFound(InvalidRequest):
+class NotFound(InvalidRequest, status=404, code="not_found"):
     """No file or batch has the id."""
 
-    status = 404
-    code = "not_found"
 
-
-class Conflict(InvalidRequest):
+class Conflict(InvalidRequest, status=409, code="conflict", headers={"x-should-retry": "false"}):
     """The file or batch is in a state that does not allow it. OpenAI's clients would try it again."""
 
-    status = 409
-    code = "conflict"
-    headers: Mapping[str, str] = {"x-should-retry": "false"}
+
+class WrongApiKey(InvalidRequest, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}):
+    pass
 
 
-class WrongApiKey(InvalidRequest):
-    status = 401
-    code = "invalid_api_key"
-    headers: Mapping[str, str] = {"WWW-Authenticate": "Bearer"}
-
-
-class BodyTooLarge(InvalidRequest):
+class BodyTooLarge(InvalidRequest, status=413, code="request_too_large", headers={"Connection": "close"}):
     """The rest of the body is not read, so the connection cannot be reused."""
 
-    status = 413
-    code = "request_too_large"
-    headers: Mapping[str, str] = {"Connection": "close"}
 
-
-class TooManyValues(InvalidRequest):
+class TooManyValues(InvalidRequest, code="too_many_values"):
     """The body has so many numbers, strings, lists and objects that parsing it would block all other requests."""
 
-    code = "too_many_values"
 
-
-class MalformedHttp(InvalidRequest):
+class MalformedHttp(InvalidRequest, code="malformed_request"):
     """The bytes are no valid HTTP request."""
 
-    code = "malformed_request"
+
+class UrlTooLong(InvalidRequest, status=414, code="url_too_long"):
+    pass
 
 
-class UrlTooLong(InvalidRequest):
-    status = 414
-    code = "url_too_long"
+class HeadersTooLarge(InvalidRequest, status=431, code="headers_too_large"):
+    pass
 
 
-class HeadersTooLarge(InvalidRequest):
-    status = 431
-    code = "headers_too_large"
-
-
-class RequestTimedOut(InvalidRequest):
+class RequestTimedOut(InvalidRequest, status=408, code="request_timeout"):
     """The client sends its request too slowly."""
 
-    status = 408
-    code = "request_timeout"
 
-
-class MisdirectedRequest(InvalidRequest):
+class MisdirectedRequest(InvalidRequest, status=421, code="misdirected_request"):
     """The Host header names another server."""
 
-    status = 421
-    code = "misdirected_request"
+
+class UnsupportedMediaType(InvalidRequest, status=415, code="unsupported_media_type"):
+    pass
 
 
-class UnsupportedMediaType(InvalidRequest):
-    status = 415
-    code = "unsupported_media_type"
+class QueueFull(TooMany, code="queue_full"):
+    pass
 
 
-class QueueFull(ApiError):
-    status = 429
-    type = "rate_limit_error"
-    code = "queue_full"
-    headers: Mapping[str, str] = {"Retry-After": "1"}
+class TooManyConnections(TooMany, code="too_many_connections"):
+    pass
 
 
-class TooManyConnections(ApiError):
-    status = 429
-    type = "rate_limit_error"
-    code = "too_many_connections"
-    headers: Mapping[str, str] = {"Retry-After": "1"}
-
-
-class TooManyBodies(ApiError):
+class TooManyBodies(ServiceUnavailable, code="too_many_bodies", headers={"Retry-After": "1", "Connection": "close"}):
     """The bodies being received take all the memory they may. The rest is not read, as with BodyTooLarge."""
 
-    status = 503
-    type = "service_unavailable"
-    code = "too_many_bodies"
-    headers: Mapping[str, str] = {"Retry-After": "1", "Connection": "close"}
 
-
-class DataDirMissing(ApiError):
+class DataDirMissing(ApiError, status=501, type="invalid_request_error", code="data_dir_missing"):
     """Files and batches are not available on this server."""
 
-    status = 501
-    type = "invalid_request_error"
-    code = "data_dir_missing"
 
-
-class StorageFailed(ApiError):
+class StorageFailed(ApiError, code="storage_failed"):
     """The data directory cannot be read or written."""
 
-    code = "storage_failed"
+
+class StorageIsFull(StorageFailed, status=507, code="storage_full"):
+    pass
 
 
-class StorageIsFull(StorageFailed):
-    status = 507
-    code = "storage_full"
+class EngineNotReady(ServiceUnavailable, code="engine_not_ready"):
+    pass
 
 
-class EngineNotReady(ApiError):
-    status = 503
-    type = "service_unavailable"
-    code = "engine_not_ready"
-
-
-class GrammarValidatorFailed(ApiError):
+class GrammarValidatorFailed(ServiceUnavailable, code="grammar_validator_failed", headers={"Retry-After": "1"}):
     """The processes that validate grammars were killed or did not answer, twice; the grammar may be valid."""
 
-    status = 503
-    type = "service_unavailable"
-    code = "grammar_validator_failed"
-    headers: Mapping[str, str] = {"Retry-After": "1"}
+
+class EngineRestarting(ServiceUnavailable, code="engine_restarting", headers={"Retry-After": "5"}):
+    pass
 
 
-class EngineRestarting(ApiError):
-    status = 503
-    type = "service_unavailable"
-    code = "engine_restarting"
-    headers: Mapping[str, str] = {"Retry-After": "5"}
-
-
-class EngineDied(ApiError):
+class EngineDied(ApiError, code="engine_died"):
     """The engine died during the request, which cannot be run again: a part of its answer is sent, or it died often."""
 
-    status = 500
-    code = "engine_died"
 
-
-class ServerStopping(ApiError):
-    status = 503
-    type = "service_unavailable"
-    code = "server_stopping"
-    headers: Mapping[str, str] = {"Retry-After": "5"}
+class ServerStopping(ServiceUnavailable, code="server_stopping", headers={"Retry-After": "5"}):
+    pass
 
 
 class ClientGone(Exception):
@@ -246,6 +193,11 @@ class ClientGone(Exception):
 
 def shorten(text: str) -> str:
     return text if len(text) <= _MAX_ECHO_CHARS else text[:_MAX_ECHO_CHARS] + "…"
+
+
+def internal_error() -> ApiError:
+    """Stands for an error of our own, whose traceback is in the log."""
+    return ApiError("internal error; the server's log has the details")
 
 
 def invalid_body(error: ValidationError) -> InvalidRequest:
@@ -288,7 +240,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def on_internal_error(_request: Request, _error: Exception) -> Response:
         # Starlette re-raises the error after this response, so the server's log gets the traceback.
-        return error_response(ApiError("internal error; the server's log has the details"))
+        return error_response(internal_error())
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)

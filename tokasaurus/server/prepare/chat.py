@@ -17,7 +17,7 @@ from tokasaurus.server.prepare.requests import (
     check_prompt_values,
     check_vocabulary,
     checked_top,
-    make_request,
+    make_requests,
     prompt_top,
     room_after,
     too_long,
@@ -53,7 +53,7 @@ def draft_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLi
         raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
     tops = (num_top if body.logprobs else None, num_prompt_top)
-    requests = [make_request(f"{response_id}-0", body, prompt_ids, max_new_tokens, *tops, model, origin)]
+    requests = make_requests(response_id, body, [(prompt_ids, max_new_tokens)], *tops, model, origin)
     if body.return_token_ids and body.stream:  # the first chunk of each choice repeats the prompt's ids
         check_prompt_values(requests, 0, "return_token_ids")
     prepared = Prepared(

@@ -17,7 +17,7 @@ from tokasaurus.server.prepare.requests import (
     check_prompt_values,
     check_vocabulary,
     checked_top,
-    make_request,
+    make_requests,
     prompt_top,
     room_after,
     too_long,
@@ -50,16 +50,16 @@ def draft_completion(body: CompletionRequest, model: ServedModel, limits: Engine
             grammar.param,
         )
     response_id = f"cmpl-{uuid.uuid4().hex}"
-    requests, echoes = [], []
-    for index, (prompt, prompt_ids) in enumerate(zip(body.prompt, _tokenize(body.prompt, model, limits), strict=True)):
+    prompts, echoes = [], []
+    for prompt, prompt_ids in zip(body.prompt, _tokenize(body.prompt, model, limits), strict=True):
         room = room_after(prompt_ids, limits, "prompt", fewest=0 if body.max_tokens == 0 else 1)
         max_new_tokens = min(DEFAULT_COMPLETION_TOKENS, room)
         if body.max_tokens is not None:
             max_new_tokens = check_max_tokens(body.max_tokens, "max_tokens", prompt_ids, limits)
-        request_id = f"{response_id}-{index}"
-        requests.append(make_request(request_id, body, prompt_ids, max_new_tokens, *tops, model, origin, index))
+        prompts.append((prompt_ids, max_new_tokens))
         if body.echo:
             echoes.append(make_echo(prompt, prompt_ids, model.tokenizer, wants_offsets=num_top is not None))
+    requests = make_requests(response_id, body, prompts, *tops, model, origin)
     if body.echo:
         check_prompt_values(requests, num_top or 0, "echo")
     if num_prompt_top is not None:

@@ -185,53 +185,61 @@ def check_vocabulary(token_ids: Sequence[int], model: ServedModel, param: str) -
             raise InvalidRequest(f"{param} has {token}; valid ids are 0 to {model.vocab_size - 1}", param)
 
 
-def make_request(
-    request_id: str,
+def make_requests(
+    response_id: str,
     body: SamplingFields,
-    prompt_ids: list[int],
-    max_new_tokens: int,
+    prompts: Sequence[tuple[list[int], int]],
     num_top_logprobs: int | None,
     num_top_prompt_logprobs: int | None,
     model: ServedModel,
     origin: Origin,
-    prompt_index: int = 0,
-) -> GenerateRequest:
-    """num_top_logprobs, num_top_prompt_logprobs: of sampled and of prompt tokens. None for no logprobs, 0 for those of
-    the tokens themselves only."""
+) -> list[GenerateRequest]:
+    """One for each prompt. prompts: (token ids, most new tokens).
+
+    num_top_logprobs, num_top_prompt_logprobs: of sampled and of prompt tokens. None for no logprobs, 0 for those of the
+    tokens themselves only. Raises InvalidRequest.
+    """
     if num_top_logprobs is not None and not model.allow_logprobs:
         raise InvalidRequest("logprobs is disabled on this server (enable_chosen_logprobs)", "logprobs")
-    if body.min_tokens > max_new_tokens:
-        raise InvalidRequest(f"min_tokens is {body.min_tokens}: it may be at most {max_new_tokens}", "min_tokens")
-    sampling = SamplingParams(
+    fewest = min(max_new_tokens for _, max_new_tokens in prompts)
+    if body.min_tokens > fewest:
+        raise InvalidRequest(f"min_tokens is {body.min_tokens}: it may be at most {fewest}", "min_tokens")
+    sampling = _sampling(body, model)
+    return [
+        GenerateRequest(
+            request_id=f"{response_id}-{index}",
+            prompt_ids=np.array(prompt_ids, dtype=np.int32),
+            num_sequences=body.n,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=_seed(body, origin, index),
+            stop_strings=body.stop,
+            ignore_eos=body.ignore_eos,
+            want_logprobs=num_top_logprobs is not None,
+            logit_bias=body.logit_bias,
+            cache_salt=f"{origin.key_salt}:{body.cache_salt}" if origin.key_salt else body.cache_salt,
+            stop_token_ids=body.stop_token_ids,
+            min_tokens=body.min_tokens,
+            is_streamed=body.stream,
+            num_top_logprobs=num_top_logprobs or 0,
+            want_prompt_logprobs=num_top_prompt_logprobs is not None,
+            num_top_prompt_logprobs=num_top_prompt_logprobs or 0,
+            client=origin.client,
+            priority=body.priority,
+            is_background=origin.is_background,
+        )
+        for index, (prompt_ids, max_new_tokens) in enumerate(prompts)
+    ]
+
+
+def _sampling(body: SamplingFields, model: ServedModel) -> SamplingParams:
+    """Each parameter is the body's field of its name, or what the engine can compute in its place."""
+    lowest, highest = _REPETITION_PENALTIES
+    return SamplingParams._make(getattr(body, name) for name in SamplingParams._fields)._replace(
         temperature=body.temperature if body.temperature >= _MIN_TEMPERATURE else 0.0,
         top_p=max(body.top_p, _MIN_TOP_P),
         top_k=body.top_k if 0 < body.top_k < model.vocab_size else 0,
-        min_p=body.min_p,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=min(max(body.repetition_penalty, _REPETITION_PENALTIES[0]), _REPETITION_PENALTIES[1]),
-    )
-    return GenerateRequest(
-        request_id=request_id,
-        prompt_ids=np.array(prompt_ids, dtype=np.int32),
-        num_sequences=body.n,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        seed=_seed(body, origin, prompt_index),
-        stop_strings=body.stop,
-        ignore_eos=body.ignore_eos,
-        want_logprobs=num_top_logprobs is not None,
-        logit_bias=body.logit_bias,
-        cache_salt=f"{origin.key_salt}:{body.cache_salt}" if origin.key_salt else body.cache_salt,
-        stop_token_ids=body.stop_token_ids,
-        min_tokens=body.min_tokens,
-        is_streamed=body.stream,
-        num_top_logprobs=num_top_logprobs or 0,
-        want_prompt_logprobs=num_top_prompt_logprobs is not None,
-        num_top_prompt_logprobs=num_top_prompt_logprobs or 0,
-        client=origin.client,
-        priority=body.priority,
-        is_background=origin.is_background,
+        repetition_penalty=min(max(body.repetition_penalty, lowest), highest),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tokasaurus.server.errors import ApiError, ClientGone, ServerStopping
+from tokasaurus.server.errors import ApiError, ClientGone, ServerStopping, internal_error
 from tokasaurus.server.respond.stream import error_event
 
 Result = TypeVar("Result")
@@ -65,9 +65,7 @@ class EventStream(Response):
         except Exception as error:
             if not self._has_started:
                 raise
-            known = (
-                error if isinstance(error, ApiError) else ApiError("internal error; the server's log has the details")
-            )
+            known = error if isinstance(error, ApiError) else internal_error()
             await send({"type": "http.response.body", "body": error_event(known), "more_body": False})
             if known is not error:
                 raise  # for the log
