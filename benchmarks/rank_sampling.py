@@ -16,11 +16,10 @@ import torch
 
 from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.process_group import joined
-from tokasaurus.model.sampling.limits import has_limits, limited_rows
 from tokasaurus.model.sampling.noise import position_keys, sequence_keys
-from tokasaurus.model.sampling.params import params_to_device
+from tokasaurus.model.sampling.rules import has_limits, limited_rows, params_to_device
 from tokasaurus.model.sampling.sample import SamplingRows
 from tokasaurus.model.sampling.shards import VocabularyShard, sample_shards
 from tokasaurus.model.staging.staging import DirectStaging

@@ -24,7 +24,7 @@ from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.cpu import build
 from tokasaurus.model.cpu.build import choose_set
 from tokasaurus.model.cpu.bindings import load_kernels
-from tokasaurus.model.sampling.params import params_to_device
+from tokasaurus.model.sampling.rules import params_to_device
 try:
     build.find_compiler()
 except build.LibraryUnavailable:

@@ -9,7 +9,7 @@ from tests.model.attention.helpers import flashinfer_double
 from tests.model.execution.helpers.launch_tape import LaunchTape
 from tests.model.helpers.pretend_device import HostTransfers
 from tests.model.helpers.steps import CPU, one_thread
-from tokasaurus.model.attention.flashinfer_recorded import FixedMemory
+from tokasaurus.model.attention.flashinfer_backend import FixedMemory
 
 
 @pytest.mark.parametrize("group", [4, 7, 8])

@@ -21,8 +21,8 @@ from tests.model.parallel.helpers.symmetric_memory_on_cpu import symmetric_memor
 from tests.model.sampling.helpers.shard_ranks import CASES, make_case
 from tokasaurus.model.execution.cuda_recorder import CudaRecorder
 from tokasaurus.model.execution.graphs import Recorder
+from tokasaurus.model.parallel.collectives import TIMEOUT, with_groups
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.process_group import TIMEOUT, with_groups
 from tokasaurus.model.sampling.sample import sample
 from tokasaurus.model.sampling.shards import VocabularyShard, sample_shards
 from tokasaurus.model.worker import all_reduce_start

@@ -18,7 +18,7 @@ from tokasaurus.model.execution.device_slots import DeviceSlots
 from tokasaurus.model.execution.graphs import Recorder, graph_sizes
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.staging.transfers import Transfers
+from tokasaurus.model.staging.staging import Transfers
 
 NUM_SEQUENCES, GRAPH_STEP, NUM_BLOCKS = 80, 24, 1000
 NUM_KV_HEADS, HEAD_DIM = 2, 64

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from tokasaurus.model.staging.transfers import CudaTransfers
+from tokasaurus.model.staging.staging import CudaTransfers
 from tokasaurus.model.worker.stopwatch import make_stopwatch
 
 pytestmark = [

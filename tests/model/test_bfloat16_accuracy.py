@@ -14,7 +14,7 @@ from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint, weight_files
 from tokasaurus.messages.forward import ForwardInput, PromptLogprobsInput, SlotChanges
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
-from tokasaurus.model.attention.operation import attends_over
+from tokasaurus.model.attention.row_split import attends_over
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.decoder.registry import build_decoder
 from tokasaurus.model.decoder.weights import load_weights

@@ -13,7 +13,7 @@ from tests.model.helpers.steps import CPU, StepDriver, make_runner
 from tokasaurus.checkpoint import ModelInfo, fit_to_tensors, read_model_info, weight_files
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.choose import make_backend
-from tokasaurus.model.attention.operation import attends_over
+from tokasaurus.model.attention.row_split import attends_over
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.registry import build_decoder

@@ -22,10 +22,9 @@ from tests.model.helpers.pretend_device import on_device, on_host, pretended, wi
 from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule
 from tests.model.helpers.sampling_rows import make_rows, noise_keys, staged_masks, top_rows, with_params
 from tokasaurus.model.cpu.bindings import load_kernels
-from tokasaurus.model.sampling import logit_rules, triton_limits, triton_rows, triton_rules, triton_sample, triton_top
-from tokasaurus.model.sampling.logit_rules import change_logits
+from tokasaurus.model.sampling import rules, triton_limits, triton_rows, triton_sample
 from tokasaurus.model.sampling.noise import gumbel_noise
-from tokasaurus.model.sampling.params import columns_of
+from tokasaurus.model.sampling.rules import change_logits, columns_of
 from tokasaurus.model.sampling.sample import Sampled, SamplingRows, sample, sample_by_triton
 
 
@@ -130,14 +129,14 @@ def check_changed_logits() -> None:
         expected = logits.to(dtype).float().clone()
         change_logits(expected, ruled.rules, columns_of(ruled.device_params), 0)
         for own in (slice(0, 8), slice(3, 4), slice(2, 7)):
-            changed = triton_rules.changed_rows(logits.to(dtype), ruled.rules, own, ruled.device_params)
+            changed = triton_rows.changed_rows(logits.to(dtype), ruled.rules, own, ruled.device_params)
             torch.testing.assert_close(changed, expected[ruled.rules.rows.on_device[own]], atol=1e-5, rtol=1e-6)
 
 
 def check_several_calls(logits: torch.Tensor, rows: SamplingRows) -> None:
     """More rows with rules than one call may have."""
-    with unittest.mock.patch.object(logit_rules, "_SCRATCH_BYTES", 8 * logits.shape[1] * 3):
-        assert logit_rules.ruled_rows_at_once(logits.shape[1]) == 3
+    with unittest.mock.patch.object(rules, "_SCRATCH_BYTES", 8 * logits.shape[1] * 3):
+        assert rules.ruled_rows_at_once(logits.shape[1]) == 3
         check_rules(logits, rows)
 
 
@@ -149,13 +148,13 @@ def check_top() -> None:
         logits[rng.random((5, vocab_size)) < 0.3] = -torch.inf
         logits[2] = -torch.inf
         rows = torch.tensor([0, 2, 3])
-        token_ids, values = triton_top.largest_logits(logits, rows, count)
+        token_ids, values = triton_sample.largest_logits(logits, rows, count)
         for row, ids, largest in zip(rows.tolist(), token_ids, values, strict=True):
             by_value = sorted(range(vocab_size), key=lambda token: (-float(logits[row, token]), token))
             assert ids.tolist() == by_value[:count]
             assert torch.equal(largest, logits[row, ids.long()].float())
     broken = torch.full((1, 100), torch.nan)
-    token_ids, _ = triton_top.largest_logits(broken, torch.tensor([0]), 5)
+    token_ids, _ = triton_sample.largest_logits(broken, torch.tensor([0]), 5)
     assert set(token_ids.flatten().tolist()) < set(range(100))
 
 
@@ -214,8 +213,8 @@ def check_device(logits: torch.Tensor, rows: SamplingRows) -> None:
 KERNELS = [
     (triton_limits, "_find_least"),
     (triton_sample, "_draw_row"),
-    *((triton_rules, name) for name in ("_count_tokens", "_add_biases", "_change_rows")),
-    *((triton_top, name) for name in ("_largest_of_parts", "_largest_of_candidates")),
+    *((triton_rows, name) for name in ("_count_tokens", "_add_biases", "_change_rows")),
+    *((triton_sample, name) for name in ("_largest_of_parts", "_largest_of_candidates")),
 ]
 
 

@@ -20,7 +20,7 @@ from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.decoder.registry import build_decoder
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.sampling.token_masks import num_mask_words
+from tokasaurus.model.sampling.rules import num_mask_words
 from tokasaurus.model.worker.forward_memory import largest_forward, reserve
 from tokasaurus.model.worker.warmup import (
     ForwardLimits,

@@ -10,7 +10,7 @@ from tests.model.helpers.steps import CPU, one_thread
 from tokasaurus.checkpoint import ModelInfo, RopeInfo
 from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
 from tokasaurus.model.attention.choose import make_backend
-from tokasaurus.model.attention.operation import attends_over
+from tokasaurus.model.attention.row_split import attends_over
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.decoder.decoder import Decoder, DecoderOptions
 from tokasaurus.model.execution.device_batch import build_batch

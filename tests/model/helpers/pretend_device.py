@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tokasaurus.model.staging.transfers import Event, HostMark, Mark
+from tokasaurus.model.staging.staging import Event, HostMark, Mark
 
 DEVICE = torch.device("meta", 1)
 """No tensor is ever allocated there: the mode answers every call that names it."""

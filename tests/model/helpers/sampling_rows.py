@@ -11,13 +11,17 @@ from tests.model.helpers.steps import CPU, int32
 from tokasaurus.messages.forward import TokenMasks
 from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.cpu.bindings import Kernels
-from tokasaurus.model.sampling.chosen_rows import choose_rows
-from tokasaurus.model.sampling.limits import has_limits, limited_rows
 from tokasaurus.model.sampling.noise import position_keys, sequence_keys
-from tokasaurus.model.sampling.params import params_to_device
 from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, fill_token_logprobs
+from tokasaurus.model.sampling.rules import (
+    DeviceMasks,
+    choose_rows,
+    has_limits,
+    limited_rows,
+    params_to_device,
+    stage_masks,
+)
 from tokasaurus.model.sampling.sample import SamplingRows, TopRows
-from tokasaurus.model.sampling.token_masks import DeviceMasks, stage_masks
 from tokasaurus.model.staging.staging import ON_HOST
 
 

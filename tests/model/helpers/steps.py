@@ -28,8 +28,8 @@ from tokasaurus.model.execution.runner import ModelRunner, StepResult
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.stage_links import StageLinks
-from tokasaurus.model.staging.sizes import BufferSizes
-from tokasaurus.model.staging.transfers import Transfers
+from tokasaurus.model.staging.packed import BufferSizes
+from tokasaurus.model.staging.staging import Transfers
 
 CPU = torch.device("cpu")
 NOTHING = np.zeros(0, np.int32)

@@ -22,8 +22,8 @@ from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.async_tp import enable_fused_gemms
+from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.process_group import joined
 from tokasaurus.model.worker.warmup import ForwardLimits, warm_up
 
 NUM_BLOCKS, NUM_SLOTS = 200, 40

@@ -15,8 +15,8 @@ from tests.model.helpers.steps import CPU, StepDriver, make_runner
 from tests.model.parallel.helpers.symmetric_memory_on_cpu import symmetric_memory_on_cpu
 from tests.model.sampling.helpers.shard_ranks import run_ranks
 from tokasaurus.model.decoder.compile import Compiler
+from tokasaurus.model.parallel.collectives import joined, sum_over_shards
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.process_group import joined
 from tokasaurus.model.parallel.symmetric_all_reduce import (
     MAX_BYTES,
     SymmetricAllReduce,
@@ -24,7 +24,6 @@ from tokasaurus.model.parallel.symmetric_all_reduce import (
     buffer_bytes,
     unreadable_device,
 )
-from tokasaurus.model.parallel.tensor_parallel import sum_over_shards
 from tokasaurus.model.worker.warmup import ForwardLimits, warm_up
 
 LIMITS = [(64, "one-shot"), (1024, "multimem")]

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from tests.model.helpers.pretend_device import on_device, on_host, pretended
 from tests.model.helpers.sampling_rows import inside_limits, make_rows, with_params
-from tokasaurus.model.sampling.limits import has_limits, limited_rows, limits_in_use, outside_limits
-from tokasaurus.model.sampling.params import columns_of
+from tokasaurus.model.sampling.rules import columns_of, has_limits, limited_rows, limits_in_use, outside_limits
 from tokasaurus.model.sampling.sample import SamplingRows
 from tokasaurus.model.staging.staging import ON_HOST
 

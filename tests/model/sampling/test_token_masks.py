@@ -24,8 +24,8 @@ from tests.model.helpers.sampling_rows import (
 from tests.model.helpers.steps import NOTHING, int32, make_runner, open_greedy
 from tokasaurus.messages.forward import ForwardInput, SlotChanges
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
-from tokasaurus.model.sampling.logit_rules import RuledRows
 from tokasaurus.model.sampling.noise import gumbel_noise
+from tokasaurus.model.sampling.rules import RuledRows
 from tokasaurus.model.sampling.sample import SamplingRows, sample
 
 

@@ -25,11 +25,11 @@ KERNELS: list[tuple[str, str, dict[str, str], dict[str, object], int]] = [
     ("triton_limits", "_find_least", ROWS, {**LEAST_CONSTANTS, "HAS_CHANGED": True, "HAS_MASKS": True}, 16),
     ("triton_sample", "_draw_row", DRAW, {**DRAW_CONSTANTS, "HAS_CHANGED": False, "HAS_MASKS": False}, 8),
     ("triton_sample", "_draw_row", DRAW, {**DRAW_CONSTANTS, "HAS_CHANGED": True, "HAS_MASKS": True}, 8),
-    ("triton_rules", "_count_tokens", COUNT, {"BLOCK": 1024}, 4),
-    ("triton_rules", "_add_biases", BIAS, {"BLOCK": 128}, 4),
-    ("triton_rules", "_change_rows", CHANGE, {"PRESENCE": 4, "FREQUENCY": 5, "REPETITION": 6, "BLOCK": 2048}, 4),
-    ("triton_top", "_largest_of_parts", PARTS, {"PART": 8192, "LARGEST_ID": 2**31 - 1}, 8),
-    ("triton_top", "_largest_of_candidates", CANDIDATES, {"NUM": 512, "LARGEST_ID": 2**31 - 1}, 8),
+    ("triton_rows", "_count_tokens", COUNT, {"BLOCK": 1024}, 4),
+    ("triton_rows", "_add_biases", BIAS, {"BLOCK": 128}, 4),
+    ("triton_rows", "_change_rows", CHANGE, {"PRESENCE": 4, "FREQUENCY": 5, "REPETITION": 6, "BLOCK": 2048}, 4),
+    ("triton_sample", "_largest_of_parts", PARTS, {"PART": 8192, "LARGEST_ID": 2**31 - 1}, 8),
+    ("triton_sample", "_largest_of_candidates", CANDIDATES, {"NUM": 512, "LARGEST_ID": 2**31 - 1}, 8),
 ]
 
 

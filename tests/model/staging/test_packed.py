@@ -1,14 +1,22 @@
 """Packed staging over pretended copies: contents, the order of copies and work, and the ring of buffers."""
 
+import dataclasses
 import random
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
-from tests.model.helpers.pretend_device import DEVICE, PretendEvent, PretendTransfers, on_host, pretended
-from tokasaurus.model.staging.packed import RING_SIZE, PackedStaging
+from tests.model.helpers.pretend_device import DEVICE, PretendEvent, PretendTransfers, on_device, on_host, pretended
+from tokasaurus.messages.forward import ForwardInput, TokenMasks
+from tokasaurus.model.attention.backend import KVShape
+from tokasaurus.model.attention.torch_backend import TorchBackend
+from tokasaurus.model.execution.device_batch import build_batch
+from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
+from tokasaurus.model.staging.packed import RING_SIZE, HostResults, PackedResults, PackedStaging, sizes_for
+from tokasaurus.model.worker.warmup import ForwardLimits, decode_after, longest_last_tokens, widest_prefill
 
 DTYPES = (np.int32, np.int64, np.float32, np.uint8, np.bool_)
 
@@ -160,3 +168,103 @@ def test_nothing_is_staged_after_sending() -> None:
         staging.send()
         with pytest.raises(AssertionError, match="before they are sent"):
             staging.to_device(np.zeros(1, np.int32))
+
+
+TENSOR_DTYPES = (torch.int32, torch.int64, torch.float32, torch.bool, torch.uint8)
+
+
+def random_results(rng: random.Random) -> dict[str, torch.Tensor]:
+    """Of any dtypes, in any order, with 1 or 2 dimensions, sometimes 0."""
+    generator = torch.Generator().manual_seed(rng.randrange(2**32))
+    shapes = [tuple(rng.randrange(7) for _ in range(rng.randint(1, 2))) for _ in range(rng.randint(1, 8))]
+    return {
+        f"name {index}": torch.randint(0, 200, shape, generator=generator).to(rng.choice(TENSOR_DTYPES))
+        for index, shape in enumerate(shapes)
+    }
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_all_results_of_a_step_arrive_by_one_copy(is_late: bool) -> None:
+    rng = random.Random(4)
+    with pretended():
+        transfers = PretendTransfers(is_late)
+        results = PackedResults(transfers, num_bytes=100)
+        for step in range(1, 40):
+            expected = random_results(rng)
+            fetched = results.fetch({name: on_device(tensor) for name, tensor in expected.items()})
+            arrays = fetched.arrays()
+            assert set(arrays) == set(expected)
+            for name, tensor in expected.items():
+                assert torch.equal(torch.from_numpy(arrays[name]), tensor)
+            assert transfers.num_downloads == step
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_results_that_are_read_late_are_not_overwritten(is_late: bool) -> None:
+    """More steps than there are buffers before any result is read."""
+    rng = random.Random(5)
+    with pretended():
+        results = PackedResults(PretendTransfers(is_late))
+        steps = [random_results(rng) for _ in range(4 * RING_SIZE)]
+        fetched = [results.fetch({name: on_device(tensor) for name, tensor in step.items()}) for step in steps]
+        for _ in range(2):
+            for step, one in zip(steps, fetched, strict=True):
+                for name, tensor in step.items():
+                    assert np.array_equal(one.arrays()[name], tensor.numpy())
+
+
+def test_results_on_the_host_are_not_copied() -> None:
+    tensor = torch.arange(5)
+    assert HostResults().fetch({"x": tensor}).arrays()["x"].ctypes.data == tensor.data_ptr()
+
+
+PAGE_SIZE = 16
+LIMITS = {
+    "Llama 3": ForwardLimits(max_tokens=8192, max_seqs=1024, context_length=8192, vocab_size=128_256),
+    "many rows": ForwardLimits(max_tokens=4096, max_seqs=4096, context_length=1024, vocab_size=32_000),
+    "few rows": ForwardLimits(max_tokens=16_384, max_seqs=16, context_length=32_768, vocab_size=151_936),
+}
+
+
+class Counting(PretendTransfers):
+    """Remembers the bytes of each upload."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes: list[int] = []
+
+    def upload(self, source: torch.Tensor, target: torch.Tensor, after: PretendEvent) -> PretendEvent:
+        self.num_bytes.append(source.numel())
+        return super().upload(source, target, after)
+
+
+def with_masks(step: ForwardInput, limits: ForwardLimits) -> ForwardInput:
+    """A mask for every row."""
+    num_rows = len(step.slots)
+    bits = np.full((num_rows, -(-limits.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+    return dataclasses.replace(step, masks=TokenMasks(np.arange(num_rows, dtype=np.int32), bits))
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_largest_steps_fit_in_one_buffer_and_fill_a_good_part_of_it(name: str) -> None:
+    limits = LIMITS[name]
+    sizes = sizes_for(limits.max_tokens, limits.max_seqs, limits.vocab_size, num_top=20)
+    widest = widest_prefill(limits)
+    steps = [widest, decode_after(widest), longest_last_tokens(limits)]
+    with pretended():
+        transfers = Counting()
+        staging = PackedStaging(transfers, sizes.inputs)
+        slots = SlotTable(SlotTableSize(limits.max_seqs + 1, limits.context_length // PAGE_SIZE), DEVICE)
+        slots.rules.allocate(PAGE_SIZE)
+        backend = TorchBackend(KVShape(1, 2, 1, 8, PAGE_SIZE, torch.float32, DEVICE, torch.float32))
+        backend.allocate(1)
+        for step in steps:
+            staging.begin()
+            slots.apply(step.changes, staging)
+            batch = build_batch(with_masks(step, limits), slots, PAGE_SIZE, staging)
+            backend.plan(batch.layout)
+            staging.send()
+            staging.finish()
+    assert len(transfers.buffers) == 2 * RING_SIZE, "no buffer was added"
+    assert len(transfers.num_bytes) == len(steps)
+    assert sizes.inputs / 2 < max(transfers.num_bytes) <= sizes.inputs

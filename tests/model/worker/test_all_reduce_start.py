@@ -19,8 +19,8 @@ from tests.model.sampling.helpers.shard_ranks import run_ranks
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import FlagRefused, PhaseDone, UserError
+from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.process_group import joined
 from tokasaurus.model.worker import all_reduce_start, loading
 from tokasaurus.model.worker.all_reduce_start import choose_all_reduce, fastest_up_to, is_tried
 from tokasaurus.model.worker.loading import Phases, load_worker

@@ -28,8 +28,8 @@ from tokasaurus.model.decoder.weights import fill_randomly
 from tokasaurus.model.execution import runner as runner_module
 from tokasaurus.model.execution.graphs import DecodeGraphs
 from tokasaurus.model.execution.runner import ModelRunner
+from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.process_group import joined
 from tokasaurus.model.worker import entry, loading
 from tokasaurus.model.worker.entry import StartedWorker, start_worker
 from tokasaurus.model.worker.loading import Phases, check_layers, load_worker

@@ -11,7 +11,7 @@ import torch
 from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.cpu import CpuBackend, why_unfit
-from tokasaurus.model.attention.flashinfer_tools import missing_tools
+from tokasaurus.model.attention.flashinfer_backend import missing_tools
 from tokasaurus.model.attention.reference import ReferenceBackend
 from tokasaurus.model.attention.torch_backend import TorchBackend
 from tokasaurus.model.cpu.bindings import Kernels

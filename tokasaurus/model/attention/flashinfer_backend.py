@@ -8,19 +8,20 @@ base 2; our own kernel merges, in float32.
 import importlib.util
 import math
 import os
+import shutil
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart, as_stored
-from tokasaurus.model.attention.flashinfer_recorded import FixedMemory, plan_bytes
-from tokasaurus.model.attention.flashinfer_tools import provide_tools
-from tokasaurus.model.attention.shared_prefix import merge_partial
+from tokasaurus.model.attention.row_split import merge_partial
 from tokasaurus.model.staging.packed import RING_SIZE
 from tokasaurus.model.staging.staging import DirectStaging
 from tokasaurus.model.triton_choice import uses_triton
@@ -49,6 +50,9 @@ _BLOCKS_PER_PROCESSOR = 2
 """Thread blocks of prefill that FlashInfer counts on for each multiprocessor."""
 
 _LN_2 = math.log(2)
+
+_TOOLKITS = Path("/usr/local")
+"""Where CUDA's toolkits are installed."""
 
 
 class Wrapper(Protocol):
@@ -127,6 +131,64 @@ def workspace_bytes(shape: KVShape, num_processors: int, max_graph_rows: int = 0
         rows = max(rows, (-(-max_graph_rows * group // tile) + max_graph_rows - 1) * tile)
     needed = rows * shape.num_heads * (shape.head_dim + 1) * 4
     return max(_MIN_WORKSPACE, -(-needed // (1 << 20)) << 20)
+
+
+class FixedMemory:
+    """What recorded launches read: each plan of a wrapper, and each forward's kv indices, are copied here.
+
+    A wrapper is for one number of rows. All of them use the same memory, since one at a time is planned and run.
+    """
+
+    def __init__(self, new_wrapper: Any, workspace: Tensor, max_rows: int, max_blocks: int) -> None:
+        """new_wrapper: makes a decode wrapper with these options. workspace: of all wrappers, as FlashInfer wants it.
+        max_blocks: of the longest sequence."""
+        self._new_wrapper = new_wrapper
+        self._workspace = workspace
+        device = workspace.device
+        self.kv_indices = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._starts = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
+        self._blocks = torch.zeros(max_rows * max_blocks, dtype=torch.int32, device=device)
+        self._last_lengths = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._plans = torch.zeros(plan_bytes(max_rows), dtype=torch.uint8, device=device)
+        self._wrappers: dict[int, Any] = {}
+        self.copied: dict[int, torch.cuda.Event] = {}
+        """By number of rows: after the copies of a wrapper's last plan, which read its host memory."""
+        self.planned: set[int] = set()
+        """Numbers of rows whose wrapper has been planned."""
+
+    def fill_lists(self, part: PagedPart) -> None:
+        """Copy the part's lists to where its wrapper reads them. The wrapper's first plan does so itself."""
+        assert part.lists is not None
+        self._starts[: part.num_rows + 1].copy_(part.lists.starts)
+        self._blocks[: len(part.lists.blocks)].copy_(part.lists.blocks)
+        self._last_lengths[: part.num_rows].copy_(part.lists.last_lengths)
+
+    def wrapper(self, num_rows: int) -> Any:
+        """The wrapper for this number of rows S; made at its first use, which must not be recorded."""
+        if num_rows not in self._wrappers:
+            wrapper = self._new_wrapper(
+                use_cuda_graph=True,
+                paged_kv_indptr_buffer=self._starts[: num_rows + 1],
+                paged_kv_indices_buffer=self._blocks,
+                paged_kv_last_page_len_buffer=self._last_lengths[:num_rows],
+            )
+            wrapper.reset_workspace_buffer(self._workspace, self._plans)  # instead of one of its own for its plans
+            self._wrappers[num_rows] = wrapper
+        return self._wrappers[num_rows]
+
+
+def plan_bytes(max_rows: int) -> int:
+    """Bytes of a plan, on the device and in pinned memory: at least 1 MiB, 8 in FlashInfer.
+
+    max_rows: of a recorded step, or of a part of another forward.
+
+    A plan has three int32 and a bool for each tile, two int32 for each row, and a few more. There are at most as many
+    tiles as for a group of 64 heads in tiles of 16, or 2 for each of 512 multiprocessors. Without a recording there are
+    fewer, at most 2 for each row, since a tile's size is chosen by the mean of the segments.
+    """
+    num_tiles = max(5 * max_rows, 1024)
+    needed = 13 * num_tiles + 8 * max_rows + 1024
+    return -(-needed // (1 << 20)) << 20
 
 
 class FlashInferBackend:
@@ -379,3 +441,38 @@ def _longest(part: PagedPart) -> Tensor:
 def _is_decode(part: PagedPart) -> bool:
     """Whether each segment has exactly one row: then whether the part is causal makes no difference."""
     return part.num_rows == len(part.kv_lengths) and bool((part.query_starts[1:] > part.query_starts[:-1]).all())
+
+
+def find_cuda(environment: Mapping[str, str], toolkits: Path = _TOOLKITS) -> Path | None:
+    """CUDA's toolkit: a directory with nvcc and the runtime's headers; None if there is none.
+
+    FlashInfer takes CUDA_HOME, or else what lies around the nvcc of PATH, which may be a script elsewhere."""
+    named = [Path(environment[name]) for name in ("CUDA_HOME", "CUDA_PATH") if environment.get(name)]
+    on_path = shutil.which("nvcc", path=environment.get("PATH", ""))
+    if on_path is not None:
+        named.append(Path(on_path).resolve().parents[1])
+    for directory in (*named, toolkits / "cuda", *sorted(toolkits.glob("cuda-*"), reverse=True)):
+        if (directory / "bin/nvcc").exists() and (directory / "include/cuda_runtime.h").exists():
+            return directory
+    return None
+
+
+def provide_tools(environment: MutableMapping[str, str], toolkits: Path = _TOOLKITS) -> None:
+    """Sets CUDA_HOME, and adds the folder of this Python's programs to PATH if ninja is only there: a program of a
+    virtual environment may run without the environment being activated."""
+    cuda = find_cuda(environment, toolkits)
+    if cuda is not None:
+        environment["CUDA_HOME"] = str(cuda)
+    programs = Path(sys.executable).parent
+    if _which_ninja(environment) is None and (programs / "ninja").exists():
+        environment["PATH"] = os.pathsep.join(filter(None, (environment.get("PATH"), str(programs))))
+
+
+def missing_tools(environment: Mapping[str, str], toolkits: Path = _TOOLKITS) -> list[str]:
+    """Of nvcc and ninja, after `provide_tools`."""
+    found = {"nvcc": find_cuda(environment, toolkits), "ninja": _which_ninja(environment)}
+    return [name for name, place in found.items() if place is None]
+
+
+def _which_ninja(environment: Mapping[str, str]) -> str | None:
+    return shutil.which("ninja", path=environment.get("PATH", ""))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, as_stored, output_of
-from tokasaurus.model.attention.shared_prefix import merge_partial
+from tokasaurus.model.attention.row_split import merge_partial
 
 # T tokens, H query heads, K key/value heads, D head size, L tokens in a segment's blocks
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, as_stored, output_of
 from tokasaurus.model.attention.block_lists import padded_tables
-from tokasaurus.model.attention.shared_prefix import merge_partial
+from tokasaurus.model.attention.row_split import merge_partial
 from tokasaurus.model.staging.staging import DirectStaging
 from tokasaurus.model.triton_choice import uses_triton
 

@@ -1,7 +1,7 @@
 """Triton kernels for paged attention on CUDA: write keys and values, merge two parts, list the blocks of segments.
 
 Each is one launch and never waits for the device. Plain torch does the same, and is easier to read:
-`TorchBackend.write`, `shared_prefix.merge_partial` and `block_lists.fill_lists`.
+`TorchBackend.write`, `row_split.merge_partial` and `block_lists.fill_lists`.
 """
 
 import torch
@@ -48,7 +48,7 @@ def write_kv(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, kv_indice
 
 
 def merge_partial(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
-    """As `shared_prefix.merge_partial`, on contiguous tensors. Where a part has no weight, its output is not read."""
+    """As `row_split.merge_partial`, on contiguous tensors. Where a part has no weight, its output is not read."""
     (first_output, first_lse), (second_output, second_lse) = first, second
     assert all(tensor.is_contiguous() for tensor in (*first, *second, output))
     assert first_lse.shape == second_lse.shape == first_output.shape[:2]

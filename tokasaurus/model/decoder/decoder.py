@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.checkpoint.info import HEAD
 from tokasaurus.checkpoint.weight_files import is_old_buffer
-from tokasaurus.model.attention.operation import Attends
+from tokasaurus.model.attention.row_split import Attends
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
 from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedLayer, PackedLayers

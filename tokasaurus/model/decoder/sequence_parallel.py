@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokasaurus.model.attention.operation import attend
+from tokasaurus.model.attention.row_split import attend
 from tokasaurus.model.decoder.decoder import DecoderLayer, zero_nonfinite
 from tokasaurus.model.parallel.async_tp import gather_matmul, matmul_scatter
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from tokasaurus.model.attention.backend import AttentionBackend
-from tokasaurus.model.attention.operation import Attends
+from tokasaurus.model.attention.row_split import Attends
 from tokasaurus.model.decoder import sequence_parallel
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor

@@ -12,12 +12,10 @@ from tokasaurus.messages.forward import ForwardInput, PromptLogprobsInput
 from tokasaurus.model.attention.backend import PagedLayout
 from tokasaurus.model.execution.layout import LayoutBuilder
 from tokasaurus.model.execution.slot_table import SlotTable
-from tokasaurus.model.sampling.chosen_rows import choose_rows
-from tokasaurus.model.sampling.limits import limited_rows
 from tokasaurus.model.sampling.noise import position_keys
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE, PromptLogprobTargets
+from tokasaurus.model.sampling.rules import choose_rows, limited_rows, stage_masks
 from tokasaurus.model.sampling.sample import SamplingRows, TopRows
-from tokasaurus.model.sampling.token_masks import stage_masks
 from tokasaurus.model.staging.staging import Staging
 
 # T tokens, S rows of the batch (one per running slot), R rows that sample; T and R with padding, if any

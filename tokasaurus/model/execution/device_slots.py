@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokasaurus.messages.forward import SlotOpens, TableCopies
 from tokasaurus.messages.generation import SamplingParams
-from tokasaurus.model.sampling.params import as_words
+from tokasaurus.model.sampling.rules import as_words
 from tokasaurus.model.staging.staging import Staging
 
 # F fields of SAMPLING_DTYPE, A of the slots, B blocks, C copies

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokasaurus.model.attention.backend import AttentionBackend
 from tokasaurus.model.attention.cpu import CpuBackend
-from tokasaurus.model.attention.operation import Attends, attend, attending
+from tokasaurus.model.attention.row_split import Attends, attend, attending
 from tokasaurus.model.cpu.gemm_choice import GemmChoice
 from tokasaurus.model.cpu.layer_executor import PackedLayers
 from tokasaurus.model.decoder.compile import Compiler

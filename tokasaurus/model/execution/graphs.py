@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tokasaurus.messages.forward import ForwardInput, SlotChanges
 from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
-from tokasaurus.model.attention.operation import Attends
+from tokasaurus.model.attention.row_split import Attends
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
 from tokasaurus.model.execution.device_batch import DeviceBatch
 from tokasaurus.model.sampling.sample import Sampled, SamplingRows

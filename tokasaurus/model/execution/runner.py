@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tokasaurus.messages.forward import ForwardInput, NonfiniteTokens, PromptLogprobsOutput, SlotChanges, TopOfRows
 from tokasaurus.model.attention.backend import AttentionBackend, RecordableBackend
-from tokasaurus.model.attention.operation import Attends, attends_over
+from tokasaurus.model.attention.row_split import Attends, attends_over
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
@@ -25,11 +25,8 @@ from tokasaurus.model.parallel.stage_links import StageLinks
 from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, compute_prompt_logprobs, fill_token_logprobs
 from tokasaurus.model.sampling.sample import Sampled, sample, sample_by_triton
 from tokasaurus.model.sampling.shards import VocabularyShard, fill_token_logprobs_of_shards, sample_shards
-from tokasaurus.model.staging.packed import PackedStaging
-from tokasaurus.model.staging.results import Fetched, HostResults, PackedResults, Results
-from tokasaurus.model.staging.sizes import BufferSizes
-from tokasaurus.model.staging.staging import DirectStaging, Staging
-from tokasaurus.model.staging.transfers import CudaTransfers, HostMark, Mark, Transfers
+from tokasaurus.model.staging.packed import BufferSizes, Fetched, HostResults, PackedResults, PackedStaging, Results
+from tokasaurus.model.staging.staging import CudaTransfers, DirectStaging, HostMark, Mark, Staging, Transfers
 from tokasaurus.model.triton_choice import uses_triton
 from tokasaurus.monitoring.trace import NO_TRACE, Trace
 

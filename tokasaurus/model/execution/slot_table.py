@@ -10,10 +10,8 @@ from torch import Tensor
 from tokasaurus.messages.forward import SlotChanges, SlotOpens
 from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.model.execution.device_slots import DeviceSlots
-from tokasaurus.model.sampling.limits import has_limits
-from tokasaurus.model.sampling.logit_rules import SlotRules
 from tokasaurus.model.sampling.noise import sequence_keys
-from tokasaurus.model.sampling.params import params_to_device
+from tokasaurus.model.sampling.rules import SlotRules, has_limits, params_to_device
 from tokasaurus.model.staging.staging import ON_HOST, Staging
 
 

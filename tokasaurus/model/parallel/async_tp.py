@@ -15,9 +15,9 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
 from tokasaurus.messages.status import FlagRefused
+from tokasaurus.model.parallel.collectives import gather_into
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.symmetric_all_reduce import unreadable_device
-from tokasaurus.model.parallel.tensor_parallel import gather_into
 
 FUSE_WITH_GEMMS = {"_micro_pipeline_tp": True}
 """Compiler options of functions that call `gather_matmul` and `matmul_scatter`."""

@@ -10,12 +10,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels, LogitRulesStruct
-from tokasaurus.model.sampling.chosen_rows import ChosenRows
-from tokasaurus.model.sampling.limits import limits_in_use, outside_limits
-from tokasaurus.model.sampling.logit_rules import RuledRows, change_logits, ruled_rows_at_once
 from tokasaurus.model.sampling.noise import gumbel_noise
-from tokasaurus.model.sampling.params import columns_of
-from tokasaurus.model.sampling.token_masks import DeviceMasks, masked_rows, num_mask_words
+from tokasaurus.model.sampling.rules import (
+    ChosenRows,
+    DeviceMasks,
+    RuledRows,
+    change_logits,
+    columns_of,
+    limits_in_use,
+    masked_rows,
+    num_mask_words,
+    outside_limits,
+    ruled_rows_at_once,
+)
 from tokasaurus.model.triton_choice import uses_triton
 
 # R rows that sample, V vocabulary
@@ -152,7 +159,7 @@ def _sample_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> 
 
 def sample_by_triton(logits: Tensor, rows: SamplingRows) -> Sampled:
     """As `sample`, in one kernel, or several if the logits of more rows are changed than fit in bounded memory."""
-    from tokasaurus.model.sampling import triton_rules, triton_sample, triton_top
+    from tokasaurus.model.sampling import triton_rows, triton_sample
 
     num_rows, vocab_size = logits.shape
     masks = None
@@ -169,7 +176,7 @@ def sample_by_triton(logits: Tensor, rows: SamplingRows) -> Sampled:
         if ruled is not None:
             rules, index_of_row = ruled
             own = rules.rows.within(chunk.start, chunk.stop - chunk.start)
-            changed = index_of_row - own.start, triton_rules.changed_rows(logits, rules, own, rows.device_params)
+            changed = index_of_row - own.start, triton_rows.changed_rows(logits, rules, own, rows.device_params)
         parts.append(triton_sample.draw(logits, chunk, rows.device_params, rows.noise_keys, changed, masks))
     tokens, chosen, normalizers = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     if not rows.any_logprobs:
@@ -177,7 +184,7 @@ def sample_by_triton(logits: Tensor, rows: SamplingRows) -> Sampled:
     if rows.top is None:
         return Sampled(tokens, chosen - normalizers)
     of_top = rows.top.rows.on_device
-    top_ids, top_logits = triton_top.largest_logits(logits, of_top, rows.top.count)
+    top_ids, top_logits = triton_sample.largest_logits(logits, of_top, rows.top.count)
     return Sampled(tokens, chosen - normalizers, top_ids, top_logits - normalizers[of_top].unsqueeze(1))
 
 

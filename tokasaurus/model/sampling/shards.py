@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from tokasaurus.model.cpu.bindings import Kernels
+from tokasaurus.model.parallel.collectives import gather_rows, gather_shards, sum_over_shards, whole_rows
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.tensor_parallel import gather_rows, gather_shards, sum_over_shards, whole_rows
 from tokasaurus.model.sampling.noise import gumbel_noise_of, keys_of_shard
-from tokasaurus.model.sampling.params import columns_of
 from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs
+from tokasaurus.model.sampling.rules import columns_of
 from tokasaurus.model.sampling.sample import Sampled, SamplingRows, TopRows, chunks_of, sample
 
 

@@ -1,15 +1,16 @@
-"""All arrays of a step in one pinned buffer, sent by one asynchronous copy."""
+"""All arrays of a step in one pinned buffer, sent by one asynchronous copy; all its results in another."""
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokasaurus.model.staging.sizes import BufferSizes
-from tokasaurus.model.staging.staging import NUMPY_DTYPES
-from tokasaurus.model.staging.transfers import Event, Transfers
+from tokasaurus.messages.generation import SAMPLING_DTYPE
+from tokasaurus.model.staging.staging import NUMPY_DTYPES, Event, Transfers
 
 # N bytes of a buffer
 
@@ -20,6 +21,45 @@ _ALIGNMENT = 16
 """Bytes: each array starts at a multiple, as vectorised loads need it."""
 
 logger = logging.getLogger(__name__)
+
+_BYTES_PER_TOKEN = 80
+"""Its id, position and kv index, the row and the target of its prompt logprob, and its place in attention's lists."""
+
+_BYTES_PER_ROW = 256 + SAMPLING_DTYPE.itemsize
+"""Its slot, first opened and then run, its noise, its place in each list of rows with a feature, its new blocks and the
+ranges of its context in attention's lists."""
+
+_BIASES_PER_ROW = 32
+"""On average; OpenAI's API allows 300 in one request."""
+
+_BYTES_PER_BIAS = 8
+_BYTES_PER_TOP = 8
+"""A top logprob and its token."""
+
+_OTHER = 1 << 16
+"""Alignment, padding, and arrays of a few numbers."""
+
+
+class BufferSizes(NamedTuple):
+    """Bytes of one buffer each."""
+
+    inputs: int = 1 << 20
+    results: int = 1 << 16
+
+
+def sizes_for(max_tokens: int, max_seqs: int, vocab_size: int, num_top: int) -> BufferSizes:
+    """Sizes for any step of at most max_tokens tokens and max_seqs rows, each with a mask, top logprobs and rules.
+
+    num_top: most top logprobs of a token. The block tables of many long prefixes that are opened at once, and more
+    biases than usual, do not fit: PackedStaging has another buffer for these.
+    """
+    mask_bytes = -(-vocab_size // 32) * 4
+    bytes_per_row = _BYTES_PER_ROW + _BIASES_PER_ROW * _BYTES_PER_BIAS + mask_bytes
+    bytes_per_answer = 16 + num_top * _BYTES_PER_TOP
+    return BufferSizes(
+        inputs=max_tokens * _BYTES_PER_TOKEN + max_seqs * bytes_per_row + _OTHER,
+        results=(max_tokens + max_seqs) * bytes_per_answer + _OTHER,
+    )
 
 
 class PackedStaging:
@@ -116,3 +156,79 @@ class _Buffer:
         """Wait until the pinned memory may be written."""
         if self._copied is not None:
             self._copied.synchronize()
+
+
+class Fetched(Protocol):
+    """Tensors on their way from the device."""
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Waits until they have arrived. The arrays are not overwritten later."""
+
+
+class Results(Protocol):
+    """Brings the results of steps to the host."""
+
+    def fetch(self, tensors: Mapping[str, Tensor]) -> Fetched:
+        """Start copying tensors, whose dtypes are in NUMPY_DTYPES, after the computation so far."""
+
+
+class HostResults:
+    """Implements Results for tensors on the host: nothing is copied."""
+
+    def fetch(self, tensors: Mapping[str, Tensor]) -> Fetched:
+        return _OnHost(tensors)
+
+
+class PackedResults:
+    """Implements Results for a device with memory of its own: one copy for all tensors of a step.
+
+    A step's results are taken out of the pinned memory before a later step gets the same buffer.
+    """
+
+    def __init__(self, transfers: Transfers, num_bytes: int = BufferSizes().results) -> None:
+        self._transfers = transfers
+        self._pinned = [transfers.pinned(num_bytes) for _ in range(RING_SIZE)]
+        self._fetched: list[_Packed | None] = [None] * RING_SIZE
+        self._index = 0
+
+    def fetch(self, tensors: Mapping[str, Tensor]) -> Fetched:
+        self._index = (self._index + 1) % RING_SIZE
+        before = self._fetched[self._index]
+        if before is not None:
+            before.arrays()
+        packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
+        num_bytes = packed.numel()
+        if len(self._pinned[self._index]) < num_bytes:
+            self._pinned[self._index] = self._transfers.pinned(2 * num_bytes)
+        target = self._pinned[self._index][:num_bytes]
+        fetched = _Packed(tensors, target, self._transfers.download(packed, target))
+        self._fetched[self._index] = fetched
+        return fetched
+
+
+class _OnHost:
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        return {name: tensor.numpy() for name, tensor in self._tensors.items()}
+
+
+class _Packed:
+    def __init__(self, tensors: Mapping[str, Tensor], pinned: Tensor, copied: Event) -> None:
+        self._kinds = {name: (NUMPY_DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+        self._pinned: Tensor | None = pinned
+        self._copied = copied
+        self._arrays: dict[str, NDArray[Any]] = {}
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        if self._pinned is not None:
+            self._copied.synchronize()
+            content = self._pinned.numpy().copy()
+            self._pinned = None
+            start = 0
+            for name, (dtype, shape) in self._kinds.items():
+                end = start + dtype.itemsize * int(np.prod(shape))
+                self._arrays[name] = content[start:end].view(dtype).reshape(shape)
+                start = end
+        return self._arrays

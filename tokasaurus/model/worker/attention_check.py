@@ -16,8 +16,8 @@ from tokasaurus.model.attention.backend import (
     as_stored,
 )
 from tokasaurus.model.attention.block_lists import as_in_steps
-from tokasaurus.model.attention.operation import attends_over
 from tokasaurus.model.attention.reference import ReferenceBackend
+from tokasaurus.model.attention.row_split import attends_over
 from tokasaurus.model.worker.self_check import TOLERANCES, Measured, compared
 
 # T tokens in this forward, H query heads, K key/value heads, D head size

@@ -30,8 +30,8 @@ from tokasaurus.messages.status import (
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.execution.cuda_recorder import CudaRecorder, graph_bytes
 from tokasaurus.model.execution.runner import ModelRunner
+from tokasaurus.model.parallel.collectives import is_about_another_rank, joined
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.process_group import is_about_another_rank, joined
 from tokasaurus.model.worker.device import choose_device
 from tokasaurus.model.worker.forward_memory import ForwardMemory, largest_forward, reserve
 from tokasaurus.model.worker.group_step_price import with_step_price

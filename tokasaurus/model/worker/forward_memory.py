@@ -6,7 +6,7 @@ from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.model.cpu.bindings import allocate_huge_pages
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
-from tokasaurus.model.sampling.token_masks import num_mask_words
+from tokasaurus.model.sampling.rules import num_mask_words
 from tokasaurus.model.worker.warmup import ForwardLimits
 
 _TILE_QUERIES = 96

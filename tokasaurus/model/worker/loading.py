@@ -26,11 +26,11 @@ from tokasaurus.model.decoder.weights import FilledModules, load_weights, return
 from tokasaurus.model.execution.device_batch import padded_count
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
+from tokasaurus.model.parallel.collectives import least_of_ranks
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.process_group import least_of_ranks
 from tokasaurus.model.parallel.stage_links import StageLinks, num_hidden_buffers
 from tokasaurus.model.parallel.symmetric_all_reduce import buffer_bytes
-from tokasaurus.model.staging.sizes import sizes_for
+from tokasaurus.model.staging.packed import sizes_for
 from tokasaurus.model.worker.all_reduce_start import choose_all_reduce, is_tried
 from tokasaurus.model.worker.attention_check import measure_attention
 from tokasaurus.model.worker.device import (

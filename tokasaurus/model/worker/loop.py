@@ -7,7 +7,7 @@ from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.status import Ready
 from tokasaurus.model.execution.runner import ModelRunner, StepResult
-from tokasaurus.model.staging.transfers import Mark
+from tokasaurus.model.staging.staging import Mark
 
 
 def run_steps(

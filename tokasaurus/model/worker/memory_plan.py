@@ -8,18 +8,16 @@ import torch
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.messages.generation import SamplingParams
 from tokasaurus.model.attention.backend import KVShape
-from tokasaurus.model.attention.flashinfer_backend import HEAD_DIMS, workspace_bytes
-from tokasaurus.model.attention.flashinfer_recorded import plan_bytes
+from tokasaurus.model.attention.flashinfer_backend import HEAD_DIMS, plan_bytes, workspace_bytes
 from tokasaurus.model.decoder.registry import build_decoder
 from tokasaurus.model.execution.device_batch import padded_count
 from tokasaurus.model.execution.graphs import graph_sizes
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.stage_links import num_hidden_buffers
 from tokasaurus.model.parallel.symmetric_all_reduce import buffer_bytes
-from tokasaurus.model.sampling.logit_rules import ruled_rows_at_once
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
-from tokasaurus.model.staging.packed import RING_SIZE
-from tokasaurus.model.staging.sizes import sizes_for
+from tokasaurus.model.sampling.rules import ruled_rows_at_once
+from tokasaurus.model.staging.packed import RING_SIZE, sizes_for
 from tokasaurus.model.worker.kv_memory import CUDA_FRACTION, show_size
 
 CONTEXT_BYTES = 600 << 20

@@ -16,7 +16,7 @@ from tokasaurus.messages.forward import ForwardInput, PrefixGroups, SlotChanges,
 from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.block_lists import as_in_steps
-from tokasaurus.model.attention.operation import attends_over
+from tokasaurus.model.attention.row_split import attends_over
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
 from tokasaurus.model.execution.device_batch import padded_count

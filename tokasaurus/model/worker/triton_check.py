@@ -15,14 +15,18 @@ from torch import Tensor
 from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.attention.backend import BlockLists, KVShape, as_stored
 from tokasaurus.model.attention.block_lists import fill_lists_by_torch
-from tokasaurus.model.attention.shared_prefix import merge_partial
+from tokasaurus.model.attention.row_split import merge_partial
 from tokasaurus.model.decoder.decoder import Decoder, zero_nonfinite
-from tokasaurus.model.sampling.chosen_rows import choose_rows
-from tokasaurus.model.sampling.limits import has_limits, limited_rows
-from tokasaurus.model.sampling.logit_rules import RuledRows
-from tokasaurus.model.sampling.params import params_to_device
+from tokasaurus.model.sampling.rules import (
+    DeviceMasks,
+    RuledRows,
+    choose_rows,
+    has_limits,
+    limited_rows,
+    num_mask_words,
+    params_to_device,
+)
 from tokasaurus.model.sampling.sample import Sampled, SamplingRows, TopRows, sample_by_torch, sample_by_triton
-from tokasaurus.model.sampling.token_masks import DeviceMasks, num_mask_words
 from tokasaurus.model.staging.staging import DirectStaging
 from tokasaurus.model.triton_choice import KernelGroup, switch_off, uses_triton
 from tokasaurus.model.worker.self_check import TOLERANCES, Checks, Measure, Measured, compared

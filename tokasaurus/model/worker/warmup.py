@@ -24,9 +24,8 @@ from tokasaurus.messages.forward import (
 )
 from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.execution.runner import ModelRunner
-from tokasaurus.model.sampling.logit_rules import ruled_rows_at_once
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
-from tokasaurus.model.sampling.token_masks import num_mask_words
+from tokasaurus.model.sampling.rules import num_mask_words, ruled_rows_at_once
 from tokasaurus.model.worker.shape_classes import steps_of_all_classes
 
 _NUM_LIMITED_ROWS = 64

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokasaurus.model.attention.flashinfer_tools import find_cuda
+from tokasaurus.model.attention.flashinfer_backend import find_cuda
 
 ROOT = Path(__file__).parents[4]
 PACKAGES = ROOT / ".venv-flashinfer"

@@ -9,7 +9,7 @@ from torch import Tensor
 from tokasaurus.model.attention import triton_kernels
 from tokasaurus.model.attention.backend import BlockLists, as_stored
 from tokasaurus.model.attention.block_lists import fill_lists_by_torch
-from tokasaurus.model.attention.shared_prefix import merge_partial
+from tokasaurus.model.attention.row_split import merge_partial
 
 # T tokens, K key/value heads, D head size, P page size, R rows, H query heads, S segments
 

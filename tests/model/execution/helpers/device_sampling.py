@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tokasaurus.messages.generation import SAMPLING_DTYPE
-from tokasaurus.model.sampling.limits import has_limits, limited_rows
+from tokasaurus.model.sampling.rules import has_limits, limited_rows
 from tokasaurus.model.sampling.sample import Sampled, SamplingRows, sample
 from tokasaurus.model.staging.staging import ON_HOST
 

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from tokasaurus.model.attention.operation import _attend
+from tokasaurus.model.attention.row_split import _attend
 from tokasaurus.model.decoder.compile import Compiler
 
 

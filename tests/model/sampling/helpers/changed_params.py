@@ -20,8 +20,8 @@ from tests.model.helpers.sampling_rows import make_rows, noise_keys, with_params
 from tests.model.helpers.steps import CPU, int32
 from tokasaurus.messages.generation import SamplingParams
 from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.process_group import joined
 from tokasaurus.model.sampling.sample import Sampled, SamplingRows, sample, sample_by_triton
 from tokasaurus.model.sampling.shards import VocabularyShard, sample_shards
 

@@ -16,9 +16,9 @@ from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule
 from tests.model.helpers.sampling_rows import make_rows, noise_keys, staged_masks, top_rows, with_params
 from tests.model.helpers.steps import CPU
 from tokasaurus.model.cpu.bindings import load_kernels
-from tokasaurus.model.parallel import tensor_parallel
+from tokasaurus.model.parallel import collectives
+from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.process_group import joined
 from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs
 from tokasaurus.model.sampling.sample import SamplingRows
 from tokasaurus.model.sampling.shards import VocabularyShard, fill_token_logprobs_of_shards, sample_shards
@@ -177,7 +177,7 @@ def counted_bytes() -> Iterator[Callable[[], int]]:
         return count
 
     with ExitStack() as stack:
-        for name, place in {tensor_parallel.GATHER: 1, "all_to_all_single": 1, "all_reduce": 0}.items():
+        for name, place in {collectives.GATHER: 1, "all_to_all_single": 1, "all_reduce": 0}.items():
             real = getattr(torch.distributed, name)
             stack.enter_context(unittest.mock.patch.object(torch.distributed, name, counting(real, place)))
         yield lambda: sum(sent)

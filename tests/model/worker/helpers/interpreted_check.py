@@ -31,7 +31,7 @@ from tokasaurus.model.decoder import triton_layers
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.execution import executors
 from tokasaurus.model.execution.executors import FusedExecutor, ModuleExecutor
-from tokasaurus.model.sampling import sample, triton_rules, triton_sample, triton_top
+from tokasaurus.model.sampling import sample, triton_rows, triton_sample
 from tokasaurus.model.worker import self_check, triton_check
 from tokasaurus.model.worker.self_check import Checks
 
@@ -160,15 +160,16 @@ def wrong_kernels() -> Iterator[tuple[str, Any, str, Kernel]]:
         changed(triton_kernels, "merge_partial", lambda x: x.mul_(torch.nan)),
     )
     yield attention, triton_kernels, "merge_partial", merge_elsewhere
-    for module, name in ((triton_sample, "draw"), (triton_rules, "changed_rows"), (triton_top, "largest_logits")):
+    for module, name in ((triton_sample, "draw"), (triton_rows, "changed_rows"), (triton_sample, "largest_logits")):
         yield sampling, module, name, raises
     for result, change in ((0, torch.zeros_like), (1, lambda x: x + 0.1), (2, lambda x: x * 1.01)):
         yield sampling, triton_sample, "draw", changed(triton_sample, "draw", other_first(result, change))
     for result, change in ((0, lambda x: x.flip(1)), (1, lambda x: x + 0.1)):
-        yield sampling, triton_top, "largest_logits", changed(triton_top, "largest_logits", other_first(result, change))
+        wrong = changed(triton_sample, "largest_logits", other_first(result, change))
+        yield sampling, triton_sample, "largest_logits", wrong
     yield (
         sampling,
-        triton_rules,
+        triton_rows,
         "changed_rows",
         lambda logits, rules, own, _: logits[rules.rows.on_device[own]].float(),
     )

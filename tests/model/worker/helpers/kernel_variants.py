@@ -32,9 +32,9 @@ from tests.model.helpers.sampling_rows import make_masks
 from tests.model.helpers.steps import StepDriver, make_runner
 from tokasaurus.model.attention import torch_backend
 from tokasaurus.model.execution.runner import ModelRunner
-from tokasaurus.model.parallel import tensor_parallel
+from tokasaurus.model.parallel import collectives
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.sampling import logit_rules, sample
+from tokasaurus.model.sampling import rules, sample
 from tokasaurus.model.worker import warmup
 
 PAGE_SIZE = 16
@@ -112,7 +112,7 @@ def a_rank_alone() -> Iterator[Mesh]:
     with (
         unittest.mock.patch.object(torch.distributed, "all_reduce"),
         unittest.mock.patch.object(torch.distributed, "all_to_all_single", exchange),
-        unittest.mock.patch.object(torch.distributed, tensor_parallel.GATHER, exchange),
+        unittest.mock.patch.object(torch.distributed, collectives.GATHER, exchange),
     ):
         yield Mesh(tp_size=2)
 
@@ -131,7 +131,7 @@ def missing_variants(mesh: Mesh) -> list[Variant]:
         unittest.mock.patch.object(torch_backend, "uses_triton", return_value=True),
         # Others are slow in the interpreter, and have no variants of their own. With any, ranks sample whole rows.
         unittest.mock.patch.dict(warmup._LIMITS, {"min_p": 0.01}, clear=True),
-        unittest.mock.patch.object(logit_rules, "_SCRATCH_BYTES", 8 * VOCAB_SIZE * RULED_ROWS_AT_ONCE),
+        unittest.mock.patch.object(rules, "_SCRATCH_BYTES", 8 * VOCAB_SIZE * RULED_ROWS_AT_ONCE),
     ):
         runner = make_runner(model, info, "torch", PAGE_SIZE, transfers=HostTransfers(), mesh=mesh)
         warmup.warm_up(runner, LIMITS, PAGE_SIZE, is_context_costly=True)

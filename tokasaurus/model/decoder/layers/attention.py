@@ -14,7 +14,7 @@ from tokasaurus.model.parallel.mesh import Mesh
 
 
 class Attention(nn.Module):
-    """x [T, E] -> [T, E]: `project`, attention (see attention/operation), then `out`.
+    """x [T, E] -> [T, E]: `project`, attention (see attention/row_split), then `out`.
 
     layer_index: counted within this pipeline stage, as in the KV cache.
     """

@@ -11,8 +11,8 @@ from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.layers.linear import Linear
 from tokasaurus.model.decoder.layers.norm import RMSNorm
 from tokasaurus.model.decoder.weights import WeightShard
+from tokasaurus.model.parallel.collectives import sum_over_shards
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.tensor_parallel import sum_over_shards
 
 
 class VocabShard(Linear):

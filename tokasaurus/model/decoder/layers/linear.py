@@ -11,8 +11,8 @@ from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice, torch_g
 from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedWeights, takes
 from tokasaurus.model.decoder.layers.norm import RMSNorm
 from tokasaurus.model.decoder.weights import WeightShard
+from tokasaurus.model.parallel.collectives import sum_over_shards
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.tensor_parallel import sum_over_shards
 
 # T tokens
 

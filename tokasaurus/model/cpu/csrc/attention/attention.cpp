@@ -57,7 +57,7 @@ TOKA_EXPORT void toka_write_kv(int64_t activation_type, int64_t cache_type, cons
   });
 }
 
-// Merges attention over two parts for the same rows, as attention/shared_prefix.py does in torch.
+// Merges attention over two parts for the same rows, as attention/row_split.py does in torch.
 // first, second [count, head_dim] and their lse [count] -> output [count, head_dim] of output_type. count: rows times
 // query heads. head_dim: a multiple of 16.
 TOKA_EXPORT void toka_merge(int64_t output_type, const float* first, const float* first_lse, const float* second,

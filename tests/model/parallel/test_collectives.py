@@ -12,9 +12,18 @@ from typing import Any
 import pytest
 import torch
 
+from tokasaurus.model.parallel.collectives import (
+    LINK_CTAS,
+    TIMEOUT,
+    gather_rows,
+    gather_shards,
+    is_about_another_rank,
+    joined,
+    sum_over_shards,
+    whole_rows,
+    with_groups,
+)
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.process_group import LINK_CTAS, TIMEOUT, is_about_another_rank, joined, with_groups
-from tokasaurus.model.parallel.tensor_parallel import gather_rows, gather_shards, sum_over_shards, whole_rows
 
 CPU = torch.device("cpu")
 

@@ -1,8 +1,9 @@
-"""The process groups of a replica's workers: NCCL between CUDA devices, gloo between processes of a CPU."""
+"""The process groups of a replica's workers, NCCL between CUDA devices and gloo between processes of a CPU, and what
+their ranks exchange. With tp_size 1, each tensor-parallel collective returns its argument."""
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -10,19 +11,27 @@ from pathlib import Path
 
 import torch
 import torch.distributed
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.parallel.symmetric_all_reduce import sum_over_ranks
+
+# T tokens, E hidden size, R rows, r of them of one rank, V vocabulary, v of its tokens of one rank
 
 TIMEOUT = timedelta(minutes=5)
 """Longest wait of a rank for the others, in a collective or at the start. One that reads its weights from a slow disk
 may be so late. Nobody waits for a dead one: gloo notices its death at once, and so does the launcher."""
 
-
 LINK_CTAS = 4
 """Most thread blocks of NCCL that send or receive for a link between stages. They occupy multiprocessors while a step
 is computed, and a receive does so until its message has come; hidden states are small beside what a few can move. An
 estimate, not measured."""
+
+# torch 2.13 renamed it, and warns of the old name, the only one that 2.11 has.
+_NEW_NAME, _OLD_NAME = "all_gather_single", "all_gather_into_tensor"
+GATHER = _NEW_NAME if hasattr(torch.distributed, _NEW_NAME) else _OLD_NAME
+"""In torch.distributed: the collective that gathers into one tensor. Into a list of tensors, NCCL copies each."""
 
 
 def is_about_another_rank(error: RuntimeError) -> bool:
@@ -104,3 +113,50 @@ def least_of_ranks(value: int, mesh: Mesh, device: torch.device) -> int:
     least = torch.tensor(value, device=device)
     torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
     return int(least)
+
+
+def gather_into(gathered: Tensor, own: Tensor, mesh: Mesh) -> None:
+    """own [N, ...], contiguous and of the same shape on each rank -> gathered [tp_size * N, ...], by rank."""
+    getattr(torch.distributed, GATHER)(gathered, own, group=mesh.tp_group)
+
+
+def sum_over_shards(partial: Tensor, mesh: Mesh) -> Tensor:
+    """partial [T, E], each rank's partial sum -> the sum, on every rank. May overwrite `partial`."""
+    if mesh.all_reduce is not None:
+        if torch.compiler.is_compiling():
+            sum_over_ranks(partial, mesh.all_reduce.name)
+        else:
+            mesh.all_reduce.sum(partial)
+    elif mesh.tp_size > 1:
+        torch.distributed.all_reduce(partial, group=mesh.tp_group)
+    return partial
+
+
+def whole_rows(own: Tensor, num_rows: Sequence[int], widths: Sequence[int], mesh: Mesh) -> Tensor:
+    """own [R, v], this rank's columns of all rows -> [r, V], all columns of this rank's rows.
+
+    num_rows: r of each rank, which have the rows in this order. widths: v of each rank.
+    """
+    sizes = [num_rows[mesh.tp_rank] * width for width in widths]
+    received = own.new_empty(sum(sizes))
+    sent = [num * own.shape[1] for num in num_rows]
+    torch.distributed.all_to_all_single(received, own.flatten(), sizes, sent, group=mesh.tp_group)
+    parts = zip(torch.split(received, sizes), widths, strict=True)
+    return torch.cat([part.view(num_rows[mesh.tp_rank], width) for part, width in parts], dim=1)
+
+
+def gather_rows(own: Tensor, num_rows: Sequence[int], mesh: Mesh) -> Tensor:
+    """own [r, ...], this rank's rows -> [R, ...], those of all ranks in their order. num_rows: r of each rank."""
+    padded = own.new_zeros((max(num_rows), *own.shape[1:]))
+    padded[: len(own)] = own
+    return torch.cat([rows[:num] for rows, num in zip(gather_shards(padded, mesh), num_rows, strict=True)])
+
+
+def gather_shards(own: Tensor, mesh: Mesh) -> Tensor:
+    """own [N, ...], of the same shape on each rank -> [tp_size, N, ...], on every rank."""
+    if mesh.tp_size == 1:
+        return own.unsqueeze(0)
+    shards = own.new_empty((mesh.tp_size, *own.shape))
+    if own.numel():
+        gather_into(shards.flatten(0, 1), own.contiguous(), mesh)
+    return shards
