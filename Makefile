@@ -101,11 +101,11 @@ bench-manager: .venv/installed-dev  ## The manager's CPU time per step
 
 # What real servers survive, as a table: half an hour, on a machine that does nothing else
 torture: .venv/installed-dev  ## What real servers survive: half an hour
-	$(BIN)/python -m tests.torture $(PARTS)
+	$(BIN)/python -m torture $(PARTS)
 
 # Mixed load for half an hour, while memory and file descriptors must not grow
 soak: .venv/installed-dev  ## Mixed load for half an hour
-	$(BIN)/python -m tests.torture --soak 30
+	$(BIN)/python -m torture --soak 30
 
 format: .venv/installed-dev  ## Formats Python and C++
 	$(BIN)/ruff check --fix .

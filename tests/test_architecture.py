@@ -20,10 +20,9 @@ MODULES = {
 TESTS = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted((ROOT / "tests").rglob("*.py"))
 }
-# Folders of tests that mirror no package; besides them, any folder may have one named helpers.
+# Folders of tests that mirror no other folder; besides them, any folder may have one named helpers.
 OWN_FOLDERS = {
     "helpers",
-    "benchmarks",
     "clients",
     "clients/lm_eval_tasks",
     "end_to_end",
@@ -32,8 +31,6 @@ OWN_FOLDERS = {
     "end_to_end/ranks",
     "gpu",
     "server/http",
-    "torture",
-    "torture/fuzz",
 }
 
 # From the top down. A package or module imports from lines below its own, never from its own line.
@@ -204,7 +201,8 @@ def test_each_package_says_what_it_knows_and_what_it_does_not() -> None:
 def test_folders_of_tests_mirror_the_package() -> None:
     for path in TESTS.values():
         folder = path.parent.relative_to(ROOT / "tests").as_posix().removesuffix("/helpers")
-        is_mirrored = (PACKAGE / folder).is_dir() or (folder.startswith("benchmarks/") and (ROOT / folder).is_dir())
+        is_beside = folder.split("/")[0] in ("benchmarks", "torture")  # tests of what is not in the package
+        is_mirrored = ((ROOT if is_beside else PACKAGE) / folder).is_dir()
         assert folder in OWN_FOLDERS or is_mirrored, path
 
 

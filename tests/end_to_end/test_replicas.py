@@ -8,11 +8,11 @@ import httpx
 import psutil
 import pytest
 
+from tests.end_to_end.helpers.replica_kills import NUM_STREAMS, engine_processes, kill_once, learn_texts
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
 from tests.helpers.leftovers import watched_leftovers
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_tiny_model
-from tests.torture.helpers.replica_kills import NUM_STREAMS, engine_processes, kill_once, learn_texts
 
 FLAGS = ("dtype=float32", "kv_cache_num_tokens=32768", "max_tokens_per_forward=256", "max_seqs_per_forward=32")
 

@@ -1,7 +1,7 @@
 """A soak notices processes that grow, and only these."""
 
-from tests.torture.helpers.process_memory import MB
-from tests.torture.helpers.process_samples import Sample, compare_lives, compare_thirds
+from torture.process_memory import MB
+from torture.process_samples import Sample, compare_lives, compare_thirds
 
 INTERVAL_S = 10.0
 

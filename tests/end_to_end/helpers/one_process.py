@@ -8,12 +8,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.end_to_end.helpers.completions import make_body
 from tests.end_to_end.helpers.expected_texts import ask_all_at_once, ask_demo_model, num_diverged
 from tests.end_to_end.helpers.mixed_requests import ask_mixed, ask_plain, assert_same_answers
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_tiny_model
-from tests.torture.helpers.completions import make_body
 
 FLAGS = ("dtype=float32", "max_seqs_per_forward=16", "max_tokens_per_forward=64", "device=cpu")
 LARGE = (*FLAGS, "kv_cache_num_tokens=8192", "use_hydragen=F")

@@ -1,6 +1,6 @@
 """/health answers quickly while requests of the largest sizes are served: nothing large runs on the event loop.
 
-`python -m tests.torture.health` prints the longest time for each load at its full size.
+`python -m torture.health` prints the longest time for each load at its full size.
 """
 
 import time

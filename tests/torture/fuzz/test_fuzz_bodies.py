@@ -1,6 +1,6 @@
-"""A few hundred mutated bodies; `python -m tests.torture.fuzz.fuzz_bodies` sends thousands."""
+"""A few hundred mutated bodies; `python -m torture.fuzz.fuzz_bodies` sends thousands."""
 
-from tests.torture.fuzz.fuzz_bodies import run
+from torture.fuzz.fuzz_bodies import run
 
 
 def test_mutated_bodies_are_answered_or_refused_in_openais_form() -> None:

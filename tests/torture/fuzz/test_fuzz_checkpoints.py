@@ -1,6 +1,6 @@
-"""A few hundred damaged and hostile model files; `python -m tests.torture.fuzz.fuzz_checkpoints` runs thousands."""
+"""A few hundred damaged and hostile model files; `python -m torture.fuzz.fuzz_checkpoints` runs thousands."""
 
-from tests.torture.fuzz.fuzz_checkpoints import run
+from torture.fuzz.fuzz_checkpoints import run
 
 
 def test_damaged_model_files_are_loaded_or_refused_in_one_line() -> None:

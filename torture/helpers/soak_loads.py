@@ -5,7 +5,7 @@ import random
 import re
 from typing import Any
 
-from tests.torture.helpers.soak_client import (
+from torture.helpers.soak_client import (
     BULK,
     CHAT,
     COMPLETIONS,

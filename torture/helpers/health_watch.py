@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from tests.torture.helpers.completions import get_status
+from tests.end_to_end.helpers.completions import get_status
 
 PAUSE_S = 0.02
 

@@ -1,6 +1,6 @@
 """Damaged and hostile model files: each is loaded, or refused in one line, in little time and memory.
 
-`python -m tests.torture.fuzz.fuzz_checkpoints [NUM_CASES]` runs the cases in child processes and ends with 1 if any of
+`python -m torture.fuzz.fuzz_checkpoints [NUM_CASES]` runs the cases in child processes and ends with 1 if any of
 them ended in a traceback, took too long or needed too much memory. The same number always gives the same cases.
 """
 
@@ -38,8 +38,6 @@ from tests.checkpoint.helpers.gguf_files import (
     random_weights,
     write_gguf,
 )
-from tests.torture.helpers.json_mutations import encode, mutate
-from tests.torture.helpers.reports import Report, run_from_command_line
 from tokasaurus.checkpoint import check_weight_sizes, fit_to_tensors, read_model_info, weight_files
 from tokasaurus.checkpoint.gguf.conversion import write_hf_directory
 from tokasaurus.messages.status import UserError
@@ -47,6 +45,8 @@ from tokasaurus.model.decoder.registry import build_decoder
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.text.tokenizer import Tokenizer
+from torture.fuzz.json_mutations import encode, mutate
+from torture.fuzz.reports import Report, run_from_command_line
 
 CASE_LIMIT_S = 20
 """Cases take milliseconds; the machine may be busy."""

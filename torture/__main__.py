@@ -1,4 +1,4 @@
-"""`python -m tests.torture [PART…] [--soak MINUTES]`: what the server must survive, measured.
+"""`python -m torture [PART…] [--soak MINUTES]`: what the server must survive, measured.
 
 Without names, all parts but the soak run, in about half an hour. Prints each row when it is known, and a Markdown table
 at the end; the exit code is 1 if any check did not pass.
@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from tests.torture import (
+from torture import (
     batches,
     connections,
     deaths,
@@ -23,10 +23,9 @@ from tests.torture import (
     replicas,
     soak,
 )
-from tests.torture.fuzz import fuzz_bodies, fuzz_checkpoints
-from tests.torture.helpers.reports import Report
-from tests.torture.helpers.row_printer import show_rows
-from tests.torture.helpers.rows import Row, print_table
+from torture.fuzz import fuzz_bodies, fuzz_checkpoints
+from torture.fuzz.reports import Report
+from torture.rows import Row, print_table, show_rows
 
 NUM_FUZZ_CASES = 10_000
 PARTS: dict[str, Callable[[], list[Row]]] = {
@@ -46,7 +45,7 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
 
 def main() -> int:
     """The exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.torture")
+    parser = argparse.ArgumentParser(prog="python -m torture")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"one of {', '.join(PARTS)}; none: all of them")
     parser.add_argument("--soak", type=float, metavar="MINUTES", help="the soak, and the parts that are named")
     arguments = parser.parse_args()

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import psutil
 
+from tests.end_to_end.helpers.completions import save_long_model
+from tests.end_to_end.helpers.replica_kills import KillReport, engine_processes, kill_once, learn_texts
 from tests.end_to_end.helpers.toka_process import running_toka
 from tests.helpers.leftovers import watched_leftovers
 from tests.helpers.processes import is_running
-from tests.torture.helpers.completions import save_long_model
-from tests.torture.helpers.replica_kills import KillReport, engine_processes, kill_once, learn_texts
-from tests.torture.helpers.row_printer import show_rows
-from tests.torture.helpers.rows import Row
+from torture.rows import Row, show_rows
 
 PART = "replicas"
 FLAGS = ("dtype=float32", "kv_cache_num_tokens=65536", "max_tokens_per_forward=512", "max_seqs_per_forward=32")

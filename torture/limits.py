@@ -1,6 +1,6 @@
 """Requests that ask for far too much memory: each is refused, and the server process stays small.
 
-`python -m tests.torture.limits` prints the table.
+`python -m torture.limits` prints the table.
 """
 
 import itertools
@@ -17,8 +17,7 @@ import httpx
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
 from tests.helpers.tiny_model import save_tiny_model
-from tests.torture.helpers.process_memory import MB, measure_growth, rss_bytes
-from tests.torture.helpers.raw_requests import (
+from torture.helpers.raw_requests import (
     as_chunks,
     connect,
     exchange,
@@ -27,8 +26,8 @@ from tests.torture.helpers.raw_requests import (
     json_request,
     status_of,
 )
-from tests.torture.helpers.row_printer import add_row
-from tests.torture.helpers.rows import Row, print_table
+from torture.process_memory import MB, measure_growth, rss_bytes
+from torture.rows import Row, add_row, print_table
 
 PART = "limits"
 LIMIT_BYTES = 200 * MB

@@ -8,8 +8,7 @@ from pathlib import Path
 from tests.end_to_end.helpers.batch_lines import ENDPOINTS
 from tests.end_to_end.helpers.killed_batches import VICTIMS, KilledBatches
 from tests.helpers.tiny_model import save_tiny_model
-from tests.torture.helpers.row_printer import show_rows
-from tests.torture.helpers.rows import Row
+from torture.rows import Row, show_rows
 
 PART = "batches"
 NUM_LINES = 2000

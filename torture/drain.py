@@ -6,10 +6,9 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from tests.end_to_end.helpers.completions import Answer, complete, make_body, save_long_model
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
-from tests.torture.helpers.completions import Answer, complete, make_body, save_long_model
-from tests.torture.helpers.row_printer import show_rows
-from tests.torture.helpers.rows import Row
+from torture.rows import Row, show_rows
 
 PART = "drain"
 CONTEXT = 32_768

@@ -5,7 +5,7 @@ import statistics
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from tests.torture.helpers.process_memory import MB, num_open_files, rss_bytes
+from torture.process_memory import MB, num_open_files, rss_bytes
 
 MAX_GROWTH_SHARE = 0.05
 MAX_GROWTH_BYTES = 20 * MB

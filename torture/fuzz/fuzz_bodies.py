@@ -1,6 +1,6 @@
 """Mutated request bodies against a real HTTP server: each is answered, or refused with OpenAI's error object.
 
-`python -m tests.torture.fuzz.fuzz_bodies [NUM_CASES]` ends with 1 if any answer had status 500, was not in OpenAI's
+`python -m torture.fuzz.fuzz_bodies [NUM_CASES]` ends with 1 if any answer had status 500, was not in OpenAI's
 form or did not come, or if the server logged a traceback. The engine behind the server is scripted. The same number
 always gives the same bodies.
 """
@@ -23,9 +23,9 @@ from tests.helpers.small_tokenizer import save_small_tokenizer
 from tests.server.helpers.bodies_and_errors import assert_openai_error
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
-from tests.torture.helpers.json_mutations import encode, mutate
-from tests.torture.helpers.reports import Report, run_from_command_line
 from tokasaurus.messages.status import EngineLimits
+from torture.fuzz.json_mutations import encode, mutate
+from torture.fuzz.reports import Report, run_from_command_line
 
 NUM_CLIENTS = 8
 CASE_LIMIT_S = 60

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from tests.end_to_end.helpers.completions import Streamed, complete, make_body, stream
 from tests.end_to_end.helpers.toka_process import TokaProcess, wait_for
-from tests.torture.helpers.completions import Streamed, complete, make_body, stream
 
 NUM_WHOLE = NUM_STREAMS = 32
 """Requests in flight at each kill."""

@@ -1,6 +1,6 @@
 """Connections of clients that waste them: they are closed in time, and keep nobody out.
 
-`python -m tests.torture.connections` prints the table.
+`python -m torture.connections` prints the table.
 """
 
 import select
@@ -14,11 +14,10 @@ from pathlib import Path
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
 from tests.helpers.tiny_model import save_tiny_model
-from tests.torture.helpers.connection_flood import connection_flood, raise_file_limit
-from tests.torture.helpers.process_memory import MB, measure_growth, num_open_files, rss_bytes
-from tests.torture.helpers.raw_requests import connect, exchange, head, json_request, status_of
-from tests.torture.helpers.row_printer import add_row
-from tests.torture.helpers.rows import Row, print_table
+from torture.helpers.connection_flood import connection_flood, raise_file_limit
+from torture.helpers.raw_requests import connect, exchange, head, json_request, status_of
+from torture.process_memory import MB, measure_growth, num_open_files, rss_bytes
+from torture.rows import Row, add_row, print_table
 
 PART = "connections"
 KEY = "torture-key"

@@ -1,6 +1,6 @@
 """/health under the largest requests, at their full size: the longest time that it takes.
 
-`python -m tests.torture.health` prints the table. The engine behind the server is scripted.
+`python -m torture.health` prints the table. The engine behind the server is scripted.
 """
 
 import sys
@@ -14,8 +14,7 @@ import httpx
 from tests.helpers.small_tokenizer import save_small_tokenizer
 from tests.server.http.helpers.health_loads import LOADS, make_engine, many_choices
 from tests.server.http.helpers.server_process import probing_health, server_process
-from tests.torture.helpers.row_printer import add_row
-from tests.torture.helpers.rows import Row, print_table
+from torture.rows import Row, add_row, print_table
 
 LIMIT_S = 0.25
 NUM_STREAMS = 5

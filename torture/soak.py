@@ -1,6 +1,6 @@
 """A real server under a dense mixed load for a long time, while its processes are killed again and again.
 
-`python -m tests.torture.soak [MINUTES [SECONDS_BETWEEN_KILLS]]` prints the table.
+`python -m torture.soak [MINUTES [SECONDS_BETWEEN_KILLS]]` prints the table.
 """
 
 import asyncio
@@ -16,8 +16,10 @@ import aiohttp
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
 from tests.helpers.tiny_model import save_tiny_model
-from tests.torture.helpers.process_memory import MB
-from tests.torture.helpers.process_samples import (
+from torture.helpers.soak_client import REQUEST_LIMIT_S, SoakClient, Tally, repeat
+from torture.helpers.soak_loads import LOADS, learn
+from torture.process_memory import MB
+from torture.process_samples import (
     MAX_GROWTH_BYTES,
     MAX_GROWTH_SHARE,
     MAX_MORE_FILES,
@@ -25,10 +27,7 @@ from tests.torture.helpers.process_samples import (
     compare_lives,
     compare_thirds,
 )
-from tests.torture.helpers.row_printer import add_row
-from tests.torture.helpers.rows import Row, print_table
-from tests.torture.helpers.soak_client import REQUEST_LIMIT_S, SoakClient, Tally, repeat
-from tests.torture.helpers.soak_loads import LOADS, learn
+from torture.rows import Row, add_row, print_table
 
 PART = "soak"
 FLAGS = ("dtype=float32", "kv_cache_num_tokens=32768", "max_seqs_per_forward=64", "max_tokens_per_forward=512")

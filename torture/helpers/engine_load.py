@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tests.torture.helpers.completions import Streamed, complete, make_body, random_ids, stream
+from tests.end_to_end.helpers.completions import Streamed, complete, make_body, random_ids, stream
 
 MAX_REPLAYS = 3
 """So often the server runs a request again; after another death its client is told."""

@@ -11,12 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.end_to_end.helpers.completions import complete, get_status, make_body, random_ids, save_long_model
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
-from tests.torture.helpers.completions import complete, get_status, make_body, random_ids, save_long_model
-from tests.torture.helpers.engine_load import LARGEST_UPDATE_BYTES, MAX_TOP, EngineLoad
-from tests.torture.helpers.health_watch import HealthWatch, watched_health
-from tests.torture.helpers.row_printer import show_rows
-from tests.torture.helpers.rows import Row
+from torture.helpers.engine_load import LARGEST_UPDATE_BYTES, MAX_TOP, EngineLoad
+from torture.helpers.health_watch import HealthWatch, watched_health
+from torture.rows import Row, show_rows
 
 PART = "deaths"
 MAX_RESTART_S = 40

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 
+from tests.end_to_end.helpers.completions import Answer, complete, make_body, random_ids
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
 from tests.helpers.tiny_model import save_tiny_model
-from tests.torture.helpers.completions import Answer, complete, make_body, random_ids
-from tests.torture.helpers.row_printer import show_rows
-from tests.torture.helpers.rows import Row
+from torture.rows import Row, show_rows
 
 PART = "numerics"
 POISON = 250
