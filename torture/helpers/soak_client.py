@@ -5,7 +5,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,7 +63,7 @@ class SoakClient:
             found: dict[str, Any] = json.loads(await answer.read())
             return found
 
-    async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a stream up to its end, which must be [DONE]. Raises EngineDied, WrongAnswer."""
         async with self.post(path, body | {"stream": True}) as answer:
             last = b""

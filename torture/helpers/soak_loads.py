@@ -103,14 +103,13 @@ async def grammars(client: SoakClient, rng: random.Random) -> None:
     }
     pattern = r"[a-z]{2,5}@[a-z]{1,9}\.(com|org)"
     form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}}
-    kind, fields = rng.choice(
-        [
-            ("choice", {"guided_choice": ["yes", "no", "never"]}),
-            ("regex", {"guided_regex": pattern}),
-            ("json", {"structured_outputs": {"json": schema, "disable_any_whitespace": True}}),
-            ("json", {"response_format": form}),
-        ]
-    )
+    kinds: list[tuple[str, dict[str, object]]] = [
+        ("choice", {"guided_choice": ["yes", "no", "never"]}),
+        ("regex", {"guided_regex": pattern}),
+        ("json", {"structured_outputs": {"json": schema, "disable_any_whitespace": True}}),
+        ("json", {"response_format": form}),
+    ]
+    kind, fields = rng.choice(kinds)
     common = {"model": "default", "max_tokens": 150, "seed": rng.randrange(1000), "n": 2} | fields
     if rng.random() < 0.5:
         answer = await client.ask(COMPLETIONS, common | {"prompt": "An answer: "})

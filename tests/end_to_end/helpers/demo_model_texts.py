@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -45,16 +46,18 @@ def assert_greedy_text_and_logprobs_match_transformers(toka: TokaProcess, num_pr
     num_diverged = 0
     for choice, ids, row in zip(answer.choices, expected_ids, logits, strict=True):
         expected = [tokenizer.token_text(token_id) for token_id in ids]
-        assert choice.logprobs is not None
-        assert len(choice.logprobs.tokens) == NUM_TOKENS
-        num_agreed = next((i for i in range(NUM_TOKENS) if choice.logprobs.tokens[i] != expected[i]), NUM_TOKENS)
+        answered = choice.logprobs
+        assert answered is not None
+        assert answered.tokens is not None
+        assert answered.token_logprobs is not None
+        tokens, token_logprobs = answered.tokens, answered.token_logprobs
+        assert len(tokens) == NUM_TOKENS
+        num_agreed = next((i for i in range(NUM_TOKENS) if tokens[i] != expected[i]), NUM_TOKENS)
         logprobs = row.log_softmax(dim=-1)
         chosen = logprobs[range(num_agreed), ids[:num_agreed]].tolist()
-        assert choice.logprobs.token_logprobs[:num_agreed] == pytest.approx(chosen, abs=1e-4)
-        assert choice.logprobs.top_logprobs is not None
-        for value, top, best in zip(
-            choice.logprobs.token_logprobs[:num_agreed], choice.logprobs.top_logprobs, logprobs, strict=False
-        ):
+        assert token_logprobs[:num_agreed] == pytest.approx(chosen, abs=1e-4)
+        assert answered.top_logprobs is not None
+        for value, top, best in zip(token_logprobs[:num_agreed], answered.top_logprobs, logprobs, strict=False):
             assert value == max(top.values()), "the sampled token is the most likely one, with an identical float"
             if len(top) == 2:  # otherwise both tokens have the same text
                 assert sorted(top.values(), reverse=True) == pytest.approx(best.topk(2).values.tolist(), abs=1e-4)
@@ -65,7 +68,7 @@ def assert_greedy_text_and_logprobs_match_transformers(toka: TokaProcess, num_pr
     assert num_diverged <= 2, "ties are rare"
 
 
-def generate(model: torch.nn.Module, prompts: list[list[int]]) -> tuple[list[list[int]], torch.Tensor]:
+def generate(model: Any, prompts: list[list[int]]) -> tuple[list[list[int]], torch.Tensor]:
     """transformers' greedy generate for all prompts, padded on the left -> token ids, logits [prompts, tokens, V]."""
     longest = max(map(len, prompts))
     padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])

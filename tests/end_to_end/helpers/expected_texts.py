@@ -63,7 +63,7 @@ class Expected:
         """
         prompt_ids = self.tokenizer.encode_chat(sample.body["messages"])
         with torch.inference_mode():
-            logits = self.oracle(torch.tensor([prompt_ids + sample.token_ids[:num_tokens]])).logits[0]
+            logits: torch.Tensor = self.oracle(torch.tensor([prompt_ids + sample.token_ids[:num_tokens]])).logits[0]
         logits = logits[len(prompt_ids) - 1 :]
         if not sample.body["temperature"]:
             return logits

@@ -3,6 +3,7 @@
 import os
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -79,7 +80,7 @@ def assert_requests_outlive_deaths(
             before = toka.children()
             num_tokens = toka.gauge("toka_generation_tokens_total")
             answers: Future[list[str]] = pool.submit(ask_stories, toka)
-            wait_for(lambda low=num_tokens: toka.gauge("toka_generation_tokens_total") > low, 20)
+            wait_for(partial(_has_more_tokens, toka, num_tokens), 20)
             os.kill(before[f"toka-worker-{rank}"], signal.SIGKILL)
             # Nobody waits for the dead rank until a collective's time limit; make torture demands a second.
             assert_all_end([pid for title, pid in before.items() if title != "toka-server"], within_s=20)
@@ -115,3 +116,7 @@ def assert_gives_the_demo_models_texts(*parallel: str) -> None:
     with running_toka(*FLAGS, "kv_cache_num_tokens=2048", *parallel) as toka:
         assert num_diverged(expected, ask_all_at_once(toka, bodies)) <= 1, "ties are rare"
         assert toka.stop() == 0
+
+
+def _has_more_tokens(toka: TokaProcess, num_tokens: float) -> bool:
+    return toka.gauge("toka_generation_tokens_total") > num_tokens

@@ -16,6 +16,7 @@ class Worker:
     def forward(self, message: ForwardInput, forward_seconds: float) -> ForwardOutput:
         self.num_computed += len(message.prompt_ids)
         result = self._runner.run(message)
+        assert result is not None
         return ForwardOutput(
             message.step_id,
             result.host_token_ids(),

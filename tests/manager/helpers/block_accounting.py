@@ -11,7 +11,7 @@ def block_table(state: EngineState, sequence: Sequence) -> list[int]:
     """All blocks of a running sequence, in token order."""
     num_blocks, remainder = divmod(int(state.slots.num_covered_tokens[sequence.slot]), state.options.limits.page_size)
     assert remainder == 0
-    table = state.slots.block_tables[sequence.slot].tolist()
+    table: list[int] = state.slots.block_tables[sequence.slot].tolist()
     assert not any(table[num_blocks:]), "only padding may follow the blocks"
     return table[:num_blocks]
 
@@ -50,6 +50,7 @@ def assert_each_block_has_one_owner(state: EngineState) -> None:
         own += table[sequence.num_tree_blocks :]
         users.update(node.index for node in path)
         assert state.sequences[sequence.slot] is sequence
+        assert sequence.node is not None
         assert state.slots.nodes[sequence.slot] == sequence.node.index
     cached = [block for node in nodes for block in node.blocks.tolist()]
     free = blocks.allocate(blocks.num_free)
@@ -92,7 +93,7 @@ def _assert_each_sequence_is_in_one_queue(state: EngineState, running: list[Sequ
         assert slots.has_grammar[slot] == sequence.has_grammar == (sequence.grammar_matcher is not None)
         if slots.awaits_matcher[slot]:
             assert sequence.phase in (Phase.DECODE, Phase.DRAINING)
-        elif sequence.has_grammar:
+        elif sequence.grammar_matcher is not None:
             num_read = len(sequence.grammar_matcher.token_ids)
             assert num_read == slots.num_known_tokens[slot] - slots.num_prompt_tokens[slot], (
                 "must read all known tokens"

@@ -135,7 +135,8 @@ class EngineDriver:
         """Send `requests` in order at random steps; later cancel the ids in `cancelled`, some of them twice.
 
         check_share: fraction of the steps after which the owners of all blocks are checked."""
-        unsent, to_cancel, cancelled = deque(requests), [], set(cancelled)
+        unsent, cancelled = deque(requests), set(cancelled)
+        to_cancel: list[str] = []
         while unsent or self.queue or self.state.ending or to_cancel or any(self.jobs) or self.state.queues.num_waiting:
             messages: list[GenerateRequest | CancelRequest] = []
             while unsent and self.rng.random() < 0.5:

@@ -84,8 +84,10 @@ class FakeWorker:
         assert sum(num_tokens for _, num_tokens in rows) <= self.max_tokens
         prompt_ids = message.prompt_ids.tolist()
         assert len(prompt_ids) == sum(num_tokens for _, num_tokens in rows[message.num_decode :])
-        token_ids, logprobs, asked = [], [], False
-        counts = []
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        counts: list[int] = []
+        asked = False
         prompt_logprobs = FakePromptLogprobs(message)
         masks = read_masks(message)
         for row, (slot_id, num_tokens) in enumerate(rows):
@@ -227,7 +229,8 @@ class FakeWorker:
                 self.memory[kv_index] = token
             assert self.memory[kv_index] == token, "a position that is not written must already have its token"
         slot.position = self.computed_ranges[slot.key][-1][1] = end
-        return self.memory[slot.block_table].reshape(-1)[:end].tolist()
+        token_ids: list[int] = self.memory[slot.block_table].reshape(-1)[:end].tolist()
+        return token_ids
 
 
 def top_of_rows(token_ids: list[int], logprobs: list[float], counts: list[int]) -> TopOfRows | None:

@@ -1,6 +1,7 @@
 """Requests with grammars, and an engine that runs them."""
 
 from dataclasses import replace
+from typing import Any
 
 from llguidance import LLMatcher
 
@@ -23,14 +24,14 @@ def grammar_request(number: int, grammar: str, num_sequences: int = 1, max_new_t
     return replace(request, grammar=grammar)
 
 
-def make_driver(**changed) -> EngineDriver:
+def make_driver(**changed: Any) -> EngineDriver:
     driver = EngineDriver(make_options(200, max_seqs_per_forward=16, **changed), (0.01,), vocabulary=VOCABULARY)
     driver.job_rate = 1.0
     return driver
 
 
-class UncheckedRequests(dict):
+class UncheckedRequests(dict[int, GenerateRequest]):
     """Replaces FakeWorker.requests so that masks are not compared with the grammars."""
 
-    def update(self, *_arguments):
+    def update(self, *_arguments: Any, **_changes: Any) -> None:
         pass

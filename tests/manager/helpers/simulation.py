@@ -50,7 +50,7 @@ def most_likely(token_ids: list[int], logprobs: list[float], count: int) -> TopL
     shape = len(token_ids), 1
     ids = (np.array(token_ids, np.int32).reshape(shape) + np.arange(count, dtype=np.int32)) % VOCAB_SIZE
     values = np.array(logprobs, np.float32).reshape(shape) - np.arange(count, dtype=np.float32)
-    return TopLogprobs(ids.astype(np.int32), values)
+    return TopLogprobs(ids.astype(np.int32), values.astype(np.float32))
 
 
 def simulate(request: GenerateRequest, index: int) -> tuple[list[int], list[float], FinishReason]:

@@ -1,10 +1,13 @@
 """Token counts of each sequence and in total, counted again from what the worker was sent."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from tests.manager.helpers.engine_driver import EngineDriver
 from tests.manager.helpers.fake_worker import FakeWorker
 from tokasaurus.manager.state.sequence import Sequence, TokenCounts
+from tokasaurus.messages.generation import CancelRequest, GenerateRequest
 
 
 def sequence_key(sequence: Sequence) -> tuple[int, int]:
@@ -41,7 +44,7 @@ class CountingDriver(EngineDriver):
     sequences: dict[Sequence, None] = field(default_factory=dict)
     """All sequences so far, except those cancelled in the step in which they arrived."""
 
-    def step(self, messages=(), num_results=0):
+    def step(self, messages: Iterable[GenerateRequest | CancelRequest] = (), num_results: int = 0) -> Any:
         deltas = super().step(messages, num_results)
         for samples in self.state.unfinished.values():
             self.sequences.update(samples.sequences)

@@ -36,6 +36,7 @@ def attention_beside_float64(
     backend.plan(PagedLayout(torch.tensor(kv_indices, device=shape.device), (part,)))
     backend.write(key.to(shape.device), value.to(shape.device), 0)
     output, lse = backend.attend(query.to(shape.device), 0, part)
+    assert lse is not None
     return (output.cpu(), lse.cpu()), _in_float64(query.double(), key.double(), value.double(), segments)
 
 

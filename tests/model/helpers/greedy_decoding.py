@@ -67,6 +67,7 @@ def greedy_in_a_mixed_batch(
         chosen = rng.sample(prefilling, rng.randint(0 if decode else 1, len(prefilling))) if prefilling else []
         prefill = [(slot, min(driver.remaining(slot), rng.randint(1, 25))) for slot in chosen]
         for slot, (token, logprob) in driver.run(decode, prefill).items():
+            assert logprob is not None
             tokens[slot].append(token)
             logprobs[slot].append(logprob)
     return list(tokens.values()), list(logprobs.values())

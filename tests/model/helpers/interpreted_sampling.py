@@ -109,7 +109,10 @@ def check_changed_logits() -> None:
     state = Contexts(contexts, num_rows + 1)
     by_slot = {
         slot: Rule(
-            int(rng.integers(1, lengths[slot - 1] + 1)), *rng.choice([-1.5, 0.5, 0.0], 2), rng.choice([0.7, 1.4])
+            int(rng.integers(1, lengths[slot - 1] + 1)),
+            rng.choice([-1.5, 0.5, 0.0]),
+            rng.choice([-1.5, 0.5, 0.0]),
+            rng.choice([0.7, 1.4]),
         )
         for slot in contexts
         if slot != 5
@@ -158,8 +161,8 @@ def check_top() -> None:
     assert set(token_ids.flatten().tolist()) < set(range(100))
 
 
-@triton.jit
-def store_uniforms(hashes, results, SIZE: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def store_uniforms(hashes: Any, results: Any, SIZE: tl.constexpr) -> None:
     offsets = tl.arange(0, SIZE)
     tl.store(results + offsets, triton_sample._uniform(tl.load(hashes + offsets).to(tl.uint32)))
 
@@ -207,7 +210,10 @@ def check_device(logits: torch.Tensor, rows: SamplingRows) -> None:
             stack.enter_context(unittest.mock.patch.object(module, name, kernel))
         stack.enter_context(pretended())
         sampled = sample_by_triton(on_device(logits), with_tensors_on_device(everything))
-    assert all(map(torch.equal, map(on_host, sampled), expected))
+    for own, right in zip(sampled, expected, strict=True):
+        assert own is not None
+        assert right is not None
+        assert torch.equal(on_host(own), right)
 
 
 KERNELS = [

@@ -53,6 +53,7 @@ def main(directory: Path, dtype: torch.dtype) -> None:
     reset_peak()
     for step in largest_steps(limits):
         result = runner.run(step)
+        assert result is not None
         result.host_top()
         result.host_prompt_logprobs()
     print(json.dumps({"memory": asdict(memory), "reserved": reserved, "grown": peak() - before}))

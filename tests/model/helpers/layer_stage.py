@@ -71,7 +71,7 @@ def run_stage(case: Case, options: DecoderOptions, kernels: Kernels, by_kernels:
     backend.plan(batch.layout)
     hidden = random_rows(len(batch.token_ids), HIDDEN_SIZE, case.dtype).to(kernels.activation_dtype(case.dtype))
     stage = make_stage(case, options, kernels if by_kernels else None)
-    out = stage(
+    out: torch.Tensor = stage(
         batch.token_ids, hidden, batch.positions, choose_executor(stage, backend), attends_over(backend, batch.layout)
     )
     return out[: int(made.step.num_tokens.sum())]

@@ -36,8 +36,8 @@ class Refused(AssertionError):
 class DeviceTensor(torch.Tensor):
     """A tensor of the pretended device; `inner` has its contents."""
 
-    inner: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    inner: Tensor  # type: ignore[assignment]  # the name of a function of tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "DeviceTensor":
@@ -75,7 +75,7 @@ def with_tensors_on_device(value: Any) -> Any:
         return on_device(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(with_tensors_on_device, value))
-    if not dataclasses.is_dataclass(value):
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     fields = [field.name for field in dataclasses.fields(value)]
     return dataclasses.replace(value, **{name: with_tensors_on_device(getattr(value, name)) for name in fields})
@@ -90,7 +90,7 @@ def move_to_device(module: nn.Module) -> None:
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                part._parameters[name] = on_device(parameter)
+                part._parameters[name] = on_device(parameter)  # type: ignore[assignment]
         for holder in (part, *vars(part).values()):
             if not hasattr(holder, "__dict__") or (isinstance(holder, nn.Module) and holder is not part):
                 continue

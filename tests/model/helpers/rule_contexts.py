@@ -1,6 +1,7 @@
 """Biases and penalties of slots, and the contexts whose tokens penalties count."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ class Rule:
     """(token, value, end) each; a bias applies while the context has fewer than `end` tokens."""
 
     @property
-    def penalties(self) -> dict[str, float]:
+    def penalties(self) -> dict[str, Any]:
         """As fields of SamplingParams."""
         names = ("presence", "frequency", "repetition")
         return {f"{name}_penalty": getattr(self, name) for name in names}

@@ -61,7 +61,7 @@ LOGITS = [2.0, 1.5, 0.3, 0.0, -1.0, -2.5, 1.0]
 
 def inside_limits(logits: np.ndarray, top_p: float, top_k: int, min_p: float) -> np.ndarray:
     """logits float64 [V] -> bool [V]: the tokens inside min_p, top_k and top_p, applied in this order."""
-    kept = np.exp(logits - logits.max())
+    kept: np.ndarray = np.exp(logits - logits.max())
     kept[kept < min_p] = 0
     if top_k:
         kept[kept < np.sort(kept)[::-1][min(top_k, len(kept)) - 1]] = 0

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -89,11 +90,17 @@ def open_greedy(slot: int, num_prompt_tokens: int) -> SlotOpens:
     )
 
 
+class Runner(Protocol):
+    """A ModelRunner, or several that act as one."""
+
+    def run(self, step: ForwardInput, /) -> StepResult | None: ...
+
+
 class StepDriver:
     """Opens slots, allocates scattered blocks (all blocks of a prompt at once), and runs steps with any mix of decode
     rows and prefill chunks."""
 
-    def __init__(self, runner: ModelRunner, page_size: int = 16, num_blocks: int = 200, seed: int = 0) -> None:
+    def __init__(self, runner: Runner, page_size: int = 16, num_blocks: int = 200, seed: int = 0) -> None:
         self.runner = runner
         self._page_size = page_size
         self._free = np.random.default_rng(seed).permutation(np.arange(1, num_blocks + 1)).tolist()
@@ -123,7 +130,7 @@ class StepDriver:
         num_top: int = 0,
         num_prompt_top: int | None = None,
         num_recomputed: int = 0,
-        **params: float,
+        **params: Any,
     ) -> None:
         """shares: (other slot, blocks): this slot shares the first blocks of the other and starts after them.
         rules: logit rules of this slot; a step may open at most one slot that has rules.
@@ -191,6 +198,7 @@ class StepDriver:
             masks=masks,
         )
         result = self.runner.run(step)
+        assert result is not None
         top = result.host_top()
         self.top = {}
         if top is not None:
@@ -275,7 +283,7 @@ def _by_slot(result: StepResult, sampled: list[int]) -> dict[int, tuple[int, flo
     logprobs = result.host_logprobs()
     assert len(tokens) == len(sampled)
     values = [None] * len(tokens) if logprobs is None else logprobs.tolist()  # None from other ranks than the first
-    return {slot: pair for slot, *pair in zip(sampled, tokens, values, strict=True)}
+    return {slot: (token, value) for slot, token, value in zip(sampled, tokens, values, strict=True)}
 
 
 def _logprobs_by_slot(

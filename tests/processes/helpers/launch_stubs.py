@@ -7,17 +7,21 @@ import signal
 import socket
 import sys
 import threading
+from typing import Any
 
-from tokasaurus.messages.channel import ChannelClosed, make_channel, receive_connection
+from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender, make_channel, receive_connection
 from tokasaurus.messages.status import Alive, EngineLimits, FlagRefused, PhaseDone, Ready, UserError
 
 
-def run_server(config, checkpoint, listener: socket.socket, launcher, status) -> None:
+def run_server(
+    config: Any, checkpoint: Any, listener: socket.socket, launcher: socket.socket, status: Sender[Any]
+) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     listener.listen()
-    _, connection = receive_connection(launcher)
+    received = receive_connection(launcher)
+    assert received is not None
     with contextlib.suppress(ChannelClosed):  # the engine may die while it starts
-        connection.updates.receive()
+        received[1].updates.receive()
     status.send(Ready("server"))
     while True:
         connection, _ = listener.accept()
@@ -25,7 +29,16 @@ def run_server(config, checkpoint, listener: socket.socket, launcher, status) ->
         connection.close()
 
 
-def run_manager(config, checkpoint, index, requests, updates, inputs, outputs, status) -> None:
+def run_manager(
+    config: Any,
+    checkpoint: Any,
+    index: int,
+    requests: Receiver[Any],
+    updates: Sender[Any],
+    inputs: list[Sender[Any]],
+    outputs: Receiver[Any],
+    status: Sender[Any],
+) -> None:
     with contextlib.suppress(ChannelClosed):
         limits = outputs.receive()
         status.send(Ready("manager"))
@@ -38,14 +51,22 @@ def run_manager(config, checkpoint, index, requests, updates, inputs, outputs, s
                 requests.receive(0.5)
 
 
-def wait_for_end(inputs) -> None:
+def wait_for_end(inputs: Receiver[Any]) -> None:
     """Until the manager has ended."""
     with contextlib.suppress(ChannelClosed):
         while True:
             inputs.receive()
 
 
-def run_worker(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
+def run_worker(
+    config: Any,
+    checkpoint: Any,
+    index: int,
+    rendezvous: Any,
+    inputs: Receiver[Any],
+    outputs: Sender[Any],
+    status: Sender[Any],
+) -> None:
     status.send(PhaseDone("worker", "load weights", 1.25, "7 of [7] layers"))
     ready = Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64))
     outputs.send(ready)
@@ -53,32 +74,81 @@ def run_worker(config, checkpoint, index, rendezvous, inputs, outputs, status) -
     wait_for_end(inputs)
 
 
-def run_worker_that_reports_its_index(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
+def run_worker_that_reports_its_index(
+    config: Any,
+    checkpoint: Any,
+    index: int,
+    rendezvous: Any,
+    inputs: Receiver[Any],
+    outputs: Sender[Any],
+    status: Sender[Any],
+) -> None:
     status.send(PhaseDone("worker", "index", 0.0, str(index)))
     wait_for_end(inputs)
 
 
-def run_worker_that_raises(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
+def run_worker_that_raises(
+    config: Any,
+    checkpoint: Any,
+    index: int,
+    rendezvous: Any,
+    inputs: Receiver[Any],
+    outputs: Sender[Any],
+    status: Sender[Any],
+) -> None:
     raise RuntimeError("tensor broke\nsecond line")
 
 
-def run_worker_with_user_error(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
+def run_worker_with_user_error(
+    config: Any,
+    checkpoint: Any,
+    index: int,
+    rendezvous: Any,
+    inputs: Receiver[Any],
+    outputs: Sender[Any],
+    status: Sender[Any],
+) -> None:
     # A full pipe that nobody reads must not keep a failing process alive.
-    _unread, sender = make_channel()
+    channel: tuple[Receiver[bytes], Sender[bytes]] = make_channel()
+    _unread, sender = channel
     for _ in range(100):
         sender.send(bytes(100_000))
     raise UserError("kv_cache_num_tokens=7 does not fit")
 
 
-def run_worker_that_refuses_a_flag(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
+def run_worker_that_refuses_a_flag(
+    config: Any,
+    checkpoint: Any,
+    index: int,
+    rendezvous: Any,
+    inputs: Receiver[Any],
+    outputs: Sender[Any],
+    status: Sender[Any],
+) -> None:
     raise FlagRefused("device=cuda: there is none")
 
 
-def run_worker_that_returns(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
+def run_worker_that_returns(
+    config: Any,
+    checkpoint: Any,
+    index: int,
+    rendezvous: Any,
+    inputs: Receiver[Any],
+    outputs: Sender[Any],
+    status: Sender[Any],
+) -> None:
     pass
 
 
-def run_worker_that_returns_in_replica_1(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
+def run_worker_that_returns_in_replica_1(
+    config: Any,
+    checkpoint: Any,
+    index: int,
+    rendezvous: Any,
+    inputs: Receiver[Any],
+    outputs: Sender[Any],
+    status: Sender[Any],
+) -> None:
     ready = Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64))
     outputs.send(ready)
     status.send(ready)
@@ -87,12 +157,28 @@ def run_worker_that_returns_in_replica_1(config, checkpoint, index, rendezvous, 
         wait_for_end(inputs)
 
 
-def run_worker_that_never_starts(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
+def run_worker_that_never_starts(
+    config: Any,
+    checkpoint: Any,
+    index: int,
+    rendezvous: Any,
+    inputs: Receiver[Any],
+    outputs: Sender[Any],
+    status: Sender[Any],
+) -> None:
     status.send(PhaseDone("worker", "stuck", 0.0))
     threading.Event().wait()
 
 
-def run_worker_that_will_not_end(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
+def run_worker_that_will_not_end(
+    config: Any,
+    checkpoint: Any,
+    index: int,
+    rendezvous: Any,
+    inputs: Receiver[Any],
+    outputs: Sender[Any],
+    status: Sender[Any],
+) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ready = Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64))
     outputs.send(ready)
@@ -100,6 +186,14 @@ def run_worker_that_will_not_end(config, checkpoint, index, rendezvous, inputs, 
     threading.Event().wait()
 
 
-def run_worker_that_returns_after_ready(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
+def run_worker_that_returns_after_ready(
+    config: Any,
+    checkpoint: Any,
+    index: int,
+    rendezvous: Any,
+    inputs: Receiver[Any],
+    outputs: Sender[Any],
+    status: Sender[Any],
+) -> None:
     outputs.send(Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64)))
     inputs.receive()  # the manager is ready, and the launcher has been told

@@ -19,7 +19,7 @@ def minimal_body(route: str) -> dict[str, Any]:
 
 
 def assert_openai_error(content: bytes) -> dict[str, Any]:
-    body = orjson.loads(content)
+    body: dict[str, dict[str, Any]] = orjson.loads(content)
     assert body.keys() == {"error"}
     assert body["error"].keys() == {"message", "type", "param", "code"}
     assert isinstance(body["error"]["message"], str)

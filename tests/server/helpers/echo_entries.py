@@ -1,6 +1,7 @@
 """Logprob entries of echoed prompts: the expected entries, and the entries of an answer."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ from openai.types import CompletionChoice
 
 from tests.helpers.small_tokenizer import IM_END
 from tests.server.helpers.fake_engine import Reply, prompt_logprobs
-from tokasaurus.messages.generation import GenerateRequest, TopLogprobs
+from tokasaurus.messages.generation import FinishReason, GenerateRequest, TopLogprobs
 from tokasaurus.text.tokenizer import Tokenizer
 
 NEW_TOKENS = [259, *"€".encode(), IM_END]  # "hello€"
@@ -23,7 +24,7 @@ def say_hello(request: GenerateRequest, _index: int) -> Reply:
     ids = np.array([[token_id, *range(97, 96 + num_top)][:num_top] for token_id in token_ids], np.int32)
     values = np.array([value - np.arange(num_top) for value in logprobs], np.float32)
     top = TopLogprobs(ids.reshape(-1, num_top), values.reshape(-1, num_top)) if num_top else None
-    reason = "stop" if count >= len(NEW_TOKENS) else "length"
+    reason: FinishReason = "stop" if count >= len(NEW_TOKENS) else "length"
     return Reply(token_ids, logprobs if request.want_logprobs else None, reason, top=top)
 
 
@@ -54,5 +55,5 @@ def entries_of(choice: CompletionChoice) -> list[tuple[Any, ...]]:
     logprobs = choice.logprobs
     assert logprobs is not None
     assert logprobs.tokens is not None
-    tops = logprobs.top_logprobs or [None] * len(logprobs.tokens)
+    tops: Sequence[dict[str, float] | None] = logprobs.top_logprobs or [None] * len(logprobs.tokens)
     return list(zip(logprobs.tokens, logprobs.token_logprobs or [], tops, strict=True))

@@ -5,10 +5,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from tokasaurus.messages.channel import ChannelClosed, ReplicaConnection, make_channel, send_connection
+from tokasaurus.messages.channel import (
+    ChannelClosed,
+    Receiver,
+    ReplicaConnection,
+    Sender,
+    make_channel,
+    send_connection,
+)
 from tokasaurus.messages.generation import (
     EngineUpdate,
     ErrorCode,
@@ -96,6 +104,10 @@ class FakeEngine:
     """Most deltas of one update; a manager's updates have those of one step."""
 
     def __post_init__(self) -> None:
+        self._requests_in: Receiver[Any]
+        self.updates: Sender[Any]
+        requests: Sender[Any]
+        updates: Receiver[Any]
         self._requests_in, requests = make_channel()
         updates, self.updates = make_channel()
         self.connection = ReplicaConnection(requests, updates)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import orjson
 import pytest
@@ -29,7 +29,7 @@ DEEP_REFERENCES = {  # objects nested through 10,000 references: overflows the c
 SLOW_REGEX = "a*" * 40_000  # takes half a minute to compile
 
 
-def source(format: GrammarFormat, text: str | dict, param: str = "field") -> GrammarSource:
+def source(format: GrammarFormat, text: str | dict[str, Any], param: str = "field") -> GrammarSource:
     return GrammarSource(format, text if isinstance(text, str) else orjson.dumps(text).decode(), param)
 
 

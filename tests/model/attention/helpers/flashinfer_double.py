@@ -72,10 +72,9 @@ class _Wrapper:
         assert longest.device == CPU
         assert longest.tolist() == [lengths.max()]
 
-    def _note_plan(
-        self, starts: Tensor, kv_starts: Tensor, blocks: Tensor, last_lengths: Tensor, causal: bool, **options: Any
-    ) -> None:
-        for array in (starts, kv_starts, blocks, last_lengths):
+    def _note_plan(self, lists: tuple[Tensor, ...], causal: bool, options: dict[str, Any]) -> None:
+        starts, kv_starts, blocks, last_lengths = lists
+        for array in lists:
             assert array.dtype == torch.int32
             assert array.dim() == 1
             assert array.is_contiguous()
@@ -109,7 +108,8 @@ class _Wrapper:
         """query [R, H, D]; key and value of a layer, [blocks, P, K, D] -> [R, H, D], and LSE [R, H] in float32 if it is
         asked for."""
         self._bind("run", args, options)
-        output, lse = self._run(*args, options["out"])
+        query, kv_cache = args
+        output, lse = self._run(query, kv_cache, options["out"])
         return (output, lse) if options["return_lse"] else output
 
     def _run(self, query: Tensor, kv_cache: tuple[Tensor, Tensor], output: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ class _Wrapper:
         plan = self._plan
         assert plan is not None
         known = plan.options
-        head_dim = known.get("head_dim_qk", known.get("head_dim"))
+        head_dim: int = known["head_dim_qk"] if "head_dim_qk" in known else known["head_dim"]
         assert query.shape == (plan.starts[-1], known["num_qo_heads"], head_dim)
         assert query.stride(2) == 1, "the kernels read strides of rows and heads alone"
         assert all(x * query.itemsize % 16 == 0 for x in (*query.stride()[:2], query.storage_offset())), "16-byte loads"
@@ -151,7 +151,7 @@ class PrefillWrapper(_Wrapper):
         assert options.pop("max_token_per_sequence") == args[0].diff().max()
         self._check_longest(args[1], args[3], options)
         causal = options.pop("causal")
-        self._note_plan(*args, causal=causal, **options)
+        self._note_plan(args, causal, options)
         starts, kv_starts, _, last_lengths = args
         lengths = (kv_starts.diff() - 1).clamp_min(0) * options["page_size"] + last_lengths
         assert not causal or (lengths >= starts.diff()).all(), "rows of a causal segment are its last tokens"
@@ -165,7 +165,9 @@ class DecodeWrapper(_Wrapper):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._fixed = [options.get(f"paged_kv_{name}_buffer") for name in ("indptr", "indices", "last_page_len")]
+        self._fixed: list[Any] = [
+            options.get(f"paged_kv_{name}_buffer") for name in ("indptr", "indices", "last_page_len")
+        ]
         assert all(buffer is not None for buffer in self._fixed) == options.get("use_cuda_graph", False)
         self._handle = len(_recordable)
         if options.get("use_cuda_graph"):
@@ -194,7 +196,7 @@ class DecodeWrapper(_Wrapper):
         # DISPATCH_GQA_GROUP_SIZE: the groups that decode on CUDA cores is compiled for.
         assert self._init_options["use_tensor_cores"] or group in (1, 2, 3, 4, 6, 8)
         self._check_longest(args[0], args[2], options)
-        self._note_plan(torch.arange(len(args[0]), dtype=torch.int32), *args, causal=False, **options)
+        self._note_plan((torch.arange(len(args[0]), dtype=torch.int32), *args), False, options)
         if self._init_options.get("use_cuda_graph"):
             for buffer, planned in zip(self._fixed, args, strict=True):
                 buffer[: len(planned)].copy_(planned)
@@ -206,7 +208,7 @@ class DecodeWrapper(_Wrapper):
         assert self._init_options.get("use_cuda_graph"), "the wrapper would read the lists on the host"
         assert len(args[0]) == len(self._fixed[0]), "the number of rows is that of the buffers"
         known = {"o_data_type": self._plan.options["o_data_type"], **options}
-        self._note_plan(torch.arange(len(args[0]), dtype=torch.int32), *args, causal=False, **known)
+        self._note_plan((torch.arange(len(args[0]), dtype=torch.int32), *args), False, known)
 
 
 _recordable: list[DecodeWrapper] = []

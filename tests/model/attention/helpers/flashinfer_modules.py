@@ -26,7 +26,7 @@ START_HEADS = (*HEADS, (32, 32, 128))
 
 def note_modules(found: dict[str, dict[str, Any]], heads: list[str]) -> None:
     """From here on, what would be compiled is added to `found`, with the last of `heads`."""
-    from flashinfer.jit.core import JitSpec  # type: ignore[import-not-found]
+    from flashinfer.jit.core import JitSpec
 
     def build_and_load(spec: Any) -> Any:
         spec.write_ninja()

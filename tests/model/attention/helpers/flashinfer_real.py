@@ -71,11 +71,11 @@ def without_a_device() -> None:
     """Lets the wrappers run on a CPU: pinned memory is plain memory."""
     real_empty = torch.empty
     torch.empty = lambda *args, pin_memory=False, **options: real_empty(*args, **options)  # noqa: ARG005
-    torch.cuda.device = lambda _device: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    torch.cuda.device = lambda _device: contextlib.nullcontext()  # type: ignore[assignment,misc,return-value]
 
 
 def stub_modules(flashinfer: Any, planner: HostPlanner) -> None:
-    from flashinfer.jit import attention  # type: ignore[import-not-found]
+    from flashinfer.jit import attention
 
     def prefill_module(backend: str, *args: Any) -> Any:
         attention.get_batch_prefill_uri(backend, *args)
@@ -122,6 +122,7 @@ def record(backend: Any, planner: HostPlanner, num_rows: int, query: Tensor, num
         wrapper: Any = next(iter(backend._planned.values()))
         plans.append(list(wrapper._plan_info))
         asked = [max(pair) for pair in zip(asked, planner.sizes, strict=True)]
+        assert part.lists is not None
         assert torch.equal(wrapper._paged_kv_indptr_buf, part.lists.starts)
         assert torch.equal(wrapper._paged_kv_last_page_len_buf, part.lists.last_lengths)
         assert torch.equal(wrapper._paged_kv_indices_buf[: len(part.lists.blocks)], part.lists.blocks)
@@ -217,13 +218,13 @@ def main(package: str, needs: str) -> None:
 
     without_a_device()
     torch.set_num_threads(1)
-    flashinfer_backend.workspace_bytes = lambda shape, _number, rows=0, real=flashinfer_backend.workspace_bytes: real(
-        shape, NUM_PROCESSORS, rows
-    )
+    real_bytes = flashinfer_backend.workspace_bytes
+    backend: Any = flashinfer_backend
+    backend.workspace_bytes = lambda shape, _number, rows=0: real_bytes(shape, NUM_PROCESSORS, rows)
     with tempfile.TemporaryDirectory() as directory:
         planner = HostPlanner(Path(package), Path(directory))
         stub_modules(flashinfer, planner)
-        found = {}
+        found: dict[str, Any] = {}
         for heads in HEADS:
             for num_rows in ROWS:
                 planner.sizes = [0, 0]

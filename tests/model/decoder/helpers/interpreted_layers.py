@@ -38,7 +38,13 @@ def check_layers(family: str) -> None:
         cos_sin = torch.rand(5, 1, model.head_dim)
         seen: list[tuple[Tensor, ...]] = []
 
-        def attends(query: Tensor, key: Tensor, value: Tensor, _layer: int, _output: Tensor | None = None) -> Tensor:
+        def attends(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            layer_index: int,  # noqa: ARG001  (the names are those of Attends)
+            output: Tensor | None = None,  # noqa: ARG001
+        ) -> Tensor:
             seen.append((query, key, value))
             group = query.shape[1] // key.shape[1]
             return query * key.repeat_interleave(group, 1) + value.repeat_interleave(group, 1)
@@ -62,7 +68,13 @@ def check_layers(family: str) -> None:
             seen.clear()
 
 
-def attends_alone(query: Tensor, key: Tensor, value: Tensor, _layer: int, _output: Tensor | None = None) -> Tensor:
+def attends_alone(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer_index: int,  # noqa: ARG001  (the names are those of Attends)
+    output: Tensor | None = None,  # noqa: ARG001
+) -> Tensor:
     """Each token sees itself alone, with a weight that depends on its query and key."""
     group = query.shape[1] // key.shape[1]
     weight = (query * key.repeat_interleave(group, 1)).sum(-1, keepdim=True).sigmoid()

@@ -5,8 +5,7 @@ import random
 import pytest
 
 from tests.helpers.tiny_model import VOCAB_SIZE
-from tests.model.helpers.steps import StepDriver
-from tokasaurus.model.execution.runner import ModelRunner
+from tests.model.helpers.steps import Runner, StepDriver
 
 NUM_BLOCKS, NUM_SLOTS, MAX_ROWS, STEP = 300, 40, 11, 4
 """The last two: the largest graph, and the difference between two."""
@@ -15,7 +14,7 @@ Sampled = dict[int, tuple[int, float | None]]
 """(token, logprob) by slot."""
 
 
-def decode_every_number_of_rows(runner: ModelRunner) -> list[Sampled]:
+def decode_every_number_of_rows(runner: Runner) -> list[Sampled]:
     """Up to MAX_ROWS + 2 rows, fewer at a time, then more again, with prompts between; greedy and sampled."""
     rng = random.Random(0)
     driver = StepDriver(runner, num_blocks=NUM_BLOCKS)

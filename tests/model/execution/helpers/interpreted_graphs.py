@@ -91,7 +91,12 @@ def check(family: str, backend: str) -> None:
         before = len(_launches)
         replayed: list[TapedGraph] = []
         replay = TapedGraph.replay
-        with patch.object(TapedGraph, "replay", lambda graph: (replayed.append(graph), replay(graph))):
+
+        def noted(graph: TapedGraph) -> None:
+            replayed.append(graph)
+            replay(graph)
+
+        with patch.object(TapedGraph, "replay", noted):
             got = decode(fused)
         assert replayed
         assert len(_launches) > before, "prompts, and the step with more rows than any graph, are launched"

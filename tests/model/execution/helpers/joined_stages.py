@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def join_stages(
         compiler = None if compilers is None else compilers[mesh.pp_rank]
         buffers = [model.new_hidden(MAX_TOKENS, device) for _ in range(num_hidden_buffers(mesh))]
         links = StageLinks(mesh, buffers, NUM_SLOTS + 1)
-        sizes = {"num_blocks": NUM_BLOCKS, "num_slots": NUM_SLOTS}
+        sizes: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "num_slots": NUM_SLOTS}
         runners.append(
             make_runner(model, info, backend, **sizes, device=device, compiler=compiler, mesh=mesh, links=links)
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized

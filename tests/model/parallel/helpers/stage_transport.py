@@ -3,6 +3,7 @@ one after another, and a transfer needs both its sender and its receiver."""
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -89,15 +90,18 @@ def stage_meshes(pp_size: int, shares_group: bool = False) -> list[Mesh]:
     """Of each stage, with the groups that process_group makes; shares_group: with one for all hidden states instead."""
     meshes = [Mesh(pp_rank=rank, pp_size=pp_size) for rank in range(pp_size)]
 
-    def link(rank: int, first: int) -> End:
+    def link(rank: int, first: int) -> Any:
         return End(rank, "all" if shares_group else f"{first} to {first + 1}")
+
+    def tokens(rank: int) -> Any:
+        return End(rank, "tokens")
 
     return [
         replace(
             mesh,
             previous_group=None if mesh.is_first_stage else link(mesh.pp_rank, mesh.pp_rank - 1),
             next_group=None if mesh.is_last_stage else link(mesh.pp_rank, mesh.pp_rank),
-            token_group=End(mesh.pp_rank, "tokens") if mesh.is_first_stage or mesh.is_last_stage else None,
+            token_group=tokens(mesh.pp_rank) if mesh.is_first_stage or mesh.is_last_stage else None,
         )
         for mesh in meshes
     ]

@@ -4,13 +4,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
-from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -31,27 +32,27 @@ def symmetric_memory_on_cpu(
         shared.append(torch.full(size, torch.nan, dtype=dtype, device=device))
         return shared[-1]
 
-    def rendezvous(buffer: Tensor, group: str) -> SimpleNamespace:
+    def rendezvous(buffer: Tensor, group: Any) -> SimpleNamespace:
         assert any(buffer is one for one in shared)
-        distributed_c10d._resolve_process_group(group)
+        _resolve_process_group(group)
         if cannot_join:
             raise RuntimeError("CUDA driver error: invalid device ordinal\nmore of it")
         return SimpleNamespace(multicast_ptr=7 if has_multicast else 0)
 
-    def summed(own: Tensor, reduce_op: str, group: str) -> Tensor:
+    def summed(own: Tensor, reduce_op: str, group: Any) -> Tensor:
         assert reduce_op == "sum"
         assert own.is_contiguous()
         assert own.numel() * own.itemsize % 4 == 0
         assert any(own.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for one in shared)
         total = own.clone()
-        torch.distributed.all_reduce(total, group=distributed_c10d._resolve_process_group(group))
+        torch.distributed.all_reduce(total, group=_resolve_process_group(group))
         return total * factor
 
-    def one_shot_all_reduce_out(own: Tensor, reduce_op: str, group: str, out: Tensor) -> Tensor:
+    def one_shot_all_reduce_out(own: Tensor, reduce_op: str, group: Any, out: Tensor) -> Tensor:
         calls["one_shot_all_reduce_out"] += 1
         return out.copy_(summed(own, reduce_op, group))
 
-    def multimem_all_reduce_(own: Tensor, reduce_op: str, group: str) -> Tensor:
+    def multimem_all_reduce_(own: Tensor, reduce_op: str, group: Any) -> Tensor:
         assert has_multicast
         calls["multimem_all_reduce_"] += 1
         return own.copy_(summed(own, reduce_op, group))

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from tests.model.helpers.rule_contexts import Contexts, Rule, make_rules
 from tests.model.helpers.sampling_rows import make_rows, noise_keys, with_params
 from tests.model.helpers.steps import CPU, int32
 from tokasaurus.messages.generation import SamplingParams
-from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.sampling.sample import Sampled, SamplingRows, sample, sample_by_triton
@@ -35,7 +36,11 @@ Tokens = dict[str, list[int]]
 def draw_all(draw: Callable[[Tensor, SamplingRows], Sampled]) -> Tokens:
     """Draws from the same logits with the defaults, and with each changed parameter."""
     logits = torch.from_numpy(np.random.default_rng(0).normal(0, 1.5, (NUM_ROWS, VOCAB_SIZE)).astype(np.float32))
-    changes = {DEFAULTS: SamplingParams()} | {name: SamplingParams(**{name: value}) for name, value in CHANGES.items()}
+    defaults = SamplingParams()
+    changes = {DEFAULTS: defaults}
+    for name, value in CHANGES.items():
+        changed: dict[str, Any] = defaults._asdict() | {name: value}
+        changes[name] = SamplingParams(**changed)
     return {name: draw(logits.clone(), make_changed_rows(params)).tokens.tolist() for name, params in changes.items()}
 
 
@@ -70,7 +75,7 @@ def draw_on_rank(rank: int, num_ranks: int, rendezvous: Path, answers: Connectio
         shard = VocabularyShard.of(mesh, VOCAB_SIZE)
         for kernels in (None, load_kernels()):
 
-            def draw(logits: Tensor, rows: SamplingRows, kernels: object = kernels) -> Sampled:
+            def draw(logits: Tensor, rows: SamplingRows, kernels: Kernels | None = kernels) -> Sampled:
                 return sample_shards(logits[:, first : first + count].contiguous(), rows, shard, kernels)
 
             answers.send(draw_all(draw))

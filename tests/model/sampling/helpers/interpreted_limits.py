@@ -7,6 +7,7 @@ import contextlib
 import os
 import unittest.mock
 from collections.abc import Iterator
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -116,7 +117,7 @@ def counted_reads(tensor: torch.Tensor) -> Iterator[list[int]]:
     first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     load = InterpreterBuilder.create_masked_load
 
-    def counting(self, pointers, mask, *others):
+    def counting(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
         is_inside = mask.data & (pointers.data >= first) & (pointers.data < end)
         counts.append(int(is_inside.sum()))
         return load(self, pointers, mask, *others)
@@ -144,7 +145,7 @@ def check_logarithms() -> None:
     count = 0
     logarithm = InterpreterBuilder.create_log
 
-    def counting(self, argument):
+    def counting(self: Any, argument: Any) -> Any:
         nonlocal count
         count += argument.data.size
         return logarithm(self, argument)

@@ -36,7 +36,7 @@ from tokasaurus.model.worker import self_check, triton_check
 from tokasaurus.model.worker.self_check import Checks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-GROUPS = ("attention", "sampling", "layers")
+GROUPS: tuple[triton_choice.KernelGroup, ...] = ("attention", "sampling", "layers")
 
 Kernel = Callable[..., Any]
 
@@ -144,6 +144,10 @@ def wrong_kernels() -> Iterator[tuple[str, Any, str, Kernel]]:
     def merge_elsewhere(first: Any, second: Any, output: Tensor) -> Tensor:
         return original_merge(first, second, torch.empty_like(output))
 
+    def without_masks(*arguments: Any) -> Any:
+        draw: Any = original_draw
+        return draw(*arguments[:-1], None)
+
     original_write, original_fill = triton_kernels.write_kv, triton_kernels.fill_lists
     original_merge = triton_kernels.merge_partial
     attention, sampling, layers = GROUPS
@@ -173,7 +177,7 @@ def wrong_kernels() -> Iterator[tuple[str, Any, str, Kernel]]:
         "changed_rows",
         lambda logits, rules, own, _: logits[rules.rows.on_device[own]].float(),
     )
-    yield sampling, triton_sample, "draw", lambda *arguments: original_draw(*arguments[:-1], None)  # without masks
+    yield sampling, triton_sample, "draw", without_masks
     for name in ("add_norm", "rotate_heads", "silu_mul"):
         yield layers, triton_layers, name, raises
     yield layers, triton_layers, "add_norm", changed(triton_layers, "add_norm", lambda x: x * 1.01)
@@ -195,10 +199,10 @@ def main() -> None:
             heads = info.num_heads, info.num_kv_heads, info.head_dim
             for dtype, page_size in ((torch.float32, 16), (torch.float16, 1), (torch.bfloat16, 256)):
                 shape = KVShape(2, *heads, page_size, dtype, CPU, activation_dtype=torch.float32)
-                off = () if dtype == torch.float32 else ("sampling",)  # slow, and the same for every cache
+                off = set() if dtype == torch.float32 else {"sampling"}  # slow, and the same for every cache
                 with on_pretended_cuda(*off):
                     assert (lines := check(model, shape)) == [], lines
-                    assert left() == {*GROUPS} - {*off}
+                    assert left() == {*GROUPS} - off
         bfloat16 = KVShape(2, 9, 3, 80, 16, torch.bfloat16, CPU)
         for case in (
             triton_check.compare_attention(bfloat16),
@@ -224,8 +228,13 @@ def main() -> None:
                 assert ("RuntimeError: Failed to find C compiler.;" in line) == (wrong.__name__ == "raises"), line
                 assert use_every_group(model) == set().union(*(OF_GROUP[other] for other in left()))
         answers: list[bool] = []
+
+        def disagree(works: bool) -> bool:
+            answers.append(works)
+            return False
+
         with on_pretended_cuda():
-            lines = check(model, shape, all_agree=lambda works: answers.append(works) or False)
+            lines = check(model, shape, all_agree=disagree)
             assert answers == [True] * 3
             assert all("it fails on another rank" in line for line in lines)
             assert len(lines) == 3

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import apsw
 
-from tokasaurus.server.jobs.store.records import BatchRecord, BatchStatus, FileRecord, LineResult, NewLine
+from tokasaurus.server.jobs.store.records import BatchRecord, FileRecord, LineResult, NewLine
+from tokasaurus.server.protocol.batches import BatchStatus
 
 INPUT_FILE = "file-input"
 

@@ -20,7 +20,8 @@ def post(server: LiveServer, body: bytes | Iterator[bytes], content_type: str = 
 def upload(server: LiveServer, content: bytes = CONTENT, *parts: bytes) -> dict[str, Any]:
     answer = post(server, form(PURPOSE, *parts, file_part(content)))
     assert answer.status_code == 200, answer.text
-    return answer.json()
+    file: dict[str, Any] = answer.json()
+    return file
 
 
 def stored_names(server: LiveServer) -> set[str]:
