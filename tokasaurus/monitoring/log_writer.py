@@ -44,6 +44,8 @@ class _Window:
     num_suppressed: int = 0
 
 
+# logging.handlers.QueueListener would cost a promise: at its end it waits for its thread without a time limit, so a
+# process whose stderr nobody reads would never exit.
 class LogWriter(logging.Handler):
     """Queues text for a thread that writes it to a file descriptor. Only `flush_lines` waits for that thread.
 

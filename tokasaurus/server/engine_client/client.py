@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
 
 from tokasaurus.messages.channel import ChannelClosed, Receiver, receive_connection
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest, SequenceDelta, SequenceProgress
@@ -137,18 +136,8 @@ MAX_RECEIVE_S = 0.005
 """Time for messages before other tasks of the event loop may run: more may arrive all the while. In seconds."""
 
 
-class Collector(Protocol):
-    """Collects the deltas of one call's requests. request_index: a request's position in the call."""
-
-    def add(self, request_index: int, delta: SequenceDelta) -> None: ...
-
-    def restart(self, request_index: int) -> bool:
-        """Forget the request's deltas, because it will run again; False if the caller has received some already."""
-        ...
-
-    def fail(self, error: Exception) -> None:
-        """Raise `error` where the caller waits."""
-        ...
+Collector = Results | StreamCollector
+"""Collects the deltas of one call's requests."""
 
 
 @dataclass(slots=True)

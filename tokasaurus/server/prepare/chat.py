@@ -39,7 +39,7 @@ _FLAGS = ("add_generation_prompt", "continue_final_message")
 
 def draft_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:
     """The requests of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
-    check_fields(1, body, model)
+    check_fields(body, model)
     tool_use = resolve_tools(body, model, asked_grammar(body))
     prompt_ids = encode_messages(body.messages, body, model, limits, tool_use.shown)
     check_vocabulary(prompt_ids, model, "messages")

@@ -37,7 +37,7 @@ def draft_completion(body: CompletionRequest, model: ServedModel, limits: Engine
         raise Unsupported("best_of other than n is not implemented", "best_of")
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens must be at least 1, unless echo is true", "max_tokens")
-    check_fields(len(body.prompt), body, model)
+    check_fields(body, model)
     num_top = None if body.logprobs is None else checked_top(body.logprobs, "logprobs", model)
     num_prompt_top = prompt_top(body, model)
     needed_prompt_tops = [top for top in (num_prompt_top, num_top if body.echo else None) if top is not None]

@@ -138,8 +138,8 @@ def asked_grammar(body: SamplingFields) -> GrammarSource | None:
     return asked
 
 
-def check_fields(num_prompts: int, body: SamplingFields, model: ServedModel) -> None:
-    if num_prompts * body.n > MAX_SEQUENCES:
+def check_fields(body: SamplingFields, model: ServedModel) -> None:
+    if body.num_sequences > MAX_SEQUENCES:
         raise InvalidRequest(f"n times the number of prompts may be at most {MAX_SEQUENCES}", "n")
     if body.logprobs_in_fingerprint and body.stream:
         raise InvalidRequest("logprobs_in_fingerprint cannot be streamed", "logprobs_in_fingerprint")

@@ -62,6 +62,10 @@ class CompletionRequest(SamplingFields):
     best_of: Annotated[int | None, Field(ge=1)] = None  # must equal n
     suffix: Annotated[Any, Only(None)] = None
 
+    @property
+    def num_sequences(self) -> int:
+        return self.n * len(self.prompt)
+
 
 @dataclass(frozen=True, slots=True)
 class CompletionLogprobs:

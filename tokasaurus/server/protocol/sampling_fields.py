@@ -184,3 +184,8 @@ class SamplingFields(BaseModel):
     guided_decoding_backend: Annotated[Any, Only(None)] = None
     guided_whitespace_pattern: Annotated[Any, Only(None)] = None
     structural_tag: Annotated[Any, Only(None)] = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the engine runs for the body: `n` for each prompt."""
+        return self.n
