@@ -42,7 +42,6 @@ def test_every_field_is_a_flag_and_in_the_help_once() -> None:
     fields = list(inspect.get_annotations(ServerConfig))
     assert list(ServerConfig.flags) == fields
     assert vars(ServerConfig()).keys() - {"_annotations_initialized"} == set(fields)
-    not_built = [name for name, flag in ServerConfig.flags.items() if not flag.is_built]
     for width in (80, 140):
         lines = ServerConfig.help_text(width).splitlines()
         assert max(map(len, lines)) <= width
@@ -52,8 +51,6 @@ def test_every_field_is_a_flag_and_in_the_help_once() -> None:
             if default is not None:
                 shown = {True: "T", False: "F"}[default] if isinstance(default, bool) else str(default)
                 assert line.split()[0] == f"{name}={shown}"
-    marked = ServerConfig.help_text(10_000).splitlines()
-    assert sum("(not built yet)" in line for line in marked) == len(not_built)
 
 
 @pytest.mark.parametrize(
@@ -209,19 +206,6 @@ def test_init_std_is_accepted_with_init_mean() -> None:
 
 def test_refusal_of_a_value_with_several_lines_is_one_line() -> None:
     assert refusal("port=a\nb\x07") == r"port='a\nb\x07': must be a whole number from 0 to 65535"
-
-
-def test_every_flag_that_is_not_built_refuses_another_value() -> None:
-    other = {bool: "T", int: "7", float: "0.5", str: "x", dict: "{'a': 1}"}
-    for name in (name for name, flag in ServerConfig.flags.items() if not flag.is_built):
-        default = getattr(ServerConfig, name)
-        kind = inspect.get_annotations(ServerConfig)[name]
-        word = other[type(default) if default is not None else kind.__args__[0]]
-        if ServerConfig.flags[name].choices:
-            word = ServerConfig.flags[name].choices[-1]
-        if default is True:
-            word = "F"
-        assert refusal(f"{name}={word}").startswith(f"{name}={word}: not built yet"), name
 
 
 def test_config_made_in_python_is_checked_too() -> None:

@@ -43,6 +43,7 @@ class CheckConfig(FlagConfig):
     json: bool = flag(False, "print JSON")
 
     device: str | None = ServerConfig.declared("device", heading="flags of the server")
+    trust_remote_code: bool = ServerConfig.declared("trust_remote_code")
     dtype: str | None = ServerConfig.declared("dtype")
     rope_scaling: dict | None = ServerConfig.declared("rope_scaling")  # type: ignore[type-arg]
     kv_cache_dtype: str | None = ServerConfig.declared("kv_cache_dtype")
@@ -113,7 +114,10 @@ def _find(config: ServerConfig) -> tuple[Checkpoint, bool]:
     def show(line: str) -> None:
         print(f"toka check: {line}", file=sys.stderr)
 
-    return resolve_checkpoint(config.model, on_phase=show, rope_scaling=scaling), True
+    checkpoint = resolve_checkpoint(
+        config.model, on_phase=show, rope_scaling=scaling, trust_remote_code=config.trust_remote_code
+    )
+    return checkpoint, True
 
 
 def _has_weights(directory: Path) -> bool:

@@ -13,7 +13,9 @@ class ServerConfig(FlagConfig):
         None, "Hugging Face repo id, directory in its format, or .gguf file", none_means="demo", heading="model"
     )
     tokenizer: str | None = flag(None, "source of the tokenizer, written like model=", none_means="model")
-    trust_remote_code: bool = flag(False, "run Python code from the model's repository", is_built=False)
+    trust_remote_code: bool = flag(
+        False, "run the Python code that a tokenizer brings along; a model's own code is never run"
+    )
     dtype: str | None = flag(
         None,
         "data type of the weights and of computation, but a CPU without bfloat16 arithmetic computes in "

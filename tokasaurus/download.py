@@ -12,12 +12,18 @@ class DownloadConfig(FlagConfig):
 
     model: str | None = ServerConfig.declared("model", heading="model")
     tokenizer: str | None = ServerConfig.declared("tokenizer")
+    trust_remote_code: bool = ServerConfig.declared("trust_remote_code")
 
 
 def download(config: DownloadConfig) -> int:
     """Download the model and print its directory, and the tokenizer's if it differs. Returns the exit code."""
     try:
-        checkpoint = resolve_checkpoint(config.model, config.tokenizer, lambda line: print(line, file=sys.stderr))
+        checkpoint = resolve_checkpoint(
+            config.model,
+            config.tokenizer,
+            lambda line: print(line, file=sys.stderr),
+            trust_remote_code=config.trust_remote_code,
+        )
     except CheckpointError as error:
         print(f"toka download: {error}", file=sys.stderr)
         return 1

@@ -70,8 +70,6 @@ class Flag:
     variables: tuple[str, ...] = ()
     """Environment variables, of which the first that is not empty is the value if the flag is left out. Such a value is
     a secret: no message shows it."""
-    is_built: bool = True
-    """Otherwise only its default is allowed."""
     kind: type = NoneType
     """Type of its values, apart from None. FlagConfig takes it and the next from the annotation."""
     is_optional: bool = False
@@ -163,8 +161,8 @@ class FlagConfig(Config):
                 setattr(self, name, next((value for value in found if value), None))
 
     def finalize(self) -> None:
-        """Raises FlagError for the first flag whose value has the wrong type, is out of range, is not implemented, or
-        does not go with another flag's.
+        """Raises FlagError for the first flag whose value has the wrong type, is out of range, or does not go
+        with another flag's.
 
         A whole float for an int flag, or an int for a float flag, is converted to the flag's type.
         """
@@ -172,8 +170,6 @@ class FlagConfig(Config):
             value = _as_kind(getattr(self, name), flag.kind)
             if not _is_allowed(value, flag):
                 raise FlagError(f"{name}={_show(value)}: must be {allowed_values(flag)}")
-            if not flag.is_built and value != flag.default:
-                raise FlagError(f"{name}={_show(value)}: not built yet, it must be {_show(flag.default)} or left out")
             setattr(self, name, value)
         for name, flag in self.flags.items():
             value = getattr(self, name)
@@ -199,8 +195,6 @@ class FlagConfig(Config):
                 meaning += f" ({', '.join(flag.choices)})"
             if flag.alias:
                 meaning += f"; also {flag.alias}"
-            if not flag.is_built:
-                meaning += " (not built yet)"
             if len(left) > column - 2:
                 lines.append(left)
                 left = ""

@@ -262,7 +262,9 @@ def test_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path, monkeypat
     assert "reads no vocabulary" in refuse(
         {"vocab.json": "{}", "tokenizer_config.json": json.dumps(config_of("LlamaTokenizer"))}
     )
-    assert "custom code" in refuse({"tokenizer.json": "{}", "tokenizer_config.json": json.dumps(remote)})
+    assert "which trust_remote_code=T runs" in refuse(
+        {"tokenizer.json": "{}", "tokenizer_config.json": json.dumps(remote)}
+    )
     monkeypatch.setattr(tokenizer_files, "_is_installed", lambda module: module != "sentencepiece")
     message = refuse({"tokenizer.model": "\x0a", "config.json": '{"model_type": "llama"}'})
     assert "pip install sentencepiece, or put a tokenizer.json beside it" in message
@@ -286,3 +288,37 @@ def test_files_beside_the_tokenizer_take_no_memory(tmp_path: Path, monkeypatch: 
 def test_the_launcher_imports_no_transformers_for_it() -> None:
     script = "import sys, tokasaurus.checkpoint.tokenizer_files; sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+CODE = """
+from tokenizers import normalizers
+from transformers import PreTrainedTokenizerFast
+
+
+class LowercaseTokenizer(PreTrainedTokenizerFast):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.backend_tokenizer.normalizer = normalizers.Lowercase()
+"""
+
+
+def test_code_of_a_tokenizer_runs_only_with_trust_remote_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
+    (source := tmp_path / "source").mkdir()
+    byte_level().save(str(source / "tokenizer.json"))
+    named = [None, "tokenization_lowercase.LowercaseTokenizer"]
+    config = {"tokenizer_class": "LowercaseTokenizer", "auto_map": {"AutoTokenizer": named}, "chat_template": TEMPLATE}
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    (source / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    code = source / "tokenization_lowercase.py"
+    code.write_text(CODE)
+    refusal = r"needs Python code of the model's repository, which trust_remote_code=T runs$"
+    with pytest.raises(CheckpointError, match=refusal):
+        native_tokenizer(source, lambda _: None)
+    trusted = native_tokenizer(source, lambda _: None, trust_remote_code=True)
+    own = Tokenizer.load(trusted)
+    assert own.encode("Hello WORLD", add_special_tokens=False) == own.encode("hello world", add_special_tokens=False)
+    with pytest.raises(CheckpointError, match=refusal):
+        native_tokenizer(source, lambda _: None)
+    code.write_text(CODE.replace("Lowercase()", "Strip()"))
+    assert native_tokenizer(source, lambda _: None, trust_remote_code=True) != trusted

@@ -44,10 +44,7 @@ def _row(name: str, flag: Flag) -> str:
     values = allowed_values(flag).removesuffix(f", or None ({flag.none_means})").removesuffix(f" to {MAX_INT32}")
     names = f"`{name}`" + (f", also `{flag.alias}`" if flag.alias else "")
     values = "; ".join([values, *(rule.text for rule in flag.rules)])
-    meaning = flag.meaning
-    if not flag.is_built:
-        meaning += " (not built yet)"
-    return f"| {names} | {default} | {values} | {meaning} |".replace("*", "\\*")
+    return f"| {names} | {default} | {values} | {flag.meaning} |".replace("*", "\\*")
 
 
 if __name__ == "__main__":

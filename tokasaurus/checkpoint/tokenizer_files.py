@@ -3,7 +3,8 @@
 AutoTokenizer may build another tokenizer than tokenizer.json describes: the class that the configuration names can
 replace its normalizer, pre-tokenizer and decoder, and settings such as add_bos_token its post-processor. It also reads
 directories without a tokenizer.json. Since it is slow to import, it runs once for each content of the files, in a
-process of its own; the result is cached.
+process of its own; the result is cached. Python code of the model's repository runs only in that process, and only with
+trust_remote_code=T.
 """
 
 import atexit
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 TOKENIZER_PATTERNS = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
 """The files of a model that AutoTokenizer may read, as patterns for their names."""
+CODE_PATTERN = "*.py"
+"""Further files that it reads with trust_remote_code=T."""
 
 _CONFIG_KEYS = ("tokenizer_class", "model_name")
 """Beside model_type, the keys of config.json that AutoTokenizer reads."""
@@ -40,13 +43,14 @@ _RESULT_VERSION = 1
 """Part of the cache key: increase it when `_convert` changes."""
 
 
-def native_tokenizer(source: Path, on_phase: Callable[[str], None]) -> Path:
+def native_tokenizer(source: Path, on_phase: Callable[[str], None], trust_remote_code: bool = False) -> Path:
     """The cached directory with the tokenizer that AutoTokenizer reads from `source`: tokenizer.json, chat templates, …
 
-    on_phase: called with one line before the files are read, if the result is not in the cache. Raises CheckpointError
-    if the files are missing, broken or need a package that is not installed.
+    on_phase: called with one line before the files are read, if the result is not in the cache. trust_remote_code: run
+    a tokenizer's own Python code. Raises CheckpointError if the files are missing, broken, or need such code or a
+    package that is not installed.
     """
-    if not any((source / name).is_file() for name in _VOCABULARY_FILES):
+    if not trust_remote_code and not any((source / name).is_file() for name in _VOCABULARY_FILES):
         raise CheckpointError(
             f"{source} has no tokenizer.json, nor a vocab.json or tokenizer.model to make it from; "
             "tokenizer= selects another directory"
@@ -55,9 +59,9 @@ def native_tokenizer(source: Path, on_phase: Callable[[str], None]) -> Path:
 
     def build(directory: Path) -> None:
         on_phase("reading the tokenizer (once)")
-        _run(source, directory)
+        _run(source, directory, trust_remote_code)
 
-    destination = cache_directory() / "tokenizers" / _key(source)
+    destination = cache_directory() / "tokenizers" / _key(source, trust_remote_code)
     try:
         return build_once(destination, build)
     except CheckpointError as error:
@@ -69,12 +73,13 @@ def native_tokenizer(source: Path, on_phase: Callable[[str], None]) -> Path:
     return directory
 
 
-def _key(source: Path) -> str:
+def _key(source: Path, trust_remote_code: bool) -> str:
     """Changes with the content of any file that AutoTokenizer may read, and with the versions of its libraries.
 
     Of a file as large as no vocabulary is, see `checksum`. Raises CheckpointError if a file cannot be read."""
-    names = {path for pattern in [*TOKENIZER_PATTERNS, _TEMPLATE_PATTERN] for path in source.glob(pattern)}
-    digest = hashlib.sha256(f"{_RESULT_VERSION}".encode())
+    patterns = [*TOKENIZER_PATTERNS, _TEMPLATE_PATTERN, *([CODE_PATTERN] if trust_remote_code else [])]
+    names = {path for pattern in patterns for path in source.glob(pattern)}
+    digest = hashlib.sha256(f"{_RESULT_VERSION}{' trusted' if trust_remote_code else ''}".encode())
     for package in ("transformers", "tokenizers"):
         digest.update(importlib.metadata.version(package).encode())
     for path in sorted(names):
@@ -86,22 +91,26 @@ def _key(source: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _run(source: Path, destination: Path) -> None:
+def _run(source: Path, destination: Path, trust_remote_code: bool) -> None:
     """Run `_convert` in a process of its own. Raises CheckpointError."""
     # As in this process: by default, the working directory would come first, whatever modules it has.
     script = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(source.absolute()), str(destination)],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", script, str(source.absolute()), str(destination)]
+    with tempfile.TemporaryDirectory(prefix="toka-code-") as modules:
+        if trust_remote_code:
+            command.append("trust_remote_code")
+            environment["HF_MODULES_CACHE"] = modules  # where transformers puts the code before it imports it
+        result = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
     if result.returncode == 0:
         return
     lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
+    if lines and "trust_remote_code=True" in lines[-1]:
+        raise CheckpointError(
+            f"the tokenizer in {source} needs Python code of the model's repository, which trust_remote_code=T runs"
+        )
     reason = lines[-1] if lines else f"the process that reads it ended with status {result.returncode}"
     raise CheckpointError(f"cannot read the tokenizer in {source}: {reason}")
 
@@ -128,15 +137,17 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _convert(source: str, destination: str) -> None:
-    """Save what AutoTokenizer reads from `source` to `destination`."""
+def _convert(source: str, destination: str, trust_remote_code: str = "") -> None:
+    """Save what AutoTokenizer reads from `source` to `destination`. trust_remote_code: not "" to run code."""
     # Tokenizers compute nothing with torch, but AutoTokenizer imports it where it is installed, which takes seconds.
     sys.modules["torch"] = None  # type: ignore[assignment]
     from transformers import AutoTokenizer
 
-    # Python code of the model is never run.
     tokenizer = AutoTokenizer.from_pretrained(
-        source, config=_config_for_tokenizer(Path(source)), local_files_only=True, trust_remote_code=False
+        source,
+        config=_config_for_tokenizer(Path(source)),
+        local_files_only=True,
+        trust_remote_code=bool(trust_remote_code),
     )
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ValueError(f"{type(tokenizer).__name__} is written in Python, not a tokenizer of the tokenizers library")

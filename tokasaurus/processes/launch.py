@@ -63,7 +63,11 @@ def _serve(config: ServerConfig, entries: Entries, report: StartupReport) -> int
         report.end_phase("imports")
         report.address = url_of(listener)
         checkpoint = resolve_checkpoint(
-            config.model, config.tokenizer, report.show_progress, rope_scaling=config.rope_scaling
+            config.model,
+            config.tokenizer,
+            report.show_progress,
+            rope_scaling=config.rope_scaling,
+            trust_remote_code=config.trust_remote_code,
         )
         report.end_phase("find model", str(checkpoint.directory))
         report.model = checkpoint.name if config.served_model_name is None else config.served_model_name
