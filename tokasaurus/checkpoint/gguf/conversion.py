@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -26,26 +26,15 @@ _ELEMENTS_PER_WRITE = 1 << 22  # 16 MB of float32: the most weights in memory at
 _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _BYTES_PER_ELEMENT = {"F32": 4, "F16": 2, "BF16": 2}
 
-_TOP_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_LAYER_NAMES = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
-}
-_FAMILY_LAYER_NAMES = {
-    "llama": {},
-    "qwen2": {f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"},
-    "qwen3": {f"attn_{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in "qk"},
+_TOP_MODULES = ("model.embed_tokens", "model.norm", "lm_head")
+_LAYER_MODULES = (
+    *("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+)
+_FAMILY_LAYER_TENSORS = {
+    "llama": (),
+    "qwen2": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "qwen3": ("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
 }
 _ROPE_FACTORS = "rope_freqs.weight"
 
@@ -110,7 +99,11 @@ def write_hf_directory(path: Path, directory: Path) -> None:
         sources = {tensor.name: tensor for tensor in reader.tensors}
         factors = sources.pop(_ROPE_FACTORS, None)
         head_size = metadata.get(f"{architecture}.attention.key_length") or _default_head_size(architecture, metadata)
-        outputs = [_plan(architecture, tensor, head_size) for tensor in sources.values()]
+        num_layers = metadata.get(f"{architecture}.block_count")
+        if not isinstance(num_layers, int):
+            raise CheckpointError(f"{architecture}.block_count is missing")
+        names = _hf_names(architecture, min(num_layers, len(sources)))  # a damaged file may state billions
+        outputs = [_plan(architecture, tensor, names, head_size) for tensor in sources.values()]
         if "token_embd.weight" not in sources:
             raise CheckpointError("tensor token_embd.weight is missing")
         config = model_config(
@@ -149,11 +142,13 @@ def _default_head_size(architecture: str, metadata: dict[str, Any]) -> int:
     return hidden_size // num_heads
 
 
-def _plan(architecture: str, tensor: "ReaderTensor", head_size: int) -> _OutputTensor:
+def _plan(architecture: str, tensor: "ReaderTensor", names: Mapping[str, str], head_size: int) -> _OutputTensor:
+    if tensor.name not in names:
+        raise CheckpointError(f"tensor {tensor.name} does not belong in a {architecture} model")
     dtype = tensor.tensor_type.name if tensor.tensor_type.name in _DTYPE_NAMES else "F32"
     reordered = architecture == "llama" and re.search(r"\.attn_[qk]\.weight$", tensor.name) is not None
     return _OutputTensor(
-        name=_hf_name(architecture, tensor.name),
+        name=names[tensor.name],
         source=tensor,
         dtype=dtype,
         shape=tuple(int(size) for size in reversed(tensor.shape)),  # GGUF names the fastest dimension first
@@ -161,16 +156,15 @@ def _plan(architecture: str, tensor: "ReaderTensor", head_size: int) -> _OutputT
     )
 
 
-def _hf_name(architecture: str, name: str) -> str:
-    match = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-    if match is None:
-        hf_name = _TOP_NAMES.get(name)
-    else:
-        hf_name = {**_LAYER_NAMES, **_FAMILY_LAYER_NAMES[architecture]}.get(match[2])
-        hf_name = hf_name and f"model.layers.{match[1]}.{hf_name}"
-    if hf_name is None:
-        raise CheckpointError(f"tensor {name} does not belong in a {architecture} model")
-    return hf_name
+def _hf_names(architecture: str, num_layers: int) -> dict[str, str]:
+    """Name in a GGUF file -> in Hugging Face format, for every tensor of a model."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    tensors = (*(f"{module}.weight" for module in _LAYER_MODULES), *_FAMILY_LAYER_TENSORS[architecture])
+    names = [f"{module}.weight" for module in _TOP_MODULES]
+    names += [f"model.layers.{layer}.{tensor}" for layer in range(num_layers) for tensor in tensors]
+    found = get_tensor_name_map(MODEL_ARCH[architecture.upper()], num_layers)
+    return {str(found.get_name(name, try_suffixes=(".weight", ".bias"))): name for name in names}
 
 
 def _main_dtype(outputs: list[_OutputTensor]) -> str:

@@ -1,7 +1,8 @@
 """Converts a GGUF file's tokenizer to tokenizer.json and tokenizer_config.json.
 
 GGUF stores the vocabulary and the merges, but only the name of the pre-tokenizer, the rule that splits text into words
-before the merges. A wrong rule yields wrong tokens, so an unknown name is refused.
+before the merges. A wrong rule yields wrong tokens, so an unknown name is refused. transformers' own converter (5.23)
+drops SmolLM's splitting of digits and Qwen's normalization, and takes seconds to import.
 """
 
 from collections.abc import Mapping
