@@ -97,7 +97,7 @@ test-wheel: .venv/installed-dev wheel  ## Installs the wheel where no compiler i
 	$(BIN)/python -m pytest tests/check_wheel.py
 
 bench-manager: .venv/installed-dev  ## The manager's CPU time per step
-	$(BIN)/python -m benchmarks.manager_cpu $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.manager $(BENCH_ARGS)
 
 # What real servers survive, as a table: half an hour, on a machine that does nothing else
 torture: .venv/installed-dev  ## What real servers survive: half an hour

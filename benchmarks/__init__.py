@@ -1,1 +1,1 @@
-"""Benchmarks of this server and of comparable servers. Not part of the installed package."""
+"""Benchmarks of this server and of comparable servers, in folders by subject. Not part of the installed package."""

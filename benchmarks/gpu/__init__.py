@@ -1,0 +1,1 @@
+"""This server on a GPU, with random weights: `python -m benchmarks.gpu --help`."""

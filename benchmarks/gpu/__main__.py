@@ -22,11 +22,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.client import ServerError
 from benchmarks.gpu.models import LLAMA_1B, LLAMA_8B, TINY, ModelShape, num_bytes, write_config, write_model
 from benchmarks.gpu.parts import Sizes, run_part
-from benchmarks.own_server import own_server
-from benchmarks.report import machine_facts
+from benchmarks.server.own_server import own_server
+from benchmarks.throughput.client import ServerError
+from benchmarks.throughput.report import machine_facts
 
 MAX_MINUTES = 8.0
 MIN_SECONDS = 20.0

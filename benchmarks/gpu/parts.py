@@ -10,9 +10,9 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks import throughput
-from benchmarks.client import UNREACHABLE, ClientOptions, ServerError, open_client
-from benchmarks.workloads import OfferedRequest
+from benchmarks.throughput import measure as throughput
+from benchmarks.throughput.client import UNREACHABLE, ClientOptions, ServerError, open_client
+from benchmarks.throughput.workloads import OfferedRequest
 
 PROMPT = "What does a dinosaur eat?"
 _SAMPLE = re.compile(r"^(toka_\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.workloads import DATA, load_jsonl
+from benchmarks.throughput.workloads import DATA, load_jsonl
 from tests.end_to_end.helpers.expected_texts import (
     FLAGS,
     LARGE,

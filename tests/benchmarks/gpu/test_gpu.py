@@ -15,10 +15,10 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.client import ServerError
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.models import LLAMA_1B, LLAMA_8B, TINY, num_bytes, write_model
-from benchmarks.own_server import child_pids, own_server
+from benchmarks.server.own_server import child_pids, own_server
+from benchmarks.throughput.client import ServerError
 
 PLAIN: list[str] = []
 SMALL = ["max_seqs_per_forward=8", "max_tokens_per_forward=256"]

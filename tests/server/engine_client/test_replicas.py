@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.prefix_routing import choose_at_random, make_chats, simulate
+from benchmarks.parallelism.prefix_routing import choose_at_random, make_chats, simulate
 from tests.server.helpers.client_driver import make_request
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.engine_client.replicas import (

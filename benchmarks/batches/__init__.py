@@ -1,0 +1,1 @@
+"""Files and batches of this server: against live requests, and their store alone."""

@@ -1,0 +1,1 @@
+"""The CPU kernels against torch: attention, prefix groups and gemms."""

@@ -1,0 +1,236 @@
+"""Benchmarks the CPU attention backends: speed relative to the machine's best, and speed-up from shared prefixes.
+
+`python -m benchmarks.kernels.attention [decode|prefix|shared|all]`
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import tokasaurus.model  # noqa: F401 - makes thread settings that torch reads on import
+from benchmarks.kernels.line_plot import write_line_plot
+from benchmarks.manager.report import Check, at_least, print_checks
+from benchmarks.throughput.report import machine_facts
+
+PARTS = ("decode", "prefix", "shared")
+MIN_SHARE_OF_READ = 0.5
+MIN_SHARE_OF_GEMM = 0.5
+FLEX = "flex"
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Speed of one backend in one layer, or the machine's best speed, against which the backends are compared."""
+
+    part: str
+    """"decode" or "prefix"."""
+    backend: str
+    """Name of the backend; for the machine's best, "read" in decode and "gemm" in prefix."""
+    num_rows: int
+    """Query rows: one per sequence in decode, all rows of the prefix group in prefix; 0 for "read"."""
+    num_tokens: int
+    """Tokens that each row attends to; 0 for the machine's best."""
+    ms: float
+    """Milliseconds per layer; 0 for the machine's best."""
+    amount: float
+    """GB/s of keys and values in decode, GFLOP/s in prefix."""
+    share: float
+    """`amount` divided by the machine's best, measured in the same rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedUp:
+    """Time of one layer's attention for the decode rows of a prefix group, without and with a shared prefix."""
+
+    backend: str
+    group_size: int
+    """Sequences in the group, one decode row each."""
+    prefix_len: int
+    """Tokens of the shared prefix."""
+    whole_ms: float
+    """Milliseconds if each row attends to its whole context by itself."""
+    split_ms: float
+    """Milliseconds for one prefix part for the group, a suffix part for each row, and their merge."""
+
+    @property
+    def factor(self) -> float:
+        return self.whole_ms / self.split_ms
+
+
+def measure_decode(args: argparse.Namespace) -> list[Rate]:
+    from benchmarks.kernels import attention_cases as cases
+
+    calls, read_bytes = cases.reads()
+    candidates = {"read": calls}
+    for name in args.backends:
+        candidates[name], num_bytes = cases.decode(name, args.sequences, args.tokens)
+    if args.flex:
+        candidates[FLEX], num_bytes = cases.flex_decode(args.sequences, args.tokens)
+    if args.numba:
+        candidates["numba"], num_bytes = cases.numba_decode(args.sequences, args.tokens)
+    seconds = cases.time_interleaved(candidates, args.rounds)
+    best = read_bytes / seconds.pop("read")
+    rates = [Rate("decode", "read", 0, 0, 0, best / 1e9, 1.0)]
+    for name, taken in seconds.items():
+        rate = num_bytes / taken
+        rates.append(Rate("decode", name, args.sequences, args.tokens, taken * 1e3, rate / 1e9, rate / best))
+    return rates
+
+
+def measure_prefix(args: argparse.Namespace) -> list[Rate]:
+    from benchmarks.kernels import attention_cases as cases
+
+    calls, operations = cases.gemms(max(args.rows))
+    candidates = {("gemm", max(args.rows)): calls}
+    part_operations = {}
+    for num_rows in args.rows:
+        for name in args.backends:
+            candidates[name, num_rows], part_operations[num_rows] = cases.prefix_part(name, num_rows, args.prefix)
+        if args.flex:
+            candidates[FLEX, num_rows], part_operations[num_rows] = cases.flex_prefix_part(num_rows, args.prefix)
+    seconds = cases.time_interleaved(candidates, args.rounds)
+    best = operations / seconds.pop(("gemm", max(args.rows)))
+    rates = [Rate("prefix", "gemm", max(args.rows), 0, 0, best / 1e9, 1.0)]
+    for (name, num_rows), taken in seconds.items():
+        rate = part_operations[num_rows] / taken
+        rates.append(Rate("prefix", name, num_rows, args.prefix, taken * 1e3, rate / 1e9, rate / best))
+    return rates
+
+
+def measure_shared(args: argparse.Namespace) -> list[SpeedUp]:
+    from benchmarks.kernels import attention_cases as cases
+
+    found = []
+    for name in args.backends:
+        for group_size in args.groups:
+            for prefix_len in args.prefixes:
+                group = cases.group(name, group_size, prefix_len, args.suffix)
+                seconds = cases.time_interleaved({"whole": group.whole, "split": group.split}, args.rounds)
+                found.append(SpeedUp(name, group_size, prefix_len, seconds["whole"] * 1e3, seconds["split"] * 1e3))
+    return found
+
+
+def print_rates(title: str, unit: str, rates: Sequence[Rate], console: Console) -> None:
+    table = Table("", "rows", "tokens", "ms per layer", unit, "share of best", title=title, title_justify="left")
+    for rate in rates:
+        sizes = [f"{number:,}" if number else "" for number in (rate.num_rows, rate.num_tokens)]
+        taken = f"{rate.ms:.3f}" if rate.ms else ""
+        table.add_row(rate.backend, *sizes, taken, f"{rate.amount:,.1f}", f"{rate.share:.2f}")
+    console.print(table)
+
+
+def print_speed_ups(speed_ups: Sequence[SpeedUp], console: Console) -> None:
+    prefixes = sorted({speed_up.prefix_len for speed_up in speed_ups})
+    for backend in dict.fromkeys(speed_up.backend for speed_up in speed_ups):
+        title = f"{backend}: speed-up of a prefix group from a shared prefix (whole / split time)"
+        table = Table("group", *(f"{prefix:,} tokens" for prefix in prefixes), title=title, title_justify="left")
+        for group_size in sorted({speed_up.group_size for speed_up in speed_ups}):
+            row = {
+                speed_up.prefix_len: f"{speed_up.factor:.2f} ({speed_up.whole_ms:.3f} / {speed_up.split_ms:.3f} ms)"
+                for speed_up in speed_ups
+                if speed_up.backend == backend and speed_up.group_size == group_size
+            }
+            table.add_row(str(group_size), *(row[prefix] for prefix in prefixes))
+        console.print(table)
+
+
+def plot_speed_ups(path: Path, speed_ups: Sequence[SpeedUp]) -> None:
+    lines: dict[str, dict[float, float]] = {}
+    for speed_up in speed_ups:
+        lines.setdefault(f"{speed_up.backend}, {speed_up.group_size} rows", {})[speed_up.prefix_len] = speed_up.factor
+    write_line_plot(path, "Shared-prefix attention", "tokens of the shared prefix", "speed-up", lines)
+
+
+def check_rates(rates: Sequence[Rate]) -> list[Check]:
+    """Limits apply to the cpu backend only, and in the prefix part only to the largest number of rows."""
+    checks = []
+    for rate in rates:
+        if rate.backend != "cpu":
+            continue
+        if rate.part == "decode":
+            checks.append(at_least("decode: KV bandwidth over read bandwidth", rate.share, MIN_SHARE_OF_READ))
+        elif rate.num_rows == max(other.num_rows for other in rates):
+            checks.append(at_least("prefix part: GFLOP/s over gemm GFLOP/s", rate.share, MIN_SHARE_OF_GEMM))
+    return checks
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels.attention", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("part", nargs="?", default="all", choices=[*PARTS, "all"])
+    parser.add_argument("--backends", nargs="+", default=["cpu", "torch"], choices=["cpu", "torch"])
+    parser.add_argument("--flex", action="store_true", help="also measure compiled flex_attention in decode and prefix")
+    parser.add_argument(
+        "--numba", action="store_true", help="also measure a numba kernel in decode (pip install numba)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=0, metavar="N", help="threads of torch and the kernels (default: torch's)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=10, metavar="N", help="measured rounds over all candidates (default: 10)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="plot the speed-up from shared prefixes to FILE")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
+    decode = parser.add_argument_group("decode")
+    decode.add_argument("--sequences", type=int, default=64, metavar="N")
+    decode.add_argument("--tokens", type=int, default=600, metavar="N", help="context of each sequence (default: 600)")
+    prefix = parser.add_argument_group("prefix")
+    prefix.add_argument("--rows", type=int, nargs="+", default=[8, 32, 128, 512], metavar="N")
+    prefix.add_argument("--prefix", type=int, default=1024, metavar="N", help="tokens of the prefix (default: 1024)")
+    shared = parser.add_argument_group("shared")
+    shared.add_argument("--groups", type=int, nargs="+", default=[2, 4, 8, 32, 128], metavar="N")
+    shared.add_argument("--prefixes", type=int, nargs="+", default=[64, 256, 1024, 4096], metavar="N")
+    shared.add_argument(
+        "--suffix", type=int, default=64, metavar="N", help="tokens of each sequence after the prefix (default: 64)"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 1 if --check was given and a limit was missed, otherwise 0."""
+    args = parse(argv)
+    import torch
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    machine = machine_facts() | {"torch": version("torch"), "threads": torch.get_num_threads()}
+    console.print(", ".join(f"{key} {value}" for key, value in machine.items()), soft_wrap=True)
+    found: dict[str, Any] = {"started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"), "machine": machine}
+    checks: list[Check] = []
+    parts = PARTS if args.part == "all" else [args.part]
+    if "decode" in parts:
+        found["decode"] = rates = measure_decode(args)
+        print_rates("Decode, cycling through the KV caches of 30 layers", "GB/s", rates, console)
+        checks += check_rates(rates)
+    if "prefix" in parts:
+        found["prefix"] = rates = measure_prefix(args)
+        print_rates("Rows of a prefix group attending to their shared prefix", "GFLOP/s", rates, console)
+        checks += check_rates(rates)
+    if "shared" in parts:
+        found["shared"] = speed_ups = measure_shared(args)
+        print_speed_ups(speed_ups, console)
+        if args.svg is not None:
+            plot_speed_ups(args.svg, speed_ups)
+    if checks:
+        print_checks(checks, console)
+    found["checks"] = checks
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1, default=dataclasses.asdict) + "\n", encoding="utf-8")
+    return 1 if args.check and not all(check.is_met for check in checks) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Replicas, pipeline stages and tensor-parallel ranks on a CPU."""

@@ -1,1 +1,0 @@
-"""SVG files for the documentation."""

@@ -1,0 +1,128 @@
+"""Divides the wall time of a run into parts, by the server's own counters.
+
+`python -m benchmarks.server.time_profile monkeys` takes the arguments of benchmarks.throughput. It works only with this
+server, which must have no other load.
+"""
+
+import asyncio
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.throughput import measure as throughput
+from benchmarks.throughput.client import ServerError
+from benchmarks.throughput.report import Report, print_summary
+
+PHASES = {
+    "gemm": "gemms, with norms, gates and sums",
+    "prefix_attention": "attention to shared prefixes",
+    "attention": "all other attention",
+    "heads": "rotary embedding, writing keys and values",
+    "sampling": "sampling",
+}
+OVERHEAD = "worker, outside its kernels"
+WAITING = "worker between steps: no input, or nothing to do"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Parts of the wall time of one run, and CPU time of the other processes."""
+
+    wall_s: float
+    seconds: dict[str, float]
+    """Wall seconds by part; they add up to `wall_s`."""
+    beside_cpu_s: dict[str, float]
+    """CPU seconds of the processes that run beside the worker, by name."""
+
+    @property
+    def share_outside_kernels(self) -> float:
+        """Share of the wall time in which the worker runs no kernel, from 0 to 1."""
+        return (self.seconds[OVERHEAD] + self.seconds[WAITING]) / self.wall_s
+
+
+def read_counters(base_url: str, api_key: str = "none") -> dict[tuple[str, str], float]:
+    """Values of the server's metrics by name and phase ("" for metrics without one), summed over replicas.
+
+    Raises ServerError."""
+    url = base_url.removesuffix("/v1") + "/metrics"
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            text = answer.read().decode()
+    except (urllib.error.URLError, TimeoutError) as error:
+        raise ServerError(f"{url}: {error}") from error
+    counters: dict[tuple[str, str], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            key = (sample.name, sample.labels.get("phase", ""))
+            counters[key] = counters.get(key, 0.0) + sample.value
+    return counters
+
+
+def make_profile(
+    before: Mapping[tuple[str, str], float], after: Mapping[tuple[str, str], float], wall_s: float, client_cpu_s: float
+) -> Profile:
+    """Differences of the counters. Raises ServerError if the server lacks a counter."""
+
+    def spent(name: str, phase: str = "") -> float:
+        if (name, phase) not in after:
+            raise ServerError(f"the server has no counter {name}{f' of phase {phase}' if phase else ''}")
+        return after[name, phase] - before.get((name, phase), 0.0)
+
+    seconds = {label: spent("toka_forward_phase_seconds_total", phase) for phase, label in PHASES.items()}
+    forward_s = spent("toka_forward_seconds_total")
+    seconds[OVERHEAD] = forward_s - sum(seconds.values())
+    seconds[WAITING] = wall_s - forward_s
+    beside = {name: spent(f"toka_{name}_cpu_seconds_total") for name in ("manager", "server")}
+    return Profile(wall_s, seconds, {**beside, "this client": client_cpu_s})
+
+
+def print_profile(profile: Profile, console: Console) -> None:
+    table = Table("part", "s", "%", title="Where the wall time goes", title_justify="left")
+    for name, spent in profile.seconds.items():
+        table.add_row(name, f"{spent:.2f}", f"{100 * spent / profile.wall_s:.1f}")
+    table.add_section()
+    table.add_row("wall time", f"{profile.wall_s:.2f}", "100.0")
+    table.add_row("of which outside kernels", "", f"{100 * profile.share_outside_kernels:.1f}")
+    table.add_section()
+    for name, spent in profile.beside_cpu_s.items():
+        table.add_row(f"beside the worker: CPU time of {name}", f"{spent:.2f}", f"{100 * spent / profile.wall_s:.1f}")
+    console.print(table)
+
+
+async def measure(argv: Sequence[str]) -> tuple[Report, Profile]:
+    """Run the load and read the counters before and after. Raises ServerError."""
+    args, requests = throughput.parse(argv)
+    args.warmup = 0  # the counters would include its steps
+    before = await asyncio.to_thread(read_counters, args.base_url)
+    report = await throughput.measure(args, requests)
+    await asyncio.sleep(_SECONDS_TO_COUNT)
+    after = await asyncio.to_thread(read_counters, args.base_url)
+    return report, make_profile(before, after, report.summary.wall_s, report.client_cpu_s)
+
+
+_SECONDS_TO_COUNT = 2.0
+"""Wait after the run: counters reach the server up to a second after they change."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 1 if a request failed or no server of this project answered."""
+    try:
+        report, profile = asyncio.run(measure(argv))
+    except ServerError as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    print_summary(" ".join(argv), report.summary, console)
+    print_profile(profile, console)
+    return 1 if report.summary.num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
