@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tokasaurus import __version__
 from tokasaurus.checkpoint.checksums import CHECKSUMS
 from tokasaurus.model.cpu.build import INSTRUCTION_SETS, machine, machine_sets
 
@@ -44,7 +45,7 @@ print(token.item())
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (wheel,) = DIST.glob("tokasaurus-*.whl")
+    (wheel,) = DIST.glob(f"tokasaurus-{__version__}-*.whl")
     directory = tmp_path_factory.mktemp("installed")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(directory)]
     subprocess.run([*command, str(wheel)], check=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tokasaurus import __version__
 from tokasaurus.cli import download_main, main, ping_main
 from tokasaurus.config import ServerConfig
 
@@ -71,7 +72,7 @@ def test_a_wrong_argument_gives_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--version"], ["tokasaurus 0."]),
+        (["--version"], [f"tokasaurus {__version__}"]),
         (["-h"], ["scheduling_steps_ahead=8"]),
         (["port=1", "--help"], ["scheduling_steps_ahead=8"]),
         (["ping", "--help"], ["toka ping", "prompt (required)", "base_url"]),

@@ -1,9 +1,12 @@
 """`pip install .` installs every file of the package."""
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
+
+from tokasaurus import __version__
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tokasaurus"
@@ -20,3 +23,19 @@ def test_every_file_that_is_not_python_is_installed() -> None:
     others = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
     assert {path.name for path in others} >= {"py.typed", "attention.cpp"}
     assert others == installed
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="reads TOML with the standard library")
+def test_the_version_is_written_once_and_the_changes_begin_with_it() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in project["project"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "tokasaurus.__version__"}
+    releases = re.findall(
+        r"^## (\S+?),? ?(not released yet)?$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE
+    )
+    assert releases[0][0] == __version__
+    assert [release for release, is_open in releases if is_open] in ([], [__version__])
+    numbers = [tuple(map(int, release.split("."))) for release, _ in releases]
+    assert numbers == sorted(set(numbers), reverse=True)

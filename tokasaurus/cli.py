@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from tokasaurus import __version__
 from tokasaurus.monitoring.shortage import ends_in_one_line
 
 if TYPE_CHECKING:
@@ -63,9 +64,7 @@ def main(args: list[str] | None = None) -> int:
             return _refuse("toka", f"{words[0]}: no such sub-command, there are {known}; flags are name=value")
         return subcommand(words[1:])
     if "--version" in words:
-        from importlib.metadata import version
-
-        print(f"tokasaurus {version('tokasaurus')}")
+        print(f"tokasaurus {__version__}")
         return 0
     from tokasaurus.config import ServerConfig
 

@@ -22,6 +22,7 @@ from benchmarks.manager.occupancy import measure_occupancy
 from benchmarks.manager.parts import measure_prefix_match, measure_shares, measure_simulation
 from benchmarks.manager.process import measure_process
 from benchmarks.manager.report import Check
+from tokasaurus import __version__
 
 PARTS = ("cpu", "simulation", "prefix", "occupancy")
 LONG_PROMPT_TOKENS = 4000
@@ -140,7 +141,7 @@ def machine() -> dict[str, object]:
     # Imported here, because child processes import this module, and the manager should load no more than in a server.
     from benchmarks.throughput.report import machine_facts
 
-    return machine_facts() | {"numpy": version("numpy"), "tokasaurus": version("tokasaurus")}
+    return machine_facts() | {"numpy": version("numpy"), "tokasaurus": __version__}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-import importlib.metadata
 import logging
 import resource
 import signal
@@ -20,6 +19,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp
 
+from tokasaurus import __version__
 from tokasaurus.addresses import url_of
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.messages.channel import Sender
@@ -186,7 +186,7 @@ def create_app(
 
     app = DescribedApp(
         title="Tokasaurus",
-        version=importlib.metadata.version("tokasaurus"),
+        version=__version__,
         lifespan=lifespan,
         redirect_slashes=False,
     )
@@ -212,9 +212,8 @@ async def _on_store_error(_request: Request, error: Exception) -> Response:
 def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedModel:
     """Loads the tokenizer; the chat template is loaded when first used. Raises TokenizerError."""
     tokenizer = Tokenizer.load(checkpoint.tokenizer_directory)
-    version = importlib.metadata.version("tokasaurus")
     formats = (config.dtype, config.kv_cache_dtype, config.cpu_isa)
-    identity: Sequence[object] = (version, checkpoint.name, *formats, config.device, config.attention_backend)
+    identity: Sequence[object] = (__version__, checkpoint.name, *formats, config.device, config.attention_backend)
     return ServedModel(
         name=checkpoint.name if config.served_model_name is None else config.served_model_name,
         tokenizer=tokenizer,

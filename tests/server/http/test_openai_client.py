@@ -1,7 +1,6 @@
 """The real OpenAI client, sync and async, against a real HTTP server; the client's types validate the answers."""
 
 import asyncio
-import importlib.metadata
 import json
 from dataclasses import replace
 
@@ -19,6 +18,7 @@ from tests.server.helpers.openai_client import (
     say_hello,
     sync_client,
 )
+from tokasaurus import __version__
 from tokasaurus.server.served_model import ServedModel
 
 
@@ -234,4 +234,4 @@ def test_cache_salt_reaches_the_engine(server: LiveServer) -> None:
 
 
 def test_version_equals_the_installed_package_version(shared_server: LiveServer) -> None:
-    assert shared_server.http.get("/version").json() == {"version": importlib.metadata.version("tokasaurus")}
+    assert shared_server.http.get("/version").json() == {"version": __version__}

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tokasaurus import __version__
 from tokasaurus.checkpoint import CheckpointError, cache_directory
 from tokasaurus.checkpoint.cache import build_once
 from tokasaurus.messages.status import DEFAULT_HYDRAGEN, HydragenCosts
@@ -81,7 +81,7 @@ def _key(backend: AttentionBackend, shape: KVShape, plan: _Plan, kernels: Kernel
 
     The size of the KV cache is not among them: where it is automatic, it differs from start to start."""
     if shape.device.type == "cuda":
-        device = [torch.cuda.get_device_name(shape.device), version("tokasaurus")]
+        device = [torch.cuda.get_device_name(shape.device), __version__]
     else:
         device = processor_features()
         device += [] if kernels is None else kernels.path.parts[-2:]

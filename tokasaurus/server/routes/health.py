@@ -1,10 +1,9 @@
 """GET /health, /ready, /ping, /version and /metrics"""
 
-import importlib.metadata
-
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
+from tokasaurus import __version__
 from tokasaurus.monitoring.metrics import CONTENT_TYPE_LATEST, EngineCollector, render_metrics
 from tokasaurus.server.jobs.service import find_batches
 from tokasaurus.server.openapi import error_responses
@@ -36,7 +35,7 @@ async def ping() -> JSONResponse:
 
 @router.get("/version")
 async def version() -> JSONResponse:
-    return JSONResponse({"version": importlib.metadata.version("tokasaurus")})
+    return JSONResponse({"version": __version__})
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
