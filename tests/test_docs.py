@@ -77,6 +77,14 @@ def test_the_architecture_page_names_the_files_that_a_sampling_parameter_is_in()
     assert mention_none == set()
 
 
+def test_the_page_of_benchmarks_lists_every_command() -> None:
+    folder = ROOT / "benchmarks"
+    runnable = [path for path in folder.rglob("*.py") if 'if __name__ == "__main__":' in path.read_text()]
+    commands = {".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__main__") for path in runnable}
+    listed = re.findall(r"^\| \[`([\w.]+)`\]", (folder / "README.md").read_text(), flags=re.MULTILINE)
+    assert sorted(listed) == sorted(commands - {"gpu.attention", "gpu.profile_steps"})  # benchmarks.gpu runs these two
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     for page in (
         *sorted((ROOT / "docs").glob("*.md")),
