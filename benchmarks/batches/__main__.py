@@ -19,8 +19,8 @@ from rich.table import Table
 
 from benchmarks.batches.client import BatchClient, open_batch_client, write_large_file, write_requests
 from benchmarks.batches.first_token import LOADS, first_token_times
-from benchmarks.server.own_server import own_server
-from benchmarks.server.server_watch import ServerWatch, watched_server
+from benchmarks.results import make_console, print_error
+from benchmarks.server.own_server import ServerWatch, own_server, watched_server
 from benchmarks.throughput import workloads
 from benchmarks.throughput.client import ClientOptions, ServerError, open_client
 from benchmarks.throughput.workloads import OfferedRequest
@@ -269,9 +269,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         rows = PARTS[args.part](args)
     except ServerError as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        print_error(error)
         return 1
-    print_rows(rows, Console(width=None if sys.stdout.isatty() else 140))
+    print_rows(rows, make_console(140))
     return 1 if any(row.passed is False for row in rows) else 0
 
 

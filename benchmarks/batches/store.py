@@ -20,6 +20,7 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.results import make_console
 from tokasaurus.server.jobs.closing import close_batch
 from tokasaurus.server.jobs.runner import ResultRecorder
 from tokasaurus.server.jobs.service import fill_ledger
@@ -184,7 +185,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(dir=args.directory) as root, open_store(Path(root), "a benchmark") as store:
         write_input(store.data_dir, args.lines, int(args.file_mb * 1e6))
         costs = asyncio.run(measure_all(store, args.lines, args.result_bytes))
-    print_costs(costs, Console(width=None if sys.stdout.isatty() else 120))
+    print_costs(costs, make_console(120))
     return 0
 
 

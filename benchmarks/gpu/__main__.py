@@ -24,9 +24,9 @@ from rich.table import Table
 
 from benchmarks.gpu.models import LLAMA_1B, LLAMA_8B, TINY, ModelShape, num_bytes, write_config, write_model
 from benchmarks.gpu.parts import Sizes, run_part
+from benchmarks.results import machine_facts, make_console
 from benchmarks.server.own_server import own_server
 from benchmarks.throughput.client import ServerError
-from benchmarks.throughput.report import machine_facts
 
 MAX_MINUTES = 8.0
 MIN_SECONDS = 20.0
@@ -398,7 +398,7 @@ def main(argv: Sequence[str]) -> int:
         code = INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, before)
-    print_results(results, Console(width=None if sys.stdout.isatty() else 140))
+    print_results(results, make_console(140))
     print(f"results: {path}")
     return code or (0 if all(part["status"] == "measured" for part in results.parts) else 1)
 

@@ -1,21 +1,18 @@
 """The measurements of one server on a GPU: workloads over HTTP, and the time of decode steps."""
 
 import asyncio
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
+from benchmarks.server.target import read_counters
 from benchmarks.throughput import measure as throughput
-from benchmarks.throughput.client import UNREACHABLE, ClientOptions, ServerError, open_client
+from benchmarks.throughput.client import ClientOptions, ServerError, open_client
 from benchmarks.throughput.workloads import OfferedRequest
 
 PROMPT = "What does a dinosaur eat?"
-_SAMPLE = re.compile(r"^(toka_\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +99,11 @@ async def measure_steps(base_url: str, sizes: Sizes, _directory: Path, values: V
 
 
 async def read_metrics(base_url: str) -> dict[str, float]:
-    """The server's counters by name, summed over replicas and other labels. Raises ServerError."""
-    url = f"{base_url.removesuffix('/v1')}/metrics"
-    try:
-        async with aiohttp.ClientSession() as session, session.get(url) as answer:
-            text = await answer.text()
-    except UNREACHABLE as error:
-        raise ServerError(f"{url}: {error!r}") from None
+    """This server's counters by name, summed over replicas and phases. Raises ServerError."""
     values: dict[str, float] = {}
-    for name, _, value in _SAMPLE.findall(text):
-        values[name] = values.get(name, 0.0) + float(value)
+    for (name, _), value in (await asyncio.to_thread(read_counters, base_url)).items():
+        if name.startswith("toka_"):
+            values[name] = values.get(name, 0.0) + value
     return values
 
 

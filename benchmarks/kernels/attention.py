@@ -4,23 +4,17 @@
 """
 
 import argparse
-import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 import tokasaurus.model  # noqa: F401 - makes thread settings that torch reads on import
 from benchmarks.kernels.line_plot import write_line_plot
-from benchmarks.manager.report import Check, at_least, print_checks
-from benchmarks.throughput.report import machine_facts
+from benchmarks.results import Check, at_least, begin_results, machine_facts, make_console, print_checks, write_json
 
 PARTS = ("decode", "prefix", "shared")
 MIN_SHARE_OF_READ = 0.5
@@ -205,10 +199,8 @@ def main(argv: Sequence[str]) -> int:
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    machine = machine_facts() | {"torch": version("torch"), "threads": torch.get_num_threads()}
-    console.print(", ".join(f"{key} {value}" for key, value in machine.items()), soft_wrap=True)
-    found: dict[str, Any] = {"started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"), "machine": machine}
+    console = make_console(120)
+    found = begin_results(machine_facts("torch") | {"threads": torch.get_num_threads()}, console)
     checks: list[Check] = []
     parts = PARTS if args.part == "all" else [args.part]
     if "decode" in parts:
@@ -228,7 +220,7 @@ def main(argv: Sequence[str]) -> int:
         print_checks(checks, console)
     found["checks"] = checks
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1, default=dataclasses.asdict) + "\n", encoding="utf-8")
+        write_json(args.json, found)
     return 1 if args.check and not all(check.is_met for check in checks) else 0
 
 

@@ -11,17 +11,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 import tokasaurus.model  # noqa: F401 - makes thread settings that torch reads on import
-from benchmarks.manager.report import Check, at_least, print_checks
-from benchmarks.throughput.report import machine_facts
+from benchmarks.results import Check, at_least, begin_results, machine_facts, make_console, print_checks, write_json
 
 ROWS = (1, 8, 64, 512)
 IN_SIZE, OUT_SIZE = 576, 1536
@@ -178,18 +174,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def report(levels: Iterable[Level], args: argparse.Namespace) -> bool:
     """Print and write all figures -> whether every limit was met."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    machine = machine_facts() | {"torch": version("torch")}
-    console.print(", ".join(f"{key} {value}" for key, value in machine.items()), soft_wrap=True)
-    found: dict[str, Any] = {"started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"), "machine": machine}
-    found |= {"levels": [], "checks": []}
+    console = make_console(120)
+    found = begin_results(machine_facts("torch"), console) | {"levels": [], "checks": []}
     for level in levels:
         print_level(level, console)
         found["levels"].append(level)
         found["checks"] += check_level(level)
     print_checks(found["checks"], console)
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1, default=dataclasses.asdict) + "\n", encoding="utf-8")
+        write_json(args.json, found)
     return all(check.is_met for check in found["checks"])
 
 

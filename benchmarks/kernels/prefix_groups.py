@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.table import Table
 
 import tokasaurus.model  # noqa: F401 - makes thread settings that torch reads on import
-from benchmarks.throughput.report import machine_facts
+from benchmarks.results import begin_results, machine_facts, make_console
 from tokasaurus.manager.planning.prefix_groups import Grouping, group_by_prefix
 from tokasaurus.messages.status import KV_READS
 
@@ -92,13 +91,11 @@ def measure(
     batch: Batch, groupings: dict[str, Grouping], backend: str, num_layers: int, num_rounds: int
 ) -> dict[str, float]:
     """Seconds of one layer's attention with each grouping, whose rounds alternate."""
-    from benchmarks.kernels import prefix_group_layouts
+    from benchmarks.kernels.attention_cases import grouped_calls, time_interleaved
 
-    calls = prefix_group_layouts.calls(
+    calls = grouped_calls(
         backend, num_layers, batch.block_tables(), batch.num_tokens, PAGE_SIZE, list(groupings.values())
     )
-    from benchmarks.kernels.attention_cases import time_interleaved
-
     return time_interleaved(dict(zip(groupings, calls, strict=True)), num_rounds)
 
 
@@ -127,8 +124,8 @@ def main(argv: Sequence[str]) -> int:
     seconds: dict[str, float] = {}
     if args.rounds:
         seconds = measure(batch, groupings, args.backend, args.layers, args.rounds)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    console.print(", ".join(f"{key} {value}" for key, value in machine_facts().items()), soft_wrap=True)
+    console = make_console(120)
+    begin_results(machine_facts(), console)
     title = f"{batch.num_questions} questions x {batch.num_samples} samples, {batch.num_tokens:,} tokens each"
     table = Table("groups", "number", "tokens of KV read", "ms per layer", title=title, title_justify="left")
     for name, grouping in groupings.items():

@@ -4,41 +4,31 @@
 """
 
 import argparse
-import dataclasses
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.manager import report
 from benchmarks.manager.occupancy import measure_occupancy
 from benchmarks.manager.parts import measure_prefix_match, measure_shares, measure_simulation
 from benchmarks.manager.process import measure_process
-from benchmarks.manager.report import Check
-from tokasaurus import __version__
+from benchmarks.results import (
+    Check,
+    begin_results,
+    config_of,
+    machine_facts,
+    make_console,
+    print_checks,
+    progress_bar,
+    write_json,
+)
 
 PARTS = ("cpu", "simulation", "prefix", "occupancy")
 LONG_PROMPT_TOKENS = 4000
 NUM_SEQUENCES_OF_LONG_PROMPTS = 1024
-
-
-@contextmanager
-def progress_bar(description: str) -> Iterator[Callable[[float], None]]:
-    """Shows a progress bar on the terminal while the block runs. Yields a function of the share done, from 0 to 1."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True, refresh_per_second=2
-    ) as progress:
-        task = progress.add_task(description, total=1.0)
-        yield lambda share: progress.update(task, completed=share)
 
 
 @contextmanager
@@ -137,33 +127,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def machine() -> dict[str, object]:
-    # Imported here, because child processes import this module, and the manager should load no more than in a server.
-    from benchmarks.throughput.report import machine_facts
-
-    return machine_facts() | {"numpy": version("numpy"), "tokasaurus": __version__}
-
-
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 1 if --check was given and a limit was missed, otherwise 0."""
     args = parse(argv)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    found: dict[str, Any] = {
-        "config": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
-        "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(),
-    }
-    console.print(", ".join(f"{key} {value}" for key, value in found["machine"].items()), soft_wrap=True)
+    console = make_console(120)
+    found = {"config": config_of(args)} | begin_results(machine_facts("numpy"), console)
     run = {"cpu": run_cpu, "simulation": run_simulation, "prefix": run_prefix, "occupancy": run_occupancy}
     checks: list[Check] = []
     for part in PARTS if args.part == "all" else [args.part]:
         figures, part_checks = run[part](args, console)
         found |= figures
         checks += part_checks
-    report.print_checks(checks, console)
+    print_checks(checks, console)
     found["checks"] = checks
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1, default=dataclasses.asdict) + "\n", encoding="utf-8")
+        write_json(args.json, found)
     return 1 if args.check and not all(check.is_met for check in checks) else 0
 
 

@@ -5,7 +5,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -28,12 +28,14 @@ from benchmarks.manager.parts import FORWARD_SECONDS, make_load, num_outstanding
 from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
 from tokasaurus.config import ServerConfig
 from tokasaurus.manager.loop import run_manager
+from tokasaurus.manager.state.engine_state import Tuning
 from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender, make_channel, wait
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import EngineUpdate
 from tokasaurus.messages.status import EngineLimits, EngineStats, Ready
 
 TIMEOUT_S = 60.0
+SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,45 +130,40 @@ def run_instant_worker(
     facts.send("torch" in sys.modules)
 
 
-class ManagerUnderLoad:
-    """A manager process and a worker process, with this process as the server."""
+class ManagerRun:
+    """A manager process and a worker process, with this process as the server.
 
-    def __init__(self, load: Load, limits: EngineLimits, checkpoint: Checkpoint) -> None:
-        context = multiprocessing.get_context("spawn")
+    manager: a process entry, and its arguments before those of `run_manager`, which it calls. worker: a process entry,
+    and its arguments before the channels of inputs and outputs. senders: channels that only these processes send to."""
+
+    def __init__(
+        self,
+        load: Load,
+        config: ServerConfig,
+        checkpoint: Checkpoint,
+        manager: tuple[Callable[..., None], Sequence[Any]],
+        worker: tuple[Callable[..., None], Sequence[Any]],
+        senders: Sequence[Sender[Any]] = (),
+        tuning: Tuning = Tuning(),  # noqa: B008  (it is frozen)
+    ) -> None:
         self._load = load
-        requests_in: Receiver[Any]
-        updates_out: Sender[Any]
-        self._requests: Sender[Any]
-        self._updates: Receiver[EngineUpdate | Ready]
-        self._status: Receiver[Any]
-        requests_in, self._requests = make_channel()
-        self._updates, updates_out = make_channel()
+        requests: tuple[Receiver[Any], Sender[Any]] = make_channel()
+        updates: tuple[Receiver[EngineUpdate | Ready], Sender[EngineUpdate | Ready]] = make_channel()
         inputs: tuple[Receiver[ForwardInput], Sender[ForwardInput]] = make_channel()
         outputs: tuple[Receiver[ForwardOutput | Ready], Sender[ForwardOutput | Ready]] = make_channel()
-        status: Sender[Any]
-        self._status, status = make_channel()
-        self._facts: list[Receiver[bool]] = []
-        facts: list[Sender[bool]] = []
-        for _ in range(2):
-            fact: Receiver[bool]
-            fact_out: Sender[bool]
-            fact, fact_out = make_channel()
-            self._facts.append(fact)
-            facts.append(fact_out)
-        self.counts = context.Array("q", 2, lock=False)
-        config = ServerConfig()
-        config.max_tokens_per_forward = MAX_TOKENS_PER_FORWARD
-        config.max_seqs_per_forward = MAX_SEQS_PER_FORWARD
-        channels = (0, requests_in, updates_out, [inputs[1]], outputs[0], status)
-        self.manager: BaseProcess = context.Process(
-            target=run_watched_manager, args=(facts[0], config, checkpoint, *channels), daemon=True
+        status: tuple[Receiver[Any], Sender[Any]] = make_channel()
+        self._requests, self._updates, self._status = requests[1], updates[0], status[0]
+        channels = (0, requests[0], updates[1], [inputs[1]], outputs[0], status[1], tuning)
+        entry, arguments = manager
+        self.manager: BaseProcess = SPAWN.Process(
+            target=entry, args=(*arguments, config, checkpoint, *channels), daemon=True
         )
-        self.worker: BaseProcess = context.Process(
-            target=run_instant_worker, args=(facts[1], self.counts, limits, inputs[0], outputs[1]), daemon=True
-        )
+        entry, arguments = worker
+        self.worker: BaseProcess = SPAWN.Process(target=entry, args=(*arguments, inputs[0], outputs[1]), daemon=True)
         self.manager.start()
         self.worker.start()
-        for sender in (updates_out, inputs[1], outputs[1], status, *facts):
+        own_ends: Sequence[Sender[Any]] = (updates[1], inputs[1], outputs[1], status[1], *senders)
+        for sender in own_ends:
             sender.close()
         assert isinstance(self._receive()[0], Ready)
 
@@ -177,18 +174,8 @@ class ManagerUnderLoad:
     def serve(self) -> list[EngineStats]:
         """Wait for updates and send a new request for each finished one -> the statistics of the updates."""
         updates: list[EngineUpdate] = self._receive()
-        self.send_requests(sum(len(update.deltas) for update in updates))
+        self.send_requests(sum(delta.finish_reason is not None for update in updates for delta in update.deltas))
         return [update.stats for update in updates]
-
-    def stop(self) -> bool:
-        """Shut down -> whether manager or worker imported torch. Raises RuntimeError if one of them failed."""
-        self._requests.close()
-        torch_imported = [facts.receive(TIMEOUT_S) for facts in self._facts]
-        for process in (self.manager, self.worker):
-            process.join(TIMEOUT_S)
-            if process.exitcode != 0:
-                raise RuntimeError(f"{process.name} ended with exit code {process.exitcode}")
-        return any(torch_imported)
 
     def kill(self) -> None:
         for process in (self.manager, self.worker):
@@ -207,6 +194,35 @@ class ManagerUnderLoad:
             self._status.drain()  # or the manager's signs of life would fill the pipe
             if messages := self._updates.drain():
                 return messages
+
+
+class ManagerUnderLoad(ManagerRun):
+    """With an InstantWorker."""
+
+    def __init__(self, load: Load, limits: EngineLimits, checkpoint: Checkpoint) -> None:
+        facts: list[tuple[Receiver[bool], Sender[bool]]] = [make_channel(), make_channel()]
+        self._facts = [receiver for receiver, _ in facts]
+        (_, of_manager), (_, of_worker) = facts
+        self.counts = SPAWN.Array("q", 2, lock=False)
+        config = ServerConfig()
+        config.max_tokens_per_forward = MAX_TOKENS_PER_FORWARD
+        config.max_seqs_per_forward = MAX_SEQS_PER_FORWARD
+        super().__init__(
+            *(load, config, checkpoint),
+            manager=(run_watched_manager, (of_manager,)),
+            worker=(run_instant_worker, (of_worker, self.counts, limits)),
+            senders=(of_manager, of_worker),
+        )
+
+    def stop(self) -> bool:
+        """Shut down -> whether manager or worker imported torch. Raises RuntimeError if one of them failed."""
+        self._requests.close()
+        torch_imported = [facts.receive(TIMEOUT_S) for facts in self._facts]
+        for process in (self.manager, self.worker):
+            process.join(TIMEOUT_S)
+            if process.exitcode != 0:
+                raise RuntimeError(f"{process.name} ended with exit code {process.exitcode}")
+        return any(torch_imported)
 
 
 @contextmanager

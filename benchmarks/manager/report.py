@@ -1,7 +1,6 @@
 """Tables and limits of the manager's benchmark."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -9,6 +8,7 @@ from rich.table import Table
 from benchmarks.manager.occupancy import OccupancyResult
 from benchmarks.manager.parts import Shares, Timing
 from benchmarks.manager.process import ProcessCost
+from benchmarks.results import Check, at_least, at_most
 
 HEADLINE_SEQUENCES = 8192
 MAX_US_PER_TOKEN = 1.2
@@ -19,24 +19,6 @@ MAX_MATCH_MS = 1
 MIN_OCCUPANCY = 0.85
 MAX_PREEMPTED_SHARE = 0.02
 MIN_SHARE_RUNNING = 0.95
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A measured figure and its limit."""
-
-    name: str
-    value: float
-    limit: float
-    is_met: bool
-
-
-def at_least(name: str, value: float, limit: float) -> Check:
-    return Check(name, value, limit, value >= limit)
-
-
-def at_most(name: str, value: float, limit: float) -> Check:
-    return Check(name, value, limit, value <= limit)
 
 
 def lengths_name(is_known: bool) -> str:
@@ -172,13 +154,4 @@ def print_occupancy(result: OccupancyResult, console: Console) -> None:
             f"{one.num_preemptions:,}",
             f"{one.preempted_share:.3%}",
         )
-    console.print(table)
-
-
-def print_checks(checks: Sequence[Check], console: Console) -> None:
-    _print_title("Limits", console)
-    table = _table("", "measured", "limit", "")
-    for check in checks:
-        verdict = "met" if check.is_met else "[red]not met[/red]"
-        table.add_row(check.name, f"{check.value:,.3f}", f"{check.limit:,g}", verdict)
     console.print(table)

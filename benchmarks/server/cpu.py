@@ -20,20 +20,13 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.server.time_profile import read_counters
+from benchmarks.results import make_console, print_error
+from benchmarks.server.target import Target
 from benchmarks.throughput.client import UNREACHABLE, ServerError
 
 NUM_SPARE_FILES = 64
+SERVER_CPU = "toka_server_cpu_seconds_total"
 TIMEOUT_S = 1800.0
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The server to measure."""
-
-    base_url: str
-    """Up to and including /v1."""
-    api_key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +103,10 @@ WAYS: dict[str, Callable[[Target, int], Awaitable[int]]] = {"openai": ask_openai
 
 def measure(way: str, target: Target, num_requests: int) -> Cost:
     """Send the requests and read the server's CPU time before and after. Raises ServerError."""
-
-    def server_cpu_s() -> float:
-        seconds = read_counters(target.base_url, target.api_key).get(("toka_server_cpu_seconds_total", ""))
-        if seconds is None:
-            raise ServerError("no counter toka_server_cpu_seconds_total: is it a server of this project, and ready?")
-        return seconds
-
-    before, client_before, started = server_cpu_s(), time.process_time(), time.perf_counter()
+    before, client_before, started = target.counter(SERVER_CPU), time.process_time(), time.perf_counter()
     num_failed = asyncio.run(_await(WAYS[way](target, num_requests)))
     wall_s, client_cpu_s = time.perf_counter() - started, time.process_time() - client_before
-    return Cost(way, num_requests, num_failed, server_cpu_s() - before, client_cpu_s, wall_s)
+    return Cost(way, num_requests, num_failed, target.counter(SERVER_CPU) - before, client_cpu_s, wall_s)
 
 
 async def _await(asked: Awaitable[int]) -> int:
@@ -168,9 +154,9 @@ def main(argv: Sequence[str]) -> int:
         allow_connections(args.requests)
         costs = [measure(way, target, args.requests) for way in args.ways or WAYS]
     except ServerError as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        print_error(error)
         return 1
-    print_costs(costs, Console(width=None if sys.stdout.isatty() else 120))
+    print_costs(costs, make_console(120))
     return 1 if any(cost.num_failed for cost in costs) else 0
 
 

@@ -5,7 +5,6 @@
 
 import argparse
 import asyncio
-import functools
 import itertools
 import os
 import random
@@ -22,15 +21,17 @@ import aiohttp
 import httpx
 import orjson
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.results import counting_bar, make_console, print_error
 from benchmarks.server.own_server import running_server
-from benchmarks.server.time_profile import read_counters
+from benchmarks.server.target import Target
 from benchmarks.throughput.client import UNREACHABLE, ServerError
 from benchmarks.throughput.workloads import DATA, load_jsonl
 
 NUM_OPTIONS = 4
+COMPUTED_TOKENS = "toka_computed_prompt_tokens_total"
+"""The server's counter of computed prompt tokens."""
 RATIO_LIMIT = 1.15
 """Most tokens computed per distinct token, if requests share prefixes."""
 
@@ -46,15 +47,6 @@ class Question:
     """Solved questions, followed by one question without its answer."""
     options: list[list[int]]
     """Answers to that question, the right one first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The server to measure."""
-
-    base_url: str
-    """Up to and including /v1."""
-    api_key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +162,7 @@ def measure(
     ]
     order = sorted(range(len(entries)), key=lambda index: (-len(entries[index][1]), entries[index][1]))
     bodies = [make_body(entries[index][1], make_salt()) for index in order]
-    before, started = read_computed_tokens(target), time.perf_counter()
+    before, started = int(target.counter(COMPUTED_TOKENS)), time.perf_counter()
     answers = asyncio.run(ask_all(target, bodies, concurrency, on_answer))
     wall_s = time.perf_counter() - started
     in_order = dict(zip(order, answers, strict=True))
@@ -180,21 +172,13 @@ def measure(
         asked=sum(map(len, prompts)),
         distinct=count_distinct(prompts),
         computed=sum(answer["usage"]["prompt_tokens_details"]["computed_tokens"] for answer in answers),
-        counted=read_computed_tokens(target) - before,
+        counted=int(target.counter(COMPUTED_TOKENS)) - before,
         wall_s=wall_s,
         logprobs=[
             read_logprob(in_order[index], num_context, len(prompt))
             for index, (num_context, prompt) in enumerate(entries)
         ],
     )
-
-
-def read_computed_tokens(target: Target) -> int:
-    """The server's counter of computed prompt tokens. Raises ServerError."""
-    counters = read_counters(target.base_url, target.api_key)
-    if (value := counters.get(("toka_computed_prompt_tokens_total", ""))) is None:
-        raise ServerError("no counter toka_computed_prompt_tokens_total: is it a server of this project, and ready?")
-    return int(value)
 
 
 def run(target: Target, args: argparse.Namespace) -> list[Cost]:
@@ -213,15 +197,10 @@ def run(target: Target, args: argparse.Namespace) -> list[Cost]:
 
         questions = make_questions(args.contexts, args.tokens, args.seed, encode)
     salt = secrets.token_hex(8)
-    stderr = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     costs = []
-    with Progress(*columns, console=stderr, disable=not stderr.is_terminal, transient=True) as progress:
-        for name, make_salt in ((SHARED, lambda: salt), (NOT_SHARED, lambda: secrets.token_hex(8))):
-            task = progress.add_task(name, total=NUM_OPTIONS * len(questions))
-            costs.append(
-                measure(name, target, questions, args.concurrency, make_salt, functools.partial(progress.advance, task))
-            )
+    for name, make_salt in ((SHARED, lambda: salt), (NOT_SHARED, lambda: secrets.token_hex(8))):
+        with counting_bar(name, NUM_OPTIONS * len(questions)) as advance:
+            costs.append(measure(name, target, questions, args.concurrency, make_salt, advance))
     return costs
 
 
@@ -275,9 +254,9 @@ def main(argv: Sequence[str]) -> int:
         with nullcontext(args.base_url) if args.base_url else running_server(args.flags) as base_url:
             costs = run(Target(base_url.rstrip("/"), args.api_key), args)
     except ServerError as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        print_error(error)
         return 1
-    print_costs(costs, Console(width=None if sys.stdout.isatty() else 120))
+    print_costs(costs, make_console(120))
     agree = all(cost.computed == cost.counted for cost in costs)
     return 0 if agree and (costs[0].ratio <= RATIO_LIMIT or not args.check) else 1
 

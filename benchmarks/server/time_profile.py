@@ -6,15 +6,14 @@ server, which must have no other load.
 
 import asyncio
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.results import make_console, print_error
+from benchmarks.server.target import read_counters
 from benchmarks.throughput import measure as throughput
 from benchmarks.throughput.client import ServerError
 from benchmarks.throughput.report import Report, print_summary
@@ -44,25 +43,6 @@ class Profile:
     def share_outside_kernels(self) -> float:
         """Share of the wall time in which the worker runs no kernel, from 0 to 1."""
         return (self.seconds[OVERHEAD] + self.seconds[WAITING]) / self.wall_s
-
-
-def read_counters(base_url: str, api_key: str = "none") -> dict[tuple[str, str], float]:
-    """Values of the server's metrics by name and phase ("" for metrics without one), summed over replicas.
-
-    Raises ServerError."""
-    url = base_url.removesuffix("/v1") + "/metrics"
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"})
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            text = answer.read().decode()
-    except (urllib.error.URLError, TimeoutError) as error:
-        raise ServerError(f"{url}: {error}") from error
-    counters: dict[tuple[str, str], float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            key = (sample.name, sample.labels.get("phase", ""))
-            counters[key] = counters.get(key, 0.0) + sample.value
-    return counters
 
 
 def make_profile(
@@ -116,9 +96,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         report, profile = asyncio.run(measure(argv))
     except ServerError as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        print_error(error)
         return 1
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = make_console(120)
     print_summary(" ".join(argv), report.summary, console)
     print_profile(profile, console)
     return 1 if report.summary.num_failed else 0

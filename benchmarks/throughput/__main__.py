@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from benchmarks.results import print_error
 from benchmarks.throughput.client import ServerError
 from benchmarks.throughput.measure import measure, parse
 from benchmarks.throughput.report import print_failures, print_summary
@@ -18,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         report = asyncio.run(measure(args, requests))
     except ServerError as error:
-        stderr.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        print_error(error)
         return 1
     if args.output is not None:
         report.write(args.output)

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.results import print_error
 from benchmarks.throughput import measure as throughput
 from benchmarks.throughput.client import ServerError
 from benchmarks.throughput.report import Summary, print_failures
@@ -148,7 +149,7 @@ def main(argv: Sequence[str]) -> int:
                 args.output_dir.mkdir(parents=True, exist_ok=True)
             summaries = measure_alternately(dict(args.server), args.workload, args.rounds, args.seed, args.output_dir)
     except (ServerError, ValueError, OSError) as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        print_error(error)
         return 1
     print_comparison(summaries, Console())
     return 0

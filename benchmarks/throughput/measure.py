@@ -5,16 +5,14 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 
 import orjson
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.results import config_of, counting_bar, machine_facts, utc_now
 from benchmarks.throughput import workloads
 from benchmarks.throughput.client import Client, ClientOptions, ServerError, open_client
-from benchmarks.throughput.report import Report, machine_facts, summarize
+from benchmarks.throughput.report import Report, summarize
 from benchmarks.throughput.workloads import OfferedRequest
 
 DEFAULT_CONCURRENCY = {"monkeys": 0, "sharegpt": 64, "file": 0}  # 0: all at once
@@ -232,27 +230,18 @@ async def _warm_up(client: Client, model: str, count: int, chat: bool) -> None:
 async def measure(args: argparse.Namespace, requests: list[OfferedRequest]) -> Report:
     """Warm up, send the requests and report. Raises ServerError."""
     options = ClientOptions(args.base_url, args.api_key, args.timeout, args.usage_per_choice, args.extra_body)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    stderr = Console(stderr=True)
     async with open_client(options) as client:
         model = await client.find_model() if args.model is None else args.model
         server = {"model": model, "version": await client.version()}
         await _warm_up(client, model, args.warmup, chat="messages" in requests[0].content)
-        machine = machine_facts()
-        started_at = datetime.now(timezone.utc)
-        with Progress(
-            *columns, console=stderr, disable=not stderr.is_terminal, transient=True, refresh_per_second=2
-        ) as progress:
-            task = progress.add_task("requests", total=len(requests))
+        machine, started_at = machine_facts("aiohttp"), utc_now()
+        with counting_bar("requests", len(requests)) as advance:
             cpu_start_s = time.process_time()
-            results = await client.offer(requests, model, args.concurrency or None, lambda: progress.advance(task))
+            results = await client.offer(requests, model, args.concurrency or None, advance)
             client_cpu_s = time.process_time() - cpu_start_s
-    config = {
-        key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items() if key != "api_key"
-    }
     return Report(
-        config=config,
-        started_at=started_at.isoformat(timespec="seconds"),
+        config=config_of(args),
+        started_at=started_at,
         machine=machine,
         server=server,
         summary=summarize(results),

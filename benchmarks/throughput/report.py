@@ -1,19 +1,15 @@
-"""The result of a run: totals, latency percentiles and the machine, written as JSON and printed as a table."""
+"""The result of a run: totals and latency percentiles, written as JSON and printed as a table."""
 
-import dataclasses
-import json
 import math
-import os
-import platform
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.results import write_json
 from benchmarks.throughput.client import RequestResult
 
 
@@ -61,7 +57,7 @@ class Report:
     requests: list[RequestResult]
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        write_json(path, self)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -96,23 +92,6 @@ def summarize(results: Sequence[RequestResult]) -> Summary:
         latency_p99_s=percentile(latencies, 99) if latencies else None,
         latency_max_s=max(latencies) if latencies else None,
     )
-
-
-def machine_facts() -> dict[str, object]:
-    """Facts of this client's machine, which is also the server's machine if the URL is local."""
-    cpuinfo = Path("/proc/cpuinfo")
-    models = (
-        [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")] if cpuinfo.exists() else []
-    )
-    return {
-        "cpu_model": models[0].partition(":")[2].strip() if models else platform.processor(),
-        "num_cores": os.cpu_count(),
-        "load_average_1min": os.getloadavg()[0],
-        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "aiohttp": version("aiohttp"),
-    }
 
 
 def print_summary(title: str, summary: Summary, console: Console) -> None:

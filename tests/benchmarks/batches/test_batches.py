@@ -14,7 +14,7 @@ from benchmarks.batches import __main__ as batches
 from benchmarks.batches import first_token
 from benchmarks.batches.__main__ import Measured, print_rows
 from benchmarks.batches.store import INPUT_FILE, main, write_input
-from benchmarks.server.server_watch import ServerWatch
+from benchmarks.server.own_server import ServerWatch
 from benchmarks.throughput.client import ServerError
 from benchmarks.throughput.workloads import OfferedRequest
 from tests.helpers.tiny_model import save_tiny_model

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks.kernels import attention, attention_cases, attention_numba, prefix_group_layouts, prefix_groups
+from benchmarks.kernels import attention, attention_cases, prefix_groups
 from benchmarks.kernels.prefix_groups import PAGE_SIZE, Batch, tokens_read
 from tokasaurus.manager.planning.prefix_groups import Grouping
 
@@ -94,7 +94,7 @@ def test_the_numba_kernel_attends_as_plain_torch_does() -> None:
     query = torch.randn(3, 6, 16, generator=generator).bfloat16()
     keys, values = (torch.randn(10, 2, 16, 16, generator=generator).bfloat16() for _ in range(2))
     tables = torch.tensor([[3, 1, 9], [2, 4, 5], [8, 7, 6]], dtype=torch.int32)
-    (call,) = attention_numba.make_decode(query, [(keys, values)], tables, num_tokens=37)
+    (call,) = attention_cases.make_numba_decode(query, [(keys, values)], tables, num_tokens=37)
     by_sequence = []
     for row, table in zip(query, tables, strict=True):
         key, value = (cache[table].transpose(0, 1).reshape(2, -1, 16)[:, :37].float() for cache in (keys, values))
@@ -147,7 +147,7 @@ def test_behind_one_prefix_the_chosen_groups_read_far_less_than_one_group_for_ea
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_attention_is_the_same_in_all_groupings(backend: str) -> None:
     groupings = [SMALL_BATCH.alone(), SMALL_BATCH.by_question(), SMALL_BATCH.chosen()]
-    calls = prefix_group_layouts.calls(
+    calls = attention_cases.grouped_calls(
         backend, 2, SMALL_BATCH.block_tables(), SMALL_BATCH.num_tokens, PAGE_SIZE, groupings
     )
     for alone, *others in zip(*calls, strict=True):

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.manager import fast_worker
-from benchmarks.manager.fast_device import COUNTERS, Device, DeviceSpeed
-from benchmarks.manager.fast_worker_process import MAX_NEW_TOKENS, StreamedLoad
+from benchmarks.manager.fast_worker import COUNTERS, MAX_NEW_TOKENS, Device, DeviceSpeed, StreamedLoad
 from tokasaurus.manager.state.engine_state import Tuning
 from tokasaurus.messages.forward import ForwardInput, SlotChanges
 

@@ -3,8 +3,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from benchmarks.results import machine_facts
 from benchmarks.throughput.client import RequestResult
-from benchmarks.throughput.report import machine_facts, percentile, summarize
+from benchmarks.throughput.report import percentile, summarize
 
 
 def random_results(seed: int, num_failed: int = 0) -> list[RequestResult]:
