@@ -34,7 +34,7 @@ from tokasaurus.manager.state.engine_state import Tuning
 from tokasaurus.messages.channel import Receiver, Sender
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.messages.lifecycle import EngineLimits, Ready
+from tokasaurus.messages.status import EngineLimits, Ready
 
 COUNTERS = ("idle_s", "busy_s", "stalled_s", "num_steps", "num_decode_rows", "num_prefill_tokens", "num_gaps", "queued")
 """What the worker counts in shared memory. idle_s: seconds without a queued or running step after the first step.
