@@ -69,10 +69,25 @@ def machine_facts(*packages: str) -> dict[str, object]:
     }
 
 
-def begin_results(machine: Mapping[str, object], console: Console) -> dict[str, Any]:
-    """Prints the machine's facts -> the beginning of what `write_json` writes."""
+def add_result_arguments(parser: argparse.ArgumentParser) -> None:
+    """--json and --check, for `end_results`."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
+
+
+def begin_results(args: argparse.Namespace, machine: Mapping[str, object], console: Console) -> dict[str, Any]:
+    """Prints the machine's facts -> the beginning of the results."""
     console.print(", ".join(f"{key} {value}" for key, value in machine.items()), soft_wrap=True)
-    return {"started_at": utc_now(), "machine": machine}
+    return {"config": config_of(args), "started_at": utc_now(), "machine": machine}
+
+
+def end_results(results: dict[str, Any], checks: Sequence[Check], args: argparse.Namespace, console: Console) -> int:
+    """Prints the limits and writes the results -> exit code: 1 if --check was given and a limit was missed, else 0."""
+    if checks:
+        print_checks(checks, console)
+    if args.json is not None:
+        write_json(args.json, results | {"checks": checks})
+    return 1 if args.check and not all(check.is_met for check in checks) else 0
 
 
 def utc_now() -> str:

@@ -14,7 +14,15 @@ from rich.table import Table
 
 import tokasaurus.model  # noqa: F401 - makes thread settings that torch reads on import
 from benchmarks.kernels.line_plot import write_line_plot
-from benchmarks.results import Check, at_least, begin_results, machine_facts, make_console, print_checks, write_json
+from benchmarks.results import (
+    Check,
+    add_result_arguments,
+    at_least,
+    begin_results,
+    end_results,
+    machine_facts,
+    make_console,
+)
 
 PARTS = ("decode", "prefix", "shared")
 MIN_SHARE_OF_READ = 0.5
@@ -174,9 +182,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=10, metavar="N", help="measured rounds over all candidates (default: 10)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    add_result_arguments(parser)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="plot the speed-up from shared prefixes to FILE")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
     decode = parser.add_argument_group("decode")
     decode.add_argument("--sequences", type=int, default=64, metavar="N")
     decode.add_argument("--tokens", type=int, default=600, metavar="N", help="context of each sequence (default: 600)")
@@ -200,7 +207,7 @@ def main(argv: Sequence[str]) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     console = make_console(120)
-    found = begin_results(machine_facts("torch") | {"threads": torch.get_num_threads()}, console)
+    found = begin_results(args, machine_facts("torch") | {"threads": torch.get_num_threads()}, console)
     checks: list[Check] = []
     parts = PARTS if args.part == "all" else [args.part]
     if "decode" in parts:
@@ -216,12 +223,7 @@ def main(argv: Sequence[str]) -> int:
         print_speed_ups(speed_ups, console)
         if args.svg is not None:
             plot_speed_ups(args.svg, speed_ups)
-    if checks:
-        print_checks(checks, console)
-    found["checks"] = checks
-    if args.json is not None:
-        write_json(args.json, found)
-    return 1 if args.check and not all(check.is_met for check in checks) else 0
+    return end_results(found, checks, args, console)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 import tokasaurus.model  # noqa: F401 - makes thread settings that torch reads on import
-from benchmarks.results import Check, at_least, begin_results, machine_facts, make_console, print_checks, write_json
+from benchmarks.results import (
+    Check,
+    add_result_arguments,
+    at_least,
+    begin_results,
+    end_results,
+    machine_facts,
+    make_console,
+)
 
 ROWS = (1, 8, 64, 512)
 IN_SIZE, OUT_SIZE = 576, 1536
@@ -166,24 +173,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=15, metavar="N", help="measured rounds over all implementations (default: 15)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
+    add_result_arguments(parser)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
-
-
-def report(levels: Iterable[Level], args: argparse.Namespace) -> bool:
-    """Print and write all figures -> whether every limit was met."""
-    console = make_console(120)
-    found = begin_results(machine_facts("torch"), console) | {"levels": [], "checks": []}
-    for level in levels:
-        print_level(level, console)
-        found["levels"].append(level)
-        found["checks"] += check_level(level)
-    print_checks(found["checks"], console)
-    if args.json is not None:
-        write_json(args.json, found)
-    return all(check.is_met for check in found["checks"])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -192,8 +184,15 @@ def main(argv: Sequence[str]) -> int:
     if args.child is not None:
         print(json.dumps(dataclasses.asdict(measure(args.child, args.rounds))))
         return 0
-    all_met = report((measure_in_child(cpu_isa, args) for cpu_isa in args.cpu_isa or machine_levels()), args)
-    return 1 if args.check and not all_met else 0
+    console = make_console(120)
+    found = begin_results(args, machine_facts("torch"), console) | {"levels": []}
+    checks: list[Check] = []
+    for cpu_isa in args.cpu_isa or machine_levels():
+        level = measure_in_child(cpu_isa, args)
+        print_level(level, console)
+        found["levels"].append(level)
+        checks += check_level(level)
+    return end_results(found, checks, args, console)
 
 
 if __name__ == "__main__":

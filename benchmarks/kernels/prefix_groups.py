@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
     if args.rounds:
         seconds = measure(batch, groupings, args.backend, args.layers, args.rounds)
     console = make_console(120)
-    begin_results(machine_facts(), console)
+    begin_results(args, machine_facts(), console)
     title = f"{batch.num_questions} questions x {batch.num_samples} samples, {batch.num_tokens:,} tokens each"
     table = Table("groups", "number", "tokens of KV read", "ms per layer", title=title, title_justify="left")
     for name, grouping in groupings.items():

@@ -7,7 +7,6 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console
 
@@ -17,13 +16,12 @@ from benchmarks.manager.parts import measure_prefix_match, measure_shares, measu
 from benchmarks.manager.process import measure_process
 from benchmarks.results import (
     Check,
+    add_result_arguments,
     begin_results,
-    config_of,
+    end_results,
     machine_facts,
     make_console,
-    print_checks,
     progress_bar,
-    write_json,
 )
 
 PARTS = ("cpu", "simulation", "prefix", "occupancy")
@@ -92,8 +90,7 @@ def run_occupancy(args: argparse.Namespace, console: Console) -> tuple[dict[str,
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.manager", description=__doc__.splitlines()[0])
     parser.add_argument("part", nargs="?", default="all", choices=[*PARTS, "all"])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
+    add_result_arguments(parser)
     cpu = parser.add_argument_group("cpu")
     cpu.add_argument("--sequences", type=int, nargs="+", default=[1024, 4096, 8192, 16384], metavar="N")
     cpu.add_argument(
@@ -131,18 +128,14 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 1 if --check was given and a limit was missed, otherwise 0."""
     args = parse(argv)
     console = make_console(120)
-    found = {"config": config_of(args)} | begin_results(machine_facts("numpy"), console)
+    found = begin_results(args, machine_facts("numpy"), console)
     run = {"cpu": run_cpu, "simulation": run_simulation, "prefix": run_prefix, "occupancy": run_occupancy}
     checks: list[Check] = []
     for part in PARTS if args.part == "all" else [args.part]:
         figures, part_checks = run[part](args, console)
         found |= figures
         checks += part_checks
-    print_checks(checks, console)
-    found["checks"] = checks
-    if args.json is not None:
-        write_json(args.json, found)
-    return 1 if args.check and not all(check.is_met for check in checks) else 0
+    return end_results(found, checks, args, console)
 
 
 if __name__ == "__main__":

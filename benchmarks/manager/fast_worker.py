@@ -26,7 +26,15 @@ from rich.table import Table
 
 from benchmarks.manager.load import MAX_TOKENS_PER_SEQUENCE, PAGE_SIZE, InstantWorker, Load
 from benchmarks.manager.process import SPAWN, ManagerRun, cpu_seconds, waiting_seconds, write_checkpoint
-from benchmarks.results import begin_results, config_of, machine_facts, make_console, progress_bar, write_json
+from benchmarks.results import (
+    add_result_arguments,
+    at_most,
+    begin_results,
+    end_results,
+    machine_facts,
+    make_console,
+    progress_bar,
+)
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.config import ServerConfig
 from tokasaurus.manager.loop import run_manager
@@ -348,8 +356,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=7, metavar="N", help="measured windows (default: 7)")
     parser.add_argument("--window-seconds", type=float, default=2.0, metavar="S", help="length of one (default: 2)")
     parser.add_argument("--niceness", type=int, default=0, help="of all processes; below 0 only as root (default: 0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if the limit is missed")
+    add_result_arguments(parser)
     return parser.parse_args(argv)
 
 
@@ -377,7 +384,7 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 1 if --check was given and the limit was missed, otherwise 0."""
     args = parse(argv)
     console = make_console(160)
-    results, cores = begin_results(machine_facts("numpy"), console), choose_cores()
+    results, cores = begin_results(args, machine_facts("numpy"), console), choose_cores()
     console.print(
         f"The worker's clock spins on core {sorted(cores.worker)}; the manager runs on {sorted(cores.manager)}, "
         f"the requester on {sorted(cores.requester)}" + (": they share it." if cores.are_shared else ".")
@@ -397,16 +404,12 @@ def main(argv: Sequence[str]) -> int:
                     )
                 )
     print_table(found, console)
-    checked = [one for one in found if one.name == "all on" and one.num_sequences == CHECKED_SEQUENCES]
-    is_met = all(one.medians.idle_share <= MAX_IDLE_SHARE for one in checked)
-    for one in checked:
-        console.print(
-            f"idle at {one.num_sequences:,} sequences: {one.medians.idle_share:.1%}, limit {MAX_IDLE_SHARE:.0%}: "
-            + ("met" if is_met else "not met")
-        )
-    if args.json is not None:
-        write_json(args.json, {"config": config_of(args), **results, "runs": found, "is_met": is_met})
-    return 0 if is_met or not args.check else 1
+    checks = [
+        at_most(f"share of time idle at {one.num_sequences:,} sequences", one.medians.idle_share, MAX_IDLE_SHARE)
+        for one in found
+        if one.name == "all on" and one.num_sequences == CHECKED_SEQUENCES
+    ]
+    return end_results(results | {"runs": found}, checks, args, console)
 
 
 if __name__ == "__main__":
