@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / f"{name}.md" for name in ("README", "SECURITY", "CHANGELOG"))]
 OF_OTHERS = {"auth_token"}
 """Options of other programs that the pages name."""
+SOURCES = ("tokasaurus", "tests", "benchmarks")
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 
 
@@ -75,6 +76,21 @@ def test_the_architecture_page_names_the_files_that_a_sampling_parameter_is_in()
         assert mentioning <= named, f"{name}: the row leaves out {mentioning - named}"
     mention_none = {path for path in named if not words[path] & {*SamplingParams._fields, "frequency"}}
     assert mention_none == set()
+
+
+def test_source_files_that_the_pages_name_exist() -> None:
+    """By their last parts: a page may name a file by its folder or alone."""
+    sources = [f"/{path.relative_to(ROOT)}" for folder in SOURCES for path in (ROOT / folder).rglob("*.*")]
+    for page in (*PAGES, ROOT / "benchmarks" / "README.md"):
+        named = re.findall(r"`(?:\.\./)*([\w./-]+\.(?:py|cpp|h))`", page.read_text())
+        assert [name for name in named if not any(source.endswith(f"/{name}") for source in sources)] == [], page.name
+
+
+def test_modules_that_the_pages_run_exist() -> None:
+    for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", ROOT / "Makefile"):
+        for name in re.findall(r"-m ((?:benchmarks|tests|tokasaurus)(?:\.[a-z_]+)*)(?![\w.])", page.read_text()):
+            path = ROOT / name.replace(".", "/")
+            assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), f"{page.name}: {name}"
 
 
 def test_the_page_of_benchmarks_lists_every_command() -> None:
