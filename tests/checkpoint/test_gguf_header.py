@@ -7,7 +7,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
-from tokasaurus.checkpoint.gguf.header import check_gguf_header
+from tokasaurus.checkpoint.gguf.conversion import check_gguf_header
 
 
 def string(text: str) -> bytes:

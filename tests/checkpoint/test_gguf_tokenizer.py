@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers.integrations.gguf import convert_gguf_tokenizer
 
 from tokasaurus.checkpoint import CheckpointError
-from tokasaurus.checkpoint.demo_model import demo_gguf
 from tokasaurus.checkpoint.gguf.tokenizer import build_tokenizer, tokenizer_config
+from tokasaurus.checkpoint.resolve import demo_gguf
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

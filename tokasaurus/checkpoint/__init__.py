@@ -5,12 +5,11 @@ all three processes use it.
 """
 
 from tokasaurus.checkpoint.cache import cache_directory
-from tokasaurus.checkpoint.errors import CheckpointError
 from tokasaurus.checkpoint.info import ModelInfo, read_model_info
+from tokasaurus.checkpoint.json_files import CheckpointError
 from tokasaurus.checkpoint.resolve import Checkpoint, resolve_checkpoint
 from tokasaurus.checkpoint.rope import RopeInfo
-from tokasaurus.checkpoint.tied_embeddings import fit_to_tensors
-from tokasaurus.checkpoint.weight_files import check_weight_sizes, weight_files
+from tokasaurus.checkpoint.weight_files import check_weight_sizes, fit_to_tensors, weight_files
 
 __all__ = [
     "Checkpoint",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from tokasaurus.checkpoint.errors import CheckpointError
+from tokasaurus.checkpoint.json_files import CheckpointError
 
 
 class Use(Enum):

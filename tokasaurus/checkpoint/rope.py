@@ -8,8 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from tokasaurus.checkpoint.errors import CheckpointError
-from tokasaurus.checkpoint.json_files import Fields, flag, json_object, positive_float, positive_int
+from tokasaurus.checkpoint.json_files import CheckpointError, Fields, flag, json_object, positive_float, positive_int
 
 MAX_CONTEXT = 1 << 22
 """Far above every published model; the rotary table takes about 2 GB then."""

@@ -5,25 +5,29 @@ replace its normalizer, pre-tokenizer and decoder, and settings such as add_bos_
 directories without a tokenizer.json. Since it is slow to import, it runs once for each content of the files, in a
 process of its own; the result is cached. Python code of the model's repository runs only in that process, and only with
 trust_remote_code=T.
+
+The tokenizer's own end token ends a generation beside those of config.json and generation_config.json: a chat model's
+config often still has the base model's end token, while its turns end with the tokenizer's.
 """
 
 import atexit
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tokasaurus.checkpoint.cache import build_once, cache_directory
-from tokasaurus.checkpoint.checksums import CHECKSUMS, checksum
-from tokasaurus.checkpoint.errors import CheckpointError
-from tokasaurus.checkpoint.json_files import read_json
+from tokasaurus.checkpoint.cache import CHECKSUMS, build_once, cache_directory, checksum
+from tokasaurus.checkpoint.info import ModelInfo
+from tokasaurus.checkpoint.json_files import CheckpointError, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -179,3 +183,50 @@ def main() -> None:
         _convert(*sys.argv[1:])
     except Exception as error:  # the libraries raise any exception type for a broken file
         sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}"[:1000])
+
+
+def with_tokenizer_end(info: ModelInfo, directory: Path) -> ModelInfo:
+    """`info` with the end token of the tokenizer in `directory`, if the model's vocabulary has its id.
+
+    directory: see Checkpoint.tokenizer_directory. Raises CheckpointError if a file cannot be read.
+    """
+    token = _eos_token(directory)
+    token_id = None if token is None else _id_of(directory, token)
+    if token_id is None or not 0 <= token_id < info.vocab_size:
+        return info
+    return replace(info, eos_ids=tuple(sorted({*info.eos_ids, token_id})))
+
+
+def _eos_token(directory: Path) -> str | None:
+    """AutoTokenizer states it when it saves its files, whatever files it read it from."""
+    path = directory / "tokenizer_config.json"
+    token = read_json(path).get("eos_token") if path.is_file() else None
+    return token if isinstance(token, str) else None
+
+
+def _id_of(directory: Path, token: str) -> int | None:
+    path = directory / "tokenizer.json"
+    for added in _added_tokens(path):
+        if isinstance(added, dict) and added.get("content") == token and type(added.get("id")) is int:
+            return int(added["id"])
+    model = read_json(path).get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, list):  # of [token, score]
+        vocab = {entry[0]: index for index, entry in enumerate(vocab) if isinstance(entry, list) and entry}
+    token_id = vocab.get(token) if isinstance(vocab, dict) else None
+    return token_id if type(token_id) is int else None
+
+
+def _added_tokens(path: Path) -> list[Any]:
+    """The list at the start of a tokenizer.json, without parsing its vocabulary, which takes a quarter of a second;
+    empty if it is not found."""
+    text = path.read_bytes().decode("utf-8", errors="replace")
+    key = '"added_tokens"'
+    start = text.find("[", text.find(key) + len(key))
+    if text.find(key) < 0 or start < 0 or text[text.find(key) + len(key) : start].strip() != ":":
+        return []
+    try:
+        found, _ = json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return []
+    return list(found)

@@ -1,17 +1,23 @@
 """Finds the safetensors files that contain a model's weights, and checks their headers.
 
+Whether a checkpoint's LM head is its embedding is decided by the stored tensors, as in transformers. config.json only
+says whether the two may be one (tie_word_embeddings). They are where one of them is missing, or both are equal. Where
+they differ, each is used as it is stored.
+
 Format: https://github.com/huggingface/safetensors#format
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TypeGuard
 
-from tokasaurus.checkpoint.errors import CheckpointError
 from tokasaurus.checkpoint.info import EMBEDDING, HEAD, ModelInfo
-from tokasaurus.checkpoint.json_files import parse_json, read_json
+from tokasaurus.checkpoint.json_files import CheckpointError, parse_json, read_json
+
+logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -22,6 +28,8 @@ MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 """By dtype, for the dtypes that checkpoints of the supported families contain. The size of others is not checked."""
+
+_CHUNK_BYTES = 1 << 24
 
 
 def weight_file_names(directory: Path) -> list[str]:
@@ -93,7 +101,7 @@ def check_weight_sizes(files: Sequence[Path], info: ModelInfo) -> None:
     """Raises CheckpointError if a header is malformed, a file is cut off, or the sizes in config.json are not those of
     the tensors that decide how much memory the model takes.
 
-    info: see tied_embeddings.fit_to_tensors. Compares embedding, LM head and the first layer, and that every layer
+    info: see fit_to_tensors. Compares embedding, LM head and the first layer, and that every layer
     exists. Other tensors are compared when they are loaded. Takes about a millisecond.
     """
     check_tensor_sizes(read_tensors(files), info)
@@ -175,3 +183,44 @@ def _are_counts(value: object) -> TypeGuard[list[int]]:
     if not isinstance(value, list) or len(value) > 8:
         return False
     return all(type(each) is int and 0 <= each < 1 << 63 for each in value)
+
+
+def fit_to_tensors(
+    info: ModelInfo, files: Sequence[Path], on_phase: Callable[[str], None] = lambda _: None
+) -> ModelInfo:
+    """`info` of config.json, with what the tensors in `files` decide: whether and from which of them the embeddings are
+    tied.
+
+    on_phase: called before a comparison that may read both matrices. Raises CheckpointError if a header is malformed
+    or the tensors do not have the sizes in config.json (see check_weight_sizes).
+    """
+    tensors = read_tensors(files)
+    embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
+    if info.tie_embeddings and head is not None:
+        if embedding is None:
+            info = replace(info, embedding_tensor=HEAD)
+        else:
+            on_phase(f"comparing {HEAD} with the embedding")
+            if not are_equal(embedding, head):
+                logger.warning("%s differs from the embedding and is used, although tie_word_embeddings is true", HEAD)
+                info = replace(info, tie_embeddings=False)
+    check_tensor_sizes(tensors, info)
+    if buffers := [name for name in tensors if is_old_buffer(name)]:
+        logger.warning("buffers of an old checkpoint are passed over: %d, such as %s", len(buffers), buffers[0])
+    return info
+
+
+def are_equal(first: StoredTensor, second: StoredTensor) -> bool:
+    """Whether both have the same shape, dtype and bytes. Reads both up to the first difference."""
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    with first.file.open("rb") as first_file, second.file.open("rb") as second_file:
+        first_file.seek(first.begin)
+        second_file.seek(second.begin)
+        left = first.end - first.begin
+        while left > 0:
+            chunk = first_file.read(min(left, _CHUNK_BYTES))
+            if chunk != second_file.read(min(left, _CHUNK_BYTES)) or not chunk:
+                return False
+            left -= len(chunk)
+    return True

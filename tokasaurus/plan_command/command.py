@@ -10,9 +10,9 @@ from rich.table import Table
 
 from tokasaurus.checkpoint import CheckpointError, ModelInfo, fit_to_tensors, read_model_info, weight_files
 from tokasaurus.checkpoint.cache import expand_home
-from tokasaurus.checkpoint.hub import download_files, is_repo_id
 from tokasaurus.checkpoint.info import read_config
 from tokasaurus.checkpoint.json_files import Fields
+from tokasaurus.checkpoint.resolve import download_files, is_repo_id
 from tokasaurus.checkpoint.weight_files import weight_file_names
 from tokasaurus.messages.status import UserError
 from tokasaurus.model.worker.kv_memory import show_size

@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers.damage import DAMAGE
 from tests.model.helpers.steps import CPU
-from tokasaurus.checkpoint.checksums import write_checksums
+from tokasaurus.checkpoint.cache import write_checksums
 from tokasaurus.messages.status import UserError
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.checkpoint.errors import CheckpointError
+from tokasaurus.checkpoint.json_files import CheckpointError
 
 Metadata = Mapping[str, Any]
 

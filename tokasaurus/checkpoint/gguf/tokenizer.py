@@ -11,9 +11,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from tokasaurus.checkpoint.errors import CheckpointError
 from tokasaurus.checkpoint.gguf.config import CONTROL_TOKEN
-from tokasaurus.checkpoint.json_files import write_json
+from tokasaurus.checkpoint.json_files import CheckpointError, write_json
 
 Metadata = Mapping[str, Any]
 

@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokasaurus.checkpoint import CheckpointError, cache_directory
-from tokasaurus.checkpoint.cache import build_once, is_intact, log_damage
-from tokasaurus.checkpoint.checksums import is_intact_file, write_checksums
+from tokasaurus.checkpoint.cache import build_once, is_intact, is_intact_file, log_damage, write_checksums
 from tokasaurus.messages.status import FlagRefused
 from tokasaurus.monitoring.cores import available_cores
 
