@@ -64,7 +64,7 @@ test-neon: .venv/installed-dev  ## NEON kernels in an emulator: minutes
 
 # More cases of what `make test` checks on fewer: larger models, combinations of replicas, stages and ranks. 20 minutes
 test-long: .venv/installed-dev  ## More cases of what `make test` checks on fewer: 20 minutes
-	$(BIN)/python -m pytest -m long $(LONG_LIMITS)
+	TOKA_NIGHTLY=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "(long or hypothesis) and not neon" $(LONG_LIMITS)
 
 # Our backend over the Python wrappers and the planners of both versions: 80 MB to fetch
 test-flashinfer: flashinfer-packages  ## FlashInfer's calls against the source of two versions

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.batch_command.helpers.request_lines import request_line
+from tests.helpers.examples import seeds
 from tokasaurus.batch_command.errors import CommandError
 from tokasaurus.batch_command.outcome import Outcome
 from tokasaurus.batch_command.results import OutputFile, merge_results
@@ -34,7 +35,7 @@ def test_line_ends_that_another_server_has_left_in_are_escaped(tmp_path: Path) -
     assert json.loads(written) == json.loads(line)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_any_order_in_any_file_becomes_the_order_of_the_input(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     asked = [f"é{chance.getrandbits(40)}" for _ in range(chance.randint(1, 200))]

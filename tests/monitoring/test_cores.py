@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 
+from tests.helpers.examples import seeds
 from tokasaurus.monitoring.cores import available_cores, cgroup_cores
 
 OLD = "cpu.cfs_quota_us"
@@ -62,7 +63,7 @@ def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_nested_quotas_equal_a_search_of_every_level(seed: int, version: int, tmp_path: Path) -> None:
     random = Random(seed)
     names = [f"g{level}" for level in range(random.randrange(6))]

@@ -4,9 +4,10 @@ import itertools
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tokasaurus.monitoring import timing
 from tokasaurus.monitoring.timing import BusyFraction, SectionTimers
 
@@ -33,7 +34,7 @@ EVENTS = st.lists(st.sampled_from(NAMES) | st.none() | st.integers(0, 9), max_si
 
 
 @given(events=EVENTS)
-@settings(max_examples=500, deadline=None)
+@examples(500)
 def test_each_tick_counts_for_the_innermost_section_alone(events: list[str | int | None]) -> None:
     """Oracle: one tick after the other, each given to the section that is innermost at that time."""
     clock = Clock()
@@ -115,7 +116,7 @@ def second_before(ticks: list[bool], now: int) -> Fraction:
     start_second=st.integers(1, 10**6),
     reads=st.sets(st.integers(0, 400)),
 )
-@settings(max_examples=1000, deadline=None)
+@examples(1000)
 def test_read_returns_the_fraction_of_the_last_completed_second(
     lengths: list[int], start_second: int, reads: set[int]
 ) -> None:
@@ -135,7 +136,7 @@ def test_read_returns_the_fraction_of_the_last_completed_second(
 
 
 @given(lengths=st.lists(st.integers(0, 30), max_size=12), start_second=st.integers(1, 10**6))
-@settings(max_examples=500, deadline=None)
+@examples(500)
 def test_reads_after_work_and_after_seconds_to_report_miss_no_change(lengths: list[int], start_second: int) -> None:
     """The last read is right at every tick; after the end of all work it is 0, and no further read is due."""
     ticks = busy_ticks(lengths)

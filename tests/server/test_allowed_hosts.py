@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from tests.helpers.examples import seeds
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.helpers.raw_http import ask
@@ -95,7 +96,7 @@ def test_addresses_in_the_short_forms_of_resolvers_are_served(address: str, port
     assert socket.getaddrinfo(number, 80, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_every_address_is_one_in_all_spellings(seed: int) -> None:
     random = Random(seed)
     for _ in range(50):

@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 
+from tests.helpers.examples import examples
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS
 from tests.server.helpers.live_server import LiveServer
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
@@ -91,7 +92,7 @@ def test_every_response_conforms_to_the_page_and_none_is_a_server_error(
     operation = page[path][method]
 
     @given(case=operation.as_strategy(generation_mode=mode))
-    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    @examples(30, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
     def ask(case: Any) -> None:
         model = case.body.get("model") if isinstance(case.body, dict) else None
         if isinstance(model, str) and len(model) != 1:

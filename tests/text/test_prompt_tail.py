@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as BaseTokenizer
 from tokenizers import decoders
 
+from tests.helpers.examples import examples
 from tests.helpers.small_tokenizer import IM_END, LLAMA_2_DECODER, save_llama_2_tokenizer, save_small_tokenizer
 from tokasaurus.text.detokenizer import make_detokenizer
 from tokasaurus.text.prompt_tail import NO_TAIL, PROMPT_TAIL_TOKENS
@@ -87,10 +88,10 @@ def check(tokenizer: Tokenizer, prompt: list[int], completion: list[int], cuts: 
 
 
 CUTS = st.lists(st.integers(0, 4), max_size=6)
-LENGTHS = {"max_size": 9}
+LENGTHS = {"max_size": 12}
 
 
-@settings(max_examples=300)
+@examples(10_000, 60)
 @given(st.lists(BYTE_LEVEL_IDS, **LENGTHS), st.lists(BYTE_LEVEL_IDS, **LENGTHS), CUTS)
 @example([97, 0xE2, IM_END, 0x82], [NO_TOKEN, 0xAC, 266], [1, 1])
 @example([0xE2, 0x82], [], [])
@@ -105,7 +106,7 @@ def test_byte_level_text_is_what_the_ids_add_to_the_prompt(
 E2, X82, XAC, NEWLINE = (WORDS.index(f"<0x{byte:02X}>") for byte in (0xE2, 0x82, 0xAC, 0x0A))
 
 
-@settings(max_examples=300)
+@examples(10_000, 60)
 @given(st.lists(SENTENCEPIECE_IDS, **LENGTHS), st.lists(SENTENCEPIECE_IDS, **LENGTHS), CUTS)
 @example([1], [1], [1])
 @example([], [1, 1], [1])
@@ -116,24 +117,6 @@ E2, X82, XAC, NEWLINE = (WORDS.index(f"<0x{byte:02X}>") for byte in (0xE2, 0x82,
 @example([1, NEWLINE, E2, X82], [2], [1])
 @example([E2, X82, XAC, E2], [2, X82], [1])
 def test_sentencepiece_text_is_what_the_ids_add_to_the_prompt(
-    sentencepiece: Tokenizer, prompt: list[int], completion: list[int], cuts: list[int]
-) -> None:
-    check(sentencepiece, prompt, completion, cuts)
-
-
-@pytest.mark.long
-@settings(max_examples=10_000)
-@given(st.lists(BYTE_LEVEL_IDS, max_size=20), st.lists(BYTE_LEVEL_IDS, max_size=20), CUTS)
-def test_byte_level_text_is_what_many_ids_add_to_the_prompt(
-    byte_level: Tokenizer, prompt: list[int], completion: list[int], cuts: list[int]
-) -> None:
-    check(byte_level, prompt, completion, cuts)
-
-
-@pytest.mark.long
-@settings(max_examples=10_000)
-@given(st.lists(SENTENCEPIECE_IDS, max_size=20), st.lists(SENTENCEPIECE_IDS, max_size=20), CUTS)
-def test_sentencepiece_text_is_what_many_ids_add_to_the_prompt(
     sentencepiece: Tokenizer, prompt: list[int], completion: list[int], cuts: list[int]
 ) -> None:
     check(sentencepiece, prompt, completion, cuts)

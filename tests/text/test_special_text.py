@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as BaseTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tests.helpers.examples import examples
 from tests.helpers.small_tokenizer import IM_END, IM_START, save_small_tokenizer
 from tests.helpers.trained_tokenizers import byte_level, sentencepiece, unigram
 from tokasaurus.text.special_text import SpecialText
@@ -45,7 +46,7 @@ def conversation(*contents: str) -> list[dict[str, str]]:
 
 
 @given(contents=st.lists(CONTENTS, min_size=1, max_size=3))
-@settings(deadline=None)
+@examples(100)
 def test_no_content_makes_a_special_token(tokenizer: Tokenizer, contents: list[str]) -> None:
     messages = conversation(*contents)
     ids = tokenizer.encode_chat(messages)
@@ -54,7 +55,7 @@ def test_no_content_makes_a_special_token(tokenizer: Tokenizer, contents: list[s
 
 
 @given(contents=st.lists(CONTENTS.filter(str.strip), min_size=1, max_size=3))
-@settings(deadline=None)
+@examples(100)
 def test_ids_equal_transformers(tokenizer: Tokenizer, reference: PreTrainedTokenizerBase, contents: list[str]) -> None:
     messages = conversation(*contents)
     expected = reference.apply_chat_template(

@@ -3,9 +3,10 @@
 import time
 
 import numpy as np
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tokasaurus.text.stop_strings import (
     StopMatcher,
     StopScanner,
@@ -28,7 +29,7 @@ def decode(token_ids: list[int]) -> str:
     return b"".join(TOKENS[token_id] for token_id in token_ids).decode(errors="replace")
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(TEXTS, STOPS, st.just(0) | st.integers(0, 12))
 def test_first_stop_is_the_one_seen_first_when_text_grows_by_characters(
     text: str, stops: list[str], num_exempt: int
@@ -43,7 +44,7 @@ def test_first_stop_is_the_one_seen_first_when_text_grows_by_characters(
     assert find_first_stop(text, stops, num_exempt) == expected
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(TEXTS, STOPS)
 @example("aa", ["aab"])
 def test_buffered_text_is_exactly_the_tail_that_may_become_a_stop(text: str, stops: list[str]) -> None:
@@ -58,7 +59,7 @@ def test_buffered_text_is_exactly_the_tail_that_may_become_a_stop(text: str, sto
     assert buffered_length(text, stops) == (len(text) - min(starts) if starts else 0)
 
 
-@settings(max_examples=1000)
+@examples(1000)
 @given(st.lists(st.text("aab", max_size=6), max_size=8), st.lists(st.text("aab", min_size=1, max_size=7), max_size=3))
 @example(["aa", "aab"], ["aaab"])
 @example(["abaaba", "b"], ["abaabab", "ab"])
@@ -79,7 +80,7 @@ def test_scanner_returns_what_a_search_of_the_whole_text_would(parts: list[str],
         assert returned == text[: len(text) - (0 if is_last else buffered_length(text, stops))]
 
 
-@settings(max_examples=1000)
+@examples(1000)
 @given(
     st.lists(st.text("aab", max_size=6), max_size=8),
     st.lists(st.text("aab", min_size=1, max_size=7), max_size=3),
@@ -110,7 +111,7 @@ def test_time_of_the_scanner_is_linear_in_the_new_text() -> None:
     assert time.thread_time() - started < 5
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(TOKEN_IDS, STOPS, st.integers(0, 20), st.integers(0, 3))
 @example([0, SPECIAL_ID, SPECIAL_ID, SPECIAL_ID, 1], ["ab"], 4, 0)
 def test_matcher_finds_the_token_at_which_the_whole_text_first_contains_a_stop(
@@ -124,7 +125,7 @@ def test_matcher_finds_the_token_at_which_the_whole_text_first_contains_a_stop(
     assert matcher.first_completion(token_ids, num_checked) == (expected if num_checked < len(token_ids) else None)
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(TOKEN_IDS, STOPS, st.integers(0, 20), st.integers(0, 12), st.integers(0, 3))
 @example([0, 1, 0, 1], ["ab"], 0, 2, 0)
 @example([0, 1, 1], ["bb"], 0, 2, 0)
@@ -148,7 +149,7 @@ def test_matcher_ignores_stops_within_the_text_of_exempt_tokens(
     assert found == (expected if num_checked < len(token_ids) else None)
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(TOKEN_IDS, STOPS)
 def test_checks_after_every_token_stop_where_one_late_check_stops(token_ids: list[int], stops: list[str]) -> None:
     matcher = StopMatcher(decode, stops, {SPECIAL_ID})
@@ -173,7 +174,7 @@ def test_lookback_counts_bytes_and_grows_with_the_longest_stop() -> None:
     assert lookback_tokens(["ab", "ééé"], minimum=5) == 7
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(st.lists(st.sampled_from([0, 1, 3, 4]), min_size=1, max_size=12), STOPS.filter(bool))
 def test_lookback_reaches_every_stop_even_at_one_byte_a_token(token_ids: list[int], stops: list[str]) -> None:
     text = decode(token_ids)
@@ -186,7 +187,7 @@ def test_lookback_reaches_every_stop_even_at_one_byte_a_token(token_ids: list[in
 TOKEN_TEXTS = [decode([token_id]) for token_id in range(len(TOKENS))]
 
 
-@settings(max_examples=1000)
+@examples(1000)
 @given(TOKEN_IDS, st.lists(st.text("ab é😀\ufffd", min_size=1, max_size=3), min_size=1, max_size=3))
 @example([0, 3, 4], ["é"])
 @example([7, 8], ["😀b"])

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as BaseTokenizer
 
+from tests.helpers.examples import examples
 from tokasaurus.text.token_bounds import TokenBounds
 from tokasaurus.text.token_bytes import BYTE_OF_CHARACTER
 
@@ -64,7 +65,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 @given(text=st.lists(st.sampled_from(WORDS) | st.text(max_size=3), max_size=30).map("".join) | st.text())
-@settings(deadline=None)
+@examples(100)
 def test_no_text_has_fewer_tokens_than_the_bound(case: Case, text: str) -> None:
     assert case.bounds.fewest_tokens(text) <= len(case.base.encode(text).ids)
 

@@ -6,6 +6,7 @@ import pytest
 from benchmarks.results import machine_facts
 from benchmarks.throughput.client import RequestResult
 from benchmarks.throughput.report import percentile, summarize
+from tests.helpers.examples import seeds
 
 
 def random_results(seed: int, num_failed: int = 0) -> list[RequestResult]:
@@ -29,7 +30,7 @@ def test_percentile_equals_numpys(count: int) -> None:
         assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_summary_equals_totals_by_hand(seed: int) -> None:
     results = random_results(seed, num_failed=seed % 3)
     summary = summarize(results)

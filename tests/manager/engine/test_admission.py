@@ -4,9 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.manager.helpers.block_accounting import assert_each_block_has_one_owner
 from tests.manager.helpers.engine_driver import QUICK_STEP_SECONDS, EndsNext, make_options, make_quick_driver
 from tests.manager.helpers.kv_usage_replay import copy_state, replay_usage
@@ -87,7 +88,7 @@ def stop_halfway(shapes: list[Shape], options: EngineOptions, seed: int) -> tupl
     return driver.state, driver.state.queues.first_waiting(100)
 
 
-@settings(max_examples=180)
+@examples(180)
 @given(
     shapes=shapes_strategy,
     options=options_strategy,
@@ -132,7 +133,7 @@ def test_admission_does_not_evict_the_cached_prompts_of_sequences_it_admits_next
     assert driver.state.totals.preemptions == 0
 
 
-@settings(max_examples=120)
+@examples(120)
 @given(
     shapes=shapes_strategy,
     options=options_strategy,
@@ -165,7 +166,7 @@ def test_a_sequence_waits_only_if_blocks_would_run_out(shapes, options, num_ahea
     assert state.totals.preemptions == 0
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     shapes=shapes_strategy,
     options=options_strategy,
@@ -185,7 +186,7 @@ def test_a_batch_admits_as_many_sequences_as_fit_one_by_one(shapes, options, see
     assert num_fitting(candidates, 0, kv_forecast, num_blocks, page_size, batch, most) == min(sum(fits), most)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(shapes=shapes_strategy, options=options_strategy, seed=st.integers(0, 2**32))
 def test_simulated_candidates_equal_the_forecast_after_their_admission(shapes, options, seed):
     """The sum of the curves of running sequences and candidates equals the curve after the candidates' admission; it
@@ -210,7 +211,7 @@ def test_simulated_candidates_equal_the_forecast_after_their_admission(shapes, o
         assert not is_exact or simulated.tolist() == real.tolist()
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(shapes=shapes_strategy, options=options_strategy, seed=st.integers(0, 2**32))
 def test_admitted_sequences_compute_as_many_tokens_as_described(shapes, options, seed):
     """This holds even if allocating their blocks evicts cached blocks."""

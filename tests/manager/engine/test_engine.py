@@ -3,9 +3,10 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.manager.helpers.block_accounting import assert_each_block_has_one_owner, block_table
 from tests.manager.helpers.engine_driver import NEVER_LEARNS, EndsNext, EngineDriver, make_options
 from tests.manager.helpers.requests import Shape, make_request, make_requests, sequence_keys
@@ -65,7 +66,7 @@ def check_run(
     return driver
 
 
-@settings(max_examples=250)
+@examples(250)
 @given(
     shapes=shapes_strategy,
     options=options_strategy,
@@ -79,7 +80,7 @@ def test_every_sequence_equals_its_simulation_and_leaves_no_state(shapes, option
 def test_every_sequence_equals_its_simulation_under_constant_preemption():
     num_preemptions = num_groups = 0
 
-    @settings(max_examples=250)
+    @examples(250, 60)
     @given(
         shapes=crowding_shapes_strategy,
         options=crowded_options_strategy,
@@ -93,8 +94,8 @@ def test_every_sequence_equals_its_simulation_under_constant_preemption():
         num_groups += sum(map(len, driver.worker.grouped))
 
     check()
-    assert num_preemptions > 500
-    assert num_groups > 500
+    assert num_preemptions > 50
+    assert num_groups > 50
 
 
 def prefills_shared_blocks(driver: EngineDriver, sequence: Sequence) -> bool:

@@ -3,9 +3,10 @@
 import random
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.manager.helpers.engine_driver import EndsNext, EngineDriver, make_options
 from tests.manager.helpers.fake_grammars import BY_GRAMMAR, TOKEN_BYTES
 from tests.manager.helpers.grammar_requests import ANYTHING, MANY_STATES, VOCABULARY, grammar_request, make_driver
@@ -38,7 +39,7 @@ def test_every_sequence_equals_its_simulation_and_follows_its_grammar(monkeypatc
         grammar_matcher.MatcherThreads, "_try", lambda *_: duration_rng.random() * 2 * grammar_matcher.SLOW_SECONDS
     )
 
-    @settings(max_examples=100)
+    @examples(100, 50)
     @given(
         shapes=shapes_strategy,
         options=crowded_options_strategy,
@@ -80,8 +81,8 @@ def test_every_sequence_equals_its_simulation_and_follows_its_grammar(monkeypatc
         num_preemptions += driver.state.totals.preemptions
 
     check()
-    assert num_preemptions > 0  # 17 to 235 in a few runs: the examples are random
-    assert num_texts > 20
+    assert num_preemptions > 0
+    assert num_texts > 5
 
 
 def test_sequences_without_grammars_run_more_steps_ahead_than_those_with_grammars():

@@ -1,9 +1,10 @@
 """Tests the KV forecast of the running sequences against the engine itself, run step by step until all have ended."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.manager.helpers.engine_driver import make_options, make_quick_driver
 from tests.manager.helpers.kv_usage_replay import replay_usage
 from tests.manager.helpers.requests import make_requests
@@ -18,7 +19,7 @@ shapes_strategy = st.lists(
 )
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     shapes=shapes_strategy,
     seed=st.integers(0, 2**32),

@@ -5,9 +5,10 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.manager.helpers.engine_driver import EngineDriver, make_options
 from tests.manager.helpers.requests import Shape, make_requests
 from tokasaurus.manager.engine.length_updates import background_progress, forecast_is_old, note_ends, update_forecast
@@ -41,7 +42,7 @@ def test_a_forecast_is_old_once_a_64th_of_the_remembered_ends_is_new(ends, initi
             assert not forecast_is_old(state)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     seed=st.integers(0, 2**32),
     buffer_size=st.sampled_from([4, 100]),

@@ -1,9 +1,10 @@
 """Tests which blocks sequences find in the prefix tree, against a list of all cached texts."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.manager.helpers.block_accounting import assert_each_block_has_one_owner
 from tests.manager.helpers.engine_driver import EngineDriver, make_options
 from tests.manager.helpers.requests import Shape, make_requests
@@ -42,7 +43,7 @@ class Texts:
         self.texts.append((request.cache_salt, [*request.prompt_ids.tolist(), *completion]))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(shapes=shapes_strategy, max_tokens=st.integers(1, 40))
 def test_a_request_reuses_all_earlier_prompts_and_completions(shapes, max_tokens):
     """Requests come one after the other; nothing is ever evicted."""
@@ -62,7 +63,7 @@ def test_a_request_reuses_all_earlier_prompts_and_completions(shapes, max_tokens
     assert_equals_simulation(driver.deltas, requests)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(shapes=shapes_strategy, max_tokens=st.integers(24, 40))
 def test_simultaneous_requests_share_blocks_that_are_not_computed_yet(shapes, max_tokens):
     """Requests arrive at once; of the sequences that share a block, the first one computes it."""

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.manager.helpers.engine_driver import EndsNext, EngineDriver, make_options
 from tests.manager.helpers.requests import make_request, make_requests, sequence_keys, streamed
 from tests.manager.helpers.simulation import assert_equals_simulation, decode_text, join, simulate
@@ -130,7 +131,7 @@ SHAPES = random_shape(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(st.tuples(SHAPES, st.booleans()), min_size=1, max_size=8),
     st.sampled_from(["always", "deferred"]),

@@ -5,9 +5,10 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.manager.helpers.engine_driver import EndsNext, make_options
 from tests.manager.helpers.requests import make_request, make_requests
 from tests.manager.helpers.simulation import assert_equals_simulation, simulate
@@ -35,7 +36,7 @@ def run_and_check(shapes, options: EngineOptions, seed: int, cancel_share: float
     return driver
 
 
-@settings(max_examples=120)
+@examples(120)
 @given(
     shapes=shapes_strategy,
     options=options_strategy,
@@ -49,7 +50,7 @@ def test_token_counts_equal_what_the_worker_was_sent(shapes, options, seed, canc
 def test_token_counts_equal_what_the_worker_was_sent_under_constant_preemption():
     sums = TokenCounts()
 
-    @settings(max_examples=200)
+    @examples(200, 60)
     @given(
         shapes=crowding_shapes_strategy,
         options=crowded_options_strategy,
@@ -62,7 +63,7 @@ def test_token_counts_equal_what_the_worker_was_sent_under_constant_preemption()
         sums = total([sums, driver.state.totals.tokens])
 
     check()
-    assert min(asdict(sums).values()) > 1000
+    assert min(asdict(sums).values()) > 100
 
 
 def test_samples_of_one_prompt_read_and_share_the_blocks_the_first_sample_computed():

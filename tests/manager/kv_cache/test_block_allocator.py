@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples, seeds
 from tokasaurus.manager.kv_cache.block_allocator import BlockAllocator
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
 
@@ -112,7 +113,7 @@ class Pool:
 ACTIONS = ("start", "start", "start", "share", "share", "finish", "cancel")
 
 
-@settings(max_examples=700)
+@examples(700)
 @given(
     num_blocks=st.integers(1, 25),
     actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 9999)), min_size=20, max_size=40),
@@ -164,7 +165,7 @@ def test_allocating_too_much_or_freeing_twice_fails_an_assertion():
         allocator.free(allocated[[1, 1]])
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_evicting_for_several_allocations_takes_the_same_blocks(seed):
     """Two equal allocators with cached and free blocks; only one evicts for all allocations at once."""
     rng = random.Random(seed)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tokasaurus.manager.kv_cache.prefix_tree import MIN_SIZE, NodeArrays, PrefixMatch, PrefixNode, PrefixTree
 
 PAGE = 2
@@ -210,7 +211,7 @@ def apply(both: TreeAndTrie, operation: str, choice: int) -> None:
                 both.trim(user)
 
 
-@settings(max_examples=600)
+@examples(600)
 @given(operations=st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 9999)), min_size=25, max_size=50))
 def test_every_operation_agrees_with_a_trie_of_single_blocks(operations):
     both = TreeAndTrie()
@@ -227,7 +228,7 @@ def test_every_operation_agrees_with_a_trie_of_single_blocks(operations):
     assert not both.tree.root.children
 
 
-@settings(max_examples=600)
+@examples(600)
 @given(
     prompts=st.lists(st.tuples(st.sampled_from(SALTS), st.lists(st.integers(0, 1), max_size=14)), max_size=8),
     asked=st.tuples(st.sampled_from(SALTS), st.lists(st.integers(0, 1), max_size=14)),
@@ -317,7 +318,7 @@ def assert_holds(arrays: NodeArrays, expected: dict[int, tuple[int, int, int]]) 
     assert len(arrays.parents) == len(arrays.end_blocks) == len(arrays.num_sequences)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(seed=st.integers(0, 2**32), sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=5))
 def test_nodes_keep_their_entries_while_the_arrays_grow_and_shrink(seed, sizes):
     rng = np.random.default_rng(seed)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.manager.helpers.engine_driver import NEVER_LEARNS, EndsNext, EngineDriver, make_options
 from tests.manager.helpers.fake_grammars import VOCAB_SIZE
 from tests.manager.helpers.requests import Shape, make_request, make_requests, sequence_keys, streamed
@@ -48,7 +49,7 @@ crowding_shapes_strategy = st.lists(
 def test_prompt_logprobs_are_right_under_preemption_cancelling_and_streaming():
     num_preempted = num_preempted_in_prefill = 0
 
-    @settings(max_examples=120, deadline=None)
+    @examples(120, 60)
     @given(
         shapes=crowding_shapes_strategy,
         num_blocks=st.integers(14, 24),
@@ -99,8 +100,8 @@ def test_prompt_logprobs_are_right_under_preemption_cancelling_and_streaming():
                 num_preempted_in_prefill += sum(end <= len(request.prompt_ids) for end in ends_of_preempted_runs)
 
     check()
-    assert num_preempted > 20
-    assert num_preempted_in_prefill > 3
+    assert num_preempted > 10
+    assert num_preempted_in_prefill > 0
 
 
 class Texts:
@@ -127,7 +128,7 @@ class Texts:
         return max(0, most - 1)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     shapes=st.lists(
         random_shape(

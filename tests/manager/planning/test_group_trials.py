@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from tests.helpers.examples import seeds
 from tokasaurus.manager.planning.group_trials import FIRST_INTERVAL, MAX_INTERVAL, GroupTrial, GroupTrials
 
 
@@ -86,7 +87,7 @@ def test_few_disturbed_trials_change_nothing(num_before: int, num_disturbed: int
 
 
 @pytest.mark.parametrize("ratio", [0.4, 0.7, 1.4, 3.0])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_a_busy_machine_makes_the_same_choice_at_each_start(ratio: float, seed: int) -> None:
     trials, _, _ = serve(Device(1.0, seed, noise=0.15, spikes=0.05), [ratio], 10_000)
     assert (ratio > trials.scale) == (ratio > 1.0)

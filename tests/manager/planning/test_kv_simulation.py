@@ -3,9 +3,10 @@
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tokasaurus.manager.planning.kv_simulation import (
     SequenceLoads,
     SharedLoads,
@@ -60,7 +61,7 @@ def replay(sequences: Sequences, runs: SharedRuns, page_size: int, release_delay
     return usage
 
 
-@settings(max_examples=600)
+@examples(600)
 @given(SEQUENCES, SHARED, PAGE_SIZES, st.integers(0, 9))
 def test_usage_equals_a_replay_of_every_step(sequences, runs, page_size, release_delay):
     expected = replay(sequences, runs, page_size, release_delay)
@@ -73,7 +74,7 @@ def test_usage_equals_a_replay_of_every_step(sequences, runs, page_size, release
     assert curve.at(np.array([10**6, 0], np.int64)).tolist() == [0, expected[0]]
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(SEQUENCES, SHARED, PAGE_SIZES, st.integers(0, 9))
 def test_breakpoints_increase_and_include_every_step_before_usage_falls(sequences, runs, page_size, release_delay):
     expected = replay(sequences, runs, page_size, release_delay)
@@ -85,7 +86,7 @@ def test_breakpoints_increase_and_include_every_step_before_usage_falls(sequence
     assert falls <= set(steps)
 
 
-@settings(max_examples=600)
+@examples(600)
 @given(SEQUENCES, SEQUENCES, SHARED, SHARED, PAGE_SIZES, st.integers(0, 9))
 def test_two_curves_fit_together_exactly_if_the_peak_of_their_sum_fits(
     base, extra, base_runs, extra_runs, page_size, release_delay

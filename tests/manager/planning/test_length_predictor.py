@@ -5,9 +5,10 @@ from math import ceil, exp, log, sqrt
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.manager.helpers.length_oracle import (
     Batch,
     LengthOracle,
@@ -43,7 +44,7 @@ def mean_expected(forecast: Forecast, num_generated: int, max_new_tokens: int) -
     return float(expected_by_rank(forecast, num_generated, max_new_tokens).mean())
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(
     situation=situations(),
     scale=st.sampled_from([0.0, 0.25, 1.0]),
@@ -67,7 +68,7 @@ def test_expected_length_equals_a_count_of_every_token_and_length(
         assert min(shortest, most) <= value <= min(longest, most), (have, most, share)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(situation=situations(), have=st.integers(0, 30), room=st.integers(1, 60), first_rank=st.integers(0, 2**31))
 def test_expected_lengths_of_many_sequences_follow_the_survival_curve(
     situation: Situation, have: int, room: int, first_rank: int
@@ -83,7 +84,7 @@ def test_expected_lengths_of_many_sequences_follow_the_survival_curve(
     assert found.mean() - have == pytest.approx(oracle.mean(have + room) - have, rel=0.005, abs=0.1)
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(first=st.integers(0, 2**40), num=st.integers(1, 5000), share=st.floats(0, 1))
 def test_consecutive_ranks_get_evenly_spread_shares(first: int, num: int, share: float) -> None:
     shares = outlasting_shares(np.arange(first, first + num))
@@ -92,7 +93,7 @@ def test_consecutive_ranks_get_evenly_spread_shares(first: int, num: int, share:
     assert (shares <= share).sum() == pytest.approx(num * share, abs=4)
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(gaps=batches, buffer_size=st.integers(1, 12))
 def test_the_last_ends_are_kept_and_window_start_is_the_step_of_the_last_forgotten_one(
     gaps: list[tuple[int, list[tuple[int, bool]]]], buffer_size: int

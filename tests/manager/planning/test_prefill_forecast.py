@@ -1,9 +1,10 @@
 """Tests the step in which each prefill ends against a scheduler that runs every step."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tokasaurus.manager.planning.kv_simulation import SequenceLoads
 from tokasaurus.manager.planning.prefill_forecast import count_decoding, forecast_prefill
 
@@ -46,7 +47,7 @@ def run_every_step(decoding: Decoding, prompts: Prompts, max_tokens: int, prefil
     return [done[index] for index in range(len(prompts))]
 
 
-@settings(max_examples=600)
+@examples(600)
 @given(DECODING, PROMPTS, st.integers(1, 40), st.none() | st.integers(1, 20))
 def test_prefill_ends_in_the_same_step_as_in_a_step_by_step_scheduler(decoding, prompts, max_tokens, prefill_rate):
     forecast = forecast_prefill(*as_arrays(prompts), count_decoding(make_loads(decoding)), max_tokens, prefill_rate)
@@ -54,7 +55,7 @@ def test_prefill_ends_in_the_same_step_as_in_a_step_by_step_scheduler(decoding, 
     assert forecast.start_steps.tolist() == run_every_step(decoding, prompts, max_tokens, prefill_rate)
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(DECODING, st.lists(PROMPTS, min_size=2, max_size=4), st.integers(1, 40), st.none() | st.integers(1, 20))
 def test_an_extended_forecast_equals_one_made_for_all_prompts(decoding, batches, max_tokens, prefill_rate):
     every = run_every_step(decoding, [prompt for batch in batches for prompt in batch], max_tokens, prefill_rate)
@@ -70,7 +71,7 @@ def test_an_extended_forecast_equals_one_made_for_all_prompts(decoding, batches,
     assert continued == every
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(DECODING)
 def test_decode_counts_equal_a_count_in_every_step(decoding):
     counts = count_decoding(make_loads(decoding))

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples, seeds
 from tokasaurus.manager.planning.prefix_groups import group_by_prefix, saved_by_step
 from tokasaurus.messages.status import KV_READS, HydragenCosts
 
@@ -116,7 +117,7 @@ def cases(draw: st.DrawFn) -> tuple[Tree, list[int], HydragenCosts]:
     return tree, decoding, costs
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(1000)
 @given(cases(), st.integers(1, 6))
 def test_groups_save_as_much_as_the_best_of_all_assignments(
     case: tuple[Tree, list[int], HydragenCosts], min_blocks: int
@@ -127,7 +128,7 @@ def test_groups_save_as_much_as_the_best_of_all_assignments(
     assert saved_tokens(tree, groups, costs) == pytest.approx(best, abs=1e-6)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(cases(), st.sampled_from([0.0, 1.0, 10.0, 40.0, 100.0]))
 def test_groups_that_repay_their_step_make_it_as_short_as_any_assignment_can(
     case: tuple[Tree, list[int], HydragenCosts], per_step: float
@@ -180,7 +181,7 @@ def most_saved_by_any_nodes(tree: Tree, costs: HydragenCosts) -> float:
     )
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", seeds(150))
 def test_groups_of_larger_trees_save_as_much_as_the_best_set_of_nodes(seed: int) -> None:
     """Trees where groups of a question, of a chapter and of all compete."""
     rng = random.Random(seed)
@@ -195,7 +196,7 @@ def test_groups_of_larger_trees_save_as_much_as_the_best_set_of_nodes(seed: int)
     assert saved_tokens(tree, groups, costs) == pytest.approx(most_saved_by_any_nodes(tree, costs), abs=1e-6)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(cases(), st.integers(3, 5), st.integers(1, 6))
 def test_with_a_minimum_size_groups_are_large_enough_and_none_loses(
     case: tuple[Tree, list[int], HydragenCosts], min_size: int, min_blocks: int

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tokasaurus.manager.planning.kv_simulation import SequenceLoads, SharedBlocks, find_shared_blocks, simulate_kv
 
 Block = tuple[int, int]
@@ -68,7 +69,7 @@ def trees(draw: st.DrawFn) -> Tree:
     return Tree(shuffled, lengths, [node for node, _ in sequences], [end for _, end in sequences])
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(trees())
 def test_shared_blocks_equal_the_blocks_on_at_least_two_paths(tree):
     paths = [set(tree.blocks_of(number)) for number in range(len(tree.node_of_sequence))]
@@ -88,7 +89,7 @@ def test_shared_blocks_equal_the_blocks_on_at_least_two_paths(tree):
     assert shared.loads.last_steps.tolist() == [last_steps[node] for node in nodes]
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(trees(), st.sampled_from([1, 4, 7, 16]), st.integers(0, 5), st.data())
 def test_own_plus_shared_blocks_equal_a_count_of_distinct_blocks(tree, page_size, release_delay, data):
     """Each sequence uses the blocks of its path, followed by blocks of its own that it fills by decoding."""

@@ -5,9 +5,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.manager.helpers.block_accounting import assert_each_block_has_one_owner, block_table
 from tests.manager.helpers.engine_driver import NEVER_LEARNS, EndsNext, EngineDriver, make_options
 from tests.manager.helpers.requests import Shape, make_request, make_requests
@@ -32,7 +33,7 @@ def expected_victims(costs: list[tuple[int, int, int]], num_short: int) -> list[
     return sorted(victims, key=lambda index: -costs[index][2])
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(
     costs=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), max_size=10),
     order=st.permutations(range(10)),
@@ -71,7 +72,7 @@ def expected_num_short(driver: EngineDriver) -> int:
 def test_the_cheapest_sequences_are_preempted_and_then_wait_first_in_line():
     num_checked = 0
 
-    @settings(max_examples=120)
+    @examples(120, 40)
     @given(seed=st.integers(0, 2**32))
     def check(seed):
         nonlocal num_checked

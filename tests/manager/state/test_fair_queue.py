@@ -5,9 +5,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.manager.helpers.requests import make_request
 from tokasaurus.manager.state import sequence_queues
 from tokasaurus.manager.state.sequence import Phase, Samples, Sequence, make_prompt
@@ -211,7 +212,7 @@ operation_strategy = st.tuples(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.lists(operation_strategy, max_size=60), st.sampled_from([1, 8, 256]), st.sampled_from([1, 5, 64]))
 def test_sequences_are_seen_and_taken_in_the_order_of_the_oracle(operations, per_priority, per_background) -> None:
     """Clients, priorities, samples, cancellation, preemption, grammars and the background class, all together."""

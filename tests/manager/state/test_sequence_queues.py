@@ -1,9 +1,10 @@
 """Tests the queues against plain lists."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.manager.helpers.requests import make_request
 from tokasaurus.manager.state.sequence import Phase, Sequence, make_prompt
 from tokasaurus.manager.state.sequence_queues import SequenceQueues
@@ -24,7 +25,7 @@ def make_sequence(number: int) -> Sequence:
     return Sequence(request, 0, make_prompt(request.prompt_ids), b"", None)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(operations_strategy)
 def test_queues_behave_like_plain_lists(operations):
     slots = SlotArrays(NUM_SLOTS, 4)

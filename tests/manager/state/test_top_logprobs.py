@@ -3,9 +3,10 @@
 import dataclasses
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.manager.helpers.engine_driver import EndsNext, EngineDriver, make_options
 from tests.manager.helpers.requests import make_request, make_requests
 from tests.manager.helpers.simulation import most_likely, simulate
@@ -28,7 +29,7 @@ def joined_top_logprobs(deltas: list[SequenceDelta]) -> TopLogprobs | None:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(st.tuples(SHAPES, st.booleans(), st.integers(0, 5)), min_size=1, max_size=8),
     st.sampled_from(["always", "deferred"]),

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.model.helpers.paged_problems import CPU, Segment, attend_all, fill, make_part
 from tokasaurus.model.attention import torch_backend
 from tokasaurus.model.attention.backend import KVShape, PagedLayout
@@ -33,7 +34,7 @@ def problems(draw: st.DrawFn) -> tuple[KVShape, list[Segment], bool, int]:
 
 
 @pytest.mark.parametrize("name", ["cpu", "torch"])
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(problem=problems())
 def test_ragged_batches_equal_the_reference(name: str, problem: tuple[KVShape, list[Segment], bool, int]) -> None:
     shape, segments, causal, seed = problem

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 
+from tests.helpers.examples import examples
 from tests.helpers.tiny_model import FAMILIES, save_tiny_model
 from tests.model.attention.helpers import flashinfer_double
 from tests.model.attention.helpers.flashinfer_problems import problems
@@ -44,7 +45,7 @@ def _double_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_double_in_float32")
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(problem=problems())
 def test_ragged_batches_equal_the_reference(problem: tuple[KVShape, list[Segment], bool, int]) -> None:
     shape, segments, causal, seed = problem

@@ -7,10 +7,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.helpers.examples import examples
 from tests.model.attention.helpers import flashinfer_double
 from tests.model.helpers.row_split_cases import NAMED_CASES, Case, CaseStep, cases
 from tests.model.helpers.steps import one_thread
@@ -54,19 +55,19 @@ def check_grouped_attention(name: str, case: Case) -> None:
     assert num_read(ungrouped) - num_read(layout) == num_saved, "each prefix is read once for its group"
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(case=cases([16, 1, 5, 32]))
 def test_grouped_attention_by_the_reference_equals_ungrouped_attention(case: Case) -> None:
     check_grouped_attention("reference", case)
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(case=cases([16, 1, 5, 32]))
 def test_grouped_attention_by_torch_equals_ungrouped_attention(case: Case) -> None:
     check_grouped_attention("torch", case)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(case=cases([16, 32]))
 def test_rows_in_groups_attend_to_the_same_as_alone_by_the_kernels(case: Case) -> None:
     check_grouped_attention("cpu", case)
@@ -142,7 +143,7 @@ def attend_once(scores: Tensor, values: Tensor) -> Part:
 
 
 @pytest.mark.parametrize("name", ["torch", "kernel"])
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(
     num_rows=st.sampled_from([0, 1, 7, 300]),
     head_dim=st.sampled_from([16, 80]),

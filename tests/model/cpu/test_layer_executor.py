@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
+from tests.helpers.examples import examples
 from tests.model.helpers.layer_stage import check_stage
 from tests.model.helpers.linear_layers import DTYPES
 from tests.model.helpers.row_split_cases import NAMED_CASES, Case, Group, Other, cases
@@ -19,7 +20,7 @@ def test_layers_of_the_kernels_equal_torch_layers(case: Case, options: DecoderOp
     check_stage(dataclasses.replace(case, dtype=dtype), options)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(case=cases([16, 32]))
 def test_layers_of_the_kernels_equal_torch_layers_on_random_steps(case: Case) -> None:
     check_stage(case, DecoderOptions(qk_norm=True))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.examples import seeds
 from tests.model.helpers.pretend_device import DEVICE, PretendTransfers, on_host, pretended
 from tests.model.helpers.steps import int32
 from tokasaurus.messages.forward import SlotChanges, SlotOpens, TableCopies
@@ -61,7 +62,7 @@ def random_changes(open_blocks: dict[int, int], rng: random.Random) -> SlotChang
     return SlotChanges(int32(closed), opens(opened, rng), int32(appended), ids, table_copies)
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", seeds(15))
 def test_tables_and_parameters_equal_those_on_the_host(seed: int) -> None:
     rng = random.Random(seed)
     open_blocks: dict[int, int] = {}

@@ -1,8 +1,9 @@
 """Block lists built on a device, against the tables that a CPU gets."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
+from tests.helpers.examples import examples
 from tests.model.helpers.pretend_device import DEVICE, PretendTransfers, on_host, pretended
 from tests.model.helpers.row_split_cases import NAMED_CASES, Case, CaseStep, cases
 from tokasaurus.model.attention.backend import PagedLayout, PagedPart
@@ -61,7 +62,7 @@ def test_block_lists_of_named_cases(case: Case) -> None:
     check_case(case)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(case=cases([16, 1, 5, 32]))
 def test_block_lists_have_the_blocks_of_each_segment(case: Case) -> None:
     check_case(case)

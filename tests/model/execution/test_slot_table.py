@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.examples import seeds
 from tests.model.helpers.steps import int32
 from tokasaurus.messages.forward import SlotChanges, SlotOpens
 from tokasaurus.messages.generation import SAMPLING_DTYPE
@@ -27,7 +28,7 @@ def opens(slots: list[int], positions: list[int]) -> SlotOpens | None:
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_block_tables_equal_lists_kept_by_hand(seed: int) -> None:
     rng = random.Random(seed)
     table = SlotTable(SlotTableSize(num_slots=9, max_blocks=40), torch.device("cpu"))

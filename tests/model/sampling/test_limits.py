@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.model.helpers.pretend_device import on_device, on_host, pretended
 from tests.model.helpers.sampling_rows import inside_limits, make_rows, with_params
 from tokasaurus.model.sampling.rules import columns_of, has_limits, limited_rows, limits_in_use, outside_limits
@@ -25,7 +26,7 @@ def excluded(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     return outside_limits(logits, columns_of(rows.device_params), limits_in_use(rows.params))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     logits=st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=40),
     top_p=st.floats(1 / 64, 1.0, width=32),

@@ -5,9 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.model.helpers.pretend_device import on_device, on_host, pretended, with_tensors_on_device
 from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule
 from tests.model.helpers.sampling_rows import (
@@ -179,7 +180,7 @@ def test_the_kernel_skips_no_token_that_would_have_won(spread: float) -> None:
     torch.testing.assert_close(drawn, noisy_logits.amax(dim=1, keepdim=True))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     logit_tenths=st.lists(st.integers(-40, 40), min_size=1, max_size=40, unique=True),
     top_p=st.floats(1 / 64, 1.0, width=32),

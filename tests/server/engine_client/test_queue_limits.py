@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.server.helpers.client_driver import make_request
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.engine_client.client import NO_LIMITS, QueueLimits, UnfinishedWork
@@ -68,7 +69,7 @@ operation_strategy = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     st.builds(QueueLimits, limit_strategy, limit_strategy, limit_strategy), st.lists(operation_strategy, max_size=40)
 )

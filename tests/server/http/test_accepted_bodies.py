@@ -4,9 +4,10 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body
 from tests.server.helpers.live_server import LiveServer
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
@@ -133,7 +134,7 @@ CHANGES = st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES, max_size=3)
 
 
 @given(route=st.sampled_from([COMPLETIONS, CHAT]), change=CHANGES)
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(300, suppress_health_check=[HealthCheck.too_slow])
 def test_random_values_are_accepted_or_refused_naming_the_field(
     shared_server: LiveServer, route: str, change: dict[str, Any]
 ) -> None:

@@ -18,6 +18,7 @@ import psutil
 import pydantic
 import pytest
 
+from tests.helpers.examples import seeds
 from tests.helpers.random_schemas import random_schema
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body
 from tests.server.helpers.fake_engine import FakeEngine
@@ -97,7 +98,7 @@ def test_every_field_constrains_the_text(
     assert sum(finish_reason == "stop" for _, finish_reason in texts) >= 2
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_texts_for_random_schemas_pass_an_independent_validator(grammar_server: LiveServer, seed: int) -> None:
     schema = random_schema(seed)
     validator = jsonschema_rs.Draft202012Validator(schema, validate_formats=True)

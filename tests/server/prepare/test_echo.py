@@ -10,12 +10,13 @@ from typing import Any
 import openai
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from openai.types import Completion, CompletionChoice
 from tokenizers import Tokenizer as BaseTokenizer
 from tokenizers import normalizers, processors
 
+from tests.helpers.examples import examples, seeds
 from tests.helpers.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
 from tests.server.helpers.echo_entries import NEW_TOKENS, entries_of, expected_entries, say_hello
 from tests.server.helpers.fake_engine import LIMITS, FakeEngine, Reply
@@ -161,7 +162,7 @@ PARTS = ["a", "hello w", "é", "€uro", "😀", "<|im_end|>", "<|im_start|>", "
 
 
 @given(st.lists(st.sampled_from(PARTS), min_size=1, max_size=8))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_offset_of_each_token_is_where_its_text_begins(served_model: ServedModel, parts: list[str]) -> None:
     """Oracle: decode the bytes before each token, ignoring an incomplete character at the end."""
     text, tokenizer = "".join(parts), served_model.tokenizer
@@ -174,7 +175,7 @@ def test_offset_of_each_token_is_where_its_text_begins(served_model: ServedModel
     assert make_echo(text, token_ids, tokenizer, wants_offsets=False).offsets == []
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_echo_of_token_ids_is_their_text_up_to_the_last_whole_character(served_model: ServedModel, seed: int) -> None:
     rng = random.Random(seed)
     token_ids = [rng.choice([rng.randrange(VOCAB_SIZE), *"€😀".encode()]) for _ in range(20)]

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.helpers.sampling_changes import CHANGES
 from tests.helpers.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
 from tests.server.helpers.prepared_requests import chat, completion, prompts_of
@@ -58,7 +59,7 @@ def test_an_assistant_message_without_content_is_empty(served_model: ServedModel
 
 
 @given(num_prompt_tokens=st.integers(1, 120), max_tokens=st.none() | st.integers(1, 120))
-@settings(deadline=None)
+@examples(100)
 def test_completion_max_tokens_is_the_field_or_at_most_the_default(
     served_model: ServedModel, num_prompt_tokens: int, max_tokens: int | None
 ) -> None:

@@ -10,6 +10,7 @@ import orjson
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from tests.helpers.examples import seeds
 from tests.helpers.random_schemas import random_schema
 from tests.helpers.small_tokenizer import EOS_IDS, VOCAB_SIZE
 from tokasaurus.server.protocol.exact_schema import NOT_IMPLEMENTED, SchemaError, exact_schema
@@ -339,7 +340,7 @@ def test_limits_that_no_answer_reaches_change_nothing(tokenizer: LLTokenizer) ->
     assert not allows(start, '[""]')
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_ordinary_schemas_keep_their_meaning(seed: int, tokenizer: LLTokenizer) -> None:
     schema = random_schema(seed)
     assert exact_schema(schema) == schema

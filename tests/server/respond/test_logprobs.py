@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from tests.helpers.examples import seeds
 from tests.helpers.small_tokenizer import IM_END, VOCAB_SIZE
 from tokasaurus.server.respond.logprobs import TokenOffsets
 from tokasaurus.server.served_model import ServedModel
@@ -25,7 +26,7 @@ def bytes_before(token_ids: list[int], model: ServedModel) -> list[bytes]:
     return [b"".join(bytes_of_tokens[:position]) for position in range(len(bytes_of_tokens))]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_offset_is_the_number_of_complete_characters_before_the_token(served_model: ServedModel, seed: int) -> None:
     rng = random.Random(seed)
     text = "".join(rng.choice("aé€😀hello w") for _ in range(12))
@@ -35,7 +36,7 @@ def test_offset_is_the_number_of_complete_characters_before_the_token(served_mod
     assert token_offsets(ids, served_model.tokenizer) == expected
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_offsets_match_the_decoded_text_even_for_broken_utf8(served_model: ServedModel, seed: int) -> None:
     rng = random.Random(seed)
     ids = [rng.choice([rng.randrange(VOCAB_SIZE), *"€😀".encode()]) for _ in range(20)]

@@ -6,9 +6,10 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.helpers.small_tokenizer import IM_END, IM_START
 from tests.server.helpers.fake_engine import prompt_logprobs
 from tests.server.helpers.finished_sequences import finished, interleaved, make_request, parse
@@ -52,7 +53,7 @@ def assert_parallel(choice: dict[str, Any]) -> None:
     assert lists or not choice["token_ids"]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.lists(SEQUENCES, min_size=4, max_size=4),
     st.sampled_from(STOPS),
@@ -141,7 +142,7 @@ def join_chat(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return joined
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     st.lists(SEQUENCES, min_size=4, max_size=4),
     st.sampled_from(STOPS),

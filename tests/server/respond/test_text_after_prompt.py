@@ -8,6 +8,7 @@ import numpy as np
 import orjson
 import pytest
 
+from tests.helpers.examples import seeds
 from tests.helpers.small_model import make_served_model
 from tests.helpers.small_tokenizer import save_llama_2_tokenizer
 from tests.server.helpers import finished_sequences
@@ -51,7 +52,7 @@ def answer(model: ServedModel, prompt: list[int], completion: list[int], echoes:
     return choice
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_echo_and_completion_join_to_the_decoding_of_all_ids(model: ServedModel, seed: int) -> None:
     rng = random.Random(seed)
     pieces = [[1], [2], [3], [4], [5], [E2, X82, XAC], [NEWLINE], [ADDED]]  # whole characters

@@ -3,11 +3,12 @@
 import random
 
 import orjson
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat.chat_completion import Choice
 
+from tests.helpers.examples import examples
 from tests.helpers.small_tokenizer import IM_END
 from tests.server.helpers.finished_sequences import finished, interleaved, make_request, parse
 from tests.server.helpers.tool_answers import joined, without_ids
@@ -21,7 +22,7 @@ from tokasaurus.server.tools.formats import FORMATS, ToolCallFormat
 from tokasaurus.server.tools.parser import CallRules
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.sampled_from(list(FORMATS.values())),
     st.lists(st.lists(st.sampled_from(FRAGMENTS), max_size=9), min_size=2, max_size=2),

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from tests.helpers.examples import seeds
 from tests.server.helpers.finished_sequences import make_request
 from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.server.engine_client.collectors import FinishedSequence
@@ -25,7 +26,7 @@ def sum_up(rows: list[list[FinishedSequence]], prompt_tokens: int) -> Usage:
     return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_usage_after_each_delta_is_the_sum_of_what_has_arrived(seed: int) -> None:
     rng = random.Random(seed)
     requests = [make_request(rng.randint(1, 9), num_sequences=rng.randint(1, 3)) for _ in range(3)]

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples, seeds
 from tests.helpers.small_tokenizer import IM_END, IM_START
 from tests.server.helpers.fake_engine import prompt_logprobs
 from tests.server.helpers.finished_sequences import make_request
@@ -100,7 +101,7 @@ def test_text_and_logprobs_end_before_the_stop_string(
     assert choice.logprobs.token_logprobs == [0.0, -1.0, -2.0][: len(tokens)]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_logprobs_entries_cover_the_returned_text(served_model: ServedModel, seed: int) -> None:
     """Oracle: decode every prefix of the sequence; keep the tokens of the shortest one that contains the text."""
     rng = random.Random(seed)
@@ -150,7 +151,7 @@ def test_usage_counts_prompts_once_and_completions_with_eos(served_model: Served
         max_size=4,
     )
 )
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_cached_tokens_are_the_prompt_tokens_no_sequence_computed(prompts: list[tuple[int, list[int]]]) -> None:
     """Oracle: mark the prompt tokens each sequence computes, which begin after its cached tokens."""
     expected = 0

@@ -4,9 +4,10 @@ import json
 from typing import Any, NoReturn
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tokasaurus.server.tools.parser import JsonScanner
 
 VALUES = st.recursive(
@@ -34,7 +35,7 @@ def accepts(text: str) -> bool:
     return all(scanner.add(character) for character in text) and scanner.is_complete
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(OBJECTS, st.sampled_from([(", ", ": "), (",", ":"), (" ,  ", " :")]), st.booleans(), EDITS)
 @example({"a": "b"}, (", ", ": "), True, [(4, "u")])
 def test_scanner_accepts_exactly_the_objects_json_accepts(

@@ -5,9 +5,10 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.server.helpers.tool_texts import FRAGMENTS, NAMES
 from tokasaurus.server.tools.formats import FORMATS, HERMES, LLAMA3, ToolCallFormat
 from tokasaurus.server.tools.parser import THINKING_MARKS, CallFragment, CallReader, CallRules
@@ -52,7 +53,7 @@ ARGUMENTS = st.dictionaries(
 SPACES = st.sampled_from(["", "\n", " ", "\n\n"])
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.sampled_from(list(FORMATS.values())),
     CONTENT,
@@ -84,7 +85,7 @@ FRAGMENTS += ['"arguments"', '"parameters"', '{"a": 1}', "[", '"', "x", "tru", '
 FRAGMENTS += ['<tool_call>{"name": "f", "arguments": {', '{"name": "f", "parameters": {"a"', '{"parameters": {}, "na']
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(st.sampled_from(list(FORMATS.values())), st.lists(st.sampled_from(FRAGMENTS), max_size=14), st.booleans())
 @example(HERMES, ['<tool_call>{"name": "f", "arguments": {', "}", "}", "<tool", "<tool_call>"], True)
 @example(LLAMA3, ['{"name": "f", "parameters": {"a"', ":", "}", "}"], True)

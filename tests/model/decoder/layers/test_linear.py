@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.examples import examples
 from tests.model.helpers.linear_layers import (
     DTYPES,
     activation_dtype,
@@ -43,7 +44,7 @@ def test_onednn_packs_nothing_if_the_processor_has_no_bfloat16(monkeypatch: pyte
     torch.testing.assert_close(linear(x), torch.nn.functional.linear(x, weight, linear.bias))
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(
     dtype=st.sampled_from(DTYPES),
     num_rows=st.integers(0, 40) | st.sampled_from([100, 600]),

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 import apsw
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.helpers.examples import examples
 from tests.server.jobs.helpers.records import new_batch, new_lines, new_result
 from tokasaurus.server.jobs.store.database import migrate
 from tokasaurus.server.jobs.store.ledger import (
@@ -149,7 +149,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert num_results == sum(line.result is not None for batch in self.batches for line in batch.lines.values())
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+LedgerMachine.TestCase.settings = examples(60, stateful_step_count=30)
 TestLedger = LedgerMachine.TestCase
 
 
