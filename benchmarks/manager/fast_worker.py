@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.manager.load import MAX_TOKENS_PER_SEQUENCE, PAGE_SIZE, InstantWorker, Load
+from benchmarks.manager.measures import MEASURES
 from benchmarks.manager.process import SPAWN, ManagerRun, cpu_seconds, waiting_seconds, write_checkpoint
 from benchmarks.results import (
     add_result_arguments,
@@ -38,7 +39,6 @@ from benchmarks.results import (
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.config import ServerConfig
 from tokasaurus.manager.loop import run_manager
-from tokasaurus.manager.state.engine_state import Tuning
 from tokasaurus.messages.channel import Receiver, Sender
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import GenerateRequest
@@ -218,9 +218,11 @@ class IdleShare:
     windows: list[IdleWindow]
 
 
-def run_pinned_manager(cores: set[int], niceness: int, *arguments: Any) -> None:
-    """Process entry: `run_manager` on some cores."""
+def run_pinned_manager(cores: set[int], niceness: int, measures_off: Sequence[str], *arguments: Any) -> None:
+    """Process entry: `run_manager` on some cores, without some of MEASURES."""
     pin(cores, niceness)
+    for name in measures_off:
+        MEASURES[name]()
     run_manager(*arguments)
 
 
@@ -235,7 +237,7 @@ class FastWorkerRun(ManagerRun):
         niceness: int,
         checkpoint: Checkpoint,
         steps_ahead: int | None = None,
-        tuning: Tuning = Tuning(),  # noqa: B008  (it is frozen)
+        measures_off: Sequence[str] = (),
     ) -> None:
         self.counters = SPAWN.Array("d", len(COUNTERS), lock=False)
         limits = EngineLimits(num_sequences * KV_TOKENS_PER_SEQUENCE // PAGE_SIZE, PAGE_SIZE, MAX_TOKENS_PER_SEQUENCE)
@@ -246,9 +248,8 @@ class FastWorkerRun(ManagerRun):
             config.scheduling_steps_ahead = steps_ahead
         super().__init__(
             *(StreamedLoad(STREAMED_SHARE), config, checkpoint),
-            manager=(run_pinned_manager, (cores.manager, niceness)),
+            manager=(run_pinned_manager, (cores.manager, niceness, measures_off)),
             worker=(run_fast_worker, (speed, num_sequences, cores.worker, niceness, self.counters, limits)),
-            tuning=tuning,
         )
 
 
@@ -331,14 +332,11 @@ def _measure_window(run: FastWorkerRun, window_s: float) -> IdleWindow:
 MAX_IDLE_SHARE = 0.03
 CHECKED_SEQUENCES = 1024
 
-MEASURES = tuple(field.name for field in dataclasses.fields(Tuning))
-
-
-def variants(wanted: Sequence[str]) -> dict[str, Tuning]:
+def variants(wanted: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """By name: the manager as it is, without each of the `wanted` measures, and without any measure."""
-    found = {"all on": Tuning()}
-    found |= {f"{name} off": Tuning(**{name: False}) for name in wanted}
-    return found | ({"all off": Tuning(**dict.fromkeys(MEASURES, False))} if wanted else {})
+    found: dict[str, tuple[str, ...]] = {"all on": ()}
+    found |= {f"{name} off": (name,) for name in wanted}
+    return found | ({"all off": tuple(MEASURES)} if wanted else {})
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -347,7 +345,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--sequences", type=int, nargs="+", default=[1024, 4096], metavar="N")
     parser.add_argument(
-        "--off", nargs="*", default=list(MEASURES), choices=MEASURES, help="measures to turn off (default: each)"
+        "--off", nargs="*", default=list(MEASURES), choices=list(MEASURES), help="measures to turn off (default: each)"
     )
     parser.add_argument("--step-ms", type=float, default=2.0, help="time of a decode step (default: 2)")
     parser.add_argument("--prefill-ms", type=float, default=60.0, help="time of 8,192 prompt tokens (default: 60)")
@@ -393,14 +391,14 @@ def main(argv: Sequence[str]) -> int:
     speed = DeviceSpeed(args.step_ms / 1e3, args.prefill_ms / 8192e3)
     found = []
     for num_sequences in args.sequences:
-        for name, tuning in variants(args.off).items():
+        for name, measures_off in variants(args.off).items():
             with progress_bar(f"{num_sequences:,} sequences, {name}") as show:
                 found.append(
                     measure_idle(
                         *(num_sequences, name, speed, args.niceness),
                         *(args.warm_seconds, args.windows, args.window_seconds, show),
                         steps_ahead=args.steps_ahead,
-                        tuning=tuning,
+                        measures_off=measures_off,
                     )
                 )
     print_table(found, console)

@@ -43,12 +43,12 @@ def engine_options(
         limits=EngineLimits(num_kv_tokens // PAGE_SIZE, PAGE_SIZE, MAX_TOKENS_PER_SEQUENCE),
         max_tokens_per_forward=max_tokens_per_forward,
         max_seqs_per_forward=max_seqs_per_forward,
-        max_steps_ahead=8,
+        scheduling_steps_ahead=8,
         eos_ids=frozenset({EOS_ID}),
         decode_text=lambda token_ids: "".join(map(chr, token_ids)),
         prompt_tail=lambda _: NO_TAIL,
         special_ids=frozenset({EOS_ID}),
-        min_lookback_tokens=5,
+        stop_string_num_token_lookback=5,
         deferred_tasks=deferred_tasks,
     )
 
@@ -193,7 +193,7 @@ class InlineEngine:
 
     @property
     def is_idle(self) -> bool:
-        return not self._sent and not self.state.num_running and not self.state.queues.num_waiting
+        return not self._sent and not self.state.slots.num_running and not self.state.queues.num_waiting
 
     def step(self, num_new_requests: int) -> int:
         """Run one engine step with new requests and the results of the oldest forward -> sequences that it finished."""
@@ -219,7 +219,7 @@ class InlineEngine:
         counts.num_steps += 1
         counts.num_finished += num_finished
         counts.num_generated_tokens = state.totals.generation_tokens
-        counts.sum_running += state.num_running
+        counts.sum_running += state.slots.num_running
         return num_finished
 
     def _send(self, message: ForwardInput) -> None:

@@ -144,7 +144,9 @@ def measure_simulation(num_sequences: int, num_calls: int, advance: Callable[[],
             advance()
             if step >= NUM_STEPS_BEFORE_SIMULATION and not engine.state.queues.num_waiting:
                 break
-        name = f"{engine.state.num_running} sequences, " + ("no prompt shared" if num_samples == 1 else "16 per prompt")
+        name = f"{engine.state.slots.num_running} sequences, " + (
+            "no prompt shared" if num_samples == 1 else "16 per prompt"
+        )
         timings.append(_timing(name, [partial(forecast_kv, engine.state, None)] * num_calls))
     return timings
 

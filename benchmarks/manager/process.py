@@ -28,7 +28,6 @@ from benchmarks.manager.parts import FORWARD_SECONDS, make_load, num_outstanding
 from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
 from tokasaurus.config import ServerConfig
 from tokasaurus.manager.loop import run_manager
-from tokasaurus.manager.state.engine_state import Tuning
 from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender, make_channel, wait
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import EngineUpdate
@@ -144,7 +143,6 @@ class ManagerRun:
         manager: tuple[Callable[..., None], Sequence[Any]],
         worker: tuple[Callable[..., None], Sequence[Any]],
         senders: Sequence[Sender[Any]] = (),
-        tuning: Tuning = Tuning(),  # noqa: B008  (it is frozen)
     ) -> None:
         self._load = load
         requests: tuple[Receiver[Any], Sender[Any]] = make_channel()
@@ -153,7 +151,7 @@ class ManagerRun:
         outputs: tuple[Receiver[ForwardOutput | Ready], Sender[ForwardOutput | Ready]] = make_channel()
         status: tuple[Receiver[Any], Sender[Any]] = make_channel()
         self._requests, self._updates, self._status = requests[1], updates[0], status[0]
-        channels = (0, requests[0], updates[1], [inputs[1]], outputs[0], status[1], tuning)
+        channels = (0, requests[0], updates[1], [inputs[1]], outputs[0], status[1])
         entry, arguments = manager
         self.manager: BaseProcess = SPAWN.Process(
             target=entry, args=(*arguments, config, checkpoint, *channels), daemon=True

@@ -72,7 +72,7 @@ def test_the_time_left_is_until_the_first_stage_needs_a_step(
     """Not until the last stage is done, three steps later. The step that waits may do so before the first stage, or
     before a slower one, and delays nothing in either case: so the estimate may be one step longer."""
     pipeline = Pipeline(factors, num_microbatches=5, num_slots=NUM_SLOTS)
-    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: pipeline.now_s))
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: pipeline.now_s))
     step, looks = pipeline.engine.step, list[tuple[float, float, float]]()
 
     def look(*arguments: Any) -> None:
@@ -92,20 +92,20 @@ def test_the_time_left_is_until_the_first_stage_needs_a_step(
 def test_fewer_sequences_than_stages_leave_time_until_the_next_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages are idle then, but no step could be sent earlier: to defer a task would gain nothing."""
     pipeline = Pipeline(EQUAL, num_microbatches=5, num_slots=NUM_SLOTS)
-    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: pipeline.now_s))
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: pipeline.now_s))
     pipeline.run(at_once(long_requests([4], seed=1)))
     pipeline.engine.step(long_requests([4], seed=2), [])
     assert len(pipeline.state.steps_in_flight) == 2
     assert pipeline.engine.seconds_left() > 0
 
 
-@pytest.mark.parametrize("max_steps_ahead", [1, 2, 8])
-def test_a_microbatch_has_at_most_two_steps_in_flight_and_no_more_than_steps_ahead(max_steps_ahead: int) -> None:
-    options = make_options(100, max_steps_ahead=max_steps_ahead, num_microbatches=5, num_stages=4)
+@pytest.mark.parametrize("scheduling_steps_ahead", [1, 2, 8])
+def test_a_microbatch_has_at_most_two_steps_in_flight_and_no_more_than_steps_ahead(scheduling_steps_ahead: int) -> None:
+    options = make_options(100, scheduling_steps_ahead=scheduling_steps_ahead, num_microbatches=5, pp_size=4)
     driver = EngineDriver(options)
     driver.step([make_request(1, 5, 1, 60, ignore_eos=True)])
     driver.run_until_idle()
-    assert driver.max_in_flight == min(2, max_steps_ahead)
+    assert driver.max_in_flight == min(2, scheduling_steps_ahead)
 
 
 @pytest.mark.parametrize(("num_requests", "num_samples"), [(16, 16), (1, NUM_SLOTS)])
@@ -127,9 +127,7 @@ def test_one_request_with_many_samples_is_in_all_microbatches() -> None:
 
 def test_samples_are_in_all_microbatches_if_the_kv_cache_holds_few_of_them() -> None:
     """Most of the 200 samples wait: those that run are spread evenly."""
-    options = make_options(
-        900, max_seqs_per_forward=1000, max_tokens_per_forward=1000, num_microbatches=5, num_stages=4
-    )
+    options = make_options(900, max_seqs_per_forward=1000, max_tokens_per_forward=1000, num_microbatches=5, pp_size=4)
     driver = EngineDriver(options)
     driver.step([make_request(1, 40, 200, 30, ignore_eos=True)])
     slots = driver.state.slots
@@ -201,7 +199,7 @@ def test_microbatches_stay_balanced_while_sequences_end_at_random() -> None:
     def step(*arguments: object) -> None:
         admit(*arguments)
         slots = pipeline.state.slots
-        if pipeline.state.num_running > NUM_SLOTS * 0.9:
+        if pipeline.state.slots.num_running > NUM_SLOTS * 0.9:
             largest.append(np.bincount(slots.microbatches[slots.is_running], minlength=5).max())
 
     pipeline.engine.step = step

@@ -18,7 +18,7 @@ from tests.manager.helpers.strategies import crowded_options_strategy, crowding_
 from tokasaurus.manager.engine import engine
 from tokasaurus.manager.engine.lifecycle import preempt
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
-from tokasaurus.manager.planning import group_trials
+from tokasaurus.manager.planning import prefix_groups
 from tokasaurus.manager.state.engine_state import EngineState, HydragenOptions
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
@@ -31,7 +31,7 @@ Members = set[tuple[int, int]]
 def most_saved(state: EngineState, microbatch: int) -> int:
     """The most blocks of KV that groups of the microbatch's decoding sequences need not read, by a recursive search."""
     slots = state.queues.decoding().tolist()
-    decoding = [state.sequences[slot] for slot in slots if state.slots.microbatches[slot] == microbatch]
+    decoding = [state.slots.sequences[slot] for slot in slots if state.slots.microbatches[slot] == microbatch]
 
     def best(node: PrefixNode, saved_above: int) -> int:
         """The most that sequences at and below the node save; each may also join a group above, and then saves
@@ -67,7 +67,7 @@ class GroupingDriver(EngineDriver):
         assert options is not None
         self.found = []
         decode = state.queues.decoding()
-        for number, num_blocks in enumerate(state.group_num_blocks.tolist()[1:], start=1):
+        for number, num_blocks in enumerate(state.groups.num_blocks.tolist()[1:], start=1):
             slots = decode[state.slots.groups[decode] == number].tolist()
             assert len(slots) >= options.min_group_size
             assert len(set(state.slots.microbatches[slots].tolist())) == 1
@@ -134,7 +134,7 @@ def ask(number: int, question: int, num_tokens: int) -> GenerateRequest:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stops the clock: no work seems to take time, so grouping runs before a step is sent unless the mode defers it."""
-    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 def make_driver(
@@ -144,7 +144,7 @@ def make_driver(
         100,
         max_tokens_per_forward=100,
         max_seqs_per_forward=8,
-        max_steps_ahead=steps_ahead,
+        scheduling_steps_ahead=steps_ahead,
         deferred_tasks=mode,
         hydragen=HydragenOptions(min_group_size, min_blocks),
     )
@@ -310,8 +310,8 @@ def test_trials_with_and_without_groups_change_no_token(shapes, options, seed):
     costs = HydragenCosts(per_group_token=1.0, per_row_token=0.5)
     hydragen = HydragenOptions(2, 1, costs, is_tried=True)
     driver = EngineDriver(replace(options, hydragen=hydragen, num_microbatches=1), rng=random.Random(seed))
-    assert driver.state.group_trials is not None
-    driver.state.group_trials.is_due = lambda: driver.rng.random() < 0.3
+    assert driver.state.groups.trials is not None
+    driver.state.groups.trials.is_due = lambda: driver.rng.random() < 0.3
     requests = make_requests(shapes, options.limits)
     driver.run(requests)
     assert_equals_simulation(driver.deltas, requests)
@@ -341,8 +341,8 @@ class DriverWithTimes(EngineDriver):
 def test_steps_in_service_decide_about_groups_whatever_was_measured(
     monkeypatch: pytest.MonkeyPatch, costs: HydragenCosts, grouped_s: float, are_grouped: bool
 ) -> None:
-    monkeypatch.setattr(group_trials, "FIRST_INTERVAL", 20)
-    monkeypatch.setattr(group_trials, "MAX_INTERVAL", 100)
+    monkeypatch.setattr(prefix_groups, "FIRST_INTERVAL", 20)
+    monkeypatch.setattr(prefix_groups, "MAX_INTERVAL", 100)
     options = replace(make_driver().options, hydragen=HydragenOptions(2, 1, costs, is_tried=True))
     options = replace(options, limits=replace(options.limits, num_kv_blocks=1000, max_tokens_per_sequence=1000))
     driver = DriverWithTimes(options)
@@ -440,8 +440,8 @@ def test_steps_in_service_correct_the_price_of_a_step_too(
     monkeypatch: pytest.MonkeyPatch, grouped_s: float, are_grouped: bool
 ) -> None:
     """Four rows that save 60 tokens seem not to repay 100."""
-    monkeypatch.setattr(group_trials, "FIRST_INTERVAL", 20)
-    monkeypatch.setattr(group_trials, "MAX_INTERVAL", 100)
+    monkeypatch.setattr(prefix_groups, "FIRST_INTERVAL", 20)
+    monkeypatch.setattr(prefix_groups, "MAX_INTERVAL", 100)
     options = replace(
         make_driver().options, hydragen=HydragenOptions(2, 1, HydragenCosts(per_step=100.0), is_tried=True)
     )

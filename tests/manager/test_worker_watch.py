@@ -15,10 +15,10 @@ WATCHDOG_S = 10.0
 
 
 def state_with_a_step_in_flight(
-    num_prompt_tokens: int = 5, seconds_per_token: float = 0.001, num_stages: int = 1
+    num_prompt_tokens: int = 5, seconds_per_token: float = 0.001, pp_size: int = 1
 ) -> EngineState:
     limits = EngineLimits(2000, 16, 20_000, seconds_per_token=seconds_per_token)
-    options = make_options(limits=limits, max_tokens_per_forward=8192, max_seqs_per_forward=16, num_stages=num_stages)
+    options = make_options(limits=limits, max_tokens_per_forward=8192, max_seqs_per_forward=16, pp_size=pp_size)
     state = make_state(options)
     engine = Engine(state, lambda _: None)
     engine.step([make_request(1, num_prompt_tokens, max_new_tokens=100, ignore_eos=True)], [])
@@ -46,8 +46,8 @@ def test_a_long_prefill_has_the_time_that_it_needs() -> None:
 
 def test_a_step_has_as_much_time_for_each_stage_that_it_passes() -> None:
     late_s = [
-        first_late_s(WorkerWatch(WATCHDOG_S, 0.0), state_with_a_step_in_flight(8000, num_stages=num_stages), 9000)
-        for num_stages in (1, 4)
+        first_late_s(WorkerWatch(WATCHDOG_S, 0.0), state_with_a_step_in_flight(8000, pp_size=pp_size), 9000)
+        for pp_size in (1, 4)
     ]
     assert None not in late_s
     assert late_s[1] == pytest.approx(4 * late_s[0], abs=4)

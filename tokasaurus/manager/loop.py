@@ -11,21 +11,20 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.manager.engine.engine import Engine
-from tokasaurus.manager.engine.length_updates import background_progress
+from tokasaurus.manager.engine.kv_forecast import background_progress
 from tokasaurus.manager.planning.step_budget import make_step_limit
 from tokasaurus.manager.state.engine_state import (
     EngineOptions,
     EngineState,
     HydragenOptions,
     LengthPredictorOptions,
-    Tuning,
     make_state,
 )
 from tokasaurus.manager.state.grammar_manager import Grammars
@@ -110,7 +109,6 @@ def run_manager(
     inputs: list[Sender[ForwardInput]],
     outputs: Receiver[ForwardOutput | Ready],
     status: Sender[PhaseDone | Ready | Failed | Alive],
-    tuning: Tuning = Tuning(),  # noqa: B008  (it is frozen)
 ) -> None:
     """Process entry. Returns when `requests` or `outputs` is closed, before or after the worker is ready.
 
@@ -118,8 +116,7 @@ def run_manager(
     closed at the end.
     """
     started = time.perf_counter()
-    if tuning.switches_threads_fast:
-        sys.setswitchinterval(SWITCH_SECONDS)
+    sys.setswitchinterval(SWITCH_SECONDS)
     # Freeing one large array makes glibc keep the memory of smaller arrays freed later. Otherwise every array of some
     # tens of kilobytes is returned to the system and faulted in again.
     large = np.empty(LARGE_BYTES, np.uint8)
@@ -132,7 +129,6 @@ def run_manager(
     limits = _await_workers(requests, outputs, early, len(inputs))
     if limits is not None:
         options = engine_options(config, checkpoint.info.eos_ids, limits, decoder, stop_tokens)
-        options = replace(options, tuning=tuning)
         logger.info("steps with prompts: %s (max_step_seconds)", options.step_limit.describe())
         # The launcher first: if this process dies once the server is ready, it must know that the start succeeded.
         status.send(Ready("manager", limits))
@@ -223,30 +219,26 @@ def _serve(
     state: EngineState,
     step_stats: StepStats,
     statsd: StatsdSender | None,
-    watchdog_s: float,
+    watchdog_seconds: float,
     messages: list[RequestMessage],
     channels: _Channels,
     trace: Trace,
 ) -> None:
     """Run engine steps until `requests` or `outputs` is closed, or the worker hangs.
 
-    watchdog_s: shortest time after which a step may count as hanging, in seconds. messages: requests received before
-    this call.
+    watchdog_seconds: shortest time after which a step may count as hanging. messages: requests received before this
+    call.
     """
-
-    def send(forward_input: ForwardInput) -> None:
-        send_to_all(channels.inputs, forward_input)
 
     requests, outputs = channels.requests, channels.outputs
     readers: list[HasFileno | int] = [requests, outputs]
     if state.grammars is not None:
         readers.append(state.grammars.reader)
-    engine, busy, tuning = Engine(state, send, trace), BusyFraction(), state.options.tuning
-    garbage = GarbageCollector() if tuning.collects_in_pauses else None
-    intake = Intake()
+    engine = Engine(state, lambda message: send_to_all(channels.inputs, message), trace)
+    busy, garbage, intake = BusyFraction(), GarbageCollector(), Intake()
     last_stats, last_update_s = state.stats(), time.monotonic()
     last_progress_s = last_update_s
-    watch, last_alive_s = WorkerWatch(watchdog_s, last_update_s), -math.inf
+    watch, last_alive_s = WorkerWatch(watchdog_seconds, last_update_s), -math.inf
     while not (requests.is_closed or outputs.is_closed):
         start_s = time.monotonic()
         oldest = state.steps_in_flight[0].step_id if state.steps_in_flight else state.next_step_id
@@ -256,16 +248,16 @@ def _serve(
         with trace.span("engine step"):
             engine.step(messages, [message for message in outputs.drain() if isinstance(message, ForwardOutput)])
         now_s = time.monotonic()
+        busy.add_busy(start_s, now_s)
         if now_s - last_alive_s >= HEARTBEAT_SECONDS:
             channels.status.send(Alive())
             last_alive_s = now_s
             if watch.is_late(state, now_s):
                 channels.status.send(Failed("model worker", "it did not return a step in time (watchdog_seconds)"))
                 return
-        busy.add_busy(start_s, now_s)
         stats = state.stats(busy.read(now_s), time.process_time())
         progress: list[SequenceProgress] = []
-        if state.num_background > 0 and now_s - last_progress_s >= PROGRESS_SECONDS:
+        if stats.num_running_background > 0 and now_s - last_progress_s >= PROGRESS_SECONDS:
             progress, last_progress_s = background_progress(state), now_s
         if state.deltas or progress or is_worth_an_update(stats, last_stats, now_s - last_update_s):
             channels.updates.send(EngineUpdate(state.deltas, stats, progress))
@@ -276,30 +268,29 @@ def _serve(
             logger.info(window.line())
             if statsd is not None:
                 statsd.send(window)
-        timeouts = [step_stats.seconds_to_report(now_s), busy.seconds_to_report(now_s)]
-        to_heartbeat_s = max(0.0, last_alive_s + HEARTBEAT_SECONDS - now_s)
-        timeouts += [max(MIN_STREAM_WAIT, state.stream_due_s - now_s)]
-        timeouts += [0.0 if requests.has_whole_message or state.cancelled or state.ending else None]
-        if garbage is not None:
-            garbage.collect(engine.seconds_left(), is_idle=state.num_running == 0 and state.queues.num_waiting == 0)
-        wait(readers, min((s for s in timeouts if s is not None and s < to_heartbeat_s), default=to_heartbeat_s))
-        if tuning.bounds_intake:
-            most = intake.max_messages(engine.seconds_left(), is_idle=not state.steps_in_flight)
-            start_s = time.monotonic()
-            messages = requests.drain(most)
-            intake.note(len(messages), time.monotonic() - start_s + engine.seconds_per_message * len(messages))
-        else:
-            messages = requests.drain()
+        garbage.collect(engine.seconds_left(), is_idle=stats.num_running == stats.num_waiting == 0)
+        has_more = requests.has_whole_message or state.cancelled or state.ending
+        timeouts_s = [
+            0.0 if has_more else math.inf,
+            max(MIN_STREAM_WAIT, state.stream_due_s - now_s),
+            max(0.0, last_alive_s + HEARTBEAT_SECONDS - now_s),
+        ]
+        reports_s = (step_stats.seconds_to_report(now_s), busy.seconds_to_report(now_s))
+        wait(readers, min([*timeouts_s, *(seconds for seconds in reports_s if seconds is not None)]))
+        max_messages = intake.max_messages(engine.seconds_left(), is_idle=not state.steps_in_flight)
+        start_s = time.monotonic()
+        messages = requests.drain(max_messages)
+        intake.note(len(messages), time.monotonic() - start_s + engine.seconds_per_message * len(messages))
 
 
 class WorkerWatch:
     """Notices a worker that hangs: it does not return a step for much longer than the step should take.
 
-    Look at least every HEARTBEAT_SECONDS. watchdog_s: no step is late before this time, in seconds.
+    Look at least every HEARTBEAT_SECONDS. watchdog_seconds: no step is late before this time, in seconds.
     """
 
-    def __init__(self, watchdog_s: float, now_s: float) -> None:
-        self._watchdog_s = watchdog_s
+    def __init__(self, watchdog_seconds: float, now_s: float) -> None:
+        self._watchdog_seconds = watchdog_seconds
         self._last_result_id = -1
         self._progress_s = self._looked_s = now_s
 
@@ -312,7 +303,7 @@ class WorkerWatch:
             return False
         longest_s = state.step_times.longest(state.steps_in_flight[0].cost)
         waited_s: float = now_s - self._progress_s
-        return waited_s > max(self._watchdog_s, LATE_FACTOR * state.options.num_stages * longest_s)
+        return waited_s > max(self._watchdog_seconds, LATE_FACTOR * state.options.pp_size * longest_s)
 
 
 class Intake:
@@ -348,7 +339,7 @@ def engine_options(
     eos_ids: the model's end-of-sequence token ids. stop_tokens: tokens that may complete a stop string; None for all.
     """
     early_stopping = LengthPredictorOptions(
-        learns=config.track_early_stopping,
+        track=config.track_early_stopping,
         buffer_size=config.early_stopping_buffer_size,
         num_prediction_buckets=config.early_stopping_num_prediction_buckets,
         initial_wait=config.early_stopping_initial_wait,
@@ -360,21 +351,21 @@ def engine_options(
         limits=limits,
         max_tokens_per_forward=config.max_tokens_per_forward,
         max_seqs_per_forward=config.max_seqs_per_forward,
-        max_steps_ahead=config.scheduling_steps_ahead,
+        scheduling_steps_ahead=config.scheduling_steps_ahead,
         eos_ids=frozenset(eos_ids),
         decode_text=decoder.decode,
         prompt_tail=decoder.prompt_tail,
         special_ids=decoder.special_ids,
-        min_lookback_tokens=config.stop_string_num_token_lookback,
+        stop_string_num_token_lookback=config.stop_string_num_token_lookback,
         stop_tokens=stop_tokens,
         step_limit=make_step_limit(config.max_step_seconds, limits.seconds_per_step),
-        prefill_multiple=None if config.greedy_prefill else config.prefill_round_up_multiple,
-        onboard_batch_size=config.precise_onboard_batch_size if config.enable_precise_onboard else None,
+        prefill_round_up_multiple=None if config.greedy_prefill else config.prefill_round_up_multiple,
+        precise_onboard_batch_size=config.precise_onboard_batch_size if config.enable_precise_onboard else None,
         early_stopping=early_stopping if config.use_spec_allocation else None,
-        target_utilization=config.spec_allocation_target_kv_cache_utilization,
+        target_kv_cache_utilization=config.spec_allocation_target_kv_cache_utilization,
         hydragen=_hydragen_options(config, limits),
         deferred_tasks=config.deferred_tasks,
-        num_stages=config.pp_size,
+        pp_size=config.pp_size,
         num_microbatches=1 if config.pp_size == 1 else config.pp_size + config.pp_num_buffer_stages,
     )
 

@@ -1,6 +1,7 @@
 """Tests admission against plain counting, and against the engine itself run to the end without further admissions."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,13 @@ from hypothesis import strategies as st
 
 from tests.helpers.examples import examples
 from tests.manager.helpers.block_accounting import assert_each_block_has_one_owner
-from tests.manager.helpers.engine_driver import QUICK_STEP_SECONDS, EndsNext, make_options, make_quick_driver
+from tests.manager.helpers.engine_driver import (
+    QUICK_STEP_SECONDS,
+    EndsNext,
+    EngineDriver,
+    make_options,
+    make_quick_driver,
+)
 from tests.manager.helpers.kv_usage_replay import copy_state, replay_usage
 from tests.manager.helpers.requests import Shape, make_request, make_requests
 from tests.manager.helpers.strategies import CACHE_SALTS, random_shape
@@ -20,17 +27,17 @@ from tokasaurus.manager.engine.admission import (
     admit_described,
     admit_waiting,
     can_admit,
+    describe,
     num_fitting,
     num_obviously_fitting,
     simulate_candidates,
 )
-from tokasaurus.manager.engine.candidates import describe
 from tokasaurus.manager.engine.engine import next_step
 from tokasaurus.manager.engine.kv_forecast import forecast_kv
 from tokasaurus.manager.engine.lifecycle import admit
 from tokasaurus.manager.engine.outputs import apply_output, release_ending
 from tokasaurus.manager.engine.requests import add_request, cancel_request, release_cancelled
-from tokasaurus.manager.planning.kv_simulation import fits_together
+from tokasaurus.manager.planning.kv_simulation import SequenceLoads, SharedLoads, fits_together, simulate_kv
 from tokasaurus.manager.state.engine_state import EngineOptions, EngineState
 from tokasaurus.manager.state.sequence import Sequence
 from tokasaurus.messages.status import EngineLimits
@@ -51,10 +58,10 @@ options_strategy = st.builds(
     page_size=st.sampled_from([3, 4]),
     max_tokens_per_forward=st.integers(4, 40),
     max_seqs_per_forward=st.integers(2, 30),
-    max_steps_ahead=st.sampled_from([1, 2, 8]),
-    onboard_batch_size=st.sampled_from([None, 1, 3, 128]),
-    prefill_multiple=st.sampled_from([None, None, 1, 4]),
-    target_utilization=st.sampled_from([1.0, 1.0, 0.7]),
+    scheduling_steps_ahead=st.sampled_from([1, 2, 8]),
+    precise_onboard_batch_size=st.sampled_from([None, 1, 3, 128]),
+    prefill_round_up_multiple=st.sampled_from([None, None, 1, 4]),
+    target_kv_cache_utilization=st.sampled_from([1.0, 1.0, 0.7]),
 )
 
 
@@ -72,7 +79,7 @@ def can_be_admitted(state: EngineState) -> bool:
     if not is_available:
         return False
     admit(state, sequence)
-    return max(replay_usage(state)) <= int(state.options.target_utilization * state.blocks.num_blocks)
+    return max(replay_usage(state)) <= int(state.options.target_kv_cache_utilization * state.blocks.num_blocks)
 
 
 def stop_halfway(shapes: list[Shape], options: EngineOptions, seed: int) -> tuple[EngineState, list[Sequence]]:
@@ -101,7 +108,7 @@ def test_no_sequence_is_preempted_when_lengths_are_known(shapes, options, seed, 
     requests = make_requests(shapes, options.limits)
     longest = max(len(request.prompt_ids) + request.max_new_tokens - 1 for request in requests)
     num_alone = -(-longest // options.limits.page_size)
-    most = max(num_alone, int(options.target_utilization * options.limits.num_kv_blocks))
+    most = max(num_alone, int(options.target_kv_cache_utilization * options.limits.num_kv_blocks))
     while requests or driver.queue:
         driver.step([requests.pop(0) for _ in range(driver.rng.randint(0, 2)) if requests], driver.rng.randint(0, 2))
         assert driver.state.blocks.num_used <= most
@@ -121,7 +128,9 @@ def test_admission_does_not_evict_the_cached_prompts_of_sequences_it_admits_next
     num_blocks, max_tokens, cached, shapes
 ):
     """If its cached prompt were evicted, a sequence would start later than simulated and another would be preempted."""
-    options = make_options(num_blocks, 3, max_tokens_per_forward=max_tokens, max_seqs_per_forward=12, max_steps_ahead=1)
+    options = make_options(
+        num_blocks, 3, max_tokens_per_forward=max_tokens, max_seqs_per_forward=12, scheduling_steps_ahead=1
+    )
     driver = make_quick_driver(options)
     before = [Shape(*prompt, num_sequences=1, max_new_tokens=1) for prompt in cached]
     requests = make_requests([*before, *(Shape(*shape) for shape in shapes)], options.limits)
@@ -144,7 +153,9 @@ def test_admission_does_not_evict_the_cached_prompts_of_sequences_it_admits_next
 def test_a_sequence_waits_only_if_blocks_would_run_out(shapes, options, num_ahead, batch, seed):
     """An exact check: with at most two steps in flight it is known when blocks become free, and once admission has
     stopped, the first waiting sequence is simulated on its own."""
-    options = dataclasses.replace(options, max_steps_ahead=num_ahead, onboard_batch_size=batch, prefill_multiple=None)
+    options = dataclasses.replace(
+        options, scheduling_steps_ahead=num_ahead, precise_onboard_batch_size=batch, prefill_round_up_multiple=None
+    )
     driver = make_quick_driver(options, seed)
     state = driver.state
     requests = make_requests(shapes, options.limits)
@@ -159,7 +170,7 @@ def test_a_sequence_waits_only_if_blocks_would_run_out(shapes, options, num_ahea
         while num_waiting != state.queues.num_waiting:
             num_waiting = state.queues.num_waiting
             admit_waiting(state)
-        if num_waiting and state.free_slots and driver.rng.random() < 0.2:
+        if num_waiting and state.slots.free and driver.rng.random() < 0.2:
             assert not can_be_admitted(state)
         while len(driver.queue) < num_ahead and (message := next_step(state)) is not None:
             driver.send(message)
@@ -198,7 +209,7 @@ def test_simulated_candidates_equal_the_forecast_after_their_admission(shapes, o
     sample_groups = {sample_group.start: sample_group for sample_group in candidates.sample_groups}
     steps_of_paths = {step for sample_group in candidates.sample_groups for step in sample_group.path}
     is_exact = len(steps_of_paths) == len({node for node, _ in steps_of_paths})
-    for num, sequence in enumerate(waiting[: len(state.free_slots)], 1):
+    for num, sequence in enumerate(waiting[: len(state.slots.free)], 1):
         if num - 1 in sample_groups:
             prompt = sequence.prompt
             match = state.blocks.tree.match(prompt.token_bytes, sequence.salt, (len(prompt) - 1) // page_size)
@@ -219,7 +230,7 @@ def test_admitted_sequences_compute_as_many_tokens_as_described(shapes, options,
     candidates = describe(state, waiting)
     curve, page_size = forecast_kv(state, None).curve, options.limits.page_size
     num = 0
-    for more in range(1, min(len(waiting), len(state.free_slots)) + 1):
+    for more in range(1, min(len(waiting), len(state.slots.free)) + 1):
         extra = simulate_candidates(candidates, more, forecast_kv(state, None), page_size)
         num = more if fits_together(curve, extra, options.limits.num_kv_blocks) else num
     admit_described(state, candidates, num)
@@ -294,15 +305,15 @@ def test_a_large_batch_admits_again_once_enough_sequences_have_left_or_after_a_f
     assert not can_admit(state)
     requests = make_requests([Shape(0, 0, 1, 1, 3)] * 800, options.limits)
     driver.step(requests)
-    assert state.num_running == 666, "as many as fit, with three blocks each"
+    assert state.slots.num_running == 666, "as many as fit, with three blocks each"
     assert len(state.steps_in_flight) > 0
     assert not can_admit(state)
-    for request in requests[: state.num_running // RUNNING_PER_RELEASE]:
+    for request in requests[: state.slots.num_running // RUNNING_PER_RELEASE]:
         assert not can_admit(state)
         cancel_request(state, request.request_id)
         release_cancelled(state)
     assert can_admit(state)
-    state.num_releases -= 1
+    state.slots.num_releases -= 1
     assert not can_admit(state)
     state.next_step_id += MAX_STEPS_BLOCKED
     assert can_admit(state)
@@ -312,16 +323,56 @@ def test_a_large_batch_admits_again_once_enough_sequences_have_left_or_after_a_f
 
 
 def test_a_step_admits_all_that_fit_although_each_search_adds_few():
-    options = make_options(140, 1, max_tokens_per_forward=1024, max_seqs_per_forward=64, onboard_batch_size=1)
+    options = make_options(140, 1, max_tokens_per_forward=1024, max_seqs_per_forward=64, precise_onboard_batch_size=1)
     state = make_quick_driver(options).state
     for number in range(10):
         num_prompt, num_new = [(1, 20), (20, 1)][number % 2]
         add_request(state, make_request(number, num_prompt, 1, num_new, ignore_eos=True))
     assert options.limits.num_kv_blocks < 10 * (20 + 1), "not all can have their full length at the same time"
     admit_waiting(state)
-    assert state.num_running == 10
-    assert state.blocked_admission is None
+    assert state.slots.num_running == 10
+    assert state.admission.blocked_at is None
     add_request(state, make_request(10, 60, 1, 1, ignore_eos=True))
     admit_waiting(state)
-    assert state.num_running == 10
-    assert state.blocked_admission is not None
+    assert state.slots.num_running == 10
+    assert state.admission.blocked_at is not None
+
+
+def blocks_alone(num_kv_tokens: int, num_steps: int, steps: np.ndarray) -> list[int]:
+    loads = SequenceLoads(np.array([num_kv_tokens]), np.zeros(1, np.int64), np.array([num_steps]))
+    none = SharedLoads(*np.zeros((3, 0), np.int64))
+    return simulate_kv(loads, none, 4, release_delay=0).at(steps).tolist()
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_by_bound", "calls_until_admitted"), [(8, 0, 5), (9, 0, 0), (10, 0, 0), (11, 1, 0)]
+)
+def test_the_example_of_the_architecture_page(num_blocks: int, num_by_bound: int, calls_until_admitted: int) -> None:
+    page = (Path(__file__).parents[3] / "docs/architecture.md").read_text().partition("## What decides admission")[2]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    steps, expected = np.array(rows[0][1:], np.int64), {row[0]: [int(cell) for cell in row[1:]] for row in rows[1:5]}
+    driver = EngineDriver(make_options(num_blocks, 4, scheduling_steps_ahead=1, deferred_tasks="always"))
+    driver.step([make_request(1, 6, 1, 5, ignore_eos=True), make_request(2, 7, 1, 14, ignore_eos=True)])
+    state = driver.state
+    add_request(state, make_request(3, 9, 1, 4, ignore_eos=True))
+    candidates, running = describe(state, state.queues.first_waiting(1)), forecast_kv(state, None)
+    own = simulate_candidates(candidates, 1, running, 4)
+    assert expected["A"] == blocks_alone(6, 4, steps)
+    assert expected["B"] == blocks_alone(7, 13, steps)
+    assert expected["C"] == own.at(steps).tolist()
+    assert expected["all"] == (running.curve.at(steps) + own.at(steps)).tolist()
+    num_free = num_blocks - state.blocks.num_used - admission._num_blocks_still_needed(state)
+    assert num_obviously_fitting(candidates, num_free, 4) == num_by_bound
+    admit_waiting(state)
+    num_calls, used = 0, [state.blocks.num_used]
+    while driver.queue:
+        if state.queues.num_waiting:
+            num_calls += 1
+        driver.step([], 1)
+        used.append(state.blocks.num_used)
+    assert num_calls == calls_until_admitted
+    assert state.totals.preemptions == 0
+    if calls_until_admitted == 0:
+        assert [used[step] for step in steps] == expected["all"]
+    else:
+        assert max(used) == 7

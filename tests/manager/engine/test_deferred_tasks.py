@@ -58,7 +58,7 @@ class SteppedDriver(EngineDriver):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, mode: str | None, slow_seconds: float) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+        monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         self.events: list[tuple[str, int]] = []
         super().__init__(make_options(200, deferred_tasks=mode), (STEP_SECONDS,))
         self.assume_step_seconds(STEP_SECONDS)

@@ -19,7 +19,7 @@ from tests.manager.helpers.strategies import (
 )
 from tokasaurus.manager.engine.lifecycle import sampled_tokens
 from tokasaurus.manager.planning.length_predictor import Forecast
-from tokasaurus.manager.state.engine_state import EngineOptions, Tuning
+from tokasaurus.manager.state.engine_state import EngineOptions
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.generation import CancelRequest
 
@@ -133,7 +133,11 @@ def test_cancelling_a_request_in_any_situation_changes_no_other_request(situatio
     for seed in range(60):
         rng = random.Random(seed)
         options = make_options(
-            24, max_tokens_per_forward=9, max_seqs_per_forward=9, early_stopping=NEVER_LEARNS, onboard_batch_size=8
+            24,
+            max_tokens_per_forward=9,
+            max_seqs_per_forward=9,
+            early_stopping=NEVER_LEARNS,
+            precise_onboard_batch_size=8,
         )
         driver = EngineDriver(options, forecast=EndsNext(), rng=rng)
         requests = make_requests(
@@ -165,15 +169,15 @@ def test_cancelling_a_request_in_any_situation_changes_no_other_request(situatio
 def test_sending_steps_ahead_changes_no_token(step_seconds):
     requests = [make_request(n, 3 + 5 * n, 3, 20, ("abc",) if n % 2 else ()) for n in range(6)]
     results = []
-    for max_steps_ahead in (1, 8):
-        driver = EngineDriver(make_options(max_steps_ahead=max_steps_ahead), (step_seconds,))
+    for scheduling_steps_ahead in (1, 8):
+        driver = EngineDriver(make_options(scheduling_steps_ahead=scheduling_steps_ahead), (step_seconds,))
         driver.assume_step_seconds(step_seconds)
         driver.step(requests)
         driver.run_until_idle()
         results.append({(delta.request_id, delta.sequence_index): delta.token_ids for delta in driver.deltas})
         assert (
             driver.max_in_flight
-            == {(1, 0.0001): 1, (1, 0.01): 1, (8, 0.0001): 8, (8, 0.01): 4}[max_steps_ahead, step_seconds]
+            == {(1, 0.0001): 1, (1, 0.01): 1, (8, 0.0001): 8, (8, 0.01): 4}[scheduling_steps_ahead, step_seconds]
         )
     assert results[0] == results[1]
     assert len(results[0]) == 18
@@ -200,7 +204,9 @@ def test_a_cancelled_request_frees_its_slots_and_blocks_in_the_same_step(steps_b
 
 def test_prefill_and_decode_share_every_step():
     """A long prefill does not stop other sequences from decoding, and takes no more steps than its tokens need."""
-    driver = EngineDriver(make_options(60, max_tokens_per_forward=10, max_steps_ahead=1, deferred_tasks="always"))
+    driver = EngineDriver(
+        make_options(60, max_tokens_per_forward=10, scheduling_steps_ahead=1, deferred_tasks="always")
+    )
     short = make_request(1, 4, 1, 30, ignore_eos=True)
     long = make_request(2, 90, 1, 1, ignore_eos=True)
     driver.step([short])
@@ -232,10 +238,9 @@ def test_a_stop_at_the_last_allowed_token_has_finish_reason_stop():
         assert [delta.finish_reason for delta in driver.deltas] == [reason]
 
 
-@pytest.mark.parametrize("is_on", [False, True])
-def test_if_many_results_arrive_at_once_steps_are_sent_before_all_are_applied(is_on):
+def test_if_many_results_arrive_at_once_steps_are_sent_before_all_are_applied():
     """The worker has two steps left when six results are seen: it should not wait until all six are applied."""
-    driver = EngineDriver(make_options(200, tuning=Tuning(sends_between_results=is_on)), (0.002,))
+    driver = EngineDriver(make_options(200), (0.002,))
     driver.assume_step_seconds(0.002)
     request = make_request(1, 5, 4, 60, ignore_eos=True)
     driver.step([request])
@@ -246,7 +251,7 @@ def test_if_many_results_arrive_at_once_steps_are_sent_before_all_are_applied(is
     driver.step([], 6)
     assert len(driver.queue) == 8
     assert applied[-1] == 5
-    assert (applied[0] < 5) is is_on
+    assert applied[0] < 5
     driver.run_until_idle()
     assert_equals_simulation(driver.deltas, [request])
     assert driver.max_in_flight == 8

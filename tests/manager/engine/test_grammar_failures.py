@@ -100,8 +100,10 @@ def test_a_stop_string_before_a_grammar_failure_finishes_the_sequence_without_er
     assert min(len(group) for group in texts.values()) > 2
     assert all(text.find(b"fg") == len(text) - 2 for text in texts[True])
     assert not any(b"fg" in text for text in texts[False])
-    assert driver.state.lengths is not None
-    assert driver.state.lengths.num_recorded == len(texts[True]), "a failed sequence records no completion length"
+    assert driver.state.lengths.recorded is not None
+    assert driver.state.lengths.recorded.num_recorded == len(texts[True]), (
+        "a failed sequence records no completion length"
+    )
     driver.assert_nothing_is_left()
 
 

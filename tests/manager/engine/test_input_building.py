@@ -1,16 +1,24 @@
 """Tests the size of the messages to the worker."""
 
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests.manager.helpers.engine_driver import make_options
 from tests.manager.helpers.requests import make_request
+from tokasaurus.manager.engine import engine as engine_module
 from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.state.engine_state import make_state
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import GenerateRequest
+
+
+@pytest.fixture(autouse=True)
+def time_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a busy machine would defer admissions, and fewer sequences would run."""
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 def bytes_per_row(num_sequences: int, num_prompt_tokens: int, num_steps: int) -> float:

@@ -26,19 +26,19 @@ shapes_strategy = st.lists(
     page_size=st.sampled_from([3, 4]),
     max_tokens=st.integers(1, 40),
     max_seqs=st.integers(1, 12),
-    max_steps_ahead=st.sampled_from([1, 2, 3, 8]),
-    prefill_multiple=st.sampled_from([None, None, 1, 4]),
+    scheduling_steps_ahead=st.sampled_from([1, 2, 3, 8]),
+    prefill_round_up_multiple=st.sampled_from([None, None, 1, 4]),
 )
 def test_the_forecast_curve_equals_a_replay_of_every_step(
-    shapes, seed, page_size, max_tokens, max_seqs, max_steps_ahead, prefill_multiple
+    shapes, seed, page_size, max_tokens, max_seqs, scheduling_steps_ahead, prefill_round_up_multiple
 ):
     options = make_options(
         40,
         page_size,
         max_tokens_per_forward=max_tokens,
         max_seqs_per_forward=max_seqs,
-        max_steps_ahead=max_steps_ahead,
-        prefill_multiple=prefill_multiple,
+        scheduling_steps_ahead=scheduling_steps_ahead,
+        prefill_round_up_multiple=prefill_round_up_multiple,
     )
     driver = make_quick_driver(options, seed)
     rng = driver.rng
@@ -49,9 +49,9 @@ def test_the_forecast_curve_equals_a_replay_of_every_step(
         if rng.random() < 0.9:
             continue
         usage = replay_usage(driver.state)
-        num_steps_until_freed = max_steps_ahead - 1
+        num_steps_until_freed = scheduling_steps_ahead - 1
         curve = (
-            forecast_kv(driver.state, driver.state.prefill_rate)
+            forecast_kv(driver.state, driver.state.admission.prefill_rate)
             .curve.at(np.arange(len(usage) + num_steps_until_freed))
             .tolist()
         )

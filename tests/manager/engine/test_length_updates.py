@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.helpers.examples import examples
 from tests.manager.helpers.engine_driver import EngineDriver, make_options
 from tests.manager.helpers.requests import Shape, make_requests
-from tokasaurus.manager.engine.length_updates import background_progress, forecast_is_old, note_ends, update_forecast
+from tokasaurus.manager.engine.kv_forecast import background_progress, forecast_is_old, note_ends, update_forecast
 from tokasaurus.manager.engine.lifecycle import sampled_tokens
 from tokasaurus.manager.planning.length_predictor import CompletionLengths, fit_forecast
 from tokasaurus.manager.state.engine_state import LengthPredictorOptions, make_state
@@ -27,9 +27,9 @@ def test_a_forecast_is_old_once_a_64th_of_the_remembered_ends_is_new(ends, initi
     state = make_state(make_options(early_stopping=early))
     num_ended = num_known = 0
     for num_new in ends:
-        state.ended = [(3, True)] * num_new
+        state.lengths.new_ends = [(3, True)] * num_new
         note_ends(state)
-        assert state.ended == []
+        assert state.lengths.new_ends == []
         num_ended += num_new
         num_remembered = min(num_ended, buffer_size)
         expected = (
@@ -46,14 +46,18 @@ def test_a_forecast_is_old_once_a_64th_of_the_remembered_ends_is_new(ends, initi
 @given(
     seed=st.integers(0, 2**32),
     buffer_size=st.sampled_from([4, 100]),
-    num_buckets=st.sampled_from([3, 1000]),
+    num_prediction_buckets=st.sampled_from([3, 1000]),
     num_microbatches=st.sampled_from([1, 3]),
 )
-def test_the_forecast_uses_only_sequences_that_may_stop_early(seed, buffer_size, num_buckets, num_microbatches):
+def test_the_forecast_uses_only_sequences_that_may_stop_early(
+    seed, buffer_size, num_prediction_buckets, num_microbatches
+):
     """Sequences that can only end at max_new_tokens are left out, whether running or ended. With microbatches, a
     sequence samples a token in each round of steps."""
     rng = random.Random(seed)
-    early = LengthPredictorOptions(buffer_size=buffer_size, num_prediction_buckets=num_buckets, initial_wait=10**6)
+    early = LengthPredictorOptions(
+        buffer_size=buffer_size, num_prediction_buckets=num_prediction_buckets, initial_wait=10**6
+    )
     driver = EngineDriver(
         make_options(
             60,
@@ -86,14 +90,14 @@ def test_the_forecast_uses_only_sequences_that_may_stop_early(seed, buffer_size,
         if sequence.request.request_id in may_stop
     ]
     newest_round = driver.state.last_result_id // num_microbatches
-    expected = fit_forecast(lengths, np.array(running, np.int64), newest_round, num_buckets, 0.25)
+    expected = fit_forecast(lengths, np.array(running, np.int64), newest_round, num_prediction_buckets, 0.25)
     update_forecast(driver.state)
-    assert driver.state.forecast is not None
+    assert driver.state.lengths.forecast is not None
     cases = np.arange(30)
     for rank in range(3):
         ranks = np.full(30, rank)
         assert (
-            driver.state.forecast.expected(cases, cases + 7, ranks).tolist()
+            driver.state.lengths.forecast.expected(cases, cases + 7, ranks).tolist()
             == expected.expected(cases, cases + 7, ranks).tolist()
         )
 
@@ -121,7 +125,7 @@ def test_progress_of_background_sequences_is_their_tokens_and_the_forecast(seed)
             entry = found[sequence.request.request_id, sequence.index]
             num_tokens = len(sequence.kept_token_ids) + len(sampled_tokens(driver.state, sequence))
             assert entry.num_tokens == num_tokens
-            request, forecast = asked[entry.request_id], driver.state.forecast
+            request, forecast = asked[entry.request_id], driver.state.lengths.forecast
             if request.ignore_eos:
                 assert entry.num_expected_tokens == request.max_new_tokens
             elif forecast is None:
@@ -140,7 +144,7 @@ def test_no_forecast_exists_before_initial_wait_sequences_have_ended(initial_wai
     driver = EngineDriver(make_options(60, early_stopping=early, deferred_tasks="always"))
     requests = make_requests([Shape(0, 5, 2, 1, 8, ignore_eos=False)] * 8, driver.options.limits)
     for num_ended, request in enumerate(requests):
-        assert (driver.state.forecast is not None) == (num_ended >= initial_wait)
+        assert (driver.state.lengths.forecast is not None) == (num_ended >= initial_wait)
         driver.step([request])
         driver.run_until_idle()
 
@@ -148,6 +152,6 @@ def test_no_forecast_exists_before_initial_wait_sequences_have_ended(initial_wai
 def test_a_prior_forecast_is_used_until_initial_wait_sequences_have_ended():
     early = LengthPredictorOptions(init_mean=0.3, init_std=0.4, std_buffer_scale=0.5)
     state = make_state(make_options(early_stopping=early))
-    assert state.forecast is not None
+    assert state.lengths.forecast is not None
     none, most = np.zeros(3, np.int64), np.array([10, 20, 100])
-    assert state.forecast.expected(none, most, np.arange(3)).tolist() == [5, 10, 50]
+    assert state.lengths.forecast.expected(none, most, np.arange(3)).tolist() == [5, 10, 50]

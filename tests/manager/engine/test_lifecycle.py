@@ -85,7 +85,7 @@ def test_simultaneous_requests_share_blocks_that_are_not_computed_yet(shapes, ma
 def test_another_request_computes_the_blocks_missing_after_a_cancel(num_steps):
     """Prompts of 41, 42 and 43 tokens in steps of 6 tokens: whole blocks that were sent to the worker stay cached, and
     the first of the other two requests computes the remaining ones for both."""
-    options = make_options(60, PAGE_SIZE, max_tokens_per_forward=6, max_seqs_per_forward=6, max_steps_ahead=1)
+    options = make_options(60, PAGE_SIZE, max_tokens_per_forward=6, max_seqs_per_forward=6, scheduling_steps_ahead=1)
     driver = EngineDriver(options)
     cancelled, other, last = make_requests([Shape(0, 40, 1 + number, 1, 3) for number in range(3)], options.limits)
     driver.step([cancelled, other, last])

@@ -18,13 +18,11 @@ from tests.manager.helpers.strategies import STOP_TOKENS, random_shape
 from tokasaurus.manager.engine import outputs
 from tokasaurus.manager.engine.lifecycle import sampled_tokens
 from tokasaurus.manager.engine.outputs import MAX_RELEASED, apply_output
-from tokasaurus.manager.state.engine_state import Tuning
 from tokasaurus.messages.forward import ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.text.stop_strings import StopTokens
 
-EACH_TOKEN = Tuning(coalesces_streams=False)
 """Streams get a delta in every step."""
 
 
@@ -109,7 +107,7 @@ def test_the_device_is_idle_only_while_sequences_are_left():
     while driver.queue:
         answer(0.0)
     driver.step()
-    assert driver.state.num_running == 0
+    assert driver.state.slots.num_running == 0
     driver.step([make_request(2, 5, 1, 20, ignore_eos=True)])
     answer(100.0)
     answer(0.25)
@@ -154,11 +152,12 @@ def test_joined_deltas_equal_the_whole_sequence_despite_deferred_tasks_and_preem
     for delta in driver.deltas:
         assert delta.finish_reason is not None or delta.request_id not in whole
     driver.assert_nothing_is_left()
-    assert driver.state.num_streamed == 0
+    assert driver.state.slots.num_streamed == 0
 
 
-def test_streams_resume_after_preemption_where_they_stopped():
-    driver = EngineDriver(make_options(12, deferred_tasks="always", tuning=EACH_TOKEN), forecast=EndsNext())
+def test_streams_resume_after_preemption_where_they_stopped(monkeypatch):
+    monkeypatch.setattr(outputs, "STREAM_SECONDS", 0.0)
+    driver = EngineDriver(make_options(12, deferred_tasks="always"), forecast=EndsNext())
     requests = [streamed(make_request(n, 5, 2, 30, ("zz",) * (n % 2), True, n % 3 == 0)) for n in range(4)]
     driver.run(requests)
     assert driver.state.stats().total_preemptions > 4
@@ -167,11 +166,10 @@ def test_streams_resume_after_preemption_where_they_stopped():
 
 
 @pytest.mark.parametrize("stop_strings", [(), ("never",)])
-def test_each_token_is_streamed_in_the_step_in_which_its_result_arrives(stop_strings):
+def test_each_token_is_streamed_in_the_step_in_which_its_result_arrives(stop_strings, monkeypatch):
+    monkeypatch.setattr(outputs, "STREAM_SECONDS", 0.0)
     request = streamed(make_request(3, 5, 2, 20, stop_strings, ignore_eos=True, want_logprobs=True))
-    driver = EngineDriver(
-        make_options(40, deferred_tasks="always", stop_tokens=STOP_TOKENS, tuning=EACH_TOKEN), (0.01,)
-    )
+    driver = EngineDriver(make_options(40, deferred_tasks="always", stop_tokens=STOP_TOKENS), (0.01,))
     driver.step([request])
     expected = [simulate(request, index)[0] for index in range(2)]
     for position in range(20):
@@ -232,7 +230,7 @@ def driver_of_common_end() -> tuple[EngineDriver, GenerateRequest]:
     driver.step([request])
     while not driver.state.ending:
         driver.step([], 1)
-    assert driver.state.num_releases == len(driver.deltas) == MAX_RELEASED
+    assert driver.state.slots.num_releases == len(driver.deltas) == MAX_RELEASED
     assert len(driver.state.ending) == NUM_COMMON_ENDS - MAX_RELEASED
     return driver, request
 
@@ -241,9 +239,9 @@ def test_hundreds_of_sequences_that_end_at_once_leave_in_short_turns():
     driver, request = driver_of_common_end()
     state = driver.state
     while state.ending:
-        num_before = state.num_releases
+        num_before = state.slots.num_releases
         driver.step([], 1)
-        assert 0 < state.num_releases - num_before <= MAX_RELEASED + int(2 * state.usual_releases)
+        assert 0 < state.slots.num_releases - num_before <= MAX_RELEASED + int(2 * state.admission.usual_releases)
     driver.run_until_idle()
     assert_equals_simulation(driver.deltas, [request])
     driver.assert_nothing_is_left()
@@ -254,7 +252,7 @@ def test_sequences_cancelled_while_they_wait_for_their_end_leave_once():
     num_to_leave = [len(driver.state.ending)]
     driver.step([CancelRequest(request.request_id)], 1)
     while driver.queue or driver.state.ending or driver.state.cancelled:
-        num_to_leave.append(driver.state.num_running)
+        num_to_leave.append(driver.state.slots.num_running)
         driver.step([], 1)
     assert num_to_leave[:3] == [2 * MAX_RELEASED, MAX_RELEASED, 0]
     assert len(driver.deltas) == MAX_RELEASED
@@ -266,7 +264,7 @@ def test_a_few_ends_per_turn_change_no_result_and_preempt_nothing(num_ahead, mon
     """Sequences that keep their blocks while they wait for their end give way before any other is preempted."""
     monkeypatch.setattr(outputs, "MAX_RELEASED", 1)
     requests = [make_request(number, 5, 6, 6 + 8 * (number % 2), ignore_eos=True) for number in range(30)]
-    options = make_options(36, max_seqs_per_forward=30, max_tokens_per_forward=64, max_steps_ahead=num_ahead)
+    options = make_options(36, max_seqs_per_forward=30, max_tokens_per_forward=64, scheduling_steps_ahead=num_ahead)
     driver = EngineDriver(options, (0.001,), rng=random.Random(num_ahead))
     driver.run(requests)
     driver.run_until_idle()

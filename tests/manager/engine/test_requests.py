@@ -26,12 +26,12 @@ def test_one_token_request_passes_thousands_of_another_clients_samples() -> None
     driver.step([many])
     for _ in range(20):
         driver.step([], 1)
-    admitted_before = driver.state.num_admissions
+    admitted_before = driver.state.slots.num_admissions
     deltas = driver.step([one], 1)
     while not any(delta.request_id == "r2" for delta in deltas):
         deltas = driver.step([], 1)
     # the rest of one turn, and the sequences admitted while the one token was computed
-    assert driver.state.num_admissions - admitted_before <= QUANTUM + 1 + 4 * NUM_SLOTS
+    assert driver.state.slots.num_admissions - admitted_before <= QUANTUM + 1 + 4 * NUM_SLOTS
     assert driver.state.queues.num_waiting > 5800
     (delta,) = (delta for delta in deltas if delta.request_id == "r2")
     assert delta.token_ids == simulate(one, 0)[0]
@@ -70,23 +70,23 @@ def largest_steps(num_samples: int) -> tuple[int, float, float]:
 
     def timed_step(*args) -> None:
         nonlocal max_admitted
-        num_before, start_s = state.num_admissions, time.thread_time()
+        num_before, start_s = state.slots.num_admissions, time.thread_time()
         step(*args)
         seconds.append(time.thread_time() - start_s)
-        max_admitted = max(max_admitted, state.num_admissions - num_before)
+        max_admitted = max(max_admitted, state.slots.num_admissions - num_before)
 
     driver.engine.step = timed_step
     driver.step([request])
-    while state.num_running < min(num_samples, 512):
+    while state.slots.num_running < min(num_samples, 512):
         driver.step([], 1)
     slowest_s = max(seconds)
     seconds.clear()
-    num_before, num_cancelled_steps = state.num_running, 0
+    num_before, num_cancelled_steps = state.slots.num_running, 0
     driver.step([CancelRequest("r1")])
-    while state.num_running:
+    while state.slots.num_running:
         driver.step([], 1)
         num_cancelled_steps += 1
-        assert state.num_running == max(0, num_before - (num_cancelled_steps + 1) * MAX_RELEASED)
+        assert state.slots.num_running == max(0, num_before - (num_cancelled_steps + 1) * MAX_RELEASED)
     cancel_s = max(seconds)
     driver.run_until_idle()
     assert not driver.deltas

@@ -9,8 +9,8 @@ import pytest
 from tests.manager.helpers.engine_driver import EngineDriver, make_options
 from tests.manager.helpers.requests import make_request, streamed
 from tests.manager.helpers.simulation import assert_equals_simulation, join, simulate
-from tokasaurus.manager.engine import streams
-from tokasaurus.manager.engine.streams import STREAM_SECONDS
+from tokasaurus.manager.engine import outputs
+from tokasaurus.manager.engine.outputs import STREAM_SECONDS
 
 
 class StreamDriver(EngineDriver):
@@ -18,7 +18,7 @@ class StreamDriver(EngineDriver):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
         self.now_s, self.step_s = 50.0, step_s
-        monkeypatch.setattr(streams, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(outputs, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         super().__init__(make_options(80, deferred_tasks="always"), (0.01,))
 
     def tokens_of_step(self) -> list[list[int]]:

@@ -88,7 +88,7 @@ def test_samples_of_one_prompt_read_and_share_the_blocks_the_first_sample_comput
 )
 def test_tokens_computed_for_a_cancelled_request_are_counted(num_steps, counts):
     """The prompt of 30 tokens takes steps of 10 tokens, one step in flight at a time."""
-    driver = CountingDriver(make_options(60, max_tokens_per_forward=10, max_steps_ahead=1), (0.01,))
+    driver = CountingDriver(make_options(60, max_tokens_per_forward=10, scheduling_steps_ahead=1), (0.01,))
     request = make_request(1, 30, 1, 20, ignore_eos=True)
     if num_steps == 0:
         driver.step([request, CancelRequest("r1")])
@@ -103,7 +103,7 @@ def test_tokens_computed_for_a_cancelled_request_are_counted(num_steps, counts):
 
 def test_preemption_recomputes_tokens_of_a_decode_step_in_flight():
     """Prompt of 7 tokens and one decode step, whose result is lost: one block of 4 tokens stays cached."""
-    driver = CountingDriver(make_options(60, max_tokens_per_forward=10, max_steps_ahead=2))
+    driver = CountingDriver(make_options(60, max_tokens_per_forward=10, scheduling_steps_ahead=2))
     driver.step([make_request(1, 7, 1, 20, ignore_eos=True)])
     (sequence,) = driver.running()
     assert driver.state.slots.num_kv_tokens[sequence.slot] == 8
@@ -115,7 +115,7 @@ def test_preemption_recomputes_tokens_of_a_decode_step_in_flight():
 def test_a_sequence_preempted_twice_counts_every_recomputed_token():
     """Prompt of 7 tokens in steps of 2. The first preemption loses the result of the first decode step; the second
     comes one step after readmission. Each time one block of 4 tokens stays cached."""
-    driver = CountingDriver(make_options(60, max_tokens_per_forward=2, max_steps_ahead=2))
+    driver = CountingDriver(make_options(60, max_tokens_per_forward=2, scheduling_steps_ahead=2))
     driver.step([make_request(1, 7, 1, 20, ignore_eos=True)])
     (sequence,) = driver.running()
     for num_kv_tokens in (8, 6):
@@ -130,7 +130,7 @@ def test_a_sequence_preempted_twice_counts_every_recomputed_token():
 def test_a_sequence_preempted_in_prefill_reads_blocks_that_others_cached_meanwhile():
     """A prompt of 26 tokens: the 6 prompt tokens and the first 20 completion tokens of a sequence that still decodes.
     It reads one block of 4, computes a chunk of 9 and is preempted. At readmission the other has cached 6 blocks."""
-    driver = CountingDriver(make_options(60, max_tokens_per_forward=10, max_steps_ahead=1), (0.01,))
+    driver = CountingDriver(make_options(60, max_tokens_per_forward=10, scheduling_steps_ahead=1), (0.01,))
     before = make_request(1, 6, 1, 40, ignore_eos=True)
     prompt_ids = np.array([*before.prompt_ids.tolist(), *simulate(before, 0)[0][:20]], np.int32)
     driver.step([before])

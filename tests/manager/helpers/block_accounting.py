@@ -40,7 +40,7 @@ def assert_each_block_has_one_owner(state: EngineState) -> None:
     """Every block is free, in the tree, or owned by exactly one sequence; the block counters are right; and every
     slot is free or runs exactly one sequence."""
     blocks, tree = state.blocks, state.blocks.tree
-    running = [sequence for sequence in state.sequences if sequence is not None]
+    running = [sequence for sequence in state.slots.sequences if sequence is not None]
     nodes = tree_nodes(state)
     users: Counter[int] = Counter()
     own: list[int] = []
@@ -49,7 +49,7 @@ def assert_each_block_has_one_owner(state: EngineState) -> None:
         assert table[: sequence.num_tree_blocks] == [block for node in path for block in node.blocks.tolist()]
         own += table[sequence.num_tree_blocks :]
         users.update(node.index for node in path)
-        assert state.sequences[sequence.slot] is sequence
+        assert state.slots.sequences[sequence.slot] is sequence
         assert sequence.node is not None
         assert state.slots.nodes[sequence.slot] == sequence.node.index
     cached = [block for node in nodes for block in node.blocks.tolist()]
@@ -72,7 +72,7 @@ def assert_each_block_has_one_owner(state: EngineState) -> None:
 def _assert_each_sequence_is_in_one_queue(state: EngineState, running: list[Sequence]) -> None:
     queues, slots = state.queues, state.slots
     busy = [sequence.slot for sequence in running]
-    assert sorted([*busy, *state.free_slots]) == list(range(1, state.options.num_slots + 1))
+    assert sorted([*busy, *state.slots.free]) == list(range(1, state.options.num_slots + 1))
     assert slots.is_running.nonzero()[0].tolist() == sorted(busy)
     waiting = queues.first_waiting(10**6)
     unfinished = [sequence for samples in state.unfinished.values() for sequence in samples.sequences]
@@ -99,4 +99,4 @@ def _assert_each_sequence_is_in_one_queue(state: EngineState, running: list[Sequ
                 "must read all known tokens"
             )
             assert sequence.phase is Phase.PREFILL or slots.num_known_tokens[slot] == slots.num_kv_tokens[slot] + 1
-    assert state.num_with_grammars == sum(sequence.has_grammar for sequence in running)
+    assert state.slots.num_with_grammars == sum(sequence.has_grammar for sequence in running)

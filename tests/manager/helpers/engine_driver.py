@@ -27,7 +27,7 @@ from tokasaurus.text.grammars import GrammarVocabulary
 
 QUICK_STEP_SECONDS = 0.001
 
-NEVER_LEARNS = LengthPredictorOptions(learns=False, init_mean=0.01)
+NEVER_LEARNS = LengthPredictorOptions(track=False, init_mean=0.01)
 """Predicts that a sequence ends with its first tokens, and that it reaches max_new_tokens if it did not."""
 
 
@@ -46,12 +46,12 @@ def make_options(num_blocks: int = 20, page_size: int = 4, **changed: Any) -> En
         "limits": EngineLimits(num_blocks, page_size, num_blocks * page_size),
         "max_tokens_per_forward": 16,
         "max_seqs_per_forward": 4,
-        "max_steps_ahead": 8,
+        "scheduling_steps_ahead": 8,
         "eos_ids": frozenset({EOS_ID}),
         "decode_text": decode_text,
         "prompt_tail": prompt_tail,
         "special_ids": frozenset({EOS_ID}),
-        "min_lookback_tokens": 1,
+        "stop_string_num_token_lookback": 1,
         "early_stopping": None,
     }
     return EngineOptions(**{**values, **changed})
@@ -87,7 +87,7 @@ class EngineDriver:
             grammars = Grammars(self.vocabulary, 1, *(partial(self._add_job, jobs) for jobs in self.jobs))
         self.state = make_state(options, grammars)
         if self.forecast is not None:
-            self.state.forecast = self.forecast
+            self.state.lengths.forecast = self.forecast
         self.engine = Engine(self.state, self.send)
 
     def assume_step_seconds(self, seconds: float) -> None:
@@ -151,7 +151,7 @@ class EngineDriver:
                 assert_each_block_has_one_owner(self.state)
 
     def running(self) -> list[Sequence]:
-        return [sequence for sequence in self.state.sequences if sequence is not None]
+        return [sequence for sequence in self.state.slots.sequences if sequence is not None]
 
     def assert_nothing_is_left(self) -> None:
         """After all work: no sequence has left state, every slot is free, the worker's memory has the tokens that the
@@ -163,12 +163,12 @@ class EngineDriver:
         assert (stats.num_running, stats.num_waiting, stats.num_kv_blocks_used, stats.worker_queue_depth) == (0,) * 4
         assert not state.unfinished
         assert not state.has_uncounted
-        assert state.num_with_stops == state.num_with_stop_tokens == state.num_with_grammars == 0
+        assert state.slots.num_with_stops == state.slots.num_with_stop_tokens == state.slots.num_with_grammars == 0
         assert not state.slots.has_grammar.any()
         assert not state.slots.awaits_matcher.any()
         assert (state.slots.stop_token_ids == -1).all()
-        assert state.sequences == [None] * (num_slots + 1)
-        assert sorted(state.free_slots) == list(range(1, num_slots + 1))
+        assert state.slots.sequences == [None] * (num_slots + 1)
+        assert sorted(state.slots.free) == list(range(1, num_slots + 1))
         assert not state.slots.is_running.any()
         assert not state.slots.is_decoding.any()
         assert not state.slots.block_tables.any()
@@ -187,7 +187,7 @@ class EngineDriver:
 
 
 def make_quick_driver(options: EngineOptions, seed: int = 0, forecast: Forecast | None = None) -> EngineDriver:
-    """An engine whose measured step time is so short that it sends max_steps_ahead steps ahead."""
+    """An engine whose measured step time is so short that it sends scheduling_steps_ahead steps ahead."""
     driver = EngineDriver(options, (QUICK_STEP_SECONDS,), forecast, random.Random(seed))
     driver.assume_step_seconds(QUICK_STEP_SECONDS)
     return driver

@@ -6,8 +6,7 @@ from collections import deque
 import numpy as np
 
 from tests.manager.helpers.fake_prompt_logprobs import zero_prompt_logprobs
-from tokasaurus.manager.engine.engine import next_step
-from tokasaurus.manager.engine.grammar_scheduling import ready_to_decode
+from tokasaurus.manager.engine.engine import next_step, ready_to_decode
 from tokasaurus.manager.engine.input_building import num_blocks_short
 from tokasaurus.manager.engine.outputs import apply_output, release_ending
 from tokasaurus.manager.state.engine_state import EngineState
@@ -30,14 +29,14 @@ def replay_usage(state: EngineState) -> list[int]:
     """Blocks in use now and after each further step, until the last sequence has ended and its blocks are free.
 
     Sequences end only at max_new_tokens. Each result arrives as late as possible: before the step that would exceed
-    max_steps_ahead. If blocks run out, the list ends early with a number larger than the pool.
+    scheduling_steps_ahead. If blocks run out, the list ends early with a number larger than the pool.
     """
     state = copy_state(state)
-    seconds, num_ahead = state.step_seconds, state.options.max_steps_ahead
+    seconds, num_ahead = state.step_seconds, state.options.scheduling_steps_ahead
     assert seconds is not None
     planned = deque(range(1 - len(state.steps_in_flight), 1))  # the newest step sent is step 0
     used = [state.blocks.num_used]
-    while state.num_running:
+    while state.slots.num_running:
         step = len(used)
         while planned and planned[0] <= step - num_ahead:
             planned.popleft()

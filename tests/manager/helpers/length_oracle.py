@@ -43,7 +43,7 @@ def ints(*values: int) -> Ints:
 
 
 def chances_to_end(
-    history: list[Batch], buffer_size: int, running: list[int], step: int, num_buckets: int
+    history: list[Batch], buffer_size: int, running: list[int], step: int, num_prediction_buckets: int
 ) -> list[float]:
     """The probability that token 1, 2, ... is the last one, given that it is sampled."""
     everything = [(num, stopped, at) for at, ended in history for num, stopped in ended]
@@ -51,7 +51,7 @@ def chances_to_end(
     forgotten = everything[:-buffer_size]
     window_start = forgotten[-1][2] if forgotten else -(10**9)
     longest = max([1, *(num for num, _, _ in remembered), *running])
-    width = ceil(longest / num_buckets)
+    width = ceil(longest / num_prediction_buckets)
     num_sampled, num_ended = [0] * (longest // width + 1), [0] * (longest // width + 1)
     for num_tokens, stopped, at in remembered + [(num, False, step) for num in running]:
         for token in range(1, num_tokens + 1):
@@ -102,17 +102,17 @@ class Situation(NamedTuple):
     lengths: CompletionLengths
     running: list[int]
     step: int
-    num_buckets: int
+    num_prediction_buckets: int
     chances: list[float]
 
     def forecast(self, scale: float) -> SurvivalForecast:
-        return fit_forecast(self.lengths, ints(*self.running), self.step, self.num_buckets, scale)
+        return fit_forecast(self.lengths, ints(*self.running), self.step, self.num_prediction_buckets, scale)
 
 
 @st.composite
 def situations(draw: st.DrawFn) -> Situation:
     history, buffer_size = with_step_numbers(draw(batches)), draw(st.integers(1, 15))
-    running, num_buckets = draw(st.lists(st.integers(0, 30), max_size=6)), draw(st.integers(1, 40))
+    running, num_prediction_buckets = draw(st.lists(st.integers(0, 30), max_size=6)), draw(st.integers(1, 40))
     step = (history[-1][0] if history else 0) + draw(st.integers(0, 5))
-    chances = chances_to_end(history, buffer_size, running, step, num_buckets)
-    return Situation(record_all(buffer_size, history), running, step, num_buckets, chances)
+    chances = chances_to_end(history, buffer_size, running, step, num_prediction_buckets)
+    return Situation(record_all(buffer_size, history), running, step, num_prediction_buckets, chances)

@@ -49,7 +49,7 @@ class Pipeline:
             *(100_000, 16),
             max_tokens_per_forward=self.max_tokens,
             max_seqs_per_forward=self.num_slots,
-            num_stages=len(self.factors),
+            pp_size=len(self.factors),
             num_microbatches=self.num_microbatches,
             deferred_tasks="always",
         )
@@ -78,7 +78,7 @@ class Pipeline:
             for seed in message.changes.opened.seeds.tolist():
                 self.first_steps.setdefault(seed, message.step_id)
         for slot in self.state.steps_in_flight[-1].sampled.tolist():
-            sequence = self.state.sequences[slot]
+            sequence = self.state.slots.sequences[slot]
             assert sequence is not None
             self.first_token_steps.setdefault(sequence.request.seed, message.step_id)
 

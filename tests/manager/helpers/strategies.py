@@ -37,9 +37,9 @@ varied_fields = {
     "prompt_top": st.sampled_from([None, None, None, 0, 2, 5]),
 }
 varied_options = {
-    "max_steps_ahead": st.sampled_from([1, 2, 3, 8]),
-    "prefill_multiple": st.sampled_from([None, 1, 4]),
-    "onboard_batch_size": st.sampled_from([None, 1, 2, 128]),
+    "scheduling_steps_ahead": st.sampled_from([1, 2, 3, 8]),
+    "prefill_round_up_multiple": st.sampled_from([None, 1, 4]),
+    "precise_onboard_batch_size": st.sampled_from([None, 1, 2, 128]),
     "deferred_tasks": st.sampled_from([None, "always", "deferred"]),
     "stop_tokens": st.sampled_from([None, STOP_TOKENS]),
     "hydragen": st.sampled_from([None, HydragenOptions(2, 1), HydragenOptions(3, 2)]),
@@ -64,7 +64,7 @@ options_strategy = st.builds(
     max_tokens_per_forward=st.integers(1, 40),
     max_seqs_per_forward=st.integers(1, 12),
     early_stopping=st.sampled_from([None, NEVER_LEARNS, LengthPredictorOptions(initial_wait=2)]),
-    target_utilization=st.sampled_from([1.0, 0.5]),
+    target_kv_cache_utilization=st.sampled_from([1.0, 0.5]),
     **varied_options,
 )
 

@@ -68,10 +68,10 @@ def test_prompt_logprobs_are_right_under_preemption_cancelling_and_streaming():
             page_size,
             max_tokens_per_forward=max_tokens,
             max_seqs_per_forward=12,
-            max_steps_ahead=steps_ahead,
+            scheduling_steps_ahead=steps_ahead,
             deferred_tasks=mode,
             num_microbatches=num_microbatches,
-            num_stages=max(1, num_microbatches - 1),
+            pp_size=max(1, num_microbatches - 1),
             early_stopping=NEVER_LEARNS,
             hydragen=HydragenOptions(2, 1) if seed % 2 else None,
         )
@@ -205,7 +205,7 @@ def test_a_preempted_prefill_resumes_where_its_prompt_logprobs_end(num_steps, is
     request = with_prompt_logprobs(make_request(1, 45, 2, 30, ignore_eos=True, want_logprobs=True), 2)
     request = dataclasses.replace(request, is_streamed=is_streamed)
     driver = EngineDriver(
-        make_options(60, max_tokens_per_forward=10, max_steps_ahead=2, deferred_tasks="always"), (0.01,)
+        make_options(60, max_tokens_per_forward=10, scheduling_steps_ahead=2, deferred_tasks="always"), (0.01,)
     )
     driver.step([request])
     for _ in range(num_steps):
@@ -229,7 +229,7 @@ def test_a_preempted_prefill_resumes_where_its_prompt_logprobs_end(num_steps, is
 def test_a_prompt_that_waits_for_blocks_of_another_microbatch_is_not_overtaken(num_top):
     """The waiting prompt computes prompt logprobs of a block that is cached without any; the next prompt relies on
     them, or computes more of them itself."""
-    options = make_options(200, PAGE_SIZE, max_seqs_per_forward=12, num_microbatches=2, num_stages=2)
+    options = make_options(200, PAGE_SIZE, max_seqs_per_forward=12, num_microbatches=2, pp_size=2)
     plain, first, long, waiting, last = make_requests(
         [
             Shape(0, PAGE_SIZE, 1, 1, 2),
@@ -254,7 +254,7 @@ def test_a_prompt_that_waits_for_blocks_of_another_microbatch_is_not_overtaken(n
 
 def test_prompts_that_share_nothing_do_not_wait_for_each_other():
     """Each microbatch has two of them, and computes both in its first step."""
-    options = make_options(200, PAGE_SIZE, max_seqs_per_forward=12, num_microbatches=2, num_stages=2)
+    options = make_options(200, PAGE_SIZE, max_seqs_per_forward=12, num_microbatches=2, pp_size=2)
     requests = [with_prompt_logprobs(make_request(number, 8, 1, 8, ignore_eos=True)) for number in range(4)]
     driver = EngineDriver(options)
     driver.step(requests)
@@ -266,7 +266,7 @@ def test_prompts_that_share_nothing_do_not_wait_for_each_other():
 @pytest.mark.parametrize("num_steps", range(1, 7))
 def test_another_request_computes_the_prompt_logprobs_missing_after_a_cancel(num_steps):
     """All KV is cached by a request without prompt logprobs. The first of three with them is cancelled in prefill."""
-    options = make_options(60, PAGE_SIZE, max_tokens_per_forward=6, max_seqs_per_forward=6, max_steps_ahead=1)
+    options = make_options(60, PAGE_SIZE, max_tokens_per_forward=6, max_seqs_per_forward=6, scheduling_steps_ahead=1)
     plain, *with_logprobs = make_requests([Shape(0, 40, 1 + number, 1, 3) for number in range(4)], options.limits)
     with_logprobs = [with_prompt_logprobs(request) for request in with_logprobs]
     driver = EngineDriver(options)
@@ -298,8 +298,8 @@ def test_max_new_tokens_0_returns_no_tokens_and_records_no_length(is_streamed, s
     assert all((delta.token_ids, delta.logprobs, delta.finish_reason) == ([], [], "length") for delta in driver.deltas)
     assert_equals_simulation(driver.deltas, [request])
     assert driver.state.stats().total_generation_tokens == 0
-    assert driver.state.lengths is not None
-    assert driver.state.lengths.num_recorded == 0, "a request for no tokens records no completion length"
+    assert driver.state.lengths.recorded is not None
+    assert driver.state.lengths.recorded.num_recorded == 0, "a request for no tokens records no completion length"
     driver.assert_nothing_is_left()
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.helpers.examples import seeds
-from tokasaurus.manager.planning.group_trials import FIRST_INTERVAL, MAX_INTERVAL, GroupTrial, GroupTrials
+from tokasaurus.manager.planning.prefix_groups import FIRST_INTERVAL, MAX_INTERVAL, GroupTrial, GroupTrials
 
 
 class Device:

@@ -15,7 +15,6 @@ from tokasaurus.manager.planning.step_budget import (
     Pipeline,
     PrefillTime,
     StepLimit,
-    average_step_seconds,
     make_step_limit,
     num_steps_to_keep_in_flight,
     prefill_rate,
@@ -136,16 +135,16 @@ def test_a_batch_keeps_its_size_if_prompts_prefill_at_the_rate():
     assert 19 <= min(sizes[100:]) <= max(sizes[100:]) <= 21
 
 
-@pytest.mark.parametrize("max_steps_ahead", [1, 2, 8, 100])
+@pytest.mark.parametrize("scheduling_steps_ahead", [1, 2, 8, 100])
 @pytest.mark.parametrize("step_seconds", [None, 0.0, 1e-5, 0.0004, 0.003, 0.0124, 0.0126, 0.024, 0.026, 0.1, 5.0])
-def test_steps_ahead_are_the_fewest_that_keep_the_worker_busy(step_seconds, max_steps_ahead):
+def test_steps_ahead_are_the_fewest_that_keep_the_worker_busy(step_seconds, scheduling_steps_ahead):
     if step_seconds is None or step_seconds == 0.0:
         expected = 2
     else:
         expected = 2
         while (expected - 1) * step_seconds < SECONDS_QUEUED:
             expected += 1
-    assert num_steps_to_keep_in_flight(step_seconds, max_steps_ahead) == min(expected, max_steps_ahead)
+    assert num_steps_to_keep_in_flight(step_seconds, scheduling_steps_ahead) == min(expected, scheduling_steps_ahead)
 
 
 @pytest.mark.parametrize(
@@ -169,47 +168,38 @@ def test_steps_are_sent_until_enough_seconds_of_work_are_behind_the_running_one(
 
 
 @pytest.mark.parametrize("seconds_queued", [None, 0.0, 1.0])
-def test_max_steps_ahead_is_never_exceeded(seconds_queued):
+def test_scheduling_steps_ahead_is_never_exceeded(seconds_queued):
     assert not wants_another_step(1, seconds_queued, 0.025, 1)
     assert wants_another_step(1, seconds_queued, 0.025, 2)
     assert not wants_another_step(2, seconds_queued, 0.025, 2)
 
 
-def test_average_step_seconds_starts_at_the_first_step_and_follows_a_change():
-    average = average_step_seconds(None, 0.1)
-    assert average == 0.1
-    for _ in range(10):
-        assert average_step_seconds(average, 0.01) < average
-        average = average_step_seconds(average, 0.01)
-    assert 0.01 < average < 0.02
-
-
-def round_time(num_stages: int, lengths: list[float]) -> float:
+def round_time(pp_size: int, lengths: list[float]) -> float:
     """Of a pipeline in which these steps, one of each microbatch, go round; a microbatch's next step begins after its
     last one has left the last stage."""
-    free = [0.0] * num_stages
+    free = [0.0] * pp_size
     left = [0.0] * len(lengths)
     ends = []
     for _ in range(60):
         for microbatch, length in enumerate(lengths):
             ready = left[microbatch]
-            for stage in range(num_stages):
+            for stage in range(pp_size):
                 ready = free[stage] = max(ready, free[stage]) + length
             left[microbatch] = ready
         ends.append(left[-1])
     return (ends[-1] - ends[-21]) / 20
 
 
-@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 3), (2, 4), (4, 5), (4, 6), (3, 5)])
-def test_spare_tokens_delay_no_other_step_and_more_tokens_would(num_stages: int, num_microbatches: int) -> None:
+@pytest.mark.parametrize(("pp_size", "num_microbatches"), [(2, 3), (2, 4), (4, 5), (4, 6), (3, 5)])
+def test_spare_tokens_delay_no_other_step_and_more_tokens_would(pp_size: int, num_microbatches: int) -> None:
     num_decoding = 1200  # divisible, and far above the 64 tokens that any step may have
-    pipeline = Pipeline(num_stages, num_microbatches, max_tokens=10_000)
+    pipeline = Pipeline(pp_size, num_microbatches, max_tokens_per_forward=10_000)
     num_spare = pipeline.max_prefill(num_decoding, num_all_tokens=num_microbatches * num_decoding)
 
     def lost(num_more: int) -> float:
         """Time in which the stages compute nothing, in a round."""
         lengths = [float(num_decoding)] * (num_microbatches - 1) + [float(num_decoding + num_more)]
-        return round_time(num_stages, lengths) - sum(lengths)
+        return round_time(pp_size, lengths) - sum(lengths)
 
     assert lost(num_spare) == pytest.approx(0)
     assert lost(num_spare + 10) > 1
@@ -226,7 +216,7 @@ def test_spare_tokens_delay_no_other_step_and_more_tokens_would(num_stages: int,
     ],
 )
 def test_a_steps_prompt_tokens_by_hand(num_decoding: int, num_all_tokens: int, most: int) -> None:
-    assert Pipeline(3, 4, max_tokens=512).max_prefill(num_decoding, num_all_tokens) == most
+    assert Pipeline(3, 4, max_tokens_per_forward=512).max_prefill(num_decoding, num_all_tokens) == most
 
 
 @pytest.mark.parametrize(
@@ -241,4 +231,4 @@ def test_a_steps_prompt_tokens_by_hand(num_decoding: int, num_all_tokens: int, m
     ],
 )
 def test_prompt_tokens_of_a_round_by_hand(num_decoding: list[int], num_left: list[int], rate: int | None) -> None:
-    assert Pipeline(4, 5, max_tokens=512).prefill_per_round(num_decoding, num_left) == rate
+    assert Pipeline(4, 5, max_tokens_per_forward=512).prefill_per_round(num_decoding, num_left) == rate

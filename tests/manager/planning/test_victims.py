@@ -81,7 +81,7 @@ def test_the_cheapest_sequences_are_preempted_and_then_wait_first_in_line():
             rng.randint(16, 40),
             max_tokens_per_forward=rng.randint(6, 30),
             max_seqs_per_forward=rng.randint(3, 12),
-            max_steps_ahead=rng.choice([1, 3, 8]),
+            scheduling_steps_ahead=rng.choice([1, 3, 8]),
             early_stopping=NEVER_LEARNS,
         )
         driver = EngineDriver(options, forecast=EndsNext(), rng=rng)
@@ -94,7 +94,7 @@ def test_the_cheapest_sequences_are_preempted_and_then_wait_first_in_line():
         for request in requests:
             add_request(state, request)
         while state.unfinished:
-            for _ in range(max(rng.randint(0, 2), len(driver.queue) - options.max_steps_ahead + 1)):
+            for _ in range(max(rng.randint(0, 2), len(driver.queue) - options.scheduling_steps_ahead + 1)):
                 if driver.queue:
                     apply_output(state, driver.worker.forward(driver.queue.popleft()))
             release_ending(state)

@@ -11,7 +11,7 @@ from tests.manager.helpers.engine_driver import EndsNext, EngineDriver, make_opt
 from tests.manager.helpers.requests import make_request
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.steps import make_runner
-from tokasaurus.manager.planning import group_trials
+from tokasaurus.manager.planning import prefix_groups
 from tokasaurus.manager.state.engine_state import HydragenOptions
 from tokasaurus.messages.generation import CancelRequest
 from tokasaurus.model.worker.shape_classes import ShapeClass, shape_class, steps_of_all_classes
@@ -37,7 +37,7 @@ def test_ten_thousand_random_steps_of_the_scheduler_have_no_other_class(
 ) -> None:
     """Prompts of 1 to 40 tokens, some shared; 1 to 8 samples; cancelled requests; preemption in a small KV cache;
     trials of prefix groups."""
-    monkeypatch.setattr(group_trials, "FIRST_INTERVAL", 4)
+    monkeypatch.setattr(prefix_groups, "FIRST_INTERVAL", 4)
     known = set(warmed_up(tmp_path))
     found: dict[ShapeClass, int] = {}
     rng = random.Random(0)

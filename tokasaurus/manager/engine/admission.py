@@ -1,12 +1,21 @@
-"""Which waiting sequences to admit: first a worst-case bound, then a KV simulation of every future step."""
+"""Which waiting sequences to admit: first a worst-case bound, then a KV simulation of every future step.
+
+`admit_waiting` decides. `describe` finds what it needs to know about the candidates: their tokens, their expected
+lengths, and the blocks that they share with the cache and with each other.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.manager.engine.candidates import Candidates, describe
 from tokasaurus.manager.engine.kv_forecast import KVForecast, expected_decode_steps, forecast_kv, wanted_prefill_rate
 from tokasaurus.manager.engine.lifecycle import admit
-from tokasaurus.manager.kv_cache.prefix_tree import PrefixMatch
+from tokasaurus.manager.kv_cache.prefix_tree import PrefixMatch, PrefixNode, PrefixTree
+from tokasaurus.manager.kv_cache.prompt_logprobs import first_position, num_leading
 from tokasaurus.manager.planning.kv_simulation import (
     SequenceLoads,
     SharedLoads,
@@ -15,6 +24,7 @@ from tokasaurus.manager.planning.kv_simulation import (
     simulate_kv,
 )
 from tokasaurus.manager.state.engine_state import EngineState
+from tokasaurus.manager.state.sequence import Sequence
 
 Int64Array = NDArray[np.int64]
 
@@ -36,12 +46,157 @@ RUNNING_PER_RELEASE = 256
 round costs about as much as ending ten sequences, and a batch that lacks one sequence in 256 is hardly smaller."""
 
 MAX_STEPS_BLOCKED = 4
-"""Most steps that admission waits so: expected lengths change, and other sequences may come first."""
+"""Most steps for which it waits: expected lengths change, and other sequences may come first."""
 
 RUNNING_PER_UNTRIED = 1024
 """Admission stops searching once it leaves at most one sequence untried for this many running ones."""
 
+FIRST_NODE_ALONE = -(1 << 30)
+"""New nodes of prompts that share with no other candidate are numbered from here downwards, below all nodes of a
+scratch tree."""
+
 _NOW = np.zeros(1, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleGroup:
+    """Consecutive candidates that are samples of one prompt.
+
+    A sample that computes prompt logprobs always starts a new SampleGroup.
+    """
+
+    start: int
+    """Index of the first sample among the candidates."""
+    match: PrefixMatch
+    """The cached prefix of the prompt, found in the prefix tree."""
+    first_position: int
+    """Prompt position where the first sample's prefill starts. The other samples start after the shared blocks."""
+    num_cached_blocks: int
+    """Blocks of the prompt in `match`, or in the prefix tree once the candidates before it are admitted."""
+    path: list[tuple[int, int]]
+    """(node, number of blocks used in it) for the whole prompt blocks that the samples share.
+
+    An existing node of the tree is given by its index, a node that candidates will add by a negative number.
+    """
+    last_node: int | None
+    """New node for the whole block that contains the prompt's last token; None if there is none.
+
+    Only the first sample uses it: the last token is always computed, so its block is never shared.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """K waiting sequences, in admission order."""
+
+    num_prompt_tokens: Int64Array
+    """[K] tokens to prefill, cached ones included."""
+    num_to_compute: Int64Array
+    """[K] prompt tokens to compute, at least 1."""
+    decode_steps: Int64Array
+    """[K] expected decode steps after the prefill."""
+    sample_groups: list[SampleGroup]
+    """The candidates grouped by prompt, in the same order."""
+
+
+def admit_waiting(state: EngineState) -> None:
+    """Admit every waiting sequence that fits, in the order of the queue.
+
+    A sequence that does not fit blocks all behind it; otherwise a long prompt might never be admitted.
+    """
+    state.admission.blocked_at = None
+    num_left = _max_to_admit(state)
+    for _ in range(MAX_ROUNDS):
+        num_described = min(num_left, max(MIN_DESCRIBED, 2 * state.admission.batch))
+        sequences = state.queues.first_waiting(min(len(state.slots.free), num_described))
+        if not sequences:
+            return
+        candidates = describe(state, sequences)
+        num_admitted, is_blocked = _admit_fitting(state, candidates)
+        if is_blocked:
+            state.admission.blocked_at = (state.next_step_id, state.slots.num_releases)
+            return
+        num_left -= num_admitted
+
+
+def _max_to_admit(state: EngineState) -> int:
+    """Most sequences that this call of `admit_waiting` may admit, at least MAX_ADMITTED."""
+    num_new = state.slots.num_releases - state.admission.num_releases_seen
+    state.admission.num_releases_seen = state.slots.num_releases
+    state.admission.usual_releases += NEW_RELEASES_WEIGHT * (num_new - state.admission.usual_releases)
+    return MAX_ADMITTED + int(2 * state.admission.usual_releases)
+
+
+def can_admit(state: EngineState) -> bool:
+    """Whether sequences wait, and enough has changed since the next one did not fit. Always if the worker is idle."""
+    if not state.queues.num_waiting:
+        return False
+    if state.admission.blocked_at is None or not state.steps_in_flight:
+        return True
+    step_id, num_releases = state.admission.blocked_at
+    num_awaited = state.slots.num_running // RUNNING_PER_RELEASE
+    return state.slots.num_releases - num_releases >= num_awaited or state.next_step_id - step_id >= MAX_STEPS_BLOCKED
+
+
+def _admit_fitting(state: EngineState, candidates: Candidates) -> tuple[int, bool]:
+    """Admit the first candidates that fit. Returns how many, and whether the next one does not fit."""
+    page_size, max_at_once = state.options.limits.page_size, state.options.precise_onboard_batch_size
+    num_blocks = int(state.blocks.num_blocks * state.options.target_kv_cache_utilization)
+    rate = wanted_prefill_rate(state, candidates.num_to_compute, candidates.decode_steps)
+    num_unreserved = num_blocks - state.blocks.num_used - _num_blocks_still_needed(state)
+    num_certain = num = num_obviously_fitting(candidates, num_unreserved, page_size)
+    most = len(candidates.decode_steps)
+    if num < most and max_at_once is not None:
+        most = min(most, num_certain + max_at_once)
+        new_left = candidates.num_to_compute
+        new_starts = candidates.num_prompt_tokens - new_left
+        kv_forecast = forecast_kv(state, rate, new_starts, new_left)
+        if rate != state.admission.prefill_rate and state.slots.num_running and kv_forecast.curve.peak > num_blocks:
+            # The running sequences do not fit at this rate, but did at the rate at which they were admitted.
+            rate = state.admission.prefill_rate
+            kv_forecast = forecast_kv(state, rate, new_starts, new_left)
+        num = num_fitting(
+            *(candidates, num_certain, kv_forecast, num_blocks, page_size, state.admission.batch, max_at_once),
+            max_untried=state.slots.num_running // RUNNING_PER_UNTRIED,
+        )
+        state.admission.batch = min(max_at_once, max(1, num))
+    if num == 0 and not state.slots.num_running:
+        num = 1  # a sequence always fits alone: the server rejects the others
+    if num:
+        state.admission.prefill_rate = rate
+        admit_described(state, candidates, num)
+    return num, num < most
+
+
+def admit_described(state: EngineState, candidates: Candidates, num: int) -> None:
+    """Admit the first `num` candidates. Precondition: they fit, and the prefix tree is as it was described.
+
+    All their cached prefixes are acquired first, so that the blocks allocated for one do not evict the prefix of
+    another, which would then start later than simulated.
+    """
+    tree, page_size = state.blocks.tree, state.options.limits.page_size
+    sample_groups = [sample_group for sample_group in candidates.sample_groups if sample_group.start < num]
+    cached = [tree.acquire(sample_group.match) for sample_group in sample_groups]
+    state.blocks.evict_for(int(_num_prompt_blocks(candidates, page_size)[:num].sum()))
+    ends = [*(sample_group.start for sample_group in sample_groups), num][1:]
+    for sample_group, node, end in zip(sample_groups, cached, ends, strict=True):
+        sequence = state.queues.take_first_waiting()
+        admit(state, sequence, node)
+        if end - sample_group.start > 1:
+            assert sequence.node is not None
+            num_shared = (len(sequence.prompt) - 1) // page_size
+            shared = PrefixMatch(sequence.node, sequence.node.end_block).first_blocks(num_shared)
+            for _ in range(sample_group.start + 1, end):
+                admit(state, state.queues.take_first_waiting(), tree.acquire(shared))
+
+
+def _num_blocks_still_needed(state: EngineState) -> int:
+    """Blocks that the running sequences will allocate beyond those they have, if none ended before another."""
+    arrays, page_size = state.slots, state.options.limits.page_size
+    slots = np.flatnonzero(arrays.is_running)
+    num_kv_tokens = np.maximum(arrays.num_kv_tokens[slots], arrays.num_prefill_tokens[slots])
+    num_tokens = num_kv_tokens + expected_decode_steps(state, slots)
+    return int((-(-num_tokens // page_size) - arrays.num_covered_tokens[slots] // page_size).sum())
 
 
 def simulate_candidates(candidates: Candidates, num: int, kv_forecast: KVForecast, page_size: int) -> UsageCurve:
@@ -114,7 +269,7 @@ def num_fitting(
 
 
 def _num_prompts_with_room(candidates: Candidates, num_blocks: int, page_size: int) -> int:
-    """How many candidates' prompts alone fit into `num_blocks`: an upper bound on the number to admit."""
+    """How many candidates fit into `num_blocks` with their prompts alone: an upper bound."""
     return int(np.searchsorted(np.cumsum(_num_prompt_blocks(candidates, page_size)), num_blocks, side="right"))
 
 
@@ -127,99 +282,153 @@ def _num_prompt_blocks(candidates: Candidates, page_size: int) -> Int64Array:
     return num_new
 
 
-def admit_waiting(state: EngineState) -> None:
-    """Admit every waiting sequence that fits, in the order of the queue.
-
-    A sequence that does not fit blocks all behind it; otherwise a long prompt might never be admitted.
-    """
-    state.blocked_admission = None
-    num_left = _max_to_admit(state)
-    for _ in range(MAX_ROUNDS):
-        num_described = min(num_left, max(MIN_DESCRIBED, 2 * state.onboard_batch))
-        sequences = state.queues.first_waiting(min(len(state.free_slots), num_described))
-        if not sequences:
-            return
-        candidates = describe(state, sequences)
-        num_admitted, is_blocked = _admit_fitting(state, candidates)
-        if is_blocked:
-            state.blocked_admission = (state.next_step_id, state.num_releases)
-            return
-        num_left -= num_admitted
-
-
-def _max_to_admit(state: EngineState) -> int:
-    """Most sequences that this call of `admit_waiting` may admit, at least MAX_ADMITTED."""
-    num_new = state.num_releases - state.num_releases_counted
-    state.num_releases_counted = state.num_releases
-    state.usual_releases += NEW_RELEASES_WEIGHT * (num_new - state.usual_releases)
-    return MAX_ADMITTED + int(2 * state.usual_releases)
+def describe(state: EngineState, sequences: list[Sequence]) -> Candidates:
+    """What admission needs to know about the waiting `sequences`."""
+    num_kept = np.array([len(sequence.kept_token_ids) for sequence in sequences])
+    max_tokens = np.array([sequence.max_sampled_tokens for sequence in sequences])
+    decode_steps = max_tokens - num_kept - 1
+    if state.lengths.forecast is not None:
+        ranks = state.slots.num_admissions + np.arange(len(sequences))
+        expected = state.lengths.forecast.expected(num_kept, max_tokens, ranks) - num_kept - 1
+        decode_steps = np.where([sequence.may_stop for sequence in sequences], expected, decode_steps)
+    num_prompt_tokens = np.array([len(sequence.prompt) for sequence in sequences])
+    page_size = state.options.limits.page_size
+    sample_groups = _group_by_prompt(state, sequences)
+    first_positions = (num_prompt_tokens - 1) // page_size * page_size
+    first_positions[[sample_group.start for sample_group in sample_groups]] = [
+        sample_group.first_position for sample_group in sample_groups
+    ]
+    return Candidates(num_prompt_tokens, num_prompt_tokens - first_positions, decode_steps, sample_groups)
 
 
-def can_admit(state: EngineState) -> bool:
-    """Whether sequences wait, and enough has changed since the next one did not fit. Always if the worker is idle."""
-    if not state.queues.num_waiting:
-        return False
-    if state.blocked_admission is None or not state.steps_in_flight:
-        return True
-    step_id, num_releases = state.blocked_admission
-    num_awaited = state.num_running // RUNNING_PER_RELEASE
-    return state.num_releases - num_releases >= num_awaited or state.next_step_id - step_id >= MAX_STEPS_BLOCKED
+class _CachedPrompt(NamedTuple):
+    first: int
+    """Index of its first sample among the candidates."""
+    whole_match: PrefixMatch
+    match: PrefixMatch
+    """Without the block that contains the prompt's last token."""
+    key: bytes
+    """Equal for prompts that continue the same cached prefix with the same block."""
 
 
-def _admit_fitting(state: EngineState, candidates: Candidates) -> tuple[int, bool]:
-    """Admit the first candidates that fit. Returns how many, and whether the next one does not fit."""
-    page_size, max_at_once = state.options.limits.page_size, state.options.onboard_batch_size
-    num_blocks = int(state.blocks.num_blocks * state.options.target_utilization)
-    rate = wanted_prefill_rate(state, candidates.num_to_compute, candidates.decode_steps)
-    num_unreserved = num_blocks - state.blocks.num_used - _num_blocks_still_needed(state)
-    num_certain = num = num_obviously_fitting(candidates, num_unreserved, page_size)
-    most = len(candidates.decode_steps)
-    if num < most and max_at_once is not None:
-        most = min(most, num_certain + max_at_once)
-        kv_forecast = forecast_kv(state, rate, candidates)
-        if rate != state.prefill_rate and state.num_running and kv_forecast.curve.peak > num_blocks:
-            # The running sequences do not fit at this rate, but did at the rate at which they were admitted.
-            rate = state.prefill_rate
-            kv_forecast = forecast_kv(state, rate, candidates)
-        num = num_fitting(
-            *(candidates, num_certain, kv_forecast, num_blocks, page_size, state.onboard_batch, max_at_once),
-            max_untried=state.num_running // RUNNING_PER_UNTRIED,
-        )
-        state.onboard_batch = min(max_at_once, max(1, num))
-    if num == 0 and not state.num_running:
-        num = 1  # a sequence always fits alone: the server rejects the others
-    if num:
-        state.prefill_rate = rate
-        admit_described(state, candidates, num)
-    return num, num < most
+def _group_by_prompt(state: EngineState, sequences: list[Sequence]) -> list[SampleGroup]:
+    """Find each prompt's cached prefix and the prefix it shares with earlier candidates.
 
-
-def admit_described(state: EngineState, candidates: Candidates, num: int) -> None:
-    """Admit the first `num` candidates. Precondition: they fit, and the prefix tree is as it was described.
-
-    All their cached prefixes are acquired first, so that the blocks allocated for one do not evict the prefix of
-    another, which would then start later than simulated.
+    Two prompts can share new blocks only if they continue the same cached prefix with the same block. Most prompts
+    share with no other, and need no scratch tree.
     """
     tree, page_size = state.blocks.tree, state.options.limits.page_size
-    sample_groups = [sample_group for sample_group in candidates.sample_groups if sample_group.start < num]
-    cached = [tree.acquire(sample_group.match) for sample_group in sample_groups]
-    state.blocks.evict_for(int(_num_prompt_blocks(candidates, page_size)[:num].sum()))
-    ends = [*(sample_group.start for sample_group in sample_groups), num][1:]
-    for sample_group, node, end in zip(sample_groups, cached, ends, strict=True):
-        sequence = state.queues.take_first_waiting()
-        admit(state, sequence, node)
-        if end - sample_group.start > 1:
-            assert sequence.node is not None
-            num_shared = (len(sequence.prompt) - 1) // page_size
-            shared = PrefixMatch(sequence.node, sequence.node.end_block).first_blocks(num_shared)
-            for _ in range(sample_group.start + 1, end):
-                admit(state, state.queues.take_first_waiting(), tree.acquire(shared))
+    block_bytes = 4 * page_size
+    prompts: list[_CachedPrompt] = []
+    num_with_key: dict[bytes, int] = {}
+    prompt = None
+    for index, sequence in enumerate(sequences):
+        if sequence.prompt is prompt and not sequence.needs_prompt_logprobs:
+            continue
+        prompt = sequence.prompt
+        num_tokens, token_bytes = len(prompt.token_ids), prompt.token_bytes
+        whole_match = tree.match(token_bytes, sequence.salt, num_tokens // page_size)
+        match = whole_match.first_blocks((num_tokens - 1) // page_size)
+        start = match.num_blocks * block_bytes
+        key = _branch(match, sequence.salt) + token_bytes[start : start + block_bytes]
+        num_with_key[key] = num_with_key.get(key, 0) + 1
+        prompts.append(_CachedPrompt(index, whole_match, match, key))
+    is_alone = [num_with_key[key] == 1 and not sequences[index].needs_prompt_logprobs for index, _, _, key in prompts]
+    others = [prompt for prompt, alone in zip(prompts, is_alone, strict=True) if not alone]
+    shared = {group.start: group for group in _share(state, sequences, others)} if others else {}
+    new_nodes = count(FIRST_NODE_ALONE, -1)
+    sample_groups = []
+    for (index, whole_match, match, _), alone in zip(prompts, is_alone, strict=True):
+        if not alone:
+            sample_groups.append(shared[index])
+            continue
+        num_tokens, num_cached = len(sequences[index].prompt.token_ids), match.num_blocks
+        num_whole, num_shared = num_tokens // page_size, (num_tokens - 1) // page_size
+        path = [(next(new_nodes), num_shared - num_cached)] if num_shared > num_cached else []
+        last_node = next(new_nodes) if num_whole > num_shared and whole_match.num_blocks < num_whole else None
+        path += _path_of_match(tree, match)
+        sample_groups.append(SampleGroup(index, match, num_cached * page_size, num_cached, path, last_node))
+    return sample_groups
 
 
-def _num_blocks_still_needed(state: EngineState) -> int:
-    """Blocks that the running sequences will allocate beyond those they have, if none ended before another."""
-    arrays, page_size = state.slots, state.options.limits.page_size
-    slots = np.flatnonzero(arrays.is_running)
-    num_kv_tokens = np.maximum(arrays.num_kv_tokens[slots], arrays.num_prefill_tokens[slots])
-    num_tokens = num_kv_tokens + expected_decode_steps(state, slots)
-    return int((-(-num_tokens // page_size) - arrays.num_covered_tokens[slots] // page_size).sum())
+def _share(state: EngineState, sequences: list[Sequence], prompts: list[_CachedPrompt]) -> list[SampleGroup]:
+    """The groups of prompts that may share blocks with each other, found with a scratch tree.
+
+    In the scratch tree a prompt starts where its cached prefix ends. Block ids there follow all existing block ids.
+    """
+    tree, page_size = state.blocks.tree, state.options.limits.page_size
+    block_bytes = 4 * page_size
+    scratch_tree = PrefixTree(page_size)
+    max_new = sum(len(sequences[index].prompt) for index, *_ in prompts) // page_size
+    numbers, num_numbered = np.arange(max_new, dtype=np.int32) + len(state.blocks.tokens), 0
+    reserved_num_top = np.empty(0, np.int32)
+    if state.blocks.prompt_logprobs is not None and any(sequence.needs_prompt_logprobs for sequence in sequences):
+        reserved_num_top = state.blocks.prompt_logprobs.reserved(max_new)
+    found: list[tuple[int, int, int, PrefixMatch, PrefixNode, int | None]] = []
+    for index, whole_match, match, _ in prompts:
+        sequence = sequences[index]
+        prompt = sequence.prompt
+        num_whole, num_shared = len(prompt) // page_size, (len(prompt) - 1) // page_size
+        branch = _branch(match, sequence.salt)
+        rest = prompt.token_bytes[match.num_blocks * block_bytes : num_shared * block_bytes]
+        scratch_match = scratch_tree.match(rest, branch)
+        node = scratch_tree.acquire(scratch_match)
+        num_cached = match.num_blocks + scratch_match.num_blocks
+        new = numbers[num_numbered : num_numbered + num_whole - num_cached]
+        num_numbered += len(new)
+        start = num_cached * page_size
+        if sequence.needs_prompt_logprobs:
+            cached = np.concatenate((tree.blocks_on_path(match), scratch_tree.blocks_on_path(scratch_match)))
+            num_with_logprobs = _add_reservation(
+                reserved_num_top, cached, new, sequence.request.num_top_prompt_logprobs
+            )
+            start = first_position(num_with_logprobs, page_size)
+        num_new = num_shared - num_cached
+        if num_new:
+            node = scratch_tree.insert(node, rest[scratch_match.num_blocks * block_bytes :], new[:num_new], branch)
+        last_node = None
+        if num_whole > num_shared and whole_match.num_blocks < num_whole:
+            last_bytes = prompt.token_bytes[num_shared * block_bytes : num_whole * block_bytes]
+            last = scratch_tree.insert(node, last_bytes, new[num_new:], branch)
+            last_node = None if last is node else -last.index
+        found.append((index, start, num_cached, match, node, last_node))
+    sample_groups = []
+    for index, start, num_cached, match, node, last_node in found:
+        path = [(-ancestor.index, len(ancestor.blocks)) for ancestor in _ancestors(scratch_tree, node)]
+        path += _path_of_match(tree, match)
+        sample_groups.append(SampleGroup(index, match, start, num_cached, path, last_node))
+    return sample_groups
+
+
+def _branch(match: PrefixMatch, salt: bytes) -> bytes:
+    """Names the place where prompts continue a cached prefix."""
+    return b"%d %d " % (match.node.index, match.num_blocks) + salt
+
+
+def _path_of_match(tree: PrefixTree, match: PrefixMatch) -> list[tuple[int, int]]:
+    """(node index, blocks used in it) for the nodes of a cached prefix."""
+    path, end = [], match.num_blocks
+    for ancestor in _ancestors(tree, match.node):
+        path.append((ancestor.index, end - ancestor.parent.end_block))
+        end = ancestor.parent.end_block
+    return path
+
+
+def _add_reservation(
+    reserved_num_top: NDArray[np.int32], cached: NDArray[np.int32], new: NDArray[np.int32], num_top: int
+) -> int:
+    """Reserve prompt logprobs with top-k size `num_top` for a prompt's `cached` and `new` blocks.
+
+    Updates `reserved_num_top`, by block id. Returns how many leading `cached` blocks already had enough reserved: the
+    prompt need not compute logprobs for these.
+    """
+    num_with_logprobs = num_leading(reserved_num_top[cached], num_top)
+    reserved_num_top[cached], reserved_num_top[new] = np.maximum(reserved_num_top[cached], num_top), num_top
+    return num_with_logprobs
+
+
+def _ancestors(tree: PrefixTree, node: PrefixNode) -> Iterator[PrefixNode]:
+    """The node and its ancestors, without the root."""
+    while node is not tree.root:
+        yield node
+        node = node.parent

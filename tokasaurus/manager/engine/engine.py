@@ -9,27 +9,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.engine.admission import admit_waiting, can_admit
-from tokasaurus.manager.engine.grammar_scheduling import is_better_later, ready_to_decode
 from tokasaurus.manager.engine.input_building import group_costs, num_blocks_short, start_step
-from tokasaurus.manager.engine.kv_forecast import prefill_time
-from tokasaurus.manager.engine.length_updates import forecast_is_old, note_ends, update_forecast
+from tokasaurus.manager.engine.kv_forecast import forecast_is_old, note_ends, prefill_time, update_forecast
 from tokasaurus.manager.engine.lifecycle import find_starts, preempt
-from tokasaurus.manager.engine.microbatches import max_prefill, next_microbatches, note_step, prefilling_of, slots_of
+from tokasaurus.manager.engine.microbatches import max_prefill, next_microbatches, prefilling_of, slots_of
 from tokasaurus.manager.engine.outputs import (
     apply_grammars,
     apply_output,
     check_stop_strings,
     release_all_ending,
     release_ending,
+    stream_new_tokens,
 )
 from tokasaurus.manager.engine.requests import add_request, cancel_request, release_cancelled
-from tokasaurus.manager.engine.streams import stream_new_tokens
 from tokasaurus.manager.planning.kv_simulation import find_shared_blocks
 from tokasaurus.manager.planning.prefix_groups import group_by_prefix
 from tokasaurus.manager.planning.step_budget import (
     SECONDS_QUEUED,
     choose_victims,
-    num_steps_to_keep_in_flight,
     split_prefill,
     wants_another_step,
 )
@@ -42,7 +39,7 @@ from tokasaurus.monitoring.timing import SectionTimers
 from tokasaurus.monitoring.trace import NO_TRACE, Trace
 
 SECONDS_IN_HURRY = 0.01
-"""With less work than this in the worker's queue, a step is sent before all results that have arrived are applied."""
+"""If the worker's queue has less work than this, in seconds, steps are sent before all arrived results are applied."""
 
 MAX_READING_SECONDS = 0.002
 """Longest time a step waits for grammar matchers to read tokens, in seconds."""
@@ -71,15 +68,15 @@ class DeferredTask:
         self.num_steps_deferred = 0
 
 
-def may_run(task: DeferredTask, seconds_left: float, mode: str | None) -> bool:
+def may_run(task: DeferredTask, seconds_left: float, deferred_tasks: str | None) -> bool:
     """Whether to run `task` now rather than defer it.
 
-    seconds_left: how long the worker is busy with the steps it has. mode: "always", "deferred" (defer as long as
-    allowed), or None: defer while the task is expected to take half of seconds_left or more.
+    seconds_left: how long the worker is busy with the steps it has. deferred_tasks: "always", "deferred" (defer as long
+    as allowed), or None: defer while the task is expected to take half of seconds_left or more.
     """
-    if mode == "always" or task.num_steps_deferred >= task.max_steps_deferred:
+    if deferred_tasks == "always" or task.num_steps_deferred >= task.max_steps_deferred:
         return True
-    return mode is None and 2 * task.seconds < seconds_left
+    return deferred_tasks is None and 2 * task.seconds < seconds_left
 
 
 class Engine:
@@ -101,7 +98,7 @@ class Engine:
         self.tasks = [
             DeferredTask("admission", can_admit, admit_waiting, max_steps_deferred=4),
             DeferredTask("stop strings", lambda state: state.has_uncounted, check_stop_strings, max_steps_deferred=8),
-            DeferredTask("streams", lambda state: state.num_streamed > 0, stream_new_tokens, max_steps_deferred=4),
+            DeferredTask("streams", _has_streams, stream_new_tokens, max_steps_deferred=4),
             DeferredTask("grouping", _groups_are_old, regroup, max_steps_deferred=8),
             DeferredTask("length predictor", forecast_is_old, update_forecast, max_steps_deferred=16),
         ]
@@ -114,14 +111,14 @@ class Engine:
         """Do everything that can be done now, and add finished sequences and streamed tokens to `state.deltas`."""
         state, timers = self.state, self.timers
         with timers.section("requests"):
-            start_s, messages = time.perf_counter(), list(messages)
+            start_s, messages = time.monotonic(), list(messages)
             for message in messages:
                 if isinstance(message, GenerateRequest):
                     add_request(state, message)
                 else:
                     cancel_request(state, message.request_id)
             if messages:
-                self.seconds_per_message = (time.perf_counter() - start_s) / len(messages)
+                self.seconds_per_message = (time.monotonic() - start_s) / len(messages)
             num_cancelled = release_cancelled(state)
         with timers.section("results"):
             self._apply(list(results))
@@ -136,7 +133,7 @@ class Engine:
         for task in self.tasks:
             self._consider(task)
         self._fill_worker_queue()
-        if state.num_running == 0 and state.queues.num_waiting == 0:
+        if state.slots.num_running == 0 and state.queues.num_waiting == 0:
             state.has_had_work = False
 
     def _apply(self, results: list[ForwardOutput]) -> None:
@@ -144,13 +141,13 @@ class Engine:
 
         Many results have arrived if the previous round took long. Then the worker has few steps left.
         """
-        now_s = time.perf_counter()
+        now_s = time.monotonic()
         self._num_applied = self._num_unapplied = len(results)
         for result in results:
             apply_output(self.state, result)
             self._note_end(result, now_s)
             self._num_unapplied -= 1
-            if self._num_unapplied and self.state.options.tuning.sends_between_results:
+            if self._num_unapplied:
                 self._fill_worker_queue(SECONDS_IN_HURRY)
         self._looked_s = now_s
 
@@ -161,34 +158,28 @@ class Engine:
             task.num_steps_deferred = 0
             return
         if may_run(task, self.seconds_left(), state.options.deferred_tasks) or not state.steps_in_flight:
-            start_s = time.perf_counter()
+            start_s = time.monotonic()
             with self.timers.section(task.name):
                 task.run(state)
-            task.note_run(time.perf_counter() - start_s)
+            task.note_run(time.monotonic() - start_s)
         else:
             task.num_steps_deferred += max(1, self._num_applied)
 
     def _note_end(self, result: ForwardOutput, now_s: float) -> None:
-        """The worker has begun its next step when `result` was ready: at a moment that has to be estimated.
+        """Estimate when the worker began its next step: when `result` was ready.
 
-        The worker was busy with the result's step for `forward_seconds`; the result arrived after the previous look.
+        It was busy with the result's step for `forward_seconds`, and the result arrived after the previous look.
         """
-        end_s = now_s
-        if self.state.options.tuning.predicts_steps:
-            end_s = min(now_s, max(self._looked_s, self._step_began_s + result.forward_seconds))
-        self._step_began_s = end_s
+        self._step_began_s = min(now_s, max(self._looked_s, self._step_began_s + result.forward_seconds))
 
     def seconds_left(self) -> float:
-        """Estimated time for which the worker needs no other step, in seconds.
+        """Estimated time until the worker needs another step, in seconds.
 
-        The first of several pipeline stages is as many steps ahead of the last one as there are stages between them.
-        And as long as too few sequences run to fill all stages, it can get no other step before the next result.
+        The first pipeline stage is one step ahead of the last for each stage between them. While too few sequences run
+        to fill all stages, no other step can be sent before the next result.
         """
-        state, num_ahead = self.state, self.state.options.num_stages - 1
-        elapsed_s = time.perf_counter() - self._step_began_s
-        if not state.options.tuning.predicts_steps:
-            seconds = len(state.steps_in_flight) * (state.step_seconds or 0.0)
-            return max(0.0, seconds - elapsed_s)
+        state, num_ahead = self.state, self.state.options.pp_size - 1
+        elapsed_s = time.monotonic() - self._step_began_s
         # Results that arrive during a round are read after it: meanwhile the worker may go on to later steps.
         start = self._num_unapplied
         seconds = state.step_time_model.predict(self._features(start + num_ahead))
@@ -204,15 +195,13 @@ class Engine:
         return features
 
     def _wants_step(self, seconds_wanted: float) -> bool:
-        state, max_steps = self.state, self.state.options.max_steps_ahead
+        state = self.state
         num_in_flight = len(state.steps_in_flight) - self._num_unapplied
         if state.options.num_microbatches > 1:
             return num_in_flight < state.options.num_microbatches
-        if not state.options.tuning.predicts_steps:
-            return num_in_flight < num_steps_to_keep_in_flight(state.step_seconds, max_steps)
         queued, model = self._features(self._num_unapplied + 1), state.step_time_model
         seconds_queued = model.predict(queued) if model.knows(queued) else None
-        return wants_another_step(num_in_flight, seconds_queued, seconds_wanted, max_steps)
+        return wants_another_step(num_in_flight, seconds_queued, seconds_wanted, state.options.scheduling_steps_ahead)
 
     def _fill_worker_queue(self, seconds_wanted: float = SECONDS_QUEUED) -> None:
         """Send steps until the worker has `seconds_wanted` of work in its queue, or nothing is left to compute."""
@@ -225,13 +214,29 @@ class Engine:
                 if message is None:
                     return
                 if len(state.steps_in_flight) - self._num_unapplied == 1:
-                    self._step_began_s = time.perf_counter()
+                    self._step_began_s = time.monotonic()
                 with self.timers.section("sending"):
                     self._send(message)
 
 
+def ready_to_decode(state: EngineState) -> NDArray[np.int64]:
+    """Decoding slots whose next token can be sampled, in queue order. The caller must not modify the array.
+
+    A sequence with a grammar awaits its matcher, and cannot decode, from the step that samples its next token until the
+    matcher has read that token.
+    """
+    decoding = state.queues.decoding()
+    if not state.slots.num_with_grammars:
+        return decoding
+    return decoding[~state.slots.awaits_matcher[decoding]]
+
+
+def _has_streams(state: EngineState) -> bool:
+    return state.slots.num_streamed > 0
+
+
 def _groups_are_old(state: EngineState) -> bool:
-    return state.groups_are_old and state.options.hydragen is not None
+    return state.groups.are_old and state.options.hydragen is not None
 
 
 def regroup(state: EngineState) -> None:
@@ -251,8 +256,8 @@ def regroup(state: EngineState) -> None:
         slots.groups[own] = np.where(groups > 0, groups + num_groups, 0)
         num_blocks.append(grouping.num_blocks[1:])
         num_groups += len(grouping.num_blocks) - 1
-    state.group_num_blocks = np.concatenate(num_blocks)
-    state.groups_are_old, state.groups_are_new = False, True
+    state.groups.num_blocks = np.concatenate(num_blocks)
+    state.groups.are_old, state.groups.are_new = False, True
 
 
 def next_step(state: EngineState, num_unapplied: int = 0) -> ForwardInput | None:
@@ -263,7 +268,7 @@ def next_step(state: EngineState, num_unapplied: int = 0) -> ForwardInput | None
     for microbatch in next_microbatches(state, num_unapplied):
         message = _step_of(state, microbatch)
         if message is not None:
-            note_step(state, microbatch)
+            state.next_microbatch = (microbatch + 1) % state.options.num_microbatches
             return message
     return None
 
@@ -285,8 +290,8 @@ def _step_of(state: EngineState, microbatch: int) -> ForwardInput | None:
     chunks: list[int] = []
     if state.queues.prefilling:
         budget = state.options.max_tokens_per_forward - num_decoding
-        if state.prefill_rate is not None:
-            budget = min(budget, -(-state.prefill_rate // state.options.num_microbatches))
+        if state.admission.prefill_rate is not None:
+            budget = min(budget, -(-state.admission.prefill_rate // state.options.num_microbatches))
         if state.options.num_microbatches > 1:
             budget = min(budget, max_prefill(state, num_decoding))
         prompts = (
@@ -296,10 +301,26 @@ def _step_of(state: EngineState, microbatch: int) -> ForwardInput | None:
         chunks = split_prefill(prompts, budget, prefill_time(state, ready))
     if not chunks:
         decoding = slots_of(state, microbatch, state.queues.decoding())
-        if not num_decoding or is_better_later(state, ready, decoding):
+        if not num_decoding or _is_better_later(state, ready, decoding):
             return None
     prefill = list(itertools.islice(prefilling_of(state, microbatch), len(chunks)))
     return start_step(state, microbatch, ready, prefill, chunks)
+
+
+def _is_better_later(state: EngineState, ready: NDArray[np.int64], decoding: NDArray[np.int64]) -> bool:
+    """Whether to delay a step in which only the slots `ready` decode, out of `decoding`, and wait for slots that await
+    their matcher.
+
+    Sequences with grammars cannot run ahead of their results. If every ready sequence has a grammar, decoding half of
+    them in every other step would take twice the time of decoding all in each. If any ready sequence has no grammar,
+    the step is sent now. No step waits for slow grammars, unless the grammars of all decoding sequences are slow.
+    """
+    if not state.slots.num_with_grammars or not len(ready):
+        return False
+    slots = state.slots
+    is_slow = slots.is_slow[decoding]
+    is_worth_it = slots.awaits_matcher[decoding] & (~is_slow | is_slow.all())
+    return bool(slots.has_grammar[ready].all() and is_worth_it.any())
 
 
 def make_room(state: EngineState, microbatch: int = 0) -> NDArray[np.int64]:
@@ -328,10 +349,10 @@ def _victims(state: EngineState, num_short: int) -> list[Sequence]:
     num_freed = arrays.num_covered_tokens[slots] // page_size - shared
     needs_block = arrays.is_decoding[slots] & (arrays.num_kv_tokens[slots] == arrays.num_covered_tokens[slots])
     num_freed += needs_block & ~arrays.awaits_matcher[slots]
-    sequences = [state.sequences[slot] for slot in slots.tolist()]
-    num_freed[[sequence is None or sequence.phase is Phase.DRAINING for sequence in sequences]] = 0
+    sequences = [arrays.sequence(slot) for slot in slots.tolist()]
+    num_freed[[sequence.phase is Phase.DRAINING for sequence in sequences]] = 0
     num_freed[arrays.is_ending[slots]] = 0
     is_being_read = arrays.awaits_matcher[slots] & (arrays.num_known_tokens[slots] > arrays.num_kv_tokens[slots])
     num_freed[is_being_read] = 0
     victims = choose_victims(num_lost, num_freed, arrays.admitted_at[slots], num_short)
-    return [sequence for victim in victims.tolist() if (sequence := sequences[victim]) is not None]
+    return [sequences[victim] for victim in victims.tolist()]

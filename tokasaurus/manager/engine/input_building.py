@@ -5,15 +5,21 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.manager.engine.grammar_scheduling import build_masks
-from tokasaurus.manager.engine.token_counters import count_computed, count_shared, count_start
+from tokasaurus.manager.engine.lifecycle import count_computed, count_shared, count_start
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk, build_prompt_logprobs_input
-from tokasaurus.manager.planning.group_trials import OPTIMISM, GroupTrial
-from tokasaurus.manager.planning.prefix_groups import group_by_prefix, saved_by_step
+from tokasaurus.manager.planning.prefix_groups import OPTIMISM, GroupTrial, group_by_prefix, saved_by_step
 from tokasaurus.manager.planning.step_times import step_cost, step_features
 from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
 from tokasaurus.manager.state.sequence import Phase, Sequence
-from tokasaurus.messages.forward import ForwardInput, LogitRules, PrefixGroups, SlotChanges, SlotOpens, TableCopies
+from tokasaurus.messages.forward import (
+    ForwardInput,
+    LogitRules,
+    PrefixGroups,
+    SlotChanges,
+    SlotOpens,
+    TableCopies,
+    TokenMasks,
+)
 from tokasaurus.messages.generation import SAMPLING_DTYPE, GenerateRequest
 from tokasaurus.messages.status import HydragenCosts
 
@@ -41,7 +47,7 @@ def start_step(
     step_id = state.next_step_id
     decode, groups = _in_groups(state, ready, has_prefill=bool(chunks))
     trial = None
-    if state.group_trials is not None and not chunks and len(ready) > 1 and state.group_trials.is_due():
+    if state.groups.trials is not None and not chunks and len(ready) > 1 and state.groups.trials.is_due():
         decode, groups, trial = _try_the_other(state, decode, groups)
     block_slots, block_ids = _step_decoding(state, decode)
     logprob_chunks = (
@@ -67,7 +73,7 @@ def start_step(
         num_decode=len(decode),
         prompt_ids=np.concatenate(prompt_ids) if prompt_ids else np.empty(0, np.int32),
         changes=SlotChanges(
-            closed=np.array(state.slots_to_close, np.int32),
+            closed=np.array(state.slots.closed, np.int32),
             opened=_build_opens(state, opened),
             block_slots=np.concatenate(block_slots),
             block_ids=np.concatenate(block_ids),
@@ -75,26 +81,26 @@ def start_step(
         ),
         groups=groups,
         prompt_logprobs=build_prompt_logprobs_input(logprob_chunks),
-        masks=build_masks(state, sampled) if state.num_with_grammars else None,
+        masks=_build_masks(state, sampled) if state.slots.num_with_grammars else None,
         microbatch=microbatch,
     )
-    num_rows, num_prefill_tokens, num_allocations = (
-        len(message.slots),
-        len(message.prompt_ids),
-        state.blocks.num_allocations,
-    )
     num_kv_tokens = state.slots.num_kv_tokens[message.slots]
-    cost = step_cost(message.num_tokens, num_kv_tokens)
-    features = step_features(message.num_tokens, num_kv_tokens, len(decode))
-    follows_work = bool(state.steps_in_flight) or state.has_had_work
     state.steps_in_flight.append(
         StepInFlight(
-            *(step_id, sampled, microbatch, num_rows, num_prefill_tokens, logprob_chunks, num_allocations),
-            *(cost, features, follows_work, trial),
+            step_id=step_id,
+            sampled=sampled,
+            microbatch=microbatch,
+            num_rows=len(message.slots),
+            num_prefill_tokens=len(message.prompt_ids),
+            logprob_chunks=logprob_chunks,
+            cost=step_cost(message.num_tokens, num_kv_tokens),
+            features=step_features(message.num_tokens, num_kv_tokens, len(decode)),
+            follows_work=bool(state.steps_in_flight) or state.has_had_work,
+            trial=trial,
         )
     )
     _sort_by_phase(state, decode, done)
-    state.slots_to_close = []
+    state.slots.closed = []
     state.next_step_id += 1
     return message
 
@@ -110,7 +116,7 @@ def _find_table_to_copy(state: EngineState, sequence: Sequence) -> tuple[int, in
     assert node is not None
     while node is not state.blocks.tree.root:
         source_slot = slot_of_node.get(node.index, 0)
-        source = state.sequences[source_slot]
+        source = state.slots.sequences[source_slot]
         if source is not None and source.table_is_sent and not found[1]:
             end = min(node.end_block, sequence.num_tree_blocks)
             if end >= MIN_COPIED_BLOCKS and (tables[source_slot, :end] == tables[sequence.slot, :end]).all():
@@ -123,11 +129,11 @@ def _find_table_to_copy(state: EngineState, sequence: Sequence) -> tuple[int, in
 def _try_the_other(
     state: EngineState, decode: NDArray[np.int64], groups: PrefixGroups | None
 ) -> tuple[NDArray[np.int64], PrefixGroups | None, GroupTrial | None]:
-    """A step without groups if the usual one has some, else with those that may save time; and what it tries.
+    """A trial: a step without groups if the usual step has some, otherwise with groups that may save time.
 
-    decode, groups: of the usual step; they are returned if there is nothing to try.
+    decode, groups: of the usual step. Returned unchanged, with None for the trial, if there is nothing to try.
     """
-    options, trials, tree = state.options.hydragen, state.group_trials, state.blocks.tree.arrays
+    options, trials, tree = state.options.hydragen, state.groups.trials, state.blocks.tree.arrays
     assert options is not None
     assert trials is not None
     trials.begin()
@@ -146,8 +152,8 @@ def _try_the_other(
 
 
 def group_costs(state: EngineState) -> HydragenCosts:
-    """What prefix groups cost, by the worker's measurements and by trials."""
-    options, trials = state.options.hydragen, state.group_trials
+    """Costs of prefix groups: the worker's measurements, corrected by trials."""
+    options, trials = state.options.hydragen, state.groups.trials
     assert options is not None
     return options.costs if trials is None else options.costs.scaled(trials.scale)
 
@@ -175,10 +181,7 @@ def _ordered(
 
 
 def _repay_their_step(groups: PrefixGroups, costs: HydragenCosts, page_size: int) -> bool:
-    """Whether a decode step should have the groups: not if all of them together save less than costs.per_step.
-
-    Without that cost it should, also if a group has lost its members but one since it was found.
-    """
+    """Whether a decode step should use the groups: if together they save more than costs.per_step, or if that is 0."""
     return costs.per_step == 0 or saved_by_step(groups.sizes, groups.num_blocks, costs, page_size) > 0
 
 
@@ -189,18 +192,17 @@ def _in_groups(
 
     has_prefill: whether the step has prompts too.
     """
-    if len(state.group_num_blocks) == 1:
+    if len(state.groups.num_blocks) == 1:
         return decode, None
     groups = state.slots.groups[decode]
-    order, shared = _ordered(groups, state.group_num_blocks)
+    order, shared = _ordered(groups, state.groups.num_blocks)
     page_size = state.options.limits.page_size
     if shared is not None and not has_prefill and not _repay_their_step(shared, group_costs(state), page_size):
         return decode, None
-    # With grammars, count in every step: sequences whose matcher is reading now join their group in a later step. So do
-    # those of other microbatches.
-    if state.groups_are_new or state.num_with_grammars or state.options.num_microbatches > 1:
+    # With grammars or microbatches, count in every step: some members of a group are not in this one.
+    if state.groups.are_new or state.slots.num_with_grammars or state.options.num_microbatches > 1:
         count_shared(state, decode, groups)
-        state.groups_are_new = False
+        state.groups.are_new = False
     return decode[order], shared
 
 
@@ -212,13 +214,13 @@ def _step_decoding(
     num_kv_tokens = slots.num_kv_tokens[decode]
     needs_block = num_kv_tokens == slots.num_covered_tokens[decode]
     needy = decode[needs_block]
-    new = blocks.allocate(len(needy))
+    new = blocks.allocate(len(needy), state.next_step_id)
     slots.block_tables[needy, num_kv_tokens[needs_block] // page_size] = new
     slots.num_covered_tokens[needy] += page_size
     # The newest token had no block until now. If its result is not back yet, it will be written to this block.
     blocks.tokens[new, 0] = slots.last_tokens[needy]
-    if state.block_logprobs is not None:
-        state.block_logprobs[new, 0] = state.last_logprobs[needy]
+    if state.blocks.sampled_logprobs is not None:
+        state.blocks.sampled_logprobs[new, 0] = state.slots.last_logprobs[needy]
     slots.num_kv_tokens[decode] = num_kv_tokens + 1
     return [needy.astype(np.int32)], [new]
 
@@ -274,22 +276,37 @@ def _mark_open(state: EngineState, sequence: Sequence, start: int) -> None:
     count_start(state, sequence, start)
 
 
+def _build_masks(state: EngineState, sampled: NDArray[np.int64]) -> TokenMasks | None:
+    """Token masks for the step being built, in which the slots `sampled` sample; None if none has a grammar.
+
+    The slots with grammars await their matchers from now on.
+    """
+    rows = np.flatnonzero(state.slots.has_grammar[sampled])
+    if not len(rows):
+        return None
+    masks = []
+    for slot in sampled[rows].tolist():
+        grammar_matcher = state.slots.sequence(slot).grammar_matcher
+        assert grammar_matcher is not None
+        masks.append(grammar_matcher.mask)
+    state.slots.awaits_matcher[sampled[rows]] = True
+    return TokenMasks(rows.astype(np.int32), np.stack(masks))
+
+
 def _sort_by_phase(state: EngineState, decode: NDArray[np.int64], done: list[int]) -> None:
     """Update phases after the step: a sequence with no step left drains; one that finished its prefill decodes."""
     slots, queues = state.slots, state.queues
     has_all = slots.num_kv_tokens[decode] == slots.max_kv_tokens[decode]
-    state.groups_are_old |= bool(done) or bool(has_all.any())
+    state.groups.are_old |= bool(done) or bool(has_all.any())
     if has_all.any():
         drained = decode[has_all]
         slots.is_decoding[drained] = False
         for slot in drained.tolist():
-            sequence = state.sequences[slot]
-            assert sequence is not None
+            sequence = state.slots.sequence(slot)
             sequence.phase = Phase.DRAINING
     begin = []
     for slot in done:
-        sequence = state.sequences[slot]
-        assert sequence is not None
+        sequence = state.slots.sequence(slot)
         del queues.prefilling[sequence]
         if slots.num_kv_tokens[slot] == slots.max_kv_tokens[slot]:
             sequence.phase = Phase.DRAINING

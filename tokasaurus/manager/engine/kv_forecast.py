@@ -1,5 +1,5 @@
-"""Forecast the KV blocks of the running sequences, step by step, until the last of them ends, and how many prompt
-tokens those steps compute."""
+"""Forecast the lengths of the running sequences, their KV blocks step by step until the last of them ends, and how many
+prompt tokens those steps compute."""
 
 from dataclasses import dataclass
 from math import inf
@@ -7,17 +7,21 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.manager.engine.candidates import Candidates
 from tokasaurus.manager.engine.microbatches import prefill_per_round
 from tokasaurus.manager.planning.kv_simulation import SequenceLoads, UsageCurve, find_shared_blocks, simulate_kv
+from tokasaurus.manager.planning.length_predictor import fit_forecast
 from tokasaurus.manager.planning.prefill_forecast import PrefillForecast, count_decoding, forecast_prefill
 from tokasaurus.manager.planning.step_budget import MIN_CHUNK, PrefillTime, num_steps_to_keep_in_flight, prefill_rate
 from tokasaurus.manager.planning.step_times import decode_features
 from tokasaurus.manager.state.engine_state import EngineState
+from tokasaurus.messages.generation import SequenceProgress
 
 Int64Array = NDArray[np.int64]
 
 _NO_TOKENS = np.zeros(0, np.int64)
+
+MIN_SHARE_NEW = 1 / 64
+"""A new forecast is made once this fraction of the completions it would use is new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,66 @@ class KVForecast:
     """Steps from a sequence's last step until its blocks are freed."""
 
 
+def note_ends(state: EngineState) -> None:
+    """Record the lengths of the completions that the newest results ended."""
+    if state.lengths.new_ends and state.lengths.recorded is not None:
+        num_tokens, stopped = zip(*state.lengths.new_ends, strict=True)
+        state.lengths.recorded.record(np.array(num_tokens, np.int64), np.array(stopped, np.bool_), _round(state))
+    state.lengths.new_ends.clear()
+
+
+def forecast_is_old(state: EngineState) -> bool:
+    """Whether enough completions have ended since the last forecast to make a new one."""
+    early, lengths = state.options.early_stopping, state.lengths.recorded
+    if early is None or lengths is None or lengths.num_recorded < early.initial_wait:
+        return False
+    num_new = lengths.num_recorded - state.lengths.num_in_forecast
+    return num_new >= max(1, min(lengths.num_recorded, early.buffer_size) * MIN_SHARE_NEW)
+
+
+def update_forecast(state: EngineState) -> None:
+    """Make a new forecast from recently ended completions and the running sequences."""
+    early, lengths, arrays = state.options.early_stopping, state.lengths.recorded, state.slots
+    assert early is not None
+    assert lengths is not None
+    slots = np.flatnonzero(arrays.is_running & arrays.may_stop)
+    state.lengths.forecast = fit_forecast(
+        lengths,
+        running=arrays.num_known_tokens[slots] - arrays.num_prompt_tokens[slots],
+        step=_round(state),
+        num_prediction_buckets=early.num_prediction_buckets,
+        std_buffer_scale=early.std_buffer_scale,
+    )
+    state.lengths.num_in_forecast = lengths.num_recorded
+
+
+def background_progress(state: EngineState) -> list[SequenceProgress]:
+    """How far each running background sequence is, and what the current forecast expects of it."""
+    arrays = state.slots
+    running = (arrays.sequence(slot) for slot in np.flatnonzero(arrays.is_running).tolist())
+    sequences = [sequence for sequence in running if sequence.request.is_background]
+    slots = np.array([sequence.slot for sequence in sequences], np.int64)
+    num_tokens = arrays.num_known_tokens[slots] - arrays.num_prompt_tokens[slots]
+    most = arrays.max_kv_tokens[slots] - arrays.num_prompt_tokens[slots] + 1
+    expected: list[int | None] = most.tolist()
+    if state.lengths.forecast is not None:
+        forecast = state.lengths.forecast.expected(num_tokens, most, arrays.admitted_at[slots])
+        expected = np.where(arrays.may_stop[slots], forecast, most).tolist()
+    else:
+        may_stop = arrays.may_stop[slots].tolist()
+        expected = [None if stops else number for stops, number in zip(may_stop, expected, strict=True)]
+    return [
+        SequenceProgress(sequence.request.request_id, sequence.index, number, at_end)
+        for sequence, number, at_end in zip(sequences, num_tokens.tolist(), expected, strict=True)
+    ]
+
+
+def _round(state: EngineState) -> int:
+    """The newest step whose results have arrived; with several microbatches, the number of rounds until then, if none
+    was skipped. A sequence samples about one token in each."""
+    return max(0, state.last_result_id) // state.options.num_microbatches
+
+
 def expected_decode_steps(state: EngineState, slots: Int64Array) -> Int64Array:
     """Expected decode steps of the running sequences `slots` after the steps sent and after their prefill, [N]."""
     arrays = state.slots
@@ -41,11 +105,12 @@ def expected_decode_steps(state: EngineState, slots: Int64Array) -> Int64Array:
     max_kv_tokens = arrays.max_kv_tokens[slots]
     num_prompt_tokens = arrays.num_prompt_tokens[slots]
     num_steps = max_kv_tokens - num_kv_tokens
-    if state.forecast is None:
+    forecast = state.lengths.forecast
+    if forecast is None:
         return num_steps
     # Once the KV of g sampled tokens is computed, one more is sampled: the sequence is longer than g tokens.
     num_past = num_kv_tokens - num_prompt_tokens
-    expected = state.forecast.expected(num_past, max_kv_tokens - num_prompt_tokens + 1, arrays.admitted_at[slots])
+    expected = forecast.expected(num_past, max_kv_tokens - num_prompt_tokens + 1, arrays.admitted_at[slots])
     return np.where(arrays.may_stop[slots], expected - num_past - 1, num_steps)
 
 
@@ -62,7 +127,7 @@ def wanted_prefill_rate(state: EngineState, num_tokens: Int64Array, num_steps: I
 
     num_tokens, num_steps: [K] prefill tokens and decode steps of the others. Precondition: at least one sequence.
     """
-    if state.options.prefill_multiple is None:
+    if state.options.prefill_round_up_multiple is None:
         return None
     arrays = state.slots
     slots = np.flatnonzero(arrays.is_running)
@@ -70,7 +135,7 @@ def wanted_prefill_rate(state: EngineState, num_tokens: Int64Array, num_steps: I
     return prefill_rate(
         np.concatenate((arrays.num_prefill_tokens[slots] - arrays.first_positions[slots], num_tokens)),
         np.concatenate((num_past_steps + expected_decode_steps(state, slots), num_steps)),
-        state.options.prefill_multiple,
+        state.options.prefill_round_up_multiple,
     )
 
 
@@ -82,7 +147,7 @@ def prefill_time(state: EngineState, decoding: NDArray[np.int64]) -> PrefillTime
     While nothing decodes, no stream waits for a token.
     """
     options, model = state.options, state.step_time_model
-    is_streaming = state.num_streamed > 0 and len(state.queues.decoding()) > 0
+    is_streaming = state.slots.num_streamed > 0 and len(state.queues.decoding()) > 0
     if options.step_limit.prefill_seconds(0.0, is_streaming) == inf:
         return PrefillTime(inf, 0.0, 0.0)
     decode_seconds = model.predict(decode_features(state.slots.num_kv_tokens[decoding] + 1))
@@ -95,34 +160,35 @@ def prefill_time(state: EngineState, decoding: NDArray[np.int64]) -> PrefillTime
 
 
 def timed_prefill_rate(
-    state: EngineState, decoding: Int64Array, prefilling: Int64Array, candidates: Candidates | None
+    state: EngineState, decoding: Int64Array, prefilling: Int64Array, new_starts: Int64Array, new_left: Int64Array
 ) -> int | None:
     """Prompt tokens that fit into the time of a step, in the mean over all prompts; None if time does not limit them.
 
-    decoding, prefilling: slots. With several microbatches, for a round.
+    decoding, prefilling: slots. new_starts, new_left: as for forecast_kv. With several microbatches, for a round.
     """
-    arrays = state.slots
+    arrays, num_microbatches = state.slots, state.options.num_microbatches
     starts = arrays.num_kv_tokens[prefilling]
-    num_left = arrays.num_prefill_tokens[prefilling] - starts
-    if candidates is not None:
-        num_to_compute = candidates.num_to_compute
-        starts = np.concatenate((starts, candidates.num_prompt_tokens - num_to_compute))
-        num_left = np.concatenate((num_left, num_to_compute))
+    num_left = np.concatenate((arrays.num_prefill_tokens[prefilling] - starts, new_left))
     if not len(num_left):
         return None
-    num_microbatches = state.options.num_microbatches
-    rate = prefill_time(state, decoding[::num_microbatches]).usual_rate(starts, num_left)
+    time = prefill_time(state, decoding[::num_microbatches])
+    rate = time.usual_rate(np.concatenate((starts, new_starts)), num_left)
     return None if rate == inf else max(MIN_CHUNK, int(rate * num_microbatches))
 
 
-def forecast_kv(state: EngineState, prefill_rate: int | None, candidates: Candidates | None = None) -> KVForecast:
+def forecast_kv(
+    state: EngineState,
+    prefill_rate: int | None,
+    new_starts: Int64Array = _NO_TOKENS,
+    new_left: Int64Array = _NO_TOKENS,
+) -> KVForecast:
     """Simulate the running sequences to their expected ends, with at most `prefill_rate` prefill tokens per step.
 
-    With several microbatches, a step of the forecast is a round: one step of each of them. candidates: sequences that
-    may be admitted, whose prompts change how many tokens fit into a step.
+    With several microbatches, a step of the forecast is a round: one step of each of them. new_starts, new_left: [K]
+    cached tokens and tokens to compute of prompts that may be admitted: they change how many tokens fit into a step.
     """
     arrays, tree, page_size = state.slots, state.blocks.tree.arrays, state.options.limits.page_size
-    max_ahead = state.options.max_steps_ahead
+    max_ahead = state.options.scheduling_steps_ahead
     if state.step_seconds is not None:
         wanted = num_steps_to_keep_in_flight(state.step_seconds, max_ahead)
         max_ahead = max(wanted, len(state.steps_in_flight))
@@ -130,8 +196,8 @@ def forecast_kv(state: EngineState, prefill_rate: int | None, candidates: Candid
     past, prefilling = running_slots(state)
     rates = (
         prefill_rate,
-        prefill_per_round(state, _NO_TOKENS if candidates is None else candidates.num_to_compute),
-        timed_prefill_rate(state, past[arrays.is_decoding[past]], prefilling, candidates),
+        prefill_per_round(state, new_left),
+        timed_prefill_rate(state, past[arrays.is_decoding[past]], prefilling, new_starts, new_left),
     )
     prefill_rate = min((rate for rate in rates if rate is not None), default=None)
     release_delay = 1 if num_microbatches > 1 else max_ahead - 1

@@ -1,19 +1,18 @@
-"""Admit, preempt and release sequences.
+"""Admit, preempt and release sequences, and count their tokens.
 
 A running sequence has a slot, blocks and a path in the prefix tree: allocated when it is admitted, freed when it ends
-or is preempted.
+or is preempted. Cached, computed, recomputed and shared tokens are counted when its slot opens, when a prompt chunk is
+sent, when prefix groups change, and when it leaves its slot; never for each decoded token.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.engine.microbatches import choose_microbatch
-from tokasaurus.manager.engine.token_counters import count_leaving
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
 from tokasaurus.manager.kv_cache.prompt_logprobs import first_position
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import Phase, Sequence, make_prompt
-from tokasaurus.manager.state.slot_arrays import NEVER
 
 
 def admit(state: EngineState, sequence: Sequence, cached: PrefixNode | None = None) -> None:
@@ -37,54 +36,19 @@ def admit(state: EngineState, sequence: Sequence, cached: PrefixNode | None = No
     shared = tree.blocks_on_path(match)
     node = tree.acquire(match, current=cached)
     num_tree_blocks = match.num_blocks
-    own = blocks.allocate(-(-num_tokens // page_size) - num_tree_blocks)
+    own = blocks.allocate(-(-num_tokens // page_size) - num_tree_blocks, state.next_step_id)
     num_whole = num_tokens // page_size
     if num_whole > num_tree_blocks:
         whole_bytes = prompt.token_bytes[num_tree_blocks * block_bytes : num_whole * block_bytes]
         inserted = tree.insert(node, whole_bytes, own[: num_whole - num_tree_blocks], sequence.salt)
         if inserted is not node:
             node, num_tree_blocks = inserted, num_whole
-    slot = state.free_slots.pop()
-    table = slots.block_tables[slot]
-    table[: match.num_blocks] = shared
-    table[match.num_blocks : match.num_blocks + len(own)] = own
+    sequence.node, sequence.num_tree_blocks = node, num_tree_blocks
+    table = np.concatenate((shared, own))
     tail = prompt.token_ids[num_tree_blocks * page_size :]
     if len(tail):
         blocks.tokens[table[num_tree_blocks], : len(tail)] = tail
-    request = sequence.request
-    slots.num_known_tokens[slot] = num_tokens
-    slots.num_prompt_tokens[slot] = len(request.prompt_ids)
-    slots.num_prefill_tokens[slot] = num_tokens
-    slots.max_kv_tokens[slot] = sequence.max_kv_tokens
-    slots.num_covered_tokens[slot] = (match.num_blocks + len(own)) * page_size
-    slots.admitted_at[slot] = state.num_admissions
-    slots.microbatches[slot] = choose_microbatch(state, sequence)
-    slots.nodes[slot] = node.index
-    slots.is_running[slot] = True
-    slots.ends_at_eos[slot] = not request.ignore_eos
-    if request.stop_token_ids:
-        slots.stop_token_ids[slot, : len(request.stop_token_ids)] = request.stop_token_ids
-        state.num_with_stop_tokens += 1
-    slots.may_stop[slot] = sequence.may_stop
-    slots.has_stops[slot] = sequence.stop_matcher is not None
-    slots.want_logprobs[slot] = request.want_logprobs
-    slots.has_grammar[slot] = sequence.has_grammar
-    slots.is_slow[slot] = sequence.grammar_matcher is not None and sequence.grammar_matcher.compiled_grammar.is_slow
-    slots.groups[slot] = 0
-    slots.num_shared_tokens[slot] = sequence.counts.shared
-    slots.stop_rows[slot] = sequence.stop_row
-    slots.may_have_stopped[slot] = False
-    slots.num_counted_tokens[slot] = len(sequence.kept_token_ids)
-    state.num_admissions += 1
-    state.num_with_stops += sequence.stop_matcher is not None
-    state.num_with_grammars += sequence.has_grammar
-    state.num_background += request.is_background
-    state.num_streamed += request.is_streamed
-    slots.is_streamed[slot] = request.is_streamed
-    slots.num_streamed_tokens[slot] = sequence.num_streamed_tokens
-    slots.streamed_s[slot] = -np.inf
-    state.sequences[slot] = sequence
-    sequence.slot, sequence.node, sequence.num_tree_blocks = slot, node, num_tree_blocks
+    slots.open(sequence, table, page_size, choose_microbatch(state, sequence))
     sequence.phase = Phase.PREFILL
     state.queues.prefilling[sequence] = None
     _set_start(state, sequence, match.num_blocks)
@@ -127,10 +91,10 @@ def sampled_tokens(state: EngineState, sequence: Sequence, most: int | None = No
 
 def sampled_logprobs(state: EngineState, sequence: Sequence, most: int | None = None) -> NDArray[np.float32]:
     """Logprobs of `sampled_tokens`, float32 [G]. Precondition: the request wants logprobs."""
-    assert state.block_logprobs is not None, "a sequence wants logprobs, but none are stored"
-    logprobs = _per_sampled_token(state, sequence, state.block_logprobs, most)
+    assert state.blocks.sampled_logprobs is not None, "a sequence wants logprobs, but none are stored"
+    logprobs = _per_sampled_token(state, sequence, state.blocks.sampled_logprobs, most)
     if len(logprobs):
-        logprobs[-1] = state.last_logprobs[sequence.slot]
+        logprobs[-1] = state.slots.last_logprobs[sequence.slot]
     return logprobs
 
 
@@ -201,35 +165,17 @@ def _free_slot_and_blocks(state: EngineState, sequence: Sequence, keep_kv: bool 
     """Free the slot and blocks of a running sequence; whole blocks of computed tokens stay in the prefix tree."""
     slots, slot = state.slots, sequence.slot
     if sequence.is_open:
-        count_leaving(state, sequence)
+        _count_leaving(state, sequence)
     if sequence.phase is Phase.PREFILL:
         del state.queues.prefilling[sequence]
     if sequence.phase is Phase.PREFILL or not keep_kv:
         _free_uncomputed(state, sequence)
     else:
         _free_computed(state, sequence)
-    slots.block_tables[slot, : slots.num_covered_tokens[slot] // state.options.limits.page_size] = 0
-    state.groups_are_old |= bool(slots.is_decoding[slot])
-    slots.opened_at[slot] = NEVER
-    slots.is_running[slot] = slots.is_decoding[slot] = slots.is_ending[slot] = False
-    state.num_with_stops -= sequence.stop_matcher is not None
-    state.num_with_grammars -= sequence.has_grammar
-    state.num_background -= sequence.request.is_background
-    slots.has_grammar[slot] = slots.awaits_matcher[slot] = False
-    if sequence.request.stop_token_ids:
-        slots.stop_token_ids[slot] = -1
-        state.num_with_stop_tokens -= 1
-    state.num_streamed -= sequence.request.is_streamed
-    slots.is_streamed[slot] = False
-    if state.num_streamed == 0:
+    state.groups.are_old |= bool(slots.is_decoding[slot])
+    slots.close(sequence, state.options.limits.page_size)
+    if slots.num_streamed == 0:
         state.stream_due_s = np.inf  # or the manager would go on waking for it
-    state.sequences[slot] = None
-    state.free_slots.append(slot)
-    state.num_releases += 1
-    if sequence.is_open:
-        state.slots_to_close.append(slot)
-    sequence.slot, sequence.node = 0, None
-    sequence.is_open = sequence.table_is_sent = False
 
 
 def _free_uncomputed(state: EngineState, sequence: Sequence) -> None:
@@ -294,3 +240,56 @@ def find_starts(state: EngineState) -> None:
         _reserve_prompt_logprobs(state, sequence)
         will_be_computed[table] = True
     state.starts_are_stale = False
+
+
+def count_start(state: EngineState, sequence: Sequence, start: int) -> None:
+    """Count a sequence whose slot opens at the worker, with its first `start` tokens cached."""
+    counts, totals = sequence.counts, state.totals.tokens
+    num_prompt_tokens = len(sequence.request.prompt_ids)
+    if sequence.num_cached_tokens is None:
+        sequence.num_cached_tokens = start
+        counts.asked = num_prompt_tokens
+        totals.asked += num_prompt_tokens
+        if sequence.index == 0:
+            state.totals.prompt_tokens += num_prompt_tokens
+    # Never more than the prompt: if tokens of it were sampled, the sequence had the KV of all but the last of them.
+    num_cached = max(0, start - sequence.num_kv_tokens_before)
+    counts.cached += num_cached
+    totals.cached += num_cached
+
+
+def count_computed(state: EngineState, sequence: Sequence, start: int, end: int) -> None:
+    """Count tokens start..end of a sequence, end excluded, as computed by the steps sent. The range may be empty."""
+    counts, totals = sequence.counts, state.totals.tokens
+    if start < sequence.num_kv_tokens_before:
+        first_time = max(start, min(end, sequence.num_kv_tokens_before))
+        counts.recomputed += first_time - start
+        totals.recomputed += first_time - start
+        start = first_time
+    num_computed = min(end, len(sequence.request.prompt_ids)) - start
+    if num_computed > 0:
+        counts.computed += num_computed
+        totals.computed += num_computed
+
+
+def count_shared(state: EngineState, decode: NDArray[np.int64], groups: NDArray[np.int64]) -> None:
+    """Count shared prompt tokens in the first step with new prefix groups.
+
+    groups: the group of each slot in `decode`, as in SlotArrays.groups.
+    """
+    slots = state.slots
+    num_tokens = state.groups.num_blocks[groups] * state.options.limits.page_size
+    before = slots.num_shared_tokens[decode]
+    after = np.maximum(before, np.minimum(num_tokens, slots.num_prompt_tokens[decode]))
+    slots.num_shared_tokens[decode] = after
+    state.totals.tokens.shared += int((after - before).sum())
+
+
+def _count_leaving(state: EngineState, sequence: Sequence) -> None:
+    """Count the work of a sequence's decode steps when it leaves a slot that is open at the worker."""
+    slots, slot = state.slots, sequence.slot
+    num_kv_tokens = int(slots.num_kv_tokens[slot])
+    if sequence.num_kv_tokens_before:  # otherwise it has decoded each token once
+        count_computed(state, sequence, int(slots.num_prefill_tokens[slot]), num_kv_tokens)
+    sequence.num_kv_tokens_before = max(sequence.num_kv_tokens_before, num_kv_tokens)
+    sequence.counts.shared = int(slots.num_shared_tokens[slot])

@@ -15,23 +15,23 @@ from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import Sequence
 
 _MAX_IN_FLIGHT = 2
-"""Steps of one microbatch in flight: the second is queued while the first still runs."""
+"""Most steps of one microbatch in flight: one runs, the next is queued."""
 
 _MIN_TOGETHER = 8
-"""Samples of a request that stay in one microbatch, however few sequences others have: a step of so few takes about as
-long as one of a single sequence."""
+"""Samples of a request that share a microbatch even if other microbatches have fewer sequences: a step of so few takes
+about as long as a step of one."""
 
 _PROMPT_TOKENS_OF_ROW = 16
-"""When a microbatch is chosen, so many prompt tokens still to be computed weigh as much as a sequence, which has work
-for many steps."""
+"""Prompt tokens left to compute that count like one sequence when a microbatch is chosen: a sequence has work for many
+steps."""
 
 
 def choose_microbatch(state: EngineState, sequence: Sequence) -> int:
     """The microbatch of a sequence that gets a slot.
 
     Samples of a request share a microbatch, because they share prefixes, until it has _MIN_TOGETHER sequences and an
-    equal share of all running and waiting sequences; of the waiting ones, only as many count as the slots and the KV
-    cache can hold. Otherwise it is the microbatch with the least to compute, and of equal ones the next in turn.
+    equal share of all sequences that run or will run soon: waiting ones count as far as the slots and the KV cache can
+    hold them. Otherwise it is the microbatch with the least to compute; among equals, the next in turn.
     """
     num_microbatches = state.options.num_microbatches
     if num_microbatches == 1:
@@ -56,7 +56,7 @@ def choose_microbatch(state: EngineState, sequence: Sequence) -> int:
 
 
 def _num_prompt_tokens_left(state: EngineState) -> NDArray[np.int64]:
-    """Of each slot; 0 once it decodes, and without a sequence."""
+    """[slots] prompt tokens still to compute; 0 for a decoding sequence, and without a sequence."""
     slots = state.slots
     num_left: NDArray[np.int64] = np.maximum(0, slots.num_prefill_tokens - slots.num_kv_tokens) * slots.is_running
     return num_left
@@ -71,7 +71,7 @@ def max_prefill(state: EngineState, num_decoding: int) -> int:
 def prefill_per_round(state: EngineState, num_candidate_tokens: NDArray[np.int64]) -> int | None:
     """Expected prompt tokens per round, which has one step of each microbatch; None if microbatches do not limit them.
 
-    num_candidate_tokens: prompt tokens to compute of each sequence that may be admitted; they are taken to join the
+    num_candidate_tokens: prompt tokens to compute of each sequence that may be admitted; each is assumed to join the
     microbatch with the least to compute.
     """
     num_microbatches, slots = state.options.num_microbatches, state.slots
@@ -90,7 +90,7 @@ def prefill_per_round(state: EngineState, num_candidate_tokens: NDArray[np.int64
 
 def _pipeline(state: EngineState) -> Pipeline:
     options = state.options
-    return Pipeline(options.num_stages, options.num_microbatches, options.max_tokens_per_forward)
+    return Pipeline(options.pp_size, options.num_microbatches, options.max_tokens_per_forward)
 
 
 def next_microbatches(state: EngineState, num_unapplied: int) -> Iterator[int]:
@@ -99,21 +99,16 @@ def next_microbatches(state: EngineState, num_unapplied: int) -> Iterator[int]:
     if num_microbatches == 1:
         yield 0
         return
-    most = min(_MAX_IN_FLIGHT, state.options.max_steps_ahead)
+    max_in_flight = min(_MAX_IN_FLIGHT, state.options.scheduling_steps_ahead)
     in_flight = [step.microbatch for step in islice(state.steps_in_flight, num_unapplied, None)]
     for offset in range(num_microbatches):
         microbatch = (state.next_microbatch + offset) % num_microbatches
-        if in_flight.count(microbatch) < most:
+        if in_flight.count(microbatch) < max_in_flight:
             yield microbatch
 
 
-def note_step(state: EngineState, microbatch: int) -> None:
-    """A step of this microbatch has been built."""
-    state.next_microbatch = (microbatch + 1) % state.options.num_microbatches
-
-
 def slots_of(state: EngineState, microbatch: int, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The slots of this microbatch, out of `slots`."""
+    """Those of `slots` that belong to this microbatch."""
     if state.options.num_microbatches == 1:
         return slots
     is_own: NDArray[np.bool_] = state.slots.microbatches[slots] == microbatch
@@ -134,7 +129,7 @@ def prefilling_of(state: EngineState, microbatch: int) -> Iterator[Sequence]:
     slots, page_size, is_computed = state.slots, state.options.limits.page_size, state.blocks.is_computed
     in_this_step: set[int] = set()
     first_blocks_left: set[int] = set()
-    """Of prompts that want prompt logprobs and are left out."""
+    """First blocks of the prompts left out of this step that want prompt logprobs."""
     for sequence in state.queues.prefilling:
         slot = sequence.slot
         may_start = slots.microbatches[slot] == microbatch

@@ -1,14 +1,18 @@
-"""Apply the results of steps and of the grammar threads: record tokens, end sequences, and build deltas."""
+"""The way of a token back: apply the results of steps and of the grammar threads, end sequences, and build deltas.
+
+`apply_output` records the tokens of a step and marks the sequences that end. Deltas go to the server when a sequence
+ends, and for streamed sequences while they run: the first token at once, later ones at most every STREAM_SECONDS.
+"""
 
 import logging
+import math
+import time
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.manager.engine.grammar_scheduling import note_tokens
 from tokasaurus.manager.engine.lifecycle import keep_prompt_logprobs, release, sampled_logprobs, sampled_tokens
-from tokasaurus.manager.planning.group_trials import GroupTrials
-from tokasaurus.manager.planning.step_budget import average_step_seconds
+from tokasaurus.manager.planning.prefix_groups import GroupTrials
 from tokasaurus.manager.planning.step_times import IS_OF_DECODE
 from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
 from tokasaurus.manager.state.sequence import Phase, Sequence
@@ -28,6 +32,10 @@ few milliseconds."""
 MAX_SPECIAL_TOKENS = 16
 """Most special tokens among the last tokens of a completion. With more, all of it is read for stop strings."""
 
+STREAM_SECONDS = 0.02
+"""Shortest time between two deltas of a sequence, in seconds. Each delta costs the manager and the server some tens of
+microseconds, whatever its number of tokens; at steps of 2 ms, a delta per token would cost more than the step."""
+
 
 def apply_output(state: EngineState, output: ForwardOutput) -> None:
     """Apply the result of the oldest step in flight. The sequences that it ends are left to `release_ending`.
@@ -38,10 +46,11 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     step = state.steps_in_flight.popleft()
     assert step.step_id == output.step_id, f"result of step {output.step_id}, expected {step.step_id}"
     assert len(step.sampled) == len(output.token_ids), f"step {step.step_id}: {len(output.token_ids)} tokens"
-    state.step_seconds = _expected_step_seconds(state, step, output.forward_seconds)
+    state.step_time_model.note(step.features, output.forward_seconds)
+    state.step_seconds = state.step_time_model.predict(step.features * IS_OF_DECODE)
     state.step_times.note(step.cost, output.forward_seconds)
-    if state.group_trials is not None:
-        _note_trial(state, state.group_trials, step, output.forward_seconds)
+    if state.groups.trials is not None:
+        _note_trial(state, state.groups.trials, step, output.forward_seconds)
     state.step_totals.num_steps += 1
     state.step_totals.num_rows += step.num_rows
     state.step_totals.num_prefill_tokens += step.num_prefill_tokens
@@ -66,18 +75,18 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
         slots, token_ids = slots[is_valid], token_ids[is_valid]
         logprobs = None if logprobs is None else logprobs[is_valid]
     num_known = _record_tokens(state, slots, token_ids, logprobs)
-    num_with_stops = _mark_for_stop_check(state, slots, token_ids) if state.num_with_stops else 0
+    num_with_stops = _mark_for_stop_check(state, slots, token_ids) if state.slots.num_with_stops else 0
     state.totals.generation_tokens += len(slots) - num_with_stops
     stops = np.zeros(len(slots), np.bool_)
     for eos_id in state.options.eos_ids:
         stops |= token_ids == eos_id
     rows = np.flatnonzero(stops)
     stops[rows] = state.slots.ends_at_eos[slots[rows]]
-    if state.num_with_stop_tokens:
+    if state.slots.num_with_stop_tokens:
         stops |= (state.slots.stop_token_ids[slots] == token_ids[:, None]).any(axis=1)
     is_last = num_known > state.slots.max_kv_tokens[slots]
-    if state.num_with_grammars:
-        is_last &= ~note_tokens(state, slots, token_ids, stops)
+    if state.slots.num_with_grammars:
+        is_last &= ~_note_grammar_tokens(state, slots, token_ids, stops)
     ends = np.flatnonzero(stops | is_last)
     if len(ends):
         _mark_ending(state, slots[ends], stops[ends])
@@ -91,13 +100,13 @@ def _mark_ending(state: EngineState, slots: NDArray[np.int64], is_stop: NDArray[
     slots: int64 [E]. is_stop: bool [E], as for end_sequence.
     """
     arrays = state.slots
-    state.groups_are_old |= bool(arrays.is_decoding[slots].any())
+    state.groups.are_old |= bool(arrays.is_decoding[slots].any())
     arrays.is_decoding[slots] = arrays.is_streamed[slots] = False
     arrays.has_stops[slots] = arrays.may_have_stopped[slots] = arrays.may_stop[slots] = False
     arrays.opened_at[slots] = NEVER  # results of later steps are discarded
     arrays.max_kv_tokens[slots] = arrays.num_kv_tokens[slots]
     arrays.is_ending[slots] = True
-    state.ending.extend(zip((state.sequences[slot] for slot in slots.tolist()), is_stop.tolist(), strict=True))
+    state.ending.extend(zip(map(arrays.sequence, slots.tolist()), is_stop.tolist(), strict=True))
 
 
 def release_ending(state: EngineState, num_released: int = 0) -> None:
@@ -106,7 +115,7 @@ def release_ending(state: EngineState, num_released: int = 0) -> None:
     The rest keep their slots and blocks until a later call. Thousands of sequences may end in the same step, while the
     worker needs its next one within milliseconds.
     """
-    _release_ending(state, MAX_RELEASED + int(2 * state.usual_releases) - num_released)
+    _release_ending(state, MAX_RELEASED + int(2 * state.admission.usual_releases) - num_released)
 
 
 def release_all_ending(state: EngineState) -> None:
@@ -117,22 +126,14 @@ def release_all_ending(state: EngineState) -> None:
 def _release_ending(state: EngineState, most: int) -> None:
     while state.ending and most > 0:
         sequence, is_stop = state.ending.popleft()
-        if sequence is not None and sequence.phase is not Phase.FINISHED:  # not cancelled meanwhile
+        if sequence.phase is not Phase.FINISHED:  # not cancelled meanwhile
             end_sequence(state, sequence.slot, is_stop)
             most -= 1
 
 
-def _expected_step_seconds(state: EngineState, step: StepInFlight, seconds: float) -> float:
-    """Learn that `step` took `seconds`; return the time of a step with its decode rows, but without its prefill."""
-    if not state.options.tuning.predicts_steps:
-        return average_step_seconds(state.step_seconds, seconds)
-    state.step_time_model.note(step.features, seconds)
-    return state.step_time_model.predict(step.features * IS_OF_DECODE)
-
-
 def _note_trial(state: EngineState, trials: GroupTrials, step: StepInFlight, seconds: float) -> None:
     if trials.note(step.num_rows, step.num_prefill_tokens > 0, step.trial, seconds):
-        state.groups_are_old = True
+        state.groups.are_old = True
         logger.info("prefix groups: by the times of steps, they cost %.2f times what was measured", trials.scale)
 
 
@@ -160,8 +161,7 @@ def check_stop_strings(state: EngineState) -> None:
     """
     arrays = state.slots
     for slot in np.flatnonzero(arrays.is_running & arrays.may_have_stopped).tolist():
-        sequence = state.sequences[slot]
-        assert sequence is not None
+        sequence = state.slots.sequence(slot)
         assert sequence.stop_matcher is not None
         num_tokens = _find_stop(state, sequence, sequence.stop_matcher)
         if num_tokens is not None:
@@ -213,10 +213,10 @@ def _record_tokens(
     state.blocks.tokens.reshape(-1)[kv_indices] = token_ids
     arrays.last_tokens[slots] = token_ids
     if logprobs is not None:
-        if state.block_logprobs is None:
-            state.block_logprobs = np.full(state.blocks.tokens.shape, np.nan, np.float32)
-        state.block_logprobs.reshape(-1)[kv_indices] = logprobs
-        state.last_logprobs[slots] = logprobs
+        if state.blocks.sampled_logprobs is None:
+            state.blocks.sampled_logprobs = np.full(state.blocks.tokens.shape, np.nan, np.float32)
+        state.blocks.sampled_logprobs.reshape(-1)[kv_indices] = logprobs
+        state.slots.last_logprobs[slots] = logprobs
     positions += 1
     arrays.num_known_tokens[slots] = positions
     return positions
@@ -233,10 +233,30 @@ def _record_top_logprobs(
         slots[top.rows].tolist(), is_valid[top.rows].tolist(), top.token_ids, top.logprobs, strict=True
     ):
         if is_running:
-            sequence = state.sequences[slot]
-            assert sequence is not None
+            sequence = state.slots.sequence(slot)
             assert sequence.kept_top is not None, "top-k logprobs for a sequence that did not ask for them"
             sequence.kept_top.append(token_ids, logprobs)
+
+
+def _note_grammar_tokens(
+    state: EngineState, slots: NDArray[np.int64], token_ids: NDArray[np.int32], has_ended: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """Pass new tokens to the grammar matchers, except tokens that end their sequence. All arrays are [R].
+
+    Returns bool [R]: the matcher decides whether the sequence ends. This includes a sequence at its token limit,
+    because its last token may complete the grammar.
+    """
+    arrays, grammars = state.slots, state.grammars
+    has_grammar = arrays.has_grammar[slots] & ~has_ended
+    rows = np.flatnonzero(has_grammar)
+    if len(rows):
+        assert grammars is not None
+        slots = slots[rows]
+        wants_mask = arrays.num_known_tokens[slots] <= arrays.max_kv_tokens[slots]
+        columns = (slots.tolist(), token_ids[rows].tolist(), wants_mask.tolist())
+        for slot, token_id, wants in zip(*columns, strict=True):
+            grammars.note(arrays.sequence(slot), token_id, wants)
+    return has_grammar
 
 
 def apply_grammars(state: EngineState) -> None:
@@ -272,8 +292,7 @@ def end_sequence(state: EngineState, slot: int, is_stop: bool, error: str = "") 
 
     is_stop: finish reason "stop", also at the last allowed token; otherwise "length". error: why it is aborted, or "".
     """
-    sequence = state.sequences[slot]
-    assert sequence is not None
+    sequence = state.slots.sequence(slot)
     if sequence.request.max_new_tokens == 0:
         state.totals.generation_tokens -= 1  # it was sampled, but not requested
         _finish(state, sequence, [], "length")
@@ -294,7 +313,7 @@ def abort(state: EngineState, sequence: Sequence, error: str) -> None:
     release(state, sequence)
     sequence.num_cached_tokens = 0
     logprobs: list[float] | None = [] if sequence.request.want_logprobs else None
-    state.deltas.append(make_delta(sequence, [], logprobs, "stop", error, "grammar_too_complex"))
+    state.deltas.append(_make_delta(sequence, [], logprobs, "stop", error, "grammar_too_complex"))
 
 
 def _finish(
@@ -311,12 +330,12 @@ def _finish(
         logprobs = (sequence.kept_logprobs + sampled_logprobs(state, sequence).tolist())[: len(token_ids)]
         logprobs = logprobs[sequence.num_streamed_tokens :]
     if sequence.may_stop and not error:
-        state.ended.append((len(token_ids), reason == "stop"))
+        state.lengths.new_ends.append((len(token_ids), reason == "stop"))
     keep_prompt_logprobs(state, sequence)
     release(state, sequence)
     error_code: ErrorCode | None = "grammar_too_complex" if error else None
     new_ids = token_ids[sequence.num_streamed_tokens :]
-    state.deltas.append(make_delta(sequence, new_ids, logprobs, reason, error, error_code))
+    state.deltas.append(_make_delta(sequence, new_ids, logprobs, reason, error, error_code))
 
 
 def _end_nonfinite(state: EngineState, step: StepInFlight, found: NonfiniteTokens) -> None:
@@ -327,21 +346,97 @@ def _end_nonfinite(state: EngineState, step: StepInFlight, found: NonfiniteToken
     """
     arrays, blocks, page_size = state.slots, state.blocks, state.options.limits.page_size
     for position, block in zip(found.positions.tolist(), found.blocks.tolist(), strict=True):
-        if blocks.allocated_in[block] > step.num_allocations:
+        if blocks.allocated_in[block] > step.step_id:
             continue
         state.totals.nonfinite_rows += 1
         uses_block = arrays.is_running & (arrays.block_tables[:, position // page_size] == block)
         for slot in np.flatnonzero(uses_block).tolist():
-            sequence = state.sequences[slot]
-            assert sequence is not None
+            sequence = state.slots.sequence(slot)
             release(state, sequence, keep_kv=False)
             sequence.num_cached_tokens = sequence.num_cached_tokens or 0
             logprobs: list[float] | None = [] if sequence.request.want_logprobs else None
-            state.deltas.append(make_delta(sequence, [], logprobs, "stop", NUMERICAL_ERROR, "numerical_error"))
+            state.deltas.append(_make_delta(sequence, [], logprobs, "stop", NUMERICAL_ERROR, "numerical_error"))
         blocks.free(blocks.tree.discard(block))
 
 
-def make_delta(
+def stream_new_tokens(state: EngineState) -> None:
+    """Add deltas for the streamed sequences that have new tokens and are due; note when the next one is due.
+
+    With stop strings, only tokens known not to follow one are sent, because a sent token cannot be withdrawn.
+    """
+    arrays, now_s = state.slots, time.monotonic()
+    slots = np.flatnonzero(arrays.is_streamed)
+    num_generated = arrays.num_known_tokens[slots] - arrays.num_prompt_tokens[slots]
+    num_final = np.where(arrays.has_stops[slots], arrays.num_counted_tokens[slots], num_generated)
+    num_new = num_final - arrays.num_streamed_tokens[slots]
+    next_s = arrays.streamed_s[slots] + STREAM_SECONDS
+    is_due = (num_new > 0) & (next_s <= now_s)
+    state.stream_due_s = float(next_s[(num_new > 0) & ~is_due].min(initial=math.inf))
+    slots, num_generated, num_final, num_new = (column[is_due] for column in (slots, num_generated, num_final, num_new))
+    # Nearly always the blocks have all the new tokens: read those of all sequences together.
+    is_last = num_final == num_generated
+    token_ids = _read(state, slots, num_new, num_final, is_last, state.blocks.tokens, arrays.last_tokens)
+    logprobs: list[float] | None = None
+    if state.blocks.sampled_logprobs is not None:
+        logprobs = _read(
+            state, slots, num_new, num_final, is_last, state.blocks.sampled_logprobs, state.slots.last_logprobs
+        )
+    ends = np.cumsum(num_new)
+    for slot, generated, final, start, end in zip(
+        *(column.tolist() for column in (slots, num_generated, num_final, ends - num_new, ends)), strict=True
+    ):
+        sequence = state.slots.sequence(slot)
+        keep_prompt_logprobs(state, sequence)
+        num_sent, num_kept = sequence.num_streamed_tokens, len(sequence.kept_token_ids)
+        want_logprobs = sequence.request.want_logprobs
+        new_logprobs: list[float] | None = None
+        if num_sent >= num_kept:
+            new_ids = token_ids[start:end]
+            if want_logprobs:
+                assert logprobs is not None
+                new_logprobs = logprobs[start:end]
+        else:  # tokens kept over a preemption are not where the slot's own tokens are
+            most = generated - num_kept
+            new_ids = (sequence.kept_token_ids[num_sent:] + sampled_tokens(state, sequence, most).tolist())[
+                : end - start
+            ]
+            if want_logprobs:
+                own = sampled_logprobs(state, sequence, most).tolist()
+                new_logprobs = (sequence.kept_logprobs[num_sent:] + own)[: end - start]
+        state.deltas.append(_make_delta(sequence, new_ids, new_logprobs, None))
+        sequence.num_streamed_tokens = final
+    arrays.num_streamed_tokens[slots] = num_final
+    arrays.streamed_s[slots] = now_s
+
+
+def _read(
+    state: EngineState,
+    slots: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    is_last: NDArray[np.bool_],
+    by_block: NDArray,  # type: ignore[type-arg]
+    newest: NDArray,  # type: ignore[type-arg]
+) -> list:  # type: ignore[type-arg]
+    """The entries of `by_block` [blocks, page_size] for some sampled tokens of each slot, one slot after another.
+
+    counts, ends: how many tokens of each slot, and the number of its sampled tokens up to the last of these. is_last:
+    that is the slot's newest token, which may have no block yet, so it is read from `newest` [slots].
+    """
+    if not len(slots):
+        return []
+    arrays, page_size = state.slots, state.options.limits.page_size
+    lasts = np.cumsum(counts)
+    first_positions = arrays.num_prompt_tokens[slots] + ends - counts
+    positions = np.arange(lasts[-1]) + np.repeat(first_positions - (lasts - counts), counts)
+    rows = np.repeat(slots, counts)
+    values = by_block[arrays.block_tables[rows, positions // page_size], positions % page_size]
+    values[lasts[is_last] - 1] = newest[slots[is_last]]
+    found: list = values.tolist()  # type: ignore[type-arg]
+    return found
+
+
+def _make_delta(
     sequence: Sequence,
     token_ids: list[int],
     logprobs: list[float] | None,

@@ -22,7 +22,7 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
             options.decode_text,
             request.stop_strings,
             options.special_ids,
-            options.min_lookback_tokens,
+            options.stop_string_num_token_lookback,
             options.prompt_tail(request.prompt_ids[-PROMPT_TAIL_TOKENS:].tolist()),
         )
         if options.stop_tokens is not None:

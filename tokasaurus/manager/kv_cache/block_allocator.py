@@ -22,10 +22,10 @@ class BlockAllocator:
         self.is_computed = np.zeros(num_blocks + 1, np.bool_)
         """[num_blocks + 1], whether steps that fill the whole block are sent, written by the block's owner; False when
         the block is allocated."""
-        self.num_allocations = 0
-        """Calls of `allocate`."""
+        self.sampled_logprobs: NDArray[np.float32] | None = None
+        """[num_blocks + 1, page_size], the logprob of each sampled token in `tokens`; None until requested."""
         self.allocated_in = np.zeros(num_blocks + 1, np.int64)
-        """[num_blocks + 1], the value of `num_allocations` after the call that returned each block last."""
+        """[num_blocks + 1], the first step that could use each block since it was allocated last."""
         self.prompt_logprobs: PromptLogprobStore | None = None
         """Prompt logprobs; None until a request asks for them."""
         self._free = np.arange(num_blocks, 0, -1, dtype=np.int32)  # a stack: its first num_free entries are free
@@ -43,10 +43,10 @@ class BlockAllocator:
         """Blocks used by sequences, whether owned or shared in the tree."""
         return self.num_blocks - self.num_available
 
-    def allocate(self, num_blocks: int) -> NDArray[np.int32]:
+    def allocate(self, num_blocks: int, step_id: int = 0) -> NDArray[np.int32]:
         """Block ids, int32 [num_blocks], owned by the caller. Evicts cached blocks if too few are free.
 
-        Precondition: num_blocks <= num_available.
+        step_id: the next step to be sent. Precondition: num_blocks <= num_available.
         """
         assert num_blocks <= self.num_available, f"{num_blocks} blocks asked, {self.num_available} available"
         num_kept = max(0, self.num_free - num_blocks)
@@ -58,8 +58,7 @@ class BlockAllocator:
         if len(allocated) < num_blocks:
             allocated = np.concatenate([allocated, self.tree.evict(num_blocks - len(allocated))])
         self.is_computed[allocated] = False
-        self.num_allocations += 1
-        self.allocated_in[allocated] = self.num_allocations
+        self.allocated_in[allocated] = step_id
         if self.prompt_logprobs is not None:
             self.prompt_logprobs.forget(allocated)
         return allocated

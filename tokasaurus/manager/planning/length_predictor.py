@@ -159,24 +159,23 @@ def outlasting_shares(ranks: Ints) -> Floats:
     return shares
 
 
-def prior_forecast(mean: float, std: float, std_buffer_scale: float) -> Forecast:
-    """The forecast before enough sequences have finished. `mean` and `std` are shares of max_new_tokens.
+def prior_forecast(init_mean: float, init_std: float, std_buffer_scale: float) -> Forecast:
+    """The forecast before enough sequences have finished. `init_mean` and `init_std` are shares of max_new_tokens.
 
-    With mean 1, every completion is expected to use all its tokens.
+    With init_mean 1, every completion is expected to use all its tokens.
     """
-    return ShareForecast(min(1.0, mean + std_buffer_scale * std))
+    return ShareForecast(min(1.0, init_mean + std_buffer_scale * init_std))
 
 
 def fit_forecast(
-    lengths: CompletionLengths, running: Ints, step: int, num_buckets: int, std_buffer_scale: float
+    lengths: CompletionLengths, running: Ints, step: int, num_prediction_buckets: int, std_buffer_scale: float
 ) -> SurvivalForecast:
     """Fit a forecast to finished sequences and to the sequences running now.
 
     running: tokens that each running sequence has sampled. step: newest step whose results are in `lengths` and
-    `running`.
-    num_buckets: most classes of equal width into which lengths are divided. The probability to end at the next token is
-    constant within a class: ends per sampled token. It is 0 in a class in which no token was sampled: a sequence that
-    gets there is expected to continue.
+    `running`. num_prediction_buckets: most classes of equal width into which lengths are divided. Within a class, the
+    probability of ending at the next token is constant: ends per sampled token. It is 0 in a class in which no token
+    was sampled: a sequence that gets there is expected to continue.
 
     Each sequence is assumed to sample one token per step; if it waited in between, slightly fewer of its tokens count
     than could.
@@ -196,7 +195,7 @@ def fit_forecast(
     num_sampled = starts.cumsum()[:-1]
     num_ended = np.bincount(ended[stopped] - 1, minlength=num_known)
 
-    width = ceil(num_known / num_buckets)
+    width = ceil(num_known / num_prediction_buckets)
     if width > 1:
         edges = np.arange(0, num_known, width)
         num_sampled = np.add.reduceat(num_sampled, edges)

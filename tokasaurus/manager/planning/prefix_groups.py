@@ -1,7 +1,16 @@
-"""Prefix groups: decoding sequences that attend to a shared prefix together. Source: Hydragen, arXiv 2402.05099."""
+"""Prefix groups: decoding sequences that attend to a shared prefix together. Source: Hydragen, arXiv 2402.05099.
+
+`group_by_prefix` finds them by the costs that the worker measured: once, for a few shapes, on a machine that may have
+been busy. `GroupTrials` corrects these costs by the steps in service. A trial is a decode step with groups where its
+neighbours have none, or the other way round. The costs are scaled so that the choice which they make would have lost
+least time in the latest trials, once these differ from what was measured by more than their noise.
+"""
 
 # N sequences, K candidate nodes
 
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +28,31 @@ MAX_ANCESTORS = 32
 nodes at which no other sequence joins are skipped and do not count."""
 
 _MAX_SKIPPED = 32
-"""Most nodes in a row that are skipped; the next one is considered without need."""
+"""Most nodes in a row that are skipped; the next one is considered although no sequence joins there."""
+
+FIRST_INTERVAL = 128
+MAX_INTERVAL = 4096
+"""Decode steps before the first trial, and between trials at most. Each trial after which the choice is clearly right
+multiplies the interval by 4, so that trials cost far less than 1 % of the time."""
+
+OPTIMISM = 4.0
+"""Where no group is formed, a trial forms the groups that would save time at 1 / OPTIMISM of the costs."""
+
+NUM_KEPT = 32
+"""Newest trials that count."""
+
+MAX_GAIN = 0.25
+"""A trial that shows more than this share of a step's time counts as if it showed this: another process may have
+delayed one step."""
+
+MIN_REGRET = 0.02
+"""Another scale is used if it would have saved at least this share of a step's time in the mean of the trials."""
+
+DOUBT = 1.5
+"""The sum of the trials' gains counts if it exceeds this many standard deviations of noise: three equal trials do."""
+
+SIMILAR = 0.05
+"""Largest relative difference between the numbers of rows of two steps that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +99,7 @@ def group_by_prefix(
 
         m * L - (costs.per_group + costs.per_group_token * L + m * (costs.per_row + costs.per_row_token * L)).
 
-    Whether all of them save more than costs.per_step is another question, for each step: see saved_by_step. It has no
-    influence on which groups are the best.
+    costs.per_step does not influence which groups are best; saved_by_step tells for each step whether it is repaid.
 
     The groups' total is the largest possible one, if no more than MAX_ANCESTORS candidates lie above any node and
     every group of that optimum has min_group_size sequences. A group that would get fewer is not formed, and its
@@ -256,3 +288,86 @@ def _next_joined(nodes: Int32Array, parents: Int32Array, num_sequences: Int32Arr
             break
         up = np.where(is_same, parents[up], up)
     return up
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTrial:
+    """A decode step that has groups while its neighbours have none, or none while they have some."""
+
+    has_groups: bool
+    alone: float
+    """Tokens of shared prefixes that the grouped rows read if they attend alone."""
+    together: float
+    """What attention to them takes in groups, in the same unit, by the costs that were measured."""
+
+
+class GroupTrials:
+    """Decides when to make a trial, and keeps what trials have shown."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        """Factor for the costs that were measured."""
+        self._observed: deque[tuple[float, float]] = deque(maxlen=NUM_KEPT)
+        self._interval = FIRST_INTERVAL
+        self._num_steps = 0  # decode steps since the last trial
+        self._before: tuple[int, float] | None = None  # rows and seconds of the last step, if it only decoded
+        # a trial's step, until the one after it: with its rows, its seconds, and those of the step before
+        self._open: tuple[GroupTrial, int, float, float] | None = None
+
+    def is_due(self) -> bool:
+        """Called for each step that only decodes: whether it should be a trial."""
+        self._num_steps += 1
+        return self._num_steps > self._interval
+
+    def begin(self) -> None:
+        """A trial is made now, or there is nothing to try."""
+        self._num_steps = 0
+
+    def note(self, num_rows: int, has_prefill: bool, trial: GroupTrial | None, seconds: float) -> bool:
+        """The result of a step, in the order of the steps. Returns whether the scale has changed."""
+        before, self._before = self._before, None
+        begun, self._open = self._open, None
+        if has_prefill:
+            return False
+        if trial is not None:
+            if before is not None and _are_similar(before[0], num_rows):
+                self._open = trial, num_rows, seconds, before[1]
+            return False
+        self._before = num_rows, seconds
+        if begun is None or not _are_similar(begun[1], num_rows):
+            return False
+        return self._observe(begun[0], begun[2], (begun[3] + seconds) / 2)
+
+    def _observe(self, trial: GroupTrial, trial_seconds: float, usual_seconds: float) -> bool:
+        alone_s, together_s = (usual_seconds, trial_seconds) if trial.has_groups else (trial_seconds, usual_seconds)
+        gain = (alone_s - together_s) / max(alone_s, together_s)
+        self._observed.append((trial.alone / trial.together, min(max(gain, -MAX_GAIN), MAX_GAIN)))
+        before, self.scale = self.scale, self._best_scale()
+        gains = [gain if ratio > self.scale else -gain for ratio, gain in self._observed]
+        is_confirmed = gains[-1] > 0 and _is_clear(gains)
+        self._interval = min(4 * self._interval, MAX_INTERVAL) if is_confirmed else FIRST_INTERVAL
+        return before != self.scale
+
+    def _best_scale(self) -> float:
+        """1, unless another scale would clearly have lost less: then the one that loses least, and is nearest to 1."""
+        losses = list(self._losses(1.0))
+        best = sum(losses), 1.0, 1.0
+        # The choice changes where the scale passes a trial's ratio.
+        for scale in (factor * ratio for ratio, _ in self._observed for factor in (0.99, 1.01)):
+            others = list(self._losses(scale))
+            if _is_clear([loss - other - MIN_REGRET for loss, other in zip(losses, others, strict=True)]):
+                best = min(best, (sum(others), max(scale, 1 / scale), scale))
+        return best[2]
+
+    def _losses(self, scale: float) -> Iterator[float]:
+        """Time lost in each trial if groups are formed where they save by the scaled costs, in steps."""
+        return (max(0.0, -gain if ratio > scale else gain) for ratio, gain in self._observed)
+
+
+def _is_clear(gains: Sequence[float]) -> bool:
+    """Whether the sum of the gains is greater than noise makes it, if the gains are noise around 0."""
+    return sum(gains) > DOUBT * math.sqrt(sum(gain * gain for gain in gains))
+
+
+def _are_similar(num_rows: int, other: int) -> bool:
+    return abs(num_rows - other) <= SIMILAR * max(num_rows, other)

@@ -1,5 +1,5 @@
-"""What the next step computes, how many steps to send ahead of the results, and which sequences to preempt for a step
-that lacks blocks. Pure functions."""
+"""How many prompt tokens the next step computes, how many steps to send ahead of the results, and which sequences to
+preempt for a step that lacks blocks."""
 
 # N sequences, M microbatches
 
@@ -14,27 +14,24 @@ SECONDS_QUEUED = 0.025
 """Work to keep in the worker's queue behind the running step. Engine.step takes a few milliseconds, and the manager may
 lose a CPU time slice to another process; this covers both."""
 
-NEW_STEP_WEIGHT = 0.2
-"""Weight of the newest step in the moving average, which thus covers about ten steps."""
-
 MIN_STEP_SECONDS = 0.25
-"""Least time that a step with prompts may take if no flag sets it: readers of a stream hardly notice such a gap."""
+"""Shortest limit on a step with prompts, in seconds, without max_step_seconds: readers of a stream hardly notice such
+a gap."""
 
 MAX_STREAM_SECONDS = 1.0
-"""Most time of such a step while a sequence is streamed, if no flag sets it."""
+"""Longest such limit while a sequence is streamed, in seconds."""
 
 STEP_OVERHEAD = 0.02
-"""Share of a step's time that may go into what every step costs, such as reading the weights."""
+"""Largest share of a step's time for costs that every step has, such as reading the weights."""
 
 MIN_CHUNK = 16
-"""Prompt tokens that a step computes at least, however long they are expected to take, so that prompts advance."""
+"""Fewest prompt tokens that a step computes, however long they are expected to take, so that prompts advance."""
 
-_MIN_CHUNK = 64
-"""Prompt tokens that a microbatch's step may have, even if it has more tokens than the others: so that short prompts
-need not wait."""
+_MIN_SPARE_TOKENS = 64
+"""Prompt tokens that one step of a round may always have beyond the others, so that short prompts need not wait."""
 
 _MAX_ROUNDS = 64
-"""Longest prefill that is followed round by round."""
+"""Most rounds that `prefill_per_round` follows; of a longer prefill, it averages these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,7 @@ class StepLimit:
 
     seconds: float = inf
     stream_seconds: float = inf
-    """While a sequence is streamed."""
+    """The same while a sequence is streamed."""
 
     def describe(self) -> str:
         """The limit as text for the user."""
@@ -71,15 +68,15 @@ def make_step_limit(max_step_seconds: float | None, seconds_per_step: float) -> 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTime:
-    """How long the prompts of a step may take, and how long they are expected to take."""
+    """The time that the prompts of a step may take, and the time that each token is expected to take."""
 
     seconds: float
     per_token: float
     """Seconds for each token, without attention."""
     per_pair: float
-    """Seconds for each token and token of its context; the context is counted at the end of the chunk."""
+    """Seconds for each pair of a token and a token of its context, counted at the end of the chunk."""
     max_tokens: float = inf
-    """Most tokens for which this is known well enough."""
+    """Most tokens for which these times are known well enough."""
 
     def cost(self, start: int, num_tokens: int) -> float:
         """Seconds for `num_tokens` tokens of a prompt, `start` of which are computed."""
@@ -112,8 +109,8 @@ def split_prefill(prompts: Iterable[tuple[int, int]], budget: int, time: Prefill
     seconds, budget, num_free = time.seconds, int(min(budget, time.max_tokens)), MIN_CHUNK
     if budget > 0:
         for start, left in prompts:
-            most = time.tokens_within(start, max(0.0, seconds))
-            chunk = int(min(left, budget, max(most, num_free)))
+            num_in_time = time.tokens_within(start, max(0.0, seconds))
+            chunk = int(min(left, budget, max(num_in_time, num_free)))
             if chunk:
                 chunks.append(chunk)
             budget -= chunk
@@ -124,8 +121,10 @@ def split_prefill(prompts: Iterable[tuple[int, int]], budget: int, time: Prefill
     return chunks
 
 
-def prefill_rate(prefill_tokens: NDArray[np.int64], decode_steps: NDArray[np.int64], multiple: int) -> int:
-    """Prefill tokens per step that keep the batch size constant, rounded up to a multiple of `multiple`.
+def prefill_rate(
+    prefill_tokens: NDArray[np.int64], decode_steps: NDArray[np.int64], prefill_round_up_multiple: int
+) -> int:
+    """Prefill tokens per step that keep the batch size constant, rounded up as the flag says.
 
     prefill_tokens: [N] tokens that each running sequence computes before it decodes. decode_steps: [N] steps that it is
     expected to need from its first to its last token. N >= 1.
@@ -134,16 +133,11 @@ def prefill_rate(prefill_tokens: NDArray[np.int64], decode_steps: NDArray[np.int
     replace them.
     """
     rate = int(prefill_tokens.sum()) * len(decode_steps) / max(1, int(decode_steps.sum()))
-    return max(1, ceil(rate / multiple)) * multiple
-
-
-def average_step_seconds(average: float | None, newest: float) -> float:
-    """Exponential moving average of the time per step in seconds; `average` is None before the first step."""
-    return newest if average is None else average + NEW_STEP_WEIGHT * (newest - average)
+    return max(1, ceil(rate / prefill_round_up_multiple)) * prefill_round_up_multiple
 
 
 def wants_another_step(
-    num_in_flight: int, seconds_queued: float | None, seconds_wanted: float, max_steps_ahead: int
+    num_in_flight: int, seconds_queued: float | None, seconds_wanted: float, scheduling_steps_ahead: int
 ) -> bool:
     """Whether to send one more step when the worker has `num_in_flight` steps.
 
@@ -151,20 +145,20 @@ def wants_another_step(
     step does not count, however long it is: once it ends, only the steps behind it keep the worker busy.
     """
     if num_in_flight < 2:
-        return num_in_flight < max_steps_ahead
-    return seconds_queued is not None and seconds_queued < seconds_wanted and num_in_flight < max_steps_ahead
+        return num_in_flight < scheduling_steps_ahead
+    return seconds_queued is not None and seconds_queued < seconds_wanted and num_in_flight < scheduling_steps_ahead
 
 
-def num_steps_to_keep_in_flight(step_seconds: float | None, max_steps_ahead: int) -> int:
+def num_steps_to_keep_in_flight(step_seconds: float | None, scheduling_steps_ahead: int) -> int:
     """Steps in flight if each takes `step_seconds`: the running one, and `SECONDS_QUEUED` of work behind it.
 
     More steps would not make the worker busier: they would compute more tokens for sequences whose eos has not arrived
     yet, and delay a new request's first step. So many short steps of 2 ms are in flight, but only two of 100 ms. There
     are never fewer than two, or the worker would idle during every Engine.step; two also before the first result, when
-    step_seconds is None. All of this is limited to `max_steps_ahead`.
+    step_seconds is None. All of this is limited to `scheduling_steps_ahead`.
     """
     wanted = 2 if step_seconds is None or step_seconds <= 0 else max(2, 1 + ceil(SECONDS_QUEUED / step_seconds))
-    return min(wanted, max_steps_ahead)
+    return min(wanted, scheduling_steps_ahead)
 
 
 def choose_victims(
@@ -190,44 +184,43 @@ def choose_victims(
 class Pipeline:
     """What limits the prompt tokens of a step with several microbatches."""
 
-    num_stages: int
+    pp_size: int
     num_microbatches: int
     """Precondition: at least 2."""
-    max_tokens: int
-    """Most tokens of a step."""
+    max_tokens_per_forward: int
 
     def max_prefill(self, num_decoding: int, num_all_tokens: int) -> int:
         """Most prompt tokens for a step with `num_decoding` decode rows.
 
-        num_all_tokens: decoding rows and prompt tokens still to compute, of all microbatches. So many that the steps of
-        a round have equally many tokens, because a step that is longer than the others leaves stages idle before it
-        and behind it; or as many as it may have more than the others without that.
+        The larger of an equal share of the round and the surplus that idles no stage: a step that is longer than the
+        others leaves stages idle before and behind it. num_all_tokens: decode rows, and prompt tokens still to compute,
+        of all microbatches.
         """
         num_even = -(-num_all_tokens // self.num_microbatches) - num_decoding
-        return min(max(self._spare_tokens(num_decoding), num_even), self.max_tokens - num_decoding)
+        return min(max(self._spare_tokens(num_decoding), num_even), self.max_tokens_per_forward - num_decoding)
 
     def _spare_tokens(self, num_decoding: int) -> int:
-        """Prompt tokens by which one step of a round may be longer than the others.
+        """Most prompt tokens that one step of a round may have beyond the others without idling a stage.
 
         With S stages, M microbatches and steps of a tokens, but one of a + c: a stage computes M * a + c tokens in a
         round, and the longer step takes S * (a + c) to pass all stages. It delays nothing up to c = (M - S) * a /
         (S - 1).
         """
-        num_more = self.num_microbatches - self.num_stages
-        return max(_MIN_CHUNK, num_more * num_decoding // max(1, self.num_stages - 1))
+        num_more = self.num_microbatches - self.pp_size
+        return max(_MIN_SPARE_TOKENS, num_more * num_decoding // max(1, self.pp_size - 1))
 
     def prefill_per_round(self, num_decoding: list[int], num_left: list[int]) -> int | None:
-        """Prompt tokens that a step of each microbatch compute together, in the mean until all prompts are computed.
+        """Expected prompt tokens per round, the mean until all prompts are computed; None if there is no prompt, or if
+        decode rows leave no room for any.
 
-        None if there is no prompt, or if decoding rows leave no room. num_decoding, num_left: [M] rows, which are taken
-        to stay the same, and prompt tokens still to compute.
+        num_decoding, num_left: [M] decode rows, assumed constant, and prompt tokens still to compute.
         """
         left, num_all_left, num_rounds = list(num_left), sum(num_left), 0
         num_all_decoding = sum(num_decoding)
         while (num_now := sum(left)) and num_rounds < _MAX_ROUNDS:
             for index, own_decoding in enumerate(num_decoding):
-                most = max(0, self.max_prefill(own_decoding, num_all_decoding + sum(left)))
-                left[index] -= min(left[index], most)
+                num_fitting = max(0, self.max_prefill(own_decoding, num_all_decoding + sum(left)))
+                left[index] -= min(left[index], num_fitting)
             if sum(left) == num_now:
                 break
             num_rounds += 1

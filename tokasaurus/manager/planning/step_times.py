@@ -14,7 +14,7 @@ NUM_FEATURES = 5
 _PAIRS = 4
 
 IS_OF_DECODE = np.array([1.0, 1.0, 1.0, 0.0, 0.0])
-"""1 for the features of a step that are not zero without prefill."""
+"""1 for each feature that a step without prefill has."""
 
 RATE = 0.3
 """Share of the (logarithmic) error that one decode step corrects. Ten steps follow a change; noise is averaged over
@@ -25,32 +25,33 @@ MAX_FACTOR = 4.0
 just that. So one outlier moves a prediction by at most 4 ** RATE = 1.5, while a lasting change is followed."""
 
 MIN_SHARE = 0.01
-"""Least share of a step's time that a feature gets when it is not zero for the first time."""
+"""Smallest share of a step's time attributed to a feature that occurs for the first time."""
 
 MAX_PAIRS_SHARE = 0.9
-"""Largest share of the time of the first step with prefill that is put down to context."""
+"""Largest share of the time of the first step with prefill that is attributed to context."""
 
 ANCHOR = 2 * 2048.0**2
-"""Weight of the first measurement of context's cost: that of two steps with a context of 2,048. Short prompts do not
-outweigh it, whose time for each token depends on how few they are; a few steps of long ones do."""
+"""Weight of the start-up measurement of context's cost: as much as two steps with a context of 2,048. A few steps with
+long prompts outweigh it. Steps with short prompts do not: their time per token depends mostly on how few tokens they
+have."""
 
 FORGETTING = 0.99
 """Weight of a step with prefill, relative to the one after it: the fit covers about a hundred of them. How a token's
 time grows with its context is a property of the device and changes little; a change of speed is followed by RATE."""
 
 SMALL_PREFILL = 64.0
-"""A step with so many prefill tokens has half the weight of a very large one: its noise is large for each token."""
+"""A step with this many prefill tokens has half the weight of a very large one: its time per token is noisy."""
 
 CAUTION = 0.02
-"""Weight of the previous fit, relative to the latest steps. It decides what these do not tell, such as the cost of
-context while all prompts have the same length."""
+"""Weight of the previous fit, relative to the latest steps. It decides what the latest steps do not show, such as the
+cost of context while all prompts have the same length."""
 
 GROWTH = 1.5
 _NUM_LATEST = 8
-"""For `max_prefill`. As many steps as this may be small before it shrinks."""
+"""`max_prefill` is GROWTH times the largest prefill of the latest _NUM_LATEST steps with any."""
 
 MIN_WEIGHT = 1e-15
-"""Least seconds per unit of a feature that a step has had."""
+"""Smallest weight of a feature that has occurred, in seconds per unit."""
 
 SECONDS_RANGE = 1e-6, 3600.0
 """Shortest and longest plausible time of a step, in seconds."""
@@ -60,7 +61,7 @@ CONTEXT_TOKENS = 512
 small model with torch's attention does not: its step of 8,000 tokens takes 250 times as long as one of 500."""
 
 DECAY = 0.99
-"""A class of steps forgets its slowest step by this factor with each new one."""
+"""With each new step of a class, the time of its slowest step is multiplied by this."""
 
 
 def step_features(
@@ -90,11 +91,11 @@ class StepTimeModel:
     prediction is linear in the features, so the time of several steps is predicted from the sum of their features.
     Source: Kivinen and Warmuth, Exponentiated gradient versus gradient descent for linear predictors, 1997.
 
-    The two weights of prefill are those with the least squares over the latest steps with prefill: the time of a step
-    is limited by them, and gradient descent takes too many prompts to tell the cost of a token from that of context.
+    The two weights of prefill are fitted by least squares over the latest steps with prefill. They limit the prompts of
+    a step, and gradient descent would need too many prompts to separate the cost of a token from the cost of context.
 
-    first_per_pair: seconds for each prefill token and token of its context by an earlier measurement, 0 if there is
-    none. The first prompts are often too short to show it, and the next may be many times as long.
+    first_per_pair: seconds for each pair of a prefill token and a token of its context, measured at the start; 0 if it
+    was not. The first prompts are often too short to show it, and the next may be many times as long.
     """
 
     def __init__(self, first_per_pair: float = 0.0) -> None:
@@ -112,13 +113,13 @@ class StepTimeModel:
 
     @property
     def prefill_weights(self) -> tuple[float, float]:
-        """Seconds for each prefill token, and for each prefill token and token of its context; 0 while not known."""
+        """Seconds for each prefill token, and for each pair of one and a token of its context; 0 until known."""
         return float(self.weights[3]), float(self.weights[4])
 
     @property
     def max_prefill(self) -> float:
-        """Prefill tokens of a step whose time can be told: GROWTH times as many as the largest of the latest steps had;
-        inf until a step had any. Beyond that, an error in one weight could make a step many times too long."""
+        """Largest prefill whose time can be predicted, in tokens; inf until a step had prefill. With more, an error in
+        one weight could make a step many times too long."""
         return GROWTH * max(self._num_prefill_tokens, default=math.inf)
 
     def predict(self, features: NDArray[np.float64]) -> float:
@@ -143,8 +144,8 @@ class StepTimeModel:
                 parts[index] = unexplained / len(new)
                 weights[index] = parts[index] / values[index]
         predicted = sum(parts)
-        most = math.log(MAX_FACTOR)
-        error = min(max(math.log(seconds / predicted), -most), most)
+        max_error = math.log(MAX_FACTOR)
+        error = min(max(math.log(seconds / predicted), -max_error), max_error)
         if values[3] > 0:
             self._num_prefill_tokens.append(values[3])
             prefill_seconds = max(predicted * math.exp(error) - sum(parts[:3]), MIN_SHARE * seconds)
@@ -192,8 +193,8 @@ def step_cost(num_tokens: NDArray[np.int32], num_kv_tokens: NDArray[np.int64]) -
 class StepTimes:
     """The slowest recent step of each class of costs; the classes are powers of two.
 
-    seconds_per_token, seconds_per_pair: longest times of a token without context, and of attention for each token and
-    token of its context, assumed until a step has been timed.
+    seconds_per_token, seconds_per_pair: longest times of a token without context, and of attention for each pair of a
+    token and a token of its context; assumed until a step has been timed.
     """
 
     def __init__(self, seconds_per_token: float, seconds_per_pair: float = 0.0) -> None:
@@ -206,7 +207,7 @@ class StepTimes:
         self._slowest[step_class] = max(seconds, DECAY * self._slowest.get(step_class, 0.0))
 
     def longest(self, cost: float) -> float:
-        """Seconds that a step of this cost takes at most, going by its class, a cheaper or a dearer one."""
+        """Longest plausible time of a step of this cost, in seconds, by the slowest step of each class."""
         asked = _class_of(cost)
         # A dearer step takes no less. A cheaper step's time grows at most with the cost.
         bounds = [seconds * 2.0 ** max(0, asked - step_class) for step_class, seconds in self._slowest.items()]

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.kv_cache.block_allocator import BlockAllocator
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk
-from tokasaurus.manager.planning.group_trials import GroupTrial, GroupTrials
 from tokasaurus.manager.planning.length_predictor import CompletionLengths, Forecast, prior_forecast
+from tokasaurus.manager.planning.prefix_groups import GroupTrial, GroupTrials
 from tokasaurus.manager.planning.step_budget import StepLimit
 from tokasaurus.manager.planning.step_times import StepTimeModel, StepTimes
 from tokasaurus.manager.state.grammar_manager import Grammars
@@ -28,9 +28,9 @@ from tokasaurus.text.stop_strings import StopTokens
 
 @dataclass(frozen=True, slots=True)
 class LengthPredictorOptions:
-    """How completion lengths are predicted: the flags `early_stopping_*` and `spec_allocation_*` of the same names."""
+    """How completion lengths are predicted. Each field is a flag without its `early_stopping` or `spec_allocation`."""
 
-    learns: bool = True
+    track: bool = True
     """Learn from finished sequences; False keeps the prior."""
     buffer_size: int = 2048
     """Newest finished sequences that the predictor remembers."""
@@ -61,31 +61,13 @@ class HydragenOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
-    """Measures that keep the worker busy. A server has all of them; benchmarks show what each is worth."""
-
-    bounds_intake: bool = True
-    """Only as many new requests are read in one round as there is time for."""
-    coalesces_streams: bool = True
-    """A stream gets a delta at most every STREAM_SECONDS, not one for each token."""
-    collects_in_pauses: bool = True
-    """Python's garbage collector runs when there is time for it, not at any moment."""
-    predicts_steps: bool = True
-    """Steps are sent ahead by the predicted time of each, not by the average time of all."""
-    sends_between_results: bool = True
-    """If many results have arrived, steps are sent before all of them are applied."""
-    switches_threads_fast: bool = True
-    """Threads wait for the GIL for at most SWITCH_SECONDS."""
-
-
-@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """What stays fixed while the manager runs."""
 
     limits: EngineLimits
     max_tokens_per_forward: int
     max_seqs_per_forward: int
-    max_steps_ahead: int
+    scheduling_steps_ahead: int
     """Most steps in flight at once; with several microbatches, most of each of them."""
     eos_ids: frozenset[int]
     """The model's eos token ids."""
@@ -95,19 +77,19 @@ class EngineOptions:
     """The last token ids of a prompt -> what the text of its completions depends on."""
     special_ids: frozenset[int]
     """The special tokens that `decode_text` leaves out."""
-    min_lookback_tokens: int
+    stop_string_num_token_lookback: int
     """Fewest trailing tokens that are decoded when looking for a stop string."""
     stop_tokens: StopTokens | None = None
     """Which tokens may end a stop string; None: any token may."""
     step_limit: StepLimit = StepLimit()  # noqa: RUF009  (it is frozen)
     """How long the steps of a round, one of each microbatch, may take together if they have prompts."""
-    prefill_multiple: int | None = None
+    prefill_round_up_multiple: int | None = None
     """A step's prefill tokens are rounded up to a multiple of this; None: prefill is greedy."""
-    onboard_batch_size: int | None = 128
+    precise_onboard_batch_size: int | None = 128
     """Most sequences admitted by one KV simulation; None: no simulation, admission assumes maximum lengths."""
     early_stopping: LengthPredictorOptions | None = LengthPredictorOptions()
     """None: every sequence is expected to use all its tokens."""
-    target_utilization: float = 1.0
+    target_kv_cache_utilization: float = 1.0
     """Share of the KV blocks that the expected lengths may fill."""
     hydragen: HydragenOptions | None = None
     """None: no prefix groups, every sequence attends alone."""
@@ -115,12 +97,10 @@ class EngineOptions:
     """When deferred tasks run. "always": at once; "deferred": as late as allowed; None: not while the worker's queue
     is short."""
 
-    num_stages: int = 1
+    pp_size: int = 1
     """Pipeline stages that a step passes through, one after another."""
     num_microbatches: int = 1
     """Parts of the running sequences whose steps take turns, so that pipeline stages work at the same time."""
-
-    tuning: Tuning = Tuning()
 
     @property
     def num_slots(self) -> int:
@@ -140,8 +120,6 @@ class StepInFlight:
     num_prefill_tokens: int
     logprob_chunks: list[PromptLogprobChunk]
     """Prompt tokens whose logprobs this step computes, in row order."""
-    num_allocations: int
-    """The block allocator's count when the step was sent."""
     cost: float
     """By `step_cost`."""
     features: NDArray[np.float64]
@@ -167,107 +145,111 @@ class Totals:
 
 
 @dataclass(slots=True)
+class AdmissionState:
+    """What engine/admission remembers between two admissions."""
+
+    batch: int
+    """Sequences that the next KV simulation tries to admit first."""
+    num_releases_seen: int = 0
+    """`SlotArrays.num_releases` at the last admission."""
+    usual_releases: float = 0.0
+    """Moving average of the sequences that leave between two admissions."""
+    blocked_at: tuple[int, int] | None = None
+    """`next_step_id` and `num_releases` when the next waiting sequence did not fit; None if it has not been tried."""
+    prefill_rate: int | None = None
+    """Most prefill tokens of a step of each microbatch together, as assumed by the last admission; None: as many as
+    fit."""
+
+
+@dataclass(slots=True)
+class LengthState:
+    """Lengths of completions: recorded by engine/outputs, forecast by engine/kv_forecast."""
+
+    recorded: CompletionLengths | None
+    """None: lengths are not learned."""
+    forecast: Forecast | None
+    """None while every sequence is expected to use all its tokens."""
+    new_ends: list[tuple[int, bool]] = field(default_factory=list)
+    """Finished sequences not in `recorded` yet: number of tokens, and whether it stopped before its limit."""
+    num_in_forecast: int = 0
+    """Recorded ends when `forecast` was fitted."""
+
+
+@dataclass(slots=True)
+class GroupState:
+    """Prefix groups: found by Engine, used by engine/input_building."""
+
+    trials: GroupTrials | None
+    """None if the costs of prefix groups are not corrected."""
+    num_blocks: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
+    """[groups + 1], blocks in each group's shared prefix, indexed by the numbers in SlotArrays.groups."""
+    are_old: bool = False
+    """The set of decoding sequences has changed since they were grouped."""
+    are_new: bool = False
+    """No step has used the current prefix groups yet."""
+
+
+@dataclass(slots=True)
 class EngineState:
-    """All mutable state of one engine."""
+    """All mutable state of one engine. Steps are numbered from 0 in the order in which they are sent, and this number
+    is the only clock of the state; results arrive in the same order."""
 
     options: EngineOptions
     slots: SlotArrays
+    """The running sequences."""
     queues: SequenceQueues
+    """The waiting sequences, and the order of the running ones."""
     blocks: BlockAllocator
-    free_slots: list[int]
-    sequences: list[Sequence | None]
-    """By slot; None where no sequence runs."""
-    onboard_batch: int
-    """Sequences that the next KV simulation tries to admit first."""
-    lengths: CompletionLengths | None
-    """Lengths of finished completions; None: lengths are not learned."""
-    forecast: Forecast | None
-    """Forecast of completion lengths; None while every sequence is expected to use all its tokens."""
-    last_logprobs: NDArray[np.float32]
-    """The newest token's logprob of each slot."""
-    block_logprobs: NDArray[np.float32] | None = None
-    """[num_blocks + 1, page_size], each sampled token's logprob until its sequence ends; None until first requested."""
+    grammars: Grammars | None
+    """None if grammars do not support the tokenizer."""
+    admission: AdmissionState
+    lengths: LengthState
+    groups: GroupState
+    totals: Totals = field(default_factory=Totals)
+    step_totals: StepTotals = field(default_factory=StepTotals)
+
+    # engine/requests
     unfinished: dict[str, Samples] = field(default_factory=dict)
     """Requests with running or waiting sequences, for cancellation."""
-    deltas: list[SequenceDelta] = field(default_factory=list)
-    """Not yet sent to the server: finished sequences, and new tokens of streamed ones."""
-    slots_to_close: list[int] = field(default_factory=list)
-    """Slots that lost their sequence since the last step was sent. They are already in `free_slots`: the next step's
-    message closes them, and the worker closes slots before it opens any."""
+    cancelled: deque[Sequence] = field(default_factory=deque)
+    """Sequences of cancelled requests that ran at the cancellation and may still do so."""
+
+    # engine/lifecycle
+    starts_are_stale: bool = False
+    """A sequence left during prefill: others may have relied on its blocks, so their first positions must be found
+    again."""
+
+    # Steps: sent by engine/input_building, applied by engine/outputs.
     steps_in_flight: deque[StepInFlight] = field(default_factory=deque)
     next_step_id: int = 0
-    next_microbatch: int = 0
-    """The microbatch whose turn is next."""
     last_result_id: int = -1
     """The newest step whose results have arrived; -1 before the first."""
+    next_microbatch: int = 0
+    """The microbatch whose turn is next."""
+    slot_of_node: dict[int, int] = field(default_factory=dict)
+    """By index of a prefix tree node: the slot that opened last with this node on its path."""
+    has_had_work: bool = False
+    """Sequences have run or waited ever since the last result."""
     step_seconds: float | None = None
     """Expected time of a step without prefill; None before the first result."""
     step_time_model: StepTimeModel = field(default_factory=StepTimeModel)
     step_times: StepTimes = field(default_factory=lambda: StepTimes(1.0))
-    num_admissions: int = 0
-    cancelled: deque[Sequence] = field(default_factory=deque)
-    """Sequences of cancelled requests that ran at the cancellation and may still do so."""
-    ending: deque[tuple[Sequence | None, bool]] = field(default_factory=deque)
+
+    # engine/outputs
+    ending: deque[tuple[Sequence, bool]] = field(default_factory=deque)
     """Sequences whose last token is known, and that still have their slots unless they were cancelled since; and
     whether a stop ends them rather than their length."""
-    num_releases: int = 0
-    """Sequences that have left their slot."""
-    num_releases_counted: int = 0
-    """`num_releases` at the last admission."""
-    usual_releases: float = 0.0
-    """Moving average of the sequences that leave between two admissions."""
-    blocked_admission: tuple[int, int] | None = None
-    """`next_step_id` and `num_releases` when the next waiting sequence did not fit; None if it has not been tried."""
-    num_with_stops: int = 0
-    """Running sequences with stop strings."""
     has_uncounted: bool = False
     """Some tokens of sequences with stop strings are not checked for them yet, and so not counted as generated."""
-    num_with_stop_tokens: int = 0
-    """Running sequences with stop token ids."""
-    grammars: Grammars | None = None
-    """None if grammars do not support the tokenizer."""
-    num_with_grammars: int = 0
-    """Running sequences with a grammar."""
-    num_background: int = 0
-    """Running sequences of background requests."""
-    num_streamed: int = 0
-    """Running sequences whose tokens are sent as they arrive."""
     stream_due_s: float = math.inf
     """When the next delta of a stream with unsent tokens is due, by time.monotonic."""
-    starts_are_stale: bool = False
-    """A sequence left during prefill: others may have relied on its blocks, so their first positions must be found
-    again."""
-    slot_of_node: dict[int, int] = field(default_factory=dict)
-    """By index of a prefix tree node: the slot that opened last with this node on its path."""
-    prefill_rate: int | None = None
-    """Most prefill tokens of a step of each microbatch together, as assumed by the last admission; None: as many as
-    fit."""
-    groups_are_old: bool = False
-    """The set of decoding sequences has changed since they were grouped."""
-    groups_are_new: bool = False
-    """No step has used the current prefix groups yet."""
-    group_trials: GroupTrials | None = None
-    """None if the costs of prefix groups are not corrected."""
-    group_num_blocks: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
-    """[groups + 1], blocks in each group's shared prefix, indexed by the numbers in SlotArrays.groups."""
-    ended: list[tuple[int, bool]] = field(default_factory=list)
-    """Finished sequences not in `lengths` yet: number of tokens, and whether it stopped before its limit."""
-    num_ends_in_forecast: int = 0
-    """Recorded ends when `forecast` was fitted."""
-    step_totals: StepTotals = field(default_factory=StepTotals)
-    totals: Totals = field(default_factory=Totals)
-    has_had_work: bool = False
-    """Sequences have run or waited ever since the last result."""
-
-    @property
-    def num_running(self) -> int:
-        """Sequences with a slot."""
-        return self.options.num_slots - len(self.free_slots)
+    deltas: list[SequenceDelta] = field(default_factory=list)
+    """Not yet sent to the server: finished sequences, and new tokens of streamed ones."""
 
     def stats(self, manager_busy_fraction: float = 0.0, manager_cpu_seconds: float = 0.0) -> EngineStats:
         tokens = self.totals.tokens
         return EngineStats(
-            num_running=self.num_running,
+            num_running=self.slots.num_running,
             num_waiting=self.queues.num_waiting,
             num_kv_blocks_used=self.blocks.num_used,
             num_kv_blocks_total=self.blocks.num_blocks,
@@ -284,7 +266,7 @@ class EngineState:
             total_forward_seconds=self.step_totals.busy_seconds,
             total_device_idle_seconds=self.step_totals.idle_seconds,
             phase_seconds=self.totals.phase_seconds,
-            num_running_background=self.num_background,
+            num_running_background=self.slots.num_background,
             manager_cpu_seconds=manager_cpu_seconds,
             total_asked_prompt_tokens=tokens.asked,
             total_computed_prompt_tokens=tokens.computed,
@@ -298,21 +280,18 @@ def make_state(options: EngineOptions, grammars: Grammars | None = None) -> Engi
     slots = SlotArrays(num_slots, -(-limits.max_tokens_per_sequence // limits.page_size))
     forecast = None
     if early is not None and early.init_mean is not None:
-        std = 0.0 if early.init_std is None else early.init_std
-        forecast = prior_forecast(early.init_mean, std, early.std_buffer_scale)
+        init_std = 0.0 if early.init_std is None else early.init_std
+        forecast = prior_forecast(early.init_mean, init_std, early.std_buffer_scale)
+    has_trials = options.hydragen is not None and options.hydragen.is_tried
     return EngineState(
         options=options,
         slots=slots,
         queues=SequenceQueues(slots),
         blocks=BlockAllocator(limits.num_kv_blocks, limits.page_size),
-        free_slots=list(range(num_slots, 0, -1)),
-        sequences=[None] * (num_slots + 1),
-        onboard_batch=options.onboard_batch_size or 1,
-        lengths=CompletionLengths(early.buffer_size) if early is not None and early.learns else None,
-        forecast=forecast,
-        last_logprobs=np.zeros(num_slots + 1, np.float32),
+        grammars=grammars,
+        admission=AdmissionState(options.precise_onboard_batch_size or 1),
+        lengths=LengthState(CompletionLengths(early.buffer_size) if early and early.track else None, forecast),
+        groups=GroupState(GroupTrials() if has_trials else None),
         step_time_model=StepTimeModel(limits.seconds_per_pair),
         step_times=StepTimes(limits.seconds_per_token, limits.seconds_per_pair),
-        grammars=grammars,
-        group_trials=GroupTrials() if options.hydragen is not None and options.hydragen.is_tried else None,
     )

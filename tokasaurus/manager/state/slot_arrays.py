@@ -1,8 +1,9 @@
-"""Per-slot arrays of the running sequences' state: counters, newest tokens and block tables."""
+"""The running sequences by slot: counters, newest tokens, block tables, and which slots are free."""
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tokasaurus.manager.state.sequence import Sequence
 from tokasaurus.messages.generation import MAX_STOP_TOKEN_IDS
 
 NEVER = np.iinfo(np.int64).max
@@ -11,9 +12,9 @@ NEVER = np.iinfo(np.int64).max
 class SlotArrays:
     """State that changes with every step. Arrays have one row per batch slot; slot 0 is padding and has no sequence.
 
-    `num_kv_tokens` alone tells how far the steps sent so far go, because a decode step writes the KV of the token that
-    the step before sampled: after a prefill of P tokens, `num_kv_tokens` = P means that the first token is being
-    sampled, and P + 1 that the second is.
+    `open` and `close` set and clear everything that a slot has. `num_kv_tokens` alone tells how far the steps sent so
+    far go, because a decode step writes the KV of the token that the step before sampled: after a prefill of P tokens,
+    `num_kv_tokens` = P means that the first token is being sampled, and P + 1 that the second is.
     """
 
     def __init__(self, num_slots: int, max_blocks: int) -> None:
@@ -23,61 +24,94 @@ class SlotArrays:
         def false() -> NDArray[np.bool_]:
             return np.zeros(num_slots + 1, np.bool_)
 
-        self.num_kv_tokens = zeros()
-        """Tokens whose KV is cached or computed by the steps sent so far."""
-        self.num_known_tokens = zeros()
-        """Prompt tokens, and sampled tokens whose values have arrived."""
+        self.free = list(range(num_slots, 0, -1))
+        """Slots without a sequence."""
+        self.sequences: list[Sequence | None] = [None] * (num_slots + 1)
+        """None where no sequence runs."""
+        self.closed: list[int] = []
+        """Slots that the next step's message closes: the worker has them open, for a sequence that has left. They may
+        have another sequence already, because the worker closes slots before it opens any."""
+        self.num_admissions = 0
+        """Calls of `open`."""
+        self.num_releases = 0
+        """Calls of `close`."""
+        self.num_with_stops = 0
+        """Running sequences with stop strings."""
+        self.num_with_stop_tokens = 0
+        """Running sequences with stop token ids."""
+        self.num_with_grammars = 0
+        """Running sequences with a grammar."""
+        self.num_background = 0
+        """Running sequences of background requests."""
+        self.num_streamed = 0
+        """Running sequences whose tokens are sent as they arrive."""
+
+        # Set by `open`, read by all.
         self.num_prompt_tokens = zeros()
         """Tokens of the request's own prompt."""
         self.num_prefill_tokens = zeros()
         """`num_prompt_tokens` plus the tokens kept across preemptions."""
-        self.max_kv_tokens = zeros()
-        """`num_kv_tokens` after the last step that the sequence may need."""
-        self.num_covered_tokens = zeros()
-        """Tokens that fit into its allocated blocks."""
-        self.last_tokens = zeros()
-        """Newest known token."""
-        self.opened_at = np.full(num_slots + 1, NEVER)
-        """The step that opened the slot for its sequence at the worker; NEVER before that."""
         self.admitted_at = zeros()
-        """Admission number; grows with every admission and so orders the sequences."""
+        """Admission number: `num_admissions` before this one."""
+        self.microbatches = zeros()
+        """See engine/microbatches; 0 without pipeline stages."""
+        self.nodes = zeros()
+        """Index of the deepest prefix tree node that the sequence uses."""
+        self.is_running = false()
+        self.ends_at_eos = false()
+        """An eos token ends it."""
+        self.stop_token_ids = np.full((num_slots + 1, MAX_STOP_TOKEN_IDS), -1)
+        """[slots, MAX_STOP_TOKEN_IDS], other tokens that end it; -1 for none."""
+        self.stop_rows = zeros()
+        """Row of StopTokens.may_end for its stop strings."""
+        self.want_logprobs = false()
+        """Its request asks for logprobs."""
+        self.has_grammar = false()
+        """Each of its tokens needs a mask."""
+        self.is_slow = false()
+        """Its grammar is slow (see CompiledGrammar.is_slow)."""
+
+        # Where the prefill starts: engine/lifecycle.
         self.first_positions = zeros()
         """First position that the prefill computes."""
         self.first_writes = zeros()
         """First position whose KV the prefill writes; earlier KV is cached. Positions from first_positions up
         to here are recomputed for their logits only."""
-        self.nodes = zeros()
-        """Index of the deepest prefix tree node that the sequence uses."""
-        self.is_running = false()
+
+        # Advanced with each step that is sent: engine/input_building.
+        self.num_kv_tokens = zeros()
+        """Tokens whose KV is cached or computed by the steps sent so far."""
+        self.num_covered_tokens = zeros()
+        """Tokens that fit into its allocated blocks."""
+        self.block_tables: NDArray[np.int32] = np.zeros((num_slots + 1, max_blocks + 1), np.int32)
+        """[slots, most blocks of a sequence + 1]; 0, the padding block, after the sequence's own blocks."""
+        self.opened_at = np.full(num_slots + 1, NEVER)
+        """The step that opened the slot for its sequence at the worker; NEVER before that, and once it is ending."""
         self.is_decoding = false()
         """A running sequence past its prefill: decodes in every step, unless it awaits its matcher."""
-        self.is_ending = false()
-        """Its last token is known, and it is about to leave its slot."""
-        self.ends_at_eos = false()
-        """An eos token ends it."""
-        self.stop_token_ids = np.full((num_slots + 1, MAX_STOP_TOKEN_IDS), -1)
-        """[slots, MAX_STOP_TOKEN_IDS], other tokens that end it; -1 for none."""
-        self.may_stop = false()
-        """It may end before its last allowed token."""
-        self.has_stops = false()
-        """It has stop strings."""
-        self.want_logprobs = false()
-        """Its request asks for logprobs."""
-        self.has_grammar = false()
-        """Each of its tokens needs a mask."""
         self.awaits_matcher = false()
         """It has a grammar and its next mask is not ready: a token is being sampled, or its grammar matcher is reading
         one."""
-        self.is_slow = false()
-        """Its grammar is slow (see CompiledGrammar.is_slow)."""
-        self.stop_rows = zeros()
-        """Row of StopTokens.may_end for its stop strings."""
-        self.microbatches = zeros()
-        """See engine/microbatches; 0 without pipeline stages."""
         self.groups = zeros()
         """Number of its prefix group; 0 for none."""
         self.num_shared_tokens = zeros()
         """Prompt tokens in the longest prefix that it has attended to in a prefix group."""
+
+        # Advanced with each result: engine/outputs.
+        self.num_known_tokens = zeros()
+        """Prompt tokens, and sampled tokens whose values have arrived."""
+        self.last_tokens = zeros()
+        """Newest known token."""
+        self.last_logprobs = np.zeros(num_slots + 1, np.float32)
+        """Logprob of the newest known token."""
+        self.max_kv_tokens = zeros()
+        """`num_kv_tokens` after the last step that the sequence may need; lowered once it is ending."""
+        self.may_stop = false()
+        """It may end before its last allowed token."""
+        self.is_ending = false()
+        """Its last token is known, and it is about to leave its slot."""
+        self.has_stops = false()
+        """It has stop strings."""
         self.may_have_stopped = false()
         """A token that may end a stop string has arrived since the last check for stop strings."""
         self.num_counted_tokens = zeros()
@@ -88,5 +122,74 @@ class SlotArrays:
         """Sampled tokens already in deltas; used only if `is_streamed`."""
         self.streamed_s = np.full(num_slots + 1, -np.inf)
         """When its newest delta was made, by time.monotonic; -inf before the first since its admission."""
-        self.block_tables: NDArray[np.int32] = np.zeros((num_slots + 1, max_blocks + 1), np.int32)
-        """[slots, most blocks of a sequence + 1]; 0, the padding block, after the sequence's own blocks."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences with a slot."""
+        return len(self.sequences) - 1 - len(self.free)
+
+    def sequence(self, slot: int) -> Sequence:
+        """The sequence in `slot`. Precondition: there is one."""
+        sequence = self.sequences[slot]
+        assert sequence is not None, f"slot {slot} has no sequence"
+        return sequence
+
+    def open(self, sequence: Sequence, blocks: NDArray[np.int32], page_size: int, microbatch: int) -> None:
+        """Give a free slot to `sequence`, whose node is set. blocks: those of its whole prompt, int32."""
+        request, slot = sequence.request, self.free.pop()
+        sequence.slot = slot
+        self.sequences[slot] = sequence
+        self.num_prompt_tokens[slot] = len(request.prompt_ids)
+        self.num_prefill_tokens[slot] = self.num_known_tokens[slot] = len(sequence.prompt)
+        self.admitted_at[slot] = self.num_admissions
+        self.microbatches[slot] = microbatch
+        assert sequence.node is not None
+        self.nodes[slot] = sequence.node.index
+        self.is_running[slot] = True
+        self.ends_at_eos[slot] = not request.ignore_eos
+        if request.stop_token_ids:
+            self.stop_token_ids[slot, : len(request.stop_token_ids)] = request.stop_token_ids
+        self.stop_rows[slot] = sequence.stop_row
+        self.want_logprobs[slot] = request.want_logprobs
+        self.has_grammar[slot] = sequence.has_grammar
+        self.is_slow[slot] = sequence.grammar_matcher is not None and sequence.grammar_matcher.compiled_grammar.is_slow
+        self.num_covered_tokens[slot] = len(blocks) * page_size
+        self.block_tables[slot, : len(blocks)] = blocks
+        self.groups[slot] = 0
+        self.num_shared_tokens[slot] = sequence.counts.shared
+        self.max_kv_tokens[slot] = sequence.max_kv_tokens
+        self.may_stop[slot] = sequence.may_stop
+        self.has_stops[slot] = sequence.stop_matcher is not None
+        self.may_have_stopped[slot] = False
+        self.num_counted_tokens[slot] = len(sequence.kept_token_ids)
+        self.is_streamed[slot] = request.is_streamed
+        self.num_streamed_tokens[slot] = sequence.num_streamed_tokens
+        self.streamed_s[slot] = -np.inf
+        self.num_admissions += 1
+        self._count(sequence, 1)
+
+    def close(self, sequence: Sequence, page_size: int) -> None:
+        """Free the slot of a running sequence. What later sequences would mistake for theirs is cleared."""
+        slot = sequence.slot
+        self.block_tables[slot, : self.num_covered_tokens[slot] // page_size] = 0
+        self.opened_at[slot] = NEVER
+        self.is_running[slot] = self.is_decoding[slot] = self.is_ending[slot] = False
+        self.has_grammar[slot] = self.awaits_matcher[slot] = self.is_streamed[slot] = False
+        if sequence.request.stop_token_ids:
+            self.stop_token_ids[slot] = -1
+        self.sequences[slot] = None
+        self.free.append(slot)
+        if sequence.is_open:
+            self.closed.append(slot)
+        sequence.slot, sequence.node = 0, None
+        sequence.is_open = sequence.table_is_sent = False
+        self.num_releases += 1
+        self._count(sequence, -1)
+
+    def _count(self, sequence: Sequence, change: int) -> None:
+        request = sequence.request
+        self.num_with_stops += change * (sequence.stop_matcher is not None)
+        self.num_with_stop_tokens += change * bool(request.stop_token_ids)
+        self.num_with_grammars += change * sequence.has_grammar
+        self.num_background += change * request.is_background
+        self.num_streamed += change * request.is_streamed
