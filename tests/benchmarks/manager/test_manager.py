@@ -96,7 +96,7 @@ def test_all_wanted_sequences_run_if_the_cache_is_large() -> None:
 
 def test_occupancy_is_the_same_in_every_run_and_known_lengths_fill_the_cache(monkeypatch) -> None:
     # A stalled machine makes a deferred task look slow; the engine would then send steps before running it.
-    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: 0.0))
     first, second = (measure_occupancy("gsm8k", 100, 600, 3, int) for _ in range(2))
     assert first == second
     assert first.num_kv_tokens == round(0.1 * 100 * (200 + 1024))
