@@ -35,7 +35,7 @@ def stream_each_token() -> None:
 class _AutomaticCollector:
     """Leaves garbage to Python, which collects it at any moment."""
 
-    def collect(self, _seconds_left: float, _is_idle: bool) -> None:
+    def collect(self, *_: object, **__: object) -> None:
         pass
 
 
