@@ -332,8 +332,9 @@ def _measure_window(run: FastWorkerRun, window_s: float) -> IdleWindow:
 MAX_IDLE_SHARE = 0.03
 CHECKED_SEQUENCES = 1024
 
+
 def variants(wanted: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """By name: the manager as it is, without each of the `wanted` measures, and without any measure."""
+    """Measures that are off, by name: none, each of `wanted` alone, and all."""
     found: dict[str, tuple[str, ...]] = {"all on": ()}
     found |= {f"{name} off": (name,) for name in wanted}
     return found | ({"all off": tuple(MEASURES)} if wanted else {})
