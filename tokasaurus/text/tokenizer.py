@@ -118,7 +118,34 @@ class Tokenizer(TokenDecoder):
 
         template_variables: additional variables for the template, such as enable_thinking. Raises ChatTemplateError.
         """
-        return self._render(messages, tools, template_variables or {}, add_generation_prompt, continue_final_message)
+        from jinja2 import TemplateError
+
+        variables = template_variables or {}
+        chat_tokenizer = self._load_chat_tokenizer()
+        if not chat_tokenizer.chat_template:
+            raise ChatTemplateError("this model has no chat template; use completions")
+        _check_variables(variables, inspect.signature(chat_tokenizer.apply_chat_template).parameters)
+        try:
+            render = functools.partial(
+                chat_tokenizer.apply_chat_template,
+                [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **variables,
+            )
+            return str(_RENDERING.run(render))
+        except TimeLimitExceeded:
+            reason = f"the chat template does not finish with these messages within {_RENDERING.seconds:g} s"
+            raise ChatTemplateTooSlow(reason) from None
+        # A template is a program: unexpected content may raise any of these.
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
+        except MemoryError:
+            raise ChatTemplateError("the chat template needs too much memory with these messages") from None
+        except RecursionError:
+            raise ChatTemplateError("messages or variables are nested too deeply") from None
 
     def encode_chat(
         self,
@@ -145,7 +172,7 @@ class Tokenizer(TokenDecoder):
             )
         except RecursionError:
             raise ChatTemplateError("messages or variables are nested too deeply") from None
-        text = self._render(given, given_tools, variables, add_generation_prompt, continue_final_message)
+        text = self.render_chat(given, add_generation_prompt, given_tools, continue_final_message, variables)
         if not mark:
             return self.encode_batch([text], add_special_tokens=False, max_tokens=max_tokens)[0]
         self._check_lengths([text.replace(mark, "")], max_tokens)
@@ -164,42 +191,6 @@ class Tokenizer(TokenDecoder):
                 # No token is empty, so the number of characters decides for most texts.
                 if len(text) > max_tokens and (fewest := self._bounds.fewest_tokens(text)) > max_tokens:
                     raise TextTooLong(fewest)
-
-    def _render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any],
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-    ) -> str:
-        from jinja2 import TemplateError
-
-        chat_tokenizer = self._load_chat_tokenizer()
-        if not chat_tokenizer.chat_template:
-            raise ChatTemplateError("this model has no chat template; use completions")
-        _check_variables(variables, inspect.signature(chat_tokenizer.apply_chat_template).parameters)
-        try:
-            render = functools.partial(
-                chat_tokenizer.apply_chat_template,
-                [dict(message) for message in messages],
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **variables,
-            )
-            return str(_RENDERING.run(render))
-        except TimeLimitExceeded:
-            reason = f"the chat template does not finish with these messages within {_RENDERING.seconds:g} s"
-            raise ChatTemplateTooSlow(reason) from None
-        # A template is a program: unexpected content may raise any of these.
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
-        except MemoryError:
-            raise ChatTemplateError("the chat template needs too much memory with these messages") from None
-        except RecursionError:
-            raise ChatTemplateError("messages or variables are nested too deeply") from None
 
     @property
     def bos_token(self) -> str | None:
