@@ -14,7 +14,7 @@ from tokasaurus.manager.state.engine_state import EngineOptions, EngineState, ma
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import EngineUpdate, GenerateRequest, SamplingParams
 from tokasaurus.messages.status import EngineLimits
-from tokasaurus.text.prompt_tail import NO_TAIL
+from tokasaurus.text.token_decoder import NO_TAIL
 
 EOS_ID = 0
 VOCAB_SIZE = 50_000

@@ -15,8 +15,8 @@ from tokenizers import decoders
 from tests.helpers.examples import examples
 from tests.helpers.small_tokenizer import IM_END, LLAMA_2_DECODER, save_llama_2_tokenizer, save_small_tokenizer
 from tokasaurus.text.detokenizer import make_detokenizer
-from tokasaurus.text.prompt_tail import NO_TAIL, PROMPT_TAIL_TOKENS
 from tokasaurus.text.stop_strings import StopMatcher
+from tokasaurus.text.token_decoder import NO_TAIL, PROMPT_TAIL_TOKENS
 from tokasaurus.text.tokenizer import Tokenizer
 
 BYTES = [*"€é😀".encode(), 0x0A, 0xFF]

@@ -9,8 +9,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as BaseTokenizer
 
 from tests.helpers.examples import examples
-from tokasaurus.text.token_bounds import TokenBounds
-from tokasaurus.text.token_bytes import BYTE_OF_CHARACTER
+from tokasaurus.text.token_bytes import BYTE_OF_CHARACTER, TokenBounds
 
 WORDS = [
     "hello",
@@ -46,7 +45,7 @@ def make(
     trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False)
     base.train_from_iterator(["hello the hello the", "日本語 éé ----------- 한한한한            "] * 3, trainer)
     base.add_special_tokens([special])
-    return Case(base, TokenBounds(base, BYTE_OF_CHARACTER))
+    return Case(base, TokenBounds(base))
 
 
 @pytest.fixture(
@@ -106,4 +105,4 @@ def test_the_bound_is_0_for_tokenizers_that_may_drop_text(
         case.base.normalizer = normalizers.Strip()
     else:
         case.base.pre_tokenizer = pre_tokenizer
-    assert TokenBounds(case.base, BYTE_OF_CHARACTER).fewest_tokens("hello " * 100) == 0
+    assert TokenBounds(case.base).fewest_tokens("hello " * 100) == 0

@@ -4,7 +4,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from tokasaurus.text.prompt_tail import NO_TAIL, PromptTail
+from tokasaurus.text.token_decoder import NO_TAIL, PromptTail
 from tokasaurus.text.tokenizer import Tokenizer
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.text.prompt_tail import NO_TAIL, PromptTail
+from tokasaurus.text.token_decoder import NO_TAIL, PromptTail
 
 _REPLACEMENT = "\ufffd"  # incomplete UTF-8 decodes to this
 

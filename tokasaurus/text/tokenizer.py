@@ -14,8 +14,7 @@ from tokenizers import Tokenizer as BaseTokenizer
 
 from tokasaurus.text.special_text import SpecialText, strings_in
 from tokasaurus.text.time_limit import TimeLimit, TimeLimitExceeded
-from tokasaurus.text.token_bounds import TokenBounds
-from tokasaurus.text.token_bytes import BYTE_OF_CHARACTER
+from tokasaurus.text.token_bytes import TokenBounds
 from tokasaurus.text.token_decoder import TokenDecoder, TokenizerError, load_base
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class Tokenizer(TokenDecoder):
         base.no_padding()
         self.vocab_size = max(base.get_vocab(with_added_tokens=True).values()) + 1
         """Highest token id + 1. The model's vocabulary may be larger, for padding."""
-        self._bounds = TokenBounds(base, BYTE_OF_CHARACTER)
+        self._bounds = TokenBounds(base)
         self._special_text = SpecialText(base)
         self.directory = directory
         """Contains tokenizer.json."""

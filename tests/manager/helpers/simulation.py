@@ -10,7 +10,7 @@ import numpy as np
 from tests.manager.helpers.fake_grammars import EOS_ID, TOKEN_BYTES, VOCAB_SIZE, allowed_tokens
 from tests.manager.helpers.fake_prompt_logprobs import assert_prompt_logprobs_are_true
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SequenceDelta, TopLogprobs
-from tokasaurus.text.prompt_tail import PromptTail
+from tokasaurus.text.token_decoder import PromptTail
 
 
 def decode_text(token_ids: list[int]) -> str:

@@ -5,8 +5,8 @@ from tokasaurus.manager.engine.outputs import MAX_RELEASED, abort
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import KeptTop, Phase, Samples, Sequence, make_prompt
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.text.prompt_tail import PROMPT_TAIL_TOKENS
 from tokasaurus.text.stop_strings import StopMatcher
+from tokasaurus.text.token_decoder import PROMPT_TAIL_TOKENS
 
 
 def add_request(state: EngineState, request: GenerateRequest) -> None:

@@ -22,8 +22,8 @@ from tokasaurus.manager.state.slot_arrays import SlotArrays
 from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.messages.status import KV_READS, EngineLimits, EngineStats, HydragenCosts
 from tokasaurus.monitoring.step_stats import StepTotals
-from tokasaurus.text.prompt_tail import PromptTail
 from tokasaurus.text.stop_strings import StopTokens
+from tokasaurus.text.token_decoder import PromptTail
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from tokasaurus.server.respond.logprobs import TokenLogprob, TokenOffsets, build
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tools.parser import CallFragment, CallReader, CallRules
 from tokasaurus.text.detokenizer import make_detokenizer
-from tokasaurus.text.prompt_tail import PROMPT_TAIL_TOKENS
 from tokasaurus.text.stop_strings import StopScanner
+from tokasaurus.text.token_decoder import PROMPT_TAIL_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

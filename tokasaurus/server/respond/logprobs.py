@@ -15,7 +15,7 @@ from tokasaurus.server.prepare.requests import Echo
 from tokasaurus.server.protocol.answers import PromptTokenLogprob, PromptTokenLogprobs
 from tokasaurus.server.protocol.chat import ChatLogprobs, ChatTokenLogprob, ChatTopLogprob
 from tokasaurus.server.protocol.completions import CompletionLogprobs
-from tokasaurus.text.prompt_tail import NO_TAIL, PromptTail
+from tokasaurus.text.token_decoder import NO_TAIL, PromptTail
 from tokasaurus.text.tokenizer import Tokenizer
 
 
