@@ -11,6 +11,12 @@ CPP_FILES = $(shell find tokasaurus tests -name '*.h' -o -name '*.cpp')
 FLASHINFER_VERSIONS := 0.6.18.post1 0.7.2.post1
 PREBUILT := tokasaurus/model/cpu/prebuilt
 LONG_LIMITS := --timeout 1500 -o faulthandler_timeout=1800
+# Two tests at a time: many wait for one process, or compute on one thread. Each process runs half of the tests, and the
+# one that ends first takes over what the other has not begun.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Tests start hundreds of Python processes, each of which would compile every module again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help serve test check lint types unit test-clients test-gpu test-neon test-long test-flashinfer test-flashinfer-build flashinfer-packages test-wheel wheel gpu-kit bench-manager torture soak format clean
 
@@ -33,7 +39,7 @@ CHECKED_TESTS = $(addprefix tests/, \
 CHECKED_NAMES := not ranks and not tensor_parallel and not constant_preemption
 
 check: lint types  ## Lint, types and the tests of the core: 3 minutes
-	$(BIN)/python -m pytest -n 2 --dist loadfile -k "$(CHECKED_NAMES)" $(CHECKED_TESTS)
+	$(PYTEST) -k "$(CHECKED_NAMES)" $(CHECKED_TESTS)
 
 lint: .venv/installed-dev  ## Ruff and clang-format, without changes
 	$(BIN)/ruff check .
@@ -43,9 +49,8 @@ lint: .venv/installed-dev  ## Ruff and clang-format, without changes
 types: .venv/installed-dev  ## mypy
 	$(BIN)/mypy
 
-# Two files at a time: many tests wait for one process, or compute on one thread
-unit: .venv/installed-dev  ## The tests alone, two files at a time
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+unit: .venv/installed-dev  ## The tests alone
+	$(PYTEST)
 
 test-clients: .venv/installed-dev  ## Clients that need environments of their own
 	$(BIN)/python -m tests.clients.in_environments $(CLIENTS)
@@ -64,7 +69,7 @@ test-neon: .venv/installed-dev  ## NEON kernels in an emulator: minutes
 
 # More cases of what `make test` checks on fewer: larger models, combinations of replicas, stages and ranks. 20 minutes
 test-long: .venv/installed-dev  ## More cases of what `make test` checks on fewer: 20 minutes
-	TOKA_NIGHTLY=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "(long or hypothesis) and not neon" $(LONG_LIMITS)
+	TOKA_NIGHTLY=1 $(PYTEST) -m "(long or hypothesis) and not neon" $(LONG_LIMITS)
 
 # Our backend over the Python wrappers and the planners of both versions: 80 MB to fetch
 test-flashinfer: flashinfer-packages  ## FlashInfer's calls against the source of two versions
