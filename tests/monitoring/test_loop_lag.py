@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tokasaurus.monitoring import loop_lag
-from tokasaurus.monitoring.loop_lag import LoopLag
+from tokasaurus.monitoring import metrics
+from tokasaurus.monitoring.metrics import LoopLag
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -18,7 +18,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_blocked_event_loop_is_a_stall_until_the_window_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_lag, "WINDOW_S", 2.0)
+    monkeypatch.setattr(metrics, "LAG_WINDOW_S", 2.0)
 
     async def run() -> None:
         lag = LoopLag()
@@ -36,11 +36,11 @@ def test_a_blocked_event_loop_is_a_stall_until_the_window_has_passed(monkeypatch
 
 
 def test_the_largest_lag_of_the_window_is_that_of_a_plain_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_lag, "WINDOW_S", 5.0)
+    monkeypatch.setattr(metrics, "LAG_WINDOW_S", 5.0)
     lag = LoopLag()
     lags = [0.3, 0.1, 0.2, 0.0, 0.25, 0.1, 0.0, 0.0, 0.05, 0.04, 0.0, 0.0]
     for second, value in enumerate(lags):
-        monkeypatch.setattr(loop_lag.time, "monotonic", lambda now=second: float(now))
+        monkeypatch.setattr(metrics.time, "monotonic", lambda now=second: float(now))
         lag._add(float(second), value)
         assert lag.largest_s() == max(lags[max(0, second - 5) : second + 1])
     assert lag.num_stalls == 1

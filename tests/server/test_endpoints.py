@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.server.helpers.prepared_requests import LIMITS
-from tokasaurus.monitoring.loop_lag import LoopLag
+from tokasaurus.monitoring.metrics import LoopLag
 from tokasaurus.server.endpoints import ENDPOINTS
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import InvalidRequest

@@ -1,7 +1,13 @@
-"""Prometheus metrics: the only list of their names, with units in the help texts."""
+"""Prometheus metrics: the only list of their names, with units in the help texts; and the lag of the event loop.
 
+While one callback of the loop works, or a thread with the GIL, all clients wait.
+"""
+
+import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -13,9 +19,8 @@ from prometheus_client.registry import Collector
 from tokasaurus.messages.forward import FORWARD_PHASES
 from tokasaurus.messages.status import EngineStats
 from tokasaurus.monitoring.log_writer import log_writer
-from tokasaurus.monitoring.loop_lag import LoopLag
 
-__all__ = ["CONTENT_TYPE_LATEST", "BatchStats", "EngineCollector", "render_metrics"]
+__all__ = ["CONTENT_TYPE_LATEST", "BatchStats", "EngineCollector", "LoopLag", "render_metrics"]
 
 # name, help, value
 _GAUGES: list[tuple[str, str, Callable[[EngineStats], float]]] = [
@@ -51,6 +56,7 @@ _GAUGES: list[tuple[str, str, Callable[[EngineStats], float]]] = [
         lambda stats: stats.manager_busy_fraction,
     ),
 ]
+
 # The exposition appends "_total" to a counter's name.
 _COUNTERS: list[tuple[str, str, Callable[[EngineStats], float]]] = [
     (
@@ -124,6 +130,51 @@ _COUNTERS: list[tuple[str, str, Callable[[EngineStats], float]]] = [
         lambda stats: stats.manager_cpu_seconds,
     ),
 ]
+
+LAG_INTERVAL_S = 0.05
+LAG_WINDOW_S = 10.0
+LAG_STALL_S = 0.25
+
+
+class LoopLag:
+    """Measures the running event loop within `measuring`."""
+
+    def __init__(self) -> None:
+        self.num_stalls = 0
+        """Lags of more than LAG_STALL_S since the start."""
+        # (time.monotonic(), lag) in order, without lags that were followed by a larger one.
+        self._lags: deque[tuple[float, float]] = deque()
+
+    def largest_s(self) -> float:
+        """The largest lag of the last LAG_WINDOW_S, in seconds."""
+        self._drop_old(time.monotonic())
+        return self._lags[0][1] if self._lags else 0.0
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        task = asyncio.get_running_loop().create_task(self._measure())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _measure(self) -> None:
+        while True:
+            started = time.monotonic()
+            await asyncio.sleep(LAG_INTERVAL_S)
+            now = time.monotonic()
+            self._add(now, max(0.0, now - started - LAG_INTERVAL_S))
+
+    def _add(self, now: float, lag: float) -> None:
+        self.num_stalls += lag > LAG_STALL_S
+        while self._lags and self._lags[-1][1] <= lag:
+            self._lags.pop()
+        self._lags.append((now, lag))
+        self._drop_old(now)
+
+    def _drop_old(self, now: float) -> None:
+        while self._lags and self._lags[0][0] < now - LAG_WINDOW_S:
+            self._lags.popleft()
 
 
 @dataclass(frozen=True, slots=True)

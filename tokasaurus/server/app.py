@@ -25,7 +25,7 @@ from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.messages.channel import Sender
 from tokasaurus.messages.status import STOP_AT_ONCE, Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.cores import lower_thread_priority
-from tokasaurus.monitoring.loop_lag import LoopLag
+from tokasaurus.monitoring.metrics import LoopLag
 from tokasaurus.monitoring.shortage import describe_shortage
 from tokasaurus.server.access import (
     AllowedHostsMiddleware,

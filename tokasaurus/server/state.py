@@ -7,7 +7,7 @@ from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokasaurus.messages.status import EngineLimits
-from tokasaurus.monitoring.loop_lag import LoopLag
+from tokasaurus.monitoring.metrics import LoopLag
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import EngineNotReady, EngineRestarting, ServerStopping
 from tokasaurus.server.grammars.validator import GrammarChecker

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 
 from tokasaurus.messages.status import UserError
-from tokasaurus.monitoring.control_groups import ControlGroup, control_groups
+from tokasaurus.monitoring.cores import ControlGroup, control_groups
 
 CPU_FRACTION = 0.25
 """Fraction of the available memory for the KV cache on a CPU: the rest is left to the machine's other programs."""

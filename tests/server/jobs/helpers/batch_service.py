@@ -13,7 +13,7 @@ import uvloop
 
 from tests.server.helpers.fake_engine import FakeEngine, hand_over
 from tokasaurus.messages.channel import send_connection
-from tokasaurus.monitoring.loop_lag import LoopLag
+from tokasaurus.monitoring.metrics import LoopLag
 from tokasaurus.server.engine_client.client import NO_LIMITS, EngineClient, QueueLimits
 from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.jobs.service import BatchService, NewBatch
