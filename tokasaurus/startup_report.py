@@ -4,7 +4,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from tokasaurus.messages.status import EngineLimits, PhaseDone, Ready
+from tokasaurus.messages.status import BatchTokens, EngineLimits, PhaseDone, Ready
 
 
 def _start_of_process() -> float:
@@ -34,9 +34,15 @@ class StartupReport:
         self._phases: dict[str, list[PhaseDone]] = {}
         self._last_end = self.started
 
-    @staticmethod
-    def show_line(line: str) -> None:
+    def show_line(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
+
+    def show_failure(self, failure: str) -> None:
+        """Why the launcher ends: the last line."""
+        self.show_line(f"toka: {failure}")
+
+    def note_tokens(self, message: BatchTokens) -> None:
+        """How far the lines of a private server's batch are."""
 
     def show_progress(self, line: str) -> None:
         self.show_line(f"{'toka':>12}  {line} ...")
@@ -76,7 +82,7 @@ class StartupReport:
             for process, phases in self._phases.items()
         ]
         self.show_line(
-            f"ready: {self.address} serves {self.model}; "
+            f"ready: {f'{self.address} serves ' if self.address else ''}{self.model}; "
             f"KV cache {num_tokens:,} tokens in {limits.num_kv_blocks:,} blocks of {limits.page_size}"
             f"{'' if self.num_replicas == 1 else f' for each of {self.num_replicas} replicas'}; "
             f"{', '.join(times)}; {time.perf_counter() - self.started:.1f} s in all"

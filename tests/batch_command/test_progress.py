@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 
-from tokasaurus.batch_command.api import BatchView
-from tokasaurus.batch_command.progress import Speed, describe, show_time
+from tokasaurus.batch_command.progress import BatchView, Speed, describe, show_time
 
 
 def view(
     status: str = "in_progress", total: int = 2000, completed: int = 100, failed: int = 3, **fields: Any
 ) -> BatchView:
-    return BatchView("batch_1", status, total, completed, failed, 5000, [], [], "24h", **fields)
+    return BatchView("batch_1", status, total, completed, failed, 5000, [], False, "24h", **fields)
 
 
 def told(num_generated: int, num_expected: int | None) -> BatchView:

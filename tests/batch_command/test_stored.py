@@ -4,20 +4,17 @@ import json
 import os
 import time
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 
 import apsw
-import orjson
 import pytest
 
 from tests.batch_command.helpers.request_lines import request_line, write_requests
 from tests.server.helpers.fake_engine import FakeEngine, never
 from tests.server.helpers.live_server import live_server
-from tokasaurus.batch_command.state_file import STATE_NAME, RunState
 from tokasaurus.cli import batch_main
 from tokasaurus.server.jobs.store.database import open_connection
-from tokasaurus.server.jobs.store.store import default_data_dir
+from tokasaurus.server.jobs.store.store import PRIVATE_OWNER, default_data_dir
 from tokasaurus.server.served_model import ServedModel
 
 
@@ -72,7 +69,7 @@ def test_batches_are_seen_during_and_after_a_server_and_cancelled_without_one(
     assert output_of(["cancel", batch_id, flag], capsys) == f"{batch_id} is cancelled\n"
 
 
-def test_the_key_of_a_runs_own_server_comes_before_the_environments(
+def test_the_key_of_the_flag_comes_before_the_environments(
     served_model: ServedModel,
     tmp_path: Path,
     data_dir: Path,
@@ -81,15 +78,26 @@ def test_the_key_of_a_runs_own_server_comes_before_the_environments(
 ) -> None:
     monkeypatch.setenv("TOKA_API_KEY", "of-another-server")
     flag = f"data_dir={data_dir}"
-    with live_server(served_model, FakeEngine(script=never), api_key="of-the-run", data_dir=data_dir) as server:
-        batch_id = make_batch(server.url, write_requests(tmp_path / "in.jsonl", 5), "of-the-run")
+    with live_server(served_model, FakeEngine(script=never), api_key="secret", data_dir=data_dir) as server:
+        batch_id = make_batch(server.url, write_requests(tmp_path / "in.jsonl", 5), "secret")
         (data_dir / "lock").write_text(server.url)  # as `toka` writes it
         assert batch_main(["cancel", batch_id, flag]) == 1
         assert "answered 401: " in capsys.readouterr().err
-        (data_dir / STATE_NAME).write_bytes(orjson.dumps(asdict(RunState(1, "", api_key="of-the-run"))))
-        assert batch_main(["cancel", batch_id, flag, "api_key=typed"]) == 1
-        assert "answered 401: " in capsys.readouterr().err
+        assert output_of(["cancel", batch_id, flag, "api_key=secret"], capsys) == f"{batch_id} is cancelling\n"
+
+
+def test_beside_a_server_without_a_port_a_batch_is_cancelled_in_the_database(
+    served_model: ServedModel, tmp_path: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag = f"data_dir={data_dir}"
+    with live_server(served_model, FakeEngine(script=never), data_dir=data_dir) as server:
+        batch_id = make_batch(server.url, write_requests(tmp_path / "in.jsonl", 5))
+        wait_for(data_dir, "in_progress")
+        (data_dir / "lock").write_text(PRIVATE_OWNER)
         assert output_of(["cancel", batch_id, flag], capsys) == f"{batch_id} is cancelling\n"
+        assert server.http.get(f"/v1/batches/{batch_id}").json()["status"] == "cancelling"
+        assert batch_main(["cancel", "batch_0", flag]) == 1
+        assert "has no batch batch_0; " in capsys.readouterr().err
 
 
 def test_show_names_the_bad_lines(

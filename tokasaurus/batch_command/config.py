@@ -9,8 +9,9 @@ ACTIONS = ("list", "show", "cancel")
 
 # Flags of the server that a run sets for its own server.
 _SET_BY_THE_RUN = ("host", "port", "data_dir")
-# Flags of the server whose defaults protect it from its clients: a run has only one, the user.
-_RAISED_LIMITS = ("keep_days", "max_file_bytes", "max_batch_lines")
+# Flags of the server with other defaults here: most protect it from its clients, and a run has only one, the user, who
+# sees its log beside the progress.
+_OWN_DEFAULTS = ("keep_days", "max_file_bytes", "max_batch_lines", "log_level", "uvicorn_log_level")
 
 
 class RunConfig(ServerConfig, without=_SET_BY_THE_RUN):
@@ -46,6 +47,8 @@ class RunConfig(ServerConfig, without=_SET_BY_THE_RUN):
     keep_days: int = ServerConfig.declared("keep_days", default=3650)
     max_file_bytes: int = ServerConfig.declared("max_file_bytes", default=MAX_INT32)
     max_batch_lines: int = ServerConfig.declared("max_batch_lines", default=1_000_000)
+    log_level: str = ServerConfig.declared("log_level", default="warning")
+    uvicorn_log_level: str = ServerConfig.declared("uvicorn_log_level", default="warning")
 
     @classmethod
     def parse(cls, words: list[str]) -> "RunConfig":
@@ -97,9 +100,9 @@ def key_of_environment() -> str | None:
 
 
 def server_words(config: RunConfig, words: list[str]) -> list[str]:
-    """The words that the server is started with: those that are not the run's own, and the limits that it raises."""
+    """The words that the server is started with: those that are not the run's own, and its own defaults."""
     given = [word for word in words if word.partition("=")[0] not in _OWN_FLAGS]
-    return [*given, *(f"{name}={getattr(config, name)}" for name in _RAISED_LIMITS)]
+    return [*given, *(f"{name}={getattr(config, name)}" for name in _OWN_DEFAULTS)]
 
 
 class StoredConfig(FlagConfig):
@@ -115,7 +118,7 @@ class StoredConfig(FlagConfig):
         ServerConfig.port, "TCP port of the server whose default directory is meant", minimum=1, maximum=65535
     )
     api_key: str | None = flag(
-        None, "API key of the server that runs on the directory (cancel)", none_means="the run's, or TOKA_API_KEY"
+        None, "API key of the server that runs on the directory (cancel)", none_means="TOKA_API_KEY"
     )
     base_url: str | None = flag(None, "cancel: URL of a running server's OpenAI API, in place of a directory")
     limit: int = count(100, "batches that list shows, the newest")

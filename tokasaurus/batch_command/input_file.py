@@ -1,8 +1,11 @@
-"""The input of a run: a file with one request per line."""
+"""The input of a run: a file with one request per line, or a copy of what can be read only once, such as a pipe."""
 
 import codecs
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+import os
+import stat
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from tokasaurus.server.jobs.validation_process import InputReader
 
 MAX_PRINTED_ERRORS = 20
 _NO_LIMIT = 1 << 60
+_STANDARD_INPUT = ("-", "/dev/stdin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,40 @@ def fingerprint(path: Path, flag: str = "input") -> Fingerprint:
     return Fingerprint(num_bytes, digest.hexdigest())
 
 
+def is_stream(name: str) -> bool:
+    """Whether the input can be read only once: standard input (-), a pipe, a terminal, a socket."""
+    if name in _STANDARD_INPUT or name.startswith("/dev/fd/"):
+        return True
+    try:
+        mode = Path(name).stat().st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISSOCK(mode)
+
+
+def copy_stream(name: str, destination: Path, max_bytes: int | None) -> Fingerprint:
+    """Copy an input that can be read only once, up to its end; the copy is on the disk. Raises CommandError.
+
+    max_bytes: None for no limit."""
+    num_bytes = 0
+    if name in _STANDARD_INPUT and sys.stdin is None:  # the descriptor is another file's meanwhile
+        raise CommandError(f"input={name}: standard input is closed")
+    try:
+        # Opened again by its name, a socket could not be read, and on some systems no pipe either.
+        source = 0 if name in _STANDARD_INPUT else os.open(name, os.O_RDONLY)
+        with os.fdopen(source, "rb", closefd=source != 0) as stream, destination.open("wb") as copy:
+            while part := stream.read(1 << 20):
+                num_bytes += len(part)
+                if max_bytes is not None and num_bytes > max_bytes:
+                    raise CommandError(f"input={name}: has more than {max_bytes} bytes (max_file_bytes)")
+                copy.write(part)
+            copy.flush()
+            os.fsync(copy.fileno())
+    except OSError as error:
+        raise CommandError(f"input={name}: {error.strerror}") from None
+    return fingerprint(destination)
+
+
 def find_endpoint(path: Path) -> str:
     """The url of the first line, which all lines must have; blank lines are no lines. Raises CommandError."""
     for number, line in request_lines(path):
@@ -60,28 +98,33 @@ class InputLimits:
     max_line_bytes: int
 
 
-def check_input(path: Path, limits: InputLimits | None, name: str | None = None) -> str:
-    """Check each line as the server will, but for its body, which only makes a line fail. Returns the endpoint.
+def check_input(
+    path: Path,
+    endpoint: str,
+    limits: InputLimits | None,
+    name: str | None = None,
+    add: Callable[[str, int, int], None] = lambda *_: None,
+) -> None:
+    """Check each line as the server will, but for its body, which only makes a line fail.
 
-    limits: None for a server whose limits are not known, and which may know more fields. name: as the user gave it;
-    None if it is the path. Raises InputRefused with a line for each bad line of the input, and CommandError."""
-    endpoint = find_endpoint(path)
+    endpoint: by `find_endpoint`. limits: None for a server whose limits are not known, and which may know more fields.
+    name: as the user gave it; None if it is the path. add: called with (custom_id, start, size in bytes) of each good
+    line. Raises InputRefused with a line for each bad line of the input, and CommandError."""
     if limits is not None and endpoint not in limits.endpoints:
         raise InputRefused(f"url: the first line has {endpoint!r}: it must be {' or '.join(limits.endpoints)}")
-    most = (_NO_LIMIT, _NO_LIMIT) if limits is None else (limits.max_lines, limits.max_line_bytes)
-    reader = InputReader(endpoint, *most)
+    max_lines, max_line_bytes = (_NO_LIMIT, _NO_LIMIT) if limits is None else (limits.max_lines, limits.max_line_bytes)
+    reader = InputReader(endpoint, max_lines, max_line_bytes)
     try:
         with path.open("rb", buffering=1 << 20) as content:
-            for _ in reader.lines(content):
-                pass
+            for line in reader.lines(content):
+                add(*line)
     except OSError as error:
         raise CommandError(f"input={path}: {error.strerror}") from None
     if limits is None and all(error.code == "unknown_parameter" for error in reader.errors):
-        return endpoint
+        return
     if reader.errors:
         errors = [asdict(error) for error in reader.errors]
         raise InputRefused(show_errors(f"input={path if name is None else name} is bad:", errors, reader.num_errors))
-    return endpoint
 
 
 def show_errors(heading: str, errors: Sequence[dict[str, Any]], num_errors: int, is_least: bool = False) -> str:

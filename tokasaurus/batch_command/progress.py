@@ -5,15 +5,46 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
-
-from tokasaurus.batch_command.api import BatchView
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
 SECONDS_BETWEEN_LINES = 10.0
 _WINDOW_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchView:
+    """How far a batch is."""
+
+    id: str
+    status: str
+    num_lines: int
+    """0 until they are counted."""
+    num_completed: int
+    num_failed: int
+    output_tokens: int
+    errors: list[dict[str, Any]]
+    """Errors of the input file: code, message, line (from 1), param."""
+    has_results: bool
+    completion_window: str | None
+    """None if the server does not say."""
+    result_file_ids: Sequence[str] = ()
+    """On a server: ids of the output file and the error file, if they exist."""
+    num_generated: int = 0
+    """Output tokens, with those of lines that run if the server tells them."""
+    num_expected: int | None = None
+    """What `num_generated` is expected to be at the end; None if the server does not say."""
+    tells_progress: bool = False
+    """Whether the server tells the tokens of lines that run: our server does."""
+
+    @property
+    def num_done(self) -> int:
+        """Lines that have a result; failed ones do."""
+        return self.num_completed + self.num_failed
 
 
 class Speed:

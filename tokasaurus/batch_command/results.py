@@ -1,139 +1,204 @@
-"""The results of a batch, which come in two files, as one file in the order of the input; and those so far."""
+"""The output: a file of results in the order of the input, and what the user is told of them."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import orjson
 
-from tokasaurus.batch_command.api import BatchApi, BatchView
-from tokasaurus.batch_command.errors import CommandError
-from tokasaurus.batch_command.input_file import custom_ids
-from tokasaurus.batch_command.outcome import Outcome
+from tokasaurus.batch_command.errors import CommandError, InputRefused, NothingToContinue
+from tokasaurus.batch_command.input_file import fingerprint, show_errors
+from tokasaurus.batch_command.progress import BatchView
 from tokasaurus.server.jobs.store.data_dir import sync_directory
-from tokasaurus.text.json_lines import escape_line_ends
 
-_Place = tuple[int, int, int]
-"""(index of the file, start, size) of a line."""
+MAX_PRINTED_REASONS = 10
+_MAX_REASON_CHARS = 200
+# Codes of our server for failures that the input did not cause.
+_NOT_THE_INPUTS = ("validation_failed", "input_file_missing")
+
+ReadResults = Callable[[int], Sequence[bytes]]
+"""From the number of a line: the results from that line on, up to a line without one; none if it has none now."""
+
+
+class Outcome:
+    """Of the lines of a result file: how many were cut by length, and why others failed."""
+
+    def __init__(self) -> None:
+        self.num_cut = 0
+        """Lines of which at least one choice ended at max_tokens or at the end of the context."""
+        self._reasons: Counter[str] = Counter()
+        self._messages: dict[str, str] = {}
+        """The first message of each reason."""
+
+    def add(self, line: bytes) -> None:
+        """line: a result as OpenAI's batches have it."""
+        value = _object(orjson.loads(line))
+        response = _object(value.get("response"))
+        body = _object(response.get("body"))
+        error = _object(value.get("error")) or _object(body.get("error"))
+        if not error and response.get("status_code", 200) == 200:
+            choices = body.get("choices")
+            reasons = [_object(choice).get("finish_reason") for choice in choices] if isinstance(choices, list) else []
+            self.num_cut += "length" in reasons
+            return
+        message = " ".join(str(error.get("message") or f"status {response.get('status_code')}").split())
+        reason = str(error.get("code") or error.get("type") or message)[:_MAX_REASON_CHARS]
+        self._reasons[reason] += 1
+        self._messages.setdefault(reason, message[:_MAX_REASON_CHARS])
+
+    def failures(self) -> list[str]:
+        """A line for each reason, the most frequent first, up to MAX_PRINTED_REASONS."""
+        lines = [
+            f"failed: {count:,} x {reason}"
+            + ("" if self._messages[reason] == reason else f": {self._messages[reason]}")
+            for reason, count in self._reasons.most_common(MAX_PRINTED_REASONS)
+        ]
+        if len(self._reasons) > MAX_PRINTED_REASONS:
+            lines.append(f"failed: {len(self._reasons) - MAX_PRINTED_REASONS} more reasons")
+        return lines
 
 
 class OutputFile:
-    """A file that gets its name only when it is whole and on the disk: without `commit`, the context leaves nothing."""
+    """Results in a file that gets its name only when it is whole and on the disk. Methods raise OSError."""
 
-    def __init__(self, path: Path, batch_id: str) -> None:
-        """batch_id: makes the temporary name one that only this run uses, so that it can remove what a killed run of
-        the same batch has left. Raises OSError."""
-        unique = hashlib.sha256(batch_id.encode()).hexdigest()[:16]
+    def __init__(self, path: Path) -> None:
+        """path: its name until `commit`; an older file there is replaced."""
+        self.num_lines = 0
+        self.outcome = Outcome()
         self._path = path
-        self._temporary = path.with_name(f"{path.name}.{unique}.part")
-        self._temporary.unlink(missing_ok=True)
-        self._file = self._temporary.open("xb")
+        self._digest = hashlib.sha256()
+        self._file = path.open("wb")
 
-    def __enter__(self) -> OutputFile:
-        return self
+    @property
+    def sha256(self) -> str:
+        """Checksum of what was written, in hexadecimal digits."""
+        return self._digest.hexdigest()
 
-    def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # of what is still in the buffer, if the disk is full
-            self._file.close()
-        self._temporary.unlink(missing_ok=True)
+    def write(self, line: bytes) -> None:
+        """line: a result with its line end."""
+        self._file.write(line)
+        self._digest.update(line)
+        self.outcome.add(line)
+        self.num_lines += 1
 
-    def write(self, part: bytes) -> None:
-        """Raises OSError."""
-        self._file.write(part)
+    def flush(self) -> None:
+        """Others see all that was written."""
+        self._file.flush()
 
-    def commit(self) -> None:
-        """Give it its name, in the place of an older file. Raises OSError."""
+    def is_intact(self) -> bool:
+        """Whether the file has what was written: nobody has changed or removed it."""
+        try:
+            return fingerprint(self._path).sha256 == self.sha256
+        except CommandError:
+            return False
+
+    def commit(self, name: Path) -> None:
+        """Give it its name, in the place of an older file."""
         with self._file as file:
             file.flush()
             os.fsync(file.fileno())
-        self._temporary.replace(self._path)
-        sync_directory(self._path.parent)
+        self._path.replace(name)
+        sync_directory(name.parent)
+
+    def discard(self) -> None:
+        """Nothing remains, unless it is committed."""
+        with suppress(OSError):  # of what is still in the buffer, if the disk is full
+            self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+@contextmanager
+def temporary_output(name: Path, batch_id: str) -> Iterator[OutputFile]:
+    """A file that goes with the context unless it is committed. Raises OSError.
+
+    batch_id: makes the temporary name one that only this run uses, so that it replaces what a killed run of the same
+    batch has left."""
+    unique = hashlib.sha256(batch_id.encode()).hexdigest()[:16]
+    output = OutputFile(name.with_name(f"{name.name}.{unique}.part"))
+    try:
+        yield output
+    finally:
+        output.discard()
 
 
 class ResultsSoFar:
     """A file of the results that a running batch has, in the order of the input, up to the first line without one. It
-    grows by whole lines, for whoever wants to read them; the run itself never reads it."""
+    grows by whole lines, for whoever wants to read them."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._num_lines = 0
-        self._has_ended = False
+        self._path = path
+        self._file: OutputFile | None = None
+        self._has_failed = False
 
-    def update(self, api: BatchApi, batch: BatchView, note: Callable[[str], None]) -> None:
-        """Write what is new. Does nothing for a server that does not say its results, or if the disk is full."""
-        while not self._has_ended and batch.num_done > self._num_lines:
-            content = api.results_from(batch.id, self._num_lines)
-            if not content:
-                return
-            try:
-                # the first part replaces what an earlier run has left: the ledger has all of it
-                with self.path.open("ab" if self._num_lines else "wb") as file:
-                    file.write(content)
-            except OSError as error:
-                self._has_ended = True
-                note(f"{self.path}: {error.strerror}; the results so far are not written")
-                return
-            if self._num_lines == 0:
-                note(f"results so far, in the order of the input: {self.path}")
-            self._num_lines += content.count(b"\n")
+    def update(self, read: ReadResults, num_done: int, note: Callable[[str], None]) -> None:
+        """Write what is new; does nothing more once the disk was full. num_done: lines that have a result."""
+        is_first = self._file is None
+        try:
+            while not self._has_failed and self._num_lines < num_done and self._write_some(read):
+                pass
+        except OSError as error:
+            self._has_failed = True
+            note(f"{self._path}: {error.strerror}; the results so far are not written")
+        else:
+            if is_first and self._file is not None:
+                note(f"results so far, in the order of the input: {self._path}")
+
+    def complete(self, read: ReadResults, num_lines: int) -> OutputFile:
+        """The file with the results of all lines, to be committed. Raises OSError, and CommandError if a line has no
+        result."""
+        for _ in range(2):  # again from the first line, if it could not be written or somebody has changed it
+            if self._has_failed:
+                self.remove()
+            while self._num_lines < num_lines and self._write_some(read):
+                pass
+            if self._file is None or self._num_lines < num_lines:
+                raise CommandError(f"line {self._num_lines + 1} has no result")
+            if self._file.is_intact():
+                return self._file
+            self._has_failed = True
+        raise CommandError(f"{self._path}: another program writes into it")
 
     def remove(self) -> None:
-        with suppress(OSError):
-            self.path.unlink(missing_ok=True)
+        if self._file is not None:
+            self._file.discard()
+        self._file, self._has_failed = None, False
+        with suppress(OSError):  # of a former run
+            self._path.unlink(missing_ok=True)
+
+    @property
+    def _num_lines(self) -> int:
+        return 0 if self._file is None else self._file.num_lines
+
+    def _write_some(self, read: ReadResults) -> bool:
+        """Write the next results; false if there are none. Raises OSError."""
+        lines = read(self._num_lines)
+        if not lines:
+            return False
+        if self._file is None:  # the first part replaces what an earlier run has left: the ledger has all of it
+            self._file = OutputFile(self._path)
+        for line in lines:
+            self._file.write(line)
+        self._file.flush()
+        return True
 
 
-def merge_results(
-    input_path: Path, results: Sequence[BinaryIO], output: OutputFile, outcome: Outcome, is_complete: bool
-) -> str:
-    """Write the result of each line of the input; returns the output's SHA-256 in hexadecimal digits.
-
-    outcome: each result is added to it. is_complete: each line must have a result. Raises CommandError if one has none
-    or two, and OSError."""
-    places = _find_places(results)
-    digest = hashlib.sha256()
-    for custom_id in custom_ids(input_path):
-        place = places.pop(custom_id, None)
-        if place is None and not is_complete:
-            continue
-        if place is None:
-            raise CommandError(f"the server has no result of the line with the custom_id {custom_id!r}")
-        index, start, size = place
-        results[index].seek(start)
-        line = escape_line_ends(results[index].read(size)) + b"\n"
-        digest.update(line)
-        output.write(line)
-        outcome.add(line)
-    if places:
-        raise CommandError(f"the server has a result of {next(iter(places))!r}, which is no custom_id of the input")
-    return digest.hexdigest()
+def why_failed(batch: BatchView) -> NothingToContinue:
+    """The error of a failed batch without results: InputRefused if its input is bad."""
+    if not batch.errors:
+        return NothingToContinue(f"{batch.id} failed, and the server does not say why; run the same command again")
+    if all(error.get("code") in _NOT_THE_INPUTS for error in batch.errors):
+        reasons = "; ".join(str(error.get("message")) for error in batch.errors)
+        return NothingToContinue(f"{batch.id} failed, not by its input: {reasons}; run the same command again")
+    errors = [error for error in batch.errors if error.get("code") != "more_errors"]
+    heading = f"{batch.id} failed, since its input is bad:"
+    return InputRefused(show_errors(heading, errors, len(errors), is_least=len(errors) < len(batch.errors)))
 
 
-def _find_places(results: Sequence[BinaryIO]) -> dict[str, _Place]:
-    """The place of each line, by custom_id. Raises CommandError."""
-    places: dict[str, _Place] = {}
-    for index, file in enumerate(results):
-        file.seek(0)
-        start = 0
-        for line in file:
-            if line.strip():
-                custom_id = _custom_id(line)
-                if custom_id in places:
-                    raise CommandError(f"the server has two results of the line with the custom_id {custom_id!r}")
-                places[custom_id] = index, start, len(line.rstrip(b"\r\n"))
-            start += len(line)
-    return places
-
-
-def _custom_id(line: bytes) -> str:
-    try:
-        custom_id = orjson.loads(line)["custom_id"]
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        custom_id = None
-    if not isinstance(custom_id, str):
-        raise CommandError("a line of the server's results has no custom_id")
-    return custom_id
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

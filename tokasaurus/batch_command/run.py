@@ -1,27 +1,31 @@
 """`toka batch`: run a file of requests, with a server of its own or a running one; run again, it continues."""
 
 import os
-import secrets
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import get_args
+from typing import Protocol, get_args
 
-from tokasaurus.batch_command.api import MAX_SILENCE_SECONDS, BatchApi, BatchView, Waiter
 from tokasaurus.batch_command.config import RunConfig
 from tokasaurus.batch_command.errors import CommandError, NothingToContinue, NotOnServer
-from tokasaurus.batch_command.input_copy import copy_input, is_stream
-from tokasaurus.batch_command.input_file import InputLimits, check_input, find_endpoint, fingerprint
-from tokasaurus.batch_command.outcome import Outcome, why_failed
-from tokasaurus.batch_command.own_server import GivenServer, OwnServer
-from tokasaurus.batch_command.progress import Progress, make_progress
-from tokasaurus.batch_command.results import OutputFile, ResultsSoFar, merge_results
+from tokasaurus.batch_command.input_file import (
+    Fingerprint,
+    InputLimits,
+    check_input,
+    copy_stream,
+    find_endpoint,
+    fingerprint,
+    is_stream,
+)
+from tokasaurus.batch_command.own import OwnBatch, OwnServer, store_batch
+from tokasaurus.batch_command.progress import BatchView, Progress, make_progress
+from tokasaurus.batch_command.remote import MAX_SILENCE_SECONDS, BatchApi, RemoteBatch
+from tokasaurus.batch_command.results import Outcome, OutputFile, ResultsSoFar, why_failed
 from tokasaurus.batch_command.state_file import (
     RunState,
     StateFile,
@@ -34,10 +38,23 @@ from tokasaurus.server.jobs.store.records import FINAL_STATUSES
 from tokasaurus.server.protocol.batches import Endpoint
 
 # Seconds between two looks at the batch. The first are quick, for a short batch.
-_FIRST_POLL_S = 0.1
-_OWN_POLL_S, _REMOTE_POLL_S = 1.0, 3.0
+_FIRST_PAUSE_S = 0.1
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Batch(Protocol):
+    """The batch of a run. Methods raise CommandError."""
+
+    max_pause_s: float
+
+    def view(self) -> BatchView: ...
+
+    def wait(self, seconds: float) -> None: ...
+
+    def read_results(self, first: int) -> list[bytes]: ...
+
+    def results(self, batch: BatchView, so_far: ResultsSoFar, name: Path) -> AbstractContextManager[OutputFile]: ...
 
 
 def run_batch(config: RunConfig, words: list[str]) -> int:
@@ -86,8 +103,7 @@ class _Run:
             stack.callback(self._state_file.close)
             stored = self._state_file.read()
             if found is None:
-                max_bytes = self._config.max_file_bytes if self._config.base_url is None else None
-                found = copy_input(self._input_name, self._state_file, stored, max_bytes)
+                found = self._copy_input(stored)
                 self._input = self._state_file.input_copy
             new_state = RunState(found.num_bytes, found.sha256, base_url=self._config.base_url)
             self._state = new_state if stored is None or stored.file_id is None else stored
@@ -105,6 +121,30 @@ class _Run:
                 raise
             self._remove_state()
         return summary
+
+    def _copy_input(self, stored: RunState | None) -> Fingerprint:
+        """Copy an input that can be read only once: results are put in its order, and a later run can continue with it.
+
+        stored: the state of the last run. Raises CommandError, also if that run had another input; if there was none,
+        nothing is left."""
+        name, copy = self._input_name, self._state_file.input_copy
+        new_copy = copy.with_name(f"{copy.name}.part")
+        is_begun = stored is not None and stored.file_id is not None
+        try:
+            found = copy_stream(name, new_copy, self._config.max_file_bytes if self._config.base_url is None else None)
+            if is_begun and stored is not None and found != stored.input:
+                what = "is empty" if found.num_bytes == 0 else "is not what its batch was begun with"
+                kept = f"input={copy} continues with the copy" if copy.exists() else "give it the same input"
+                raise CommandError(f"input={name}: {what}: {kept}, or {self._how_to_begin_again()}")
+            if found.num_bytes == 0:
+                raise CommandError(f"input={name}: is empty")
+            new_copy.replace(copy)
+        except BaseException:
+            new_copy.unlink(missing_ok=True)
+            if not is_begun:
+                self._state_file.remove()
+            raise
+        return found
 
     def _remove_state(self) -> None:
         """Remove all that the run has stored, but for the output. Raises CommandError."""
@@ -181,92 +221,92 @@ class _Run:
 
     def _run_batch(self) -> str:
         """The summary; the output is complete, and the server that was started has ended. Raises CommandError."""
-        endpoint = (
-            find_endpoint(self._input)
-            if self._state.batch_id
-            else check_input(self._input, self._input_limits(), self._input_name)
-        )
         with ExitStack() as stack:
             is_continued = self._state.file_id is not None
             progress = make_progress()
             stack.callback(progress.close)
-            server, base_url, api_key = self._connect(stack, progress)
-            api = BatchApi(
-                base_url, api_key, server, progress.note, MAX_SILENCE_SECONDS, is_local=self._config.base_url is None
-            )
-            stack.callback(api.close)
-            batch = self._find_or_create(api, endpoint)
+            open_batch = self._open_own if self._config.base_url is None else self._open_remote
+            batch: Batch = open_batch(stack, progress)
+            self._batch = view = batch.view()
             if is_continued:
-                progress.note(
-                    f"continuing {batch.id}: {batch.num_done:,} of {batch.num_lines:,} lines are done already"
-                )
-            started_s, tokens_before = time.monotonic(), batch.output_tokens
-            batch = self._wait_for_end(api, batch, server, progress)
+                progress.note(f"continuing {view.id}: {view.num_done:,} of {view.num_lines:,} lines are done already")
+            started_s, tokens_before = time.monotonic(), view.output_tokens
+            view = self._wait_for_end(batch, progress)
             seconds = time.monotonic() - started_s
-            if batch.status != "completed":
-                raise self._why_incomplete(api, batch)
-            outcome = self._write_results(api, batch, self._output)
-        rate = (batch.output_tokens - tokens_before) / max(seconds, 1e-9)
+            if view.status != "completed":
+                raise self._why_incomplete(batch, view)
+            outcome = self._write_results(batch, view, self._output)
+        rate = (view.output_tokens - tokens_before) / max(seconds, 1e-9)
         cut = f" ({outcome.num_cut:,} cut by length)" if outcome.num_cut else ""
-        lines = "line" if batch.num_completed == 1 else "lines"
-        counts = f"{batch.num_completed:,} {lines} completed{cut}, {batch.num_failed:,} failed"
-        sums = f"{batch.output_tokens:,} tokens, {seconds:.1f} s, {rate:,.1f} tokens/s"
+        lines = "line" if view.num_completed == 1 else "lines"
+        counts = f"{view.num_completed:,} {lines} completed{cut}, {view.num_failed:,} failed"
+        sums = f"{view.output_tokens:,} tokens, {seconds:.1f} s, {rate:,.1f} tokens/s"
         return "\n".join([f"{counts}, {sums}", *outcome.failures(), f"the results are in {self._output}"])
 
-    def _input_limits(self) -> InputLimits | None:
-        """None if only the server at base_url knows."""
-        if self._config.base_url is not None:
-            return None
-        return InputLimits(get_args(Endpoint), self._config.max_batch_lines, self._config.max_line_bytes)
-
-    def _connect(self, stack: ExitStack, progress: Progress) -> tuple[Waiter, str, str | None]:
-        """(server, URL of its API, key). Raises CommandError."""
-        if self._config.base_url is not None:
-            return GivenServer(), self._config.base_url, self._config.api_key
-        if self._state.api_key is None:
-            self._state = replace(self._state, api_key=secrets.token_urlsafe(32))
-            self._state_file.save(self._state)
-        api_key = self._state.api_key
-        assert api_key is not None
-        directory, drain_s = directory_of_run(self._output), self._config.drain_seconds
-        server = stack.enter_context(OwnServer(self._server_words, api_key, directory, drain_s, progress.note))
-        return server, f"{server.address}/v1", api_key
-
-    def _find_or_create(self, api: BatchApi, endpoint: str) -> BatchView:
-        """The batch of the run, which is written down. Raises CommandError."""
-        if self._config.base_url is None:
-            self._check_model(api.model_name())
-        if self._state.batch_id is not None:
-            batch = api.retrieve(self._state.batch_id)
-            self._check_window(batch)
-            return batch
-        found = None
-        if self._state.file_id is None:
+    def _open_own(self, stack: ExitStack, progress: Progress) -> OwnBatch:
+        """The batch in the run's own data directory, which is written down, and a server that runs it."""
+        config, root = self._config, directory_of_run(self._output)
+        is_new = self._state.batch_id is None
+        if is_new:
             self._so_far.remove()  # of a run whose state the user has deleted
-            self._state = replace(self._state, file_id=api.upload(self._input))
-            self._check_input()  # before the state makes the upload count
-            self._state_file.save(self._state)
-        else:  # the last run ended here: perhaps before it knew that the batch exists
-            found = api.find(self._state.file_id)
-        assert self._state.file_id is not None
-        if found is not None:
-            batch = found
-            self._check_window(batch)
-        else:
-            default = "30d" if self._config.base_url is None else "24h"
-            window = default if self._config.completion_window is None else self._config.completion_window
-            batch = api.create(self._state.file_id, endpoint, window)
-        self._state = replace(self._state, batch_id=batch.id)
-        self._state_file.save(self._state)
+            limits = InputLimits(get_args(Endpoint), config.max_batch_lines, config.max_line_bytes)
+            window = config.completion_window or "30d"
+            stored = store_batch(root, self._input, self._input_name, limits, config.max_file_bytes, window)
+            self._check_input()  # before the state makes the batch count
+            self._save(replace(self._state, file_id=stored.input_file_id, batch_id=stored.id))
+        assert self._state.batch_id is not None
+        batch = OwnBatch(root, self._state.batch_id, self._input, self._state.input)
+        stack.callback(batch.close)
+        view = batch.view()
+        self._check_window(view)
+        if view.status not in FINAL_STATUSES:
+            try:
+                server = stack.enter_context(OwnServer(self._server_words, root, config.drain_seconds, progress.note))
+            except BaseException:
+                if is_new:  # nothing has run, so nothing is left behind
+                    self._state = replace(self._state, file_id=None)
+                raise
+            batch.run_by(server)
+            self._check_model(batch.record().model, server.model)
         return batch
 
-    def _check_model(self, name: str) -> None:
-        """A batch runs only with the model that it was validated for. Raises CommandError."""
-        if self._state.model is None:
-            self._state = replace(self._state, model=name)
-        elif self._state.model != name:
+    def _open_remote(self, stack: ExitStack, progress: Progress) -> RemoteBatch:
+        """The batch on the server at base_url, which is written down."""
+        config = self._config
+        assert config.base_url is not None
+        if self._state.batch_id is None:
+            endpoint = find_endpoint(self._input)
+            check_input(self._input, endpoint, None, self._input_name)
+        api = BatchApi(config.base_url, config.api_key, progress.note, MAX_SILENCE_SECONDS, is_local=False)
+        stack.callback(api.close)
+        if self._state.batch_id is not None:
+            view: BatchView | None = api.retrieve(self._state.batch_id)
+        elif self._state.file_id is not None:  # the last run ended here: perhaps before it knew that the batch exists
+            view = api.find(self._state.file_id)
+        else:
+            view = None
+            self._so_far.remove()  # of a run whose state the user has deleted
+            file_id = api.upload(self._input)
+            self._check_input()  # before the state makes the upload count
+            self._save(replace(self._state, file_id=file_id))
+        if view is not None:
+            self._check_window(view)
+        else:
+            assert self._state.file_id is not None
+            view = api.create(self._state.file_id, endpoint, config.completion_window or "24h")
+        self._save(replace(self._state, batch_id=view.id))
+        return RemoteBatch(api, view, self._input)
+
+    def _save(self, state: RunState) -> None:
+        """Write down what is done. Raises CommandError."""
+        self._state = state
+        self._state_file.save(self._state)
+
+    def _check_model(self, begun_with: str | None, served: str) -> None:
+        """A batch runs only with the model that it was begun with. Raises CommandError."""
+        if begun_with != served:
             raise CommandError(
-                f"the batch was begun with the model {self._state.model}, and this server serves {name}: name the same "
+                f"the batch was begun with the model {begun_with}, and this server serves {served}: name the same "
                 f"model=, or {self._how_to_begin_again()}"
             )
 
@@ -284,60 +324,51 @@ class _Run:
         if fingerprint(self._input) != self._state.input:
             raise CommandError(f"input={self._input}: was changed while the batch ran")
 
-    def _wait_for_end(self, api: BatchApi, batch: BatchView, server: Waiter, progress: Progress) -> BatchView:
+    def _wait_for_end(self, batch: Batch, progress: Progress) -> BatchView:
         """The finished batch. Raises CommandError."""
-        longest_s = _REMOTE_POLL_S if isinstance(server, GivenServer) else _OWN_POLL_S
-        pause_s = _FIRST_POLL_S
-        self._batch = batch
-        while batch.status not in FINAL_STATUSES:
-            progress.update(batch)
-            self._so_far.update(api, batch, progress.note)
-            server.wait(pause_s)
-            pause_s = min(1.5 * pause_s, longest_s)
-            self._batch = batch = api.retrieve(batch.id)
-        progress.update(batch)
-        return batch
+        pause_s = _FIRST_PAUSE_S
+        while (view := batch.view()).status not in FINAL_STATUSES:
+            self._batch = view
+            progress.update(view)
+            self._so_far.update(batch.read_results, view.num_done, progress.note)
+            batch.wait(pause_s)
+            pause_s = min(1.5 * pause_s, batch.max_pause_s)
+        self._batch = view
+        progress.update(view)
+        return view
 
-    def _why_incomplete(self, api: BatchApi, batch: BatchView) -> CommandError:
+    def _why_incomplete(self, batch: Batch, view: BatchView) -> CommandError:
         """The error of a batch that has not completed; the results that it has are written beside the output."""
-        if batch.status == "failed" and not batch.result_file_ids:
-            return why_failed(batch)
+        if view.status == "failed" and not view.has_results:
+            return why_failed(view)
         results = ""
-        if batch.result_file_ids:
+        if view.has_results:
             partial = self._output.with_name(self._output.name + ".partial")
             try:
-                self._write_results(api, batch, partial)
+                self._write_results(batch, view, partial)
                 self._so_far.remove()
                 results = f"its results are in {partial}; "
             except CommandError as error:
                 results = f"its results cannot be written: {error}; "
         return CommandError(
-            f"{batch.id} is {batch.status}, with {batch.num_completed:,} of {batch.num_lines:,} lines completed; "
+            f"{view.id} is {view.status}, with {view.num_completed:,} of {view.num_lines:,} lines completed; "
             f"{results}{self._how_to_begin_again()}"
         )
 
-    def _write_results(self, api: BatchApi, batch: BatchView, path: Path) -> Outcome:
-        """Write the results in the order of the input. Raises CommandError: then `path` is as it was."""
-        is_complete, outcome = batch.status == "completed", Outcome()
+    def _write_results(self, batch: Batch, view: BatchView, name: Path) -> Outcome:
+        """Write the results in the order of the input. Raises CommandError: then the file `name` is as it was."""
         try:
-            with ExitStack() as stack:
-                results = []
-                for file_id in batch.result_file_ids:
-                    results.append(stack.enter_context(tempfile.TemporaryFile(dir=path.parent)))
-                    api.download(file_id, results[-1])
+            with batch.results(view, self._so_far, name) as output:
                 self._check_input()
-                output = stack.enter_context(OutputFile(path, batch.id))
-                digest = merge_results(self._input, results, output, outcome, is_complete)
                 # it may have appeared since the run began
-                if not self._config.overwrite and path.exists() and fingerprint(path, "output").sha256 != digest:
-                    raise CommandError(f"{path} exists; overwrite=T replaces it")
-                if is_complete:
-                    self._state = replace(self._state, output_sha256=digest)
-                    self._state_file.save(self._state)
-                output.commit()
+                if not self._config.overwrite and name.exists() and fingerprint(name, "output").sha256 != output.sha256:
+                    raise CommandError(f"{name} exists; overwrite=T replaces it")
+                if view.status == "completed":
+                    self._save(replace(self._state, output_sha256=output.sha256))
+                output.commit(name)
+                return output.outcome
         except OSError as error:
-            raise CommandError(f"{path}: {error.strerror}") from None
-        return outcome
+            raise CommandError(f"{name}: {error.strerror}") from None
 
 
 class Stopped(KeyboardInterrupt):

@@ -16,7 +16,7 @@ from tokasaurus.batch_command.input_file import Fingerprint
 from tokasaurus.server.jobs.store.data_dir import sync_directory
 
 # What a server and a run put into the directory of a run that has its own server.
-_IN_DIRECTORY = ("lock", "database.sqlite", "database.sqlite-wal", "database.sqlite-shm", "files", "server.log")
+_IN_DIRECTORY = ("lock", "database.sqlite", "database.sqlite-wal", "database.sqlite-shm", "files")
 _COPY_NAME = "input.jsonl"
 STATE_NAME = "run.json"
 
@@ -29,14 +29,10 @@ class RunState:
     input_sha256: str
     base_url: str | None = None
     """None for a server of the run's own."""
-    api_key: str | None = None
-    """Key of the run's own server."""
     file_id: str | None = None
-    """None until the input is uploaded."""
+    """None until the input is uploaded, or stored for the run's own server."""
     batch_id: str | None = None
-    """None until the server has confirmed the batch."""
-    model: str | None = None
-    """Name of the model of the run's own server, which the batch belongs to."""
+    """None until the server has confirmed the batch, or it is stored for the run's own."""
     output_sha256: str | None = None
     """Checksum of the complete output; None until it is written."""
 
@@ -143,8 +139,11 @@ class StateFile:
 def parse_state(content: bytes, path: Path) -> RunState:
     """Raises CommandError."""
     try:
-        return RunState(**orjson.loads(content))
-    except (orjson.JSONDecodeError, TypeError):
+        fields = orjson.loads(content)
+        for name in ("api_key", "model"):  # of a run that an older version began
+            fields.pop(name, None)
+        return RunState(**fields)
+    except (orjson.JSONDecodeError, TypeError, AttributeError):
         raise CommandError(f"{path} is damaged, or of another version: delete it to begin again") from None
 
 
@@ -164,5 +163,5 @@ def _hold(path: Path) -> BinaryIO:
 
 
 def _create(path: Path, flags: int = 0) -> BinaryIO:
-    """Readable and writable only for its owner: it may have a key."""
+    """Readable and writable only for its owner."""
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600), "r+b")

@@ -10,17 +10,15 @@ from typing import TypeVar
 import apsw
 import orjson
 
-from tokasaurus.batch_command.api import BatchApi
 from tokasaurus.batch_command.config import StoredConfig, key_of_environment
 from tokasaurus.batch_command.errors import CommandError, NotOnServer
-from tokasaurus.batch_command.own_server import GivenServer
-from tokasaurus.batch_command.state_file import STATE_NAME, parse_state
+from tokasaurus.batch_command.remote import BatchApi
 from tokasaurus.flags import FlagError
 from tokasaurus.server.jobs.objects import batch_object, to_json
 from tokasaurus.server.jobs.store.data_dir import DataDir, DataDirInUse, StoreError
 from tokasaurus.server.jobs.store.database import MIGRATIONS, explain, open_connection
 from tokasaurus.server.jobs.store.records import BatchRecord, cancel_batch, get_batch, list_batches
-from tokasaurus.server.jobs.store.store import default_data_dir, open_store
+from tokasaurus.server.jobs.store.store import PRIVATE_OWNER, default_data_dir, open_store
 
 Result = TypeVar("Result")
 
@@ -188,27 +186,49 @@ def _time(seconds: int) -> str:
 
 
 def _cancel_in_database(root: Path, batch_id: str) -> str:
-    """The batch's status. Raises CommandError and StoreError."""
-
-    def cancel(connection: apsw.Connection) -> BatchRecord | None:
-        batch = get_batch(connection, batch_id)
-        return None if batch is None else cancel_batch(connection, batch.number, int(time.time()))
-
+    """The batch's status, in a directory that no server uses. Raises CommandError and StoreError."""
     with open_store(root, "toka batch cancel") as store:
-        batch = store.database.submit(cancel).result()
-    if batch is None:
+        status = store.database.submit(lambda connection: _cancel(connection, batch_id)).result()
+    return _require(status, root, batch_id)
+
+
+def _cancel_beside_server(root: Path, batch_id: str) -> str:
+    """The batch's status, in a directory whose server has no port, and looks into the database once a second. Raises
+    CommandError and StoreError."""
+    try:
+        connection = open_connection(DataDir(root).database, can_write=True)
+        try:
+            with connection:
+                status = _cancel(connection, batch_id)
+        finally:
+            connection.close()
+    except apsw.Error as error:
+        raise explain(error) from None
+    return _require(status, root, batch_id)
+
+
+def _cancel(connection: apsw.Connection, batch_id: str) -> str | None:
+    """The batch's status; None if there is no such batch."""
+    batch = get_batch(connection, batch_id)
+    return None if batch is None else cancel_batch(connection, batch.number, int(time.time())).status
+
+
+def _require(status: str | None, root: Path, batch_id: str) -> str:
+    if status is None:
         raise _no_batch(root, batch_id)
-    return batch.status
+    return status
 
 
 def _cancel_on_directory(root: Path, config: StoredConfig, batch_id: str) -> str:
-    """The status of a batch, cancelled by the server that runs on the directory. Raises CommandError."""
+    """The status of a batch, cancelled by the server that runs on the directory. Raises CommandError and StoreError."""
     address = DataDir(root).read_owner()
+    if address == PRIVATE_OWNER:
+        return _cancel_beside_server(root, batch_id)
     if not address.startswith("http"):
         raise CommandError(f"{root} is in use ({address}); try again")
     for any_address, loopback in (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:")):
         address = address.replace(any_address, loopback)
-    key = config.api_key or _key_of_run(root) or os.environ.get("TOKA_API_KEY")
+    key = config.api_key or os.environ.get("TOKA_API_KEY")
     try:
         return _cancel_by_server(f"{address}/v1", key, batch_id, is_local=True)
     except NotOnServer:
@@ -220,7 +240,6 @@ def _cancel_by_server(base_url: str, key: str | None, batch_id: str, is_local: b
     api = BatchApi(
         base_url,
         key,
-        GivenServer(),
         note=lambda line: print(line, file=sys.stderr),
         max_silence_s=_MAX_SILENCE_SECONDS,
         is_local=is_local,
@@ -230,12 +249,3 @@ def _cancel_by_server(base_url: str, key: str | None, batch_id: str, is_local: b
         return api.cancel(batch_id).status if batch.status in _RUNNING else batch.status
     finally:
         api.close()
-
-
-def _key_of_run(root: Path) -> str | None:
-    """The random key of the server that `toka batch` has started, if it has. The environment has keys of others."""
-    try:
-        content = (root / STATE_NAME).read_bytes()
-    except OSError:
-        return None
-    return parse_state(content, root / STATE_NAME).api_key

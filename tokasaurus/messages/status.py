@@ -108,6 +108,22 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Serving:
+    """The private server of `toka batch` is ready. The launcher sends it to the command."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTokens:
+    """Output tokens of a batch whose lines run, with those of unfinished lines. The server of `toka batch` sends it."""
+
+    num_generated: int
+    num_expected: int | None
+    """What `num_generated` is expected to be at the end; None while there is no basis."""
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """A process failed: the sender, or one that the sender saw hang. The traceback, if any, is in the log."""
 

@@ -26,7 +26,7 @@ from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from tokasaurus.messages.channel import Receiver, Sender, make_channel, wait
-from tokasaurus.messages.status import Alive, Failed, PhaseDone, Ready, UserError
+from tokasaurus.messages.status import Alive, BatchTokens, Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.log_writer import log_writer, setup_logging
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage, hint_at_memory
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Status = PhaseDone | Ready | Failed | Alive
+Status = PhaseDone | Ready | BatchTokens | Failed | Alive
 """What a process tells the launcher."""
 
 # Time between SIGTERM and SIGKILL.

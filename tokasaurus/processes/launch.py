@@ -4,13 +4,14 @@ import os
 import signal
 import socket
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from tokasaurus.addresses import bind, url_of
 from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import wait
-from tokasaurus.messages.status import HEARTBEAT_SECONDS, STOP_AT_ONCE, Failed, PhaseDone, Ready, UserError
+from tokasaurus.messages.status import HEARTBEAT_SECONDS, STOP_AT_ONCE, BatchTokens, Failed, PhaseDone, Ready, UserError
 from tokasaurus.model.cpu.build import kernels_built_ahead
 from tokasaurus.monitoring.log_writer import setup_logging
 from tokasaurus.monitoring.trace import trace_file
@@ -32,12 +33,21 @@ class Entries:
     worker: str = "tokasaurus.model.worker.entry:run_worker"
 
 
-def serve(config: ServerConfig, entries: Entries | None = None) -> int:
+def serve(
+    config: ServerConfig,
+    entries: Entries | None = None,
+    report: StartupReport | None = None,
+    is_private: bool = False,
+) -> int:
     """Serve until a stop signal or the death of a process; returns the exit code. Call from the main thread.
+
+    report: None for lines on stderr. is_private: without a port; the server runs the batches in data_dir and leaves
+    their results in the ledger.
 
     0: stopped on request. 1: start failed or a process failed; one line on stderr says why. 2: a worker refused a flag.
     """
-    report = StartupReport(num_replicas=config.dp_size)
+    report = report or StartupReport()
+    report.num_replicas = config.dp_size
     setup_logging(config, "launcher")
     old_handlers = {
         number: signal.signal(number, signal.default_int_handler)
@@ -46,22 +56,23 @@ def serve(config: ServerConfig, entries: Entries | None = None) -> int:
     }
     try:
         with kernels_built_ahead(config, report.show_progress):
-            return _serve(config, Entries() if entries is None else entries, report)
+            return _serve(config, entries or Entries(), report, is_private)
     except KeyboardInterrupt:  # while the checkpoint was being fetched
         return 0
     except UserError as error:
-        report.show_line(f"toka: {error}")
+        report.show_failure(str(error))
         return error.exit_code
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
-def _serve(config: ServerConfig, entries: Entries, report: StartupReport) -> int:
+def _serve(config: ServerConfig, entries: Entries, report: StartupReport, is_private: bool) -> int:
     # The port first: if it is taken, this fails before the model is loaded.
-    with bind(config.host, config.port) as listener, trace_file(config.trace):
+    bound = nullcontext() if is_private else bind(config.host, config.port)
+    with bound as listener, trace_file(config.trace):
         report.end_phase("imports")
-        report.address = url_of(listener)
+        report.address = "" if listener is None else url_of(listener)
         checkpoint = resolve_checkpoint(
             config.model,
             config.tokenizer,
@@ -77,13 +88,14 @@ def _serve(config: ServerConfig, entries: Entries, report: StartupReport) -> int
             report.show_detail("mesh", describe_mesh(config))
         with StopSignals() as stop_signals, ProcessGroup() as group:
             processes = _start_all(group, config, checkpoint, listener, entries)
-            listener.close()  # only the server's copy may stay open: clients must not wait for a dead server
+            if listener is not None:
+                listener.close()  # only the server's copy may stay open: clients must not wait for a dead server
             failure = _watch(processes, stop_signals, report)
             if failure is not None:
                 _stop_at_once(processes.server)  # first, so that open requests get an answer instead of a reset
                 group.join([processes.server], SERVER_GRACE_S, stop_signals)
                 group.terminate(stop_signals)
-                report.show_line(f"toka: {failure}")  # last, after the final log lines of the other processes
+                report.show_failure(failure)  # last, after the final log lines of the other processes
                 return max(replica.exit_code for replica in processes.replicas)
             report.show_line(f"stopping: open requests may take {config.drain_seconds} s to finish; Ctrl-C again kills")
             if report.is_ready:
@@ -115,7 +127,7 @@ def describe_mesh(config: ServerConfig) -> str:
 
 
 def _start_all(
-    group: ProcessGroup, config: ServerConfig, checkpoint: Checkpoint, listener: socket.socket, entries: Entries
+    group: ProcessGroup, config: ServerConfig, checkpoint: Checkpoint, listener: socket.socket | None, entries: Entries
 ) -> _Processes:
     launcher_end, server_end = socket.socketpair()
     replicas = [
@@ -172,6 +184,8 @@ def _read_server_status(server: Child, report: StartupReport) -> str | None:
                 report.show_phase(server.description.label, message)
             case Ready():
                 report.note_ready(message, is_server=True)
+            case BatchTokens():
+                report.note_tokens(message)
     return describe_failure([server], failed)
 
 

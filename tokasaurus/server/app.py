@@ -23,7 +23,7 @@ from tokasaurus import __version__
 from tokasaurus.addresses import url_of
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.messages.channel import Sender
-from tokasaurus.messages.status import STOP_AT_ONCE, Failed, PhaseDone, Ready, UserError
+from tokasaurus.messages.status import STOP_AT_ONCE, BatchTokens, Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.cores import lower_thread_priority
 from tokasaurus.monitoring.metrics import LoopLag
 from tokasaurus.monitoring.shortage import describe_shortage
@@ -40,9 +40,9 @@ from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.engine_client.client import EngineClient, QueueLimits
 from tokasaurus.server.errors import StorageFailed, StorageIsFull, add_error_handlers, error_response
 from tokasaurus.server.grammars.validator import GrammarChecker
-from tokasaurus.server.jobs.service import BatchService
+from tokasaurus.server.jobs.service import BatchService, TellTokens
 from tokasaurus.server.jobs.store.data_dir import StorageFull, StoreError
-from tokasaurus.server.jobs.store.store import Store, opened_data_dir
+from tokasaurus.server.jobs.store.store import PRIVATE_OWNER, Store, opened_data_dir
 from tokasaurus.server.openapi import DescribedApp
 from tokasaurus.server.resources import (
     BatchLimits,
@@ -75,22 +75,20 @@ _TICKS_PER_SWEEP = 10
 def run_server(
     config: ServerConfig,
     checkpoint: Checkpoint,
-    listener: socket.socket,
+    listener: socket.socket | None,
     launcher: socket.socket,
-    status: Sender[PhaseDone | Ready | Failed],
+    status: Sender[PhaseDone | Ready | BatchTokens | Failed],
 ) -> None:
     """Entry of the server process: serve on the bound `listener` until SIGTERM. Call from the main thread.
 
-    launcher: hands over the channels of each replica, see `EngineClient`. Sends Ready("server") to `status` when every
-    replica is up; until then generation routes answer 503. SIGTERM drains (see `HttpServer`). Raises UserError.
+    listener: None for a private server, which has no port: it runs the batch in data_dir, leaves its results in the
+    ledger and sends BatchTokens. launcher: hands over the channels of each replica, see `EngineClient`. Sends
+    Ready("server") to `status` when every replica is up; until then generation routes answer 503. SIGTERM drains (see
+    `HttpServer`). Raises UserError.
     """
     api_keys = read_api_keys(config.api_key, config.api_keys_file)
-    try:
-        listener.listen(LISTEN_BACKLOG)  # from now on clients wait instead of being refused
-    except OSError as error:  # another process also bound the port and listened first
-        raise UserError(f"port={config.port}: cannot listen: {error.strerror}; choose another port=") from None
-    _allow_many_connections()
-    watch_for_lost_peers(listener, config.write_timeout_seconds)
+    if listener is not None:
+        _listen(listener, config)
     started = time.perf_counter()
     model = load_served_model(config, checkpoint)
     status.send(PhaseDone("server", "load tokenizer", time.perf_counter() - started))
@@ -128,7 +126,7 @@ def run_server(
     # In the background: it takes longer than everything else here, and completions do not need it.
     threading.Thread(target=load_chat_template, name="chat template", daemon=True).start()
     collect_garbage_when_idle(lambda: engine.num_pending_requests == 0)
-    with opened_data_dir(config, url_of(listener)) as store:
+    with opened_data_dir(config, PRIVATE_OWNER if listener is None else url_of(listener)) as store:
         app = create_app(
             model,
             engine,
@@ -138,13 +136,24 @@ def run_server(
             config.cache_salt_per_key,
             store,
             batch_limits(config),
+            status.send if listener is None else None,
         )
         http_server = HttpServer(http_config(app, connections), engine, connections)
-        http_server.run(sockets=[listener])
+        http_server.run(sockets=[] if listener is None else [listener])
     if broken and isinstance(broken[0], UserError):
         raise broken[0]
     if broken:
         raise RuntimeError(f"cannot read a message from the engine: {broken[0]!r}") from broken[0]
+
+
+def _listen(listener: socket.socket, config: ServerConfig) -> None:
+    """From now on clients wait instead of being refused. Raises UserError."""
+    try:
+        listener.listen(LISTEN_BACKLOG)
+    except OSError as error:  # another process also bound the port and listened first
+        raise UserError(f"port={config.port}: cannot listen: {error.strerror}; choose another port=") from None
+    _allow_many_connections()
+    watch_for_lost_peers(listener, config.write_timeout_seconds)
 
 
 def _allow_many_connections() -> None:
@@ -163,18 +172,19 @@ def create_app(
     salt_by_key: bool = False,
     store: Store | None = None,
     batch_limits: BatchLimits | None = None,
+    tell_tokens: TellTokens | None = None,
 ) -> ASGIApp:
     """The whole HTTP interface. During the app's lifespan, `engine` receives on the running event loop.
 
     api_keys: of which clients must send one; empty: no key. limits: None for the defaults. hosts: names that requests
     may be sent to; None: any. salt_by_key: each key has its own cached prompts. store: for files and batches; None
-    serves none. batch_limits: None for the defaults.
+    serves none. batch_limits: None for the defaults. tell_tokens: as in `BatchService`.
     """
     limits = limits or RequestLimits()
     body_bytes = BodyBytes(limits.max_body_bytes_in_all)
     state = ServerState(model, engine, GrammarChecker(model), TextThreads(), limits, body_bytes, LoopLag())
 
-    batches = None if store is None else BatchService(state, store, batch_limits or BatchLimits())
+    batches = None if store is None else BatchService(state, store, batch_limits or BatchLimits(), tell_tokens)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

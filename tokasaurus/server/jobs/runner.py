@@ -82,6 +82,10 @@ class RunningBatch:
     record: BatchRecord
     content: BinaryIO
     """The input file."""
+    is_in_place: bool = False
+    """The input file is the user's, who may change it: then no line is started any more."""
+    first_version: tuple[int, int] = field(init=False)
+    """(size, time of the last change) of the input file when it was opened."""
     first: int = 0
     """Lines before it do not wait, or are in `ahead`."""
     ahead: deque[tuple[PendingLine, bytes | None]] = field(default_factory=deque)
@@ -105,6 +109,13 @@ class RunningBatch:
     """Why lines cannot be started now; "" if they can."""
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no line waits or runs."""
+
+    def __post_init__(self) -> None:
+        self.first_version = self._version()
+
+    def _version(self) -> tuple[int, int]:
+        status = os.fstat(self.content.fileno())
+        return status.st_size, status.st_mtime_ns
 
     @property
     def client(self) -> str:
@@ -157,6 +168,8 @@ class RunningBatch:
                 num_bytes += line.size
                 if num_bytes >= max_bytes:
                     break
+            if self.is_in_place and self._version() != self.first_version:
+                raise StoreError("the input file was changed")
             return lines
 
         try:

@@ -5,8 +5,8 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ import apsw
 import orjson
 from fastapi import Request
 
+from tokasaurus.messages.status import BatchTokens
 from tokasaurus.monitoring.metrics import BatchStats
 from tokasaurus.server.access import key_salt
 from tokasaurus.server.errors import DataDirMissing, InvalidRequest
@@ -28,6 +29,7 @@ from tokasaurus.server.jobs.store.records import (
     BatchRecord,
     NewLine,
     add_batch,
+    adopt_batches,
     begin_finalizing,
     cancel_batch,
     fail_batch,
@@ -45,7 +47,10 @@ from tokasaurus.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
+TellTokens = Callable[[BatchTokens], None]
+
 RETRY_SECONDS = 1.0
+SECONDS_BETWEEN_REPORTS = 1.0
 MAX_PAUSE_SECONDS = 60.0
 """Longest pause before a batch that failed because of a bug is tried again."""
 SECONDS_BETWEEN_LOOKS = 30.0
@@ -73,8 +78,13 @@ class NewBatch:
 class BatchService:
     """One per server. All methods run on the event loop's thread."""
 
-    def __init__(self, state: ServerState, store: Store, limits: BatchLimits) -> None:
+    def __init__(
+        self, state: ServerState, store: Store, limits: BatchLimits, tell_tokens: TellTokens | None = None
+    ) -> None:
+        """tell_tokens: only of a private server, which has one batch that another process has stored and reads:
+        called about once a second while lines run, and results stay in the ledger."""
         self.store = store
+        self._tell_tokens = tell_tokens
         self.limits = limits
         self._model_name = state.model.name
         self._engine = state.engine
@@ -90,10 +100,14 @@ class BatchService:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Within the context, batches advance. Raises StoreError."""
+        if self._tell_tokens is not None:
+            await self.store.database.write(lambda connection: adopt_batches(connection, self._model_name))
         for batch in await self.store.database.read(unfinished_batches):
             self._begin(batch)
         keep_seconds = self.limits.keep_days * DAY_SECONDS
-        works = (self._recorder.run(), self._runner.run(), keep_removing(self.store, keep_seconds))
+        works = [self._recorder.run(), self._runner.run(), keep_removing(self.store, keep_seconds)]
+        if self._tell_tokens is not None:
+            works.append(self._serve_other_process(self._tell_tokens))
         background = [asyncio.create_task(work) for work in works]
         try:
             yield
@@ -162,6 +176,18 @@ class BatchService:
             self._cancelled[batch.number].set()
         return batch
 
+    async def _serve_other_process(self, tell_tokens: TellTokens) -> None:
+        """Once a second: tell how far the batch is, and see whether another process has cancelled it."""
+        while True:
+            await asyncio.sleep(SECONDS_BETWEEN_REPORTS)
+            with suppress(StoreError):
+                for batch in await self.store.database.read(unfinished_batches):
+                    progress = self.progress(batch)
+                    if progress is not None:
+                        tell_tokens(BatchTokens(progress.generated_tokens, progress.expected_tokens))
+                    elif batch.status == "cancelling" and batch.number in self._cancelled:
+                        self._cancelled[batch.number].set()
+
     def _begin(self, batch: BatchRecord) -> None:
         task = asyncio.create_task(self._advance_to_end(batch), name=batch.id)
         self._tasks[batch.number] = task
@@ -201,7 +227,9 @@ class BatchService:
         if batch.in_progress_at is None:  # cancelled while it was validated: it may have a part of its lines
             await clear_ledger(self.store, batch.number)
         keep_seconds = batch.output_expires_after or self.limits.keep_days * DAY_SECONDS
-        return await close_batch(self.store, batch, keep_seconds, int(time.time()))
+        return await close_batch(
+            self.store, batch, keep_seconds if self._tell_tokens is None else None, int(time.time())
+        )
 
     async def _until_cancelled(self, batch: BatchRecord, work: Coroutine[Any, Any, BatchRecord]) -> BatchRecord:
         """The result of `work`; if the batch is cancelled before its end, the cancelling batch."""
@@ -258,7 +286,7 @@ class BatchService:
             logger.error("%s fails: %s", batch.id, error)
             found = dump_errors([InputError("input_file_missing", str(error), param="input_file_id")])
             return await self._begin_finalizing(batch, "failed", found)
-        running = RunningBatch(batch, content)
+        running = RunningBatch(batch, content, is_in_place=self._tell_tokens is not None)
         self._runner.add(running)
         try:
             await self._wait_for_end(batch, running.has_ended.wait())

@@ -16,7 +16,7 @@ from tokasaurus.messages.channel import send_connection
 from tokasaurus.monitoring.metrics import LoopLag
 from tokasaurus.server.engine_client.client import NO_LIMITS, EngineClient, QueueLimits
 from tokasaurus.server.grammars.validator import GrammarChecker
-from tokasaurus.server.jobs.service import BatchService, NewBatch
+from tokasaurus.server.jobs.service import BatchService, NewBatch, TellTokens
 from tokasaurus.server.jobs.store.records import (
     FINAL_STATUSES,
     BatchRecord,
@@ -126,8 +126,9 @@ async def running_service(
     limits: BatchLimits | None = None,
     queue_limits: QueueLimits = NO_LIMITS,
     is_engine_up: bool = True,
+    tell_tokens: TellTokens | None = None,
 ) -> AsyncIterator[RunningService]:
-    """is_engine_up: false: the test starts the engine."""
+    """is_engine_up: false: the test starts the engine. tell_tokens: of a private server."""
     engine = engine or FakeEngine()
     client = EngineClient(hand_over(engine), queue_limits=queue_limits)
     state = ServerState(
@@ -136,7 +137,7 @@ async def running_service(
     running = None
     try:
         with open_store(data_dir, "a test") as store, client.listening():
-            service = BatchService(state, store, limits or BatchLimits())
+            service = BatchService(state, store, limits or BatchLimits(), tell_tokens)
             if is_engine_up:
                 engine.start()
             running = RunningService(service, engine, client, store)

@@ -192,6 +192,11 @@ def unfinished_batches(connection: apsw.Connection) -> list[BatchRecord]:
     return list(select(connection, BatchRecord, f"status NOT IN ({marks}) ORDER BY number", FINAL_STATUSES))
 
 
+def adopt_batches(connection: apsw.Connection, model: str) -> None:
+    """A batch without a model gets this one."""
+    connection.execute("UPDATE batches SET model = ? WHERE model IS NULL", (model,))
+
+
 def start_batch(connection: apsw.Connection, number: int, num_lines: int, now: int) -> BatchRecord:
     """A validated batch starts to run; one that is no longer validating is left as it is."""
     _set(

@@ -1,24 +1,32 @@
-"""OpenAI's Files and Batches API, as a run uses it: each call is tried again while the server cannot answer."""
+"""The batch of a run on a running server: OpenAI's Files and Batches API, and results in the order of the input."""
 
 import re
 import socket
 import ssl
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import orjson
 
 from tokasaurus.addresses import no_proxies, proxies_for, proxy_variable
 from tokasaurus.batch_command.errors import CommandError, InputRefused, NotOnServer
+from tokasaurus.batch_command.input_file import custom_ids
+from tokasaurus.batch_command.progress import BatchView
+from tokasaurus.batch_command.results import OutputFile, ResultsSoFar, temporary_output
+from tokasaurus.text.json_lines import escape_line_ends
 
 if TYPE_CHECKING:
     import openai
 
 Answer = TypeVar("Answer")
 Value = TypeVar("Value")
+
+_Place = tuple[int, int, int]
+"""(index of the file, start, size) of a line."""
 
 MAX_SILENCE_SECONDS = 300.0
 """Longest time without an answer until a run ends."""
@@ -39,43 +47,6 @@ class _Malformed(Exception):
     """An answer with the status 200 that is not OpenAI's: a page of a proxy, or of another kind of server."""
 
 
-class Waiter(Protocol):
-    """A server, or the way to one."""
-
-    def wait(self, seconds: float) -> None:
-        """Raises CommandError if the server has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchView:
-    """A batch as the server describes it."""
-
-    id: str
-    status: str
-    num_lines: int
-    """0 until they are counted."""
-    num_completed: int
-    num_failed: int
-    output_tokens: int
-    errors: list[dict[str, Any]]
-    """Errors of the input file: code, message, line (from 1), param."""
-    result_file_ids: list[str]
-    """Ids of the output file and the error file, if they exist."""
-    completion_window: str | None
-    """None if the server does not say."""
-    num_generated: int = 0
-    """Output tokens, with those of lines that run if the server tells them."""
-    num_expected: int | None = None
-    """What `num_generated` is expected to be at the end; None if the server does not say."""
-    tells_progress: bool = False
-    """Whether the server tells the tokens of lines that run: our server does."""
-
-    @property
-    def num_done(self) -> int:
-        """Lines that have a result; failed ones do."""
-        return self.num_completed + self.num_failed
-
-
 class BatchApi:
     """One server. Every method raises CommandError if the server refuses, or has not answered for `max_silence_s`."""
 
@@ -83,7 +54,6 @@ class BatchApi:
         self,
         base_url: str,
         api_key: str | None,
-        waiter: Waiter,
         note: Callable[[str], None],
         max_silence_s: float,
         is_local: bool,
@@ -93,7 +63,6 @@ class BatchApi:
         import openai
 
         self._base_url = base_url
-        self._waiter = waiter
         self._note = note
         self._max_silence_s = max_silence_s
         self._has_answered = False
@@ -101,7 +70,7 @@ class BatchApi:
             raise CommandError("api_key: contains characters that cannot be sent, which are those outside of ASCII")
         try:
             with no_proxies() if is_local else proxies_for(base_url):
-                # The retries are here: they must look whether the server runs, and can be told.
+                # The retries are here, where the user is told of them.
                 self._client = openai.OpenAI(base_url=base_url, api_key=api_key or "none", max_retries=0, timeout=60)
         except Exception as error:  # various, for an invalid URL
             raise CommandError(f"base_url={base_url}: {' '.join(str(error).split())}") from None
@@ -110,10 +79,6 @@ class BatchApi:
 
     def close(self) -> None:
         self._client.close()
-
-    def model_name(self) -> str:
-        """Name of the first model that the server serves."""
-        return self._persist(self._model_name)
 
     def upload(self, path: Path) -> str:
         """The file's id. Raises InputRefused."""
@@ -150,17 +115,17 @@ class BatchApi:
     def cancel(self, batch_id: str) -> BatchView:
         return self._persist(lambda: _view(self._client.batches.with_raw_response.cancel(batch_id).content))
 
-    def results_from(self, batch_id: str, first: int) -> bytes | None:
-        """Results of a batch that runs, in lines, from the line with number `first` (from 0) up to one that has none;
-        None if the server cannot say them, or not now. Never raises CommandError."""
+    def results_from(self, batch_id: str, first: int) -> list[bytes]:
+        """As `ReadResults`; none if the server cannot say them. Never raises CommandError."""
         import httpx
         import openai
 
         try:
             options: Any = {"params": {"first": first}}
-            return self._client.get(f"/batches/{batch_id}/results", cast_to=httpx.Response, options=options).content
+            content = self._client.get(f"/batches/{batch_id}/results", cast_to=httpx.Response, options=options).content
         except openai.OpenAIError:
-            return None
+            return []
+        return content.splitlines(keepends=True)
 
     def download(self, file_id: str, into: BinaryIO) -> None:
         """Write a file's content, in the place of what was there."""
@@ -188,12 +153,6 @@ class BatchApi:
                 break
             options = {"after": _field(batches[-1], "id", str)}
         return None
-
-    def _model_name(self) -> str:
-        models = _objects(_parse(self._client.models.with_raw_response.list().content))
-        if not models:
-            raise _Malformed("it serves no model")
-        return _field(models[0], "id", str)
 
     def _persist(self, operation: Callable[[], Answer], refuses_input: bool = False) -> Answer:
         """The operation's answer. It is called again while the server gives none, unless it has never given any and
@@ -235,8 +194,89 @@ class BatchApi:
                 raise CommandError(message)
             if num_failures == 1:  # one may be a restart of the server
                 self._note(f"{message}; trying again for up to {self._max_silence_s:g} s")
-            self._waiter.wait(_PAUSES_S[min(num_failures, len(_PAUSES_S) - 1)])
+            time.sleep(_PAUSES_S[min(num_failures, len(_PAUSES_S) - 1)])
             num_failures += 1
+
+
+class RemoteBatch:
+    """A batch on a server. Methods raise CommandError."""
+
+    max_pause_s = 3.0
+    """Longest time between two looks at the batch."""
+
+    def __init__(self, api: BatchApi, batch: BatchView, input_path: Path) -> None:
+        self._api = api
+        self._id = batch.id
+        self._input = input_path
+
+    def view(self) -> BatchView:
+        """The batch as it is now."""
+        return self._api.retrieve(self._id)
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def read_results(self, first: int) -> list[bytes]:
+        """As `ReadResults`."""
+        return self._api.results_from(self._id, first)
+
+    @contextmanager
+    def results(self, batch: BatchView, _so_far: ResultsSoFar, name: Path) -> Iterator[OutputFile]:
+        """The results of a finished batch, which come in two files, in one in the order of the input. name: of the
+        file when it is committed. Raises OSError."""
+        with ExitStack() as stack:
+            files = []
+            for file_id in batch.result_file_ids:
+                files.append(stack.enter_context(tempfile.TemporaryFile(dir=name.parent)))
+                self._api.download(file_id, files[-1])
+            output = stack.enter_context(temporary_output(name, batch.id))
+            merge_results(self._input, files, output, batch.status == "completed")
+            yield output
+
+
+def merge_results(input_path: Path, results: Sequence[BinaryIO], output: OutputFile, is_complete: bool) -> None:
+    """Write the result of each line of the input.
+
+    is_complete: each line must have a result. Raises CommandError if one has none
+    or two, and OSError."""
+    places = _find_places(results)
+    for custom_id in custom_ids(input_path):
+        place = places.pop(custom_id, None)
+        if place is None and not is_complete:
+            continue
+        if place is None:
+            raise CommandError(f"the server has no result of the line with the custom_id {custom_id!r}")
+        index, start, size = place
+        results[index].seek(start)
+        output.write(escape_line_ends(results[index].read(size)) + b"\n")
+    if places:
+        raise CommandError(f"the server has a result of {next(iter(places))!r}, which is no custom_id of the input")
+
+
+def _find_places(results: Sequence[BinaryIO]) -> dict[str, _Place]:
+    """The place of each line, by custom_id. Raises CommandError."""
+    places: dict[str, _Place] = {}
+    for index, file in enumerate(results):
+        file.seek(0)
+        start = 0
+        for line in file:
+            if line.strip():
+                custom_id = _custom_id(line)
+                if custom_id in places:
+                    raise CommandError(f"the server has two results of the line with the custom_id {custom_id!r}")
+                places[custom_id] = index, start, len(line.rstrip(b"\r\n"))
+            start += len(line)
+    return places
+
+
+def _custom_id(line: bytes) -> str:
+    try:
+        custom_id = orjson.loads(line)["custom_id"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        custom_id = None
+    if not isinstance(custom_id, str):
+        raise CommandError("a line of the server's results has no custom_id")
+    return custom_id
 
 
 def _will_not_pass(error: BaseException | None) -> bool:
@@ -307,6 +347,7 @@ def _read_view(fields: dict[str, Any]) -> BatchView:
         num_failed=_field(counts, "failed", int, 0),
         output_tokens=output_tokens,
         errors=_objects(_field(fields, "errors", dict, {})),
+        has_results=any(files),
         result_file_ids=[file_id for file_id in files if file_id],
         completion_window=_field(fields, "completion_window", str, "") or None,
         num_generated=_field(progress, "generated_tokens", int, output_tokens),

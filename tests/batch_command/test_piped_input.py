@@ -15,7 +15,7 @@ from tests.batch_command.helpers.request_lines import read_results
 from tests.batch_command.helpers.runs import RUN, wait_for_lines
 from tests.server.helpers.fake_engine import Reply, echo, never
 from tests.server.helpers.live_server import LiveServer
-from tokasaurus.batch_command.input_copy import is_stream
+from tokasaurus.batch_command.input_file import is_stream
 from tokasaurus.cli import batch_main
 from tokasaurus.messages.generation import GenerateRequest
 

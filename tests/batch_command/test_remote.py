@@ -3,16 +3,18 @@
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tokasaurus.batch_command.api import BatchApi
+from tokasaurus.batch_command import remote
 from tokasaurus.batch_command.errors import CommandError
-from tokasaurus.batch_command.own_server import GivenServer
+from tokasaurus.batch_command.remote import BatchApi
 
 
 @contextmanager
@@ -38,7 +40,7 @@ def api_with_answers(*answers: object, status: int = 200) -> Iterator[BatchApi]:
     server = HTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/v1"
-    api = BatchApi(url, None, GivenServer(), print, max_silence_s=0.1, is_local=True)
+    api = BatchApi(url, None, print, max_silence_s=0.1, is_local=True)
     try:
         yield api
     finally:
@@ -51,7 +53,6 @@ def api_with_answers(*answers: object, status: int = 200) -> Iterator[BatchApi]:
 @pytest.mark.parametrize(
     "call",
     [
-        BatchApi.model_name,
         lambda api: api.upload(Path(__file__)),
         lambda api: api.create("file-1", "/v1/completions", "24h"),
         lambda api: api.retrieve("batch_1"),
@@ -88,11 +89,12 @@ def test_a_batch_is_found_on_a_later_page() -> None:
         assert api.find("file-4") is None
 
 
-class NoWaiting:
-    """A waiter that must not be asked."""
-
-    def wait(self, seconds: float) -> None:
+@pytest.fixture
+def no_second_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sleep(seconds: float) -> None:
         raise AssertionError(f"it must not be tried again, as in {seconds} s")
+
+    monkeypatch.setattr(remote, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
 
 
 def refused_port() -> int:
@@ -111,40 +113,42 @@ def refused_port() -> int:
         ("http:///v1", "is the server running"),
     ],
 )
+@pytest.mark.usefixtures("no_second_try")
 def test_a_first_request_that_cannot_succeed_is_not_tried_again(url: str, message: str) -> None:
     url = url.replace("PORT", str(refused_port()))
-    api = BatchApi(url, None, NoWaiting(), print, max_silence_s=300, is_local=False)
+    api = BatchApi(url, None, print, max_silence_s=300, is_local=False)
     with pytest.raises(CommandError, match=message) as refused:
-        api.model_name()
+        api.retrieve("m")
     assert "\n" not in str(refused.value)
     api.close()
 
 
+@pytest.mark.usefixtures("no_second_try")
 def test_tls_with_a_server_that_has_none_is_not_tried_again() -> None:
     with api_with_answers({"data": []}) as plain:
         url = plain._base_url.replace("http:", "https:")
-        api = BatchApi(url, None, NoWaiting(), print, max_silence_s=300, is_local=False)
+        api = BatchApi(url, None, print, max_silence_s=300, is_local=False)
         with pytest.raises(CommandError, match=f"^no answer from {url}: "):
-            api.model_name()
+            api.retrieve("m")
         api.close()
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 421])
 def test_a_refusal_is_not_tried_again(status: int) -> None:
     with api_with_answers({"error": {"message": "no"}}, status=status) as server:
-        api = BatchApi(server._base_url, None, NoWaiting(), print, max_silence_s=300, is_local=False)
+        api = BatchApi(server._base_url, None, print, max_silence_s=300, is_local=False)
         with pytest.raises(CommandError, match=f"answered {status}: no"):
-            api.model_name()
+            api.retrieve("m")
         api.close()
 
 
 def test_a_server_that_has_answered_may_be_gone_for_a_while() -> None:
     notes: list[str] = []
-    with api_with_answers({"data": [{"id": "m"}]}) as server:
-        api = BatchApi(server._base_url, None, GivenServer(), notes.append, max_silence_s=0.5, is_local=False)
-        assert api.model_name() == "m"
+    with api_with_answers({"id": "m", "status": "in_progress"}) as server:
+        api = BatchApi(server._base_url, None, notes.append, max_silence_s=0.5, is_local=False)
+        assert api.retrieve("m").id == "m"
     with pytest.raises(CommandError, match="Connection refused"):
-        api.model_name()
+        api.retrieve("m")
     (note,) = notes
     assert note.endswith("trying again for up to 0.5 s")
     api.close()
@@ -153,7 +157,7 @@ def test_a_server_that_has_answered_may_be_gone_for_a_while() -> None:
 @pytest.mark.parametrize("url", ["http://x:port/v1", "http://[::1/v1"])
 def test_what_is_no_url_is_one_line(url: str) -> None:
     with pytest.raises(CommandError) as refused:
-        BatchApi(url, None, NoWaiting(), print, max_silence_s=300, is_local=False)
+        BatchApi(url, None, print, max_silence_s=300, is_local=False)
     assert str(refused.value).startswith(f"base_url={url}: ")
     assert "\n" not in str(refused.value)
 
@@ -161,7 +165,7 @@ def test_what_is_no_url_is_one_line(url: str) -> None:
 @pytest.mark.parametrize("key", ["schlüssel", "a\nb", "a\x00"])
 def test_a_key_that_cannot_be_sent_is_one_line(key: str) -> None:
     with pytest.raises(CommandError, match=r"^api_key: contains characters that cannot be sent"):
-        BatchApi("http://127.0.0.1/v1", key, NoWaiting(), print, max_silence_s=300, is_local=False)
+        BatchApi("http://127.0.0.1/v1", key, print, max_silence_s=300, is_local=False)
 
 
 @pytest.mark.parametrize("proxy", ["http://127.0.0.1:1", "socks5://127.0.0.1:1", "nonsense://"])
@@ -169,12 +173,12 @@ def test_this_machine_is_reached_without_a_proxy(proxy: str, monkeypatch: pytest
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.setenv(name, proxy)
         monkeypatch.setenv(name.upper(), proxy)
-    with api_with_answers({"data": [{"id": "m"}]}) as server:
+    with api_with_answers({"id": "m", "status": "in_progress"}) as server:
         for host in ("127.0.0.1", "localhost", "0.0.0.0"):
             url = server._base_url.replace("127.0.0.1", host)
-            api = BatchApi(url, None, NoWaiting(), print, max_silence_s=300, is_local=False)
-            assert api.model_name() == "m"
+            api = BatchApi(url, None, print, max_silence_s=300, is_local=False)
+            assert api.retrieve("m").id == "m"
             api.close()
     is_usable = proxy.startswith("http")
     with pytest.raises(CommandError, match="through the proxy of http_proxy" if is_usable else "variable http_proxy"):
-        BatchApi("http://192.0.2.1/v1", None, NoWaiting(), print, max_silence_s=300, is_local=False).model_name()
+        BatchApi("http://192.0.2.1/v1", None, print, max_silence_s=300, is_local=False).retrieve("m")
