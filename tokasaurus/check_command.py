@@ -21,10 +21,8 @@ from tokasaurus.model.cpu.build import kernels_built_ahead
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.weights import FilledModules, fill_randomly
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.worker.entry import graph_sizes_of, record_graphs
-from tokasaurus.model.worker.loading import LoadedWorker, Phases, check_layers, load_worker
-from tokasaurus.model.worker.self_check import Checks, Result
-from tokasaurus.model.worker.triton_check import compare_sampling
+from tokasaurus.model.worker.entry import LoadedWorker, Phases, check_layers, graph_sizes_of, load_worker, record_graphs
+from tokasaurus.model.worker.self_check import Checks, Result, compare_sampling
 from tokasaurus.monitoring.log_writer import setup_logging
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
 

@@ -19,8 +19,7 @@ from tests.model.execution.helpers.launch_tape import LaunchTape, is_collective
 from tests.model.helpers.sampling_rows import on_device
 from tests.model.parallel.helpers.symmetric_memory_on_cpu import symmetric_memory_on_cpu
 from tests.model.sampling.helpers.shard_ranks import CASES, make_case
-from tokasaurus.model.execution.cuda_recorder import CudaRecorder
-from tokasaurus.model.execution.graphs import Recorder
+from tokasaurus.model.execution.graphs import CudaRecorder, Recorder
 from tokasaurus.model.parallel.collectives import TIMEOUT, with_groups
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.sampling.sample import sample

@@ -18,10 +18,10 @@ from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.prefix_samples import Samples
 from tests.model.helpers.steps import StepDriver, make_runner
 from tokasaurus.model.decoder.compile import Compiler
-from tokasaurus.model.execution.cuda_recorder import CudaRecorder, graph_bytes
-from tokasaurus.model.execution.graphs import graph_sizes
+from tokasaurus.model.execution.graphs import CudaRecorder, graph_sizes
 from tokasaurus.model.execution.runner import ModelRunner
-from tokasaurus.model.worker.group_step_price import measure_step_price
+from tokasaurus.model.worker.hydragen_costs import measure_step_price
+from tokasaurus.model.worker.memory import graph_bytes
 from tokasaurus.model.worker.warmup import ForwardLimits
 
 pytestmark = [

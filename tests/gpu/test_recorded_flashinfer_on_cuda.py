@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.recorded_flashinfer import check_recorded_steps
-from tokasaurus.model.execution.cuda_recorder import CudaRecorder
+from tokasaurus.model.execution.graphs import CudaRecorder
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ import torch
 from tests.helpers.tiny_model import save_tiny_model
 from tests.model.execution.helpers.joined_stages import assert_equals_whole_model, join_stages
 from tokasaurus.model.decoder.compile import Compiler
-from tokasaurus.model.execution.cuda_recorder import CudaRecorder
+from tokasaurus.model.execution.graphs import CudaRecorder
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tokasaurus.model.staging.staging import CudaTransfers
-from tokasaurus.model.worker.stopwatch import make_stopwatch
+from tokasaurus.model.worker.device import make_stopwatch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,7 @@ import torch
 
 from tests.gpu.recorded_flashinfer import bfloat16_runner, save_model_with_group
 from tests.gpu.steps_without_waits import check_no_step_waits
-from tokasaurus.model.execution.cuda_recorder import CudaRecorder
-from tokasaurus.model.execution.graphs import graph_sizes
+from tokasaurus.model.execution.graphs import CudaRecorder, graph_sizes
 from tokasaurus.model.execution.runner import ModelRunner
 
 pytestmark = [

@@ -12,7 +12,7 @@ import pytest
 from tests.end_to_end.helpers.toka_process import running_toka
 from tests.helpers.tiny_model import save_tiny_model
 from tokasaurus.checkpoint import resolve_checkpoint
-from tokasaurus.model.worker.kv_memory import show_size
+from tokasaurus.model.worker.memory import show_size
 
 HUGE_PAGES = 2 * (2 << 20)
 """Addresses that the CPU kernels' KV cache reserves besides, so that it begins and ends at a huge page."""

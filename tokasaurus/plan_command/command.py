@@ -15,8 +15,16 @@ from tokasaurus.checkpoint.json_files import Fields
 from tokasaurus.checkpoint.resolve import download_files, is_repo_id
 from tokasaurus.checkpoint.weight_files import weight_file_names
 from tokasaurus.messages.status import UserError
-from tokasaurus.model.worker.kv_memory import show_size
-from tokasaurus.model.worker.memory_plan import WEIGHTS, DoesNotFit, MemoryPlan, Part, Sizes, plan_memory, sizes_of
+from tokasaurus.model.worker.memory import (
+    WEIGHTS,
+    DoesNotFit,
+    MemoryPlan,
+    Part,
+    Sizes,
+    plan_memory,
+    show_size,
+    sizes_of,
+)
 from tokasaurus.plan_command.config import PlanConfig, parse_size
 
 SHOWN_LENGTHS = (1024, 4096, 32_768)

@@ -22,7 +22,7 @@ from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.model.cpu import gemm_choice
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.cpu.gemm_choice import MANY_ROWS, GemmChoice, choose_gemm
-from tokasaurus.model.decoder.layers.linear import GatedLinear, Linear, OutputShard
+from tokasaurus.model.decoder.layers import GatedLinear, Linear, OutputShard
 
 CHOICES = [GemmChoice(few, many) for few in (0.5, 2.0) for many in (0.5, 2.0)]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.model.helpers.linear_layers import assert_close, fill, layer_kernels, make_norm, random_rows
-from tokasaurus.model.decoder.layers.linear import Linear
+from tokasaurus.model.decoder.layers import Linear
 
 
 @pytest.fixture(params=[1, 2, 7])

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import assert_equals_oracle, load, run_stages, run_whole_prompt
 from tokasaurus.checkpoint import info, weight_files
-from tokasaurus.model.decoder import registry
+from tokasaurus.model.decoder import families
 from tokasaurus.model.decoder.decoder import DecoderOptions
-from tokasaurus.model.decoder.layers.linear import Linear
+from tokasaurus.model.decoder.layers import Linear
 from tokasaurus.model.parallel.mesh import Mesh
 
 
@@ -53,7 +53,7 @@ def test_a_family_is_added_by_two_entries(tmp_path: Path, monkeypatch: pytest.Mo
     """As docs/adding_a_model.md describes, with Mistral as the example."""
     oracle = save_tiny_model(tmp_path, "mistral")
     monkeypatch.setitem(info.FAMILIES, "mistral", info.FamilyConfig("MistralForCausalLM", ("sliding_window",)))
-    monkeypatch.setitem(registry.FAMILIES, "mistral", DecoderOptions())
+    monkeypatch.setitem(families.FAMILIES, "mistral", DecoderOptions())
     assert_equals_oracle(tmp_path, oracle, "torch", seed=9)
 
 

@@ -4,6 +4,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ from tests.model.helpers.steps import CPU, StepDriver, make_runner, one_thread
 from tokasaurus.checkpoint import fit_to_tensors, read_model_info, weight_files
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
-from tokasaurus.model.decoder.registry import build_decoder
+from tokasaurus.model.decoder.families import build_decoder
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.execution import runner as runner_module
-from tokasaurus.model.execution.graphs import graph_sizes
+from tokasaurus.model.execution.graphs import CudaRecorder, graph_sizes
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
 
@@ -249,3 +250,31 @@ def test_dropped_graphs_are_freed_at_once_without_the_cyclic_collector(
         assert all(graph() is None for graph in graphs)
     finally:
         gc.enable()
+
+
+class Graph:
+    def capture_begin(self, **_options: Any) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        pass
+
+
+def test_garbage_is_collected_and_set_aside_once_for_all_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(gc, "collect", lambda: calls.append("collect"))
+    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
+    for name, value in {
+        "graph_pool_handle": lambda: 0,
+        "Stream": lambda _device: None,
+        "synchronize": lambda _device: None,
+        "stream": lambda _stream: nullcontext(),
+        "CUDAGraph": Graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    for _ in range(3):
+        with recorder.preparing():
+            recorder.begin()
+            assert isinstance(recorder.end(), Graph)
+    assert calls == ["collect", "freeze"]

@@ -14,7 +14,7 @@ from tokasaurus.checkpoint import read_model_info, weight_files
 from tokasaurus.messages.forward import ForwardInput, SlotChanges, SlotOpens
 from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.cpu.bindings import load_kernels
-from tokasaurus.model.decoder.registry import build_decoder
+from tokasaurus.model.decoder.families import build_decoder
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.execution.runner import ModelRunner, StepResult
 from tokasaurus.model.parallel.mesh import Mesh

@@ -1,4 +1,4 @@
-"""The slots' block tables against a plain dictionary of lists."""
+"""The slots' block tables against a plain dictionary of lists, and their copies on a device against the host's."""
 
 import random
 
@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from tests.helpers.examples import seeds
+from tests.model.helpers.pretend_device import DEVICE, PretendTransfers, on_host, pretended
 from tests.model.helpers.steps import int32
-from tokasaurus.messages.forward import SlotChanges, SlotOpens
+from tokasaurus.messages.forward import SlotChanges, SlotOpens, TableCopies
 from tokasaurus.messages.generation import SAMPLING_DTYPE
-from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
+from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize, copy_rounds
+from tokasaurus.model.staging.packed import PackedStaging
 
 
 def opens(slots: list[int], positions: list[int]) -> SlotOpens | None:
@@ -69,3 +71,97 @@ def test_a_block_below_0_is_refused() -> None:
     table = SlotTable(SlotTableSize(4, 8), torch.device("cpu"))
     with pytest.raises(AssertionError, match="from 0 on"):
         table.apply(SlotChanges(int32([]), None, int32([1, 1]), int32([3, -1])))
+
+
+NUM_SLOTS, MAX_BLOCKS = 12, 40
+
+
+def random_opens(slots: list[int], rng: random.Random) -> SlotOpens | None:
+    if not slots:
+        return None
+    count = len(slots)
+    sampling = np.frombuffer(rng.randbytes(count * SAMPLING_DTYPE.itemsize), SAMPLING_DTYPE)
+    zeros = np.zeros(count, np.int32)
+    return SlotOpens(
+        *(int32(slots), zeros, zeros, sampling),
+        *(zeros.astype(np.uint64), zeros.astype(np.uint32), zeros.astype(bool)),
+    )
+
+
+def random_changes(open_blocks: dict[int, int], rng: random.Random) -> SlotChanges:
+    """Closes and opens slots; some opened ones start with blocks of another's table, or of a table copied before.
+
+    open_blocks: number of blocks of each open slot; updated.
+    """
+    closed = rng.sample(sorted(open_blocks), rng.randint(0, len(open_blocks) // 2))
+    for slot in closed:
+        del open_blocks[slot]
+    free = [slot for slot in range(1, NUM_SLOTS) if slot not in open_blocks]
+    opened = rng.sample(free, rng.randint(0, len(free)))
+    appended: list[int] = []
+    copies = []
+    for slot in opened:
+        sources = [other for other, count in open_blocks.items() if count and rng.random() < 0.7]
+        num_copied = 0
+        if sources:
+            source = rng.choice(sources)
+            num_copied = rng.randint(1, open_blocks[source])
+            copies.append((slot, source, num_copied))
+        num_own = rng.randint(0, 6)
+        appended += [slot] * num_own
+        open_blocks[slot] = num_copied + num_own
+    for slot in open_blocks:
+        num_new = rng.randint(0, min(3, MAX_BLOCKS - open_blocks[slot]))
+        if slot not in opened:
+            appended += [slot] * num_new
+            open_blocks[slot] += num_new
+    ids = int32([rng.randrange(1, 1000) for _ in appended])
+    table_copies = TableCopies(*map(int32, zip(*copies, strict=True))) if copies else None
+    return SlotChanges(int32(closed), random_opens(opened, rng), int32(appended), ids, table_copies)
+
+
+@pytest.mark.parametrize("seed", seeds(15))
+def test_tables_and_parameters_equal_those_on_the_host(seed: int) -> None:
+    rng = random.Random(seed)
+    open_blocks: dict[int, int] = {}
+    num_copies = 0
+    with pretended():
+        staging = PackedStaging(PretendTransfers())
+        slots = SlotTable(SlotTableSize(NUM_SLOTS, MAX_BLOCKS), DEVICE)
+        assert slots.on_device is not None
+        for _ in range(20):
+            staging.begin()
+            changes = random_changes(open_blocks, rng)
+            num_copies += 0 if changes.copies is None else len(changes.copies.slots)
+            slots.apply(changes, staging)
+            chosen = np.array(rng.sample(range(1, NUM_SLOTS), 5), np.int32)
+            num_blocks = rng.randint(1, MAX_BLOCKS)
+            first_blocks = slots.first_blocks(chosen, num_blocks, staging)
+            params = slots.device_params(slots.sampling[chosen], staging.to_device(chosen.astype(np.int64)), staging)
+            staging.send()
+            tables = on_host(slots.on_device.block_tables)
+            for slot, count in open_blocks.items():
+                assert slots.num_blocks[slot] == count
+                assert tables[slot, :count].tolist() == slots.block_tables[slot, :count].tolist()
+            assert torch.equal(on_host(first_blocks), tables[chosen, :num_blocks])
+            is_open = np.isin(chosen, list(open_blocks))
+            assert on_host(params).numpy()[is_open].tobytes() == slots.sampling[chosen][is_open].tobytes()
+            staging.finish()
+    assert num_copies > 20
+
+
+def test_the_samples_of_a_request_are_copied_at_once() -> None:
+    """Each sample copies from the one opened before it, as the manager sends them."""
+    count = 100
+    chain = TableCopies(np.arange(2, count + 2), np.arange(1, count + 1), np.full(count, 7))
+    ((targets, sources, counts),) = copy_rounds(chain)
+    assert targets.tolist() == list(range(2, count + 2))
+    assert set(sources.tolist()) == {1}
+    assert set(counts.tolist()) == {7}
+
+
+def test_blocks_that_the_source_has_itself_are_copied_a_round_later() -> None:
+    copies = TableCopies(int32([2, 3, 4]), int32([1, 2, 2]), int32([5, 4, 6]))
+    first, second = copy_rounds(copies)
+    assert [array.tolist() for array in first] == [[2, 3], [1, 1], [5, 4]]
+    assert [array.tolist() for array in second] == [[4], [2], [6]]

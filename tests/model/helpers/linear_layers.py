@@ -4,7 +4,7 @@ import torch
 
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.cpu.layer_executor import LayerKernels
-from tokasaurus.model.decoder.layers.norm import RMSNorm
+from tokasaurus.model.decoder.layers import RMSNorm
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -21,9 +21,9 @@ from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import FlagRefused, PhaseDone, UserError
 from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.worker import all_reduce_start, loading
+from tokasaurus.model.worker import all_reduce_start, entry
 from tokasaurus.model.worker.all_reduce_start import choose_all_reduce, fastest_up_to, is_tried
-from tokasaurus.model.worker.loading import Phases, load_worker
+from tokasaurus.model.worker.entry import Phases, load_worker
 
 KIB = 1 << 10
 NUM_BYTES = 64 * KIB  # sizes of 8, 32 and 64 KiB are measured
@@ -197,7 +197,7 @@ def run_worker_rank(rank: int, num_ranks: int, rendezvous: Path, answers: Connec
             stopwatch = ScriptedStopwatch(rank, 3)
             with (
                 symmetric_memory_on_cpu(factor=factor if rank == num_ranks - 1 else 1.0) as calls,
-                patch.object(loading, "is_tried", lambda *_: True),
+                patch.object(entry, "is_tried", lambda *_: True),
                 patch.object(all_reduce_start, "make_stopwatch", lambda _device, stopwatch=stopwatch: stopwatch),
             ):
                 worker = load_worker(config, checkpoint, mesh, rank, Phases(phases.append))

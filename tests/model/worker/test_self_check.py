@@ -1,15 +1,24 @@
-"""The checks of a start: right backends pass, wrong ones do not, and the next one takes their place."""
+"""The checks of a start: what is right passes, in every family; what is wrong is found and switched off."""
 
 import logging
-from collections.abc import Iterator
+import random
+import unittest.mock
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.tiny_model import save_tiny_model
+from tests.helpers.installed_triton import needs_interpreter, needs_triton, run_python
+from tests.helpers.tiny_model import FAMILIES, save_tiny_model
 from tests.model.attention.helpers import flashinfer_double
+from tests.model.execution.helpers.device_sampling import sample_on_device
+from tests.model.execution.helpers.launch_tape import LaunchTape, TapedCompiler, TapedGraph
+from tests.model.helpers.greedy_decoding import greedy_in_a_mixed_batch, load
+from tests.model.helpers.steps import CPU, StepDriver, make_runner, one_thread
+from tests.model.sampling.helpers.shard_ranks import run_ranks
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import FlagRefused
@@ -19,12 +28,27 @@ from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend
 from tokasaurus.model.attention.torch_backend import TorchBackend
 from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.decoder.compile import Compiler
+from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.weights import fill_randomly
+from tokasaurus.model.execution import runner as runner_module
+from tokasaurus.model.execution.graphs import DecodeGraphs
+from tokasaurus.model.execution.runner import ModelRunner
+from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.worker.attention_check import measure_attention
-from tokasaurus.model.worker.entry import start_worker
-from tokasaurus.model.worker.self_check import Checks, ComputesWrongly, Measured, compared, describe
+from tokasaurus.model.worker import entry
+from tokasaurus.model.worker.entry import Phases, StartedWorker, check_layers, load_worker, start_worker
+from tokasaurus.model.worker.self_check import (
+    Checks,
+    ComputesWrongly,
+    Measured,
+    compared,
+    describe,
+    measure_attention,
+    measure_graphs,
+)
+from tokasaurus.model.worker.warmup import ForwardLimits
 
-CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -226,3 +250,323 @@ def test_ranks_switch_off_alike(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.getMessage() for record in caplog.records] == [
         "feature is switched off: it fails on another rank; slow"
     ]
+
+
+@needs_triton
+@needs_interpreter
+def test_wrong_kernels_are_switched_off() -> None:
+    assert run_python("-m", "tests.model.worker.helpers.interpreted_check") == "all found\n"
+
+
+FLAGS = ["kv_cache_num_tokens=1024", "use_hydragen=F", "max_tokens_per_forward=256", "max_seqs_per_forward=16"]
+NUM_BLOCKS = 60
+
+Graph = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def own_compilations() -> Iterator[None]:
+    """In a process, all compilers of all tests share the limit of one function's compilations."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def start(directory: Path, *flags: str) -> StartedWorker:
+    return start_worker(
+        ServerConfig.parse([*FLAGS, *flags]), resolve_checkpoint(str(directory)), Mesh(), 0, lambda _: None
+    )
+
+
+def tokens_of(worker: StartedWorker) -> list[list[int]]:
+    driver = StepDriver(worker.runner, num_blocks=worker.limits.num_kv_blocks)
+    return greedy_in_a_mixed_batch(driver, [[3, 4, 5], [7] * 20], 8, random.Random(0))[0]
+
+
+def compiled_wrongly(fault: str) -> Callable[..., Any]:
+    """In the place of Compiler._compile_graph: each layer's result is wrong in one way."""
+
+    def compile_graph(_self: Compiler, graph: Graph, _inputs: object, **_: object) -> Graph:
+        def change(result: torch.Tensor) -> torch.Tensor:
+            match fault:
+                case "scale":
+                    return result * 1.1
+                case "last row":
+                    return torch.cat((result[:-1], result[-1:].flip(-1)))
+            return result.masked_fill(torch.arange(len(result))[:, None] == 1, torch.nan)
+
+        def call(*arguments: Any) -> Any:
+            results = graph(*arguments)
+            return tuple(change(x) if isinstance(x, torch.Tensor) and x.ndim == 2 else x for x in results)
+
+        return call
+
+    return compile_graph
+
+
+@pytest.mark.parametrize("fault", ["scale", "last row", "NaN"])
+def test_layers_that_are_compiled_wrongly_run_uncompiled(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny_model(tmp_path, "qwen2")
+    expected = tokens_of(start(tmp_path, "torch_compile=F"))
+    monkeypatch.setattr(entry, "is_compiled", lambda flag, _device: flag is not False)  # as on CUDA
+    with unittest.mock.patch.object(Compiler, "_compile_graph", compiled_wrongly(fault)):
+        worker = start(tmp_path)
+        assert tokens_of(worker) == expected
+        assert worker.limits.switched_off == ("torch_compile",)
+        (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+        assert line.startswith("torch_compile is switched off: l")
+        assert line.endswith("; the layers run uncompiled, which is slower")
+        with pytest.raises(FlagRefused, match=r"^torch_compile=T: (layers|logits) \(.*\): .* row differs by "):
+            start(tmp_path, "torch_compile=T")
+
+
+def test_layers_that_do_not_compile_count_as_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny_model(tmp_path, "llama")
+    monkeypatch.setattr(entry, "is_compiled", lambda flag, _device: flag is not False)  # as on CUDA
+    with unittest.mock.patch.object(Compiler, "_compile_graph", side_effect=RuntimeError("no Triton")):
+        assert start(tmp_path).limits.switched_off == ("torch_compile",)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_right_layers_pass_in_every_family_and_dtype(family: str, dtype: str, tmp_path: Path) -> None:
+    """The CPU kernels' layers, with the weights of a test model and with random ones."""
+    save_tiny_model(tmp_path, family)
+    config = ServerConfig.parse([*FLAGS, f"dtype={dtype}"])
+    checkpoint = resolve_checkpoint(str(tmp_path))
+    for fill in (None, lambda model, filled: fill_randomly(iter(model.weight_shards()), filled.note)):
+        loaded = load_worker(config, checkpoint, Mesh(), 0, Phases(lambda _: None), fill, Checks(is_thorough=True))
+        assert check_layers(loaded)
+        names = [result.measured.name for result in loaded.checks.results if result.feature == "layers"]
+        assert names == [
+            f"layers ({forward}): {row} row"
+            for forward in ("prefill", "decode and prefill", "decode")
+            for row in ("worst", "median")
+        ]
+
+
+@pytest.mark.parametrize("fault", ["raises", "stale hidden states"])
+def test_wrong_layers_of_the_cpu_kernels_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny_model(tmp_path, "llama")
+    checkpoint = resolve_checkpoint(str(tmp_path))
+    config, checks = ServerConfig.parse(FLAGS), Checks(is_thorough=True)
+    loaded = load_worker(config, checkpoint, Mesh(), 0, Phases(lambda _: None), checks=checks)
+
+    def run(hidden: torch.Tensor, *_: Any) -> torch.Tensor:
+        if fault == "raises":
+            raise RuntimeError("illegal instruction")
+        return hidden
+
+    monkeypatch.setattr(loaded.runner.executor, "run", run)
+    assert not check_layers(loaded)
+    failures = [result.failure for result in loaded.checks.results if result.failure is not None]
+    assert len(failures) == (1 if fault == "raises" else 6), "a thorough check goes on after a wrong result"
+
+
+def recorded(directory: Path, monkeypatch: pytest.MonkeyPatch, backend: str, compiled: bool = False) -> ModelRunner:
+    """A runner with graphs of 3 and 11 rows, which draw tokens too."""
+    flashinfer_double.install(monkeypatch, any_dtype=True)
+    monkeypatch.setattr(runner_module, "uses_triton", lambda *_: True)
+    monkeypatch.setattr(runner_module, "sample_by_triton", sample_on_device)
+    tape = LaunchTape()
+    model, info = load(directory)
+    compiler = TapedCompiler(tape) if compiled else None
+    runner = make_runner(model, info, backend, num_blocks=NUM_BLOCKS, compiler=compiler)
+    runner.record_graphs(tape, [11, 3])
+    return runner
+
+
+def measure(runner: ModelRunner, num_blocks: int = NUM_BLOCKS, **limits: int) -> list[Measured]:
+    model = runner._model
+    usual = {"max_tokens": 256, "max_seqs": 16, "context_length": 64, "vocab_size": model.vocab_size}
+    return list(measure_graphs(runner, model, 16, num_blocks, ForwardLimits(**(usual | limits))))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("backend", ["torch", "flashinfer"])
+def test_right_graphs_pass(backend: str, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny_model(tmp_path, "qwen3")
+    with one_thread():
+        runner = recorded(tmp_path, monkeypatch, backend, compiled)
+        measured = measure(runner)
+    assert runner._compiler is None or runner._compiler.num_compilations == 1, "the check compiles nothing again"
+    assert all(one.is_right for one in measured), measured
+    rows = [f"{what}: {row} row" for what in ("", ", logits") for row in ("worst", "median")]
+    kinds = [*rows, ": share of tokens"]
+    assert [one.name for one in measured] == [
+        f"graph of {size} rows{pieces}{kind}" for size in (3, 11) for pieces in ("", " in pieces") for kind in kinds
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "limits"),
+    [
+        (1, {}),
+        (2, {}),
+        (NUM_BLOCKS, {"context_length": 17}),
+        (NUM_BLOCKS, {"context_length": 2}),
+        (NUM_BLOCKS, {"context_length": 1}),
+        (NUM_BLOCKS, {"max_tokens": 16}),
+    ],
+)
+def test_right_graphs_pass_where_there_is_little_room(
+    num_blocks: int, limits: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_model(tmp_path, "llama")
+    with one_thread():
+        measured = measure(recorded(tmp_path, monkeypatch, "flashinfer"), num_blocks, **limits)
+    assert measured
+    assert all(one.is_right for one in measured), measured
+
+
+FAULTS: dict[str, str] = {
+    "another LM head": "logits",
+    "stale tokens": "row",
+    "stale positions": "row",
+    "stale plans": "row",
+    "stale noise": "share of tokens",
+    "nothing is replayed": "row",
+    "the last piece is not replayed": "row",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_graphs_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny_model(tmp_path, "llama")
+    logits = Decoder.logits
+    if fault == "another LM head":
+        monkeypatch.setattr(Decoder, "logits", lambda model, hidden: -logits(model, hidden.flip(0)))
+    with one_thread():
+        runner = recorded(tmp_path, monkeypatch, "flashinfer")
+        monkeypatch.setattr(Decoder, "logits", logits)
+        graphs = runner._graphs
+        assert graphs is not None
+        original = TapedGraph.replay
+        match fault:
+            case "stale tokens":
+                keep_first(monkeypatch, graphs._token_ids)
+            case "stale positions":
+                keep_first(monkeypatch, graphs._positions)
+            case "stale noise":
+                assert graphs._rows is not None
+                keep_first(monkeypatch, graphs._rows.noise_keys)
+            case "stale plans":
+                plan, planned = FlashInferBackend.plan_recorded, set[int]()
+
+                def plan_once(backend: FlashInferBackend, layout: Any) -> None:
+                    if len(layout.kv_indices) not in planned:
+                        planned.add(len(layout.kv_indices))
+                        plan(backend, layout)
+
+                monkeypatch.setattr(FlashInferBackend, "plan_recorded", plan_once)
+            case "nothing is replayed":
+                monkeypatch.setattr(TapedGraph, "replay", lambda _graph: None)
+            case "the last piece is not replayed":
+                lasts = {id(recording.last) for recording in graphs._recordings.values()}
+                monkeypatch.setattr(TapedGraph, "replay", lambda g: None if id(g) in lasts else original(g))
+        wrong = [one.name for one in measure(runner) if not one.is_right]
+    assert wrong
+    assert all(FAULTS[fault] in name for name in wrong), wrong
+
+
+def keep_first(monkeypatch: pytest.MonkeyPatch, buffer: torch.Tensor) -> None:
+    """Each row of the buffer keeps what is first copied to it."""
+    copy, end = torch.Tensor.copy_, buffer.data_ptr() + buffer.numel() * buffer.itemsize
+    copied: set[tuple[int, int]] = set()
+
+    def copy_once(tensor: torch.Tensor, source: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        if buffer.data_ptr() <= tensor.data_ptr() < end:
+            if (tensor.data_ptr(), len(tensor)) in copied:
+                return tensor
+            copied.add((tensor.data_ptr(), len(tensor)))
+        return copy(tensor, source, *others, **named)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_once)
+
+
+def test_graphs_switched_off_at_the_start_leave_right_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny_model(tmp_path, "llama")
+    expected = tokens_of(start(tmp_path, "cpu_isa=torch", "dtype=float32"))
+    monkeypatch.setattr(Decoder, "pack_module", lambda *_: None)  # a tape reads no packed weights
+    monkeypatch.setattr(entry, "graph_sizes_of", lambda *_: [8, 4])
+    monkeypatch.setattr(entry, "CudaRecorder", lambda _device: LaunchTape())
+    monkeypatch.setattr(DecodeGraphs, "run", without_its_inputs(DecodeGraphs.run))
+    worker = start(tmp_path, "cpu_isa=torch", "dtype=float32")
+    assert worker.limits.switched_off == ("use_cudagraphs",)
+    assert tokens_of(worker) == expected
+    (line,) = [r.getMessage() for r in caplog.records if "use_cudagraphs" in r.getMessage()]
+    assert line.startswith("use_cudagraphs is switched off: graph of 4 rows")
+
+
+@pytest.mark.parametrize("when", ["at the estimate", "at the start"])
+def test_recordings_that_raise_leave_a_server_without_graphs(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny_model(tmp_path, "llama")
+    flags = ["cpu_isa=torch", "dtype=float32"]
+    expected = tokens_of(start(tmp_path, *flags))
+    monkeypatch.setattr(Decoder, "pack_module", lambda *_: None)  # a tape reads no packed weights
+    monkeypatch.setattr(entry, "graph_sizes_of", lambda *_: [8, 4])
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+
+    class Broken(LaunchTape):
+        begin = fail
+
+    monkeypatch.setattr(entry, "CudaRecorder", lambda _device: Broken())
+    monkeypatch.setattr(entry, "graph_bytes", fail if when == "at the estimate" else lambda *_: 0)
+    size_kv_cache = entry.size_kv_cache
+
+    def size_as_on_cuda(*arguments: Any, measure_graphs: Callable[[], int], **named: Any) -> Any:
+        assert measure_graphs() == 0
+        return size_kv_cache(*arguments, measure_graphs=measure_graphs, **named)
+
+    monkeypatch.setattr(entry, "size_kv_cache", size_as_on_cuda)
+    worker = start(tmp_path, *flags)
+    assert worker.limits.switched_off == ("use_cudagraphs",)
+    assert worker.runner.graph_sizes == []
+    assert tokens_of(worker) == expected
+    (line,) = [r.getMessage() for r in caplog.records if "use_cudagraphs" in r.getMessage()]
+    reason = "RuntimeError: operation not permitted when stream is capturing"
+    assert line == f"use_cudagraphs is switched off: {reason}; decode steps are slower without"
+    with pytest.raises(FlagRefused, match=f"^use_cudagraphs=T: {reason}$"):
+        start(tmp_path, *flags, "use_cudagraphs=T")
+
+
+def load_with_wrong_logits_on_one_rank(rank: int, num_ranks: int, rendezvous: Path, answers: Connection) -> None:
+    torch.set_num_threads(1)
+    flags = ["dtype=float32", "device=cpu", "tp_size=2", "max_tokens_per_forward=64", "max_seqs_per_forward=8"]
+    config, checkpoint = ServerConfig.parse(flags), resolve_checkpoint(str(rendezvous.parent))
+    logits = Decoder.logits
+
+    def wrong(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+        found = logits(model, hidden)
+        return found * 1.1 if rank == 1 and not model._compiler.has_failed else found
+
+    with (
+        joined(Mesh(tp_rank=rank, tp_size=num_ranks), rendezvous, CPU) as mesh,
+        unittest.mock.patch.object(entry, "is_compiled", return_value=True),
+        unittest.mock.patch.object(Compiler, "_compile_graph", lambda _self, graph, *_, **__: graph),
+        unittest.mock.patch.object(Decoder, "logits", wrong),
+    ):
+        loaded = load_worker(config, checkpoint, mesh, rank, Phases(lambda _: None))
+        answers.send(loaded.checks.switched_off)
+
+
+def test_what_is_wrong_on_one_rank_is_switched_off_on_all(tmp_path: Path) -> None:
+    """A rank that left the check at its first wrong result would leave the others in a collective."""
+    save_tiny_model(tmp_path, "llama")
+    assert run_ranks(2, tmp_path, 1, load_with_wrong_logits_on_one_rank) == [[["torch_compile"]]] * 2
+
+
+def without_its_inputs(run: Graph) -> Graph:
+    def call(graphs: DecodeGraphs, batch: Any, *others: Any) -> Any:
+        batch.token_ids.zero_()
+        return run(graphs, batch, *others)
+
+    return call

@@ -1,5 +1,7 @@
-"""The decoder that all model families share; a family is a `DecoderOptions` (see registry)."""
+"""The decoder that all model families share, with its attention layer and rotary embedding; a family is a
+`DecoderOptions` (see families)."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.checkpoint import ModelInfo, RopeInfo
 from tokasaurus.checkpoint.info import HEAD
 from tokasaurus.checkpoint.weight_files import is_old_buffer
 from tokasaurus.model.attention.row_split import Attends
@@ -15,16 +17,19 @@ from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
 from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedLayer, PackedLayers
 from tokasaurus.model.decoder.compile import Compiler
-from tokasaurus.model.decoder.layers.attention import Attention
-from tokasaurus.model.decoder.layers.embedding import VocabShard
-from tokasaurus.model.decoder.layers.linear import Linear
-from tokasaurus.model.decoder.layers.mlp import GatedMLP
-from tokasaurus.model.decoder.layers.norm import RMSNorm
-from tokasaurus.model.decoder.layers.rotary import RotaryTable
+from tokasaurus.model.decoder.layers import (
+    FusedColumnLinear,
+    GatedMLP,
+    Linear,
+    OutputShard,
+    RMSNorm,
+    RowLinear,
+    VocabShard,
+)
 from tokasaurus.model.decoder.weights import WeightShard, allocate_parameters, whole
 from tokasaurus.model.parallel.mesh import Mesh
 
-# T tokens in this forward, R rows whose logits are wanted, E hidden size
+# T tokens in this forward, R rows whose logits are wanted, E hidden size, H query heads, K key/value heads, D head size
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,60 @@ class LayerExecutor(Protocol):
 
     def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
         """hidden [T, E], which may be overwritten -> [T, E]. cos_sin: float32 [T, 1, D]."""
+
+
+class Attention(nn.Module):
+    """x [T, E] -> [T, E]: `project`, attention (see attention/row_split), then `out`.
+
+    layer_index: counted within this pipeline stage, as in the KV cache.
+    """
+
+    def __init__(
+        self, info: ModelInfo, mesh: Mesh, layer_index: int, qkv_bias: bool, qk_norm: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.layer_index = layer_index
+        self._head_dim = info.head_dim
+        head_start, self.num_heads = mesh.shard(info.num_heads, "attention heads")
+        kv_start, self.num_kv_heads = mesh.kv_head_shard(info.num_kv_heads)
+        query_size = info.num_heads * info.head_dim
+        query_shard = (head_start * info.head_dim, self.num_heads * info.head_dim)
+        kv_size = info.num_kv_heads * info.head_dim
+        kv_shard = (kv_start * info.head_dim, self.num_kv_heads * info.head_dim)
+        outputs = [
+            OutputShard("q_proj", query_size, *query_shard),
+            OutputShard("k_proj", kv_size, *kv_shard),
+            OutputShard("v_proj", kv_size, *kv_shard),
+        ]
+        self.qkv = FusedColumnLinear(info.hidden_size, outputs, qkv_bias, dtype)
+        self.out = RowLinear("o_proj", query_size, query_shard, info.hidden_size, mesh, dtype)
+        self.query_norm = RMSNorm(info.head_dim, info.norm_eps, dtype) if qk_norm else None
+        self.key_norm = RMSNorm(info.head_dim, info.norm_eps, dtype) if qk_norm else None
+
+    def project(self, x: Tensor, norm: RMSNorm, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, E], normalised by `norm` -> query [T, H, D], key and value [T, K, D]; query and key are rotated."""
+        return self.split_heads(self.heads(self.qkv(x, norm)), cos_sin)
+
+    def heads(self, features: Tensor) -> Tensor:
+        """[..., (H + 2K) * D] -> [..., H + 2K, D]: the features of all heads, by head."""
+        return torch.unflatten(features, -1, (-1, self._head_dim))
+
+    def split_heads(self, heads: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """heads [T, H + 2K, D] -> query [T, H, D], key and value [T, K, D]; query and key are rotated."""
+        num_rotated = self.num_heads + self.num_kv_heads
+        rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+            rotated = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
+        rotated = rotate(rotated, cos_sin)
+        return rotated[:, : self.num_heads], rotated[:, self.num_heads :], value
+
+    def weight_shards(self, prefix: str) -> list[WeightShard]:
+        shards = self.qkv.weight_shards(prefix) + self.out.weight_shards(prefix)
+        if self.query_norm is not None and self.key_norm is not None:
+            shards.append(whole(f"{prefix}q_norm.weight", self.query_norm.weight))
+            shards.append(whole(f"{prefix}k_norm.weight", self.key_norm.weight))
+        return shards
 
 
 def zero_nonfinite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -313,3 +372,63 @@ def _without_target(shard: WeightShard) -> WeightShard:
 def _vocab_shards(shard: VocabShard | None, source: str, shape: tuple[int, ...]) -> list[WeightShard]:
     """shard: None if another stage has the matrix."""
     return [WeightShard(source, shape, (), None)] if shard is None else shard.weight_shards(source)
+
+
+def inverse_frequencies(rope: RopeInfo, head_dim: int) -> Tensor:
+    """float32 [D / 2]: radians per position of each pair of channels. Source: arXiv 2104.09864.
+
+    Each scaling divides frequencies by `factor`: "linear" all of them; "llama3" those whose wavelength is long relative
+    to the original context, keeps the high ones, and interpolates between (source: the Llama 3.1 model card); "yarn"
+    likewise, but interpolates by channel (source: arXiv 2309.00071).
+    """
+    frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if rope.scaling_type == "default":
+        return frequencies
+    if rope.scaling_type == "linear":
+        return frequencies / rope.factor
+    if rope.scaling_type == "yarn":
+        kept = 1 - _yarn_ramp(rope, head_dim)
+    else:
+        num_turns = rope.original_context_length * frequencies / (2 * math.pi)
+        kept = (num_turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        kept = kept.clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / rope.factor)
+
+
+def _yarn_ramp(rope: RopeInfo, head_dim: int) -> Tensor:
+    """float32 [D / 2]: 0 for pairs that turn more than beta_fast times in the original context, 1 for those that turn
+    less than beta_slow times, and a straight line between."""
+
+    def pair_that_turns(num_turns: float) -> float:
+        """Index of the pair of channels, with a fraction."""
+        wavelength = rope.original_context_length / (num_turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
+    return ramp.clamp(0, 1)
+
+
+class RotaryTable:
+    """Cosines and sines of every position; looked up once per forward for all layers."""
+
+    def __init__(self, rope: RopeInfo, head_dim: int, num_positions: int, device: torch.device) -> None:
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequencies(rope, head_dim))
+        cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
+        self._cos_sin = cos_sin.to(device)  # [num_positions, D]
+
+    def at(self, positions: Tensor) -> Tensor:
+        """positions [T] -> float32 [T, 1, D]: D / 2 cosines, then D / 2 sines."""
+        return self._cos_sin[positions].unsqueeze(1)
+
+
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """x [T, H, D], cos_sin [T, 1, D] -> [T, H, D]; computed in float32, to keep the angles precise."""
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -12,8 +12,9 @@ than the model has layers. In the other, for backends that allow it and steps wi
 # S size of a graph in rows, E hidden size, V vocabulary, F sampling parameters of a row
 
 import bisect
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -29,6 +30,9 @@ from tokasaurus.model.execution.device_batch import DeviceBatch
 from tokasaurus.model.sampling.sample import Sampled, SamplingRows
 
 _NOTHING = np.zeros(0, np.int32)
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their size: NumPy, whose type names the interface below uses, has no bfloat16."""
 
 
 class Graph(Protocol):
@@ -52,6 +56,66 @@ class Recorder(Protocol):
 
     def unowned(self, tensor: Tensor) -> Tensor:
         """A tensor of a graph at the same address, which lets later pieces use its memory once they need it."""
+
+
+class CudaRecorder:
+    """Records CUDA graphs: all graphs take their memory from one pool.
+
+    Collects garbage once, when it is made, and what exists then is never visited again: memory that is freed while
+    launches are recorded could not be used by them, and a collection with a model in memory takes tenths of a second.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        gc.collect()
+        gc.freeze()
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """The default stream cannot be recorded; libraries choose their memory by stream, so that the forward before
+        the recording must be on the same one. Ends a recording that an exception has left open."""
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.stream(self._stream):
+            try:
+                yield
+            finally:
+                graph, self._graph = self._graph, None
+                if graph is not None:
+                    with suppress(RuntimeError):  # it says again what the exception says
+                        graph.capture_end()
+        torch.cuda.synchronize(self._device)
+
+    def begin(self) -> None:
+        assert self._graph is None, "one recording at a time"
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads, such as NCCL's, may call CUDA meanwhile.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> torch.cuda.CUDAGraph:
+        assert self._graph is not None, "begin comes first"
+        graph, self._graph = self._graph, None
+        graph.capture_end()
+        return graph
+
+    def unowned(self, tensor: Tensor) -> Tensor:
+        as_integers = tensor.view(_INTEGERS[tensor.itemsize])
+        return torch.as_tensor(_Memory(as_integers), device=self._device).view(tensor.dtype)
+
+
+class _Memory:
+    """Device memory, as torch and other libraries describe it to each other."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
+            "typestr": f"{'|u' if tensor.itemsize == 1 else '<i'}{tensor.itemsize}",
+            "data": (tensor.data_ptr(), False),
+            "version": 2,
+        }
 
 
 class DecodeOutput(NamedTuple):

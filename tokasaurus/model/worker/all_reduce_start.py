@@ -27,9 +27,9 @@ from tokasaurus.model.parallel.symmetric_all_reduce import (
     Way,
     unreadable_device,
 )
-from tokasaurus.model.worker.kv_memory import show_size
+from tokasaurus.model.worker.device import Stopwatch, make_stopwatch
+from tokasaurus.model.worker.memory import show_size
 from tokasaurus.model.worker.self_check import TOLERANCES
-from tokasaurus.model.worker.stopwatch import Stopwatch, make_stopwatch
 
 logger = logging.getLogger(__name__)
 

@@ -1,12 +1,27 @@
-"""Choose the device and the dtypes of weights, activations and KV cache."""
+"""What a worker computes on: its device, its dtypes, its threads on a CPU, and a stopwatch for calls on the device."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
 from tokasaurus.messages.status import FlagRefused
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.cpu.build import LibraryUnavailable, machine_sets
+from tokasaurus.monitoring.cores import available_cores
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+_SPARES_ONE_FROM = 4
+"""From this many cores on, one core is left to server and manager: otherwise they would take time from one of the
+compute threads, for which the others then wait. With fewer cores, a whole core is more than they need."""
+
+_NUM_FILLING_GEMMS = 16
+_FILLING_SIZE = 4096
+"""Gemms of 4,096 cubed keep the fastest GPUs busy for 0.2 ms each, and the launch of one takes about 0.01 ms."""
 
 
 def choose_device(name: str | None, index: int) -> torch.device:
@@ -77,3 +92,80 @@ def _cpu_has_bfloat16() -> bool:
         return any(level.multiplies_bfloat16 for level in machine_sets())
     except LibraryUnavailable:  # no compiler: torch can ask the processor too, on x86 only
         return bool(torch.cpu._is_avx512_bf16_supported())
+
+
+def set_worker_threads(num_workers: int) -> int:
+    """Set the number of torch's threads for one of num_workers on this machine, and return it.
+
+    OMP_NUM_THREADS overrides it.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(worker_threads(available_cores(), torch.get_num_threads(), num_workers))
+    return torch.get_num_threads()
+
+
+@contextmanager
+def leave_threads_to(kernels: Kernels) -> Iterator[None]:
+    """Inside, the kernels use as many threads as torch did, and torch uses one.
+
+    Torch's remaining work in such forwards is small, but an OpenMP region waits for every thread, even for one that
+    sleeps or whose core runs another process.
+    """
+    num_threads = torch.get_num_threads()
+    kernels.set_num_threads(num_threads)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def worker_threads(num_cores: int, most: int, num_workers: int) -> int:
+    """Threads of each of num_workers on num_cores.
+
+    most: torch's default number of threads; with hyper-threading, one per physical core.
+    """
+    num_free = num_cores - 1 if num_cores >= _SPARES_ONE_FROM else num_cores
+    return max(1, min(num_free, most) // num_workers)
+
+
+class Stopwatch(Protocol):
+    """Times calls on one device."""
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Seconds for which the device computes what `call` launches."""
+
+
+def make_stopwatch(device: torch.device) -> Stopwatch:
+    """A stopwatch by events on CUDA, by the process's clock elsewhere."""
+    return _EventStopwatch(device) if device.type == "cuda" else _ClockStopwatch()
+
+
+class _ClockStopwatch:
+    """On a CPU, a call computes before it returns."""
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        start_s = time.perf_counter()
+        call()
+        return time.perf_counter() - start_s
+
+
+class _EventStopwatch:
+    """Two CUDA events around the call's kernels. Other work is queued before them, so that all of them are launched
+    before the first one starts: otherwise the device would wait for Python between short kernels."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._factor = torch.zeros((_FILLING_SIZE, _FILLING_SIZE), dtype=torch.bfloat16, device=device)
+        self._product = torch.zeros_like(self._factor)
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device):
+            for _ in range(_NUM_FILLING_GEMMS):
+                torch.mm(self._factor, self._factor, out=self._product)
+            start.record()
+            call()
+            end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3

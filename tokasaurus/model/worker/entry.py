@@ -1,4 +1,4 @@
-"""Process entry of a model worker: load the model, size the KV cache, warm up, record graphs, then run steps."""
+"""Process entry of a model worker: load and check the model, size the KV cache, warm up, record graphs, run steps."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from rich.progress import Progress
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from tokasaurus.checkpoint import Checkpoint
+from tokasaurus.checkpoint import Checkpoint, ModelInfo, check_weight_sizes, weight_files
 from tokasaurus.messages.channel import Receiver, Sender
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.status import (
@@ -22,37 +23,84 @@ from tokasaurus.messages.status import (
     EngineLimits,
     Failed,
     FlagRefused,
+    HydragenCosts,
     PhaseDone,
     Ready,
     UserError,
     longest_sequence,
 )
-from tokasaurus.model.cpu.bindings import Kernels
-from tokasaurus.model.execution.cuda_recorder import CudaRecorder, graph_bytes
+from tokasaurus.model.attention.backend import AttentionBackend, KVShape
+from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels, load_kernels
+from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, choose_gemm
+from tokasaurus.model.decoder.compile import Compiler
+from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.families import build_decoder
+from tokasaurus.model.decoder.weights import FilledModules, load_weights, return_freed_memory
+from tokasaurus.model.execution.device_batch import padded_count
+from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
-from tokasaurus.model.parallel.collectives import is_about_another_rank, joined
+from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
+from tokasaurus.model.parallel.collectives import is_about_another_rank, joined, least_of_ranks
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.worker.device import choose_device
-from tokasaurus.model.worker.forward_memory import ForwardMemory, largest_forward, reserve
-from tokasaurus.model.worker.group_step_price import with_step_price
-from tokasaurus.model.worker.hydragen_costs import describe, find_costs
-from tokasaurus.model.worker.kv_sizing import size_kv_cache
-from tokasaurus.model.worker.loading import PROCESS, LoadedWorker, Phases, load_worker
+from tokasaurus.model.parallel.stage_links import StageLinks, num_hidden_buffers
+from tokasaurus.model.parallel.symmetric_all_reduce import buffer_bytes
+from tokasaurus.model.staging.packed import sizes_for
+from tokasaurus.model.worker.all_reduce_start import choose_all_reduce, is_tried
+from tokasaurus.model.worker.device import (
+    choose_activation_dtype,
+    choose_device,
+    choose_dtype,
+    choose_kv_cache_dtype,
+    is_compiled,
+    leave_threads_to,
+    set_worker_threads,
+)
+from tokasaurus.model.worker.hydragen_costs import describe_savings, find_costs, with_step_price
 from tokasaurus.model.worker.loop import run_steps
-from tokasaurus.model.worker.memory_plan import sizes_of_graphs
-from tokasaurus.model.worker.self_check import Measure, Measured
-from tokasaurus.model.worker.step_check import measure_graphs
-from tokasaurus.model.worker.threads import leave_threads_to
-from tokasaurus.model.worker.warmup import WarmUpTimes, warm_up, warm_up_small
+from tokasaurus.model.worker.memory import (
+    INPUTS,
+    ROTARY,
+    SLOTS,
+    STAGES,
+    SUMS,
+    WEIGHTS,
+    WORKSPACES,
+    MemoryTable,
+    graph_bytes,
+    kv_shape,
+    largest_forward,
+    reserve,
+    size_kv_cache,
+    sizes_of_graphs,
+)
+from tokasaurus.model.worker.self_check import (
+    Checks,
+    ComputesWrongly,
+    Measure,
+    Measured,
+    describe,
+    measure_attention,
+    measure_graphs,
+    measure_layers,
+    switch_off_wrong_kernels,
+)
+from tokasaurus.model.worker.warmup import ForwardLimits, WarmUpTimes, warm_up, warm_up_small
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
+from tokasaurus.monitoring.trace import Trace
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 
+PROCESS = "model worker"
+
 CAUSE_SECONDS = 1.0
 """After the failure of another rank: time for the launcher to learn its cause, in seconds."""
+
+Fill: TypeAlias = Callable[[Decoder, FilledModules], None]
+"""Fills all weight shards of a model, and notes each."""
 
 
 def run_worker(
@@ -66,7 +114,7 @@ def run_worker(
 ) -> None:
     """Run the steps of one rank of one replica until `inputs` is closed.
 
-    index: among the workers of all replicas, as in Mesh.of_worker. rendezvous: see parallel/process_group.
+    index: among the workers of all replicas, as in Mesh.of_worker. rendezvous: see parallel/collectives.
     """
     mesh = Mesh.of_worker(index, config.pp_size, config.tp_size)
     try:
@@ -109,7 +157,7 @@ class StartedWorker:
 def _joined(
     config: ServerConfig, mesh: Mesh, index: int, rendezvous: Path | None, report: Callable[[PhaseDone], None]
 ) -> Iterator[Mesh]:
-    """As parallel/process_group.joined; shown to the user as a phase if there is something to join."""
+    """As parallel/collectives.joined; shown to the user as a phase if there is something to join."""
     if mesh.num_ranks == 1:
         yield mesh
         return
@@ -130,54 +178,31 @@ def start_worker(
     """
     phases = Phases(report)
     loaded = load_worker(config, checkpoint, mesh, index, phases)
-    runner, device, kernels = loaded.runner, loaded.device, loaded.kernels
-    context_length = checkpoint.info.context_length
-    forward_memory = None  # unknown where torch computes: its operations allocate temporaries of unknown size
-    if runner.always_on_kernels:
-        forward_memory = largest_forward(
-            *(checkpoint.info, loaded.limits, config.page_size, loaded.model.activation_dtype.itemsize),
-            *(torch.get_num_threads(), config.max_topk_logprobs),
-        )
-    graphs = graph_sizes_of(config, device)
-    with phases("KV cache") as details:
-        num_blocks = _allocate_kv_cache(config, checkpoint.info.num_layers, loaded, forward_memory, graphs, details)
-    with phases("warm-up") as details:
-        if forward_memory is not None:
-            reserve(forward_memory, loaded.model, loaded.limits)
-        # All ranks run the same steps.
-        if loaded.least(int(forward_memory is not None)):
-            times = warm_up_small(runner, loaded.limits, config.page_size)
-        else:
-            times = _run_largest(loaded, config.page_size)
-        if loaded.compiler is not None:
-            loaded.compiler.end_warm_up()
-            details.append(loaded.compiler.describe())
+    graphs = graph_sizes_of(config, loaded.device)
+    num_blocks = _allocate_kv_cache(config, checkpoint.info, loaded, graphs, phases)
+    times = _warm_up(config, loaded, phases)
     if graphs:
         record_graphs(config, loaded, graphs, num_blocks, phases)
-    hydragen = DEFAULT_HYDRAGEN
-    if config.use_hydragen is not False and None in (config.hydragen_min_group_size, config.hydragen_min_prefix_len):
-        with phases("shared prefixes") as details, torch.inference_mode():
-            hydragen = find_costs(loaded.backend, loaded.shape, num_blocks, config.max_seqs_per_forward, kernels)
-            trial = runner, loaded.backend, loaded.shape, num_blocks, loaded.limits, checkpoint.info.num_layers
-            details.append(describe(hydragen))
-            hydragen = with_step_price(hydragen, *trial, details)
+    hydragen = _measure_prefix_groups(config, checkpoint.info, loaded, num_blocks, phases)
     if loaded.checks.results:
         with phases("checks") as details:
             details.append(f"{len(loaded.checks.results)} comparisons in {loaded.checks.seconds:.1f} s")
     with phases("memory") as details:
         details += loaded.memory.lines()
-    if kernels is not None:
-        kernels.reset_phases()
+    if loaded.kernels is not None:
+        loaded.kernels.reset_phases()
     # not earlier: the measurements above need an idle machine
     loaded.backend.touch_in_background(max(1, torch.get_num_threads() // 2))
-    num_kv_tokens = num_blocks * config.page_size
-    max_tokens, limited_by = longest_sequence(context_length, config.max_num_tokens_per_request, num_kv_tokens)
-    limits_found = EngineLimits(
+    max_tokens, limited_by = longest_sequence(
+        checkpoint.info.context_length, config.max_num_tokens_per_request, num_blocks * config.page_size
+    )
+    limits = EngineLimits(
         *(num_blocks, config.page_size, max_tokens, hydragen),
         *(times.per_token, times.single_token, limited_by, times.per_pair),
         switched_off=tuple(loaded.checks.switched_off),
     )
-    return StartedWorker(runner, limits_found, device, kernels if runner.always_on_kernels else None)
+    kernels = loaded.kernels if loaded.runner.always_on_kernels else None
+    return StartedWorker(loaded.runner, limits, loaded.device, kernels)
 
 
 def graph_sizes_of(config: ServerConfig, device: torch.device) -> list[int]:
@@ -187,43 +212,66 @@ def graph_sizes_of(config: ServerConfig, device: torch.device) -> list[int]:
     return [size for size in sizes if config.async_tp_threshold is None or size < config.async_tp_threshold]
 
 
+def _allocate_kv_cache(
+    config: ServerConfig, info: ModelInfo, loaded: LoadedWorker, graphs: list[int], phases: Phases
+) -> int:
+    """Usable blocks, the same on all ranks. graphs: sizes that will be recorded; emptied if none can be."""
+    backend, memory = loaded.backend, loaded.memory
+    with phases("KV cache") as details:
+        plan = size_kv_cache(
+            *(config, info.num_layers, loaded.shape, backend, memory),
+            run_largest=partial(_run_largest, loaded, config.page_size),
+            measure_graphs=partial(_graph_bytes, config, loaded, graphs),
+        )
+        # No rank takes memory for blocks that another one lacks.
+        num_blocks = loaded.least(plan.num_blocks)
+        try:
+            with memory.measure_kv_cache(num_blocks):
+                backend.allocate(num_blocks + 1)
+        except (OSError, RuntimeError) as error:  # from a system that does not overcommit memory; from torch
+            first_line, *_ = [*str(error).splitlines(), ""]
+            reason = describe_shortage(error, LESS_MEMORY) or first_line
+            raise UserError(f"the KV cache of {num_blocks:,} blocks cannot be reserved: {reason}") from error
+        loaded.slots.rules.allocate((num_blocks + 1) * config.page_size)
+        details.append(plan.arithmetic)
+        if num_blocks < plan.num_blocks:
+            details.append(f"limited to {num_blocks:,} blocks, the least of all ranks")
+    return num_blocks
+
+
+def _warm_up(config: ServerConfig, loaded: LoadedWorker, phases: Phases) -> WarmUpTimes:
+    """Small forwards where the largest one's memory is reserved; else the largest ones. All ranks run the same."""
+    forward = loaded.memory.forward_bound
+    with phases("warm-up") as details:
+        if forward is not None:
+            reserve(forward, loaded.model, loaded.limits)
+        if loaded.least(int(forward is not None)):
+            times = warm_up_small(loaded.runner, loaded.limits, config.page_size)
+        else:
+            times = _run_largest(loaded, config.page_size)
+        if loaded.compiler is not None:
+            loaded.compiler.end_warm_up()
+            details.append(loaded.compiler.describe())
+    return times
+
+
 def _run_largest(loaded: LoadedWorker, page_size: int) -> WarmUpTimes:
     # Long contexts only on CUDA: the CPU kernels take the same memory at any context length. Plain torch on a CPU
     # bounds its attention memory, but would take too long here.
     return warm_up(loaded.runner, loaded.limits, page_size, is_context_costly=loaded.device.type == "cuda")
 
 
-def _allocate_kv_cache(
-    config: ServerConfig,
-    num_layers: int,
-    loaded: LoadedWorker,
-    forward_memory: ForwardMemory | None,
-    graphs: list[int],
-    details: list[str],
-) -> int:
-    """Usable blocks, the same on all ranks. num_layers: of all stages. graphs: sizes that will be recorded;
-    emptied if none can be."""
-    backend, memory = loaded.backend, loaded.memory
-    plan = size_kv_cache(
-        *(config, num_layers, loaded.shape, backend, forward_memory),
-        run_largest=partial(_run_largest, loaded, config.page_size),
-        measure_graphs=partial(_graph_bytes, config, loaded, graphs),
-        memory=memory,
-    )
-    # No rank takes memory for blocks that another one lacks.
-    num_blocks = loaded.least(plan.num_blocks)
-    try:
-        with memory.kv_cache(num_blocks):
-            backend.allocate(num_blocks + 1)
-    except (OSError, RuntimeError) as error:  # from a system that does not overcommit memory; from torch
-        first_line, *_ = [*str(error).splitlines(), ""]
-        reason = describe_shortage(error, LESS_MEMORY) or first_line
-        raise UserError(f"the KV cache of {num_blocks:,} blocks cannot be reserved: {reason}") from error
-    loaded.slots.rules.allocate((num_blocks + 1) * config.page_size)
-    details.append(plan.arithmetic)
-    if num_blocks < plan.num_blocks:
-        details.append(f"limited to {num_blocks:,} blocks, the least of all ranks")
-    return num_blocks
+def _measure_prefix_groups(
+    config: ServerConfig, info: ModelInfo, loaded: LoadedWorker, num_blocks: int, phases: Phases
+) -> HydragenCosts:
+    """What prefix groups cost here; the defaults where no flag leaves it to a measurement."""
+    if config.use_hydragen is False or None not in (config.hydragen_min_group_size, config.hydragen_min_prefix_len):
+        return DEFAULT_HYDRAGEN
+    with phases("shared prefixes") as details, torch.inference_mode():
+        costs = find_costs(loaded.backend, loaded.shape, num_blocks, config.max_seqs_per_forward, loaded.kernels)
+        details.append(describe_savings(costs))
+        trial = loaded.runner, loaded.backend, loaded.shape, num_blocks, loaded.limits, info.num_layers
+        return with_step_price(costs, *trial, details)
 
 
 def record_graphs(
@@ -264,3 +312,264 @@ def _graphs_pass(config: ServerConfig, loaded: LoadedWorker, measure: Measure) -
     flag = "use_cudagraphs=T" if config.use_cudagraphs else None
     without = "decode steps are slower without"
     return loaded.checks.passes("use_cudagraphs", measure, "use_cudagraphs is", without, flag)
+
+
+class Phases:
+    """Times the phases of a start and reports each to the user."""
+
+    def __init__(self, report: Callable[[PhaseDone], None]) -> None:
+        self.console = Console(stderr=True)
+        self._report = report
+        self._last_end = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, name: str, has_progress_bar: bool = False) -> Iterator[list[str]]:
+        """Time the body, including the code between the previous phase and this one; a terminal shows a spinner.
+
+        Strings that the body appends to the list are shown to the user.
+        """
+        details: list[str] = []
+        with nullcontext() if has_progress_bar else self.console.status(f"{PROCESS}: {name}"):
+            yield details
+        started, self._last_end = self._last_end, time.perf_counter()
+        self._report(PhaseDone(PROCESS, name, self._last_end - started, ", ".join(details)))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWorker:
+    """A model on its device, with a backend whose KV cache has no size yet."""
+
+    mesh: Mesh
+    device: torch.device
+    kernels: Kernels | None
+    """The CPU kernels, if the device is a CPU and has them."""
+    compiler: Compiler | None
+    model: Decoder
+    shape: KVShape
+    backend: AttentionBackend
+    slots: SlotTable
+    runner: ModelRunner
+    limits: ForwardLimits
+    memory: MemoryTable
+    checks: Checks
+
+    def least(self, value: int) -> int:
+        """The least value of all ranks, which must call this together."""
+        return least_of_ranks(value, self.mesh, self.device)
+
+
+def load_worker(
+    config: ServerConfig,
+    checkpoint: Checkpoint,
+    mesh: Mesh,
+    index: int,
+    phases: Phases,
+    fill: Fill | None = None,
+    checks: Checks | None = None,
+) -> LoadedWorker:
+    """Load the model and check what computes it. Raises UserError.
+
+    mesh: the other ranks of its group must call this too.
+    index: among the workers of all replicas; it chooses the CUDA device.
+    fill: fills the weights; None: from the checkpoint's files.
+    checks: of a single rank; None: the usual ones of a start.
+    """
+    info = checkpoint.info
+    if fill is None:
+        check_weight_sizes(weight_files(checkpoint.directory), info)
+    context_length = min(info.context_length, config.max_num_tokens_per_request or info.context_length)
+    platform = _choose_platform(config, mesh, index, phases)
+    device, kernels = platform.device, platform.kernels
+    compiler = Compiler(is_required=config.torch_compile is True) if platform.compiles else None
+    memory = MemoryTable(config, info, mesh, device, platform.dtype, platform.kv_cache_dtype)
+    if checks is None:
+        checks = Checks(lambda works: bool(least_of_ranks(int(works), mesh, device)))
+    if is_tried(config.symmetric_all_reduce, mesh, device):
+        with phases("all-reduce") as details, memory.measure(SUMS):
+            num_bytes = buffer_bytes(config.max_tokens_per_forward, info.hidden_size, platform.activation_dtype)
+            first_device = index - mesh.tp_rank
+            mesh, described = choose_all_reduce(
+                *(config.symmetric_all_reduce, mesh, device, platform.activation_dtype, num_bytes, first_device),
+                on_left_out=partial(checks.leave_out, "symmetric_all_reduce"),
+            )
+            details.append(described)
+    model = _load_model(checkpoint, mesh, platform, compiler, context_length, fill, memory, phases)
+    shape = kv_shape(info, mesh, config.page_size, platform.kv_cache_dtype, platform.activation_dtype, device)
+    if device.type == "cuda":
+        with phases("Triton kernels"):
+            switch_off_wrong_kernels(shape, model, checks)
+        with phases("attention"), memory.measure(WORKSPACES):  # FlashInfer may compile for minutes
+            backend = _choose_backend(config, shape, None, max(sizes_of_graphs(config), default=0), checks)
+    else:
+        backend = _choose_backend(config, shape, kernels, 0, checks)
+    limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length, info.vocab_size)
+    with memory.measure(SLOTS):
+        max_blocks = -(-context_length // config.page_size)
+        slots = SlotTable(SlotTableSize(config.max_seqs_per_forward + 1, max_blocks), device)
+    slots.rules.allocate(config.page_size)  # the padding block: the first forwards write to no other
+    trace = Trace.of(config, mesh.name(PROCESS), index // mesh.num_ranks, row=1 + mesh.world_rank)
+    links = None
+    if mesh.pp_size > 1:
+        with memory.measure(STAGES):
+            links = _link_stages(mesh, model, limits, device, trace)
+    with memory.measure(INPUTS):
+        runner = ModelRunner(
+            *(model, backend, slots, config.page_size, device, kernels, compiler),
+            mesh=mesh,
+            buffer_sizes=sizes_for(limits.max_tokens, limits.max_seqs, limits.vocab_size, config.max_topk_logprobs),
+            async_tp_threshold=config.async_tp_threshold,
+            trace=trace,
+            links=links,
+        )
+    if runner.always_on_kernels:
+        memory.forward_bound = largest_forward(
+            *(info, limits, config.page_size, model.activation_dtype.itemsize),
+            *(torch.get_num_threads(), config.max_topk_logprobs),
+        )
+    loaded = LoadedWorker(mesh, device, kernels, compiler, model, shape, backend, slots, runner, limits, memory, checks)
+    if compiler is not None:
+        with phases("compiled layers"):
+            _check_compiled(loaded, compiler, config)
+    return loaded
+
+
+@dataclass(frozen=True, slots=True)
+class _Platform:
+    """Where a worker computes, and in which formats."""
+
+    device: torch.device
+    kernels: Kernels | None
+    compiles: bool
+    """Whether torch compiles the layers."""
+    dtype: torch.dtype
+    """Of the weights."""
+    activation_dtype: torch.dtype
+    kv_cache_dtype: torch.dtype
+
+
+def _choose_platform(config: ServerConfig, mesh: Mesh, index: int, phases: Phases) -> _Platform:
+    """index: as in load_worker. Raises FlagRefused."""
+    with phases("device") as details:
+        device = choose_device(config.device, index)
+        if device.type != "cpu" and config.cpu_isa is not None:
+            raise FlagRefused(f"cpu_isa={config.cpu_isa}: only device=cpu allows it, not device={device.type}")
+        if config.async_tp_threshold is not None:
+            from tokasaurus.model.parallel.async_tp import enable_fused_gemms  # slow to import
+
+            enable_fused_gemms(config.async_tp_threshold, mesh, device, first_device=index - mesh.tp_rank)
+        kernels = load_kernels(config.cpu_isa) if device.type == "cpu" else None
+        compiles = is_compiled(config.torch_compile, device)
+        dtype = choose_dtype(config.dtype, device, kernels, compiles)
+        activation_dtype = choose_activation_dtype(dtype, kernels, compiles)
+        kv_cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, dtype, activation_dtype)
+        details.append(f"{device}, {_describe_dtypes(dtype, activation_dtype, kv_cache_dtype)}")
+        if device.type == "cpu":
+            num_threads = set_worker_threads(config.dp_size * config.pp_size * config.tp_size)
+            details.append(f"{num_threads} threads")
+            if kernels is not None:
+                kernels.set_num_threads(num_threads)
+    return _Platform(device, kernels, compiles, dtype, activation_dtype, kv_cache_dtype)
+
+
+def _load_model(
+    checkpoint: Checkpoint,
+    mesh: Mesh,
+    platform: _Platform,
+    compiler: Compiler | None,
+    context_length: int,
+    fill: Fill | None,
+    memory: MemoryTable,
+    phases: Phases,
+) -> Decoder:
+    """This rank's part of the model, with weights in the layouts of its gemms. fill: as in load_worker."""
+    choice = ALWAYS_KERNELS
+    if platform.kernels is not None and platform.dtype in ACTIVATION_DTYPES:
+        with phases("gemm") as details:
+            choice = choose_gemm(platform.kernels, checkpoint.info, platform.dtype)
+            details.append(choice.describe())
+    with phases("weights", has_progress_bar=True), memory.measure(WEIGHTS, ROTARY):
+        model = _build_model(checkpoint, mesh, platform.dtype)
+        model.materialize(platform.device, context_length)
+        model.begin_packing(platform.kernels, choice, compiler)
+        filled = FilledModules(model, model.pack_module)
+        if fill is None:
+            _load_weights(model, checkpoint, filled, phases.console)
+        else:
+            fill(model, filled)
+        model.end_packing()
+        return_freed_memory()
+    return model
+
+
+def _choose_backend(
+    config: ServerConfig, shape: KVShape, kernels: Kernels | None, max_graph_rows: int, checks: Checks
+) -> AttentionBackend:
+    """The fastest backend that works here. max_graph_rows: as in make_backend. Raises FlagRefused."""
+
+    def check(backend: AttentionBackend) -> None:
+        feature = f"attention: {type(backend).__name__}"
+        for measured in checks.noting(feature, partial(measure_attention, backend, shape)):
+            if not measured.is_right:
+                raise ComputesWrongly(describe(measured))
+
+    try:
+        return make_backend(
+            *(config.attention_backend, shape, kernels, max_graph_rows),
+            check=check if shape.device.type == "cuda" or checks.is_thorough else None,
+            all_agree=checks.all_agree,
+            on_left_out=lambda name, reason: checks.leave_out(f"attention_backend={name}", reason),
+        )
+    except ValueError as error:
+        raise FlagRefused(str(error)) from error
+
+
+def check_layers(loaded: LoadedWorker, flag: str | None = None) -> bool:
+    """Whether all layers, compiled or not, compute what torch's modules do. flag: as in Checks.passes."""
+    runner = loaded.runner
+    measure = partial(
+        measure_layers,
+        *(runner.executor, loaded.model, loaded.backend, loaded.shape, loaded.mesh, loaded.compiler),
+        *(runner.token_multiple, loaded.limits.context_length),
+    )
+    if loaded.compiler is None:
+        return loaded.checks.describe_wrong("layers", measure) is None
+    what, without = "torch_compile is", "the layers run uncompiled, which is slower"
+    return loaded.checks.passes("torch_compile", measure, what, without, flag)
+
+
+def _check_compiled(loaded: LoadedWorker, compiler: Compiler, config: ServerConfig) -> None:
+    """Compile the layers; switch the compiler off if it fails, which it logs itself, or if they compute wrongly."""
+    if not check_layers(loaded, "torch_compile=T" if config.torch_compile else None):
+        compiler.switch_off()
+    elif compiler.has_failed:
+        loaded.checks.leave_out("torch_compile", "it does not compile here")
+
+
+def _link_stages(mesh: Mesh, model: Decoder, limits: ForwardLimits, device: torch.device, trace: Trace) -> StageLinks:
+    num_tokens = padded_count(limits.max_tokens, mesh.tp_size)
+    buffers = [model.new_hidden(num_tokens, device) for _ in range(num_hidden_buffers(mesh))]
+    return StageLinks(mesh, buffers, limits.max_seqs + 1, trace)
+
+
+def _describe_dtypes(*dtypes: torch.dtype) -> str:
+    """dtypes: of weights, activations and KV cache -> text for the user."""
+    weights, activations, kv_cache = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if weights == activations == kv_cache:
+        return weights
+    return f"{weights} weights, {activations} activations, {kv_cache} KV cache"
+
+
+def _build_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype) -> Decoder:
+    try:
+        return build_decoder(checkpoint.info, mesh, dtype)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _load_weights(model: Decoder, checkpoint: Checkpoint, filled: FilledModules, console: Console) -> None:
+    files = weight_files(checkpoint.directory)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("weights", total=sum(file.stat().st_size for file in files))
+        shards = iter(model.weight_shards())  # a list would keep packed weights in memory
+        load_weights(files, shards, model.ignores, lambda size: progress.advance(task, size), filled.note)

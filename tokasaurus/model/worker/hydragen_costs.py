@@ -1,4 +1,9 @@
-"""Measure what shared-prefix attention of a prefix group costs on this device, compared with its rows alone."""
+"""Measure what prefix groups cost on this device: their attention compared with its rows alone, and what a decode step
+with groups takes more than one without, whatever its attention saves.
+
+With CUDA graphs, a step without groups replays one graph. A step with groups replays a piece for each layer, and the
+host launches attention between them: one after another, where the device may have to wait for the host.
+"""
 
 import hashlib
 import itertools
@@ -18,13 +23,16 @@ from torch import Tensor
 from tokasaurus import __version__
 from tokasaurus.checkpoint import CheckpointError, cache_directory
 from tokasaurus.checkpoint.cache import build_once
+from tokasaurus.messages.forward import ForwardInput, PrefixGroups
 from tokasaurus.messages.status import DEFAULT_HYDRAGEN, HydragenCosts
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.block_lists import as_in_steps
 from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.cpu.build import LibraryUnavailable, processor_features
-from tokasaurus.model.worker.stopwatch import make_stopwatch
+from tokasaurus.model.execution.runner import ModelRunner
+from tokasaurus.model.worker.device import make_stopwatch
+from tokasaurus.model.worker.warmup import ForwardLimits, decode_after, rows_after_a_block
 
 _FILE_NAME = "costs.json"
 
@@ -51,6 +59,10 @@ _COLD_BYTES = 64 << 20
 
 _MIN_LENGTH = _PREFIX_LENGTHS[0]
 """If the cache is too small for prefixes of this many tokens, nothing is measured."""
+
+_NUM_STEP_ROUNDS = 7
+_NUM_STEPS = 4
+"""Steps of a run, each launched before the results of the one before it are read, as in service."""
 
 _Plan = tuple[dict[int, int], list[int]]
 """Rows of the trial of each size of groups, and the lengths of prefixes."""
@@ -162,7 +174,7 @@ def _num_trial_blocks(shape: KVShape, num_rows: int, group_size: int, prefix_len
     return num_rows // group_size * (prefix_length // shape.page_size) + num_rows * own_blocks
 
 
-def describe(costs: HydragenCosts) -> str:
+def describe_savings(costs: HydragenCosts) -> str:
     """What groups are expected to save, for the user."""
     shares = [(num_rows, costs.saved(num_rows, 1024) / (num_rows * 1024)) for num_rows in (4, 32)]
     if all(share <= 0 for _, share in shares):
@@ -203,6 +215,74 @@ def _least_squares_not_negative(terms: NDArray[np.float64], values: NDArray[np.f
                 best, best_error = np.zeros(num_terms), error
                 best[list(chosen)] = part
     return best
+
+
+def with_step_price(
+    costs: HydragenCosts,
+    runner: ModelRunner,
+    backend: AttentionBackend,
+    shape: KVShape,
+    num_blocks: int,
+    limits: ForwardLimits,
+    num_layers: int,
+    details: list[str],
+) -> HydragenCosts:
+    """The costs with per_step as it is measured; as they are without CUDA graphs.
+
+    num_blocks: as for measure_costs. num_layers: of all pipeline stages, since a step's time is that of all of them.
+    details: gets a text for the user if there is a price.
+    """
+    seconds = measure_step_price(runner, limits, shape.page_size)
+    if seconds == 0:
+        return costs
+    token_seconds = seconds_per_token(backend, shape, num_blocks, limits.max_seqs)
+    if token_seconds is None:
+        return costs
+    num_tokens = seconds / (token_seconds * num_layers)
+    details.append(f"a decode step with groups takes {seconds * 1e3:.2g} ms more ({num_tokens:,.0f} tokens)")
+    return replace(costs, per_step=num_tokens)
+
+
+def measure_step_price(runner: ModelRunner, limits: ForwardLimits, page_size: int) -> float:
+    """Seconds by which a decode step takes longer if two of its rows share a block; 0 without CUDA graphs.
+
+    Measured where it is greatest: with few rows and short contexts, and attention in three calls a layer (the prefix,
+    the grouped rows, the other rows). Where the device computes for longer, that hides launches of the host. All ranks
+    run the same steps. Leaves slots open, as `warm_up` does.
+    """
+    if not runner.graph_sizes:
+        return 0.0
+    num_rows = min(runner.graph_sizes[0], limits.max_seqs, limits.max_tokens)
+    if num_rows < 2 or limits.context_length < page_size + 1 + _NUM_STEPS:
+        return 0.0  # no step can have such a group
+    opening = rows_after_a_block(num_rows, limits, page_size)
+    alone = decode_after(opening)
+    grouped = replace(alone, groups=PrefixGroups(np.array([2], np.int32), np.ones(1, np.int32)))
+    differences = []
+    for round_index in range(1 + _NUM_STEP_ROUNDS):
+        alone_s, grouped_s = (_seconds_per_step(runner, opening, step) for step in (alone, grouped))
+        if round_index:  # the first one creates and loads what steps keep
+            differences.append(grouped_s - alone_s)
+    return max(0.0, statistics.median(differences))
+
+
+def _seconds_per_step(runner: ModelRunner, opening: ForwardInput, step: ForwardInput) -> float:
+    runner.run(opening)
+    _wait_for_device(runner.device)
+    began_s = time.perf_counter()
+    before = None
+    for _ in range(_NUM_STEPS):
+        result = runner.run(step)
+        if before is not None:
+            before.host_token_ids()
+        before = result
+    _wait_for_device(runner.device)
+    return (time.perf_counter() - began_s) / _NUM_STEPS
+
+
+def _wait_for_device(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class _Trial:

@@ -1,24 +1,113 @@
-"""What the checks of a start share. A start computes with small inputs on the device at hand, compares with plain
-torch, and switches off what differs or raises.
+"""The checks of a start. It computes with small inputs on the device at hand, compares with plain torch, and switches
+off what differs or raises. Each check yields what it measured; `toka check` shows it all.
 
-Each check yields what it measured (attention_check, triton_check, step_check). `toka check` shows it all.
+- Attention of a backend, against plain float32 torch on the host, for this worker's heads and dtypes.
+- Triton kernels: a group that does not compile, raises or differs is switched off before anything else uses it. Inputs
+  are small, but have the sizes of this model: a check compiles the variants that steps launch.
+- Whole steps of the loaded model: compiled and fused layers against their torch modules, replayed graphs against
+  launched steps. Both sides round differently, and a deep model may magnify one rounding of its input to the size of
+  the result. So each difference is compared with what such a rounding does: the same step is also launched with a
+  perturbed input.
 """
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from tokasaurus.messages.forward import ForwardInput, PrefixGroups, SlotChanges, SlotOpens
+from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.messages.status import FlagRefused, UserError
+from tokasaurus.model.attention.backend import (
+    AttentionBackend,
+    BlockLists,
+    KVShape,
+    PagedLayout,
+    PagedPart,
+    RecordableBackend,
+    as_stored,
+)
+from tokasaurus.model.attention.block_lists import as_in_steps, fill_lists_by_torch
+from tokasaurus.model.attention.reference import ReferenceBackend
+from tokasaurus.model.attention.row_split import attends_over, merge_partial
+from tokasaurus.model.decoder.compile import Compiler
+from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor, zero_nonfinite
+from tokasaurus.model.execution.device_batch import padded_count
+from tokasaurus.model.execution.executors import ModuleExecutor
+from tokasaurus.model.execution.runner import ComputedStep, ModelRunner
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.sampling.rules import (
+    DeviceMasks,
+    RuledRows,
+    choose_rows,
+    has_limits,
+    limited_rows,
+    num_mask_words,
+    params_to_device,
+)
+from tokasaurus.model.sampling.sample import Sampled, SamplingRows, TopRows, sample_by_torch, sample_by_triton
+from tokasaurus.model.staging.staging import DirectStaging
+from tokasaurus.model.triton_choice import KernelGroup, switch_off, uses_triton
+from tokasaurus.model.worker.warmup import ForwardLimits
+
+# T tokens in this forward, R rows that sample or decode, E hidden size, H query heads, K key/value heads, D head size,
+# V vocabulary
 
 logger = logging.getLogger(__name__)
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.01, torch.bfloat16: 0.03}
 """Largest allowed difference, as a share of the largest expected value, by dtype of what is computed."""
+
+_CPU = torch.device("cpu")
+_DECODE_TOKENS = (1, 16, 40, 47)
+"""Tokens that decode rows attend to, their own included."""
+_PREFILL = ((5, 5), (3, 37), (20, 50))
+"""(rows, tokens that the last one attends to) of each prompt: a first chunk and two later ones."""
+_SHARED_BLOCKS = 2
+"""Blocks of the prefix of a group."""
+
+_LOST: dict[KernelGroup, str] = {
+    "attention": "KV writes, merging of shared prefixes and block lists take several launches each",
+    "sampling": "tokens are drawn by plain torch, which sorts the vocabulary for limits and is not in CUDA graphs",
+    "layers": "layers that are not compiled take over 25 launches instead of eight",
+}
+
+_OPTIONS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_p=0.8),
+    SamplingParams(top_k=5),
+    SamplingParams(min_p=0.1),
+)
+_ROWS_PER_OPTION = 4
+_PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
+_NUM_TOP = 5
+_CONTEXT_TOKENS = 20
+
+ROW_TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.005, torch.bfloat16: 0.02}
+"""Allowed difference of a row, by dtype of activations: the norm of the difference as a share of the norm."""
+
+NOISE_FACTOR = 4
+"""A row may also differ by this many times what one rounding of the input changes."""
+
+_PROMPTS = (5, 20, 30)
+"""Tokens of the sequences that the layers compute."""
+_CHUNK = 7
+"""Tokens of a second chunk of the first prompt."""
+
+_NUM_SEQUENCES = 8
+"""Different sequences among a graph's rows."""
+_MAX_OWN = 16
+"""Tokens of a sequence after the shared block."""
+
+_NOTHING = np.zeros(0, np.int32)
 
 
 class Measured(NamedTuple):
@@ -134,3 +223,562 @@ class Checks:
         """Note a feature that is switched off, which the caller has logged."""
         self.results.append(Result(feature, None, reason, 0.0))
         self.switched_off.append(feature)
+
+
+class Context(NamedTuple):
+    """A sequence's end in this forward."""
+
+    num_rows: int
+    num_tokens: int
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SmallForward:
+    """A forward of few short sequences, with a name for the user. Rows that are grouped by prefix can also be computed
+    alone."""
+
+    name: str
+    contexts: tuple[Context, ...]
+    num_grouped: int = 0
+    """The first contexts, which share _SHARED_BLOCKS."""
+    is_recorded: bool = False
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [T]."""
+        return torch.tensor(
+            [
+                position
+                for context in self.contexts
+                for position in range(context.num_tokens - context.num_rows, context.num_tokens)
+            ]
+        )
+
+
+def measure_attention(backend: AttentionBackend, shape: KVShape) -> Iterator[Measured]:
+    """One result of each kind of forward. Replaces the backend's cache by one of a few blocks."""
+    tolerance = max(TOLERANCES[shape.dtype], TOLERANCES[shape.query_dtype])
+    oracle = ReferenceBackend(
+        replace(shape, num_layers=1, dtype=torch.float32, activation_dtype=torch.float32, device=_CPU)
+    )
+    num_blocks, forwards = _attention_forwards(shape.page_size, isinstance(backend, RecordableBackend))
+    random = _Random(_CPU)
+    backend.allocate(num_blocks)
+    oracle.allocate(num_blocks)
+    layer = shape.num_layers - 1
+    indices = torch.arange(shape.page_size, num_blocks * shape.page_size)
+    key, value = (
+        random.normal((len(indices), shape.num_kv_heads, shape.head_dim), shape.query_dtype) for _ in range(2)
+    )
+    backend.plan(PagedLayout(indices.to(shape.device), ()))
+    backend.write(key.to(shape.device), value.to(shape.device), layer)
+    oracle.plan(PagedLayout(indices, ()))
+    oracle.write(as_stored(key, shape.dtype).float(), as_stored(value, shape.dtype).float(), 0)
+    if isinstance(backend, RecordableBackend):
+        backend.prepare_recording(len(_DECODE_TOKENS), num_blocks)
+    for forward in forwards:
+        num_rows = len(forward.positions)
+        query = random.normal((num_rows, shape.num_heads, shape.head_dim), shape.query_dtype)
+        new = [random.normal((num_rows, shape.num_kv_heads, shape.head_dim), shape.query_dtype) for _ in range(2)]
+        on_device = as_in_steps(layout_of(forward, shape.page_size), backend, shape)
+        if forward.is_recorded:
+            assert isinstance(backend, RecordableBackend)
+            backend.plan_recorded(on_device)
+        else:
+            backend.plan(on_device)
+        attends = attends_over(backend, on_device)
+        sent, key, value = (x.to(shape.device) for x in (query, *new))
+        found = attends(sent, key, value, layer).to(_CPU)
+        alone = layout_of(replace(forward, num_grouped=0), shape.page_size)
+        oracle.plan(alone)
+        key, value = (as_stored(x, shape.dtype).float() for x in new)
+        expected = attends_over(oracle, alone)(query.float(), key, value, 0)
+        yield compared(f"attention ({forward.name})", found, expected, tolerance)
+    if isinstance(backend, RecordableBackend):
+        backend.prepare_recording(0, 0)
+    backend.allocate(1)  # what is measured next must not count this cache
+
+
+def _attention_forwards(page_size: int, can_record: bool) -> tuple[int, list[SmallForward]]:
+    """The number of blocks with the padding block, and the forwards. Tokens scale with pages, so that every case
+    has the same number of blocks."""
+    next_block = 1 + _SHARED_BLOCKS
+
+    def own(num_blocks: int) -> list[int]:
+        nonlocal next_block
+        next_block += num_blocks
+        return list(range(next_block - num_blocks, next_block))[::-1]
+
+    def alone(num_rows: int, num_tokens: int) -> Context:
+        return Context(num_rows, num_tokens, own(-(-num_tokens // page_size)))
+
+    def grouped(num_own: int) -> Context:
+        shared = list(range(1, 1 + _SHARED_BLOCKS))
+        return Context(1, _SHARED_BLOCKS * page_size + num_own, shared + own(-(-num_own // page_size)))
+
+    decode = tuple(alone(1, num_tokens) for num_tokens in _DECODE_TOKENS)
+    others = decode[::-1]
+    prefill = tuple(alone(*sizes) for sizes in _PREFILL)
+    group = tuple(grouped(num_own) for num_own in (1, 5, page_size + 3))
+    forwards = [
+        SmallForward("decode", decode),
+        SmallForward("prefill", prefill),
+        SmallForward("decode and prefill", (*decode, *prefill)),
+        SmallForward("prefix group", (*group, *decode[:1]), num_grouped=len(group)),
+    ]
+    if can_record:
+        recorded = (SmallForward("recorded decode", contexts, is_recorded=True) for contexts in (decode, others))
+        forwards += recorded
+    return next_block, forwards
+
+
+def layout_of(forward: SmallForward, page_size: int, num_padding: int = 0) -> PagedLayout:
+    """Grouped rows, other decode rows and prompts are a part each, as in a step. num_padding: rows after them."""
+    decode = [context for context in forward.contexts if context.num_rows == 1]
+    prefill = [context for context in forward.contexts if context.num_rows > 1]
+    num_grouped = forward.num_grouped
+    indices = [
+        context.blocks[token // page_size] * page_size + token % page_size
+        for context in (*decode, *prefill)
+        for token in range(context.num_tokens - context.num_rows, context.num_tokens)
+    ]
+    parts, prefix = [], None
+    if num_grouped:
+        num_shared = _SHARED_BLOCKS * page_size
+        prefix = _part([Context(num_grouped, num_shared, decode[0].blocks[:_SHARED_BLOCKS])], 0, False, True)
+        after = [
+            context._replace(num_tokens=context.num_tokens - num_shared, blocks=context.blocks[_SHARED_BLOCKS:])
+            for context in decode[:num_grouped]
+        ]
+        parts.append(_part(after, 0, True, True))
+    if decode[num_grouped:]:
+        parts.append(_part(decode[num_grouped:], num_grouped, True, False))
+    if prefill:
+        parts.append(_part(prefill, len(decode), True, False))
+    return PagedLayout(torch.tensor([*indices, *[0] * num_padding]), tuple(parts), prefix)
+
+
+def _part(contexts: list[Context], first_row: int, causal: bool, is_partial: bool) -> PagedPart:
+    width = max(len(context.blocks) for context in contexts)
+    counts = torch.tensor([0, *(context.num_rows for context in contexts)])
+    return PagedPart(
+        first_row=first_row,
+        num_rows=int(counts.sum()),
+        query_starts=counts.cumsum(0).int(),
+        block_table=torch.tensor([c.blocks + [0] * (width - len(c.blocks)) for c in contexts], dtype=torch.int32),
+        kv_lengths=torch.tensor([context.num_tokens for context in contexts], dtype=torch.int32),
+        causal=causal,
+        is_partial=is_partial,
+    )
+
+
+def switch_off_wrong_kernels(shape: KVShape, model: Decoder, checks: Checks) -> None:
+    """Check each group of kernels that is in use here."""
+    for group, measure in measures(shape, model).items():
+        what = f"the Triton kernels of {group} are"
+        without = f"without them, {_LOST[group]}. Triton needs a C compiler"
+        if not checks.passes(f"triton_{group}", measure, what, without):
+            switch_off(group)
+
+
+def measures(shape: KVShape, model: Decoder) -> dict[KernelGroup, Measure]:
+    """The check of each group of kernels that is in use on this device."""
+    every: dict[KernelGroup, Measure] = {
+        "attention": functools.partial(compare_attention, shape),
+        "sampling": functools.partial(
+            compare_sampling, model.vocab_size, model.activation_dtype, shape.device, sample_by_triton
+        ),
+        "layers": functools.partial(compare_layers, model),
+    }
+    return {group: measure for group, measure in every.items() if uses_triton(shape.device, group)}
+
+
+def compare_attention(shape: KVShape) -> Iterator[Measured]:
+    from tokasaurus.model.attention import triton_kernels
+
+    device, page_size = shape.device, shape.page_size
+    num_heads, head_dim = shape.num_kv_heads, shape.head_dim
+    random = _Random(device)
+    tolerance = max(TOLERANCES[shape.dtype], TOLERANCES[shape.query_dtype])
+    # New keys and values as the projections give them: slices of one tensor. One token is padding.
+    heads = random.normal((3, 2 * num_heads, head_dim), shape.query_dtype)
+    key, value = heads[:, :num_heads], heads[:, num_heads:]
+    kv_indices = torch.tensor([3 * page_size - 1, page_size, 0], device=device)
+    for is_by_head in (False, True):
+        size = (2, num_heads, 3 * page_size, head_dim) if is_by_head else (2, 3 * page_size, num_heads, head_dim)
+        cache = torch.zeros(size, dtype=shape.dtype, device=device)
+        by_token = cache.transpose(1, 2) if is_by_head else cache
+        expected = by_token.clone()
+        triton_kernels.write_kv(by_token[0], by_token[1], key, value, kv_indices, page_size)
+        for index, new in enumerate((key, value)):
+            expected[index][kv_indices[:2]] = as_stored(new[:2], shape.dtype)
+        yield compared("write_kv", by_token, expected, tolerance)
+
+    for dtype in dict.fromkeys((torch.float32, shape.query_dtype)):
+        outputs = [random.normal((5, shape.num_heads, head_dim), dtype) for _ in range(2)]
+        lses = [3 * random.normal((5, shape.num_heads), torch.float32) for _ in range(2)]
+        lses[0][1:3], lses[1][2:4] = -torch.inf, -torch.inf
+        first, second = zip(outputs, lses, strict=True)
+        # The merged rows are the first ones of the forward, which may have more.
+        found, expected = (
+            torch.zeros_like(outputs[0][:1].expand(7, -1, -1), dtype=shape.query_dtype) for _ in range(2)
+        )
+        triton_kernels.merge_partial(first, second, found[:5])
+        merge_partial(first, second, expected[:5])
+        yield compared("merge_partial", found, expected, tolerance)
+
+    lengths = torch.tensor([3 * page_size, 1, 2 * page_size + 1, 0], dtype=torch.int32, device=device)
+    tables = torch.arange(40, dtype=torch.int32, device=device).view(4, 10)
+    first_entries = torch.tensor([10, 3, 31, 0], device=device)
+    ours, plain = (_empty_lists(lengths, [0, 3, 4, 7, 7]) for _ in range(2))
+    triton_kernels.fill_lists(tables, first_entries, page_size, ours)
+    fill_lists_by_torch(tables, first_entries, page_size, plain)
+    for name in ("starts", "blocks", "last_lengths"):
+        yield compared(f"fill_lists ({name})", getattr(ours, name), getattr(plain, name), 0)
+
+
+def compare_sampling(
+    vocab_size: int, dtype: torch.dtype, device: torch.device, sampler: Callable[[Tensor, SamplingRows], Sampled]
+) -> Iterator[Measured]:
+    """dtype: of logits. sampler: compared with `sample_by_torch`."""
+    random = _Random(device)
+    num_rows = len(_OPTIONS) * _ROWS_PER_OPTION
+    logits = 2 * random.normal((num_rows, vocab_size), dtype)
+    peaks = random.integers((num_rows, 1), vocab_size)
+    logits.scatter_(1, peaks, 12)  # so that greedy rows do not tie
+    logits[-1, vocab_size // 2] = torch.nan
+    params = np.repeat(np.array([*_OPTIONS], SAMPLING_DTYPE), _ROWS_PER_OPTION)
+    for name, penalty in _PENALTIES.items():
+        params[name] = penalty
+    staging = DirectStaging(device)
+    rows = SamplingRows(
+        params=params,
+        device_params=params_to_device(params, device),
+        noise_keys=random.integers((num_rows, 2), 2**32),
+        any_logprobs=True,
+        limited=limited_rows(has_limits(params), staging),
+        top=TopRows(choose_rows(np.arange(0, num_rows - 1, 3), staging), min(_NUM_TOP, vocab_size)),
+    )
+    yield from _compare_draws("sampling", logits, rows, sampler)
+    # Contexts of each second row's largest logits, so that penalties and biases change what is drawn.
+    ruled = choose_rows(np.arange(1, num_rows, 2), staging)
+    count = len(ruled.on_host)
+    num_context = min(_CONTEXT_TOKENS, vocab_size)
+    tokens = logits[ruled.on_device].nan_to_num(0).topk(num_context).indices.int()
+    bias_starts = np.arange(count + 1)
+    lengths = torch.full((count,), num_context, dtype=torch.int32, device=device)
+    rules = RuledRows(
+        rows=ruled,
+        tokens=tokens.flatten(),
+        page_size=num_context,
+        block_tables=torch.arange(count, dtype=torch.int32, device=device).unsqueeze(1),
+        lengths=lengths,
+        num_request_tokens=lengths // 2,
+        bias_starts=bias_starts,
+        device_bias_starts=torch.from_numpy(bias_starts).to(device),
+        bias_ids=tokens[:, 0].contiguous(),
+        bias_values=torch.full((count,), -5.0, device=device),
+    )
+    masked = choose_rows(np.arange(0, num_rows, 3), staging)
+    bits = random.integers((len(masked.on_host), num_mask_words(vocab_size)), 2**31).int()
+    bits[:, 0] |= 1  # at least one token is allowed
+    changed = replace(rows, rules=rules, masks=DeviceMasks(masked, bits))
+    yield from _compare_draws("sampling with penalties, biases and masks", logits, changed, sampler)
+
+
+def _compare_draws(
+    name: str, logits: Tensor, rows: SamplingRows, sampler: Callable[[Tensor, SamplingRows], Sampled]
+) -> Iterator[Measured]:
+    found, expected = sampler(logits, rows), sample_by_torch(logits, rows)
+    differs = found.tokens != expected.tokens
+    # In one row, a near tie may go the other way.
+    yield Measured(f"{name} (share of tokens)", float(differs.double().mean()), 1 / len(differs))
+    is_same = ~differs & (expected.tokens >= 0)
+    assert found.logprobs is not None
+    assert expected.logprobs is not None
+    tolerance = TOLERANCES[torch.float32]
+    yield compared(f"{name} (logprobs)", found.logprobs[is_same], expected.logprobs[is_same], tolerance)
+    assert found.top_ids is not None
+    assert found.top_logprobs is not None
+    assert expected.top_ids is not None
+    assert expected.top_logprobs is not None
+    assert rows.top is not None
+    yield compared(f"{name} (top_logprobs)", found.top_logprobs, expected.top_logprobs, tolerance)
+    own = logits[rows.top.rows.on_device]  # of equal logits, either token may come first
+    of_ids, of_expected = (own.gather(1, ids.long()) for ids in (found.top_ids, expected.top_ids))
+    yield compared(f"{name} (top_ids)", of_ids, of_expected, 0)
+
+
+def compare_layers(model: Decoder) -> Iterator[Measured]:
+    from tokasaurus.model.decoder import triton_layers
+
+    layer = next(iter(model.decoder_layers()))
+    attention, norm, mlp_norm = layer.attention, layer.attention_norm, layer.mlp_norm
+    dtype = norm.weight.dtype
+    tolerance = TOLERANCES[dtype]
+    random = _Random(model.device)
+    heads = attention.num_heads, attention.num_kv_heads
+    features = random.normal((4, (heads[0] + 2 * heads[1]) * model.head_dim), dtype)
+    features[2, -1] = torch.inf
+    angles = 9 * random.normal((4, 1, model.head_dim // 2), torch.float32)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+    weights, eps = None, 0.0
+    if attention.query_norm is not None and attention.key_norm is not None:
+        weights, eps = (attention.query_norm.weight, attention.key_norm.weight), attention.query_norm.eps
+    *found, poison = triton_layers.rotate_heads(features, cos_sin, *heads, weights, eps)
+    query, key, value = attention.split_heads(attention.heads(features), cos_sin)
+    key, value, is_finite = zero_nonfinite(key, value)
+    for name, ours, plain in zip(("query", "key", "value"), found, (query, key, value), strict=True):
+        yield compared(f"rotate_heads ({name})", ours, plain, tolerance)
+    expected_poison = torch.where(is_finite, 0.0, torch.nan)
+    yield compared("rotate_heads (poison)", poison, expected_poison, 0)
+
+    hidden, addend = (random.normal((4, model.hidden_size), dtype) for _ in range(2))
+    yield compared("add_norm", triton_layers.add_norm(hidden, None, norm.weight, norm.eps), norm(hidden), tolerance)
+    for given in (None, expected_poison):
+        total = hidden.clone()
+        normed = triton_layers.add_norm(total, addend, mlp_norm.weight, mlp_norm.eps, given)
+        expected = hidden + addend
+        if given is not None:
+            expected = torch.where(is_finite[:, None], expected, torch.nan)
+        yield compared("add_norm (sum)", total, expected, tolerance)
+        yield compared("add_norm (norm)", normed, mlp_norm(expected), tolerance)
+    gate_up = random.normal((4, 2 * layer.mlp.gate_up.length), dtype)
+    yield compared("silu_mul", triton_layers.silu_mul(gate_up), layer.mlp.gate_up.activate(gate_up), tolerance)
+
+
+class _Random:
+    """The same numbers on every device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._generator = torch.Generator().manual_seed(0)
+
+    def normal(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.randn(size, generator=self._generator).to(self._device, dtype)
+
+    def integers(self, size: tuple[int, ...], end: int) -> Tensor:
+        """int64, from 0 to before `end`."""
+        return torch.randint(end, size, generator=self._generator).to(self._device)
+
+
+def _empty_lists(kv_lengths: Tensor, starts: list[int]) -> BlockLists:
+    """starts: of each segment's blocks, and the end of the last."""
+    size = {"starts": len(starts), "blocks": starts[-1], "last_lengths": len(kv_lengths)}
+    empty = {name: kv_lengths.new_full((length,), -1) for name, length in size.items()}
+    host_starts = torch.tensor(starts, dtype=torch.int32)
+    query_starts = torch.arange(len(starts), dtype=torch.int32, device=kv_lengths.device)
+    return BlockLists(host_starts, query_starts=query_starts, kv_lengths=kv_lengths, **empty)
+
+
+@torch.inference_mode()
+def measure_layers(
+    executor: LayerExecutor,
+    model: Decoder,
+    backend: AttentionBackend,
+    shape: KVShape,
+    mesh: Mesh,
+    compiler: Compiler | None,
+    token_multiple: int,
+    num_positions: int,
+) -> Iterator[Measured]:
+    """The executor of all layers against torch's modules, for three forwards of the same sequences: their prompts, a
+    mixed step, a decode step; the LM head too if it is compiled. Replaces the backend's cache by one of a few blocks.
+    All ranks of a stage must call it.
+
+    token_multiple: of the tokens of each forward. num_positions: of the longest sequence."""
+    modules, dtype = ModuleExecutor(model), model.activation_dtype
+    num_blocks, forwards = _layer_forwards(shape.page_size)
+    with torch.inference_mode(False):  # as a start allocates it: compiled layers are made for such a cache
+        backend.allocate(num_blocks)
+    for seed, forward in enumerate(forwards):
+        num_rows = len(forward.positions)
+        padding = padded_count(num_rows, token_multiple) - num_rows
+        layout = as_in_steps(layout_of(forward, shape.page_size, padding), backend, shape)
+        attends = attends_over(backend, layout)
+        positions = torch.nn.functional.pad(forward.positions % num_positions, (0, padding)).to(shape.device)
+        hidden = _first_hidden(num_rows + padding, model, seed)
+        results = []
+        # The modules last: what they store in the cache is what the next forward reads.
+        for one, entering in ((executor, hidden), (modules, _perturbed(hidden)), (modules, hidden)):
+            backend.plan(layout)
+            results.append(model(positions, _copy(entering), positions, one, attends)[:num_rows])
+        found, perturbed, expected = results
+        yield from _compared(f"layers ({forward.name})", dtype, found, expected, perturbed)
+        if compiler is not None and mesh.is_last_stage:
+            logits = [model.logits(expected[-2:]).clone()]
+            with compiler.paused():
+                logits += (model.logits(rows[-2:]).clone() for rows in (expected, _perturbed(expected)))
+            yield from _compared(f"logits ({forward.name})", dtype, *logits)
+
+
+@torch.inference_mode()
+def measure_graphs(
+    runner: ModelRunner, model: Decoder, page_size: int, num_blocks: int, limits: ForwardLimits
+) -> Iterator[Measured]:
+    """Recorded decode steps of the smallest and the largest size, each replayed with two inputs, against the same steps
+    launched one by one; with and without prefix groups. Their tokens, where graphs draw them, against those that
+    launched sampling draws from the replay's own logits.
+
+    Overwrites blocks of the KV cache. num_blocks: without the padding block."""
+    sizes = runner.graph_sizes
+    prompts = _Prompts(page_size, num_blocks, limits)
+    if (first := prompts.prefill()) is not None:
+        hidden = None if model.is_first_stage else _first_hidden(len(first.prompt_ids), model, seed=2)
+        runner.compute_alone(first, None, hidden)
+    for size in dict.fromkeys((sizes[0], sizes[-1])):
+        num_padding = int(size - 1 not in (0, *sizes))  # one row, where that does not make it another size
+        num_rows = size - num_padding
+        for has_groups in dict.fromkeys((False, prompts.num_shared > 0)):
+            replayed, launched, perturbed = list[ComputedStep](), list[ComputedStep](), list[ComputedStep]()
+            for turn in (0, 1):
+                step = prompts.decode(num_rows, has_groups, turn)
+                # Rows of one sequence compute the same, since they write to the same place.
+                token_ids = torch.from_numpy((prompts.sequences(num_rows, turn) * 7 + turn) % model.vocab_size)
+                token_ids = token_ids.to(model.device)
+                hidden = None if model.is_first_stage else _first_hidden(num_rows, model, turn)
+                replayed.append(runner.compute_alone(step, token_ids, hidden))
+                entering = model.embed(token_ids) if hidden is None else hidden
+                with runner.launching():
+                    perturbed.append(runner.compute_alone(step, token_ids, _perturbed(entering)))
+                    launched.append(runner.compute_alone(step, token_ids, hidden))
+            name = f"graph of {size} rows{' in pieces' if has_groups else ''}"
+            computed = replayed, launched, perturbed
+            hidden_states = (torch.cat([one.hidden for one in steps]) for steps in computed)
+            yield from _compared(name, model.activation_dtype, *hidden_states)
+            if replayed[0].logits is not None:
+                logits = (torch.cat([one.logits for one in steps if one.logits is not None]) for steps in computed)
+                yield from _compared(f"{name}, logits", model.activation_dtype, *logits)
+            drawn = [one.drawn for one in replayed if one.drawn is not None]
+            redrawn = [one.redrawn for one in replayed if one.redrawn is not None]
+            if drawn:
+                is_other = torch.cat(drawn) != torch.cat(redrawn)
+                yield Measured(f"{name}: share of tokens", float(is_other.double().mean()), 0.0)
+
+
+def _layer_forwards(page_size: int) -> tuple[int, list[SmallForward]]:
+    """The number of blocks with the padding block, and the forwards, each of which goes on with the last one's
+    sequences."""
+    tables, next_block = list[list[int]](), 1
+    for num_tokens in _PROMPTS:
+        num_blocks = -(-(num_tokens + _CHUNK + 1) // page_size)
+        tables.append(list(range(next_block, next_block + num_blocks))[::-1])
+        next_block += num_blocks
+    lengths = [0] * len(tables)
+
+    def forward(name: str, *counts: int) -> SmallForward:
+        """counts: rows of each sequence. Sequences with one row come first."""
+        contexts = []
+        for index, (num_rows, blocks) in enumerate(zip(counts, tables, strict=True)):
+            lengths[index] += num_rows
+            contexts.append(Context(num_rows, lengths[index], blocks))
+        return SmallForward(name, (*contexts[1:], *contexts[:1]))
+
+    decodes = [1] * (len(tables) - 1)
+    forwards = [
+        forward("prefill", *_PROMPTS),
+        forward("decode and prefill", _CHUNK, *decodes),
+        forward("decode", 1, *decodes),
+    ]
+    return next_block, forwards
+
+
+class _Prompts:
+    """Short sequences with one or no shared block, and one block of their own each."""
+
+    def __init__(self, page_size: int, num_blocks: int, limits: ForwardLimits) -> None:
+        """num_blocks: without the padding block."""
+        self._page_size = page_size
+        max_sequences = min(_NUM_SEQUENCES, limits.max_seqs)
+        max_tokens = limits.max_tokens // max_sequences
+        room = min(limits.context_length, max_tokens) - page_size
+        self.num_shared = int(room > 0 and num_blocks > 1)
+        self._vocab_size = limits.vocab_size
+        num_own = max(1, min(page_size, _MAX_OWN, room if self.num_shared else max_tokens, limits.context_length))
+        count = min(max_sequences, num_blocks - self.num_shared)
+        self._lengths = self.num_shared * page_size + (5 * np.arange(count, dtype=np.int32)) % num_own
+        shared = np.arange(1, 1 + self.num_shared, dtype=np.int32)
+        own = 1 + self.num_shared + np.arange(count, dtype=np.int32)[::-1]
+        self._tables = np.concatenate((np.tile(shared, (count, 1)), own[:, None]), axis=1)
+
+    def sequences(self, num_rows: int, turn: int) -> NDArray[np.int64]:
+        """The sequence of each row, another one in each turn."""
+        return (np.arange(num_rows) * (1 + 2 * turn) + turn) % len(self._lengths)
+
+    def prefill(self) -> ForwardInput | None:
+        """The prompts; None if they have no tokens."""
+        sequences = np.flatnonzero(self._lengths)
+        if not len(sequences):
+            return None
+        lengths = self._lengths[sequences]
+        positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        is_own = positions >= self.num_shared * self._page_size
+        prompt_ids = (positions * 7 + is_own * np.repeat(sequences, lengths)) % self._vocab_size
+        changes = self._open(sequences, lengths, np.zeros_like(lengths))
+        slots = np.arange(1, 1 + len(sequences), dtype=np.int32)
+        return ForwardInput(0, slots, lengths, 0, prompt_ids.astype(np.int32), changes)
+
+    def decode(self, num_rows: int, has_groups: bool, turn: int) -> ForwardInput:
+        """The next token of each row's sequence."""
+        sequences = self.sequences(num_rows, turn)
+        lengths = self._lengths[sequences]
+        changes = self._open(sequences, lengths, lengths)
+        slots = np.arange(1, 1 + num_rows, dtype=np.int32)
+        groups = None
+        if has_groups:
+            groups = PrefixGroups(np.array([num_rows], np.int32), np.array([self.num_shared], np.int32))
+        return ForwardInput(0, slots, np.ones(num_rows, np.int32), num_rows, _NOTHING, changes, groups=groups)
+
+    def _open(
+        self, sequences: NDArray[np.int64], prompts: NDArray[np.int32], first_positions: NDArray[np.int32]
+    ) -> SlotChanges:
+        """A slot for each, from 1 on. prompts: tokens of each prompt."""
+        count = len(sequences)
+        slots = np.arange(1, 1 + count, dtype=np.int32)
+        opened = SlotOpens(
+            slots=slots,
+            num_prompt_tokens=prompts,
+            first_positions=first_positions,
+            sampling=np.array([SamplingParams()] * count, SAMPLING_DTYPE),
+            seeds=np.arange(count, dtype=np.uint64),
+            sample_indices=np.zeros(count, np.uint32),
+            want_logprobs=np.zeros(count, np.bool_),
+        )
+        tables = self._tables[sequences]
+        return SlotChanges(slots, opened, np.repeat(slots, tables.shape[1]), tables.ravel())
+
+
+def _compared(name: str, dtype: torch.dtype, found: Tensor, expected: Tensor, perturbed: Tensor) -> Iterator[Measured]:
+    """All [T, E]. The worst row, which a magnified rounding may excuse, and the median one, which it hardly can. Rows
+    that the model itself makes infinite or NaN are left out."""
+    is_finite = expected.isfinite().all(dim=-1)
+    found, expected, perturbed = (rows[is_finite].double() for rows in (found, expected, perturbed))
+    if not len(expected):
+        return
+    size = expected.norm(dim=-1)
+    errors, noise = ((rows - expected).norm(dim=-1) / size for rows in (found, perturbed))
+    pairs = {"worst row": (errors.max(), noise.max()), "median row": (errors.median(), noise.median())}
+    for which, (error, of_noise) in pairs.items():
+        yield Measured(f"{name}: {which}", float(error), max(ROW_TOLERANCES[dtype], NOISE_FACTOR * float(of_noise)))
+
+
+def _first_hidden(num_rows: int, model: Decoder, seed: int) -> Tensor:
+    """What enters this stage, [T, E], the same on every rank: embeddings of random tokens, or random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    if model.is_first_stage:
+        token_ids = torch.randint(model.vocab_size, (num_rows,), generator=generator)
+        return model.embed(token_ids.to(model.device))
+    with torch.inference_mode(False):  # as the buffers that later stages receive to: compiled layers are made for them
+        return torch.randn((num_rows, model.hidden_size), generator=generator).to(model.device, model.activation_dtype)
+
+
+def _copy(hidden: Tensor) -> Tensor:
+    with torch.inference_mode(hidden.is_inference()):
+        return hidden.clone()
+
+
+def _perturbed(hidden: Tensor) -> Tensor:
+    """hidden [T, E] changed by about one rounding."""
+    noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(9)).to(hidden.device)
+    return (hidden.float() * (1 + torch.finfo(hidden.dtype).eps / 2 * noise)).to(hidden.dtype)

@@ -18,7 +18,7 @@ from tests.model.attention.helpers.flashinfer_real import HEADS, PAGE_SIZE, with
 from tests.model.helpers.paged_problems import CPU
 from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import KVShape
-from tokasaurus.model.worker.attention_check import measure_attention
+from tokasaurus.model.worker.self_check import measure_attention
 
 START_HEADS = (*HEADS, (32, 32, 128))
 """With one query head a KV head of size 128 too, so that each head size has decode on CUDA cores."""

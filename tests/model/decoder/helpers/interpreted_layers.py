@@ -20,8 +20,7 @@ from torch import Tensor
 from tests.helpers.tiny_model import FAMILIES, save_tiny_model
 from tests.model.decoder.helpers.layer_kernels import LayerKernels
 from tests.model.helpers.greedy_decoding import load
-from tokasaurus.model.decoder import triton_layers
-from tokasaurus.model.decoder.layers import linear
+from tokasaurus.model.decoder import layers, triton_layers
 from tokasaurus.model.execution import executors
 from tokasaurus.model.execution.executors import FusedExecutor, ModuleExecutor
 from tokasaurus.model.parallel.mesh import Mesh
@@ -123,7 +122,7 @@ def run_ranks(directory: Path, hidden: Tensor, cos_sin: Tensor, overflow_on: int
         with torch.inference_mode():
             return executor.run(hidden.clone(), cos_sin, attends_alone)
 
-    with patch.object(linear, "sum_over_shards", summed), concurrent.futures.ThreadPoolExecutor(2) as pool:
+    with patch.object(layers, "sum_over_shards", summed), concurrent.futures.ThreadPoolExecutor(2) as pool:
         return list(pool.map(run, fused))
 
 

@@ -32,7 +32,7 @@ from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.execution import executors
 from tokasaurus.model.execution.executors import FusedExecutor, ModuleExecutor
 from tokasaurus.model.sampling import sample, triton_rows, triton_sample
-from tokasaurus.model.worker import self_check, triton_check
+from tokasaurus.model.worker import self_check
 from tokasaurus.model.worker.self_check import Checks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -60,7 +60,7 @@ def on_pretended_cuda(*off: str) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(triton_choice, "_switched_off", set(off)))
-        for module in (triton_check, torch_backend, block_lists, sample, executors):
+        for module in (self_check, torch_backend, block_lists, sample, executors):
             stack.enter_context(patch.object(module, "uses_triton", uses))
         yield
 
@@ -70,7 +70,7 @@ def check(model: Decoder, shape: KVShape, all_agree: Callable[[bool], bool] = la
     handler, checks = Lines(), Checks(all_agree)
     self_check.logger.addHandler(handler)
     try:
-        triton_check.switch_off_wrong_kernels(shape, model, checks)
+        self_check.switch_off_wrong_kernels(shape, model, checks)
     finally:
         self_check.logger.removeHandler(handler)
     assert len(checks.switched_off) == len(handler.lines)
@@ -205,8 +205,8 @@ def main() -> None:
                     assert left() == {*GROUPS} - off
         bfloat16 = KVShape(2, 9, 3, 80, 16, torch.bfloat16, CPU)
         for case in (
-            triton_check.compare_attention(bfloat16),
-            triton_check.compare_sampling(2500, torch.bfloat16, CPU, sample.sample_by_triton),
+            self_check.compare_attention(bfloat16),
+            self_check.compare_sampling(2500, torch.bfloat16, CPU, sample.sample_by_triton),
         ):
             for measured in case:
                 assert measured.is_right, measured

@@ -1,15 +1,17 @@
-"""Model families, keyed by model_type in config.json."""
+"""The table of model families, and building the decoder of one."""
 
 import torch
 
 from tokasaurus.checkpoint import CheckpointError, ModelInfo
 from tokasaurus.model.decoder.decoder import Decoder, DecoderOptions
-from tokasaurus.model.decoder.llama import LLAMA
-from tokasaurus.model.decoder.qwen2 import QWEN2
-from tokasaurus.model.decoder.qwen3 import QWEN3
 from tokasaurus.model.parallel.mesh import Mesh
 
-FAMILIES: dict[str, DecoderOptions] = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+FAMILIES = {
+    "llama": DecoderOptions(),  # Llama 3.x, and models of the same architecture such as SmolLM2
+    "qwen2": DecoderOptions(qkv_bias=True),  # Qwen 2 and 2.5
+    "qwen3": DecoderOptions(qk_norm=True),  # Qwen 3, the dense models
+}
+"""By model_type in config.json."""
 
 
 def build_decoder(info: ModelInfo, mesh: Mesh, dtype: torch.dtype) -> Decoder:

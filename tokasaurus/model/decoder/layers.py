@@ -1,4 +1,6 @@
-"""Linear layers, sharded over the tensor-parallel ranks and fused where they share an input."""
+"""The layers that a decoder is made of, as torch modules: norms, linear layers, the gated feed-forward, embedding and
+LM head. All are sharded over the tensor-parallel ranks, and fused where they share an input. Attention is in `decoder`.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,14 +9,36 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice, torch_gemm
 from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedWeights, takes
-from tokasaurus.model.decoder.layers.norm import RMSNorm
+from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.weights import WeightShard
 from tokasaurus.model.parallel.collectives import sum_over_shards
 from tokasaurus.model.parallel.mesh import Mesh
 
-# T tokens
+# T tokens, R rows whose logits are wanted, E hidden size
+
+
+class RMSNorm(nn.Module):
+    """Scales x [..., size] to unit mean square, then by a weight per channel. Source: arXiv 1910.07467."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
+        self._size = size
+        self.eps = eps
+        self._float_weight: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, (self._size,), self.weight.to(x.dtype), self.eps)
+
+    @property
+    def float_weight(self) -> Tensor:
+        """The loaded weight in float32, as the CPU kernels read it; created at the first call."""
+        if self._float_weight is None:
+            self._float_weight = self.weight.data.float()
+        return self._float_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +146,6 @@ class GatedLinear(FusedColumnLinear):
         super().__init__(in_size, (gate, up), bias=False, dtype=dtype)
         self.length = gate.length
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether `pack` has copied the weight into another layout."""
-        return self.packed is not None or self._torch_gemm is not None
-
     def features(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, 2 * length], the outputs of gate and up, without the kernels."""
         return super()._multiply_by_torch(x)
@@ -164,3 +183,74 @@ class RowLinear(Linear):
         columns = slice(self._start, self._start + length)
         shape = (out_size, self._in_size)
         return [WeightShard(f"{prefix}{self._source}.weight", shape, (slice(None), columns), self.weight)]
+
+
+class GatedMLP(nn.Module):
+    """x [T, E] -> [T, E]: down(silu(gate(x)) * up(x)). Source: arXiv 2002.05202 (SwiGLU)."""
+
+    def __init__(self, info: ModelInfo, mesh: Mesh, dtype: torch.dtype) -> None:
+        super().__init__()
+        size = info.intermediate_size
+        start, length = mesh.shard(size, "intermediate_size")
+        gate, up = (OutputShard(name, size, start, length) for name in ("gate_proj", "up_proj"))
+        self.gate_up = GatedLinear(info.hidden_size, gate, up, dtype)
+        self.down = RowLinear("down_proj", size, (start, length), info.hidden_size, mesh, dtype)
+
+    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """norm: applied to x first."""
+        down: Tensor = self.down(self.gate_up(x, norm))
+        return down
+
+    def weight_shards(self, prefix: str) -> list[WeightShard]:
+        return self.gate_up.weight_shards(prefix) + self.down.weight_shards(prefix)
+
+
+class VocabShard(Linear):
+    """Rows of a [vocab, E] matrix for this rank's range of token ids; serves as embedding, as LM head, or as both."""
+
+    def __init__(self, info: ModelInfo, mesh: Mesh, dtype: torch.dtype) -> None:
+        start, length = mesh.vocab_shard(info.vocab_size)
+        super().__init__(info.hidden_size, length, bias=False, dtype=dtype)
+        self._start = start
+        self._length = length
+        self._mesh = mesh
+        self._shape = (info.vocab_size, info.hidden_size)
+        self._logits: Tensor | None = None
+        self._product: Callable[[Linear, Tensor, RMSNorm], Tensor] = Linear.__call__
+
+    def compile_product(self, compiler: Compiler) -> None:
+        """Compile norm and gemm, for any number of rows, unless they have been packed."""
+        if not self.is_packed:
+            self._product = compiler.compile(Linear.forward)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T] -> [T, E]."""
+        if self._mesh.tp_size == 1:
+            return self._rows(token_ids)
+        local = token_ids - self._start
+        elsewhere = (local < 0) | (local >= self._length)
+        rows = self._rows(local.masked_fill(elsewhere, 0))
+        return sum_over_shards(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self._mesh)
+
+    def _rows(self, indices: Tensor) -> Tensor:
+        return functional.embedding(indices, self.weight) if self.packed is None else self.packed.rows(indices)
+
+    def reserve(self, num_rows: int) -> None:
+        """Allocate memory for num_rows rows of logits, if the kernels compute them."""
+        if self.packed is not None:
+            self._logits = torch.zeros((num_rows, self._length), dtype=self.packed.activation_dtype)
+
+    def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+        """hidden [R, E], normalised by `norm` -> logits of this rank's token ids, [R, v], in its dtype. The next
+        call may overwrite them."""
+        if self.packed is None or not self.runs_on_kernels(hidden.shape[0]):
+            return self._product(self, hidden, norm)
+        # Keep the memory: an allocation of this size would go back to the system when freed, and allocating it again,
+        # zeroed and page by page, would take a quarter of the gemm's time.
+        if self._logits is None or len(self._logits) < len(hidden):
+            self._logits = hidden.new_empty((len(hidden), self._length))
+        return self.packed.multiply(hidden, (norm.float_weight, norm.eps), self._logits[: len(hidden)])
+
+    def weight_shards(self, source: str) -> list[WeightShard]:
+        rows = slice(self._start, self._start + self._length)
+        return [WeightShard(source, self._shape, (rows, slice(None)), self.weight)]

@@ -1,4 +1,6 @@
-"""Gemms with weights packed for the CPU or not, against the plain formula in double precision."""
+"""Gemms with weights packed for the CPU or not, against the plain formula in double precision; and the embedding."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.examples import examples
+from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.linear_layers import (
     DTYPES,
     activation_dtype,
@@ -15,7 +18,9 @@ from tests.model.helpers.linear_layers import (
     make_norm,
     random_rows,
 )
-from tokasaurus.model.decoder.layers.linear import GatedLinear, Linear, OutputShard
+from tokasaurus.checkpoint import read_model_info
+from tokasaurus.model.decoder.layers import GatedLinear, Linear, OutputShard, VocabShard
+from tokasaurus.model.parallel.mesh import Mesh
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 63, 200])
@@ -145,3 +150,21 @@ def test_the_result_of_a_row_does_not_depend_on_the_number_of_rows(dtype: torch.
     for num_rows in (1, 2, 5, 6, 7, 12, 13, 66, 67, 68, 143, 144, 145):
         assert torch.equal(linear(x[:num_rows]), together[:num_rows])
         assert torch.equal(linear(x[-num_rows:]), together[-num_rows:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [0, 1, 500])
+def test_a_packed_embedding_returns_rows_of_its_weight_and_computes_logits(
+    num_tokens: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    save_tiny_model(tmp_path, "llama", tied=True)
+    shard = VocabShard(read_model_info(tmp_path), Mesh(), dtype)
+    fill(shard)
+    weight = shard.weight.detach().clone()
+    shard.pack(layer_kernels())
+    token_ids = torch.randint(VOCAB_SIZE, (num_tokens,), generator=torch.Generator().manual_seed(0))
+    token_ids[: min(num_tokens, 1)] = VOCAB_SIZE - 1
+    assert torch.equal(shard.embed(token_ids), weight[token_ids].to(activation_dtype(dtype)))
+    norm, hidden = make_norm(64, dtype), random_rows(3, 64, activation_dtype(dtype))
+    expected = torch.nn.functional.linear(norm(hidden), weight.to(hidden.dtype))
+    torch.testing.assert_close(shard.logits(hidden, norm), expected, atol=0.06, rtol=0.01)
