@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / f"{name}.md" for name in ("README", "SECURITY", "CHANGELOG"))]
 OF_OTHERS = {"auth_token"}
 """Options of other programs that the pages name."""
-SOURCES = ("tokasaurus", "tests", "benchmarks")
+SOURCES = ("tokasaurus", "tests", "benchmarks", "torture")
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 
 
@@ -88,7 +88,7 @@ def test_source_files_that_the_pages_name_exist() -> None:
 
 def test_modules_that_the_pages_run_exist() -> None:
     for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", ROOT / "Makefile"):
-        for name in re.findall(r"-m ((?:benchmarks|tests|tokasaurus)(?:\.[a-z_]+)*)(?![\w.])", page.read_text()):
+        for name in re.findall(r"-m ((?:benchmarks|tests|tokasaurus|torture)(?:\.[a-z_]+)*)(?![\w.])", page.read_text()):
             path = ROOT / name.replace(".", "/")
             assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), f"{page.name}: {name}"
 
