@@ -88,7 +88,9 @@ def test_source_files_that_the_pages_name_exist() -> None:
 
 def test_modules_that_the_pages_run_exist() -> None:
     for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", ROOT / "Makefile"):
-        for name in re.findall(r"-m ((?:benchmarks|tests|tokasaurus|torture)(?:\.[a-z_]+)*)(?![\w.])", page.read_text()):
+        for name in re.findall(
+            r"-m ((?:benchmarks|tests|tokasaurus|torture)(?:\.[a-z_]+)*)(?![\w.])", page.read_text()
+        ):
             path = ROOT / name.replace(".", "/")
             assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), f"{page.name}: {name}"
 

@@ -96,7 +96,9 @@ def run_round(setup: Setup, flags: Sequence[str], num_requests: int, num_samples
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.parallelism.costs", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=8, help="at once")
     parser.add_argument("--samples", type=int, default=4, help="of each request")

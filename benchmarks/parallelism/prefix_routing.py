@@ -178,7 +178,7 @@ def print_found(title: str, chats: list[Chat], num_kv_tokens: int, console: Cons
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parallelism.prefix_routing", description=__doc__)
     parser.add_argument("--chats", type=int, default=64)
     parser.add_argument("--turns", type=int, default=8)
     args = parser.parse_args()

@@ -156,7 +156,9 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.parallelism.trace_picture", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("trace", type=Path, help="file that a server with `trace=` has written")
     parser.add_argument("picture", type=Path, help="SVG file to write")
     parser.add_argument("--first-step", type=int, required=True)
