@@ -21,12 +21,12 @@ from tokasaurus.server.prepare.chat import draft_chat
 from tokasaurus.server.prepare.completion import draft_completion
 from tokasaurus.server.prepare.requests import Draft, Origin, Prepared, num_prompt_values
 from tokasaurus.server.protocol.answers import Usage
-from tokasaurus.server.protocol.chat import ChatCompletion, ChatCompletionRequest
-from tokasaurus.server.protocol.completions import Completion, CompletionRequest
+from tokasaurus.server.protocol.chat import ChatCompletionRequest
+from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.protocol.sampling_fields import SamplingFields, StreamOptions
 from tokasaurus.server.resources import RequestLimits
 from tokasaurus.server.respond.stream import AnswerStream, ChatStream, CompletionStream
-from tokasaurus.server.respond.whole import build_chat_completion, build_completion, write_answer
+from tokasaurus.server.respond.whole import WholeAnswer, build_chat_completion, build_completion, write_answer
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
 
@@ -52,7 +52,7 @@ class Endpoint(Generic[Body]):
 
     body_model: type[Body]
     draft: Callable[[Body, ServedModel, EngineLimits, Origin], Draft]
-    build: Callable[[Prepared, Sequence[Sequence[FinishedSequence]], ServedModel], Completion | ChatCompletion]
+    build: Callable[[Prepared, Sequence[Sequence[FinishedSequence]], ServedModel], WholeAnswer]
     """Builds the whole answer."""
     stream: Callable[[Prepared, ServedModel, StreamOptions], AnswerStream]
     """Makes what turns deltas into the events of a streamed answer."""

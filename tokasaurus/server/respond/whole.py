@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import orjson
 
@@ -111,7 +111,16 @@ def build_chat_completion(
     return ChatCompletion(*fields)
 
 
-def write_answer(answer: Completion | ChatCompletion) -> bytes:
+class WholeAnswer(Protocol):
+    """A dataclass: an answer as it is on the wire."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def usage(self) -> Usage: ...
+
+
+def write_answer(answer: WholeAnswer) -> bytes:
     """The answer as JSON, which prompt logprobs may make hundreds of megabytes large.
 
     Serialised in parts, since each dumps() call holds the GIL, which blocks the event loop; join() releases it.
@@ -122,7 +131,7 @@ def write_answer(answer: Completion | ChatCompletion) -> bytes:
         if field.name != "choices":
             parts.append(write_json(getattr(answer, field.name)))
             continue
-        choices: Sequence[CompletionChoice | ChatChoice] = answer.choices
+        choices: Sequence[CompletionChoice | ChatChoice] = getattr(answer, field.name)
         for index, choice in enumerate(choices):
             parts += [b"," if index else b"[", _write_choice(choice)]
         parts.append(b"]")
