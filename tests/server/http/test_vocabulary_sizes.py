@@ -19,7 +19,7 @@ HELLO = 259
 
 
 def post(url: str, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(url + path, json=body, trust_env=False)
+    return httpx.post(url + path, json=body, trust_env=False, timeout=60)
 
 
 @pytest.mark.parametrize(
