@@ -66,8 +66,8 @@ THREAD_END_SECONDS = 1.0
 """Longest wait for a grammar thread to end at shutdown, in seconds."""
 
 SWITCH_SECONDS = 0.0005
-"""Longest time that a thread waits for this process's GIL, in seconds: ten times shorter than Python's own, so that
-the threads that read grammars and write what a full pipe did not take follow the pace of a fast device."""
+"""Longest time that a thread waits for this process's GIL, in seconds. A tenth of Python's default, so that the threads
+that read grammars and write to full pipes keep up with a fast device."""
 
 MIN_STREAM_WAIT = 0.002
 """Shortest sleep until unsent tokens of a stream are due, in seconds: streams that are due soon wait for each other."""
@@ -76,7 +76,7 @@ PROGRESS_SECONDS = 1.0
 """Interval between reports of how far background sequences are, in seconds."""
 
 _MANY_ROWS, _LONG_PREFIX = 512, 4096
-"""Size and tokens of a prefix group that saves time if any does."""
+"""Sequences and prefix tokens of a group that saves time if any group does."""
 
 STATS_UPDATE_SECONDS = 0.25
 """Interval between updates of the server's counters while no sequence starts or ends, in seconds."""
@@ -185,8 +185,8 @@ def _await_workers(
 def common_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
     """What all workers of a replica can do, since they run the same steps.
 
-    The least capacity, the highest costs and the features that are switched off, of any worker. All have blocks of one
-    size.
+    The smallest capacity and the highest costs of any worker, and every feature that any of them has switched off. All
+    have blocks of the same size.
     """
     assert len({one.page_size for one in limits}) == 1
     hydragen = HydragenCosts(*map(max, zip(*(astuple(one.hydragen) for one in limits), strict=True)))

@@ -187,14 +187,14 @@ def test_a_sequence_waits_only_if_blocks_would_run_out(shapes, options, num_ahea
 )
 def test_a_batch_admits_as_many_sequences_as_fit_one_by_one(shapes, options, seed, batch, most):
     state, waiting = stop_halfway(shapes, options, seed)
-    page_size, num_blocks = options.limits.page_size, options.limits.num_kv_blocks
+    num_blocks = options.limits.num_kv_blocks
     candidates, kv_forecast = describe(state, waiting), forecast_kv(state, None)
     fits = [
-        fits_together(kv_forecast.curve, simulate_candidates(candidates, num, kv_forecast, page_size), num_blocks)
+        fits_together(kv_forecast.curve, simulate_candidates(candidates, num, kv_forecast), num_blocks)
         for num in range(1, len(waiting) + 1)
     ]
     assert fits == sorted(fits, reverse=True), "more sequences never need fewer blocks"
-    assert num_fitting(candidates, 0, kv_forecast, num_blocks, page_size, batch, most) == min(sum(fits), most)
+    assert num_fitting(candidates, 0, kv_forecast, num_blocks, batch, most) == min(sum(fits), most)
 
 
 @examples(300)
@@ -216,7 +216,7 @@ def test_simulated_candidates_equal_the_forecast_after_their_admission(shapes, o
             assert match.num_blocks == sample_groups[num - 1].num_cached_blocks
         admit(state, state.queues.take_first_waiting())
         assert num_to_compute(state, [sequence]) == candidates.num_to_compute[num - 1]
-        simulated = before.curve.at(steps) + simulate_candidates(candidates, num, before, page_size).at(steps)
+        simulated = before.curve.at(steps) + simulate_candidates(candidates, num, before).at(steps)
         real = forecast_kv(state, None).curve.at(steps)
         assert (simulated >= real).all()
         assert not is_exact or simulated.tolist() == real.tolist()
@@ -228,10 +228,10 @@ def test_admitted_sequences_compute_as_many_tokens_as_described(shapes, options,
     """This holds even if allocating their blocks evicts cached blocks."""
     state, waiting = stop_halfway(shapes, options, seed)
     candidates = describe(state, waiting)
-    curve, page_size = forecast_kv(state, None).curve, options.limits.page_size
+    curve = forecast_kv(state, None).curve
     num = 0
     for more in range(1, min(len(waiting), len(state.slots.free)) + 1):
-        extra = simulate_candidates(candidates, more, forecast_kv(state, None), page_size)
+        extra = simulate_candidates(candidates, more, forecast_kv(state, None))
         num = more if fits_together(curve, extra, options.limits.num_kv_blocks) else num
     admit_described(state, candidates, num)
     assert state.queues.first_waiting(100) == waiting[num:]
@@ -269,7 +269,7 @@ def test_prompt_logprobs_are_recomputed_if_another_sample_is_admitted_first():
     for sequence in (with_logprobs, sample):
         state.queues.add_waiting(sequence, first=True)
     before, candidates = forecast_kv(state, None), describe(state, [sample, with_logprobs])
-    simulated = simulate_candidates(candidates, 2, before, 4).at(np.arange(60))
+    simulated = simulate_candidates(candidates, 2, before).at(np.arange(60))
     for _ in range(2):
         admit(state, state.queues.take_first_waiting())
     assert state.slots.first_positions[[sample.slot, with_logprobs.slot]].tolist() == [0, 0]
@@ -294,7 +294,7 @@ def test_sequences_obviously_fit_if_they_fit_without_sharing_blocks(prompts, max
     ]
     expected = max(num for num in range(len(prompts) + 1) if len(set().union(*touched[:num])) <= num_blocks)
     candidates = describe(state, state.queues.first_waiting(100))
-    assert num_obviously_fitting(candidates, num_blocks, page_size) == expected
+    assert num_obviously_fitting(candidates, num_blocks) == expected
 
 
 def test_a_large_batch_admits_again_once_enough_sequences_have_left_or_after_a_few_steps(monkeypatch):
@@ -356,13 +356,13 @@ def test_the_example_of_the_architecture_page(num_blocks: int, num_by_bound: int
     state = driver.state
     add_request(state, make_request(3, 9, 1, 4, ignore_eos=True))
     candidates, running = describe(state, state.queues.first_waiting(1)), forecast_kv(state, None)
-    own = simulate_candidates(candidates, 1, running, 4)
+    own = simulate_candidates(candidates, 1, running)
     assert expected["A"] == blocks_alone(6, 4, steps)
     assert expected["B"] == blocks_alone(7, 13, steps)
     assert expected["C"] == own.at(steps).tolist()
     assert expected["all"] == (running.curve.at(steps) + own.at(steps)).tolist()
     num_free = num_blocks - state.blocks.num_used - admission._num_blocks_still_needed(state)
-    assert num_obviously_fitting(candidates, num_free, 4) == num_by_bound
+    assert num_obviously_fitting(candidates, num_free) == num_by_bound
     admit_waiting(state)
     num_calls, used = 0, [state.blocks.num_used]
     while driver.queue:

@@ -89,6 +89,7 @@ class SampleGroup:
 class Candidates:
     """K waiting sequences, in admission order."""
 
+    page_size: int
     num_prompt_tokens: Int64Array
     """[K] tokens to prefill, cached ones included."""
     num_to_compute: Int64Array
@@ -140,32 +141,30 @@ def can_admit(state: EngineState) -> bool:
 
 def _admit_fitting(state: EngineState, candidates: Candidates) -> tuple[int, bool]:
     """Admit the first candidates that fit. Returns how many, and whether the next one does not fit."""
-    page_size, max_at_once = state.options.limits.page_size, state.options.precise_onboard_batch_size
+    admission, max_simulated = state.admission, state.options.precise_onboard_batch_size
     num_blocks = int(state.blocks.num_blocks * state.options.target_kv_cache_utilization)
     rate = wanted_prefill_rate(state, candidates.num_to_compute, candidates.decode_steps)
     num_unreserved = num_blocks - state.blocks.num_used - _num_blocks_still_needed(state)
-    num_certain = num = num_obviously_fitting(candidates, num_unreserved, page_size)
-    most = len(candidates.decode_steps)
-    if num < most and max_at_once is not None:
-        most = min(most, num_certain + max_at_once)
+    num_certain = num = num_obviously_fitting(candidates, num_unreserved)
+    num_considered = len(candidates.decode_steps)
+    if num < num_considered and max_simulated is not None:
+        num_considered = min(num_considered, num_certain + max_simulated)
         new_left = candidates.num_to_compute
         new_starts = candidates.num_prompt_tokens - new_left
         kv_forecast = forecast_kv(state, rate, new_starts, new_left)
-        if rate != state.admission.prefill_rate and state.slots.num_running and kv_forecast.curve.peak > num_blocks:
+        if rate != admission.prefill_rate and state.slots.num_running and kv_forecast.curve.peak > num_blocks:
             # The running sequences do not fit at this rate, but did at the rate at which they were admitted.
-            rate = state.admission.prefill_rate
+            rate = admission.prefill_rate
             kv_forecast = forecast_kv(state, rate, new_starts, new_left)
-        num = num_fitting(
-            *(candidates, num_certain, kv_forecast, num_blocks, page_size, state.admission.batch, max_at_once),
-            max_untried=state.slots.num_running // RUNNING_PER_UNTRIED,
-        )
-        state.admission.batch = min(max_at_once, max(1, num))
+        max_untried = state.slots.num_running // RUNNING_PER_UNTRIED
+        num = num_fitting(candidates, num_certain, kv_forecast, num_blocks, admission.batch, max_simulated, max_untried)
+        admission.batch = min(max_simulated, max(1, num))
     if num == 0 and not state.slots.num_running:
         num = 1  # a sequence always fits alone: the server rejects the others
     if num:
-        state.admission.prefill_rate = rate
+        admission.prefill_rate = rate
         admit_described(state, candidates, num)
-    return num, num < most
+    return num, num < num_considered
 
 
 def admit_described(state: EngineState, candidates: Candidates, num: int) -> None:
@@ -177,7 +176,7 @@ def admit_described(state: EngineState, candidates: Candidates, num: int) -> Non
     tree, page_size = state.blocks.tree, state.options.limits.page_size
     sample_groups = [sample_group for sample_group in candidates.sample_groups if sample_group.start < num]
     cached = [tree.acquire(sample_group.match) for sample_group in sample_groups]
-    state.blocks.evict_for(int(_num_prompt_blocks(candidates, page_size)[:num].sum()))
+    state.blocks.evict_for(int(_num_prompt_blocks(candidates)[:num].sum()))
     ends = [*(sample_group.start for sample_group in sample_groups), num][1:]
     for sample_group, node, end in zip(sample_groups, cached, ends, strict=True):
         sequence = state.queues.take_first_waiting()
@@ -199,13 +198,14 @@ def _num_blocks_still_needed(state: EngineState) -> int:
     return int((-(-num_tokens // page_size) - arrays.num_covered_tokens[slots] // page_size).sum())
 
 
-def simulate_candidates(candidates: Candidates, num: int, kv_forecast: KVForecast, page_size: int) -> UsageCurve:
+def simulate_candidates(candidates: Candidates, num: int, kv_forecast: KVForecast) -> UsageCurve:
     """Blocks that the first `num` candidates, at least 1, need in addition to the running sequences.
 
     Samples of one prompt share its whole blocks. A cached block counts from the step after its last running user has
     freed it. A cached block without users counts from now, because it is evictable and so regarded as free. If a node
     is used to different depths, the larger number of blocks counts until the later end.
     """
+    page_size = candidates.page_size
     num_tokens, num_steps = candidates.num_prompt_tokens[:num], candidates.decode_steps[:num]
     sample_groups = [sample_group for sample_group in candidates.sample_groups if sample_group.start < num]
     starts = np.array([sample_group.start for sample_group in sample_groups])
@@ -217,8 +217,8 @@ def simulate_candidates(candidates: Candidates, num: int, kv_forecast: KVForecas
     node_uses: dict[int, tuple[int, int]] = {}
     for sample_group, last_step in zip(sample_groups, np.maximum.reduceat(last_steps, starts).tolist(), strict=True):
         for node, num_blocks in sample_group.path:
-            most, latest = node_uses.get(node, (0, -1))
-            node_uses[node] = max(most, num_blocks), max(latest, last_step)
+            num_used, latest = node_uses.get(node, (0, -1))
+            node_uses[node] = max(num_used, num_blocks), max(latest, last_step)
     for sample_group in sample_groups:
         if sample_group.last_node is not None:
             _, latest = node_uses.get(sample_group.last_node, (1, -1))
@@ -233,10 +233,10 @@ def simulate_candidates(candidates: Candidates, num: int, kv_forecast: KVForecas
     return simulate_kv(own, shared, page_size, kv_forecast.release_delay)
 
 
-def num_obviously_fitting(candidates: Candidates, num_blocks: int, page_size: int) -> int:
-    """How many candidates fit into `num_blocks` even if all reach full length at once and share no blocks."""
-    most = -(-(candidates.num_prompt_tokens + candidates.decode_steps) // page_size)
-    return int(np.searchsorted(np.cumsum(most), num_blocks, side="right"))
+def num_obviously_fitting(candidates: Candidates, num_blocks: int) -> int:
+    """How many candidates fit into `num_blocks` even if all have their expected length at once and share no blocks."""
+    num_at_end = -(-(candidates.num_prompt_tokens + candidates.decode_steps) // candidates.page_size)
+    return int(np.searchsorted(np.cumsum(num_at_end), num_blocks, side="right"))
 
 
 def num_fitting(
@@ -244,37 +244,33 @@ def num_fitting(
     num_certain: int,
     kv_forecast: KVForecast,
     num_blocks: int,
-    page_size: int,
     batch: int,
-    most: int,
+    max_simulated: int,
     max_untried: int = 0,
 ) -> int:
-    """How many candidates fit according to the KV simulation, at most num_certain + most.
+    """How many candidates fit according to the KV simulation, at most num_certain + max_simulated.
 
     The first `num_certain` are known to fit. Tries `batch` candidates more, then twice as many more each time. After
     the first group that does not fit, bisects, until at most `max_untried` others may fit as well.
     """
-    num, limit = num_certain, min(len(candidates.decode_steps), num_certain + most) + 1
-    limit = min(
-        limit, _num_prompts_with_room(candidates, num_blocks - int(kv_forecast.curve.at(_NOW)[0]), page_size) + 1
-    )
+    num, limit = num_certain, min(len(candidates.decode_steps), num_certain + max_simulated) + 1
+    num_free = num_blocks - int(kv_forecast.curve.at(_NOW)[0])
+    # An upper bound: the prompts alone must fit now.
+    num_prompts = int(np.searchsorted(np.cumsum(_num_prompt_blocks(candidates)), num_free, side="right"))
+    limit = min(limit, num_prompts + 1)
     has_failed = False
     while num + 1 + (max_untried if has_failed and num > num_certain else 0) < limit:
         tried = num + (limit - num) // 2 if has_failed else min(num + batch, limit - 1)
-        if fits_together(kv_forecast.curve, simulate_candidates(candidates, tried, kv_forecast, page_size), num_blocks):
+        if fits_together(kv_forecast.curve, simulate_candidates(candidates, tried, kv_forecast), num_blocks):
             num, batch = tried, 2 * batch
         else:
             limit, has_failed = tried, True
     return num
 
 
-def _num_prompts_with_room(candidates: Candidates, num_blocks: int, page_size: int) -> int:
-    """How many candidates fit into `num_blocks` with their prompts alone: an upper bound."""
-    return int(np.searchsorted(np.cumsum(_num_prompt_blocks(candidates, page_size)), num_blocks, side="right"))
-
-
-def _num_prompt_blocks(candidates: Candidates, page_size: int) -> Int64Array:
+def _num_prompt_blocks(candidates: Candidates) -> Int64Array:
     """[K] blocks to allocate when each candidate is admitted after those before it."""
+    page_size = candidates.page_size
     num_prompt_blocks = -(-candidates.num_prompt_tokens // page_size)
     num_new: Int64Array = num_prompt_blocks - (candidates.num_prompt_tokens - 1) // page_size
     starts = [sample_group.start for sample_group in candidates.sample_groups]
@@ -298,7 +294,7 @@ def describe(state: EngineState, sequences: list[Sequence]) -> Candidates:
     first_positions[[sample_group.start for sample_group in sample_groups]] = [
         sample_group.first_position for sample_group in sample_groups
     ]
-    return Candidates(num_prompt_tokens, num_prompt_tokens - first_positions, decode_steps, sample_groups)
+    return Candidates(page_size, num_prompt_tokens, num_prompt_tokens - first_positions, decode_steps, sample_groups)
 
 
 class _CachedPrompt(NamedTuple):

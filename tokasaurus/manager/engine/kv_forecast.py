@@ -39,7 +39,7 @@ class KVForecast:
 
 
 def note_ends(state: EngineState) -> None:
-    """Record the lengths of the completions that the newest results ended."""
+    """Record the lengths of the sequences that just finished."""
     if state.lengths.new_ends and state.lengths.recorded is not None:
         num_tokens, stopped = zip(*state.lengths.new_ends, strict=True)
         state.lengths.recorded.record(np.array(num_tokens, np.int64), np.array(stopped, np.bool_), _round(state))
@@ -78,11 +78,11 @@ def background_progress(state: EngineState) -> list[SequenceProgress]:
     sequences = [sequence for sequence in running if sequence.request.is_background]
     slots = np.array([sequence.slot for sequence in sequences], np.int64)
     num_tokens = arrays.num_known_tokens[slots] - arrays.num_prompt_tokens[slots]
-    most = arrays.max_kv_tokens[slots] - arrays.num_prompt_tokens[slots] + 1
-    expected: list[int | None] = most.tolist()
+    max_new_tokens = arrays.max_kv_tokens[slots] - arrays.num_prompt_tokens[slots] + 1
+    expected: list[int | None] = max_new_tokens.tolist()
     if state.lengths.forecast is not None:
-        forecast = state.lengths.forecast.expected(num_tokens, most, arrays.admitted_at[slots])
-        expected = np.where(arrays.may_stop[slots], forecast, most).tolist()
+        forecast = state.lengths.forecast.expected(num_tokens, max_new_tokens, arrays.admitted_at[slots])
+        expected = np.where(arrays.may_stop[slots], forecast, max_new_tokens).tolist()
     else:
         may_stop = arrays.may_stop[slots].tolist()
         expected = [None if stops else number for stops, number in zip(may_stop, expected, strict=True)]
@@ -125,7 +125,7 @@ def running_slots(state: EngineState) -> tuple[Int64Array, Int64Array]:
 def wanted_prefill_rate(state: EngineState, num_tokens: Int64Array, num_steps: Int64Array) -> int | None:
     """Most prefill tokens per step for the running sequences and K others; None if prefill is greedy.
 
-    num_tokens, num_steps: [K] prefill tokens and decode steps of the others. Precondition: at least one sequence.
+    num_tokens, num_steps: [K] prefill tokens and decode steps of the others. Precondition: there is a sequence.
     """
     if state.options.prefill_round_up_multiple is None:
         return None

@@ -5,6 +5,8 @@ or is preempted. Cached, computed, recomputed and shared tokens are counted when
 sent, when prefix groups change, and when it leaves its slot; never for each decoded token.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -81,32 +83,34 @@ def _reserve_prompt_logprobs(state: EngineState, sequence: Sequence) -> None:
         state.blocks.prompt_logprobs.reserve(table, sequence.request.num_top_prompt_logprobs)
 
 
-def sampled_tokens(state: EngineState, sequence: Sequence, most: int | None = None) -> NDArray[np.int32]:
-    """Known tokens that a running sequence has sampled since it was admitted, int32 [G]; at most the last `most`."""
-    tokens = _per_sampled_token(state, sequence, state.blocks.tokens, most)
+def sampled_tokens(state: EngineState, sequence: Sequence, max_tokens: int | None = None) -> NDArray[np.int32]:
+    """Known tokens that a running sequence has sampled since it was admitted, int32 [G]; if set, the last `max_tokens`."""
+    tokens = _per_sampled_token(state, sequence, state.blocks.tokens, max_tokens)
     if len(tokens):
         tokens[-1] = state.slots.last_tokens[sequence.slot]
     return tokens
 
 
-def sampled_logprobs(state: EngineState, sequence: Sequence, most: int | None = None) -> NDArray[np.float32]:
+def sampled_logprobs(state: EngineState, sequence: Sequence, max_tokens: int | None = None) -> NDArray[np.float32]:
     """Logprobs of `sampled_tokens`, float32 [G]. Precondition: the request wants logprobs."""
     assert state.blocks.sampled_logprobs is not None, "a sequence wants logprobs, but none are stored"
-    logprobs = _per_sampled_token(state, sequence, state.blocks.sampled_logprobs, most)
+    logprobs = _per_sampled_token(state, sequence, state.blocks.sampled_logprobs, max_tokens)
     if len(logprobs):
         logprobs[-1] = state.slots.last_logprobs[sequence.slot]
     return logprobs
 
 
-def _per_sampled_token(state: EngineState, sequence: Sequence, by_block: NDArray, most: int | None) -> NDArray:  # type: ignore[type-arg]
-    """A copy of the entries of `by_block` [blocks, page_size] for the last `most` sampled tokens, or all if None.
+def _per_sampled_token(
+    state: EngineState, sequence: Sequence, by_block: NDArray[Any], max_tokens: int | None
+) -> NDArray[Any]:
+    """A copy of the entries of `by_block` [blocks, page_size] for the last `max_tokens` sampled tokens, or all.
 
     The last entry may be invalid: the newest token may have no block yet.
     """
     slots, slot, page_size = state.slots, sequence.slot, state.options.limits.page_size
     num_known, first = int(slots.num_known_tokens[slot]), int(slots.num_prefill_tokens[slot])
-    if most is not None:
-        first = max(first, num_known - most)
+    if max_tokens is not None:
+        first = max(first, num_known - max_tokens)
     first_block = first // page_size
     table = slots.block_tables[slot, first_block : -(-num_known // page_size)]
     return by_block[table].reshape(-1)[first - first_block * page_size : num_known - first_block * page_size]

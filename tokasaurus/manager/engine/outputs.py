@@ -7,6 +7,7 @@ ends, and for streamed sequences while they run: the first token at once, later 
 import logging
 import math
 import time
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +27,8 @@ logger = logging.getLogger(__name__)
 NUMERICAL_ERROR = "the model computed numbers for this request that are not finite (NaN or infinity)"
 
 MAX_RELEASED = 96
-"""Most sequences that leave their slots in one step of the manager, beyond those that usually do, so that it takes a
-few milliseconds."""
+"""Most sequences that leave their slots in one step of the manager, so that it takes a few milliseconds. Twice the
+number that usually leave may come on top."""
 
 MAX_SPECIAL_TOKENS = 16
 """Most special tokens among the last tokens of a completion. With more, all of it is read for stop strings."""
@@ -110,7 +111,7 @@ def _mark_ending(state: EngineState, slots: NDArray[np.int64], is_stop: NDArray[
 
 
 def release_ending(state: EngineState, num_released: int = 0) -> None:
-    """End marked sequences, as many as a step of a few milliseconds allows after num_released others have left.
+    """End marked sequences, up to the limit of one step (see MAX_RELEASED); num_released others have left already.
 
     The rest keep their slots and blocks until a later call. Thousands of sequences may end in the same step, while the
     worker needs its next one within milliseconds.
@@ -123,12 +124,12 @@ def release_all_ending(state: EngineState) -> None:
     _release_ending(state, len(state.ending))
 
 
-def _release_ending(state: EngineState, most: int) -> None:
-    while state.ending and most > 0:
+def _release_ending(state: EngineState, max_released: int) -> None:
+    while state.ending and max_released > 0:
         sequence, is_stop = state.ending.popleft()
         if sequence.phase is not Phase.FINISHED:  # not cancelled meanwhile
             end_sequence(state, sequence.slot, is_stop)
-            most -= 1
+            max_released -= 1
 
 
 def _note_trial(state: EngineState, trials: GroupTrials, step: StepInFlight, seconds: float) -> None:
@@ -396,12 +397,12 @@ def stream_new_tokens(state: EngineState) -> None:
                 assert logprobs is not None
                 new_logprobs = logprobs[start:end]
         else:  # tokens kept over a preemption are not where the slot's own tokens are
-            most = generated - num_kept
-            new_ids = (sequence.kept_token_ids[num_sent:] + sampled_tokens(state, sequence, most).tolist())[
+            num_own = generated - num_kept
+            new_ids = (sequence.kept_token_ids[num_sent:] + sampled_tokens(state, sequence, num_own).tolist())[
                 : end - start
             ]
             if want_logprobs:
-                own = sampled_logprobs(state, sequence, most).tolist()
+                own = sampled_logprobs(state, sequence, num_own).tolist()
                 new_logprobs = (sequence.kept_logprobs[num_sent:] + own)[: end - start]
         state.deltas.append(_make_delta(sequence, new_ids, new_logprobs, None))
         sequence.num_streamed_tokens = final
@@ -415,9 +416,9 @@ def _read(
     counts: NDArray[np.int64],
     ends: NDArray[np.int64],
     is_last: NDArray[np.bool_],
-    by_block: NDArray,  # type: ignore[type-arg]
-    newest: NDArray,  # type: ignore[type-arg]
-) -> list:  # type: ignore[type-arg]
+    by_block: NDArray[Any],
+    newest: NDArray[Any],
+) -> list[Any]:
     """The entries of `by_block` [blocks, page_size] for some sampled tokens of each slot, one slot after another.
 
     counts, ends: how many tokens of each slot, and the number of its sampled tokens up to the last of these. is_last:
@@ -432,7 +433,7 @@ def _read(
     rows = np.repeat(slots, counts)
     values = by_block[arrays.block_tables[rows, positions // page_size], positions % page_size]
     values[lasts[is_last] - 1] = newest[slots[is_last]]
-    found: list = values.tolist()  # type: ignore[type-arg]
+    found: list[Any] = values.tolist()
     return found
 
 

@@ -119,7 +119,7 @@ class ShareForecast:
 
 @dataclass(frozen=True)
 class SurvivalForecast:
-    """Length distribution of sequences that have sampled as many tokens. Made by `fit_forecast`.
+    """How long sequences become, given the tokens that they have sampled so far. Made by `fit_forecast`.
 
     If every sequence were expected to end at the mean, none would end for a long time, and then all at once. So
     expected lengths are spread over the distribution by rank: their mean is that mean, and among many sequences

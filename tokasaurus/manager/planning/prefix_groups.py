@@ -349,7 +349,7 @@ class GroupTrials:
         return before != self.scale
 
     def _best_scale(self) -> float:
-        """1, unless another scale would clearly have lost less: then the one that loses least, and is nearest to 1."""
+        """1, unless another scale would clearly have lost less time: then the best one, of equals the nearest to 1."""
         losses = list(self._losses(1.0))
         best = sum(losses), 1.0, 1.0
         # The choice changes where the scale passes a trial's ratio.

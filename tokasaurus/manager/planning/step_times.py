@@ -21,8 +21,8 @@ RATE = 0.3
 about three steps."""
 
 MAX_FACTOR = 4.0
-"""A step that took more than this many times its prediction, or less than the inverse share of it, counts as if it took
-just that. So one outlier moves a prediction by at most 4 ** RATE = 1.5, while a lasting change is followed."""
+"""The time of a step counts as no more than this many times its prediction, and no less than the prediction divided by
+this. So one outlier moves a prediction by at most 4 ** RATE = 1.5, while a lasting change is followed."""
 
 MIN_SHARE = 0.01
 """Smallest share of a step's time attributed to a feature that occurs for the first time."""
@@ -104,7 +104,7 @@ class StepTimeModel:
         """Seconds per unit of each feature, at least 0; 0 until a step has had the feature."""
         self._num_prefill_tokens = deque[float](maxlen=_NUM_LATEST)  # of the latest steps with any
         self._moments = [0.0] * 5  # of the line: sums of 1, x, x * x, y and x * y
-        if first_per_pair > 0:  # as if its slope had been seen, at no height
+        if first_per_pair > 0:  # as if a line through the origin with this slope had been seen
             self._moments[2], self._moments[4] = ANCHOR, ANCHOR * first_per_pair
 
     def knows(self, features: NDArray[np.float64]) -> bool:

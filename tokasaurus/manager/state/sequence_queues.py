@@ -21,11 +21,12 @@ QUANTUM = 16
 """Sequences of one client in a turn: samples of one prompt stay together, so that they share its prefill."""
 
 SEQUENCES_PER_PRIORITY = 256
-"""Worth of one level of priority: a sequence comes before those of its client with the next higher value, unless they
-were added at least so many sequences earlier."""
+"""What one level of priority is worth: a sequence overtakes its client's sequences of the next higher value, except
+those added this many sequences earlier."""
 
 MAX_DROPPED = 64
-"""Cancelled sequences that a client's queue may hold however few of its sequences wait."""
+"""Cancelled entries that a client's queue may always hold; with more, it drops all once they outnumber twice those that
+wait."""
 
 
 class SequenceQueues:
@@ -89,9 +90,9 @@ class SequenceQueues:
         self.num_waiting -= samples.num_to_create
         self._queue_of(samples).remove_samples(samples)
 
-    def first_waiting(self, most: int) -> list[Sequence]:
-        """Up to `most` waiting sequences, in admission order. Creates those that do not exist yet."""
-        return list(islice(self._in_order(), most))
+    def first_waiting(self, max_sequences: int) -> list[Sequence]:
+        """Up to `max_sequences` waiting sequences, in admission order. Creates those that do not exist yet."""
+        return list(islice(self._in_order(), max_sequences))
 
     def _in_order(self) -> Iterator[Sequence]:
         live, background = self._live.in_order(), self._background.in_order()
@@ -141,8 +142,8 @@ class ClientQueue:
     """The waiting sequences of one client: lowest rank first, and first come, first served among equals.
 
     The rank of an entry is the number of sequences that the client had added before it, plus SEQUENCES_PER_PRIORITY
-    times its priority. So a lower priority value comes first, but one level is worth at most so many later sequences:
-    under an endless stream of urgent requests, the others come to their turn.
+    times its priority. So a lower priority value comes first, but one level is worth only that many later sequences:
+    under an endless stream of urgent requests, the others still get their turn.
 
     An entry is a sequence, or the Samples for which sequences are still to be created. A cancelled entry is never at
     the front; elsewhere it stays until too many have been cancelled.
