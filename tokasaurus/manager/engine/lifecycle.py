@@ -84,7 +84,7 @@ def _reserve_prompt_logprobs(state: EngineState, sequence: Sequence) -> None:
 
 
 def sampled_tokens(state: EngineState, sequence: Sequence, max_tokens: int | None = None) -> NDArray[np.int32]:
-    """Known tokens that a running sequence has sampled since its admission, int32 [G]; if set, the last `max_tokens`."""
+    """Known tokens that a sequence has sampled since its admission, int32 [G]: the last `max_tokens`, if set."""
     tokens = _per_sampled_token(state, sequence, state.blocks.tokens, max_tokens)
     if len(tokens):
         tokens[-1] = state.slots.last_tokens[sequence.slot]
