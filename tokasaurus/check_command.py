@@ -15,7 +15,7 @@ from tokasaurus.checkpoint.cache import expand_home
 from tokasaurus.checkpoint.info import read_config
 from tokasaurus.checkpoint.weight_files import weight_file_names
 from tokasaurus.config import ServerConfig
-from tokasaurus.flags import FlagConfig, flag
+from tokasaurus.flags import flag
 from tokasaurus.messages.status import PhaseDone, UserError
 from tokasaurus.model.cpu.build import kernels_built_ahead
 from tokasaurus.model.decoder.decoder import Decoder
@@ -29,7 +29,14 @@ from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
 logger = logging.getLogger(__name__)
 
 
-class CheckConfig(FlagConfig):
+_OF_SERVER = (
+    *("rope_scaling", "device", "trust_remote_code", "dtype", "kv_cache_dtype", "cpu_isa", "page_size"),
+    *("max_tokens_per_forward", "max_seqs_per_forward", "max_num_tokens_per_request", "attention_backend"),
+    *("torch_compile", "use_cudagraphs", "cudagraph_max_size", "cudagraph_step", "log_level"),
+)
+
+
+class CheckConfig(ServerConfig, only=_OF_SERVER, heading="flags of the server"):
     """The flags of `toka check`: its own, and those of the server that change what computes a model."""
 
     model: str | None = flag(
@@ -40,35 +47,10 @@ class CheckConfig(FlagConfig):
     )
     json: bool = flag(False, "print JSON")
 
-    device: str | None = ServerConfig.declared("device", heading="flags of the server")
-    trust_remote_code: bool = ServerConfig.declared("trust_remote_code")
-    dtype: str | None = ServerConfig.declared("dtype")
-    rope_scaling: dict | None = ServerConfig.declared("rope_scaling")  # type: ignore[type-arg]
-    kv_cache_dtype: str | None = ServerConfig.declared("kv_cache_dtype")
-    cpu_isa: str | None = ServerConfig.declared("cpu_isa")
-    page_size: int = ServerConfig.declared("page_size")
-    max_tokens_per_forward: int = ServerConfig.declared("max_tokens_per_forward")
-    max_seqs_per_forward: int = ServerConfig.declared("max_seqs_per_forward")
-    max_num_tokens_per_request: int | None = ServerConfig.declared("max_num_tokens_per_request")
-    attention_backend: str | None = ServerConfig.declared("attention_backend")
-    torch_compile: bool | None = ServerConfig.declared("torch_compile")
-    use_cudagraphs: bool | None = ServerConfig.declared("use_cudagraphs")
-    cudagraph_max_size: int | None = ServerConfig.declared("cudagraph_max_size")
-    cudagraph_step: int = ServerConfig.declared("cudagraph_step")
-    log_level: str = ServerConfig.declared("log_level")
 
-    def of_server(self) -> ServerConfig:
-        server = ServerConfig()
-        for name in self.flags:
-            if name != "json":
-                setattr(server, name, getattr(self, name))
-        return server
-
-
-def check(flags: CheckConfig) -> int:
+def check(config: CheckConfig) -> int:
     """Run all checks and print their results; returns the exit code: 1 if something is wrong or the model cannot be
     loaded, 2 if a flag asks for what does not work here."""
-    config = flags.of_server()
     setup_logging(config, "check")
     phases, checks, code = Phases(_show_phase), Checks(is_thorough=True), 0
     try:
@@ -87,7 +69,7 @@ def check(flags: CheckConfig) -> int:
         first_line = str(error).strip().partition("\n")[0]
         print(f"toka check: {describe_shortage(error, LESS_MEMORY) or first_line}", file=sys.stderr)
         checks.results.append(Result("start", None, f"{type(error).__name__}: {first_line}", 0.0))
-    if flags.json:
+    if config.json:
         rows = [_as_json(result) for result in checks.results]
         print(
             json.dumps({"device": _device_name(config), "results": rows, "switched_off": checks.switched_off}, indent=2)

@@ -33,8 +33,7 @@ class ServerConfig(FlagConfig):
     rope_scaling: dict | None = flag(  # type: ignore[type-arg]  # Pydra calls the annotation to cast
         None,
         "rotary scaling that replaces the model's own, as a JSON object such as "
-        '{"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":32768}; '
-        "the context length follows from it",
+        '{"rope_type":"linear","factor":2.0}; the context length follows from it',
         none_means="model's",
     )
     served_model_name: str | None = flag(None, "the model's name in the API", none_means="model")

@@ -4,15 +4,10 @@ import sys
 
 from tokasaurus.checkpoint import CheckpointError, resolve_checkpoint
 from tokasaurus.config import ServerConfig
-from tokasaurus.flags import FlagConfig
 
 
-class DownloadConfig(FlagConfig):
+class DownloadConfig(ServerConfig, only=("model", "tokenizer", "trust_remote_code")):
     """The flags of `toka download`."""
-
-    model: str | None = ServerConfig.declared("model", heading="model")
-    tokenizer: str | None = ServerConfig.declared("tokenizer")
-    trust_remote_code: bool = ServerConfig.declared("trust_remote_code")
 
 
 def download(config: DownloadConfig) -> int:

@@ -91,24 +91,32 @@ class FlagConfig(Config):
     attribute of the class is then the default. Pydra reads the annotations at run time: no annotations as strings, no
     Literal, unions only `T | None`.
 
-    without: flags of the base class that the subclass has not.
+    Of the base class's flags, a subclass has those in `only` and none of those in `without`; heading: their group in
+    its help, in place of their own.
     """
 
     flags = dict[str, Flag]()  # noqa: RUF012  (annotated, it would be a flag)
     """By name, in the order of the help. A subclass begins with its own groups."""
 
-    def __init_subclass__(cls, without: Iterable[str] = ()) -> None:
-        inherited = {name: flag for name, flag in cls.flags.items() if name not in without}
+    def __init_subclass__(
+        cls, without: Iterable[str] = (), only: Iterable[str] | None = None, heading: str | None = None
+    ) -> None:
+        kept = set(cls.flags if only is None else only).difference(without)
+        inherited = {
+            name: flag if heading is None else dataclasses.replace(flag, heading=heading)
+            for name, flag in cls.flags.items()
+            if name in kept
+        }
         headings = {flag.heading for flag in inherited.values()}
         first: dict[str, Flag] = {}
         latest = ""
         for name, annotation in inspect.get_annotations(cls).items():
             own: Flag = vars(cls)[name]
             latest = own.heading or latest
-            heading = own.heading or (inherited[name].heading if name in inherited else latest)
+            group_heading = own.heading or (inherited[name].heading if name in inherited else latest)
             kinds = get_args(annotation) if NoneType in get_args(annotation) else (annotation,)
-            group = inherited if heading in headings else first
-            group[name] = dataclasses.replace(own, heading=heading, kind=kinds[0], is_optional=NoneType in kinds)
+            group = inherited if group_heading in headings else first
+            group[name] = dataclasses.replace(own, heading=group_heading, kind=kinds[0], is_optional=NoneType in kinds)
             setattr(cls, name, own.default)
         cls.flags = first | {name: flag for name, flag in inherited.items() if name not in first}
 

@@ -30,7 +30,7 @@ from tests.checkpoint.helpers.configs import BASE, write
 from tokasaurus.checkpoint import CheckpointError, read_model_info
 from tokasaurus.checkpoint.config_keys import CONFIG_KEYS, GENERATION_KEYS, Use
 from tokasaurus.checkpoint.info import FAMILIES, notes_on_settings
-from tokasaurus.checkpoint.rope import REFUSED_ROPE_TYPES, ROPE_KEYS, ROPE_TYPES
+from tokasaurus.checkpoint.rope import ROPE_KEYS, ROPE_TYPES
 
 CLASSES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 MODELING = {"llama": modeling_llama, "qwen2": modeling_qwen2, "qwen3": modeling_qwen3}
@@ -102,7 +102,8 @@ def test_every_generation_key_of_transformers_is_listed() -> None:
 
 
 def test_every_rotary_key_and_type_of_transformers_is_listed() -> None:
-    assert set(ROPE_TYPES) | set(REFUSED_ROPE_TYPES) == {"default", *modeling_rope_utils.ROPE_INIT_FUNCTIONS}
+    refused = {"dynamic", "longrope", "proportional"}
+    assert set(ROPE_TYPES) | refused == {"default", *modeling_rope_utils.ROPE_INIT_FUNCTIONS}
     assert set(modeling_rope_utils.RopeParameters.__annotations__) - set(ROPE_KEYS) == set()
     for rope_type in ROPE_TYPES[1:]:
         source = inspect.getsource(modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope_type])

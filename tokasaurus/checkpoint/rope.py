@@ -16,8 +16,8 @@ _MAX_THETA = 1e15
 _DEFAULT_THETA = 10_000.0
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-REFUSED_ROPE_TYPES = ("dynamic", "longrope", "proportional")
-"""Types of transformers that are not applied. The first two change with the length of each batch's longest sequence."""
+"""Those that are applied. Others of transformers are refused, such as dynamic, which changes with the length of each
+batch's longest sequence."""
 
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "rope_type": ROPE_TYPES,

@@ -3,12 +3,19 @@
 import re
 
 from tokasaurus.config import ServerConfig
-from tokasaurus.flags import FlagConfig, FlagError, flag
+from tokasaurus.flags import FlagError, flag
 
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
-class PlanConfig(FlagConfig):
+_OF_SERVER = (
+    *("dtype", "rope_scaling", "kv_cache_dtype", "tp_size", "pp_size", "symmetric_all_reduce", "page_size"),
+    *("max_tokens_per_forward", "max_seqs_per_forward", "max_num_tokens_per_request"),
+    *("attention_backend", "use_cudagraphs", "cudagraph_max_size", "cudagraph_step"),
+)
+
+
+class PlanConfig(ServerConfig, only=_OF_SERVER, heading="flags of the server"):
     """The flags of `toka plan`, checked by `finalize`."""
 
     model: str | None = flag(
@@ -21,25 +28,9 @@ class PlanConfig(FlagConfig):
     device_memory: str = flag("80GiB", "free memory of each CUDA device before the start, such as 80GiB or 24GB")
     json: bool = flag(False, "print JSON")
 
-    dtype: str = flag(
-        "bfloat16",
-        "data type of the weights and of computation",
-        choices=("bfloat16", "float16", "float32"),
-        heading="flags of the server",
+    dtype: str = ServerConfig.declared(
+        "dtype", default="bfloat16", meaning="data type of the weights and of computation"
     )
-    rope_scaling: dict | None = ServerConfig.declared("rope_scaling")  # type: ignore[type-arg]
-    kv_cache_dtype: str | None = ServerConfig.declared("kv_cache_dtype")
-    tp_size: int = ServerConfig.declared("tp_size")
-    pp_size: int = ServerConfig.declared("pp_size")
-    symmetric_all_reduce: bool | None = ServerConfig.declared("symmetric_all_reduce")
-    page_size: int = ServerConfig.declared("page_size")
-    max_tokens_per_forward: int = ServerConfig.declared("max_tokens_per_forward")
-    max_seqs_per_forward: int = ServerConfig.declared("max_seqs_per_forward")
-    max_num_tokens_per_request: int | None = ServerConfig.declared("max_num_tokens_per_request")
-    attention_backend: str | None = ServerConfig.declared("attention_backend")
-    use_cudagraphs: bool | None = ServerConfig.declared("use_cudagraphs")
-    cudagraph_max_size: int | None = ServerConfig.declared("cudagraph_max_size")
-    cudagraph_step: int = ServerConfig.declared("cudagraph_step")
 
     def finalize(self) -> None:
         """Raises FlagError for a wrong value."""

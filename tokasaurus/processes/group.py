@@ -231,22 +231,10 @@ class ProcessGroup:
                     left.pop(ready).process.join(DEATH_S)
 
 
-def run_child(
-    child: ChildProcess,
-    config: ServerConfig,
-    spawned_at: float,
-    launcher_pid: int,
-    lifeline: Connection,
-    status: Sender[Status],
-    args: tuple[Any, ...],
-) -> None:
-    """Target of a spawned process: run the entry with `args`. If it raises, send Failed and exit with code 1, or
-    the code of a UserError.
-
-    spawned_at: by time.time(). lifeline: reading end of a pipe whose only writer is the launcher, which writes nothing.
-    """
+def run_child(child: ChildProcess, *arguments: Any) -> None:
+    """Target of a spawned process: `_run`. Without memory, one line in place of a traceback."""
     try:
-        _run(child, config, spawned_at, launcher_pid, lifeline, status, args)
+        _run(child, *arguments)
     except Exception as error:
         # Where memory is short, a thread may not start, nor a report be sent: there is no traceback for that either.
         shortage = describe_shortage(error, LESS_MEMORY)
@@ -265,6 +253,10 @@ def _run(
     status: Sender[Status],
     args: tuple[Any, ...],
 ) -> None:
+    """Run the entry with `args`. If it raises, send Failed and exit with code 1, or the code of a UserError.
+
+    spawned_at: by time.time(). lifeline: reading end of a pipe whose only writer is the launcher, which writes nothing.
+    """
     die_with_parent(launcher_pid, lifeline)
     _set_title(child.title)
     # A terminal sends Ctrl-C to every process; the launcher decides when each one ends. SIGINT was blocked until here,
