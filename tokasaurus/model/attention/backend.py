@@ -172,6 +172,30 @@ class AttentionBackend(Protocol):
         token of that part."""
 
 
+class TensorCache:
+    """The KV cache of a backend in two tensors of torch. A backend states their layout."""
+
+    _shape: KVShape
+    _keys: Tensor
+    _values: Tensor
+
+    def _cache_size(self, num_blocks: int) -> tuple[int, ...]:
+        """Of the keys, and of the values."""
+        raise NotImplementedError
+
+    @property
+    def caches(self) -> list[Tensor]:
+        return [self._keys, self._values]
+
+    def allocate(self, num_blocks: int) -> None:
+        size, shape = self._cache_size(num_blocks), self._shape
+        self._keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        self._values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+    def touch_in_background(self, _num_threads: int, /) -> list[threading.Thread]:
+        return []
+
+
 @runtime_checkable
 class LayoutBackend(Protocol):
     """A backend that combines the parts of a layout itself, faster than the shared code."""

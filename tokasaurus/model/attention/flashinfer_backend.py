@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +19,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart, as_stored
+from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart, TensorCache, as_stored
 from tokasaurus.model.attention.row_split import merge_partial
 from tokasaurus.model.staging.packed import RING_SIZE
 from tokasaurus.model.staging.staging import DirectStaging
@@ -191,7 +190,7 @@ def plan_bytes(max_rows: int) -> int:
     return -(-needed // (1 << 20)) << 20
 
 
-class FlashInferBackend:
+class FlashInferBackend(TensorCache):
     """KV cache as keys and values [layers, blocks, P, K, D], the layout that FlashInfer calls NHD."""
 
     def __init__(self, shape: KVShape, library: Library, max_graph_rows: int = 0) -> None:
@@ -218,18 +217,9 @@ class FlashInferBackend:
         self._fixed: FixedMemory | None = None
         self._compile()
 
-    @property
-    def caches(self) -> list[Tensor]:
-        return [self._keys, self._values]
-
-    def allocate(self, num_blocks: int) -> None:
+    def _cache_size(self, num_blocks: int) -> tuple[int, ...]:
         shape = self._shape
-        size = (shape.num_layers, num_blocks, shape.page_size, shape.num_kv_heads, shape.head_dim)
-        self._keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-        self._values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-
-    def touch_in_background(self, _num_threads: int, /) -> list[threading.Thread]:
-        return []
+        return (shape.num_layers, num_blocks, shape.page_size, shape.num_kv_heads, shape.head_dim)
 
     def plan(self, layout: PagedLayout) -> None:
         """FlashInfer's own plans run when the staged arrays are sent, since they launch copies to the device."""

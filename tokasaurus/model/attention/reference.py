@@ -1,34 +1,23 @@
 """Attention in plain torch, one row at a time: slow and obvious, the oracle that tests the other backends."""
 
-import threading
-
 import torch
 from torch import Tensor
 
-from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, as_stored, output_of
+from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, TensorCache, as_stored, output_of
 from tokasaurus.model.attention.row_split import merge_partial
 
 # T tokens, H query heads, K key/value heads, D head size, L tokens in a segment's blocks
 
 
-class ReferenceBackend:
+class ReferenceBackend(TensorCache):
     """KV cache as [layers, tokens, K, D]; scores and sums in float32."""
 
     def __init__(self, shape: KVShape) -> None:
         self._shape = shape
 
-    @property
-    def caches(self) -> list[Tensor]:
-        return [self._keys, self._values]
-
-    def allocate(self, num_blocks: int) -> None:
+    def _cache_size(self, num_blocks: int) -> tuple[int, ...]:
         shape = self._shape
-        size = (shape.num_layers, num_blocks * shape.page_size, shape.num_kv_heads, shape.head_dim)
-        self._keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-        self._values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-
-    def touch_in_background(self, _num_threads: int, /) -> list[threading.Thread]:
-        return []
+        return (shape.num_layers, num_blocks * shape.page_size, shape.num_kv_heads, shape.head_dim)
 
     def plan(self, layout: PagedLayout) -> None:
         self._kv_indices = layout.kv_indices

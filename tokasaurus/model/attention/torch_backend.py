@@ -4,13 +4,12 @@ Segments of similar length are gathered and padded together, so that a batch tak
 """
 
 import itertools
-import threading
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, as_stored, output_of
+from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, TensorCache, as_stored, output_of
 from tokasaurus.model.attention.block_lists import padded_tables
 from tokasaurus.model.attention.row_split import merge_partial
 from tokasaurus.model.staging.staging import DirectStaging
@@ -43,25 +42,16 @@ class _Bucket:
     """int64 [S, Q], number of KV tokens that each row sees."""
 
 
-class TorchBackend:
+class TorchBackend(TensorCache):
     """KV cache as [layers, K, blocks, P, D]: gathering the blocks of one head gives an operand of a batched gemm."""
 
     def __init__(self, shape: KVShape) -> None:
         self._shape = shape
         self._buckets: dict[int, list[_Bucket]] = {}
 
-    @property
-    def caches(self) -> list[Tensor]:
-        return [self._keys, self._values]
-
-    def allocate(self, num_blocks: int) -> None:
+    def _cache_size(self, num_blocks: int) -> tuple[int, ...]:
         shape = self._shape
-        size = (shape.num_layers, shape.num_kv_heads, num_blocks, shape.page_size, shape.head_dim)
-        self._keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-        self._values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-
-    def touch_in_background(self, _num_threads: int, /) -> list[threading.Thread]:
-        return []
+        return (shape.num_layers, shape.num_kv_heads, num_blocks, shape.page_size, shape.head_dim)
 
     def plan(self, layout: PagedLayout) -> None:
         self._kv_indices = layout.kv_indices
