@@ -14,14 +14,16 @@ import orjson
 import pytest
 
 from tests.server.jobs.helpers.records import INPUT_FILE, integrity, new_batch, new_file, new_lines
+from tokasaurus.server.errors import ApiError
 from tokasaurus.server.jobs.closing import close_batch
-from tokasaurus.server.jobs.lines import answered_line, unrun_line
+from tokasaurus.server.jobs.line_runner import BATCH_PREFIX, answered_line, unrun_line
 from tokasaurus.server.jobs.store.data_dir import NewContent, StorageFull
 from tokasaurus.server.jobs.store.ledger import add_lines, record_results
 from tokasaurus.server.jobs.store.records import (
     BatchRecord,
     BatchStatus,
     LineResult,
+    NewLine,
     add_batch,
     add_file,
     begin_finalizing,
@@ -49,7 +51,9 @@ def fill(root: Path, final_status: BatchStatus = "expired") -> None:
         start_batch(connection, number, NUM_LINES, 1_700_000_001)
         finished = [line for line in new_lines(NUM_LINES) if outcome(line.number) != "unfinished"]
         results = [
-            LineResult(line.number, False, answered_line(line.custom_id, b'{"text":"%d"}' % line.number), 3, 1, 2)
+            LineResult(
+                line.number, False, answered_line(BATCH_PREFIX, line.custom_id, b'{"text":"%d"}' % line.number), 3, 1, 2
+            )
             if outcome(line.number) == "completed"
             else LineResult(line.number, True, unrun_line(line.custom_id, "code", "message"))
             for line in finished
@@ -64,6 +68,10 @@ def fill(root: Path, final_status: BatchStatus = "expired") -> None:
         store.database.submit(begin).result()
 
 
+def answer_of(line: NewLine) -> bytes:
+    return answered_line(BATCH_PREFIX, line.custom_id, b'{"text":"%d"}' % line.number)
+
+
 def close(store: Store) -> BatchRecord:
     batch = store.database.submit(lambda connection: read_batch(connection, 1)).result()
     return asyncio.run(close_batch(store, batch, KEEP_S, NOW))
@@ -74,6 +82,10 @@ def without_id(line: bytes) -> dict[str, Any]:
     value = orjson.loads(line)
     assert value.pop("id").startswith("batch_req_")
     return dict(value)
+
+
+def error_object(message: str, code: str) -> dict[str, Any]:
+    return {"message": message, "type": ApiError.type, "param": None, "code": code}
 
 
 def rows(store: Store, query: str) -> list[tuple[Any, ...]]:
@@ -107,12 +119,12 @@ def check_closed(store: Store, batch: BatchRecord) -> None:
     assert [without_id(line)["response"]["body"] for line in output.splitlines()] == [
         {"text": str(line.number)} for line in completed
     ]
-    expired = {"code": "batch_expired", "message": "the batch's completion window ended before this line was finished"}
+    expired = ("the batch's completion window ended before this line was finished", "batch_expired")
     assert [without_id(line) for line in error.splitlines()] == [
         {
             "custom_id": f"line-{number}",
             "response": None,
-            "error": expired if outcomes[number] == "unfinished" else {"code": "code", "message": "message"},
+            "error": error_object(*(expired if outcomes[number] == "unfinished" else ("message", "code"))),
         }
         for number in range(NUM_LINES)
         if outcomes[number] != "completed"

@@ -15,7 +15,7 @@ from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.engine_client.client import QueueLimits
 from tokasaurus.server.errors import QueueFull
 from tokasaurus.server.jobs import runner
-from tokasaurus.server.jobs.lines import ParsedLine, parse_line
+from tokasaurus.server.jobs.line_runner import ParsedLine, parse_line
 from tokasaurus.server.jobs.store.ledger import pending_lines
 from tokasaurus.server.jobs.store.records import PendingLine
 from tokasaurus.server.resources import BatchLimits

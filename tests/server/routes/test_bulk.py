@@ -16,7 +16,7 @@ from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
 from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.engine_client.client import QueueLimits
-from tokasaurus.server.jobs import lines
+from tokasaurus.server.jobs import line_runner
 from tokasaurus.server.resources import RequestLimits
 from tokasaurus.server.routes import bulk
 from tokasaurus.server.served_model import ServedModel
@@ -176,7 +176,7 @@ def test_internal_error_affects_only_its_own_line(shared_server: LiveServer, mon
     def broken(*_: object) -> object:
         raise KeyError("a secret prompt")
 
-    monkeypatch.setitem(lines.ENDPOINTS, CHAT, replace(lines.ENDPOINTS[CHAT], build=broken))
+    monkeypatch.setitem(line_runner.ENDPOINTS, CHAT, replace(line_runner.ENDPOINTS[CHAT], build=broken))
     results = ask(shared_server, line_of("broken", minimal_body(CHAT), CHAT) + line_of("whole", GOOD))
     assert {result["custom_id"]: result["response"]["status_code"] for result in results} == {
         "broken": 500,

@@ -12,11 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
 
+from tokasaurus.server.endpoints import Answer
 from tokasaurus.server.errors import QueueFull, ServerStopping
+from tokasaurus.server.jobs.line_runner import Line
+from tokasaurus.server.protocol.answers import PromptTokensDetails, Usage
 from tokasaurus.server.routes import bulk
-from tokasaurus.server.routes.bulk import BulkRun, IncomingBody, Line, LineSplitter
+from tokasaurus.server.routes.bulk import BulkRun, IncomingBody, LineSplitter
 
 Chunks = list[bytes]
+
+USAGE = Usage(1, 1, 2, PromptTokensDetails(0, 0, 0, 0))
 
 
 @given(
@@ -89,7 +94,7 @@ class Answers:
         self.gate.set()
 
     async def read_line(self, content: bytes) -> Line:
-        async def answer() -> bytes:
+        async def answer() -> Answer:
             self.num_started += 1
             self.num_running += 1
             self.max_running = max(self.max_running, self.num_running)
@@ -99,7 +104,7 @@ class Answers:
                 await self.gate.wait()
             finally:
                 self.num_running -= 1
-            return orjson.dumps(content.decode())
+            return Answer(orjson.dumps(content.decode()), USAGE)
 
         return Line(content.decode(), answer)
 
@@ -238,7 +243,7 @@ def test_line_refused_by_a_full_queue_is_retried_and_answered(monkeypatch: pytes
         async def read_line(content: bytes) -> Line:
             line = await answers.read_line(content)
 
-            async def answer() -> bytes:
+            async def answer() -> Answer:
                 if answers.num_running >= 4:
                     raise QueueFull("4 run")
                 return await line.answer()

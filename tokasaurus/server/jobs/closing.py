@@ -11,7 +11,7 @@ import time
 import apsw
 
 from tokasaurus.server.jobs.files import remove_contents
-from tokasaurus.server.jobs.lines import unrun_line
+from tokasaurus.server.jobs.line_runner import unrun_line
 from tokasaurus.server.jobs.store.data_dir import NewContent, StoreError
 from tokasaurus.server.jobs.store.database import explain, run_blocking
 from tokasaurus.server.jobs.store.ledger import (

@@ -1,6 +1,7 @@
 """Runs the lines of all batches in progress: keeps the engine's queue full, and no fuller; stores their results."""
 
 import asyncio
+import functools
 import logging
 import os
 from collections import Counter, defaultdict, deque
@@ -11,8 +12,19 @@ from typing import BinaryIO
 import apsw
 
 from tokasaurus.server.access import use_key_salt
+from tokasaurus.server.endpoints import Answer
 from tokasaurus.server.errors import AnswerTooLargeError, ApiError, EngineDied, GrammarValidatorFailed
-from tokasaurus.server.jobs.lines import LineRefused, ParsedLine, answered_line, parse_line, refused_line
+from tokasaurus.server.jobs.line_runner import (
+    BATCH_PREFIX,
+    AfterError,
+    Line,
+    LineRefused,
+    LineRunner,
+    ParsedLine,
+    internal_error,
+    parse_line,
+    refused,
+)
 from tokasaurus.server.jobs.store.data_dir import StoreError
 from tokasaurus.server.jobs.store.database import Database, explain
 from tokasaurus.server.jobs.store.ledger import pending_lines, record_results, release_lines, start_lines
@@ -40,8 +52,6 @@ STOP_SECONDS = 2.0
 _MAX_BYTES_AHEAD = 16 << 20
 _STARTS_AT_ONCE = 8
 _LINES_PER_READ = 256
-_TASKS_PER_CANCEL = 64
-_INTERNAL_ERROR = "internal error; the server's log has the details"
 # Reasons for which a line waits again: the engine or the server cannot serve anybody now.
 _TEMPORARY = (429, 503)
 
@@ -64,17 +74,6 @@ def client_of(batch: BatchRecord) -> str:
     return f"batch:{batch.id}"
 
 
-@dataclass(slots=True)
-class _LineSize:
-    """What a line in the engine takes."""
-
-    number: int
-    num_sequences: int
-    num_bytes: int
-    attempts: int = 0
-    """How often it had been started before."""
-
-
 @dataclass(slots=True, eq=False)
 class RunningBatch:
     """A batch in progress. Its lines are started in order."""
@@ -92,12 +91,8 @@ class RunningBatch:
     """Lines that wait, with their content; None if it cannot be read."""
     released: list[tuple[int, bool]] = field(default_factory=list)
     """(number, whether the attempt counts) of lines that have to wait again, which the ledger does not know yet."""
-    tasks: dict[asyncio.Task[None], _LineSize] = field(default_factory=dict)
-    """Lines that run: in the engine, or with a result that is not stored yet."""
-    num_sequences: int = 0
-    """Sequences of its lines in the engine."""
-    num_bytes: int = 0
-    """Bytes of its lines in the engine."""
+    lines: LineRunner = field(init=False)
+    """Its lines that run."""
     is_exhausted: bool = False
     """No line waits."""
     is_stopping: bool = False
@@ -124,7 +119,7 @@ class RunningBatch:
     @property
     def is_done(self) -> bool:
         """No line waits or runs."""
-        return self.is_exhausted and not self.tasks and not self.released
+        return self.is_exhausted and not self.lines.lines and not self.released
 
     @property
     def has_waiting_lines(self) -> bool:
@@ -134,22 +129,6 @@ class RunningBatch:
         """The line's content; None if the file has been cut. Blocks. Raises OSError."""
         content = os.pread(self.content.fileno(), line.size, line.start)
         return content if len(content) == line.size else None
-
-    def add(self, task: "asyncio.Task[None]", size: _LineSize) -> None:
-        self.tasks[task] = size
-        self.num_sequences += size.num_sequences
-        self.num_bytes += size.num_bytes
-
-    def leave_engine(self, task: "asyncio.Task[None]") -> None:
-        """The line has its result: others may take its share."""
-        size = self.tasks[task]
-        self.num_sequences -= size.num_sequences
-        self.num_bytes -= size.num_bytes
-        size.num_sequences = size.num_bytes = 0
-
-    def remove(self, task: "asyncio.Task[None]") -> _LineSize:
-        self.leave_engine(task)
-        return self.tasks.pop(task)
 
     def run_again(self, number: int) -> None:
         """The line waits again in the ledger."""
@@ -180,14 +159,28 @@ class RunningBatch:
             self.first = self.ahead[-1][0].number + 1
         self.is_exhausted = not self.ahead
 
-    async def cancel_tasks(self) -> None:
-        """Returns when no line runs. Not all at once, since the event loop serves nobody else meanwhile."""
-        tasks = list(self.tasks)
-        for first in range(0, len(tasks), _TASKS_PER_CANCEL):
-            some = tasks[first : first + _TASKS_PER_CANCEL]
-            for task in some:
-                task.cancel()
-            await asyncio.gather(*some, return_exceptions=True)
+
+class _LedgerSink:
+    """Stores the results of a batch's lines; lines that the engine could not serve wait again in the ledger."""
+
+    id_prefix = BATCH_PREFIX
+    repeats_errors = False
+
+    def __init__(self, runner: "BatchRunner", batch: RunningBatch) -> None:
+        self._runner = runner
+        self._batch = batch
+
+    async def store(self, _line: Line, result: LineResult) -> None:
+        await self._runner.store(self._batch, result)
+
+    async def after_error(self, line: Line, error: ApiError) -> AfterError:
+        if error.status in _TEMPORARY:
+            await asyncio.sleep(RETRY_SECONDS)
+        may_be_its_own = isinstance(error, EngineDied | GrammarValidatorFailed)
+        if not (line.attempts + 1 < MAX_ATTEMPTS if may_be_its_own else error.status in _TEMPORARY):
+            return AfterError.FINAL
+        self._batch.released.append((line.number, may_be_its_own))
+        return AfterError.TAKEN_BACK
 
 
 class _Group:
@@ -293,15 +286,16 @@ class BatchRunner:
     @property
     def num_sequences(self) -> int:
         """Sequences in the engine."""
-        return sum(batch.num_sequences for batch in self._batches.values())
+        return sum(batch.lines.num_sequences for batch in self._batches.values())
 
     @property
     def num_running(self) -> int:
         """Lines in the engine."""
-        return sum(len(batch.tasks) for batch in self._batches.values())
+        return sum(len(batch.lines.lines) for batch in self._batches.values())
 
     def add(self, batch: RunningBatch) -> None:
         """Run its lines, until it `has_ended` or `stop` is called."""
+        batch.lines = LineRunner(_LedgerSink(self, batch), lambda line: self._note_end(batch, line))
         self._batches[batch.record.number] = batch
         self._has_news.set()
 
@@ -346,7 +340,7 @@ class BatchRunner:
             return
         batch.is_stopping = True
         async with self._starting:
-            await batch.cancel_tasks()
+            await batch.lines.cancel()
             batch.content.close()
         await self._recorder.flush()
         self._has_news.set()  # the others' shares have grown
@@ -359,8 +353,8 @@ class BatchRunner:
         self._batches.clear()
         for batch in batches:
             batch.is_stopping = True
-            batch.released += [(size.number, False) for size in batch.tasks.values()]
-            await batch.cancel_tasks()
+            batch.released += [(line.number, False) for line in batch.lines.lines.values()]
+            await batch.lines.cancel()
             batch.content.close()
             try:
                 await self._release(batch)
@@ -375,13 +369,13 @@ class BatchRunner:
             return  # until results are stored
         share = self._share()
         max_bytes = MAX_BYTES_IN_FLIGHT // max(1, len(self._batches))
-        if batch.tasks and batch.num_sequences > share * 7 // 8:
+        if batch.lines.lines and batch.lines.num_sequences > share * 7 // 8:
             return
-        while not batch.is_stopping and batch.num_sequences < share and batch.num_bytes < max_bytes:
+        while not batch.is_stopping and batch.lines.num_sequences < share and batch.lines.num_bytes < max_bytes:
             if not batch.ahead and not batch.is_exhausted:
                 await batch.read_ahead(self._database, _MAX_BYTES_AHEAD // max(1, len(self._batches)))
             lines: list[tuple[PendingLine, bytes | None]] = []
-            room = share - batch.num_sequences
+            room = share - batch.lines.num_sequences
             while batch.ahead and len(lines) < room and self._may_start(batch, lines):
                 lines.append(batch.ahead.popleft())
             if not lines:
@@ -397,7 +391,7 @@ class BatchRunner:
     def _share(self) -> int:
         """Sequences that each batch with waiting lines may have in the engine: what the others leave, equally."""
         waiting = [batch for batch in self._batches.values() if batch.has_waiting_lines]
-        num_others = self.num_sequences - sum(batch.num_sequences for batch in waiting)
+        num_others = self.num_sequences - sum(batch.lines.num_sequences for batch in waiting)
         return max(1, (self._limits.max_sequences_in_engine - num_others) // max(1, len(waiting)))
 
     def _may_start(self, batch: RunningBatch, before: list[tuple[PendingLine, bytes | None]]) -> bool:
@@ -414,100 +408,71 @@ class BatchRunner:
 
     async def _start(self, batch: RunningBatch, lines: list[tuple[PendingLine, bytes | None]], share: int) -> bool:
         """Start lines; those for which there is no room go back to `ahead`. Returns whether all started."""
-        parsed = []
-        num_sequences = batch.num_sequences
-        for line, content in lines:
+        parsed: list[Line] = []
+        num_sequences = batch.lines.num_sequences
+        for pending, content in lines:
             if num_sequences >= share:
                 break
-            outcome = await self._parse(batch.record.id, line, content)
-            size = _LineSize(line.number, 1, line.size, line.attempts)
-            if isinstance(outcome, ParsedLine):
-                size.num_sequences = outcome.num_sequences
-            parsed.append((line, outcome, size))
-            num_sequences += size.num_sequences
+            parsed.append(await self._parse(batch, pending, content))
+            num_sequences += parsed[-1].num_sequences
             await asyncio.sleep(0)  # let other tasks run
-        numbers = [line.number for line, _, _ in parsed]
+        numbers = [line.number for line in parsed]
 
         def start(connection: apsw.Connection) -> None:
             start_lines(connection, batch.record.number, numbers)
 
         await self._database.write(start)
         batch.ahead.extendleft(reversed(lines[len(parsed) :]))
-        for index, (line, outcome, size) in enumerate(parsed):
+        for index, line in enumerate(parsed):
             if batch.is_stopping:
                 return False
-            task = asyncio.create_task(self._run_line(batch, line, outcome))
-            batch.add(task, size)
+            batch.lines.start(line)
             self._attempts[line.attempts] += 1
-            task.add_done_callback(lambda task: self._note_end(batch, task))
             if index % _STARTS_AT_ONCE == 0:
                 await asyncio.sleep(0)  # the event loop serves nobody else while lines are prepared
         return len(parsed) == len(lines)
 
-    async def _parse(self, batch_id: str, line: PendingLine, content: bytes | None) -> ParsedLine | LineRefused:
-        if content is None:
-            return LineRefused(line.custom_id, ApiError("the line cannot be read from the input file any more"))
+    async def _parse(self, batch: RunningBatch, pending: PendingLine, content: bytes | None) -> Line:
+        """The line to run; one that cannot be run has an error as its result."""
+        error = ApiError("the line cannot be read from the input file any more")
         max_values = self._state.limits.max_json_values
         try:
-            if len(content) <= MAX_INLINE_BYTES:
-                parsed = parse_line(content, max_values)
-            else:
-                parsed = await self._state.text_threads.run(len(content), parse_line, content, max_values)
+            if content is not None:
+                if len(content) <= MAX_INLINE_BYTES:
+                    parsed = parse_line(content, max_values)
+                else:
+                    parsed = await self._state.text_threads.run(len(content), parse_line, content, max_values)
+                if parsed.custom_id == pending.custom_id:
+                    answer = functools.partial(self._answer, batch, pending, parsed)
+                    size = (pending.size, parsed.num_sequences)
+                    return Line(pending.custom_id, answer, *size, pending.number, pending.attempts)
+                error = ApiError("the input file was changed after its validation")
         except LineRefused as refusal:
-            return refusal
+            error = refusal.error
         except Exception:
-            logger.exception("a line of %s cannot be parsed", batch_id)
-            return LineRefused(line.custom_id, ApiError(_INTERNAL_ERROR))
-        if parsed.custom_id != line.custom_id:
-            return LineRefused(line.custom_id, ApiError("the input file was changed after its validation"))
-        return parsed
+            logger.exception("a line of %s cannot be parsed", batch.record.id)
+            error = internal_error()
+        line = refused(pending.custom_id, error)
+        line.num_bytes, line.number, line.attempts = pending.size, pending.number, pending.attempts
+        return line
 
-    async def _run_line(self, batch: RunningBatch, line: PendingLine, parsed: ParsedLine | LineRefused) -> None:
-        try:
-            result = await self._result(batch, line, parsed)
-        except ApiError as error:
-            if error.status in _TEMPORARY:
-                await asyncio.sleep(RETRY_SECONDS)
-            may_be_its_own = isinstance(error, EngineDied | GrammarValidatorFailed)
-            if may_be_its_own and line.attempts + 1 < MAX_ATTEMPTS:
-                batch.released.append((line.number, True))
-                return
-            if error.status in _TEMPORARY and not may_be_its_own:
-                batch.released.append((line.number, False))
-                return
-            result = LineResult(line.number, True, refused_line(line.custom_id, error))
-        except Exception:
-            logger.exception("a line of a batch failed")
-            internal = ApiError(_INTERNAL_ERROR)
-            result = LineResult(line.number, True, refused_line(line.custom_id, internal))
-        task = asyncio.current_task()
-        assert task is not None
-        batch.leave_engine(task)
+    async def _answer(self, batch: RunningBatch, pending: PendingLine, parsed: ParsedLine) -> Answer:
+        """Raises ApiError."""
+        if pending.attempts >= MAX_ATTEMPTS:
+            raise EngineDied(f"the server ended {pending.attempts} times while this line ran")
+        use_key_salt(batch.record.cache_salt)
+        origin = Origin(parsed.num_bytes, batch.client, pending.seed, is_background=True)
+        answer = await parsed.answer(self._state, origin)
+        if len(answer.content) > MAX_RESULT_BYTES:
+            raise AnswerTooLargeError(f"the answer has more than {MAX_RESULT_BYTES} bytes")
+        return answer
+
+    async def store(self, batch: RunningBatch, result: LineResult) -> None:
+        """Returns when the result is on the disk."""
         self._has_news.set()
         await self._recorder.store(batch.record.number, result)
         self.num_failed += result.has_failed
         self.num_completed += not result.has_failed
-
-    async def _result(self, batch: RunningBatch, line: PendingLine, parsed: ParsedLine | LineRefused) -> LineResult:
-        """Raises ApiError."""
-        if isinstance(parsed, LineRefused):
-            raise parsed.error
-        if line.attempts >= MAX_ATTEMPTS:
-            raise EngineDied(f"the server ended {line.attempts} times while this line ran")
-        use_key_salt(batch.record.cache_salt)
-        origin = Origin(parsed.num_bytes, batch.client, line.seed, is_background=True)
-        answer = await parsed.answer(self._state, origin)
-        if len(answer.content) > MAX_RESULT_BYTES:
-            raise AnswerTooLargeError(f"the answer has more than {MAX_RESULT_BYTES} bytes")
-        usage = answer.usage
-        return LineResult(
-            line.number,
-            False,
-            answered_line(line.custom_id, answer.content),
-            usage.prompt_tokens,
-            usage.prompt_tokens_details.cached_tokens,
-            usage.completion_tokens,
-        )
 
     async def _release(self, batch: RunningBatch) -> None:
         """Lines that have to wait again do so in the ledger. Raises StoreError."""
@@ -524,11 +489,10 @@ class BatchRunner:
         del batch.released[: len(released)]
         batch.run_again(min(number for number, _ in released))
 
-    def _note_end(self, batch: RunningBatch, task: "asyncio.Task[None]") -> None:
-        size = batch.remove(task)
-        self._attempts[size.attempts] -= 1
-        if not self._attempts[size.attempts]:
-            del self._attempts[size.attempts]
+    def _note_end(self, batch: RunningBatch, line: Line) -> None:
+        self._attempts[line.attempts] -= 1
+        if not self._attempts[line.attempts]:
+            del self._attempts[line.attempts]
         self._end_if_done(batch)
         self._has_news.set()
 

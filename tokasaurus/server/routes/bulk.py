@@ -2,17 +2,15 @@
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from itertools import islice
 
-import orjson
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from tokasaurus.server.access import client_of
+from tokasaurus.server.endpoints import Answer
 from tokasaurus.server.errors import (
     ApiError,
     BodyTooLarge,
@@ -20,17 +18,24 @@ from tokasaurus.server.errors import (
     InvalidRequest,
     QueueFull,
     ServerStopping,
-    error_response,
     shorten,
 )
-from tokasaurus.server.jobs.lines import LineRefused, parse_line
+from tokasaurus.server.jobs.line_runner import (
+    AfterError,
+    Line,
+    LineRefused,
+    LineRunner,
+    error_line,
+    parse_line,
+    refused,
+)
+from tokasaurus.server.jobs.store.records import LineResult
 from tokasaurus.server.json_values import MAX_INLINE_BYTES
 from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.routes.event_stream import HEADERS, run_while_connected
 from tokasaurus.server.routes.json_body import check_type
 from tokasaurus.server.state import ServerState, state_of
-from tokasaurus.text.json_lines import write_json
 
 logger = logging.getLogger(__name__)
 router = APIRouter(tags=["generation"])
@@ -50,23 +55,6 @@ MAX_UNREAD_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 256 << 20
 # A line that found the queue full tries again after this time, even if no line of its connection has finished.
 QUEUE_RETRY_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line of the body, parsed."""
-
-    custom_id: str | None
-    """None if the line has no readable one."""
-    answer: Callable[[], Awaitable[bytes]]
-    """Returns the response as JSON; raises ApiError."""
-
-
-def refused(custom_id: str | None, error: ApiError) -> Line:
-    async def answer() -> bytes:
-        raise error
-
-    return Line(custom_id, answer)
 
 
 class IncomingBody:
@@ -140,19 +128,21 @@ class LineSplitter:
 
 
 class BulkRun:
-    """Runs the lines of one body; each gets exactly one result.
+    """Runs the lines of one body; each gets exactly one result, which is final once it is handed to `write`.
 
     read_line: called for one line at a time, in order. max_line_bytes: a longer line gets an error as its result.
     """
+
+    id_prefix = "bulk_req"
+    repeats_errors = True
 
     def __init__(self, read_line: Callable[[bytes], Awaitable[Line]], max_line_bytes: int) -> None:
         self._read_line = read_line
         self._max_line_bytes = max_line_bytes
         self._num_lines = 0
         self._custom_ids: set[int] = set()  # their hashes, which take less memory
-        self._unanswered: dict[asyncio.Task[bytes], str | None] = {}
-        self._num_bytes_of: dict[asyncio.Task[bytes], int] = {}  # of the unanswered lines
-        self._num_bytes_in_flight = 0
+        self._runner = LineRunner(self)
+        self._unanswered: dict[Line, None] = {}
         self._results: list[bytes] = []
         self._queue_waiters: dict[asyncio.Future[None], None] = {}  # in order of arrival
         self._num_unsent_bytes = 0
@@ -181,15 +171,38 @@ class BulkRun:
                     self._notice_room()
             await starting
         finally:
-            unfinished = [starting, *self._unanswered]
-            for task in unfinished:
-                task.cancel()
-            await asyncio.gather(*unfinished, return_exceptions=True)
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await self._runner.cancel()
 
     def results_of_rest(self, error: ApiError) -> bytes:
         """After `run` ended early: results not yet written, then `error` as the result of each unfinished line."""
-        rest = [_error_result(custom_id, error) for custom_id in self._unanswered.values()]
+        rest = [error_line(self, line.custom_id, error) for line in self._unanswered]
         return b"".join([*self._results, *rest])
+
+    # As the sink of its lines
+
+    async def store(self, line: Line, result: LineResult) -> None:
+        del self._unanswered[line]
+        self._results.append(result.content)
+        self._num_unsent_bytes += len(result.content)
+        # Wake two, so that the number of lines in flight can grow when the engine accepts many at once.
+        for waiter in list(islice(self._queue_waiters, 2)):
+            del self._queue_waiters[waiter]
+            waiter.set_result(None)
+        self._notice()
+
+    async def after_error(self, _line: Line, error: ApiError) -> AfterError:
+        """If the queue is full, the line waits and runs again: single requests get QueueFull, lines do not."""
+        if not isinstance(error, QueueFull):
+            return AfterError.FINAL
+        waiter = asyncio.get_running_loop().create_future()
+        self._queue_waiters[waiter] = None
+        try:
+            await asyncio.wait([waiter], timeout=QUEUE_RETRY_S)
+        finally:
+            self._queue_waiters.pop(waiter, None)
+        return AfterError.AGAIN
 
     async def _start_lines(self, body: IncomingBody) -> None:
         splitter = LineSplitter(self._max_line_bytes)
@@ -206,11 +219,9 @@ class BulkRun:
             return
         await self._can_read.wait()
         line = await self._checked_line(content)
-        task = asyncio.ensure_future(self._answer(line))
-        self._unanswered[task] = line.custom_id
-        num_bytes = self._num_bytes_of[task] = 0 if content is None else len(content)
-        self._num_bytes_in_flight += num_bytes
-        task.add_done_callback(self._finish)
+        line.num_bytes = 0 if content is None else len(content)
+        self._unanswered[line] = None
+        self._runner.start(line)
         self._notice_room()
         await asyncio.sleep(0)  # let other tasks run: a chunk may contain thousands of lines
 
@@ -227,44 +238,6 @@ class BulkRun:
         self._custom_ids.add(hash(line.custom_id))
         return line
 
-    def _finish(self, task: asyncio.Task[bytes]) -> None:
-        self._num_bytes_in_flight -= self._num_bytes_of.pop(task)
-        if task.cancelled():  # by `run`; `results_of_rest` then answers its line
-            return
-        del self._unanswered[task]
-        result = task.result()
-        self._results.append(result)
-        self._num_unsent_bytes += len(result)
-        # Wake two, so that the number of lines in flight can grow when the engine accepts many at once.
-        for waiter in list(islice(self._queue_waiters, 2)):
-            del self._queue_waiters[waiter]
-            waiter.set_result(None)
-        self._notice()
-
-    async def _answer(self, line: Line) -> bytes:
-        """The line's result."""
-        try:
-            return _result(line.custom_id, 200, await self._answer_when_room(line), None)
-        except ApiError as known:
-            error = known
-        except Exception:
-            logger.exception("a line of a bulk request failed")
-            error = ApiError("internal error; the server's log has the details")
-        return _error_result(line.custom_id, error)
-
-    async def _answer_when_room(self, line: Line) -> bytes:
-        """If the queue is full, wait and try again: single requests get QueueFull, lines do not."""
-        while True:
-            try:
-                return await line.answer()
-            except QueueFull:
-                waiter = asyncio.get_running_loop().create_future()
-                self._queue_waiters[waiter] = None
-                try:
-                    await asyncio.wait([waiter], timeout=QUEUE_RETRY_S)
-                finally:
-                    self._queue_waiters.pop(waiter, None)
-
     def _notice(self) -> None:
         self._has_news.set()
         self._notice_room()
@@ -272,7 +245,7 @@ class BulkRun:
     def _notice_room(self) -> None:
         if (
             len(self._unanswered) < MAX_LINES_IN_FLIGHT
-            and self._num_bytes_in_flight < MAX_BYTES_IN_FLIGHT
+            and self._runner.num_bytes < MAX_BYTES_IN_FLIGHT
             and self._num_unsent_bytes < MAX_UNSENT_BYTES
         ):
             self._can_read.set()
@@ -283,7 +256,7 @@ class BulkRun:
 def _with_number(line: Line, number: int) -> Line:
     """A line without custom_id: its error messages start with the line number."""
 
-    async def answer() -> bytes:
+    async def answer() -> Answer:
         try:
             return await line.answer()
         except ApiError as error:
@@ -291,19 +264,6 @@ def _with_number(line: Line, number: int) -> Line:
             raise
 
     return Line(None, answer)
-
-
-def _error_result(custom_id: str | None, error: ApiError) -> bytes:
-    return _result(custom_id, error.status, bytes(error_response(error).body), error)
-
-
-def _result(custom_id: str | None, status: int, body: bytes, error: ApiError | None) -> bytes:
-    """A line of OpenAI's batch output, with its line end."""
-    unique = uuid.uuid4().hex
-    response = {"status_code": status, "request_id": f"req_{unique}", "body": orjson.Fragment(body)}
-    shown = None if error is None else error.as_object()
-    line = {"id": f"bulk_req_{unique}", "custom_id": custom_id, "response": response, "error": shown}
-    return write_json(line, option=orjson.OPT_APPEND_NEWLINE)
 
 
 class BulkStream(Response):
@@ -379,7 +339,7 @@ def _read_line(content: bytes, state: ServerState, client: str) -> Line:
     except LineRefused as refusal:
         return refused(refusal.custom_id, refusal.error)
 
-    async def answer() -> bytes:
-        return (await parsed.answer(state, Origin(parsed.num_bytes, client))).content
+    async def answer() -> Answer:
+        return await parsed.answer(state, Origin(parsed.num_bytes, client))
 
-    return Line(parsed.custom_id, answer)
+    return Line(parsed.custom_id, answer, num_sequences=parsed.num_sequences)
