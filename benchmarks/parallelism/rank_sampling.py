@@ -20,8 +20,8 @@ from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.sampling.noise import position_keys, sequence_keys
 from tokasaurus.model.sampling.rules import has_limits, limited_rows, params_to_device
-from tokasaurus.model.sampling.sample import SamplingRows
-from tokasaurus.model.sampling.shards import VocabularyShard, sample_shards
+from tokasaurus.model.sampling.sample import SamplingRows, sample
+from tokasaurus.model.sampling.shards import VocabularyShard
 from tokasaurus.model.staging.staging import DirectStaging
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def run_rank(rank: int, rendezvous: Path, vocabularies: list[int]) -> None:
                     for _ in range(NUM_ROUNDS):
                         torch.distributed.barrier()
                         began_s = time.perf_counter()
-                        sample_shards(own, replace(rows), shard, kernels)
+                        sample(own, replace(rows), kernels, shard)
                         seconds.append(time.perf_counter() - began_s)
                     if rank == 0:
                         milliseconds = 1000 * statistics.median(seconds)

@@ -24,7 +24,7 @@ from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.stage_links import StageLinks
 from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, compute_prompt_logprobs, fill_token_logprobs
 from tokasaurus.model.sampling.sample import Sampled, sample, sample_by_triton
-from tokasaurus.model.sampling.shards import VocabularyShard, fill_token_logprobs_of_shards, sample_shards
+from tokasaurus.model.sampling.shards import VocabularyShard
 from tokasaurus.model.staging.packed import BufferSizes, Fetched, HostResults, PackedResults, PackedStaging, Results
 from tokasaurus.model.staging.staging import CudaTransfers, DirectStaging, HostMark, Mark, Staging, Transfers
 from tokasaurus.model.triton_choice import uses_triton
@@ -174,7 +174,7 @@ class ModelRunner:
             self._executor = AsyncTPExecutor(model, backend, self._executor, mesh, compiler, async_tp_threshold)
             self._token_multiple = mesh.tp_size
         self._mesh = mesh
-        self._shard = VocabularyShard.of(mesh, model.vocab_size) if mesh.tp_size > 1 else None
+        self._shard = VocabularyShard.of(mesh, model.vocab_size)
         assert (links is not None) == (mesh.pp_size > 1)
         self._links = links
         self._num_recompiles = 0
@@ -193,7 +193,7 @@ class ModelRunner:
         over the sizes."""
         self._graphs = None
         has_logits = self._mesh.is_last_stage
-        can_sample = has_logits and self._shard is None and uses_triton(self.device, "sampling")
+        can_sample = has_logits and self._shard.is_whole and uses_triton(self.device, "sampling")
         plan_whole = None
         if isinstance(self._backend, RecordableBackend):
             self._backend.prepare_recording(max(sizes), self._slots.block_tables.shape[1])
@@ -377,22 +377,14 @@ class ModelRunner:
 
     def _sample(self, hidden: Tensor, logits: Tensor | None, batch: DeviceBatch) -> Sampled:
         """hidden [T, E]; logits [T, v] of this rank, if they are known already. A separate method, so that logits are
-        freed when it returns.
-
-        Tensor-parallel ranks keep their shards of the logits: see sampling/shards.
-        """
+        freed when it returns."""
         if logits is None:
             logits = self._model.logits(hidden[batch.logit_rows])
         logits = logits[: batch.num_sampled]  # all rows of a graph sample
-        if self._shard is not None:
-            return sample_shards(logits, batch.sampling, self._shard, self._kernels)
-        return sample(logits, batch.sampling, self._kernels)
+        return sample(logits, batch.sampling, self._kernels, self._shard)
 
     def _fill_prompt(self, logits: Tensor, target_ids: Tensor, result: TokenLogprobs) -> None:
-        if self._shard is not None:
-            fill_token_logprobs_of_shards(logits, target_ids, result, self._shard)
-        else:
-            fill_token_logprobs(logits, target_ids, result, self._kernels)
+        fill_token_logprobs(logits, target_ids, result, self._kernels, self._shard)
 
     def _new_recompiles(self) -> int:
         if self._compiler is None:

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
+from tokasaurus.model.parallel.collectives import sum_over_shards
+from tokasaurus.model.sampling.sample import chunks_of
+from tokasaurus.model.sampling.shards import ALL_TOKENS, VocabularyShard, largest_of_ranks, targets_of_ranks
 
-# T tokens in this forward, E hidden size, Q prompt tokens, P with padding, V vocabulary, K of top-k logprobs
+# T tokens in this forward, E hidden size, Q prompt tokens, P with padding, v token ids of this rank, which has all if
+# it is the only one, K of top-k logprobs
 
 LOGPROBS_AT_ONCE = 256
 """Rows that pass the LM head together: bounds the memory of their logits for prompts of any length."""
-
-_ROWS_AT_ONCE = 64
-"""Rows whose logits are widened to float32 at a time; used without kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +73,32 @@ def compute_prompt_logprobs(
     return result
 
 
-def fill_token_logprobs(logits: Tensor, target_ids: Tensor, result: TokenLogprobs, kernels: Kernels | None) -> None:
-    """Fill `result` from logits [Q, V] and target_ids int32 [Q]. kernels: do the same on the CPU, faster."""
-    if kernels is not None and logits.device.type == "cpu" and logits.dtype in ACTIVATION_DTYPES:
+def fill_token_logprobs(
+    logits: Tensor,
+    target_ids: Tensor,
+    result: TokenLogprobs,
+    kernels: Kernels | None,
+    shard: VocabularyShard = ALL_TOKENS,
+) -> None:
+    """Fill `result` from logits [Q, v] and target_ids int32 [Q]. kernels: do the same on the CPU, faster.
+
+    shard: the token ids of the logits, if each tensor-parallel rank has its own; all ranks get all results.
+    """
+    if shard.is_whole and kernels is not None and logits.device.type == "cpu" and logits.dtype in ACTIVATION_DTYPES:
         kernels.fill_token_logprobs(logits, target_ids, *result)
         return
-    for start in range(0, len(logits), _ROWS_AT_ONCE):
-        chunk = slice(start, start + _ROWS_AT_ONCE)
-        logprobs, ranks, top_ids, top_logprobs = (tensor[chunk] for tensor in result)
+    for chunk in chunks_of(len(logits)):
         values = logits[chunk].float()
-        normalizers = values.logsumexp(dim=-1, keepdim=True)
-        targets = values.gather(1, target_ids[chunk].long().unsqueeze(1))
-        logprobs.copy_((targets - normalizers).squeeze(1))
-        ranks.copy_((values > targets).sum(dim=-1) + 1)
-        top = values.topk(top_ids.shape[1], dim=-1)
-        top_ids.copy_(top.indices)
-        top_logprobs.copy_(top.values - normalizers)
+        targets, normalizers = targets_of_ranks(values, target_ids[chunk], shard)
+        logprobs, ranks, top_ids, top_logprobs = (tensor[chunk] for tensor in result)
+        logprobs.copy_(targets - normalizers)
+        above = (values > targets.unsqueeze(1)).sum(dim=-1, dtype=torch.int32)
+        ranks.copy_(sum_over_shards(above, shard.mesh) + 1)
+        count = top_ids.shape[1]
+        if count:
+            largest = values.topk(min(count, values.shape[1]), dim=-1)
+            ids, top = largest.indices, largest.values
+            if not shard.is_whole:
+                ids, top = largest_of_ranks(ids, top, count, shard)
+            top_ids.copy_(ids)
+            top_logprobs.copy_(top - normalizers.unsqueeze(1))

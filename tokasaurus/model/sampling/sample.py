@@ -1,7 +1,10 @@
-"""Sample tokens from logits, and compute their log-probabilities."""
+"""Sample tokens from logits, and compute their log-probabilities: `sample` states the steps, which plain torch, Triton
+or C++ execute, on one rank or several."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels, LogitRulesStruct
-from tokasaurus.model.sampling.noise import gumbel_noise
+from tokasaurus.model.parallel.collectives import gather_rows, whole_rows
+from tokasaurus.model.sampling.noise import gumbel_noise, keys_of_shard
 from tokasaurus.model.sampling.rules import (
     ChosenRows,
     DeviceMasks,
@@ -23,9 +27,11 @@ from tokasaurus.model.sampling.rules import (
     outside_limits,
     ruled_rows_at_once,
 )
+from tokasaurus.model.sampling.shards import ALL_TOKENS, VocabularyShard, best_of_ranks, largest_of_ranks
 from tokasaurus.model.triton_choice import uses_triton
 
-# R rows that sample, V vocabulary
+# R rows that sample, r of them at once, V vocabulary, v token ids of this rank: V if it is the only one, A rows with
+# top-k logprobs, K of their tokens
 
 _ROWS_AT_ONCE = 64
 """Rows per chunk. Bounds the memory of intermediate results: hashing noise uses 64-bit integers, 8 bytes per logit."""
@@ -105,33 +111,242 @@ class Sampled(NamedTuple):
     """float32 [A, K], of top_ids; None without `top`."""
 
 
-def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None) -> Sampled:
-    """Sample a token from each row of logits [R, V]. kernels: do the same on the CPU, faster."""
-    masks = rows.masks
-    assert masks is None or masks.bits.shape[1] == num_mask_words(logits.shape[1]), "one bit per token"
-    if kernels is not None and logits.device.type == "cpu" and logits.dtype in ACTIVATION_DTYPES:
-        return _sample_by_kernels(logits, rows, kernels)
-    if uses_triton(logits.device, "sampling"):
-        return sample_by_triton(logits, rows)
-    return sample_by_torch(logits, rows)
+class Drawn(NamedTuple):
+    """Tokens drawn from logits [R, v]."""
+
+    tokens: Tensor
+    """int64 [R], indices into v; -1 for rows with a logit that is NaN or positive infinity."""
+
+    logits: Tensor | None = None
+    """float32 [R], of the tokens, unchanged; may be None, as normalizers, if no row wants logprobs."""
+
+    normalizers: Tensor | None = None
+    """float32 [R], the log-sum-exp of each row: unchanged logits minus this are log-probabilities."""
+
+
+class Executor(NamedTuple):
+    """Plain torch, Triton or C++, which do the same."""
+
+    draw: Callable[[Tensor, SamplingRows], Drawn]
+    """Steps 1 to 5 of `sample`, from logits [R, v]."""
+
+    largest: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    """Logits [R, v], indices of A rows, and n <= v -> the n largest logits of these rows in descending order: their
+    places in v, integers [A, n], and the logits, float32 [A, n]."""
+
+
+def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None, shard: VocabularyShard = ALL_TOKENS) -> Sampled:
+    """Sample a token from each row of logits [R, v]. kernels: do the same on the CPU, faster.
+
+    What happens to a row:
+
+    1. Its biases are added, then its penalties are applied (rows.rules).
+    2. Tokens that its mask does not allow get -inf (rows.masks).
+    3. It is divided by its temperature, unless that is 0.
+    4. Tokens outside min_p, then top_k, then top_p get -inf (rows.limited).
+    5. Noise is added, unless the temperature is 0. The token with the largest result is drawn, the first of equal ones.
+
+    Log-probabilities are those of the logits before step 1.
+
+    Each tensor-parallel rank has the logits of its `shard` of the token ids. All ranks must call this with the same
+    rows, and get the same results. Steps 1, 2 and 4 need whole rows: if any row takes one of them, the ranks divide the
+    rows, and each samples its own as one process does. Otherwise, each finds the best token of its shard, and
+    all compare these.
+    """
+    if logits.device.type != "cpu" or logits.dtype not in ACTIVATION_DTYPES:
+        kernels = None
+    if shard.is_whole or not len(logits):
+        return _sample_whole(logits, rows, kernels)
+    if rows.rules is not None or rows.masks is not None or rows.limited is not None:
+        return _sample_own_rows(logits, rows, kernels, shard)
+    return _sample_by(_executor(logits, kernels), logits, rows, shard)
 
 
 def sample_by_torch(logits: Tensor, rows: SamplingRows) -> Sampled:
     """`sample` with stock torch operations."""
+    return _sample_by(_TORCH, logits, rows)
+
+
+def sample_by_triton(logits: Tensor, rows: SamplingRows) -> Sampled:
+    """`sample` with Triton kernels: one draws, or several if the logits of more rows are changed than fit in bounded
+    memory."""
+    return _sample_by(_TRITON, logits, rows)
+
+
+def _sample_whole(logits: Tensor, rows: SamplingRows, kernels: Kernels | None) -> Sampled:
     masks = rows.masks
-    any_sampled = bool((rows.params["temperature"] > 0).any())
-    is_plain = not any_sampled and rows.rules is None and masks is None
-    drawn = logits.argmax(dim=-1) if is_plain else _draw(logits, rows, any_sampled)
-    tokens = torch.where(logits.amax(dim=-1) < torch.inf, drawn, -1)  # amax is NaN if a logit is
+    assert masks is None or masks.bits.shape[1] == num_mask_words(logits.shape[1]), "one bit per token"
+    if kernels is not None:
+        return _sample_by_kernels(logits, rows, kernels)
+    return _sample_by(_executor(logits, kernels), logits, rows)
+
+
+def _sample_by(executor: Executor, logits: Tensor, rows: SamplingRows, shard: VocabularyShard = ALL_TOKENS) -> Sampled:
+    """`sample`, where the rows of several ranks take neither rules nor masks nor limits."""
+    if shard.is_whole:
+        drawn = executor.draw(logits, rows)
+    else:
+        own = executor.draw(logits, replace(rows, noise_keys=keys_of_shard(rows.noise_keys, shard.first_id)))
+        chosen = _logits_of(own.tokens.clamp(min=0), logits)
+        normalizers = own.normalizers if rows.any_logprobs else None
+        temperatures = columns_of(rows.device_params)["temperature"]
+        drawn = Drawn(*best_of_ranks(own.tokens, chosen, normalizers, temperatures, rows.noise_keys, shard))
     if not rows.any_logprobs:
-        return Sampled(tokens)
-    normalizers = _normalizers(logits)
-    chosen = logits.gather(1, drawn.unsqueeze(1)).squeeze(1).float()
-    top = () if rows.top is None else _top_logprobs(logits, rows.top, normalizers)
-    return Sampled(tokens, chosen - normalizers, *top)
+        return Sampled(drawn.tokens)
+    assert drawn.logits is not None
+    assert drawn.normalizers is not None
+    logprobs = (drawn.logits - drawn.normalizers).float()
+    if rows.top is None:
+        return Sampled(drawn.tokens, logprobs)
+    of_top, count = rows.top.rows.on_device, rows.top.count
+    ids, values = executor.largest(logits, of_top, min(count, logits.shape[1]))
+    if not shard.is_whole:
+        ids, values = largest_of_ranks(ids, values, count, shard)
+    return Sampled(drawn.tokens, logprobs, ids.int(), (values - drawn.normalizers[of_top].unsqueeze(1)).float())
+
+
+def _sample_own_rows(logits: Tensor, rows: SamplingRows, kernels: Kernels | None, shard: VocabularyShard) -> Sampled:
+    """`sample`, where each rank samples its share of the rows, and all exchange the results."""
+    mesh = shard.mesh
+    ends = [len(logits) * rank // mesh.tp_size for rank in range(mesh.tp_size + 1)]
+    num_rows = [end - start for start, end in itertools.pairwise(ends)]  # of each rank
+    whole = whole_rows(logits, num_rows, shard.widths, mesh)
+    sampled = None
+    if len(whole):
+        sampled = _sample_whole(whole, rows.cut(ends[mesh.tp_rank], len(whole)), kernels)
+    numbers = logits.new_zeros((len(whole), 2), dtype=torch.float64)  # which holds float32 and token ids exactly
+    if sampled is not None:
+        numbers[:, 0] = sampled.tokens
+        if sampled.logprobs is not None:
+            numbers[:, 1] = sampled.logprobs
+    tokens, logprobs = gather_rows(numbers, num_rows, mesh).unbind(1)
+    drawn = Sampled(_packed(tokens, torch.int64), _packed(logprobs, torch.float32) if rows.any_logprobs else None)
+    if rows.top is None:
+        return drawn
+    counts = np.searchsorted(rows.top.rows.on_host, ends)  # A of rows before each rank's
+    num_top = np.diff(counts).tolist()
+    best = logits.new_zeros((num_top[mesh.tp_rank], 2, rows.top.count), dtype=torch.float64)
+    if sampled is not None and sampled.top_ids is not None and sampled.top_logprobs is not None:
+        best[:, 0], best[:, 1] = sampled.top_ids, sampled.top_logprobs
+    top_ids, top_logprobs = gather_rows(best, num_top, mesh).unbind(1)
+    return Sampled(*drawn[:2], _packed(top_ids, torch.int32), _packed(top_logprobs, torch.float32))
+
+
+def _packed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same numbers side by side in memory, in another dtype. `float()` keeps the gaps of a tensor of one number."""
+    return tensor.to(dtype, memory_format=torch.contiguous_format)
+
+
+def _executor(logits: Tensor, kernels: Kernels | None) -> Executor:
+    if kernels is not None:
+        return Executor(partial(_draw_by_kernels, kernels=kernels), _largest_by_torch)
+    return _TRITON if uses_triton(logits.device, "sampling") else _TORCH
+
+
+def _draw_by_torch(logits: Tensor, rows: SamplingRows) -> Drawn:
+    any_sampled = bool((rows.params["temperature"] > 0).any())
+    if any_sampled or rows.rules is not None or rows.masks is not None:
+        drawn = torch.cat([_draw_chunk(logits[chunk], rows, chunk, any_sampled) for chunk in chunks_of(len(logits))])
+    else:
+        drawn = logits.argmax(dim=-1)
+    tokens = torch.where(logits.amax(dim=-1) < torch.inf, drawn, -1)  # amax is NaN if a logit is
+    return Drawn(tokens, _logits_of(drawn, logits), _normalizers(logits)) if rows.any_logprobs else Drawn(tokens)
+
+
+def _draw_chunk(logits: Tensor, rows: SamplingRows, chunk: slice, any_sampled: bool) -> Tensor:
+    """The tokens of some rows, int64 [r], from their logits [r, V]: the steps of `sample`, one after another.
+
+    any_sampled: whether any of the R rows has a temperature above 0.
+    """
+    params = columns_of(rows.device_params[chunk])
+    temperatures = params["temperature"].unsqueeze(1)
+    adjusted = logits.to(torch.float32, copy=True)
+    if rows.rules is not None:
+        change_logits(adjusted, rows.rules, params, chunk.start)
+    masked = None if rows.masks is None else masked_rows(rows.masks, adjusted, chunk.start)
+    if masked is not None:
+        masked.forbid(adjusted)
+    adjusted /= torch.where(temperatures > 0, temperatures, 1)
+    _mask_outside(adjusted, rows, chunk.start)
+    if any_sampled:
+        adjusted += gumbel_noise(rows.noise_keys[chunk], logits.shape[1]).masked_fill_(temperatures == 0, 0)
+    tokens = adjusted.argmax(dim=-1)
+    if masked is not None:
+        masked.correct(tokens)
+    return tokens
+
+
+def _mask_outside(adjusted: Tensor, rows: SamplingRows, first_row: int) -> None:
+    """Set adjusted logits [r, V] to -inf for tokens that limits exclude: these are the rows from `first_row` on.
+
+    Precondition: they are already divided by the temperatures.
+    """
+    if rows.limited is None:
+        return
+    own = rows.limited.within(first_row, len(adjusted))
+    if own.start == own.stop:
+        return
+    indices = rows.limited.on_device[own]
+    some = adjusted[indices - first_row]
+    in_use = limits_in_use(rows.params[rows.limited.on_host[own]])
+    outside = outside_limits(some, columns_of(rows.device_params[indices]), in_use)
+    adjusted[indices - first_row] = some.masked_fill_(outside, -torch.inf)
+
+
+def _logits_of(tokens: Tensor, logits: Tensor) -> Tensor:
+    """float32 [R]."""
+    return logits.gather(1, tokens.unsqueeze(1)).squeeze(1).float()
+
+
+def _normalizers(logits: Tensor) -> Tensor:
+    return torch.cat([logits[chunk].float().logsumexp(dim=-1) for chunk in chunks_of(len(logits))])
+
+
+def _largest_by_torch(logits: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    chunks = [logits[rows[chunk]].float().topk(count, dim=-1) for chunk in chunks_of(len(rows))]
+    return torch.cat([largest.indices for largest in chunks]), torch.cat([largest.values for largest in chunks])
+
+
+def _draw_by_triton(logits: Tensor, rows: SamplingRows) -> Drawn:
+    from tokasaurus.model.sampling import triton_rows, triton_sample
+
+    num_rows, vocab_size = logits.shape
+    masks = None
+    if rows.masks is not None:
+        masks = rows.masks.rows.index_of_row(num_rows), rows.masks.bits
+    bounds, ruled = [0, num_rows], None
+    if rows.rules is not None:
+        ruled = rows.rules, rows.rules.rows.index_of_row(num_rows)
+        at_once = ruled_rows_at_once(vocab_size)
+        bounds = [0, *rows.rules.rows.on_host[at_once::at_once].tolist(), num_rows]
+    parts = []
+    for chunk in itertools.starmap(slice, itertools.pairwise(bounds)):
+        changed = None
+        if ruled is not None:
+            rules, index_of_row = ruled
+            own = rules.rows.within(chunk.start, chunk.stop - chunk.start)
+            changed = index_of_row - own.start, triton_rows.changed_rows(logits, rules, own, rows.device_params)
+        parts.append(triton_sample.draw(logits, chunk, rows.device_params, rows.noise_keys, changed, masks))
+    return Drawn(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+
+def _largest_by_triton(logits: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    from tokasaurus.model.sampling import triton_sample
+
+    return triton_sample.largest_logits(logits, rows, count)
+
+
+_TORCH = Executor(_draw_by_torch, _largest_by_torch)
+_TRITON = Executor(_draw_by_triton, _largest_by_triton)
+
+
+def _draw_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> Drawn:
+    tokens = _sample_by_kernels(logits, replace(rows, any_logprobs=False, top=None), kernels).tokens
+    return Drawn(tokens, normalizers=_normalizers(logits) if rows.any_logprobs else None)
 
 
 def _sample_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> Sampled:
+    """All of `sample` in one call."""
     tokens = torch.empty(len(logits), dtype=torch.int64)
     logprobs = torch.empty(len(logits), dtype=torch.float32) if rows.any_logprobs else None
     rules = None
@@ -155,89 +370,6 @@ def _sample_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> 
         top = index_of_row, torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32)
     kernels.sample(logits, rows.device_params, rows.noise_keys, rules, masks, tokens, logprobs, top)
     return Sampled(tokens, logprobs, *(() if top is None else top[1:]))
-
-
-def sample_by_triton(logits: Tensor, rows: SamplingRows) -> Sampled:
-    """As `sample`, in one kernel, or several if the logits of more rows are changed than fit in bounded memory."""
-    from tokasaurus.model.sampling import triton_rows, triton_sample
-
-    num_rows, vocab_size = logits.shape
-    masks = None
-    if rows.masks is not None:
-        masks = rows.masks.rows.index_of_row(num_rows), rows.masks.bits
-    bounds, ruled = [0, num_rows], None
-    if rows.rules is not None:
-        ruled = rows.rules, rows.rules.rows.index_of_row(num_rows)
-        at_once = ruled_rows_at_once(vocab_size)
-        bounds = [0, *rows.rules.rows.on_host[at_once::at_once].tolist(), num_rows]
-    parts = []
-    for chunk in itertools.starmap(slice, itertools.pairwise(bounds)):
-        changed = None
-        if ruled is not None:
-            rules, index_of_row = ruled
-            own = rules.rows.within(chunk.start, chunk.stop - chunk.start)
-            changed = index_of_row - own.start, triton_rows.changed_rows(logits, rules, own, rows.device_params)
-        parts.append(triton_sample.draw(logits, chunk, rows.device_params, rows.noise_keys, changed, masks))
-    tokens, chosen, normalizers = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    if not rows.any_logprobs:
-        return Sampled(tokens)
-    if rows.top is None:
-        return Sampled(tokens, chosen - normalizers)
-    of_top = rows.top.rows.on_device
-    top_ids, top_logits = triton_sample.largest_logits(logits, of_top, rows.top.count)
-    return Sampled(tokens, chosen - normalizers, top_ids, top_logits - normalizers[of_top].unsqueeze(1))
-
-
-def _draw(logits: Tensor, rows: SamplingRows, any_sampled: bool) -> Tensor:
-    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    for chunk in chunks_of(logits.shape[0]):
-        params = columns_of(rows.device_params[chunk])
-        temperatures = params["temperature"].unsqueeze(1)
-        adjusted = logits[chunk].to(torch.float32, copy=True)
-        if rows.rules is not None:
-            change_logits(adjusted, rows.rules, params, chunk.start)
-        masked = None if rows.masks is None else masked_rows(rows.masks, adjusted, chunk.start)
-        if masked is not None:
-            masked.forbid(adjusted)
-        adjusted /= torch.where(temperatures > 0, temperatures, 1)
-        _mask_outside(adjusted, rows, chunk.start)
-        if any_sampled:
-            adjusted += gumbel_noise(rows.noise_keys[chunk], logits.shape[1]).masked_fill_(temperatures == 0, 0)
-        tokens[chunk] = adjusted.argmax(dim=-1)
-        if masked is not None:
-            masked.correct(tokens[chunk])
-    return tokens
-
-
-def _mask_outside(adjusted: Tensor, rows: SamplingRows, first_row: int) -> None:
-    """Set adjusted logits [r, V] to -inf for tokens that limits exclude: these are the rows from `first_row` on.
-
-    Precondition: they are already divided by the temperatures.
-    """
-    if rows.limited is None:
-        return
-    own = rows.limited.within(first_row, len(adjusted))
-    if own.start == own.stop:
-        return
-    indices = rows.limited.on_device[own]
-    some = adjusted[indices - first_row]
-    in_use = limits_in_use(rows.params[rows.limited.on_host[own]])
-    outside = outside_limits(some, columns_of(rows.device_params[indices]), in_use)
-    adjusted[indices - first_row] = some.masked_fill_(outside, -torch.inf)
-
-
-def _normalizers(logits: Tensor) -> Tensor:
-    """The log-sum-exp of each row, float32 [R]: logits minus this are log-probabilities."""
-    return torch.cat([logits[chunk].float().logsumexp(dim=-1) for chunk in chunks_of(logits.shape[0])])
-
-
-def _top_logprobs(logits: Tensor, top: TopRows, normalizers: Tensor) -> tuple[Tensor, Tensor]:
-    """top_ids and top_logprobs, as in Sampled."""
-    rows = top.rows.on_device
-    chunks = [logits[rows[chunk]].float().topk(top.count, dim=-1) for chunk in chunks_of(len(rows))]
-    values = torch.cat([top_of_chunk.values for top_of_chunk in chunks])
-    ids = torch.cat([top_of_chunk.indices for top_of_chunk in chunks]).int()
-    return ids, values - normalizers[rows].unsqueeze(1)
 
 
 def chunks_of(num_rows: int) -> list[slice]:

@@ -14,8 +14,6 @@ these. A logit and its token are one integer, whose order is that of the logits 
 token: so each turn is a single reduction, and nothing is sorted.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -32,17 +30,6 @@ _NO_TOKEN = 2**31 - 1
 _LARGEST_NOISE = 22.88  # -log(2^-33), and some more
 
 
-class Drawn(NamedTuple):
-    """What `draw` computes."""
-
-    tokens: Tensor
-    """int64 [R]; -1 for rows with a logit that is NaN or positive infinity."""
-    logits: Tensor
-    """float32 [R], the tokens' logits, unchanged."""
-    normalizers: Tensor
-    """float32 [R], the log-sum-exp of each row of unchanged logits."""
-
-
 def draw(
     logits: Tensor,
     own: slice,
@@ -50,10 +37,10 @@ def draw(
     noise_keys: Tensor,
     changed: tuple[Tensor, Tensor] | None,
     masks: tuple[Tensor, Tensor] | None,
-) -> Drawn:
-    """Draw a token from some rows of logits [R, V], of any float dtype.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw a token from some rows of logits [R, V], of any float dtype: the fields of Drawn in sample.py.
 
-    own: which rows; R in Drawn is their number. device_params: int32 [R, F], from params_to_device. noise_keys: int64
+    own: which rows. device_params: int32 [R, F], from params_to_device. noise_keys: int64
     [R, 2]. changed: (int32 [R], float32 [C, V]): index of a row's changed logits, or less than 0. masks: (int32 [R],
     int32 [A, words]): index of a row's bits, or -1; see TokenMasks."""
     num_rows, vocab_size = own.stop - own.start, logits.shape[1]
@@ -73,7 +60,7 @@ def draw(
         BLOCK=block_size(vocab_size),
         num_warps=_NUM_WARPS,
     )
-    return Drawn(tokens, chosen, normalizers)
+    return tokens, chosen, normalizers
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.sampling.sample import Sampled, SamplingRows, sample, sample_by_triton
-from tokasaurus.model.sampling.shards import VocabularyShard, sample_shards
+from tokasaurus.model.sampling.shards import VocabularyShard
 
 NUM_ROWS, VOCAB_SIZE = 64, 41
 DEFAULTS = "none"
@@ -76,7 +76,7 @@ def draw_on_rank(rank: int, num_ranks: int, rendezvous: Path, answers: Connectio
         for kernels in (None, load_kernels()):
 
             def draw(logits: Tensor, rows: SamplingRows, kernels: Kernels | None = kernels) -> Sampled:
-                return sample_shards(logits[:, first : first + count].contiguous(), rows, shard, kernels)
+                return sample(logits[:, first : first + count].contiguous(), rows, kernels, shard)
 
             answers.send(draw_all(draw))
 

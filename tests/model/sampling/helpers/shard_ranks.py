@@ -19,9 +19,9 @@ from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.parallel import collectives
 from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs
-from tokasaurus.model.sampling.sample import SamplingRows
-from tokasaurus.model.sampling.shards import VocabularyShard, fill_token_logprobs_of_shards, sample_shards
+from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, fill_token_logprobs
+from tokasaurus.model.sampling.sample import SamplingRows, sample
+from tokasaurus.model.sampling.shards import VocabularyShard
 
 NUM_ROWS = 140  # so that each of two ranks has more than plain torch samples together; not divided by 3
 
@@ -152,14 +152,14 @@ def run_rank(rank: int, num_ranks: int, rendezvous: Path, answers: Connection) -
             own, shard = logits[:, first : first + count].contiguous(), VocabularyShard.of(mesh, case.vocab_size)
             for kernels in (None, load_kernels()):
                 before = num_sent()
-                sampled = sample_shards(own.clone(), rows, shard, kernels)
+                sampled = sample(own.clone(), rows, kernels, shard)
                 for result in sampled:  # as results are packed for their copy from a device
                     assert result is None or result.reshape(-1).view(torch.uint8) is not None
                 answers.send(([None if x is None else x.numpy() for x in sampled], num_sent() - before))
             if case.has_prompt:
                 computed = empty_logprobs(min(4, case.vocab_size))
                 before = num_sent()
-                fill_token_logprobs_of_shards(own, prompt_targets(case.vocab_size), computed, shard)
+                fill_token_logprobs(own, prompt_targets(case.vocab_size), computed, None, shard)
                 answers.send(([x.numpy() for x in computed], num_sent() - before))
 
 
