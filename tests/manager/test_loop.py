@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import multiprocessing
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -318,6 +319,10 @@ def test_requests_sent_before_the_worker_is_ready_are_answered_and_the_last_wind
     _, status_out = make_channel()
     config = ServerConfig()
     config.stats_report_seconds = 0.2
+    statsd = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    statsd.bind(("127.0.0.1", 0))
+    statsd.settimeout(TIMEOUT_S)
+    config.statsd_server_url = f"127.0.0.1:{statsd.getsockname()[1]}"
     request = make_request(1, 5, 2, 20, ignore_eos=True)
     requests.send(request)
     assert wait([requests_in], TIMEOUT_S), "the request arrives before the worker is ready"
@@ -344,6 +349,8 @@ def test_requests_sent_before_the_worker_is_ready_are_answered_and_the_last_wind
         manager.join(TIMEOUT_S)
     assert [delta.token_ids for delta in deltas] == [simulate(request, index)[0] for index in range(2)]
     assert "sequences a step, 2.0 ms a step" in caplog.text
+    with statsd:
+        assert "toka.milliseconds_per_step:2.0|g" in statsd.recv(65_536).decode().splitlines()
 
 
 def test_the_end_of_requests_before_the_worker_is_ready_ends_the_manager(checkpoint):

@@ -56,8 +56,8 @@ class ModelInfo:
     norm_eps: float
     rope: RopeInfo
     tie_embeddings: bool
-    """Whether embedding and LM head are one matrix; read_model_info gives config.json's word, and
-    weight_files.fit_to_tensors that of the tensors."""
+    """Whether embedding and LM head are one matrix: read_model_info takes it from config.json, and
+    weight_files.fit_to_tensors corrects it from the stored tensors."""
     eos_ids: tuple[int, ...]
     """Union of eos_token_id in both files; tokenizer_files.with_tokenizer_end adds the tokenizer's."""
     dtype: str

@@ -16,8 +16,8 @@ _MAX_THETA = 1e15
 _DEFAULT_THETA = 10_000.0
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Those that are applied. Others of transformers are refused, such as dynamic, which changes with the length of each
-batch's longest sequence."""
+"""The types that are applied. transformers' other types are refused: dynamic and longrope change with the length of
+each batch's longest sequence."""
 
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "rope_type": ROPE_TYPES,
@@ -92,8 +92,8 @@ def with_rope_scaling(config: Fields, scaling: Fields) -> Fields:
     """`config`, but with the rotary setting of the flag rope_scaling=, and the context length that follows from it: the
     original length times the factor. rope_theta stays unless `scaling` has one.
 
-    The original length is that in `scaling`, else that of the model's own scaling, else max_position_embeddings. Raises
-    CheckpointError, naming the key.
+    The original length is the one that `scaling` states, else the model's own scaling, else max_position_embeddings.
+    Raises CheckpointError, naming the key.
     """
     rope_type = _type_of(scaling)
     for key in scaling:

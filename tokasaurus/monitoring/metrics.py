@@ -22,113 +22,84 @@ from tokasaurus.monitoring.log_writer import log_writer
 
 __all__ = ["CONTENT_TYPE_LATEST", "BatchStats", "EngineCollector", "LoopLag", "render_metrics"]
 
-# name, help, value
-_GAUGES: list[tuple[str, str, Callable[[EngineStats], float]]] = [
-    (
-        "toka_requests_running",
-        "Sequences being prefilled or decoded; a request with n=4 counts as 4.",
-        lambda stats: stats.num_running,
-    ),
-    (
-        "toka_requests_waiting",
-        "Sequences waiting to be admitted; a request with n=4 counts as 4.",
-        lambda stats: stats.num_waiting,
-    ),
+# (name, field of EngineStats, help)
+_GAUGES = [
+    ("toka_requests_running", "num_running", "Sequences being prefilled or decoded; a request with n=4 counts as 4."),
+    ("toka_requests_waiting", "num_waiting", "Sequences waiting to be admitted; a request with n=4 counts as 4."),
     (
         "toka_background_requests_running",
+        "num_running_background",
         "The part of toka_requests_running that belongs to lines of batches.",
-        lambda stats: stats.num_running_background,
     ),
     (
         "toka_kv_blocks_used",
+        "num_kv_blocks_used",
         "KV blocks in use by sequences; cached blocks that no sequence uses are not counted.",
-        lambda stats: stats.num_kv_blocks_used,
     ),
-    ("toka_kv_blocks_total", "KV blocks that sequences may use.", lambda stats: stats.num_kv_blocks_total),
-    (
-        "toka_worker_queue_depth",
-        "Steps sent to the model worker whose results have not arrived.",
-        lambda stats: stats.worker_queue_depth,
-    ),
+    ("toka_kv_blocks_total", "num_kv_blocks_total", "KV blocks that sequences may use."),
+    ("toka_worker_queue_depth", "worker_queue_depth", "Steps sent to the model worker whose results have not arrived."),
     (
         "toka_manager_busy_fraction",
+        "manager_busy_fraction",
         "Share of the last complete second in which the manager was busy, 0 to 1.",
-        lambda stats: stats.manager_busy_fraction,
     ),
 ]
-
 # The exposition appends "_total" to a counter's name.
-_COUNTERS: list[tuple[str, str, Callable[[EngineStats], float]]] = [
+_COUNTERS = [
     (
         "toka_prompt_tokens",
+        "total_prompt_tokens",
         "Prompt tokens since start; a prompt counts once, for any number of samples.",
-        lambda stats: stats.total_prompt_tokens,
     ),
-    (
-        "toka_generation_tokens",
-        "Tokens generated since start, including eos.",
-        lambda stats: stats.total_generation_tokens,
-    ),
+    ("toka_generation_tokens", "total_generation_tokens", "Tokens generated since start, including eos."),
     (
         "toka_asked_prompt_tokens",
+        "total_asked_prompt_tokens",
         "Prompt tokens of all sequences that have started: each sample of a prompt counts.",
-        lambda stats: stats.total_asked_prompt_tokens,
     ),
     (
         "toka_prefix_cache_hit_tokens",
+        "total_prefix_cache_hit_tokens",
         "Prompt tokens not computed because their KV was cached or being computed: each sample of a prompt counts.",
-        lambda stats: stats.total_prefix_cache_hit_tokens,
     ),
     (
         "toka_computed_prompt_tokens",
+        "total_computed_prompt_tokens",
         "Prompt tokens computed, over all sequences; those computed again after preemption count once.",
-        lambda stats: stats.total_computed_prompt_tokens,
     ),
     (
         "toka_shared_prompt_tokens",
+        "total_shared_prompt_tokens",
         "Prompt tokens attended to in a prefix group, over all sequences; each counts once, for any number of steps.",
-        lambda stats: stats.total_shared_prompt_tokens,
     ),
-    (
-        "toka_preemptions",
-        "Sequences preempted because KV blocks ran out.",
-        lambda stats: stats.total_preemptions,
-    ),
+    ("toka_preemptions", "total_preemptions", "Sequences preempted because KV blocks ran out."),
     (
         "toka_recomputed_tokens",
+        "total_recomputed_tokens",
         "Prompt and sampled tokens computed again because preemption had freed their KV.",
-        lambda stats: stats.total_recomputed_tokens,
     ),
     (
         "toka_recompiles",
+        "total_recompiles",
         "Compilations of the model after warm-up (torch_compile=T), each of which delayed a step.",
-        lambda stats: stats.total_recompiles,
     ),
     (
         "toka_graph_misses",
+        "total_graph_misses",
         "Decode steps with more sequences than any CUDA graph (cudagraph_max_size=), which launched each operation.",
-        lambda stats: stats.total_graph_misses,
     ),
     (
         "toka_nonfinite_rows",
+        "total_nonfinite_rows",
         "Rows of steps for which the model computed NaN or infinity; their requests fail with numerical_error.",
-        lambda stats: stats.total_nonfinite_rows,
     ),
-    (
-        "toka_forward_seconds",
-        "Seconds that the model worker was busy with steps.",
-        lambda stats: stats.total_forward_seconds,
-    ),
+    ("toka_forward_seconds", "total_forward_seconds", "Seconds that the model worker was busy with steps."),
     (
         "toka_device_idle_seconds",
+        "total_device_idle_seconds",
         "Seconds in which the device waited for the next step although sequences were left to compute.",
-        lambda stats: stats.total_device_idle_seconds,
     ),
-    (
-        "toka_manager_cpu_seconds",
-        "CPU time of the manager process, in seconds.",
-        lambda stats: stats.manager_cpu_seconds,
-    ),
+    ("toka_manager_cpu_seconds", "manager_cpu_seconds", "CPU time of the manager process, in seconds."),
 ]
 
 LAG_INTERVAL_S = 0.05
@@ -217,15 +188,15 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily(
             "toka_replicas_up", "Replicas that accept requests, out of dp_size.", value=len(stats_by_replica)
         )
-        for name, help_text, value in _GAUGES:
+        for name, field, help_text in _GAUGES:
             gauge = GaugeMetricFamily(name, help_text, labels=["replica"])
             for replica, stats in stats_by_replica.items():
-                gauge.add_metric([replica], value(stats))
+                gauge.add_metric([replica], getattr(stats, field))
             yield gauge
-        for name, help_text, value in _COUNTERS:
+        for name, field, help_text in _COUNTERS:
             counter = CounterMetricFamily(name, help_text, labels=["replica"])
             for replica, stats in stats_by_replica.items():
-                counter.add_metric([replica], value(stats))
+                counter.add_metric([replica], getattr(stats, field))
             yield counter
         phases = CounterMetricFamily(
             "toka_forward_phase_seconds",

@@ -42,7 +42,7 @@ class Trace:
     def __init__(
         self, path: Path | None, first_step: int, num_steps: int, replica: int, process: str, row: int
     ) -> None:
-        """path: None to trace nothing. process: its name for the user. row: its place in the picture."""
+        """path: None to trace nothing. process: its name for the user. row: its position in the viewer."""
         self.is_on = False
         self.step_id = -1
         """The latest step; set by `cover`."""
@@ -59,32 +59,31 @@ class Trace:
 
     @classmethod
     def of(cls, config: ServerConfig, process: str, replica: int, row: int) -> Trace:
-        """What the flags ask for. row: among the processes of the replica, 0 for its manager."""
+        """The trace that the flags ask for. row: index among the replica's processes; the manager is 0."""
         path = None if config.trace is None else Path(config.trace)
         name = process if config.dp_size == 1 else f"replica {replica}: {process}"
         num_rows = 1 + config.pp_size * config.tp_size
         return cls(path, config.trace_first_step, config.trace_steps, replica, name, replica * num_rows + row)
 
     def cover(self, oldest: int, newest: int) -> None:
-        """From now on, these are the steps at work, and none that is older will be. Writes the file after the last step
-        that is traced."""
+        """Set the range of steps at work; older steps are done. Writes the file after the last step to trace."""
         self.step_id = newest
         self.is_on = oldest < self._end and newest >= self._first
         if oldest >= self._end > 0:
             self.write()
 
     def pause(self) -> None:
-        """Trace nothing until the next `cover`: an idle process would fill its memory with events of nothing."""
+        """Trace nothing until the next `cover`, so that an idle process does not fill its memory with empty events."""
         self.is_on = False
 
     def add(self, name: str, start_s: float, end_s: float, lane: str = "host", **details: object) -> None:
-        """Note what went on from start_s to end_s. Within a lane, either apart from others or inside them."""
+        """Record a span. Spans of one lane must be disjoint or nested."""
         if self.is_on:
             event = self._event("X", name, start_s, _LANES.index(lane), details)
             self._events.append(event | {"dur": _microseconds(end_s) - event["ts"]})
 
     def add_part(self, name: str, start_s: float, end_s: float) -> None:
-        """`add`, unless it was too short to be seen."""
+        """`add`, unless the span is too short to be visible."""
         if end_s - start_s >= _SHORTEST_PART_S:
             self.add(name, start_s, end_s)
 
@@ -99,11 +98,11 @@ class Trace:
         self.add(name, start_s, time.perf_counter(), **details)
 
     def begin_transfer(self, name: str, sender: int) -> None:
-        """Something of this step is on its way from this rank of the replica to another one."""
+        """Record the start of a transfer of this step from rank `sender`."""
         self._transfer(_BEGIN, name, sender, self.step_id)
 
     def end_transfer(self, name: str, sender: int, step_id: int) -> None:
-        """What the other rank has sent in that step is here."""
+        """Record the end of the transfer that rank `sender` began in that step."""
         self._transfer(_END, name, sender, step_id)
 
     def _transfer(self, phase: str, name: str, sender: int, step_id: int) -> None:
@@ -134,7 +133,7 @@ class Trace:
 
 
 def _microseconds(time_s: float) -> int:
-    """Whole ones: with fractions, a viewer's rounding would make a span end after the one around it."""
+    """Rounded to integers: with fractions, a viewer's rounding could make an inner span end after the outer one."""
     return round(time_s * 1e6)
 
 
@@ -143,9 +142,9 @@ NO_TRACE = Trace(None, 0, 0, replica=0, process="", row=0)
 
 @contextmanager
 def trace_file(name: str | None) -> Iterator[None]:
-    """Begin the file, and make it whole when the context is left, after the end of all processes. None: no file.
+    """Create the file, and complete it on exit, after all processes have ended. None: no file.
 
-    Raises UserError if it cannot be begun.
+    Raises UserError if it cannot be created.
     """
     if name is None:
         yield
@@ -162,9 +161,9 @@ def trace_file(name: str | None) -> Iterator[None]:
 
 
 def _make_whole(path: Path) -> None:
-    """Sort the events by time, and leave out transfers of which one end is not known.
+    """Sort the events by time, and drop transfers with only one recorded end.
 
-    A file that cannot be read or written is left as it is, with a warning.
+    A file that cannot be read or written is left unchanged, with a warning.
     """
     try:
         lines = path.read_text(encoding="utf-8").removeprefix("[\n").removesuffix(",\n")
