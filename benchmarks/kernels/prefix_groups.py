@@ -14,6 +14,7 @@ from rich.table import Table
 
 import tokasaurus.model  # noqa: F401 - makes thread settings that torch reads on import
 from benchmarks.results import begin_results, machine_facts, make_console
+from tokasaurus.manager.kv_cache.prefix_tree import NodeArrays
 from tokasaurus.manager.planning.prefix_groups import Grouping, group_by_prefix
 from tokasaurus.messages.status import KV_READS
 
@@ -75,10 +76,11 @@ class Batch:
     def chosen(self) -> Grouping:
         """The groups that the manager forms by the KV that they read."""
         questions = EXAMPLES + 1 + np.arange(self.num_questions)
-        parents = np.array([ROOT, ROOT, *[EXAMPLES] * self.num_questions], np.int32)
-        ends = np.array([0, self.example_blocks, *[self.prompt_blocks] * self.num_questions], np.int32)
-        users = np.array([1 << 30, self.num_rows, *[self.num_samples] * self.num_questions], np.int32)
-        return group_by_prefix(questions.repeat(self.num_samples), parents, ends, users, 2, 1, KV_READS, PAGE_SIZE)
+        tree = NodeArrays(root_sequences=1 << 30)
+        tree.add(ROOT, self.example_blocks, self.num_rows)
+        for _ in questions:
+            tree.add(EXAMPLES, self.prompt_blocks, self.num_samples)
+        return group_by_prefix(questions.repeat(self.num_samples), tree, 2, 1, KV_READS, PAGE_SIZE)
 
 
 def tokens_read(batch: Batch, grouping: Grouping) -> int:

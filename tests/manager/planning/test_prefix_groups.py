@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,10 @@ from tokasaurus.manager.planning.prefix_groups import group_by_prefix, saved_by_
 from tokasaurus.messages.status import KV_READS, HydragenCosts
 
 PAGE_SIZE = 4
+
+
+def tree_arrays(parents: np.ndarray, end_blocks: np.ndarray, num_sequences: np.ndarray) -> SimpleNamespace:
+    return SimpleNamespace(parents=parents, end_blocks=end_blocks, num_sequences=num_sequences)
 
 
 @dataclass
@@ -40,12 +45,13 @@ class Tree:
     def end(self, node: int) -> int:
         return sum(self.lengths[ancestor] for ancestor in self.path(node))
 
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def arrays(self) -> SimpleNamespace:
         numbers = range(len(self.parents))
         num_sequences = [sum(node in self.path(deepest) for deepest in self.node_of_sequence) for node in numbers]
         num_sequences[0] = 2**30
         ends = [self.end(node) for node in numbers]
-        return (np.array(self.parents, np.int32), np.array(ends, np.int32), np.array(num_sequences, np.int32))
+        columns = (self.parents, ends, num_sequences)
+        return tree_arrays(*(np.array(column, np.int32) for column in columns))
 
 
 @st.composite
@@ -60,7 +66,7 @@ def trees(draw: st.DrawFn) -> Tree:
 def group(tree: Tree, decoding: Sequence[int], min_size: int, min_blocks: int, costs: HydragenCosts) -> dict[int, int]:
     """{index in `decoding`: node whose prefix is its group's}, checked as far as any grouping must be right."""
     nodes = np.array([tree.node_of_sequence[sequence] for sequence in decoding], np.int64)
-    found = group_by_prefix(nodes, *tree.arrays(), min_size, min_blocks, costs, PAGE_SIZE)
+    found = group_by_prefix(nodes, tree.arrays(), min_size, min_blocks, costs, PAGE_SIZE)
     assert found.num_blocks[0] == 0
     node_of: dict[int, int] = {}
     for number, num_blocks in enumerate(found.num_blocks.tolist()[1:], start=1):
@@ -298,5 +304,5 @@ def test_in_a_tree_as_deep_as_it_has_sequences_the_groups_are_still_found() -> N
         num_sequences[parents[node]] += num_sequences[node]
     num_sequences[0] = 2**30
     arrays = np.array(parents, np.int32), np.array(ends, np.int32), num_sequences
-    found = group_by_prefix(np.array(deepest_nodes), *arrays, 2, 1, KV_READS, PAGE_SIZE)
+    found = group_by_prefix(np.array(deepest_nodes), tree_arrays(*arrays), 2, 1, KV_READS, PAGE_SIZE)
     assert sorted(np.bincount(found.group_of_sequence).tolist()) == [0] + [2] * 2000

@@ -1,6 +1,7 @@
 """Tests shared blocks against plain sets of blocks."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 from hypothesis import given
@@ -47,9 +48,11 @@ class Tree:
         return find_shared_blocks(
             np.array(self.node_of_sequence, np.int32),
             np.array(self.end_steps, np.int64),
-            np.array(self.parents, np.int32),
-            np.array(end_blocks, np.int32),
-            np.array(num_sequences, np.int32),
+            SimpleNamespace(
+                parents=np.array(self.parents, np.int32),
+                end_blocks=np.array(end_blocks, np.int32),
+                num_sequences=np.array(num_sequences, np.int32),
+            ),
         )
 
 

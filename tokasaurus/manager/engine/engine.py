@@ -241,7 +241,7 @@ def _groups_are_old(state: EngineState) -> bool:
 
 def regroup(state: EngineState) -> None:
     """Find the prefix groups: decoding sequences that attend to a shared prefix together."""
-    options, slots, tree = state.options.hydragen, state.slots, state.blocks.tree.arrays
+    options, slots = state.options.hydragen, state.slots
     assert options is not None
     decode = state.queues.decoding()
     num_blocks = [np.zeros(1, np.int64)]
@@ -249,8 +249,8 @@ def regroup(state: EngineState) -> None:
     for microbatch in range(state.options.num_microbatches):  # only sequences that step together attend together
         own = slots_of(state, microbatch, decode)
         grouping = group_by_prefix(
-            *(slots.nodes[own], tree.parents, tree.end_blocks, tree.num_sequences),
-            *(options.min_group_size, options.min_blocks, group_costs(state), state.options.limits.page_size),
+            *(slots.nodes[own], state.blocks.tree.arrays, options.min_group_size, options.min_blocks),
+            *(group_costs(state), state.options.limits.page_size),
         )
         groups = grouping.group_of_sequence
         slots.groups[own] = np.where(groups > 0, groups + num_groups, 0)
@@ -339,11 +339,10 @@ def make_room(state: EngineState, microbatch: int = 0) -> NDArray[np.int64]:
 
 def _victims(state: EngineState, num_short: int) -> list[Sequence]:
     """Running sequences to preempt when `num_short` blocks are missing; empty if none can be preempted."""
-    arrays, tree, page_size = state.slots, state.blocks.tree.arrays, state.options.limits.page_size
+    arrays, page_size = state.slots, state.options.limits.page_size
     slots = np.flatnonzero(arrays.is_running)
-    shared = find_shared_blocks(
-        arrays.nodes[slots], np.zeros(len(slots), np.int64), tree.parents, tree.end_blocks, tree.num_sequences
-    ).num_shared_blocks
+    no_steps = np.zeros(len(slots), np.int64)
+    shared = find_shared_blocks(arrays.nodes[slots], no_steps, state.blocks.tree.arrays).num_shared_blocks
     is_open = arrays.opened_at[slots] <= state.next_step_id
     num_lost = np.where(is_open, np.maximum(0, arrays.num_kv_tokens[slots] - shared * page_size), 0)
     num_freed = arrays.num_covered_tokens[slots] // page_size - shared

@@ -142,8 +142,7 @@ def _try_the_other(
         return decode, None, _trial(False, groups, options.costs, page_size)
     hoped = options.costs.scaled(trials.scale / OPTIMISM)
     grouping = group_by_prefix(
-        *(state.slots.nodes[decode], tree.parents, tree.end_blocks, tree.num_sequences),
-        *(options.min_group_size, options.min_blocks, hoped, page_size),
+        state.slots.nodes[decode], tree, options.min_group_size, options.min_blocks, hoped, page_size
     )
     order, groups = _ordered(grouping.group_of_sequence, grouping.num_blocks)
     if groups is None or not _repay_their_step(groups, hoped, page_size):

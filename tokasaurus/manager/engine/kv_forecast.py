@@ -187,7 +187,7 @@ def forecast_kv(
     With several microbatches, a step of the forecast is a round: one step of each of them. new_starts, new_left: [K]
     cached tokens and tokens to compute of prompts that may be admitted: they change how many tokens fit into a step.
     """
-    arrays, tree, page_size = state.slots, state.blocks.tree.arrays, state.options.limits.page_size
+    arrays, page_size = state.slots, state.options.limits.page_size
     max_ahead = state.options.scheduling_steps_ahead
     if state.step_seconds is not None:
         wanted = num_steps_to_keep_in_flight(state.step_seconds, max_ahead)
@@ -211,9 +211,7 @@ def forecast_kv(
     max_tokens = state.options.max_tokens_per_forward * num_microbatches
     prefill = forecast_prefill(num_left, num_steps[num_past:], counts, max_tokens, prefill_rate)
     start_steps[num_past:] = prefill.start_steps
-    shared = find_shared_blocks(
-        arrays.nodes[slots], start_steps + num_steps + release_delay, tree.parents, tree.end_blocks, tree.num_sequences
-    )
+    shared = find_shared_blocks(arrays.nodes[slots], start_steps + num_steps + release_delay, state.blocks.tree.arrays)
     num_tokens -= shared.num_shared_blocks * page_size
     curve = simulate_kv(SequenceLoads(num_tokens, start_steps, num_steps), shared.loads, page_size, release_delay)
     return KVForecast(curve, prefill, shared.last_steps, release_delay)

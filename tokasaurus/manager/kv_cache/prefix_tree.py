@@ -299,11 +299,11 @@ class NodeArrays:
 
     def __init__(self, root_sequences: int) -> None:
         """root_sequences: the root's reference count."""
-        self.parents = np.zeros(1, np.int32)
+        self.parents: NDArray[np.int32] = np.zeros(1, np.int32)
         """Index of each node's parent."""
-        self.end_blocks = np.zeros(1, np.int32)
+        self.end_blocks: NDArray[np.int32] = np.zeros(1, np.int32)
         """Blocks from the root to the end of each node."""
-        self.num_sequences = np.full(1, root_sequences, np.int32)
+        self.num_sequences: NDArray[np.int32] = np.full(1, root_sequences, np.int32)
         """Each node's reference count."""
         self._is_used = np.ones(1, np.bool_)
         self._num_nodes = 1

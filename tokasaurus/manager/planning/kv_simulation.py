@@ -12,6 +12,7 @@ Blocks of the prefix tree that several sequences share are found by `find_shared
 # T node indices of a prefix tree
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,6 +140,16 @@ def fits_together(base: UsageCurve, extra: UsageCurve, num_blocks: int) -> bool:
     return bool((base.blocks + extra.at(base.steps)).max(initial=0) <= num_blocks)
 
 
+class TreeArrays(Protocol):
+    """A prefix tree by node index: index 0 is the root, its own parent. All arrays are int32 [T]."""
+
+    parents: Int32Array
+    end_blocks: Int32Array
+    """Blocks from the root to the node's end; 0 at the root."""
+    num_sequences: Int32Array
+    """Sequences that use the node: at least 2 at the root, 0 at free indices."""
+
+
 @dataclass(frozen=True, slots=True)
 class SharedBlocks:
     """Blocks that running sequences share; the result of `find_shared_blocks`."""
@@ -153,14 +164,13 @@ class SharedBlocks:
     """The blocks of each of `nodes`, in the same order, in use from now until its last step."""
 
 
-def deepest_shared_nodes(
-    node_of_sequence: NDArray[np.integer], parents: Int32Array, num_sequences: Int32Array
-) -> Int32Array:
+def deepest_shared_nodes(node_of_sequence: NDArray[np.integer], tree: TreeArrays) -> Int32Array:
     """[N] deepest node on the path of each sequence that another sequence uses too; the root if there is none.
 
-    Arguments as for find_shared_blocks. The first rounds climb one level each and take O(N), however large the tree.
+    node_of_sequence: as for find_shared_blocks. The first rounds climb one level each and take O(N), however large the tree.
     After them, each round doubles the number of levels climbed, so a deep tree takes few rounds.
     """
+    parents, num_sequences = tree.parents, tree.num_sequences
     assert num_sequences[0] >= 2, "the root must count as shared, or the climb does not end"
     deepest: Int32Array = node_of_sequence.astype(parents.dtype)
     for _ in range(_MAX_SINGLE_LEVELS):
@@ -175,23 +185,15 @@ def deepest_shared_nodes(
     return deepest
 
 
-def find_shared_blocks(
-    node_of_sequence: NDArray[np.integer],
-    end_steps: Int64Array,
-    parents: Int32Array,
-    end_blocks: Int32Array,
-    num_sequences: Int32Array,
-) -> SharedBlocks:
+def find_shared_blocks(node_of_sequence: NDArray[np.integer], end_steps: Int64Array, tree: TreeArrays) -> SharedBlocks:
     """Find the blocks that N sequences share in a prefix tree. They must include all sequences that use any node.
 
     node_of_sequence: [N] deepest node that each sequence uses. end_steps: [N] last t at which it does, >= 0.
-    The tree is given by node index; index 0 is the root, its own parent. parents: [T]. end_blocks: [T] blocks from the
-    root to the node's end, 0 at the root. num_sequences: [T] sequences that use the node, at least 2 at the root, 0 at
-    free indices.
 
     Each round doubles the number of levels climbed, so a deep tree takes few rounds.
     """
-    deepest = deepest_shared_nodes(node_of_sequence, parents, num_sequences)
+    parents, end_blocks, num_sequences = tree.parents, tree.end_blocks, tree.num_sequences
+    deepest = deepest_shared_nodes(node_of_sequence, tree)
     num_shared_blocks = end_blocks[deepest].astype(np.int64)
 
     last_steps = np.full(len(parents), -1, np.int64)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.manager.planning.kv_simulation import deepest_shared_nodes
+from tokasaurus.manager.planning.kv_simulation import TreeArrays, deepest_shared_nodes
 from tokasaurus.messages.status import HydragenCosts
 
 Int32Array = NDArray[np.int32]
@@ -81,9 +81,7 @@ class _Candidates:
 
 def group_by_prefix(
     node_of_sequence: Int64Array,
-    parents: Int32Array,
-    end_blocks: Int32Array,
-    num_sequences: Int32Array,
+    tree: TreeArrays,
     min_group_size: int,
     min_blocks: int,
     costs: HydragenCosts,
@@ -91,9 +89,8 @@ def group_by_prefix(
 ) -> Grouping:
     """Choose the disjoint groups of sequences sharing a prefix of whole blocks that save most time of attention.
 
-    node_of_sequence: [N] deepest prefix tree node that each decoding sequence uses. parents, end_blocks, num_sequences:
-    the tree by node index, as for find_shared_blocks. min_group_size, min_blocks: smallest group (at least 2) and
-    shortest prefix (at least 1 block) allowed. page_size: tokens per block.
+    node_of_sequence: [N] deepest node of `tree` that each decoding sequence uses. min_group_size, min_blocks: smallest
+    group (at least 2) and shortest prefix (at least 1 block) allowed. page_size: tokens per block.
 
     A group of m sequences whose prefix has L tokens saves, in tokens of KV that a sequence need not read,
 
@@ -109,7 +106,7 @@ def group_by_prefix(
     candidate: the deepest shared nodes and the nodes where their paths meet, fewer than 2 * N if all sequences decode.
     The size of the tree matters only where more than a few nodes lie between a sequence's end and its shared part.
     """
-    found = _find_candidates(node_of_sequence, parents, end_blocks, num_sequences, min_blocks)
+    found = _find_candidates(node_of_sequence, tree, min_blocks)
     num_tokens = (found.num_blocks * page_size).astype(np.float64)
     saved_by_row = num_tokens * (1 - costs.per_row_token) - costs.per_row
     cost = num_tokens * costs.per_group_token + costs.per_group
@@ -233,22 +230,17 @@ def _passed(joins: list[tuple[float, int]], num_alone: int, gain: float) -> tupl
     return len(joins), num_rows, offset
 
 
-def _find_candidates(
-    node_of_sequence: Int64Array,
-    parents: Int32Array,
-    end_blocks: Int32Array,
-    num_sequences: Int32Array,
-    min_blocks: int,
-) -> _Candidates:
+def _find_candidates(node_of_sequence: Int64Array, tree: TreeArrays, min_blocks: int) -> _Candidates:
     """Arguments as for group_by_prefix. Candidates are the deepest shared nodes, and the nodes above them where other
     sequences join: between two of these, the same sequences share less."""
-    deepest = deepest_shared_nodes(node_of_sequence, parents, num_sequences)
+    end_blocks = tree.end_blocks
+    deepest = deepest_shared_nodes(node_of_sequence, tree)
     own, index_in_own, counts = np.unique(deepest, return_inverse=True, return_counts=True)
     is_long = end_blocks[own] >= min_blocks
     level = own[is_long]
     nodes, ups = level, np.zeros(0, np.int32)
     for _ in range(MAX_ANCESTORS):
-        up = _next_joined(level, parents, num_sequences)
+        up = _next_joined(level, tree)
         up[end_blocks[up] < min_blocks] = 0
         ups = np.concatenate((ups, up))
         level = np.setdiff1d(up[up > 0], nodes)
@@ -279,8 +271,9 @@ def _find_candidates(
     )
 
 
-def _next_joined(nodes: Int32Array, parents: Int32Array, num_sequences: Int32Array) -> Int32Array:
+def _next_joined(nodes: Int32Array, tree: TreeArrays) -> Int32Array:
     """The first node above each of `nodes` that more sequences use; a node before it if that is far away."""
+    parents, num_sequences = tree.parents, tree.num_sequences
     up = parents[nodes]
     for _ in range(_MAX_SKIPPED):
         is_same = num_sequences[up] == num_sequences[nodes]
