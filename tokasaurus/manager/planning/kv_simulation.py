@@ -167,8 +167,8 @@ class SharedBlocks:
 def deepest_shared_nodes(node_of_sequence: NDArray[np.integer], tree: TreeArrays) -> Int32Array:
     """[N] deepest node on the path of each sequence that another sequence uses too; the root if there is none.
 
-    node_of_sequence: as for find_shared_blocks. The first rounds climb one level each and take O(N), however large the tree.
-    After them, each round doubles the number of levels climbed, so a deep tree takes few rounds.
+    node_of_sequence: as for find_shared_blocks. The first rounds climb one level each and take O(N), however large the
+    tree. After them, each round doubles the number of levels climbed, so a deep tree takes few rounds.
     """
     parents, num_sequences = tree.parents, tree.num_sequences
     assert num_sequences[0] >= 2, "the root must count as shared, or the climb does not end"
