@@ -6,6 +6,7 @@ ledger, and the command reads the results from there.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import secrets
@@ -38,6 +39,7 @@ from tokasaurus.server.jobs.store.records import (
     add_batch,
     add_file,
     get_batch,
+    new_batch,
     start_batch,
 )
 from tokasaurus.server.jobs.store.store import PRIVATE_OWNER, open_store
@@ -49,16 +51,15 @@ Result = TypeVar("Result")
 _FREE_S = 20.0
 # Time for the server to stop, beside its drain_seconds.
 _STOP_S = 20.0
-_INPUT_ID = "file-input"
+INPUT_ID = "file-input"
+"""Id of the input in the data directory."""
 _LINES_PER_TRANSACTION = 10_000
 _MAX_BYTES_PER_READ = 4 << 20
 """Bytes of results that are read at once; one result may exceed it."""
 
 
-def store_batch(
-    root: Path, input_path: Path, input_name: str, limits: InputLimits, max_bytes: int, window: str
-) -> BatchRecord:
-    """A new batch of the input in the data directory, in the place of what an interrupted call has left there.
+def store_batch(root: Path, input_path: Path, input_name: str, limits: InputLimits, max_bytes: int, window: str) -> str:
+    """The id of a new batch of the input in the data directory; it replaces what an interrupted call has left there.
 
     input_name: as the user gave it. max_bytes: of the input. Raises CommandError, and InputRefused if it is bad."""
     endpoint = find_endpoint(input_path)
@@ -70,18 +71,9 @@ def store_batch(
             raise InputRefused(f"input={input_name}: has more than {max_bytes} bytes (max_file_bytes)")
         for suffix in ("", "-wal", "-shm"):
             data_dir.database.with_name(data_dir.database.name + suffix).unlink(missing_ok=True)
-        data_dir.remove_content(_INPUT_ID)
+        data_dir.remove_content(INPUT_ID)
         with open_store(root, PRIVATE_OWNER) as store:
-            new = BatchRecord(
-                number=0,
-                id=f"batch_{secrets.token_hex(12)}",
-                endpoint=endpoint,
-                input_file_id=_INPUT_ID,
-                completion_window=window,
-                expires_at=now + window_seconds(window),
-                created_at=now,
-                status="validating",
-            )
+            new = new_batch(endpoint, INPUT_ID, window, window_seconds(window))
             batch = store.database.submit(lambda connection: add_batch(connection, new)).result()
             part: list[NewLine] = []
             num_lines = 0
@@ -101,11 +93,10 @@ def store_batch(
             check_input(input_path, endpoint, limits, input_name, add)
             add_part()
             link_input(root, input_path)
-            file = FileRecord(_INPUT_ID, "batch", input_path.name, num_bytes, now)
+            file = FileRecord(INPUT_ID, "batch", input_path.name, num_bytes, now)
             store.database.submit(lambda connection: add_file(connection, file)).result()
-            return store.database.submit(
-                lambda connection: start_batch(connection, batch.number, num_lines, now)
-            ).result()
+            start = functools.partial(start_batch, number=batch.number, num_lines=num_lines, now=now)
+            return store.database.submit(start).result().id
     except StoreError as error:
         raise CommandError(str(error)) from None
     except OSError as error:
@@ -114,7 +105,7 @@ def store_batch(
 
 def link_input(root: Path, input_path: Path) -> None:
     """The server reads the input where it lies: the file in its data directory is a link. Raises OSError."""
-    link = DataDir(root).content_path(_INPUT_ID)
+    link = DataDir(root).content_path(INPUT_ID)
     link.unlink(missing_ok=True)
     link.symlink_to(input_path.resolve())
 

@@ -22,7 +22,7 @@ from tokasaurus.batch_command.input_file import (
     fingerprint,
     is_stream,
 )
-from tokasaurus.batch_command.own import OwnBatch, OwnServer, store_batch
+from tokasaurus.batch_command.own import INPUT_ID, OwnBatch, OwnServer, store_batch
 from tokasaurus.batch_command.progress import BatchView, Progress, make_progress
 from tokasaurus.batch_command.remote import MAX_SILENCE_SECONDS, BatchApi, RemoteBatch
 from tokasaurus.batch_command.results import Outcome, OutputFile, ResultsSoFar, why_failed
@@ -246,17 +246,16 @@ class _Run:
     def _open_own(self, stack: ExitStack, progress: Progress) -> OwnBatch:
         """The batch in the run's own data directory, which is written down, and a server that runs it."""
         config, root = self._config, directory_of_run(self._output)
-        is_new = self._state.batch_id is None
-        if is_new:
+        is_new, batch_id = self._state.batch_id is None, self._state.batch_id
+        if batch_id is None:
             self._so_far.remove()  # of a run whose state the user has deleted
             limits = InputLimits(get_args(Endpoint), config.max_batch_lines, config.max_line_bytes)
             window = config.completion_window or "30d"
-            stored = store_batch(root, self._input, self._input_name, limits, config.max_file_bytes, window)
-            self._check_input()  # before the state makes the batch count
-            self._save(replace(self._state, file_id=stored.input_file_id, batch_id=stored.id))
-        assert self._state.batch_id is not None
-        batch = OwnBatch(root, self._state.batch_id, self._input, self._state.input)
+            batch_id = store_batch(root, self._input, self._input_name, limits, config.max_file_bytes, window)
+        batch = OwnBatch(root, batch_id, self._input, self._state.input)
         stack.callback(batch.close)
+        if is_new:
+            self._save(replace(self._state, file_id=INPUT_ID, batch_id=batch_id))
         view = batch.view()
         self._check_window(view)
         if view.status not in FINAL_STATUSES:

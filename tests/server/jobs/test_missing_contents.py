@@ -12,8 +12,7 @@ from tests.server.helpers.fake_engine import FakeEngine, Reply, echo
 from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.jobs.helpers.batch_service import input_lines, running_service
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server.jobs.service import NewBatch
-from tokasaurus.server.jobs.store.records import BatchRecord
+from tokasaurus.server.jobs.store.records import BatchRecord, new_batch
 from tokasaurus.server.served_model import ServedModel
 
 NUM_LINES = 20
@@ -36,7 +35,7 @@ def test_an_input_file_that_is_missing_at_the_validation(served_model: ServedMod
             other = await running.create(*BODIES)
             file_id = await running.add_file(input_lines(*BODIES))
             running.store.data_dir.content_path(file_id).unlink()
-            batch = await running.service.create(NewBatch("/v1/completions", file_id, "24h", 86_400))
+            batch = await running.service.create(new_batch("/v1/completions", file_id, "24h", 86_400))
             batch = await running.finish(batch.number)
             assert (batch.status, errors_of(batch)) == ("failed", [("input_file_missing", "input_file_id")])
             assert batch.errors is not None

@@ -5,7 +5,7 @@ the ledger) makes its result final."""
 
 import asyncio
 import logging
-import uuid
+import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -245,7 +245,7 @@ def _result_line(
     id_prefix: str, custom_id: str | None, status: int | None, body: bytes, error: ErrorObject | None = None
 ) -> bytes:
     """A line of OpenAI's batch output, with its line end. status: None for a line without a response. body: JSON."""
-    unique = uuid.uuid4().hex
+    unique = secrets.token_hex(16)
     response = None
     if status is not None:
         response = {"status_code": status, "request_id": f"req_{unique}", "body": orjson.Fragment(body)}

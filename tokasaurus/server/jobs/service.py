@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, cast
 
 import apsw
@@ -59,20 +59,6 @@ _MAX_PART_BYTES = 16 << 20
 """Longest line that the validation process writes: LINES_PER_PART lines, each with its custom_id."""
 _MAX_VALIDATIONS = 3
 """Starts of the validation process for one batch before the batch fails."""
-
-
-@dataclass(frozen=True, slots=True)
-class NewBatch:
-    """What a client asks for."""
-
-    endpoint: str
-    input_file_id: str
-    completion_window: str
-    window_seconds: int
-    metadata: str | None = None
-    """JSON object."""
-    output_expires_after: int | None = None
-    """Seconds."""
 
 
 class BatchService:
@@ -133,23 +119,10 @@ class BatchService:
             return None
         return batch_progress(batch, self._engine.pending_of(client_of(batch)))
 
-    async def create(self, new: NewBatch) -> BatchRecord:
-        """A batch that is being validated. Raises NotFound or InvalidRequest for the input file, and StoreError."""
-        now = int(time.time())
-        record = BatchRecord(
-            number=0,
-            id=f"batch_{secrets.token_hex(12)}",
-            endpoint=new.endpoint,
-            input_file_id=new.input_file_id,
-            completion_window=new.completion_window,
-            expires_at=now + new.window_seconds,
-            created_at=now,
-            status="validating",
-            model=self._model_name,
-            cache_salt=key_salt(),
-            metadata=new.metadata,
-            output_expires_after=new.output_expires_after,
-        )
+    async def create(self, new: BatchRecord) -> BatchRecord:
+        """Store a batch, which is validated next. new: by `new_batch`. Raises NotFound or InvalidRequest for the input
+        file, and StoreError."""
+        record = replace(new, model=self._model_name, cache_salt=key_salt())
 
         def add(connection: apsw.Connection) -> BatchRecord:
             # in one transaction, so that the file cannot be deleted in between

@@ -8,9 +8,9 @@ from fastapi import APIRouter, Query, Request, Response
 
 from tokasaurus.server.errors import Conflict, NotFound, shorten
 from tokasaurus.server.jobs.objects import batch_list, batch_object, json_response, to_json
-from tokasaurus.server.jobs.service import NewBatch, batches_of
+from tokasaurus.server.jobs.service import batches_of
 from tokasaurus.server.jobs.store.ledger import first_results
-from tokasaurus.server.jobs.store.records import BatchRecord, get_batch, list_batches
+from tokasaurus.server.jobs.store.records import BatchRecord, get_batch, list_batches, new_batch
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
 from tokasaurus.server.protocol.batches import (
     BatchList,
@@ -35,11 +35,11 @@ _body_router = APIRouter(route_class=JsonBodyRoute, tags=["batches"])
 )
 async def create_batch(request: Request, body: CreateBatch) -> Response:
     """Run the lines of an uploaded file, each a body for `endpoint`. The batch survives restarts of the server."""
-    new = NewBatch(
-        endpoint=body.endpoint,
-        input_file_id=body.input_file_id,
-        completion_window=body.completion_window,
-        window_seconds=window_seconds(body.completion_window),
+    new = new_batch(
+        body.endpoint,
+        body.input_file_id,
+        body.completion_window,
+        window_seconds(body.completion_window),
         metadata=None if body.metadata is None else orjson.dumps(body.metadata).decode(),
         output_expires_after=None if body.output_expires_after is None else body.output_expires_after.seconds,
     )

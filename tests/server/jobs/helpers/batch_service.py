@@ -16,12 +16,13 @@ from tokasaurus.messages.channel import send_connection
 from tokasaurus.monitoring.metrics import LoopLag
 from tokasaurus.server.engine_client.client import NO_LIMITS, EngineClient, QueueLimits
 from tokasaurus.server.grammars.validator import GrammarChecker
-from tokasaurus.server.jobs.service import BatchService, NewBatch, TellTokens
+from tokasaurus.server.jobs.service import BatchService, TellTokens
 from tokasaurus.server.jobs.store.records import (
     FINAL_STATUSES,
     BatchRecord,
     FileRecord,
     add_file,
+    new_batch,
     new_file_id,
     read_batch,
 )
@@ -46,7 +47,7 @@ class RunningService:
 
     async def create_from(self, content: bytes, window_s: int = 3600, **fields: Any) -> BatchRecord:
         file_id = await self.add_file(content)
-        return await self.service.create(NewBatch(COMPLETIONS, file_id, f"{window_s}s", window_s, **fields))
+        return await self.service.create(new_batch(COMPLETIONS, file_id, f"{window_s}s", window_s, **fields))
 
     async def add_file(self, content: bytes) -> str:
         file_id = new_file_id()

@@ -1,6 +1,7 @@
 """What the database stores: files, batches and the lines of a batch. Every function runs within a transaction."""
 
 import secrets
+import time
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields, replace
 from enum import IntEnum
@@ -161,6 +162,24 @@ def page(
     order = "DESC" if newest_first else "ASC"
     found = list(select(connection, record, f"{condition} ORDER BY number {order} LIMIT ?", (*values, limit + 1)))
     return found[:limit], len(found) > limit
+
+
+def new_batch(
+    endpoint: str, input_file_id: str, completion_window: str, window_seconds: int, **fields: Any
+) -> BatchRecord:
+    """A batch that is created now, for `add_batch`. fields: others of BatchRecord."""
+    now = int(time.time())
+    return BatchRecord(
+        number=0,
+        id=f"batch_{secrets.token_hex(12)}",
+        endpoint=endpoint,
+        input_file_id=input_file_id,
+        completion_window=completion_window,
+        expires_at=now + window_seconds,
+        created_at=now,
+        status="validating",
+        **fields,
+    )
 
 
 def add_batch(connection: apsw.Connection, record: BatchRecord) -> BatchRecord:
