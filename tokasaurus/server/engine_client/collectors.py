@@ -220,15 +220,7 @@ class StreamCollector:
             deltas.append((key[0], taken))
             if rest:
                 break  # each sequence has at most one new delta in a result
-        still_valid = [read for read in self._kept if read[0] not in self._restarted]
-        self._restarted.clear()
-        self.begins_anew = len(still_valid) < len(self._kept)
-        if self.begins_anew:
-            self._kept = []
-            self._begun_requests.update(index for index, _ in still_valid)
-            deltas = still_valid + deltas
-        self._last_read = [] if self._has_sent else deltas
-        return deltas
+        return deltas if self._has_sent else self._without_void(deltas)
 
     def restart(self, request_index: int) -> bool:
         """Forgets everything that came for this request, because the engine will run it again from the start.
@@ -239,10 +231,23 @@ class StreamCollector:
         if request_index in self._begun_requests:
             return False
         self._num_unread_last_deltas += self._num_read_last_deltas.pop(request_index, 0)
-        self._restarted.add(request_index)
+        if not self._has_sent:
+            self._restarted.add(request_index)
         for sequence_index in range(self._num_sequences[request_index]):
             self._unread.pop((request_index, sequence_index), None)
         return True
+
+    def _without_void(self, deltas: list[tuple[int, SequenceDelta]]) -> list[tuple[int, SequenceDelta]]:
+        """The result of a read before anything was sent. deltas: the new ones."""
+        still_valid = [read for read in self._kept if read[0] not in self._restarted]
+        self._restarted.clear()
+        self._begun_requests.update(index for index, _ in still_valid)
+        self.begins_anew = len(still_valid) < len(self._kept)
+        if self.begins_anew:
+            self._kept = []
+            deltas = still_valid + deltas
+        self._last_read = deltas
+        return deltas
 
     def note_nothing_sent(self) -> None:
         """The last read gave nothing to send. If nothing was sent before, every request may still be restarted."""
@@ -253,8 +258,9 @@ class StreamCollector:
 
     def note_sent(self) -> None:
         """The client receives something: what was read so far is never void."""
-        self._begun_requests.update(index for index, _ in self._kept)
-        self._has_sent, self._kept, self._last_read = True, [], []
+        if not self._has_sent:
+            self._has_sent, self.begins_anew, self._kept, self._last_read = True, False, [], []
+            self._restarted.clear()
 
     def fail(self, error: Exception) -> None:
         """Makes the waiting or next `read` raise `error`, unless everything has been read. The first error counts."""

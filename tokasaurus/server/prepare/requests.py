@@ -235,7 +235,7 @@ def make_requests(
 def _sampling(body: SamplingFields, model: ServedModel) -> SamplingParams:
     """Each parameter is the body's field of its name, or what the engine can compute in its place."""
     lowest, highest = _REPETITION_PENALTIES
-    return SamplingParams._make(getattr(body, name) for name in SamplingParams._fields)._replace(
+    return SamplingParams._make([getattr(body, name) for name in SamplingParams._fields])._replace(
         temperature=body.temperature if body.temperature >= _MIN_TEMPERATURE else 0.0,
         top_p=max(body.top_p, _MIN_TOP_P),
         top_k=body.top_k if 0 < body.top_k < model.vocab_size else 0,
