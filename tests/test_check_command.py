@@ -16,7 +16,7 @@ from tokasaurus.cli import main
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.execution.executors import KernelExecutor
 
-FEATURES = ["attention: CpuBackend"] * 4 + ["layers"] * 6 + ["sampling"] * 8
+FEATURES = ["attention_backend=cpu"] * 4 + ["layers"] * 6 + ["sampling"] * 8
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_compiled_layers_and_other_pages_are_checked(
     torch._dynamo.reset()
     code, found = check(capsys, f"model={model}", "torch_compile=T", f"page_size={page_size}")
     assert code == 0, found
-    assert {result["feature"] for result in found["results"]} >= {"torch_compile", "attention: CpuBackend"}
+    assert {result["feature"] for result in found["results"]} >= {"torch_compile", "attention_backend=cpu"}
     torch._dynamo.reset()
 
 

@@ -50,7 +50,7 @@ def test_the_dry_run_of_a_part_works_alone(part: str, tmp_path: Path) -> None:
 
 
 def check_check(row: dict[str, Any]) -> None:
-    assert {found["feature"] for found in row["check"]["results"]} >= {"attention: CpuBackend", "layers"}
+    assert {found["feature"] for found in row["check"]["results"]} >= {"attention_backend=cpu", "layers"}
     assert not row["check"]["switched_off"]
 
 

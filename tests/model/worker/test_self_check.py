@@ -40,10 +40,8 @@ from tokasaurus.model.worker import entry
 from tokasaurus.model.worker.entry import Phases, StartedWorker, check_layers, load_worker, start_worker
 from tokasaurus.model.worker.self_check import (
     Checks,
-    ComputesWrongly,
     Measured,
     compared,
-    describe,
     measure_attention,
     measure_graphs,
 )
@@ -57,9 +55,8 @@ def shape_of(dtype: torch.dtype, heads: tuple[int, int, int] = (8, 2, 64), page_
 
 
 def check_attention(backend: AttentionBackend, shape: KVShape) -> None:
-    for measured in measure_attention(backend, shape):
-        if not measured.is_right:
-            raise ComputesWrongly(describe(measured))
+    wrong = Checks().describe_wrong("attention", lambda: measure_attention(backend, shape))
+    assert wrong is None, wrong
 
 
 def build(name: str, shape: KVShape, monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
@@ -120,7 +117,7 @@ class Wrong:
 @pytest.mark.parametrize("what", ["does not write", "base-2 LSE", "scale", "heads", "NaN"])
 def test_wrong_backends_are_found(what: str, dtype: torch.dtype) -> None:
     shape = shape_of(dtype)
-    with pytest.raises(ComputesWrongly, match=r"^attention \(.*\) differs by .*, allowed is "):
+    with pytest.raises(AssertionError, match=r"^attention \(.*\) differs by .*, allowed is "):
         check_attention(Wrong(TorchBackend(shape), what), shape)
 
 
@@ -141,25 +138,24 @@ def test_what_fails_is_left_out_with_one_line_or_refused_by_name(
 
     monkeypatch.setattr("tokasaurus.model.attention.choose._build_flashinfer", broken)
 
-    def check(backend: AttentionBackend) -> None:
-        if isinstance(backend, Wrong):
-            check_attention(backend, shape_of(torch.float32))
+    def measure(backend: AttentionBackend, _shape: KVShape) -> Iterator[Measured]:
+        return measure_attention(backend, shape_of(torch.float32)) if isinstance(backend, Wrong) else iter(())
 
-    left_out: list[tuple[str, str]] = []
+    monkeypatch.setattr(entry, "measure_attention", measure)
+    checks = Checks()
     with caplog.at_level(logging.WARNING):
-        chosen = make_backend(
-            None, on_cuda, None, check=check, on_left_out=lambda name, reason: left_out.append((name, reason))
-        )
+        chosen = entry._choose_backend(ServerConfig.parse([]), on_cuda, None, 0, checks)
     assert isinstance(chosen, TorchBackend)
-    ((name, reason),) = left_out
+    assert checks.switched_off == ["attention_backend=flashinfer"]
+    reason = next(result.failure for result in checks.results if result.failure is not None)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert name == "flashinfer"
-    assert line.startswith(f"attention_backend=flashinfer is switched off, since it fails at the start: {reason}")
+    assert line.startswith(f"attention_backend=flashinfer is switched off: {reason}; others are slower")
     assert "compiled by nvcc and ninja, which must be installed" in line
     assert "\n" not in line
     assert ("static assertion failed" in line) == (fault == "is built by a compiler that fails")
-    with pytest.raises(ValueError, match=r"^attention_backend=flashinfer: "):
-        make_backend("flashinfer", on_cuda, None, check=check)
+    named = ServerConfig.parse(["attention_backend=flashinfer"])
+    with pytest.raises(FlagRefused, match=r"^attention_backend=flashinfer: "):
+        entry._choose_backend(named, on_cuda, None, 0, checks)
 
 
 def test_ranks_choose_alike() -> None:
@@ -167,9 +163,11 @@ def test_ranks_choose_alike() -> None:
     answers = iter([False, True])
     kernels = load_kernels()
     assert kernels is not None
-    assert isinstance(make_backend(None, shape, kernels, all_agree=lambda _works: next(answers)), TorchBackend)
-    with pytest.raises(ValueError, match=r"^attention_backend=cpu: it fails on another rank$"):
-        make_backend("cpu", shape, kernels, all_agree=lambda _works: False)
+    checks = Checks(all_agree=lambda _works: next(answers))
+    assert isinstance(entry._choose_backend(ServerConfig.parse([]), shape, kernels, 0, checks), TorchBackend)
+    named = ServerConfig.parse(["attention_backend=cpu"])
+    with pytest.raises(FlagRefused, match=r"^attention_backend=cpu: it fails on another rank$"):
+        entry._choose_backend(named, shape, kernels, 0, Checks(all_agree=lambda _works: False))
 
 
 def test_a_backend_asked_for_by_name_that_fails_is_a_refused_flag(

@@ -30,7 +30,7 @@ from tokasaurus.messages.status import (
     longest_sequence,
 )
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
-from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.attention.choose import Candidate, install_advice, make_backend
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels, load_kernels
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, choose_gemm
 from tokasaurus.model.decoder.compile import Compiler
@@ -76,10 +76,8 @@ from tokasaurus.model.worker.memory import (
 )
 from tokasaurus.model.worker.self_check import (
     Checks,
-    ComputesWrongly,
     Measure,
     Measured,
-    describe,
     measure_attention,
     measure_graphs,
     measure_layers,
@@ -505,20 +503,23 @@ def _choose_backend(
     config: ServerConfig, shape: KVShape, kernels: Kernels | None, max_graph_rows: int, checks: Checks
 ) -> AttentionBackend:
     """The fastest backend that works here. max_graph_rows: as in make_backend. Raises FlagRefused."""
+    is_checked = shape.device.type == "cuda" or checks.is_thorough
 
-    def check(backend: AttentionBackend) -> None:
-        feature = f"attention: {type(backend).__name__}"
-        for measured in checks.noting(feature, partial(measure_attention, backend, shape)):
-            if not measured.is_right:
-                raise ComputesWrongly(describe(measured))
+    def attempt(candidate: Candidate) -> AttentionBackend | None:
+        built: list[AttentionBackend] = []
+
+        def measure() -> Iterator[Measured]:
+            built.append(candidate.build())
+            if is_checked:
+                yield from measure_attention(built[0], shape)
+
+        flag = f"attention_backend={candidate.name}"
+        without = f"others are slower{install_advice(candidate.name)}"
+        asked_for = None if config.attention_backend is None else flag
+        return built[0] if checks.passes(flag, measure, f"{flag} is", without, asked_for) else None
 
     try:
-        return make_backend(
-            *(config.attention_backend, shape, kernels, max_graph_rows),
-            check=check if shape.device.type == "cuda" or checks.is_thorough else None,
-            all_agree=checks.all_agree,
-            on_left_out=lambda name, reason: checks.leave_out(f"attention_backend={name}", reason),
-        )
+        return make_backend(config.attention_backend, shape, kernels, max_graph_rows, attempt)
     except ValueError as error:
         raise FlagRefused(str(error)) from error
 

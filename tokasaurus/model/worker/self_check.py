@@ -124,10 +124,6 @@ class Measured(NamedTuple):
         return self.error <= self.tolerance
 
 
-class ComputesWrongly(Exception):
-    """One line: what differs, and by how much."""
-
-
 Measure: TypeAlias = Callable[[], Iterator[Measured]]
 
 
@@ -143,7 +139,7 @@ def compared(name: str, found: Tensor, expected: Tensor, tolerance: float) -> Me
     return Measured(name, float((found - expected).abs().max() / expected.abs().max()), tolerance)
 
 
-def describe(measured: Measured) -> str:
+def _describe(measured: Measured) -> str:
     """One line on a result that is not right."""
     return f"{measured.name} differs by {measured.error:.2g}, allowed is {measured.tolerance:.2g}"
 
@@ -200,12 +196,12 @@ class Checks:
         failures: list[str] = []
         try:
             # All of them, also after a wrong one: other ranks wait for this one in the check's collectives.
-            failures += [describe(measured) for measured in self.noting(feature, measure) if not measured.is_right]
+            failures += [_describe(measured) for measured in self.noting(feature, measure) if not measured.is_right]
         except (torch.OutOfMemoryError, UserError):
             raise
         except Exception as error:  # of a library, its compilers or a driver, which have errors of many classes
             logger.debug("the check of %s failed", feature, exc_info=error)
-            failures.append(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            failures.append(_gist(error))
             self.results.append(Result(feature, None, failures[-1], 0.0))
         return next(iter(failures), None)
 
@@ -214,7 +210,7 @@ class Checks:
         began_s = time.perf_counter()
         for measured in measure():
             ended_s = time.perf_counter()
-            failure = None if measured.is_right else describe(measured)
+            failure = None if measured.is_right else _describe(measured)
             self.results.append(Result(feature, measured, failure, ended_s - began_s))
             yield measured
             began_s = time.perf_counter()
@@ -223,6 +219,13 @@ class Checks:
         """Note a feature that is switched off, which the caller has logged."""
         self.results.append(Result(feature, None, reason, 0.0))
         self.switched_off.append(feature)
+
+
+def _gist(error: Exception) -> str:
+    """The line of a compiler's output that says what is wrong; else the error's class and first line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    of_compiler = [line for line in lines if "error:" in line]
+    return next(iter(of_compiler), f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)[:300]
 
 
 class Context(NamedTuple):
