@@ -115,7 +115,7 @@ def run_manager(
     index: of the replica. inputs: one channel per rank of the replica's worker; each channel gets every message, and is
     closed at the end.
     """
-    started = time.perf_counter()
+    started = time.monotonic()
     sys.setswitchinterval(SWITCH_SECONDS)
     # Freeing one large array makes glibc keep the memory of smaller arrays freed later. Otherwise every array of some
     # tens of kilobytes is returned to the system and faulted in again.
@@ -124,7 +124,7 @@ def run_manager(
     decoder = load_token_decoder(checkpoint.tokenizer_directory)
     stop_tokens = StopTokens([decoder.decode([token_id]) for token_id in range(checkpoint.info.vocab_size)])
     grammars = _load_grammars(checkpoint)  # while the worker loads the model: later it would delay a step
-    status.send(PhaseDone("manager", "load tokenizer", time.perf_counter() - started))
+    status.send(PhaseDone("manager", "load tokenizer", time.monotonic() - started))
     early: list[RequestMessage] = []
     limits = _await_workers(requests, outputs, early, len(inputs))
     if limits is not None:

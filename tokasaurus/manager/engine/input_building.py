@@ -242,7 +242,9 @@ def _step_prefilling(
         end = start + num_tokens
         if not sequence.is_open:
             opened.append(sequence)
-            _mark_open(state, sequence, start)
+            sequence.is_open = True
+            slots.opened_at[slot] = state.next_step_id
+            count_start(state, sequence, start)
         count_computed(state, sequence, start, end)
         prompt_ids.append(sequence.prompt.token_ids[start:end])
         slots.num_kv_tokens[slot] = end
@@ -266,13 +268,6 @@ def _build_logprob_chunks(
             table, token_ids = slots.block_tables[slot], sequence.prompt.token_ids
             logprob_chunks.append(store.send_chunk(row, token_ids, table, start, start + num_tokens, num_top))
     return [chunk for chunk in logprob_chunks if len(chunk.kv_indices)]
-
-
-def _mark_open(state: EngineState, sequence: Sequence, start: int) -> None:
-    """Note that the step being built opens the sequence's slot at the worker, with its first `start` tokens cached."""
-    sequence.is_open = True
-    state.slots.opened_at[sequence.slot] = state.next_step_id
-    count_start(state, sequence, start)
 
 
 def _build_masks(state: EngineState, sampled: NDArray[np.int64]) -> TokenMasks | None:

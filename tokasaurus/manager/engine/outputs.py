@@ -311,10 +311,18 @@ def end_sequence(state: EngineState, slot: int, is_stop: bool, error: str = "") 
 def abort(state: EngineState, sequence: Sequence, error: str) -> None:
     """Abort a waiting sequence whose grammar is not available. error: why."""
     assert sequence.phase is Phase.WAITING
-    release(state, sequence)
-    sequence.num_cached_tokens = 0
+    _end_with_error(state, sequence, error, "grammar_too_complex")
+
+
+def _end_with_error(
+    state: EngineState, sequence: Sequence, error: str, error_code: ErrorCode, keep_kv: bool = True
+) -> None:
+    """Release a sequence in any phase; its last delta has no tokens. keep_kv: as for release."""
+    release(state, sequence, keep_kv)
+    if sequence.num_cached_tokens is None:
+        sequence.num_cached_tokens = 0
     logprobs: list[float] | None = [] if sequence.request.want_logprobs else None
-    state.deltas.append(_make_delta(sequence, [], logprobs, "stop", error, "grammar_too_complex"))
+    state.deltas.append(_make_delta(sequence, [], logprobs, "stop", error, error_code))
 
 
 def _finish(
@@ -352,11 +360,7 @@ def _end_nonfinite(state: EngineState, step: StepInFlight, found: NonfiniteToken
         state.totals.nonfinite_rows += 1
         uses_block = arrays.is_running & (arrays.block_tables[:, position // page_size] == block)
         for slot in np.flatnonzero(uses_block).tolist():
-            sequence = state.slots.sequence(slot)
-            release(state, sequence, keep_kv=False)
-            sequence.num_cached_tokens = sequence.num_cached_tokens or 0
-            logprobs: list[float] | None = [] if sequence.request.want_logprobs else None
-            state.deltas.append(_make_delta(sequence, [], logprobs, "stop", NUMERICAL_ERROR, "numerical_error"))
+            _end_with_error(state, arrays.sequence(slot), NUMERICAL_ERROR, "numerical_error", keep_kv=False)
         blocks.free(blocks.tree.discard(block))
 
 

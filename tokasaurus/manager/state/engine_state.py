@@ -207,6 +207,7 @@ class EngineState:
     groups: GroupState
     totals: Totals = field(default_factory=Totals)
     step_totals: StepTotals = field(default_factory=StepTotals)
+    """Sums over the steps whose results have arrived."""
 
     # engine/requests
     unfinished: dict[str, Samples] = field(default_factory=dict)
@@ -222,6 +223,7 @@ class EngineState:
     # Steps: sent by engine/input_building, applied by engine/outputs.
     steps_in_flight: deque[StepInFlight] = field(default_factory=deque)
     next_step_id: int = 0
+    """Number of the next step to be sent."""
     last_result_id: int = -1
     """The newest step whose results have arrived; -1 before the first."""
     next_microbatch: int = 0
@@ -234,6 +236,7 @@ class EngineState:
     """Expected time of a step without prefill; None before the first result."""
     step_time_model: StepTimeModel = field(default_factory=StepTimeModel)
     step_times: StepTimes = field(default_factory=lambda: StepTimes(1.0))
+    """Longest plausible times, for WorkerWatch."""
 
     # engine/outputs
     ending: deque[tuple[Sequence, bool]] = field(default_factory=deque)
