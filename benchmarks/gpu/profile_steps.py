@@ -192,7 +192,7 @@ def _run(runner: ModelRunner, step: ForwardInput, num_steps: int) -> tuple[float
         result = runner.run(step)
         host_s.append(time.perf_counter() - launched_s)
         if before is not None:
-            before.host_token_ids()
+            before.wait()
         before = result
     _wait(runner.device)
     return 1000 * (time.perf_counter() - began_s) / num_steps, 1000 * statistics.median(host_s)

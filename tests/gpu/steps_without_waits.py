@@ -50,8 +50,8 @@ def run_every_kind(runner: GuardedRunner) -> dict[int, list[tuple[int, float | N
     for step in (*small_forwards(LIMITS, PAGE_SIZE), widest, decode_after(widest)):
         result = runner.run(step)
         assert result is not None
-        assert np.isin(result.host_token_ids(), np.arange(VOCAB_SIZE)).all()
-        assert result.host_nonfinite() is None
+        assert np.isin(result.output().token_ids, np.arange(VOCAB_SIZE)).all()
+        assert result.output().nonfinite is None
     samples = Samples(StepDriver(runner, PAGE_SIZE), PAGE_SIZE, seed=3)
     samples.run(8, grouped=True)
     samples.run(12, grouped=False)

@@ -52,8 +52,9 @@ def device_runner(directory: Path, transfers: PretendTransfers) -> ModelRunner:
 
 def answer(result: StepResult) -> list[np.ndarray]:
     """All results of a step, as arrays."""
-    arrays = [result.host_token_ids()]
-    for optional in (result.host_logprobs(), result.host_top(), result.host_prompt_logprobs(), result.host_nonfinite()):
+    output = result.output()
+    arrays = [output.token_ids]
+    for optional in (output.logprobs, output.top, output.prompt_logprobs, output.nonfinite):
         if isinstance(optional, np.ndarray):
             arrays.append(optional)
         elif optional is not None:
@@ -157,7 +158,7 @@ def test_buffers_keep_their_addresses_over_a_thousand_steps(tmp_path: Path) -> N
 
     def run(steps: list[ForwardInput]) -> None:
         for step in steps:
-            runner.run(step).host_token_ids()
+            runner.run(step).output()
 
     with one_thread():
         sizes = sizes_for(LIMITS.max_tokens, LIMITS.max_seqs, LIMITS.vocab_size, num_top=20)

@@ -17,12 +17,4 @@ class Worker:
         self.num_computed += len(message.prompt_ids)
         result = self._runner.run(message)
         assert result is not None
-        return ForwardOutput(
-            message.step_id,
-            result.host_token_ids(),
-            result.host_logprobs(),
-            forward_seconds,
-            top=result.host_top(),
-            prompt_logprobs=result.host_prompt_logprobs(),
-            nonfinite=result.host_nonfinite(),
-        )
+        return result.output(forward_seconds)

@@ -51,7 +51,7 @@ class OneSlot:
 
     def decode(self, num_tokens: int) -> list[int]:
         step = ForwardInput(1, int32([1]), int32([1]), 1, NOTHING, SlotChanges(NOTHING, None, NOTHING, NOTHING))
-        return [int(self._runner.run(step).host_token_ids()[0]) for _ in range(num_tokens)]
+        return [int(self._runner.run(step).output().token_ids[0]) for _ in range(num_tokens)]
 
 
 def open_slot(num_prompt_tokens: int, first_position: int, temperature: float) -> SlotOpens:
@@ -79,7 +79,7 @@ def test_a_preempted_sequence_continues_with_the_same_tokens(temperature: float,
     slot = OneSlot(load_runner(tmp_path, torch.float32))
     prompt = random_prompt()
     first = slot.prefill(prompt, [7, 3, 9], opens=(40, 0), temperature=temperature)
-    tokens = [*first.host_token_ids().tolist(), *slot.decode(6)]
+    tokens = [*first.output().token_ids.tolist(), *slot.decode(6)]
     if temperature == 0:
         assert tokens == oracle_greedy(oracle, prompt, 7)[0]
     else:
@@ -87,7 +87,7 @@ def test_a_preempted_sequence_continues_with_the_same_tokens(temperature: float,
 
     longer = prompt + tokens[:4]
     fifth = slot.prefill(longer[32:], [7, 3, 11], opens=(44, 32), closes=True, temperature=temperature)
-    assert [*fifth.host_token_ids().tolist(), *slot.decode(2)] == tokens[4:]
+    assert [*fifth.output().token_ids.tolist(), *slot.decode(2)] == tokens[4:]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -96,8 +96,8 @@ def test_a_step_that_completes_no_prompt_samples_nothing(dtype: torch.dtype, tmp
     prompt = random_prompt()
     slot = OneSlot(load_runner(tmp_path, dtype))
     first = slot.prefill(prompt[:20], [7, 3], opens=(40, 0))
-    assert first.host_token_ids().tolist() == []
-    assert first.host_logprobs() is None
+    assert first.output().token_ids.tolist() == []
+    assert first.output().logprobs is None
     second = slot.prefill(prompt[20:], [9])
     whole = OneSlot(load_runner(tmp_path, dtype)).prefill(prompt, [1, 2, 3], opens=(40, 0))
-    assert second.host_token_ids().tolist() == whole.host_token_ids().tolist()
+    assert second.output().token_ids.tolist() == whole.output().token_ids.tolist()

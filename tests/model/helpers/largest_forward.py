@@ -54,8 +54,7 @@ def main(directory: Path, dtype: torch.dtype) -> None:
     for step in largest_steps(limits):
         result = runner.run(step)
         assert result is not None
-        result.host_top()
-        result.host_prompt_logprobs()
+        result.output()
     print(json.dumps({"memory": asdict(memory), "reserved": reserved, "grown": peak() - before}))
 
 

@@ -199,7 +199,7 @@ class StepDriver:
         )
         result = self.runner.run(step)
         assert result is not None
-        top = result.host_top()
+        top = result.output().top
         self.top = {}
         if top is not None:
             for row, ids, logprobs in zip(top.rows, top.token_ids.tolist(), top.logprobs.tolist(), strict=True):
@@ -276,11 +276,11 @@ def int32(values: Sequence[int]) -> np.ndarray:
 
 
 def _by_slot(result: StepResult, sampled: list[int]) -> dict[int, tuple[int, float | None]]:
-    tokens = result.host_token_ids().tolist()
+    tokens = result.output().token_ids.tolist()
     if not sampled:
         assert tokens == []
         return {}
-    logprobs = result.host_logprobs()
+    logprobs = result.output().logprobs
     assert len(tokens) == len(sampled)
     values = [None] * len(tokens) if logprobs is None else logprobs.tolist()  # None from other ranks than the first
     return {slot: (token, value) for slot, token, value in zip(sampled, tokens, values, strict=True)}
@@ -289,7 +289,7 @@ def _by_slot(result: StepResult, sampled: list[int]) -> dict[int, tuple[int, flo
 def _logprobs_by_slot(
     result: StepResult, slots: list[int], wanted: PromptLogprobsInput | None
 ) -> dict[int, list[PromptLogprob]]:
-    logprobs_by_slot = result.host_prompt_logprobs()
+    logprobs_by_slot = result.output().prompt_logprobs
     if wanted is None:
         assert logprobs_by_slot is None
         return {}

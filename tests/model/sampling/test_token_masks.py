@@ -204,7 +204,7 @@ def test_masks_apply_to_the_rows_that_sample(backend: str, tmp_path: Path) -> No
     masks = make_masks({1: only})
     step = ForwardInput(1, int32([1, 2, 3]), int32([3, 4, 5]), 0, int32(range(12)), changes, masks=masks)
     free = dataclasses.replace(step, masks=None)
-    masked_tokens = runner.run(step).host_token_ids().tolist()
-    free_tokens = runner.run(free).host_token_ids().tolist()
+    masked_tokens = runner.run(step).output().token_ids.tolist()
+    free_tokens = runner.run(free).output().token_ids.tolist()
     assert masked_tokens == [free_tokens[0], 200]
     assert free_tokens[1] != 200

@@ -147,7 +147,7 @@ def warmed_up(directory: Path, max_tokens: int = 8192, max_seqs: int = 64) -> li
     for step in steps_of_all_classes(max_tokens, max_seqs, info.context_length, page_size=16):
         assert step.num_tokens.sum() <= max_tokens
         assert len(step.slots) <= max_seqs
-        classes.append(shape_class(step, len(runner.run(step).host_token_ids())))
+        classes.append(shape_class(step, len(runner.run(step).output().token_ids)))
     return classes
 
 

@@ -291,7 +291,7 @@ class Decoder(nn.Module):
     @property
     def _head(self) -> VocabShard | None:
         """The LM head; None unless this is the last stage."""
-        if not self._mesh.is_last_stage:
+        if self.final_norm is None:
             return None
         return self.embedding if self.lm_head is None else self.lm_head
 

@@ -68,6 +68,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_size, dtype=dtype), requires_grad=False) if bias else None
         self.packed: PackedWeights | None = None
         self._choice = ALWAYS_KERNELS
+        self._is_always_packed = True
         self._torch_gemm: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
@@ -78,7 +79,7 @@ class Linear(nn.Module):
 
     def runs_on_kernels(self, num_rows: int) -> bool:
         """Whether the kernels compute the gemm for this number of rows of x."""
-        return self.packed is not None and self._choice.uses_kernels(num_rows)
+        return self.packed is not None and (self._is_always_packed or self._choice.uses_kernels(num_rows))
 
     def pack(
         self, kernels: LayerKernels | None, choice: GemmChoice = ALWAYS_KERNELS, keep_weight: bool = False
@@ -93,7 +94,7 @@ class Linear(nn.Module):
         weight, is_taken = self.weight.data, kernels is not None and takes(self.weight)
         if kernels is not None and is_taken and not choice.always_torch:
             self.packed = self._pack(kernels)
-            self._choice = choice
+            self._choice, self._is_always_packed = choice, choice.always_kernels
         if self.packed is None or not choice.always_kernels:
             dtype = weight.dtype if kernels is None else kernels.activation_dtype(weight.dtype)
             bias = None if self.bias is None else self.bias.data.to(dtype)

@@ -121,13 +121,10 @@ class KernelExecutor:
         self._backend = backend
         self._choice = choice
         self._modules = modules
-
-    @property
-    def always_on_kernels(self) -> bool:
-        return self._choice.always_kernels
+        self.always_on_kernels = choice.always_kernels
 
     def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
-        if not self._choice.uses_kernels(hidden.shape[0]):
+        if not (self.always_on_kernels or self._choice.uses_kernels(hidden.shape[0])):
             return self._modules.run(hidden, cos_sin, attends)
         self._layers.run(hidden, cos_sin, self._backend.planned)
         return hidden

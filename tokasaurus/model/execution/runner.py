@@ -10,7 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokasaurus.messages.forward import ForwardInput, NonfiniteTokens, PromptLogprobsOutput, SlotChanges, TopOfRows
+from tokasaurus.messages.forward import (
+    ForwardInput,
+    ForwardOutput,
+    NonfiniteTokens,
+    PromptLogprobsOutput,
+    SlotChanges,
+    TopOfRows,
+)
 from tokasaurus.model.attention.backend import AttentionBackend, RecordableBackend
 from tokasaurus.model.attention.row_split import Attends, attends_over
 from tokasaurus.model.cpu.bindings import Kernels
@@ -78,36 +85,38 @@ class StepResult:
     ended: Mark = field(default_factory=HostMark)
     """All its results are computed."""
 
-    def host_token_ids(self) -> NDArray[np.int32]:
-        """int32 [R]. Waits for this step, not for later ones."""
-        return self.outputs.arrays()["token_ids"]
+    def wait(self) -> None:
+        """Until this step has ended; not for later ones."""
+        self.outputs.arrays()
 
-    def host_nonfinite(self) -> NonfiniteTokens | None:
-        """Tokens that are not finite; None if all are. Waits for this step."""
-        tokens = np.flatnonzero(~self.outputs.arrays()["is_finite"])
+    def output(self, seconds: float = 0.0, idle_seconds: float = 0.0) -> ForwardOutput:
+        """The answer to the manager; waits as `wait`. seconds, idle_seconds: as in ForwardOutput."""
+        arrays = self.outputs.arrays()
+        logprobs = arrays.get("logprobs")
+        prompt_logprobs = None
+        if "prompt_logprobs" in arrays:
+            prompt_logprobs = PromptLogprobsOutput(*(arrays[f"prompt_{name}"] for name in TokenLogprobs._fields))
+        return ForwardOutput(
+            self.step_id,
+            arrays["token_ids"],
+            None if logprobs is None else np.where(self.want_logprobs, logprobs, np.float32(np.nan)),
+            seconds,
+            self.num_recompiles,
+            self.phase_seconds,
+            None if self.top_rows is None else TopOfRows(self.top_rows, arrays["top_ids"], arrays["top_logprobs"]),
+            prompt_logprobs,
+            self._nonfinite(arrays["is_finite"]),
+            self.missed_graphs,
+            idle_seconds,
+        )
+
+    def _nonfinite(self, is_finite: NDArray[np.bool_]) -> NonfiniteTokens | None:
+        """The first token that is not finite of each slot; None if all are finite."""
+        tokens = np.flatnonzero(~is_finite)
         if not len(tokens):
             return None
         first = tokens[np.unique(self.token_slots[tokens], return_index=True)[1]]
         return NonfiniteTokens(self.token_positions[first].astype(np.int32), self.token_blocks[first].astype(np.int32))
-
-    def host_logprobs(self) -> NDArray[np.float32] | None:
-        """float32 [R], NaN for rows that did not ask; None if no row asked. Waits for this step."""
-        logprobs = self.outputs.arrays().get("logprobs")
-        return None if logprobs is None else np.where(self.want_logprobs, logprobs, np.float32(np.nan))
-
-    def host_top(self) -> TopOfRows | None:
-        """Top-k logprobs of sampled tokens; None if no row asked. Waits for this step."""
-        if self.top_rows is None:
-            return None
-        arrays = self.outputs.arrays()
-        return TopOfRows(self.top_rows, arrays["top_ids"], arrays["top_logprobs"])
-
-    def host_prompt_logprobs(self) -> PromptLogprobsOutput | None:
-        """Prompt logprobs; None if no row asked. Waits for this step."""
-        arrays = self.outputs.arrays()
-        if "prompt_logprobs" not in arrays:
-            return None
-        return PromptLogprobsOutput(*(arrays[f"prompt_{name}"] for name in TokenLogprobs._fields))
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,48 +298,24 @@ class ModelRunner:
     def run(self, step: ForwardInput) -> StepResult | None:
         """Run one step. On an asynchronous device, returns before the result is computed. None on all pipeline stages
         but the last."""
-        staging, links = self._staging, self._links
-        if links is not None and links.is_first:
-            links.await_tokens(step.slots[: step.num_decode], self._slots.last_tokens)
-        staging.begin()
-        begun: list[Mark] = []
-        staging.then(lambda: begun.append(self._mark()))
-        self._slots.apply(step.changes, staging)
-        batch, (hidden, logits, known) = self._compute(step)
+        begun = self._take(step)
+        batch, computed = self._compute(step)
         num_tokens = int(step.num_tokens.sum())
         num_sampled = batch.num_sampled - (len(batch.token_slots) - num_tokens)  # without the rows that pad a graph
-        if links is not None and not links.is_last:
-            links.send_hidden(hidden[:num_tokens])
-            if links.is_first:
-                slots = batch.host_sampled_slots[:num_sampled], batch.sampled_slots[:num_sampled]
-                links.expect_tokens(*slots, self._slots.last_tokens)
-            links.end_step()
-            staging.finish()
+        if self._links is not None and not self._links.is_last:
+            self._pass_on(self._links, batch, computed.hidden[:num_tokens], num_sampled)
             return None
-        is_finite = torch.linalg.vector_norm(hidden[: len(batch.token_slots)], torch.inf, dim=-1) < torch.inf
-        sampled = known or self._sample(hidden, logits, batch)
-        is_finite[batch.logit_rows[: batch.num_sampled]] &= sampled.tokens >= 0
-        tokens = sampled.tokens.clamp(min=0)  # later steps may embed it before the manager ends the sequence
-        self._slots.last_tokens[batch.sampled_slots] = tokens
-        if links is not None:
-            links.send_tokens(tokens[:num_sampled])
-        outputs = {"token_ids": tokens[:num_sampled].int(), "is_finite": is_finite[:num_tokens]}
-        logprobs = None if sampled.logprobs is None else sampled.logprobs[:num_sampled]
-        optional = ("logprobs", logprobs), ("top_ids", sampled.top_ids), ("top_logprobs", sampled.top_logprobs)
-        outputs |= {name: tensor for name, tensor in optional if tensor is not None}
-        if batch.prompt_logprobs is not None:
-            computed = compute_prompt_logprobs(hidden, batch.prompt_logprobs, self._model.logits, self._fill_prompt)
-            is_finite[batch.prompt_logprobs.rows[: len(computed.logprobs)]] &= torch.isfinite(computed.logprobs)
-            outputs |= {f"prompt_{name}": tensor for name, tensor in computed._asdict().items()}
-        if links is not None:
-            links.end_step()
-        staging.finish()
+        outputs = self._sample_and_store(batch, computed, num_tokens, num_sampled)
+        if self._links is not None:
+            self._links.end_step()
+        self._staging.finish()
         ended = self._mark()
+        top = batch.sampling.top
         return StepResult(
             step.step_id,
             self._results.fetch(outputs),
             batch.want_logprobs[:num_sampled],
-            None if batch.sampling.top is None or sampled.top_ids is None else batch.sampling.top.rows.on_host,
+            None if top is None or "top_ids" not in outputs else top.rows.on_host,
             batch.token_slots,
             batch.token_positions,
             batch.token_blocks,
@@ -339,6 +324,48 @@ class ModelRunner:
             () if self._kernels is None else self._kernels.phase_seconds(),
             *(begun[0], ended),
         )
+
+    def _take(self, step: ForwardInput) -> list[Mark]:
+        """Begin the step's transfers and apply its changes to the slots. The list gets a mark once they have arrived,
+        and once the tokens that the first stage embeds are there."""
+        if self._links is not None and self._links.is_first:
+            self._links.await_tokens(step.slots[: step.num_decode], self._slots.last_tokens)
+        begun: list[Mark] = []
+        self._staging.begin()
+        self._staging.then(lambda: begun.append(self._mark()))
+        self._slots.apply(step.changes, self._staging)
+        return begun
+
+    def _pass_on(self, links: StageLinks, batch: DeviceBatch, hidden: Tensor, num_sampled: int) -> None:
+        """Send hidden [n, E] to the next stage; the first stage also expects the tokens that the last one samples."""
+        links.send_hidden(hidden)
+        if links.is_first:
+            slots = batch.host_sampled_slots[:num_sampled], batch.sampled_slots[:num_sampled]
+            links.expect_tokens(*slots, self._slots.last_tokens)
+        links.end_step()
+        self._staging.finish()
+
+    def _sample_and_store(
+        self, batch: DeviceBatch, computed: DecodeOutput, num_tokens: int, num_sampled: int
+    ) -> dict[str, Tensor]:
+        """Sample, store the last tokens, and compute prompt logprobs -> `outputs` of StepResult, on the device."""
+        hidden, logits, known = computed
+        is_finite = torch.linalg.vector_norm(hidden[: len(batch.token_slots)], torch.inf, dim=-1) < torch.inf
+        sampled = known or self._sample(hidden, logits, batch)
+        is_finite[batch.logit_rows[: batch.num_sampled]] &= sampled.tokens >= 0
+        tokens = sampled.tokens.clamp(min=0)  # later steps may embed it before the manager ends the sequence
+        self._slots.last_tokens[batch.sampled_slots] = tokens
+        if self._links is not None:
+            self._links.send_tokens(tokens[:num_sampled])
+        outputs = {"token_ids": tokens[:num_sampled].int(), "is_finite": is_finite[:num_tokens]}
+        logprobs = None if sampled.logprobs is None else sampled.logprobs[:num_sampled]
+        optional = ("logprobs", logprobs), ("top_ids", sampled.top_ids), ("top_logprobs", sampled.top_logprobs)
+        outputs |= {name: tensor for name, tensor in optional if tensor is not None}
+        if batch.prompt_logprobs is not None:
+            of_prompt = compute_prompt_logprobs(hidden, batch.prompt_logprobs, self._model.logits, self._fill_prompt)
+            is_finite[batch.prompt_logprobs.rows[: len(of_prompt.logprobs)]] &= torch.isfinite(of_prompt.logprobs)
+            outputs |= {f"prompt_{name}": tensor for name, tensor in of_prompt._asdict().items()}
+        return outputs
 
     def _compute(self, step: ForwardInput, entering: Tensor | None = None) -> tuple[DeviceBatch, DecodeOutput]:
         """Build, send and run a forward; its slots are up to date. The batch is padded if a graph computes it.

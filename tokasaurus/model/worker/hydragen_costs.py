@@ -274,7 +274,7 @@ def _seconds_per_step(runner: ModelRunner, opening: ForwardInput, step: ForwardI
     for _ in range(_NUM_STEPS):
         result = runner.run(step)
         if before is not None:
-            before.host_token_ids()
+            before.wait()
         before = result
     _wait_for_device(runner.device)
     return (time.perf_counter() - began_s) / _NUM_STEPS

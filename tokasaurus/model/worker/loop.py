@@ -31,7 +31,7 @@ def run_steps(
     def answer_oldest() -> None:
         nonlocal busy_until, last_end
         result, started = running.popleft()
-        token_ids = result.host_token_ids()
+        result.wait()
         now = time.perf_counter()
         # Do not count the time in which the previous step still occupied the device.
         since = max(started, busy_until)
@@ -42,21 +42,7 @@ def run_steps(
         idle_seconds = 0.0 if last_end is None else result.begun.seconds_since(last_end)
         last_end = result.ended
         if outputs is not None:
-            outputs.send(
-                ForwardOutput(
-                    result.step_id,
-                    token_ids,
-                    result.host_logprobs(),
-                    seconds,
-                    result.num_recompiles,
-                    result.phase_seconds,
-                    result.host_top(),
-                    result.host_prompt_logprobs(),
-                    result.host_nonfinite(),
-                    result.missed_graphs,
-                    idle_seconds,
-                )
-            )
+            outputs.send(result.output(seconds, idle_seconds))
 
     while True:
         for message in inputs.drain():

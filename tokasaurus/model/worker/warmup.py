@@ -214,10 +214,7 @@ def _seconds_per_token(runner: ModelRunner, step: ForwardInput) -> float:
     began_s = time.perf_counter()
     result = runner.run(step)
     if result is not None:
-        result.host_token_ids()
-        result.host_logprobs()
-        result.host_top()
-        result.host_prompt_logprobs()
+        result.output()
     return (time.perf_counter() - began_s) / int(step.num_tokens.sum())
 
 
