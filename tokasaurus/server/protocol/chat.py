@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
 
 from tokasaurus.server.protocol.answers import Usage, WrittenPromptLogprobs
-from tokasaurus.server.protocol.fields import NullMeans, Only, StrictObject, value_error
+from tokasaurus.server.protocol.fields import NullMeans, Only, StrictObject, missing, not_implemented, value_error
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.protocol.tools import MessageToolCall, ToolCall, ToolCallFunction, ToolChoiceField, Tools
 
@@ -42,7 +41,7 @@ def _parse_content(value: object, info: ValidationInfo) -> str:
     if value is None:
         if info.data.get("role") == "assistant":
             return ""
-        raise PydanticCustomError("missing", "is required")
+        raise missing()
     if not isinstance(value, list):
         raise value_error("must be a string or a list of text parts")
     return "".join(_parse_part(part) for part in value)
@@ -50,7 +49,7 @@ def _parse_content(value: object, info: ValidationInfo) -> str:
 
 def _parse_part(part: object) -> str:
     if isinstance(part, dict) and part.get("type", "text") != "text":
-        raise PydanticCustomError("not_implemented", "contains a part that is not text, which is not implemented")
+        raise not_implemented("contains a part that is not text, which is not implemented")
     if not isinstance(part, dict) or part.keys() != {"type", "text"} or not isinstance(part["text"], str):
         raise value_error('must contain parts with just "type": "text" and a string as "text"')
     return part["text"]
@@ -68,7 +67,7 @@ _Roles = Literal["system", "developer", "user", "assistant", "tool"]
 
 def _parse_role(value: object) -> str:
     if value == "function":
-        raise PydanticCustomError("not_implemented", "may not be function, an older word for tool")
+        raise not_implemented("may not be function, an older word for tool")
     if value not in get_args(_Roles):
         raise value_error('must be "system", "developer", "user", "assistant" or "tool"')
     # OpenAI's newer name for system; chat templates know only the old one
@@ -110,7 +109,7 @@ class ChatMessage(StrictObject):
     def _check_call_id(cls, call_id: str | None, info: ValidationInfo) -> str | None:
         is_tool = info.data.get("role") == "tool"
         if is_tool and call_id is None:
-            raise PydanticCustomError("missing", "is required")
+            raise missing()
         if not is_tool and call_id is not None:
             raise value_error('goes with the role "tool"')
         return call_id

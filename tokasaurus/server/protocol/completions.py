@@ -14,6 +14,10 @@ from tokasaurus.server.protocol.sampling_fields import SamplingFields
 Prompt = str | list[int]
 
 
+def _wrong_prompt() -> PydanticCustomError:
+    return value_error("must be a string, a list of token ids, a list of strings or a list of lists of token ids")
+
+
 def _parse_prompts(value: object) -> list[Prompt]:
     """Normalise the four forms that OpenAI allows to a list of prompts, all strings or all lists of token ids."""
     prompts: list[Prompt]
@@ -34,10 +38,6 @@ def _parse_prompts(value: object) -> list[Prompt]:
 
 def _is_token_ids(value: object) -> bool:
     return isinstance(value, list) and set(map(type, value)) <= {int}
-
-
-def _wrong_prompt() -> PydanticCustomError:
-    return value_error("must be a string, a list of token ids, a list of strings or a list of lists of token ids")
 
 
 _TokenIds = Annotated[list[TokenId], Field(min_length=1)]

@@ -32,8 +32,17 @@ class StrictObject(BaseModel):
 
 
 def value_error(message: str) -> PydanticCustomError:
-    """For validators. message: follows the field's name, such as "must not be empty"; must not contain braces."""
-    return PydanticCustomError("value_not_allowed", message)
+    """For validators. message: follows the field's name, such as "must not be empty"."""
+    return PydanticCustomError("value_not_allowed", "{message}", {"message": message})
+
+
+def not_implemented(message: str) -> PydanticCustomError:
+    """As `value_error`, for what OpenAI or vLLM allow and this server does not."""
+    return PydanticCustomError("not_implemented", "{message}", {"message": message})
+
+
+def missing() -> PydanticCustomError:
+    return PydanticCustomError("missing", "is required")
 
 
 class Only:
@@ -53,8 +62,7 @@ class Only:
         if any(type(value) is type(neutral) and value == neutral for neutral in self._neutral):
             return value
         allowed = " and ".join(orjson.dumps(neutral).decode() for neutral in self._neutral)
-        message = "is not implemented beyond {allowed}"
-        raise PydanticCustomError("not_implemented", message, {"allowed": allowed})
+        raise not_implemented(f"is not implemented beyond {allowed}")
 
 
 class NullMeans:

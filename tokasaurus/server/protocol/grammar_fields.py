@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import ConfigDict, Field, PlainValidator
-from pydantic_core import PydanticCustomError
 
 from tokasaurus.server.protocol.exact_schema import SchemaError, exact_schema
-from tokasaurus.server.protocol.fields import StrictObject, Text
+from tokasaurus.server.protocol.fields import StrictObject, Text, not_implemented, value_error
 
 GrammarFormat = Literal["json_schema", "regex", "lark", "gbnf"]
 
@@ -47,25 +46,16 @@ _REGEX_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~]")
 _MAX_ECHO_CHARS = 100
 
 
-def _wrong(message: str) -> PydanticCustomError:
-    """message: follows the field's name; may contain braces."""
-    return PydanticCustomError("value_not_allowed", "{message}", {"message": message})
-
-
-def _not_built(message: str) -> PydanticCustomError:
-    return PydanticCustomError("not_implemented", "{message}", {"message": message})
-
-
 def _check_keys(value: Mapping[str, object], known: tuple[str, ...], where: str) -> None:
     for name in value:
         if name not in known:
-            raise _wrong(f"contains the unknown field {where}{name[:_MAX_ECHO_CHARS]!r}")
+            raise value_error(f"contains the unknown field {where}{name[:_MAX_ECHO_CHARS]!r}")
 
 
 def _schema_text(schema: Mapping[str, object], whitespace: bool = True) -> str:
     """The schema as JSON with our llguidance options, which clients must not set. Raises SchemaError."""
     if "x-guidance" in schema:
-        raise _not_built("contains x-guidance, which is not implemented")
+        raise not_implemented("contains x-guidance, which is not implemented")
     schema = exact_schema(schema)
     options: dict[str, object] = {"whitespace_flexible": False}
     if whitespace:
@@ -75,7 +65,7 @@ def _schema_text(schema: Mapping[str, object], whitespace: bool = True) -> str:
         if r"\u00" not in text and "\x7f" not in text:  # llguidance needs \u to write control characters
             text = orjson.dumps({**schema, "x-guidance": options | {"json_allowed_escapes": SHORT_ESCAPES}}).decode()
     except orjson.JSONEncodeError:
-        raise _wrong("is nested too deeply") from None
+        raise value_error("is nested too deeply") from None
     return text
 
 
@@ -89,9 +79,9 @@ def _json_source(value: object, param: str, whitespace: bool = True) -> GrammarS
         try:
             schema = orjson.loads(value)
         except orjson.JSONDecodeError as error:
-            raise _wrong(f"is not valid JSON: {error.msg}") from None
+            raise value_error(f"is not valid JSON: {error.msg}") from None
     if not isinstance(schema, dict):
-        raise _wrong("must be a JSON schema: an object, or its text")
+        raise value_error("must be a JSON schema: an object, or its text")
     try:
         return GrammarSource("json_schema", _schema_text(schema, whitespace), param)
     except SchemaError as error:
@@ -100,22 +90,22 @@ def _json_source(value: object, param: str, whitespace: bool = True) -> GrammarS
 
 def _regex_source(value: object, param: str) -> GrammarSource:
     if not isinstance(value, str) or not value:
-        raise _wrong("must be a regular expression: a string that is not empty")
+        raise value_error("must be a regular expression: a string that is not empty")
     if (len(value) - len(value.rstrip("\\"))) % 2:
-        raise _wrong("is no regular expression: it ends within an escape")
+        raise value_error("is no regular expression: it ends within an escape")
     return GrammarSource("regex", value, param)
 
 
 def _choice_source(value: object, param: str) -> GrammarSource:
     if not isinstance(value, list) or not value or not all(isinstance(choice, str) for choice in value):
-        raise _wrong("must be a list of strings that is not empty")
+        raise value_error("must be a list of strings that is not empty")
     pattern = "|".join(_REGEX_SPECIAL.sub(r"\\\g<0>", choice) for choice in value)
     return GrammarSource("regex", pattern, param)
 
 
 def _grammar_source(value: object, param: str) -> GrammarSource:
     if not isinstance(value, str) or not value.strip():
-        raise _wrong("must be a grammar: a string that is not empty")
+        raise value_error("must be a grammar: a string that is not empty")
     return GrammarSource("gbnf" if _GBNF_RULE.search(value) else "lark", value, param)
 
 
@@ -123,7 +113,7 @@ def _parse_response_format(value: object) -> GrammarSource | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise _wrong("must be an object")
+        raise value_error("must be an object")
     kind = value.get("type")
     if kind == "text":
         _check_keys(value, ("type",), "")
@@ -135,24 +125,24 @@ def _parse_response_format(value: object) -> GrammarSource | None:
         _check_keys(value, ("type", "json_schema"), "")
         return _parse_json_schema(value.get("json_schema"))
     if kind == "structural_tag":
-        raise _not_built("of type structural_tag is not implemented")
-    raise _wrong('must have "text", "json_object" or "json_schema" as its "type"')
+        raise not_implemented("of type structural_tag is not implemented")
+    raise value_error('must have "text", "json_object" or "json_schema" as its "type"')
 
 
 def _parse_json_schema(value: object) -> GrammarSource:
     """strict: no effect, the schema is always followed. name, description: checked, but not shown to the model."""
     if not isinstance(value, dict):
-        raise _wrong("must have an object as its json_schema")
+        raise value_error("must have an object as its json_schema")
     _check_keys(value, ("name", "schema", "strict", "description"), "json_schema.")
     name = value.get("name")
     if not isinstance(name, str) or not _SCHEMA_NAME.fullmatch(name):
-        raise _wrong("must have 1 to 64 letters, digits, - or _ as its json_schema.name")
+        raise value_error("must have 1 to 64 letters, digits, - or _ as its json_schema.name")
     if not isinstance(value.get("strict"), bool | None):
-        raise _wrong("must have true or false as its json_schema.strict")
+        raise value_error("must have true or false as its json_schema.strict")
     if not isinstance(value.get("description"), str | None):
-        raise _wrong("must have a string as its json_schema.description")
+        raise value_error("must have a string as its json_schema.description")
     if not isinstance(value.get("schema"), dict):
-        raise _wrong("must have a JSON schema, which is an object, as its json_schema.schema")
+        raise value_error("must have a JSON schema, which is an object, as its json_schema.schema")
     return _json_source(value["schema"], "response_format")
 
 
@@ -164,18 +154,18 @@ def _parse_structured_outputs(value: object) -> GrammarSource | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise _wrong("must be an object")
+        raise value_error("must be an object")
     _check_keys(value, _KINDS + _OPTIONS, "")
     for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
         if not isinstance(value.get(name), bool | None):
-            raise _wrong(f"must have true or false as its {name}")
+            raise value_error(f"must have true or false as its {name}")
     for name in ("disable_additional_properties", "whitespace_pattern", "structural_tag"):
         if value.get(name) not in (None, False):
-            raise _not_built(f"contains {name}, which is not implemented")
+            raise not_implemented(f"contains {name}, which is not implemented")
     asked = [kind for kind in _KINDS if value.get(kind) not in (None, False)]
     if len(asked) != 1:
         found = " and ".join(asked) or "none"
-        raise _wrong(f"must have just one of {', '.join(_KINDS)}; it has {found}")
+        raise value_error(f"must have just one of {', '.join(_KINDS)}; it has {found}")
     kind = asked[0]
     param = f"structured_outputs.{kind}"
     whitespace = not value.get("disable_any_whitespace")
@@ -184,7 +174,7 @@ def _parse_structured_outputs(value: object) -> GrammarSource | None:
     if kind == "json":
         return _json_source(value["json"], param, whitespace)
     if not whitespace:
-        raise _wrong("has disable_any_whitespace, which goes with json and json_object")
+        raise value_error("has disable_any_whitespace, which goes with json and json_object")
     return _SOURCES[kind](value[kind], param)
 
 

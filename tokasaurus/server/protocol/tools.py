@@ -2,22 +2,26 @@
 
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import BaseModel, Field, PlainValidator, field_validator
 from pydantic_core import PydanticCustomError
 
-from tokasaurus.server.protocol.fields import NullMeans, StrictObject, value_error
+from tokasaurus.server.protocol.fields import NullMeans, StrictObject, not_implemented, value_error
 
 MAX_TOOLS = 1024
 _MAX_DEPTH = 200
 _NAME_PATTERN = "^[a-zA-Z0-9_-]{1,64}$"
 
 
+def _only_functions() -> PydanticCustomError:
+    return not_implemented("is not implemented beyond functions")
+
+
 def _parse_type(value: object) -> str:
     if value == "custom":
-        raise PydanticCustomError("not_implemented", "is not implemented beyond functions")
+        raise _only_functions()
     if value != "function":
         raise value_error('must be "function"')
     return "function"
@@ -88,7 +92,7 @@ def _parse_choice(value: object) -> ToolChoice | None:
             if mode in ("auto", "required") and tools and not more and not more_inside:
                 return ToolChoice(mode, tuple(_allowed_name(tool) for tool in tools))
         case {"type": "custom"}:
-            _refuse_custom()
+            raise _only_functions()
     raise value_error(
         'must be "none", "auto", "required", an object that names a function, or one with the allowed tools'
     )
@@ -99,12 +103,8 @@ def _allowed_name(tool: object) -> str:
         case {"type": "function", "function": {"name": str(name)}}:
             return name
         case {"type": "custom"}:
-            _refuse_custom()
+            raise _only_functions()
     raise value_error("must contain allowed tools that name a function each")
-
-
-def _refuse_custom() -> NoReturn:
-    raise PydanticCustomError("not_implemented", "is not implemented beyond functions")
 
 
 class NamedFunction(StrictObject):
