@@ -91,17 +91,24 @@ def sampled_tokens(state: EngineState, sequence: Sequence, max_tokens: int | Non
     return tokens
 
 
-def sampled_logprobs(state: EngineState, sequence: Sequence, max_tokens: int | None = None) -> NDArray[np.float32]:
-    """Logprobs of `sampled_tokens`, float32 [G]. Precondition: the request wants logprobs."""
+def all_tokens(state: EngineState, sequence: Sequence) -> list[int]:
+    """Known tokens that a running sequence has sampled, those before a preemption included."""
+    token_ids: list[int] = sampled_tokens(state, sequence).tolist()
+    return sequence.kept_token_ids + token_ids
+
+
+def all_logprobs(state: EngineState, sequence: Sequence) -> list[float]:
+    """Logprobs of `all_tokens`. Precondition: the request wants logprobs."""
     assert state.blocks.sampled_logprobs is not None, "a sequence wants logprobs, but none are stored"
-    logprobs = _per_sampled_token(state, sequence, state.blocks.sampled_logprobs, max_tokens)
+    logprobs = _per_sampled_token(state, sequence, state.blocks.sampled_logprobs)
     if len(logprobs):
         logprobs[-1] = state.slots.last_logprobs[sequence.slot]
-    return logprobs
+    own: list[float] = logprobs.tolist()
+    return sequence.kept_logprobs + own
 
 
 def _per_sampled_token(
-    state: EngineState, sequence: Sequence, by_block: NDArray[Any], max_tokens: int | None
+    state: EngineState, sequence: Sequence, by_block: NDArray[Any], max_tokens: int | None = None
 ) -> NDArray[Any]:
     """A copy of the entries of `by_block` [blocks, page_size] for the last `max_tokens` sampled tokens, or all.
 
@@ -156,9 +163,9 @@ def preempt(state: EngineState, sequence: Sequence) -> None:
     token_ids = sampled_tokens(state, sequence)
     if len(token_ids):
         keep_prompt_logprobs(state, sequence)
-        sequence.kept_token_ids += token_ids.tolist()
         if sequence.request.want_logprobs:
-            sequence.kept_logprobs += sampled_logprobs(state, sequence).tolist()
+            sequence.kept_logprobs = all_logprobs(state, sequence)
+        sequence.kept_token_ids += token_ids.tolist()
         sequence.prompt = make_prompt(np.concatenate((sequence.prompt.token_ids, token_ids)))
     _free_slot_and_blocks(state, sequence)
     state.queues.add_waiting(sequence, first=True)

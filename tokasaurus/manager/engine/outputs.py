@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.manager.engine.lifecycle import keep_prompt_logprobs, release, sampled_logprobs, sampled_tokens
+from tokasaurus.manager.engine.lifecycle import (
+    all_logprobs,
+    all_tokens,
+    keep_prompt_logprobs,
+    release,
+    sampled_tokens,
+)
 from tokasaurus.manager.planning.prefix_groups import GroupTrials
 from tokasaurus.manager.planning.step_times import IS_OF_DECODE
 from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
@@ -166,7 +172,7 @@ def check_stop_strings(state: EngineState) -> None:
         assert sequence.stop_matcher is not None
         num_tokens = _find_stop(state, sequence, sequence.stop_matcher)
         if num_tokens is not None:
-            token_ids = sequence.kept_token_ids + sampled_tokens(state, sequence).tolist()
+            token_ids = all_tokens(state, sequence)
             _finish(state, sequence, token_ids[:num_tokens], "stop")
     arrays.may_have_stopped[:] = False
     slots = np.flatnonzero(arrays.is_running & arrays.has_stops)
@@ -189,7 +195,7 @@ def _find_stop(state: EngineState, sequence: Sequence, matcher: StopMatcher) -> 
         tail = sequence.kept_token_ids[-(num_read - num_sampled) :] + tail
     special_ids = state.options.special_ids
     if matcher.needs_whole_text or sum(token_id in special_ids for token_id in tail) > MAX_SPECIAL_TOKENS:
-        tail = sequence.kept_token_ids + sampled_tokens(state, sequence).tolist()
+        tail = all_tokens(state, sequence)
     num_before = num_generated - len(tail)
     num_exempt = sequence.request.min_tokens - num_before
     num_tokens = matcher.first_completion(tail, num_checked - num_before, num_exempt, is_whole=num_before == 0)
@@ -298,7 +304,7 @@ def end_sequence(state: EngineState, slot: int, is_stop: bool, error: str = "") 
         state.totals.generation_tokens -= 1  # it was sampled, but not requested
         _finish(state, sequence, [], "length")
         return
-    token_ids = sequence.kept_token_ids + sampled_tokens(state, sequence).tolist()
+    token_ids = all_tokens(state, sequence)
     reason: FinishReason = "stop" if is_stop else "length"
     if sequence.stop_matcher is not None:
         num_checked = int(state.slots.num_counted_tokens[slot])
@@ -336,8 +342,7 @@ def _finish(
         state.totals.generation_tokens += len(token_ids) - int(state.slots.num_counted_tokens[sequence.slot])
     logprobs = None
     if sequence.request.want_logprobs:
-        logprobs = (sequence.kept_logprobs + sampled_logprobs(state, sequence).tolist())[: len(token_ids)]
-        logprobs = logprobs[sequence.num_streamed_tokens :]
+        logprobs = all_logprobs(state, sequence)[sequence.num_streamed_tokens : len(token_ids)]
     if sequence.may_stop and not error:
         state.lengths.new_ends.append((len(token_ids), reason == "stop"))
     keep_prompt_logprobs(state, sequence)
@@ -383,31 +388,24 @@ def stream_new_tokens(state: EngineState) -> None:
     token_ids = _read(state, slots, num_new, num_final, is_last, state.blocks.tokens, arrays.last_tokens)
     logprobs: list[float] | None = None
     if state.blocks.sampled_logprobs is not None:
-        logprobs = _read(
-            state, slots, num_new, num_final, is_last, state.blocks.sampled_logprobs, state.slots.last_logprobs
-        )
+        by_block = state.blocks.sampled_logprobs
+        logprobs = _read(state, slots, num_new, num_final, is_last, by_block, arrays.last_logprobs)
     ends = np.cumsum(num_new)
-    for slot, generated, final, start, end in zip(
-        *(column.tolist() for column in (slots, num_generated, num_final, ends - num_new, ends)), strict=True
-    ):
+    columns = (slots, num_final, ends - num_new, ends)
+    for slot, final, start, end in zip(*(column.tolist() for column in columns), strict=True):
         sequence = state.slots.sequence(slot)
         keep_prompt_logprobs(state, sequence)
-        num_sent, num_kept = sequence.num_streamed_tokens, len(sequence.kept_token_ids)
-        want_logprobs = sequence.request.want_logprobs
+        num_sent, want_logprobs = sequence.num_streamed_tokens, sequence.request.want_logprobs
         new_logprobs: list[float] | None = None
-        if num_sent >= num_kept:
+        if num_sent >= len(sequence.kept_token_ids):
             new_ids = token_ids[start:end]
             if want_logprobs:
                 assert logprobs is not None
                 new_logprobs = logprobs[start:end]
         else:  # tokens kept over a preemption are not where the slot's own tokens are
-            num_own = generated - num_kept
-            new_ids = (sequence.kept_token_ids[num_sent:] + sampled_tokens(state, sequence, num_own).tolist())[
-                : end - start
-            ]
+            new_ids = all_tokens(state, sequence)[num_sent:final]
             if want_logprobs:
-                own = sampled_logprobs(state, sequence, num_own).tolist()
-                new_logprobs = (sequence.kept_logprobs[num_sent:] + own)[: end - start]
+                new_logprobs = all_logprobs(state, sequence)[num_sent:final]
         state.deltas.append(_make_delta(sequence, new_ids, new_logprobs, None))
         sequence.num_streamed_tokens = final
     arrays.num_streamed_tokens[slots] = num_final
