@@ -306,7 +306,8 @@ class OwnServer:
         """The error of a server that has ended: with the launcher's last words, if there are any."""
         code = self._process.wait()
         self._showing.join(_STOP_S)
-        death = f"exit code {code}" if code >= 0 else f"killed by signal {-code}{hint_at_memory(-code)}"
+        death = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+        death += hint_at_memory(-code if code < 0 else None)
         return CommandError(f"the server {what}: {self._failure or death}")
 
     def _stop(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from tokasaurus.monitoring.shortage import ends_in_one_line
+from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage, ends_in_one_line
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -22,14 +22,23 @@ def main(parent_pid: str, channel_fd: str, *words: str) -> int:
     """Run the batches of data_dir until a signal; returns the exit code. words: flags, which the parent has checked."""
     from multiprocessing.connection import Connection
 
-    from tokasaurus.processes.group import die_with_parent
-
     channel = Connection(int(channel_fd))
-    die_with_parent(int(parent_pid), channel)
-    from tokasaurus.config import ServerConfig
-    from tokasaurus.processes.launch import serve
+    try:
+        from tokasaurus.processes.group import die_with_parent
 
-    return serve(ServerConfig.parse([*words]), report=_report_to(channel), is_private=True)
+        die_with_parent(int(parent_pid), channel)
+        from tokasaurus.config import ServerConfig
+        from tokasaurus.processes.launch import serve
+
+        return serve(ServerConfig.parse([*words]), report=_report_to(channel), is_private=True)
+    except Exception as error:
+        shortage = describe_shortage(error, LESS_MEMORY)
+        if shortage is None:
+            raise
+        from tokasaurus.messages.status import Failed
+
+        channel.send(Failed("launcher", shortage))
+        return 1
 
 
 def _report_to(channel: Connection) -> StartupReport:
