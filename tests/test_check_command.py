@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.examples import few
 from tests.helpers.tiny_model import save_tiny_model
 from tokasaurus.cli import main
 from tokasaurus.model.cpu.bindings import Kernels
@@ -94,7 +95,8 @@ def test_what_was_found_before_an_error_is_shown(
     assert found["results"][-1]["failure"] == "RuntimeError: CUDA error: unspecified launch failure"
 
 
-@pytest.mark.parametrize(
+@few(
+    2,
     ("words", "code", "message"),
     [
         (["no_such_flag=1"], 2, "no_such_flag"),

@@ -12,10 +12,12 @@ from tests.gpu.too_little_memory import check_allowed_cache, check_refused_cache
 CPU = ("device=cpu", "max_seqs_per_forward=16", "max_tokens_per_forward=256")
 
 
+@pytest.mark.long
 def test_a_killed_worker_starts_again_and_no_answer_is_lost(tmp_path: Path) -> None:
     check_killed_worker(tmp_path, *CPU, "kv_cache_num_tokens=32768", num_tokens=1500, restart_limit_s=120)
 
 
+@pytest.mark.long
 def test_a_cache_that_is_too_large_is_refused_and_a_smaller_one_works(tmp_path: Path) -> None:
     """Not the largest, which would take the memory of this machine."""
     write_model(tmp_path, TINY)

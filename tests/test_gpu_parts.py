@@ -15,6 +15,7 @@ from tests.gpu import __main__ as gpu
 from tests.gpu import part_runner
 from tests.gpu.part_runner import FAILED, INTERRUPTED, NO_TESTS, NOT_ALL_RUN, ROOT, PartResult, collect_part, run_part
 from tests.gpu.parts import HERE, PART_MINUTES, PARTS, TestFile
+from tests.helpers.examples import few
 
 HANGS_IN_C = """
 import signal
@@ -164,7 +165,7 @@ def test_a_dry_run_runs_nothing_and_finds_files_that_cannot_be_imported(tmp_path
     assert collect_part(part_of(tmp_path, c="import no_such_module\ndef test_c(): pass"), [])[1] != 0
 
 
-@pytest.mark.parametrize("name", PARTS)
+@few(1, "name", PARTS)
 def test_the_dry_run_of_a_part_works_alone(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Each file can be imported and has tests."""
     assert gpu.main([name, "--dry-run"]) == 0

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.recorded_flashinfer import TOLERANCE, check_recorded_steps
+from tests.helpers.examples import few
 from tests.model.attention.helpers import flashinfer_double
 from tests.model.execution.helpers.launch_tape import LaunchTape
 from tests.model.helpers.pretend_device import HostTransfers
@@ -12,7 +13,7 @@ from tests.model.helpers.steps import CPU, one_thread
 from tokasaurus.model.attention.flashinfer_backend import FixedMemory
 
 
-@pytest.mark.parametrize("group", [4, 7, 8])
+@few(1, "group", [4, 7, 8])
 def test_recorded_steps_equal_eager_steps_with_torch_attention(
     group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ def check(directory: Path, backend: str) -> int:
 
 
 @pytest.mark.parametrize("backend", ["torch", "flashinfer"])
+@pytest.mark.long
 def test_no_step_waits_for_the_device(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flashinfer_double.install(monkeypatch, any_dtype=True)  # the model is in float32
     assert check(tmp_path, backend) > 40

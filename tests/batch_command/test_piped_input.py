@@ -13,6 +13,7 @@ import pytest
 
 from tests.batch_command.helpers.request_lines import read_results
 from tests.batch_command.helpers.runs import RUN, wait_for_lines
+from tests.helpers.examples import few
 from tests.server.helpers.fake_engine import Reply, echo, never
 from tests.server.helpers.live_server import LiveServer
 from tokasaurus.batch_command.input_file import is_stream
@@ -36,7 +37,8 @@ def check_complete(tmp_path: Path, num_lines: int = 30) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "in.jsonl", "out.jsonl"]
 
 
-@pytest.mark.parametrize(
+@few(
+    4,
     "script",
     [
         'cat "$FILE" | toka_batch input=- "$@"',

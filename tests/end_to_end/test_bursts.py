@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import aiohttp
+import pytest
 
 from tests.end_to_end.helpers.toka_process import running_toka
 
@@ -40,6 +41,7 @@ async def burst_beside_stream(url: str) -> tuple[list[float], float, float]:
     return arrivals, began_s, ended_s
 
 
+@pytest.mark.long
 def test_a_stream_gets_a_token_in_every_step_of_limited_time_beside_a_burst() -> None:
     """Without the limit, the burst is one step, in which the stream gets one token. Counted in tokens, not as the
     longest gap: other processes of the machine may stop this one for any time."""

@@ -107,8 +107,8 @@ def kill_under_load(toka: TokaProcess, title: str, number: signal.Signals) -> tu
     ("title", "number"),
     [
         ("toka-worker-0", signal.SIGKILL),
-        ("toka-manager", signal.SIGKILL),
-        ("toka-worker-0", signal.SIGSTOP),
+        pytest.param("toka-manager", signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param("toka-worker-0", signal.SIGSTOP, marks=pytest.mark.long),
         ("toka-manager", signal.SIGSTOP),
     ],
 )
@@ -131,6 +131,7 @@ def test_requests_outlive_the_death_of_a_part_of_the_engine(title: str, number: 
         assert toka.stop() == 0
 
 
+@pytest.mark.long
 def test_a_long_step_is_not_taken_for_a_hang(model: Path) -> None:
     """48 prompts of 500 tokens are prefilled in one step, with the slowest attention, under a short watchdog."""
     slow = ("cpu_isa=torch", "attention_backend=reference", "max_tokens_per_forward=24000")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.end_to_end.helpers.runner_worker import Worker
+from tests.helpers.examples import few
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.manager.helpers.engine_driver import EngineDriver, make_options
 from tests.manager.helpers.requests import make_request
@@ -74,7 +75,7 @@ def outcomes(
     }
 
 
-@pytest.mark.parametrize(("backend", "packed"), [("cpu", True), ("cpu", False), ("torch", False), ("reference", False)])
+@few(2, ("backend", "packed"), [("cpu", True), ("cpu", False), ("torch", False), ("reference", False)])
 def test_nan_in_an_embedding_fails_the_sequences_that_read_it_and_changes_no_other(
     backend: str, packed: bool, tmp_path: Path
 ) -> None:

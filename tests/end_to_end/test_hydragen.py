@@ -52,6 +52,7 @@ def expected() -> Expected:
     return ask_demo_model(("use_hydragen=F",), make_bodies())
 
 
+@pytest.mark.long
 def test_without_prefix_groups_tokens_match_transformers_and_none_are_shared(expected: Expected) -> None:
     assert_tokens_match_oracle(expected, (samples[-1] for samples in expected.samples))
     assert [details(usage)["shared_tokens"] for usage in expected.usages] == [0] * len(ASKED)
@@ -60,6 +61,7 @@ def test_without_prefix_groups_tokens_match_transformers_and_none_are_shared(exp
     assert len({sample.text for sample in samples}) > 16
 
 
+@pytest.mark.long
 def test_prefix_groups_change_no_token(expected: Expected) -> None:
     """Samples of a request share all whole blocks of the prompt, question included, while they decode."""
     bodies = make_bodies()

@@ -22,12 +22,12 @@ def toka() -> Iterator[TokaProcess]:
         assert process.stop() == 0
 
 
-def test_256_chat_requests_over_64_connections_finish_and_free_their_blocks(toka: TokaProcess) -> None:
+def test_96_chat_requests_over_48_connections_finish_and_free_their_blocks(toka: TokaProcess) -> None:
     blocks_at_start = toka.gauge("toka_kv_blocks_used")
     tokens_at_start = toka.gauge("toka_generation_tokens_total")
 
     async def ask_all() -> list[openai.types.chat.ChatCompletion]:
-        limits = httpx.Limits(max_connections=64, max_keepalive_connections=64)
+        limits = httpx.Limits(max_connections=48, max_keepalive_connections=48)
         async with openai.AsyncOpenAI(
             base_url=f"{toka.url}/v1",
             api_key="none",
@@ -41,7 +41,7 @@ def test_256_chat_requests_over_64_connections_finish_and_free_their_blocks(toka
                         messages=[{"role": "user", "content": f"Say something about the number {number}."}],
                         max_tokens=8 + number % 9,
                     )
-                    for number in range(256)
+                    for number in range(96)
                 )
             )
 
@@ -72,12 +72,12 @@ def test_bulk_lines_are_answered_and_are_cancelled_when_the_client_disconnects(t
             for number, body in enumerate(bodies)
         )
 
-    answer = httpx.post(f"{toka.url}/v1/bulk", content=lines(200, 6) + b"\n{broken", timeout=300)
+    answer = httpx.post(f"{toka.url}/v1/bulk", content=lines(60, 6) + b"\n{broken", timeout=300)
     results = {result["custom_id"]: result["response"] for result in map(orjson.loads, answer.content.splitlines())}
     assert results.pop(None)["status_code"] == 400
-    assert results.keys() == {f"line {number}" for number in range(200)}
+    assert results.keys() == {f"line {number}" for number in range(60)}
     assert {result["body"]["usage"]["completion_tokens"] for result in results.values()} == {6}
-    assert toka.gauge("toka_generation_tokens_total") == tokens_at_start + 200 * 6
+    assert toka.gauge("toka_generation_tokens_total") == tokens_at_start + 60 * 6
 
     content = lines(1, 2).replace(b"line", b"first") + b"\n" + lines(12, 1500)  # all fit in the cache
     with httpx.stream("POST", f"{toka.url}/v1/bulk", content=content, timeout=300) as stream:

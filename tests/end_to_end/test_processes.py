@@ -51,7 +51,7 @@ def test_a_served_local_checkpoint_matches_transformers(tmp_path: Path) -> None:
     assert any(line.startswith("ready:") and "tiny" in line and toka.url in line for line in toka.lines)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)])
 def test_a_stop_signal_lets_open_requests_finish_and_refuses_new_ones(number: signal.Signals, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     with (

@@ -13,7 +13,7 @@ from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", params=[(), ("host=0.0.0.0",)], ids=["default", "host=0.0.0.0"])
+@pytest.fixture(scope="module", params=[(), pytest.param(("host=0.0.0.0",), marks=pytest.mark.long)])
 def toka(request: pytest.FixtureRequest) -> Iterator[TokaProcess]:
     small = ("kv_cache_num_tokens=20000", "max_tokens_per_forward=256", "max_seqs_per_forward=64")
     with running_toka(*request.param, *small) as process:

@@ -71,7 +71,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Expected:
     name_every_token(directory / "tokenizer.json")
     # Prompts have about a hundred tokens: most steps split one, and several are in prefill at once.
     flags = (f"model={directory}", "max_tokens_per_forward=48")
-    return ask_large_cache_server(flags, Tokenizer.load(directory), oracle, make_bodies(50, ["a", "1", "(", "Q", "z"]))
+    return ask_large_cache_server(flags, Tokenizer.load(directory), oracle, make_bodies(36, ["a", "1", "(", "Q", "z"]))
 
 
 def name_every_token(path: Path) -> None:
@@ -95,7 +95,11 @@ def test_large_cache_tokens_match_transformers_greedy_and_sampled(expected: Expe
 
 @pytest.mark.parametrize(
     ("expected", "mode"),
-    [*(("tiny", mode) for mode in MODES), pytest.param("demo", (), marks=pytest.mark.long)],
+    [
+        *(("tiny", mode) for mode in MODES[:2]),
+        pytest.param("tiny", MODES[2], marks=pytest.mark.long),
+        pytest.param("demo", (), marks=pytest.mark.long),
+    ],
     indirect=["expected"],
 )
 def test_constant_preemption_in_a_small_cache_changes_no_token(expected: Expected, mode: tuple[str, ...]) -> None:

@@ -14,10 +14,9 @@ from tests.batch_command.helpers.request_lines import write_requests
 from tests.end_to_end.helpers.toka_process import free_port, starting_toka, wait_for
 
 SMALL = ("kv_cache_num_tokens=4000", "max_tokens_per_forward=64", "max_seqs_per_forward=8")
-FEW_FILES = [(resource.RLIMIT_NOFILE, number) for number in (6, 24, 28)]
-FEW_BYTES = [(resource.RLIMIT_AS, megabytes << 20) for megabytes in (100, 300, 1300)]
-MORE = [(resource.RLIMIT_NOFILE, number) for number in range(5, 40, 2)] + [
-    (resource.RLIMIT_AS, megabytes << 20) for megabytes in range(60, 2000, 110)
+FEW = [(resource.RLIMIT_NOFILE, 24), (resource.RLIMIT_AS, 300 << 20)]
+MORE = [(resource.RLIMIT_NOFILE, number) for number in (*range(5, 40, 2), 6, 28)] + [
+    (resource.RLIMIT_AS, megabytes << 20) for megabytes in (*range(60, 2000, 110), 100)
 ]
 WORDS = ("not enough memory", "too many open files", "no more threads", "lack of memory", "Memory allocation")
 
@@ -43,7 +42,7 @@ def check_one_line(done: "subprocess.CompletedProcess[str]") -> None:
         assert any(word in output.splitlines()[-1] for word in WORDS), output
 
 
-@pytest.mark.parametrize("limit", FEW_FILES + FEW_BYTES)
+@pytest.mark.parametrize("limit", FEW)
 def test_a_start_without_enough_files_or_memory(limit: tuple[int, int]) -> None:
     check_one_line(run_limited(limit, f"port={free_port()}", *SMALL))
 
@@ -60,7 +59,9 @@ def test_a_start_under_many_limits(limit: tuple[int, int]) -> None:
     check_one_line(run_limited(limit, f"port={free_port()}", *SMALL))
 
 
-@pytest.mark.parametrize("limit", [(resource.RLIMIT_NOFILE, 16), (resource.RLIMIT_AS, 600 << 20)])
+@pytest.mark.parametrize(
+    "limit", [(resource.RLIMIT_NOFILE, 16), pytest.param((resource.RLIMIT_AS, 600 << 20), marks=pytest.mark.long)]
+)
 def test_a_batch_without_enough_files_or_memory(limit: tuple[int, int], tmp_path: Path) -> None:
     source = write_requests(tmp_path / "in.jsonl", 2)
     check_one_line(run_limited(limit, "batch", f"input={source}", f"output={tmp_path / 'out.jsonl'}", *SMALL))

@@ -1,10 +1,12 @@
 """How many random cases a test tries: few in `make test`, all of them in `make test-long`."""
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import hypothesis
 import pytest
+from _pytest.mark import ParameterSet
 
 IS_NIGHTLY = bool(os.environ.get("TOKA_NIGHTLY"))
 """Set by `make test-long`."""
@@ -20,3 +22,15 @@ def seeds(num_nightly: int) -> list[Any]:
     """Values of a parameter: a fifth of them, the others are long."""
     num_quick = max(num_nightly // 5, 4)
     return [*range(num_quick), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(num_quick, num_nightly))]
+
+
+def few(num_quick: int, names: str | tuple[str, ...], cases: Iterable[Any], **options: Any) -> pytest.MarkDecorator:
+    """As pytest.mark.parametrize: `make test` has the first `num_quick` cases, the others are long."""
+    params = []
+    for number, case in enumerate(cases):
+        is_param = isinstance(case, ParameterSet)
+        values = case.values if is_param else (case,) if isinstance(names, str) else tuple(case)
+        marks = case.marks if is_param else ()
+        name = case.id if is_param else None
+        params.append(pytest.param(*values, marks=marks if number < num_quick else (*marks, pytest.mark.long), id=name))
+    return pytest.mark.parametrize(names, params, **options)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.examples import few
 from tests.manager.helpers.engine_driver import EngineDriver, make_options
 from tests.manager.helpers.pipeline import SECONDS_OF_STEP, SECONDS_OF_TOKEN, Pipeline, at_once, spread
 from tests.manager.helpers.requests import make_request
@@ -39,7 +40,8 @@ HEAVY_START = [300] * NUM_SLOTS + [4] * NUM_SLOTS
 LONG_PROMPTS = [300] * (2 * NUM_SLOTS)
 
 
-@pytest.mark.parametrize(
+@few(
+    1,
     ("prompt_tokens", "factors", "least"),
     [
         (SHORT_PROMPTS, EQUAL, 0.95),
@@ -108,7 +110,7 @@ def test_a_microbatch_has_at_most_two_steps_in_flight_and_no_more_than_steps_ahe
     assert driver.max_in_flight == min(2, scheduling_steps_ahead)
 
 
-@pytest.mark.parametrize(("num_requests", "num_samples"), [(16, 16), (1, NUM_SLOTS)])
+@few(1, ("num_requests", "num_samples"), [(16, 16), (1, NUM_SLOTS)])
 def test_samples_of_few_prompts_keep_the_slowest_stage_busy(num_requests: int, num_samples: int) -> None:
     """Also if all belong to one request: from a tenth of the time until the first of them ends, all are decoding."""
     pipeline = Pipeline(UNEQUAL, num_microbatches=5, num_slots=NUM_SLOTS)
@@ -143,7 +145,8 @@ def test_a_single_microbatch_keeps_one_stage_busy_at_a_time() -> None:
     assert pipeline.busy_share(*steady(pipeline)) < 0.35
 
 
-@pytest.mark.parametrize(
+@few(
+    1,
     ("factors", "num_prompt_tokens", "per_second", "num_rounds"),
     [
         (EQUAL, 20, 20.0, 1),

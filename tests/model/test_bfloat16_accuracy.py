@@ -133,6 +133,7 @@ def errors_of_transformers(demo: Checkpoint) -> tuple[list[np.ndarray], float]:
     ("backend", "kv_cache_dtype"),
     [("cpu", None), ("cpu", "bfloat16"), pytest.param("torch", None, marks=pytest.mark.long)],
 )
+@pytest.mark.long
 def test_the_mean_error_is_at_most_a_fifth_above_that_of_transformers(
     backend: str, kv_cache_dtype: str | None, demo: Checkpoint, errors_of_transformers: tuple[list[np.ndarray], float]
 ) -> None:

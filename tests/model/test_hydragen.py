@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.examples import few
 from tests.helpers.tiny_model import FAMILIES, save_tiny_model
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.prefix_samples import Samples
@@ -14,7 +15,7 @@ from tests.model.helpers.steps import StepDriver, make_runner, one_thread
     ("backend", "page_size"),
     [("reference", 16), ("reference", 5), ("torch", 16), ("torch", 7), ("cpu", 16), ("cpu", 32)],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@few(1, "family", FAMILIES)
 def test_sequences_in_groups_sample_the_same_tokens(family: str, backend: str, page_size: int, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, family)
     model, info = load(tmp_path, packed=backend == "cpu")

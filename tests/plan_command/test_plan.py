@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers.fake_hub import serve_repository
+from tests.helpers.examples import few
 from tests.plan_command.helpers.checkpoints import CONFIGS, save
 from tokasaurus.plan_command.config import parse_size
 
@@ -159,7 +160,7 @@ LAYERS_OF_TWO_STAGES = {"Llama-3.1-70B": [41, 39], "Llama-3.1-8B": [17, 15], "Qw
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (4, 1), (1, 2), (4, 2)])
+@few(1, ("tp_size", "pp_size"), [(4, 2), (1, 1), (4, 1), (1, 2)])
 def test_each_worker_has_its_exact_share(checkpoint, name: str, tp_size: int, pp_size: int) -> None:
     divided, norms, embedding, num_layers, hidden, kv_bytes = BY_HAND[name]
     layers_of = LAYERS_OF_TWO_STAGES[name] if pp_size == 2 else [num_layers]
@@ -267,7 +268,8 @@ def test_the_table_has_every_part_and_the_sizes_add_up(checkpoint) -> None:
     assert "14.96 GiB" in done.stdout  # 16,060,522,496 B
 
 
-@pytest.mark.parametrize(
+@few(
+    2,
     ("words", "expected"),
     [([], True), (["attention_backend=torch"], False), (["dtype=float32"], False), (["kv_cache_dtype=float16"], False)],
 )

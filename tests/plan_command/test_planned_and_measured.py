@@ -51,6 +51,7 @@ def fixed_bytes(worker: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("tp_size", [1, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_the_demo_models_weights_and_kv_cache_take_what_is_planned(tp_size: int) -> None:
     """Measured weights are the growth of the process's own memory: each matrix is padded to whole panels, and huge
     pages are counted whole. That and the allocator's rest are within 5 %."""
@@ -68,6 +69,7 @@ def test_the_demo_models_weights_and_kv_cache_take_what_is_planned(tp_size: int)
         assert measured_kv == pytest.approx(planned_kv + HUGE_PAGES / num_tokens, abs=2)
 
 
+@pytest.mark.long
 def test_a_plain_torch_kv_cache_takes_what_is_planned(tmp_path: Path) -> None:
     """Of two ranks, each with one of two KV heads, in another dtype than the weights."""
     save_tiny_model(tmp_path, "qwen3")

@@ -92,7 +92,7 @@ def test_every_response_conforms_to_the_page_and_none_is_a_server_error(
     operation = page[path][method]
 
     @given(case=operation.as_strategy(generation_mode=mode))
-    @examples(30, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    @examples(30, 6, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
     def ask(case: Any) -> None:
         model = case.body.get("model") if isinstance(case.body, dict) else None
         if isinstance(model, str) and len(model) != 1:

@@ -81,6 +81,7 @@ def test_a_load_that_does_not_run_whole_is_an_error(server: LiveServer, monkeypa
         asyncio.run(first_token.first_token_times(f"{server.url}/v1", "live", requests, NUM_REQUESTS, 0))
 
 
+@pytest.mark.long
 def test_large_files_are_measured_in_a_real_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     monkeypatch.setattr(batches, "WORDS_PER_PROMPT", {"short": 3})

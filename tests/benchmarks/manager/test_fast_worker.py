@@ -62,6 +62,7 @@ def test_each_measure_is_turned_off_alone_and_all_together() -> None:
     assert list(found.values()) == [(), *((name,) for name in MEASURES), tuple(MEASURES)]
 
 
+@pytest.mark.long
 def test_a_short_run_writes_all_figures_and_checks_the_limit(tmp_path, monkeypatch) -> None:
     path = tmp_path / "found.json"
     short = [

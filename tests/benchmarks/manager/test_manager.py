@@ -94,6 +94,7 @@ def test_all_wanted_sequences_run_if_the_cache_is_large() -> None:
     assert 300 <= occupancy.num_steps <= 350
 
 
+@pytest.mark.long
 def test_occupancy_is_the_same_in_every_run_and_known_lengths_fill_the_cache(monkeypatch) -> None:
     # A stalled machine makes a deferred task look slow; the engine would then send steps before running it.
     monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: 0.0))

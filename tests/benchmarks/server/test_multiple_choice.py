@@ -182,6 +182,7 @@ def test_a_server_that_does_not_start_is_an_error_with_its_output(capsys: pytest
     assert "no_such_flag" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_real_server_computes_hardly_more_than_the_distinct_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

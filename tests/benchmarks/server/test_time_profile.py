@@ -49,6 +49,7 @@ def test_no_server_is_an_error_in_one_line(capsys: pytest.CaptureFixture[str]) -
     assert "http://127.0.0.1:9/metrics" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_parts_of_a_real_run_add_up(tmp_path: Path) -> None:
     load = tmp_path / "load.jsonl"
     prompt = " ".join(f"word {number}" for number in range(120))

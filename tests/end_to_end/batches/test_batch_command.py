@@ -95,6 +95,7 @@ def test_an_interrupted_and_killed_run_ends_as_an_undisturbed_one(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
+@pytest.mark.long
 def test_a_run_is_cancelled_over_its_data_directory(model: Path, tmp_path: Path) -> None:
     num_lines = 400
     command = BatchCommand(model, tmp_path, num_lines, 200)  # minutes, were it not cancelled
@@ -118,7 +119,7 @@ def test_a_run_is_cancelled_over_its_data_directory(model: Path, tmp_path: Path)
 
 def test_progress_counts_tokens_of_lines_that_run_and_expects_what_they_will_have(model: Path, tmp_path: Path) -> None:
     """Lines end at max_tokens, so the expectation is exact before one of them has ended."""
-    num_lines, num_tokens = 12, 450
+    num_lines, num_tokens = 12, 250
     command = BatchCommand(model, tmp_path, num_lines, num_tokens)
     with running_toka(f"model={model}", f"data_dir={tmp_path / 'data'}", *FLAGS) as toka:
         batches = BatchClient(toka.url)

@@ -2,13 +2,16 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.helpers.killed_batches import VICTIMS, WORKER, KilledBatches
 from tests.helpers.tiny_model import save_tiny_model
 
-NUM_LINES = 100
+NUM_LINES = 60
 """Of each of the two batches."""
 
 
+@pytest.mark.long
 def test_batches_outlive_the_death_of_each_process(tmp_path: Path) -> None:
     model = tmp_path / "model"
     save_tiny_model(model, "llama")

@@ -8,6 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.end_to_end.helpers.one_process import LARGE, ask_stories
 from tests.end_to_end.helpers.toka_process import free_port, running_toka, starting_toka, wait_for
 from tests.helpers.tiny_model import save_tiny_model
@@ -122,6 +124,7 @@ def test_a_server_that_is_stopped_before_the_last_step_writes_its_trace(tmp_path
         assert_nested(events)
 
 
+@pytest.mark.long
 def test_a_replica_that_is_started_again_is_not_traced_again(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model", "llama")
     path = tmp_path / "trace.json"

@@ -1,8 +1,8 @@
 """The Triton kernels of attention without a GPU: interpreted against slow oracles, and compiled for a GPU."""
 
-import pytest
 import torch
 
+from tests.helpers.examples import few
 from tests.helpers.installed_triton import (
     TRITON,
     compile_for_gpus,
@@ -46,7 +46,7 @@ def test_interpreted_kernels_equal_slow_oracles() -> None:
 
 @needs_triton
 @needs_ptxas
-@pytest.mark.parametrize("kind", KERNELS)
+@few(1, "kind", KERNELS)
 def test_the_kernels_compile_for_each_architecture(kind: str) -> None:
     name, constants, types = KERNELS[kind]
     compile_for_gpus("tokasaurus.model.attention.triton_kernels", name, types, constants, num_warps=4)

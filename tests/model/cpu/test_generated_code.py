@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.examples import few
 from tokasaurus.model.cpu import build
 from tokasaurus.model.cpu.build import INSTRUCTION_SETS, InstructionSet, machine
 
@@ -32,7 +33,7 @@ def innermost_loops(assembly: str) -> list[list[str]]:
     return loops
 
 
-@pytest.mark.parametrize("level", X86_SETS, ids=lambda level: level.name)
+@few(1, "level", X86_SETS, ids=lambda level: level.name)
 def test_gemm_sums_stay_in_registers(level: InstructionSet, tmp_path: Path) -> None:
     if shutil.which("g++") is None or machine() != "x86_64" or sys.platform != "linux":
         pytest.skip("needs g++ for x86_64, and its assembly as it is on Linux")

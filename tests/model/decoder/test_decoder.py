@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.helpers.examples import few
 from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import assert_equals_oracle, load, run_stages, run_whole_prompt
 from tokasaurus.checkpoint import info, weight_files
@@ -91,11 +92,12 @@ def assert_tensor_shards_equal_the_whole(directory: Path, oracle: PreTrainedMode
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@few(1, "family", FAMILIES)
 def test_two_tensor_parallel_processes_equal_one(family: str, tmp_path: Path) -> None:
     assert_tensor_shards_equal_the_whole(tmp_path, save_tiny_model(tmp_path, family), 2)
 
 
+@pytest.mark.long
 def test_four_ranks_share_two_kv_heads_and_a_vocabulary_that_does_not_divide(tmp_path: Path) -> None:
     oracle = save_tiny_model(tmp_path, "qwen2", tied=True, vocab_size=VOCAB_SIZE + 3)
     assert_tensor_shards_equal_the_whole(tmp_path, oracle, 4)

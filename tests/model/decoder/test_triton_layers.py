@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.examples import few
 from tests.helpers.installed_triton import compile_for_gpus, needs_interpreter, needs_ptxas, needs_triton, run_python
 from tests.helpers.tiny_model import FAMILIES, save_tiny_model
 from tests.model.helpers.greedy_decoding import load
@@ -35,13 +36,14 @@ KERNELS: dict[str, tuple[str, dict[str, object], dict[str, str]]] = {
 
 @needs_triton
 @needs_interpreter
+@pytest.mark.long
 def test_interpreted_kernels_equal_slow_oracles_and_whole_layers_equal_the_modules() -> None:
     assert run_python("-W", "ignore", "-m", "tests.model.decoder.helpers.interpreted_layers") == "all equal\n"
 
 
 @needs_triton
 @needs_ptxas
-@pytest.mark.parametrize("kind", KERNELS)
+@few(1, "kind", KERNELS)
 def test_the_kernels_compile_for_each_architecture(kind: str) -> None:
     name, constants, types = KERNELS[kind]
     compile_for_gpus("tokasaurus.model.decoder.triton_layers", name, types, constants, num_warps=4)

@@ -96,6 +96,7 @@ def test_graphs_read_and_write_only_parameters_tables_and_their_own_buffers(comp
 
 @needs_triton
 @needs_interpreter
+@pytest.mark.long
 def test_replays_of_the_layers_triton_kernels_give_the_tokens_of_the_modules() -> None:
     """Interpreted. Around attention with prefix groups, and with attention recorded too."""
     assert run_python("-W", "ignore", "-m", "tests.model.execution.helpers.interpreted_graphs") == "all equal\n"

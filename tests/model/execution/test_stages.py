@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.examples import few
 from tests.helpers.tiny_model import FAMILIES, save_tiny_model
 from tests.model.attention.helpers import flashinfer_double
 from tests.model.execution.helpers.decode_steps import (
@@ -16,7 +17,8 @@ from tests.model.helpers.steps import StepDriver, one_thread
 from tokasaurus.model.decoder.compile import Compiler
 
 
-@pytest.mark.parametrize(
+@few(
+    2,
     ("family", "backend", "pp_size"),
     [*((family, "torch", 2) for family in FAMILIES), ("llama", "cpu", 3), ("qwen3", "torch", 3)],
 )
@@ -27,8 +29,8 @@ def test_stages_give_the_tokens_of_the_whole_model(
     assert_equals_whole_model(join_stages(tmp_path, pp_size, backend, monkeypatch), tmp_path)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("backend", ["torch", "flashinfer"])
+@few(1, "compiled", [False, True])
+@few(1, "backend", ["torch", "flashinfer"])
 def test_each_stage_has_graphs_of_its_own(
     compiled: bool, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,7 @@ PLAIN_GRAPH = {"all_reduce": 2 * NUM_LAYERS}
         ("qwen3", 8, [ASYNC_GRAPH, PLAIN_GRAPH]),
     ],
 )
+@pytest.mark.long
 def test_it_equals_plain_tensor_parallelism_with_fused_operators_and_without_recompiles(
     family: str, threshold: int, graphs: list[dict[str, int]], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.examples import few
 from tokasaurus.model.parallel.collectives import (
     LINK_CTAS,
     TIMEOUT,
@@ -55,7 +56,7 @@ def run_rank(rank: int, num_ranks: int, rendezvous: Path, end: str, answers: Con
             answers.send((is_about_another_rank(error), time.monotonic() - began_s))
 
 
-@pytest.mark.parametrize("end", ["killed", "returned"])
+@few(1, "end", ["killed", "returned"])
 def test_ranks_compute_together_until_one_of_them_ends(end: str, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(3)]

@@ -111,6 +111,7 @@ def run_model(rank: int, num_ranks: int, rendezvous: Path, answers: Connection) 
             answers.send((tokens, num_shared, num_by_gloo - num_shared, dict(calls), compiled))
 
 
+@pytest.mark.long
 def test_compiled_and_eager_layers_sum_small_steps_through_shared_memory_without_recompiles(tmp_path: Path) -> None:
     oracle = save_tiny_model(tmp_path, "llama")
     expected = [oracle_greedy(oracle, prompt, NUM_TOKENS)[0] for prompt in PROMPTS]

@@ -53,6 +53,7 @@ def test_the_kernels_read_every_parameter(by_torch: Tokens) -> None:
 
 
 @needs_interpreter
+@pytest.mark.long
 def test_triton_reads_every_parameter(by_torch: Tokens) -> None:
     printed = run_python("-m", "tests.model.sampling.helpers.changed_params")
     assert_every_parameter_has_its_effect(json.loads(printed), by_torch)

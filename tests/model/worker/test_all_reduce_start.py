@@ -103,6 +103,7 @@ def run_rank(rank: int, num_ranks: int, rendezvous: Path, answers: Connection) -
                 answers.send((text, is_used, list(lines), calls["multimem_all_reduce_"] > 0))
 
 
+@pytest.mark.long
 def test_faults_of_one_rank_switch_it_off_on_all_and_end_a_start_that_asks_for_it(tmp_path: Path) -> None:
     of_ranks = run_ranks(2, tmp_path, 2 * len(FAULTS), run_rank)
     assert of_ranks[0] == of_ranks[1], "every rank says and does the same"
@@ -152,6 +153,7 @@ def run_lonely_rank(rank: int, num_ranks: int, rendezvous: Path, answers: Connec
             choose_all_reduce(None, mesh, CPU, torch.float32, NUM_BYTES, first_device=0)
 
 
+@pytest.mark.long
 def test_a_rank_whose_sum_raises_alone_ends_the_start_in_one_line_since_the_others_wait_for_it(tmp_path: Path) -> None:
     (line,), _ = run_ranks(2, tmp_path, 1, run_lonely_rank)
     assert line == (
@@ -169,6 +171,7 @@ def run_half(rank: int, num_ranks: int, rendezvous: Path, answers: Connection) -
             answers.send(str(error))
 
 
+@pytest.mark.long
 def test_a_dtype_without_kernels_is_left_to_nccl_without_a_warning(tmp_path: Path) -> None:
     reason = "since others need bfloat16 or float32, not float16"
     expected = [f"NCCL, {reason}", f"symmetric_all_reduce=T: {reason}"]

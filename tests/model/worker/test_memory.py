@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tests.helpers.examples import few
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_byte_tokenizer
 from tokasaurus.config import ServerConfig
@@ -149,7 +150,7 @@ def test_a_cgroup_over_its_limit_makes_nothing_available(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@few(1, "dtype", ["float32", "bfloat16"])
 def test_the_largest_forwards_use_more_than_half_of_the_reserved_memory_and_no_more_than_all(
     dtype: str, tmp_path: Path
 ) -> None:

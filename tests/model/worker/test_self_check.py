@@ -252,6 +252,7 @@ def test_ranks_switch_off_alike(caplog: pytest.LogCaptureFixture) -> None:
 
 @needs_triton
 @needs_interpreter
+@pytest.mark.long
 def test_wrong_kernels_are_switched_off() -> None:
     assert run_python("-m", "tests.model.worker.helpers.interpreted_check") == "all found\n"
 

@@ -173,7 +173,7 @@ def test_grammar_is_not_compiled_if_all_its_requests_are_cancelled_first(
             return [asyncio.create_task(checker.check(source("regex", text))) for text in texts]
 
         remaining = start("a", "b")
-        await all_busy.wait()
+        await asyncio.wait_for(all_busy.wait(), 120)
         cancelled, remaining = start("c", "d", "e"), remaining + start("d", "f")
         await asyncio.sleep(0)
         for task in cancelled:
