@@ -16,7 +16,7 @@ from tokasaurus.checkpoint.info import read_config
 from tokasaurus.checkpoint.weight_files import weight_file_names
 from tokasaurus.config import ServerConfig
 from tokasaurus.flags import flag
-from tokasaurus.messages.status import PhaseDone, UserError
+from tokasaurus.messages.status import PhaseDone, UserError, first_line
 from tokasaurus.model.cpu.build import kernels_built_ahead
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.weights import FilledModules, fill_randomly
@@ -66,9 +66,8 @@ def check(config: CheckConfig) -> int:
         code = error.exit_code
     except Exception as error:  # on a broken machine, of anything; the results so far may say why
         logger.debug("the checks ended early", exc_info=error)
-        first_line = str(error).strip().partition("\n")[0]
-        print(f"toka check: {describe_shortage(error, LESS_MEMORY) or first_line}", file=sys.stderr)
-        checks.results.append(Result("start", None, f"{type(error).__name__}: {first_line}", 0.0))
+        print(f"toka check: {describe_shortage(error, LESS_MEMORY) or first_line(error)}", file=sys.stderr)
+        checks.results.append(Result("start", None, f"{type(error).__name__}: {first_line(error)}", 0.0))
     if config.json:
         rows = [_as_json(result) for result in checks.results]
         print(

@@ -28,7 +28,7 @@ from tokasaurus.checkpoint.weight_files import (
     weight_file_names,
     weight_files,
 )
-from tokasaurus.messages.status import UserError
+from tokasaurus.messages.status import UserError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -202,8 +202,8 @@ def download_files(repo_id: str, patterns: list[str], revision: str | None = Non
     except UserError as error:  # a proxy that cannot be used
         raise CheckpointError(f"cannot download {repo_id} from {endpoint}: {error}") from None
     except (HfHubHTTPError, OSError) as error:
-        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise CheckpointError(f"cannot download {repo_id} from {endpoint}: {first_line}") from error
+        reason = first_line(error) or type(error).__name__
+        raise CheckpointError(f"cannot download {repo_id} from {endpoint}: {reason}") from error
 
 
 def _give_it_a_home() -> None:

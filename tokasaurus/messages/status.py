@@ -221,3 +221,8 @@ def one_line(text: str) -> str:
     """For a UserError that quotes a file which nobody has checked: escapes what is not printable, cuts a long text."""
     line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:_MAX_LINE_CHARS])
     return line if len(text) <= _MAX_LINE_CHARS else line + "…"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; "" if it has none."""
+    return str(error).strip().partition("\n")[0].rstrip()

@@ -26,7 +26,7 @@ from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from tokasaurus.messages.channel import Receiver, Sender, make_channel, wait
-from tokasaurus.messages.status import Alive, BatchTokens, Failed, PhaseDone, Ready, UserError
+from tokasaurus.messages.status import Alive, BatchTokens, Failed, PhaseDone, Ready, UserError, first_line
 from tokasaurus.monitoring.log_writer import log_writer, setup_logging
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage, hint_at_memory
 
@@ -276,8 +276,7 @@ def _run(
         if shortage is not None:
             _fail(child, status, shortage)
         logger.exception("%s failed", child.label)
-        first_line, *_ = [*str(error).splitlines(), ""]
-        _fail(child, status, f"{type(error).__name__}: {first_line}")
+        _fail(child, status, f"{type(error).__name__}: {first_line(error)}")
 
 
 def _load(entry: str) -> Callable[..., None]:

@@ -17,7 +17,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from tokasaurus.messages.status import FlagRefused, UserError
+from tokasaurus.messages.status import FlagRefused, UserError, first_line
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.symmetric_all_reduce import (
     DTYPES,
@@ -166,8 +166,7 @@ class _Meeting:
             raise
         except Exception as error:  # of torch, the driver, or a lack of memory
             logger.debug("%s failed", what, exc_info=error)
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            failure = f"{what}: {lines[0] if lines else type(error).__name__}"
+            failure = f"{what}: {first_line(error) or type(error).__name__}"
         failure = self.first_failure(failure)
         if failure is not None:
             raise _FailsHere(failure)

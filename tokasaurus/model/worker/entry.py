@@ -27,6 +27,7 @@ from tokasaurus.messages.status import (
     PhaseDone,
     Ready,
     UserError,
+    first_line,
     longest_sequence,
 )
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
@@ -227,8 +228,7 @@ def _allocate_kv_cache(
             with memory.measure_kv_cache(num_blocks):
                 backend.allocate(num_blocks + 1)
         except (OSError, RuntimeError) as error:  # from a system that does not overcommit memory; from torch
-            first_line, *_ = [*str(error).splitlines(), ""]
-            reason = describe_shortage(error, LESS_MEMORY) or first_line
+            reason = describe_shortage(error, LESS_MEMORY) or first_line(error)
             raise UserError(f"the KV cache of {num_blocks:,} blocks cannot be reserved: {reason}") from error
         loaded.slots.rules.allocate((num_blocks + 1) * config.page_size)
         details.append(plan.arithmetic)
