@@ -138,16 +138,12 @@ class ResultsSoFar:
 
     def update(self, read: ReadResults, num_done: int, note: Callable[[str], None]) -> None:
         """Write what is new; does nothing more once the disk was full. num_done: lines that have a result."""
-        is_first = self._file is None
         try:
-            while not self._has_failed and self._num_lines < num_done and self._write_some(read):
+            while not self._has_failed and self._num_lines < num_done and self._write_some(read, note):
                 pass
         except OSError as error:
             self._has_failed = True
             note(f"{self._path}: {error.strerror}; the results so far are not written")
-        else:
-            if is_first and self._file is not None:
-                note(f"results so far, in the order of the input: {self._path}")
 
     def complete(self, read: ReadResults, num_lines: int) -> OutputFile:
         """The file with the results of all lines, to be committed. Raises OSError, and CommandError if a line has no
@@ -175,13 +171,14 @@ class ResultsSoFar:
     def _num_lines(self) -> int:
         return 0 if self._file is None else self._file.num_lines
 
-    def _write_some(self, read: ReadResults) -> bool:
+    def _write_some(self, read: ReadResults, note: Callable[[str], None] = lambda _: None) -> bool:
         """Write the next results; false if there are none. Raises OSError."""
         lines = read(self._num_lines)
         if not lines:
             return False
         if self._file is None:  # the first part replaces what an earlier run has left: the ledger has all of it
             self._file = OutputFile(self._path)
+            note(f"results so far, in the order of the input: {self._path}")
         for line in lines:
             self._file.write(line)
         self._file.flush()
