@@ -67,8 +67,8 @@ gpu-kit: .venv/installed-dev  ## Packages that a GPU machine without a registry 
 test-neon: .venv/installed-dev  ## NEON kernels in an emulator: minutes
 	$(BIN)/python -m pytest -m neon $(LONG_LIMITS)
 
-# More cases of what `make test` checks on fewer: larger models, combinations of replicas, stages and ranks. 20 minutes
-test-long: .venv/installed-dev  ## More cases of what `make test` checks on fewer: 20 minutes
+# Slow tests, more cases of what `make test` checks on fewer, and all random cases
+test-long: .venv/installed-dev  ## What make test leaves out, and every random case
 	TOKA_NIGHTLY=1 $(PYTEST) -m "(long or hypothesis) and not neon" $(LONG_LIMITS)
 
 # Our backend over the Python wrappers and the planners of both versions: 80 MB to fetch

@@ -53,6 +53,7 @@ def test_random_weights_of_a_shape_will_do(model: Path, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.long
 def test_compiled_layers_and_other_pages_are_checked(
     page_size: int, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

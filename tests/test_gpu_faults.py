@@ -26,6 +26,7 @@ def test_a_cache_that_is_too_large_is_refused_and_a_smaller_one_works(tmp_path: 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+@pytest.mark.long
 def test_a_start_without_memory_says_so_in_one_line(tmp_path: Path) -> None:
     write_model(tmp_path, TINY)
     limited = ["sh", "-c", 'ulimit -v 1000000 && exec "$@"', "sh"]

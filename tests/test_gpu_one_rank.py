@@ -5,6 +5,7 @@ import pytest
 from tests.gpu.one_rank import check_one_rank
 
 
+@pytest.mark.long
 def test_a_recorded_sum_is_replayed_and_the_process_ends_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     check_one_rank("cpu", exit_limit_s=5.0)

@@ -106,7 +106,7 @@ def kill_a_piped_run(words: list[str], server: LiveServer, tmp_path: Path) -> Pa
     return copy
 
 
-@pytest.mark.parametrize("by", ["the same pipe", "the copy", "the file"])
+@few(1, "by", ["the same pipe", "the copy", "the file"])
 def test_a_killed_run_continues_with_the_same_input(
     words: list[str], server: LiveServer, tmp_path: Path, by: str
 ) -> None:

@@ -239,6 +239,7 @@ def test_openai_client_parses_answers_into_a_pydantic_model(toka: TokaProcess) -
     assert all(isinstance(choice.message.parsed, Country) for choice in answer.choices)
 
 
+@pytest.mark.long
 def test_required_calls_follow_random_parameter_schemas(toka: TokaProcess) -> None:
     """All run together, sampled at temperature 1; the last is streamed as well."""
     schemas = [schema for schema in map(random_schema, range(40)) if schema.get("type") == "object"][4:8]

@@ -159,6 +159,7 @@ def test_new_requests_may_be_refused_during_a_restart(model: Path) -> None:
         assert texts(toka.url, 1) == expected
 
 
+@pytest.mark.long
 def test_new_requests_wait_for_the_end_of_a_restart(model: Path) -> None:
     with running_toka(f"model={model}", *FLAGS) as toka:
         expected = texts(toka.url, 1)

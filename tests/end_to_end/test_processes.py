@@ -80,6 +80,7 @@ def test_a_stop_signal_lets_open_requests_finish_and_refuses_new_ones(number: si
         assert toka.process.wait(timeout=60) == 0
 
 
+@pytest.mark.long
 def test_requests_still_open_after_draining_end_with_an_error(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     with running_toka(f"model={tmp_path}", *SMALL, "drain_seconds=1") as toka, ThreadPoolExecutor() as pool:

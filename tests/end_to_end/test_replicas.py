@@ -37,6 +37,7 @@ def toka(model: Path) -> Iterator[TokaProcess]:
         yield toka
 
 
+@pytest.mark.long
 def test_a_killed_replica_fails_alone_and_comes_back(toka: TokaProcess, expected: list[str]) -> None:
     assert learn_texts(toka.port) == expected
     assert httpx.get(f"{toka.url}/ready").json() == {"status": "ready", "replicas": 2, "replicas_up": 2}

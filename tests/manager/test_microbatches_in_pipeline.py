@@ -59,7 +59,7 @@ def test_the_slowest_of_four_stages_is_busy(prompt_tokens: list[int], factors: l
     assert pipeline.busy_share(*steady(pipeline)) >= least
 
 
-@pytest.mark.parametrize(("num_microbatches", "is_busy"), [(5, True), (4, False)])
+@few(1, ("num_microbatches", "is_busy"), [(5, True), (4, False)])
 def test_one_more_microbatch_than_stages_covers_the_managers_delay(num_microbatches: int, is_busy: bool) -> None:
     """The manager and the queues take as long as half a step, here. With as many as stages, every step waits."""
     pipeline = Pipeline(EQUAL, num_microbatches=num_microbatches, num_slots=NUM_SLOTS, delay_s=SECONDS_OF_STEP)
@@ -68,6 +68,7 @@ def test_one_more_microbatch_than_stages_covers_the_managers_delay(num_microbatc
 
 
 @pytest.mark.parametrize("factors", [UNEQUAL, pytest.param(EQUAL, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_the_time_left_is_until_the_first_stage_needs_a_step(
     factors: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

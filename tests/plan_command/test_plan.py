@@ -180,6 +180,7 @@ def test_each_worker_has_its_exact_share(checkpoint, name: str, tp_size: int, pp
 ESTIMATE = "estimated from config.json alone"
 
 
+@pytest.mark.long
 def test_a_plan_of_config_json_alone_is_the_same_and_says_that_it_is_an_estimate(checkpoint) -> None:
     directory = checkpoint("Llama-3.1-8B")
     whole = planned(f"model={directory}")
@@ -222,7 +223,8 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
         assert expected in done.stderr
 
 
-@pytest.mark.parametrize(
+@few(
+    3,
     ("name", "words", "expected"),
     [
         ("Llama-3.1-70B", ["--json", "device_memory=80GiB"], "a larger tp_size or pp_size"),
@@ -279,6 +281,7 @@ def test_flashinfers_workspace_is_planned_where_the_server_would_use_it(checkpoi
     assert ("attention workspaces" in names) == expected
 
 
+@pytest.mark.long
 def test_the_workspace_grows_with_the_largest_graph(checkpoint) -> None:
     """An 8B: 32 query heads, 8 KV heads of size 128. FlashInfer reserves (1,024 / 4 + 1,023) tiles of 16 rows;
     12 wrappers have 1 MiB each for their plans."""

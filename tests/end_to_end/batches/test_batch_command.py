@@ -117,6 +117,7 @@ def test_a_run_is_cancelled_over_its_data_directory(model: Path, tmp_path: Path)
     assert not command.output.exists()
 
 
+@pytest.mark.long
 def test_progress_counts_tokens_of_lines_that_run_and_expects_what_they_will_have(model: Path, tmp_path: Path) -> None:
     """Lines end at max_tokens, so the expectation is exact before one of them has ended."""
     num_lines, num_tokens = 12, 250

@@ -9,6 +9,7 @@ import pytest
 
 from tests.end_to_end.helpers.batch_client import BatchClient
 from tests.end_to_end.helpers.toka_process import running_toka
+from tests.helpers.examples import few
 from tests.helpers.tiny_model import save_tiny_model
 
 ROUTES = ("/v1/completions", "/v1/chat/completions")
@@ -43,7 +44,8 @@ def in_batch(url: str, route: str, body: dict[str, Any]) -> tuple[int, dict[str,
 
 
 # The model's context is 512 tokens.
-@pytest.mark.parametrize(
+@few(
+    1,
     ("flags", "longest", "words", "others"),
     [
         (("kv_cache_num_tokens=2048",), 512, "is 512 tokens (context", ["kv_cache_num_tokens", "max_num_tokens"]),

@@ -45,6 +45,7 @@ def test_every_family_equals_one_process(family: str, parallel: str, tmp_path: P
     assert_equals_one_process(tmp_path, *parallel.split())
 
 
+@pytest.mark.long
 def test_requests_outlive_the_death_of_a_rank_and_nothing_is_left_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,6 +53,7 @@ def test_requests_outlive_the_death_of_a_rank_and_nothing_is_left_over(
     assert_requests_outlive_deaths(tmp_path, monkeypatch, "tp_size=2", what, [1])
 
 
+@pytest.mark.long
 def test_a_cache_that_fits_each_worker_but_not_all_ends_the_start_in_one_line(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     config = json.loads((tmp_path / "config.json").read_text())

@@ -47,6 +47,7 @@ def test_each_stage_has_graphs_of_its_own(
     assert_equals_whole_model(stages, tmp_path)
 
 
+@pytest.mark.long
 def test_compiled_stages_compile_nothing_after_the_first_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_model(tmp_path, "llama")
     compilers = [Compiler() for _ in range(2)]

@@ -35,6 +35,7 @@ KERNELS: list[tuple[str, str, dict[str, str], dict[str, object], int]] = [
 
 
 @needs_interpreter
+@pytest.mark.long
 def test_interpreted_draws_equal_torch_and_the_kernels() -> None:
     assert run_python("-m", "tests.model.helpers.interpreted_sampling") == "all equal\n"
 
@@ -45,7 +46,7 @@ def test_thresholds_equal_those_of_a_sort_in_few_passes() -> None:
     assert run_python("-W", "ignore", "-m", "tests.model.sampling.helpers.interpreted_limits") == "all as expected\n"
 
 
-@few(2, ("module", "kernel", "pointers", "constants", "num_warps"), KERNELS)
+@few(1, ("module", "kernel", "pointers", "constants", "num_warps"), KERNELS)
 def test_the_kernels_compile_for_each_architecture(
     module: str, kernel: str, pointers: dict[str, str], constants: dict[str, object], num_warps: int
 ) -> None:

@@ -212,6 +212,7 @@ def run_worker_rank(rank: int, num_ranks: int, rendezvous: Path, answers: Connec
             answers.send((tokens, said, dict(calls)))
 
 
+@pytest.mark.long
 def test_a_worker_of_two_ranks_gives_the_same_tokens_with_shared_memory_and_where_that_is_faulty(
     tmp_path: Path,
 ) -> None:

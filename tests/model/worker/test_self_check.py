@@ -557,6 +557,7 @@ def load_with_wrong_logits_on_one_rank(rank: int, num_ranks: int, rendezvous: Pa
         answers.send(loaded.checks.switched_off)
 
 
+@pytest.mark.long
 def test_what_is_wrong_on_one_rank_is_switched_off_on_all(tmp_path: Path) -> None:
     """A rank that left the check at its first wrong result would leave the others in a collective."""
     save_tiny_model(tmp_path, "llama")
