@@ -143,7 +143,7 @@ def test_cpu_seconds_include_all_threads() -> None:
 
 def test_a_real_manager_is_measured_without_torch() -> None:
     shares: list[float] = []
-    cost = measure_process(64, False, 40, 2, 0.2, shares.append)
+    cost = measure_process(64, False, 40, 2, 1.0, shares.append)  # a busy machine gives the manager little of a window
     assert not cost.torch_imported
     assert 0 < cost.min_us_per_token <= cost.manager_us_per_token <= cost.max_us_per_token
     assert cost.worker_us_per_token > 0
