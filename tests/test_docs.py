@@ -65,15 +65,15 @@ def test_the_api_page_explains_every_sampling_parameter() -> None:
 def test_the_architecture_page_names_the_files_that_a_sampling_parameter_is_in() -> None:
     """Those that mention one by its name, and the C++ that has names of its own."""
     page = (ROOT / "docs" / "architecture.md").read_text()
-    (row,) = re.findall(r"^\| a sampling parameter \| (.*) \|$", page, flags=re.MULTILINE)
-    named = set(re.findall(r"`((?!tests/)[\w/]+\.(?:py|cpp|h))`", row))
+    section = page.partition("### A sampling parameter\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`((?!tests/)[\w/]+\.(?:py|cpp|h))`", section))
     package = ROOT / "tokasaurus"
     sources = [path for suffix in ("py", "cpp", "h") for path in package.rglob(f"*.{suffix}")]
     words = {path.relative_to(package).as_posix(): set(re.findall(r"\w+", path.read_text())) for path in sources}
     # temperature is read in more places: noise, and what is greedy. The checkpoint's keys only list what may be there.
     for name in (name for name in SamplingParams._fields if name != "temperature"):
         mentioning = {path for path, own in words.items() if name in own} - {"checkpoint/config_keys.py"}
-        assert mentioning <= named, f"{name}: the row leaves out {mentioning - named}"
+        assert mentioning <= named, f"{name}: the section leaves out {mentioning - named}"
     mention_none = {path for path in named if not words[path] & {*SamplingParams._fields, "frequency"}}
     assert mention_none == set()
 
