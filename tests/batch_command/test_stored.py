@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +15,8 @@ from tests.server.helpers.fake_engine import FakeEngine, never
 from tests.server.helpers.live_server import live_server
 from tokasaurus.cli import batch_main
 from tokasaurus.server.jobs.store.database import open_connection
-from tokasaurus.server.jobs.store.store import PRIVATE_OWNER, default_data_dir
+from tokasaurus.server.jobs.store.records import add_batch, new_batch
+from tokasaurus.server.jobs.store.store import PRIVATE_OWNER, default_data_dir, open_store
 from tokasaurus.server.served_model import ServedModel
 
 
@@ -98,6 +100,24 @@ def test_beside_a_server_without_a_port_a_batch_is_cancelled_in_the_database(
         assert server.http.get(f"/v1/batches/{batch_id}").json()["status"] == "cancelling"
         assert batch_main(["cancel", "batch_0", flag]) == 1
         assert "has no batch batch_0; " in capsys.readouterr().err
+
+
+def test_cancel_waits_for_what_a_server_without_a_port_writes(
+    data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_writing = threading.Event()
+
+    def write_slowly(_: apsw.Connection) -> None:
+        is_writing.set()
+        time.sleep(0.5)
+
+    with open_store(data_dir, PRIVATE_OWNER) as store:
+        new = new_batch("/v1/completions", "file-1", "24h", 86_400)
+        batch = store.database.submit(lambda connection: add_batch(connection, new)).result()
+        written = store.database.submit(write_slowly)
+        assert is_writing.wait(60)
+        assert output_of(["cancel", batch.id, f"data_dir={data_dir}"], capsys) == f"{batch.id} is cancelling\n"
+        assert written.done()
 
 
 def test_show_names_the_bad_lines(

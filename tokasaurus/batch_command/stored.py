@@ -198,8 +198,9 @@ def _cancel_beside_server(root: Path, batch_id: str) -> str:
     try:
         connection = open_connection(DataDir(root).database, can_write=True)
         try:
-            with connection:
-                status = _cancel(connection, batch_id)
+            connection.execute("BEGIN IMMEDIATE")  # one that begins by reading does not wait for the server's writing
+            status = _cancel(connection, batch_id)
+            connection.execute("COMMIT")
         finally:
             connection.close()
     except apsw.Error as error:
