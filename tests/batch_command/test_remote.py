@@ -64,6 +64,14 @@ def test_an_answer_of_another_kind_is_named(call: Callable[[BatchApi], object], 
         call(api)
 
 
+@pytest.mark.parametrize("answer", ["<html>\n<body>\n", "", "[]", "{\n}", 3, {"data": []}, {"custom_id": 3}])
+def test_an_answer_of_another_kind_has_no_results_so_far(answer: object) -> None:
+    with api_with_answers(answer) as api:
+        assert api.results_from("batch_1", 0) == []
+    with api_with_answers('{"custom_id":"a"}\n{"custom_id":"b"}\n<html>\n') as api:
+        assert api.results_from("batch_1", 0) == [b'{"custom_id":"a"}\n', b'{"custom_id":"b"}\n']
+
+
 def test_only_the_id_and_the_status_of_a_batch_are_needed() -> None:
     with api_with_answers({"id": "batch_1", "status": "in_progress", "request_counts": None}) as api:
         batch = api.retrieve("batch_1")

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
@@ -116,7 +117,8 @@ class BatchApi:
         return self._persist(lambda: _view(self._client.batches.with_raw_response.cancel(batch_id).content))
 
     def results_from(self, batch_id: str, first: int) -> list[bytes]:
-        """As `ReadResults`; none if the server cannot say them. Never raises CommandError."""
+        """As `ReadResults`; none if the server cannot say them, or answers with something else. Never raises
+        CommandError."""
         import httpx
         import openai
 
@@ -125,7 +127,7 @@ class BatchApi:
             content = self._client.get(f"/batches/{batch_id}/results", cast_to=httpx.Response, options=options).content
         except openai.OpenAIError:
             return []
-        return content.splitlines(keepends=True)
+        return list(takewhile(lambda line: _find_custom_id(line) is not None, content.splitlines(keepends=True)))
 
     def download(self, file_id: str, into: BinaryIO) -> None:
         """Write a file's content, in the place of what was there."""
@@ -270,13 +272,20 @@ def _find_places(results: Sequence[BinaryIO]) -> dict[str, _Place]:
 
 
 def _custom_id(line: bytes) -> str:
+    """Raises CommandError."""
+    custom_id = _find_custom_id(line)
+    if custom_id is None:
+        raise CommandError("a line of the server's results has no custom_id")
+    return custom_id
+
+
+def _find_custom_id(line: bytes) -> str | None:
+    """None if the line is no result."""
     try:
         custom_id = orjson.loads(line)["custom_id"]
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        custom_id = None
-    if not isinstance(custom_id, str):
-        raise CommandError("a line of the server's results has no custom_id")
-    return custom_id
+        return None
+    return custom_id if isinstance(custom_id, str) else None
 
 
 def _will_not_pass(error: BaseException | None) -> bool:
