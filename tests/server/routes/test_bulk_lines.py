@@ -233,6 +233,29 @@ def test_cancelling_the_run_stops_its_lines_and_unanswered_lines_can_get_errors(
     asyncio.run(go())
 
 
+def test_results_whose_writing_is_cancelled_are_among_those_of_the_rest() -> None:
+    """A client reads slowly while the server stops."""
+
+    async def go() -> None:
+        answers = Answers()
+        run = BulkRun(answers.read_line, 1000)
+        is_stuck = asyncio.Event()
+
+        async def write(_: bytes) -> None:
+            is_stuck.set()
+            await asyncio.Event().wait()
+
+        running = asyncio.ensure_future(run_lines(run, [b"a\n", b"b\n", b"c\n"], write))
+        await until(is_stuck.is_set)
+        await until(lambda: answers.num_started == 3 and answers.num_running == 0)
+        running.cancel()
+        await asyncio.wait([running])
+        await answers.write(run.results_of_rest(ServerStopping("the server is stopping")))
+        assert answers.results() == {"a": 200, "b": 200, "c": 200}
+
+    asyncio.run(go())
+
+
 def test_line_refused_by_a_full_queue_is_retried_and_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is retried when another line finishes, not only after QUEUE_RETRY_S."""
     monkeypatch.setattr(bulk, "QUEUE_RETRY_S", 0.2)

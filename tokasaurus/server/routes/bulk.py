@@ -128,7 +128,7 @@ class LineSplitter:
 
 
 class BulkRun:
-    """Runs the lines of one body; each gets exactly one result, which is final once it is handed to `write`.
+    """Runs the lines of one body; each gets exactly one result, which is final once it is written.
 
     read_line: called for one line at a time, in order. max_line_bytes: a longer line gets an error as its result.
     """
@@ -153,7 +153,7 @@ class BulkRun:
     async def run(self, body: IncomingBody, write: Callable[[bytes], Awaitable[None]]) -> None:
         """Returns when the results of all lines have been written; if it ends early, unfinished lines are cancelled.
 
-        write: receives one or more whole results."""
+        write: receives one or more whole results; if it is cancelled, none of them is written."""
         self._notice()
         starting = asyncio.ensure_future(self._start_lines(body))
         starting.add_done_callback(lambda _: self._notice())
@@ -163,10 +163,11 @@ class BulkRun:
                 await self._has_news.wait()
                 self._has_news.clear()
                 is_last = starting.done() and not self._unanswered
-                results, self._results = self._results, []
-                if results:
-                    content = b"".join(results)
+                if self._results:
+                    content = b"".join(self._results)
+                    self._results = [content]  # until it is written; those that arrive meanwhile follow it
                     await write(content)
+                    del self._results[0]
                     self._num_unsent_bytes -= len(content)
                     self._notice_room()
             await starting
