@@ -15,12 +15,12 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from tokasaurus.server.endpoints import ENDPOINTS, Answer, Endpoint
-from tokasaurus.server.errors import ApiError, ErrorObject, InvalidRequest, error_response
+from tokasaurus.server.errors import ApiError, ErrorObject, InvalidRequest, error_response, internal_error
 from tokasaurus.server.jobs.store.records import LineResult
 from tokasaurus.server.jobs.validation_process import MAX_CUSTOM_ID_CHARS
 from tokasaurus.server.json_values import load_json, validate_body
 from tokasaurus.server.prepare.requests import Origin
-from tokasaurus.server.protocol.completions import CompletionRequest
+from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.state import ServerState
 from tokasaurus.text.json_lines import write_json
 
@@ -58,14 +58,8 @@ class ParsedLine:
     custom_id: str
     num_bytes: int
     endpoint: Endpoint[Any]
-    body: Any
+    body: SamplingFields
     """The line's body, validated by the endpoint's body model."""
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that the engine will run for it."""
-        num_prompts = len(self.body.prompt) if isinstance(self.body, CompletionRequest) else 1
-        return num_prompts * int(self.body.n)
 
     async def answer(self, state: ServerState, origin: Origin) -> Answer:
         """As `Endpoint.answer`."""
@@ -217,10 +211,6 @@ class LineRunner:
         line = self.lines.pop(task)
         self._leave_engine(line)
         self._on_end(line)
-
-
-def internal_error() -> ApiError:
-    return ApiError("internal error; the server's log has the details")
 
 
 def answered_line(id_prefix: str, custom_id: str | None, answer: bytes) -> bytes:

@@ -13,7 +13,7 @@ import apsw
 
 from tokasaurus.server.access import use_key_salt
 from tokasaurus.server.endpoints import Answer
-from tokasaurus.server.errors import AnswerTooLargeError, ApiError, EngineDied, GrammarValidatorFailed
+from tokasaurus.server.errors import AnswerTooLargeError, ApiError, EngineDied, GrammarValidatorFailed, internal_error
 from tokasaurus.server.jobs.line_runner import (
     BATCH_PREFIX,
     AfterError,
@@ -21,7 +21,6 @@ from tokasaurus.server.jobs.line_runner import (
     LineRefused,
     LineRunner,
     ParsedLine,
-    internal_error,
     parse_line,
     refused,
 )
@@ -444,7 +443,7 @@ class BatchRunner:
                     parsed = await self._state.text_threads.run(len(content), parse_line, content, max_values)
                 if parsed.custom_id == pending.custom_id:
                     answer = functools.partial(self._answer, batch, pending, parsed)
-                    size = (pending.size, parsed.num_sequences)
+                    size = (pending.size, parsed.body.num_sequences)
                     return Line(pending.custom_id, answer, *size, pending.number, pending.attempts)
                 error = ApiError("the input file was changed after its validation")
         except LineRefused as refusal:

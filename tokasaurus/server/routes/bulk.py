@@ -343,4 +343,4 @@ def _read_line(content: bytes, state: ServerState, client: str) -> Line:
     async def answer() -> Answer:
         return await parsed.answer(state, Origin(parsed.num_bytes, client))
 
-    return Line(parsed.custom_id, answer, num_sequences=parsed.num_sequences)
+    return Line(parsed.custom_id, answer, num_sequences=parsed.body.num_sequences)
