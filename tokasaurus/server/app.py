@@ -188,6 +188,8 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        if batches is not None:
+            await batches.adopt()
         with engine.listening(), state.loop_lag.measuring():
             async with nullcontext() if batches is None else batches.running():
                 yield

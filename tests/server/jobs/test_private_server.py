@@ -1,12 +1,16 @@
 """A server without a port runs a batch that another process has stored, and leaves its results in the ledger."""
 
 import asyncio
+import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.server.helpers.fake_engine import FakeEngine, Reply, echo
+from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, hand_over
+from tests.server.helpers.live_server import http_server
 from tests.server.jobs.helpers.batch_service import (
+    COMPLETIONS,
     RunningService,
     input_lines,
     prompts,
@@ -15,10 +19,13 @@ from tests.server.jobs.helpers.batch_service import (
 )
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.status import BatchTokens
+from tokasaurus.server.app import create_app
+from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.jobs import service
+from tokasaurus.server.jobs.store.database import open_connection
 from tokasaurus.server.jobs.store.ledger import first_results
-from tokasaurus.server.jobs.store.records import BatchRecord, cancel_batch
-from tokasaurus.server.jobs.store.store import open_store
+from tokasaurus.server.jobs.store.records import BatchRecord, add_batch, cancel_batch, new_batch, read_batch
+from tokasaurus.server.jobs.store.store import PRIVATE_OWNER, open_store
 from tokasaurus.server.served_model import ServedModel
 
 NUM_LINES = 20
@@ -96,3 +103,27 @@ def test_a_stored_batch_belongs_to_the_first_model_that_runs_it(served_model: Se
             assert (await running.read(batch.number)).model == served_model.name
 
     run(test())
+
+
+def test_a_batch_has_its_model_before_the_server_says_that_it_is_ready(
+    served_model: ServedModel, tmp_path: Path
+) -> None:
+    """The engine is up before the server listens to it, and the disk is slow."""
+    engine, models, is_ready = FakeEngine(), list[str | None](), threading.Event()
+    with open_store(tmp_path, PRIVATE_OWNER) as store:
+        new = new_batch(COMPLETIONS, "file-1", "24h", 86_400)
+        batch = store.database.submit(lambda connection: add_batch(connection, new)).result()
+
+        def note_ready() -> None:
+            with closing(open_connection(store.data_dir.database, can_write=False)) as connection:
+                models.append(read_batch(connection, batch.number).model)
+            is_ready.set()
+
+        client = EngineClient(hand_over(engine), on_ready=note_ready)
+        app = create_app(served_model, client, store=store, tell_tokens=lambda _: None)
+        engine.start()
+        store.database.submit(lambda _: is_ready.wait(0.5))
+        with http_server(app, client):
+            assert is_ready.wait(60)
+        engine.stop()
+    assert models == [served_model.name]

@@ -83,11 +83,15 @@ class BatchService:
         self._validating = asyncio.Lock()
         self._places = asyncio.Semaphore(limits.max_running_batches)
 
+    async def adopt(self) -> None:
+        """On a private server, batches without a model get this one. To be called before the server is ready, when the
+        other process looks which model its batch has. Raises StoreError."""
+        if self._tell_tokens is not None:
+            await self.store.database.write(lambda connection: adopt_batches(connection, self._model_name))
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Within the context, batches advance. Raises StoreError."""
-        if self._tell_tokens is not None:
-            await self.store.database.write(lambda connection: adopt_batches(connection, self._model_name))
         for batch in await self.store.database.read(unfinished_batches):
             self._begin(batch)
         keep_seconds = self.limits.keep_days * DAY_SECONDS

@@ -139,6 +139,7 @@ async def running_service(
     try:
         with open_store(data_dir, "a test") as store, client.listening():
             service = BatchService(state, store, limits or BatchLimits(), tell_tokens)
+            await service.adopt()
             if is_engine_up:
                 engine.start()
             running = RunningService(service, engine, client, store)
