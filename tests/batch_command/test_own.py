@@ -1,6 +1,7 @@
 """The batch of a run without `base_url=`: stored by the command, run by processes that are not started here."""
 
 import os
+import sys
 from pathlib import Path
 from typing import cast
 
@@ -92,3 +93,13 @@ def test_an_input_that_the_server_would_refuse_is_not_stored(tmp_path: Path) -> 
         store(tmp_path / "run", source)
     with pytest.raises(InputRefused, match=rf"{source}: has more than 100 bytes \(max_file_bytes\)"):
         store(tmp_path / "run", source, max_bytes=100)
+
+
+def test_the_server_imports_no_module_of_the_users_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("multiprocessing", "orjson", "queue"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(77)\n")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.chdir(tmp_path)
+    server = OwnServer([f"model={tmp_path}"], tmp_path / "run", 0.0, print)
+    with pytest.raises(CommandError, match=f"^the server did not start: .*{tmp_path}"), server:
+        pass

@@ -281,10 +281,12 @@ class OwnServer:
     def _start(self) -> None:
         """Call it in the main thread: on Linux, the server is killed when the thread that has started it ends."""
         self._messages, its_end = multiprocessing.Pipe()
+        # As in this process: with -m, the working directory would come first, whatever modules it has.
         module = "tokasaurus.batch_command.server_process"
+        script = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; sys.exit(main(*sys.argv[1:]))"
         with its_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(os.getpid()), str(its_end.fileno()), *self._words],
+                [sys.executable, "-c", script, str(os.getpid()), str(its_end.fileno()), *self._words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -1,12 +1,10 @@
 """The server process of a run: it ends with the run, even if that is killed, and tells it how far it is.
 
-Run as `python -m tokasaurus.batch_command.server_process PARENT_PID CHANNEL_FD [name=value ...]`. Imports little,
-because every process of the server imports this module again.
+`OwnServer` runs its `main`.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage, ends_in_one_line
@@ -67,7 +65,3 @@ def _report_to(channel: Connection) -> StartupReport:
             channel.send(message)
 
     return Report()
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -12,7 +12,7 @@ from tests.server.jobs.helpers.batch_service import input_lines
 from tests.server.jobs.helpers.records import INPUT_FILE, new_batch, new_file
 from tokasaurus.server.jobs import service
 from tokasaurus.server.jobs.service import ValidationDied, fill_ledger
-from tokasaurus.server.jobs.store.data_dir import ContentMissing, StoreError
+from tokasaurus.server.jobs.store.data_dir import ContentMissing, DataDir, StoreError
 from tokasaurus.server.jobs.store.ledger import pending_lines
 from tokasaurus.server.jobs.store.records import BatchRecord, PendingLine, add_batch, add_file
 from tokasaurus.server.jobs.store.store import Store, open_store
@@ -134,3 +134,13 @@ def test_the_process_ends_when_the_validation_is_cancelled(
     pid = asyncio.run(asyncio.wait_for(cancel(), 50))
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_the_process_imports_no_module_of_the_working_directory(
+    store: Store, batch: BatchRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("orjson", "codecs"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(77)\n")
+    monkeypatch.chdir(tmp_path)
+    relative = Store(DataDir(Path("data")), store.database)
+    assert asyncio.run(fill_ledger(relative, batch, BatchLimits())) == (NUM_LINES, [])

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import apsw
@@ -59,6 +60,8 @@ _MAX_PART_BYTES = 16 << 20
 """Longest line that the validation process writes: LINES_PER_PART lines, each with its custom_id."""
 _MAX_VALIDATIONS = 3
 """Starts of the validation process for one batch before the batch fails."""
+_PACKAGE_PARENT = Path(__file__).parents[3]
+"""Working directory of that process: `python -m` imports from it, and the user's may contain any module."""
 
 
 class BatchService:
@@ -336,13 +339,14 @@ async def _try_to_fill(store: Store, batch: BatchRecord, limits: BatchLimits) ->
             sys.executable,
             "-m",
             "tokasaurus.server.jobs.validation_process",
-            str(store.data_dir.content_path(batch.input_file_id)),
+            str(store.data_dir.content_path(batch.input_file_id).absolute()),
             batch.endpoint,
             str(limits.max_batch_lines),
             str(limits.max_line_bytes),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             limit=_MAX_PART_BYTES,
+            cwd=_PACKAGE_PARENT,
             start_new_session=True,  # Ctrl-C in the terminal ends the server, not the validation
         )
     except OSError as error:  # no memory, or too many processes: later there may be room
