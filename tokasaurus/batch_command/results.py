@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,7 +14,7 @@ import orjson
 from tokasaurus.batch_command.errors import CommandError, InputRefused, NothingToContinue
 from tokasaurus.batch_command.input_file import fingerprint, show_errors
 from tokasaurus.batch_command.progress import BatchView
-from tokasaurus.server.jobs.store.data_dir import sync_directory
+from tokasaurus.server.jobs.store.data_dir import NewFile
 
 MAX_PRINTED_REASONS = 10
 _MAX_REASON_CHARS = 200
@@ -64,32 +63,26 @@ class Outcome:
         return lines
 
 
-class OutputFile:
-    """Results in a file that gets its name only when it is whole and on the disk. Methods raise OSError."""
+class OutputFile(NewFile):
+    """A file of results."""
 
     def __init__(self, path: Path) -> None:
-        """path: its name until `commit`; an older file there is replaced."""
+        super().__init__(path)
         self.num_lines = 0
         self.outcome = Outcome()
-        self._path = path
         self._digest = hashlib.sha256()
-        self._file = path.open("wb")
 
     @property
     def sha256(self) -> str:
         """Checksum of what was written, in hexadecimal digits."""
         return self._digest.hexdigest()
 
-    def write(self, line: bytes) -> None:
-        """line: a result with its line end."""
-        self._file.write(line)
-        self._digest.update(line)
-        self.outcome.add(line)
+    def write(self, part: bytes) -> None:
+        """part: a result with its line end."""
+        super().write(part)
+        self._digest.update(part)
+        self.outcome.add(part)
         self.num_lines += 1
-
-    def flush(self) -> None:
-        """Others see all that was written."""
-        self._file.flush()
 
     def is_intact(self) -> bool:
         """Whether the file has what was written: nobody has changed or removed it."""
@@ -97,20 +90,6 @@ class OutputFile:
             return fingerprint(self._path).sha256 == self.sha256
         except CommandError:
             return False
-
-    def commit(self, name: Path) -> None:
-        """Give it its name, in the place of an older file."""
-        with self._file as file:
-            file.flush()
-            os.fsync(file.fileno())
-        self._path.replace(name)
-        sync_directory(name.parent)
-
-    def discard(self) -> None:
-        """Nothing remains, unless it is committed."""
-        with suppress(OSError):  # of what is still in the buffer, if the disk is full
-            self._file.close()
-        self._path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 _TEMPORARY = ".part"
+_PRIVATE = 0o600
 
 
 class StoreError(Exception):
@@ -26,33 +27,54 @@ class ContentMissing(StoreError):
     """A file that is listed has no content: somebody deleted it from the data directory."""
 
 
-class NewContent:
-    """Content of a file that gets its name only when it is whole and on the disk. All methods block."""
+class NewFile:
+    """A file that gets its name only when it is whole and on the disk. All methods block, and raise OSError."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mode: int = 0o666) -> None:
+        """path: its name until `commit`; an older file there is replaced. mode: its permissions, if the umask allows
+        them."""
         self._path = path
-        self._temporary = path.with_name(path.name + _TEMPORARY)
-        self._file = os.fdopen(open_privately(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb")
-        self.num_bytes = 0
+        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb")
 
     def write(self, part: bytes) -> None:
-        """Raises OSError."""
         self._file.write(part)
-        self.num_bytes += len(part)
 
-    def commit(self) -> None:
-        """Replaces older content. Raises OSError: then call `discard`, and write all of it again."""
+    def flush(self) -> None:
+        """Others see all that was written."""
+        self._file.flush()
+
+    def commit(self, name: Path) -> None:
+        """Give it its name, in the place of an older file. If this fails, call `discard`, and write all of it again."""
         with self._file as file:
             file.flush()
             os.fsync(file.fileno())
-        self._temporary.replace(self._path)
-        sync_directory(self._path.parent)
+        self._path.replace(name)
+        sync_directory(name.parent)
 
     def discard(self) -> None:
         """Nothing remains, unless it is committed."""
         with suppress(OSError):  # of what is still in the buffer, if the disk is full
             self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
+
+
+class NewContent:
+    """Content of a file of the data directory. Methods as those of NewFile."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = NewFile(path.with_name(path.name + _TEMPORARY), _PRIVATE)
+        self.num_bytes = 0
+
+    def write(self, part: bytes) -> None:
+        self._file.write(part)
+        self.num_bytes += len(part)
+
+    def commit(self) -> None:
+        self._file.commit(self._path)
+
+    def discard(self) -> None:
+        self._file.discard()
 
 
 class DataDir:
@@ -142,7 +164,7 @@ class DataDir:
 
 def open_privately(path: Path, flags: int) -> int:
     """The file descriptor. Others may not read the file if this creates it. Raises OSError."""
-    return os.open(path, flags, mode=0o600)
+    return os.open(path, flags, _PRIVATE)
 
 
 def _make_directory(path: Path) -> None:
