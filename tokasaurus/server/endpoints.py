@@ -122,10 +122,8 @@ ENDPOINTS: Mapping[str, Endpoint[Any]] = {
 def _checked_limits(state: ServerState, body: SamplingFields, origin: Origin) -> EngineLimits:
     state.model.check_name(body.model)
     limits = state.ready_limits()
-    if not origin.is_background:
-        state.engine.check_queue(
-            origin.client, body.num_sequences
-        )  # checked again at submission; this saves the work before it
+    if not origin.is_background:  # checked again at submission; this saves the work before it
+        state.engine.check_queue(origin.client, body.num_sequences)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options goes with stream=true", "stream_options")
     _check_stops(body.stop, state.limits)

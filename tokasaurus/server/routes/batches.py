@@ -26,13 +26,10 @@ MAX_RESULTS_BYTES = 4 << 20
 """Bytes of an answer with results, which may have one result more."""
 LINE_SCHEMA = {"type": "string", "description": "A result per line, as in the output file of a batch."}
 
-router = APIRouter(tags=["batches"])
-_body_router = APIRouter(route_class=JsonBodyRoute, tags=["batches"])
+router = APIRouter(route_class=JsonBodyRoute, tags=["batches"])
 
 
-@_body_router.post(
-    "/v1/batches", responses={200: {"model": BatchObject}, **error_responses(*BODY_ERRORS, 404, 501, 507)}
-)
+@router.post("/v1/batches", responses={200: {"model": BatchObject}, **error_responses(*BODY_ERRORS, 404, 501, 507)})
 async def create_batch(request: Request, body: CreateBatch) -> Response:
     """Run the lines of an uploaded file, each a body for `endpoint`. The batch survives restarts of the server."""
     new = new_batch(
@@ -44,9 +41,6 @@ async def create_batch(request: Request, body: CreateBatch) -> Response:
         output_expires_after=None if body.output_expires_after is None else body.output_expires_after.seconds,
     )
     return json_response(batch_object(await batches_of(request).create(new)))
-
-
-router.include_router(_body_router)
 
 
 @router.get("/v1/batches", responses={200: {"model": BatchList}, **error_responses(400, 404, 501)})
