@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -13,6 +13,7 @@ from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.prepare.requests import Origin, Prepared
+from tokasaurus.server.protocol.batches import EndpointUrl
 from tokasaurus.server.resources import BodyBytes, RequestLimits, TextThreads
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
@@ -61,3 +62,7 @@ def test_refusal_of_an_invalid_grammar_names_its_field(served_model: ServedModel
     with pytest.raises(InvalidRequest) as error:
         prepare(served_model, guided_regex="(?=a)b", **fields)
     assert error.value.param == "guided_regex"
+
+
+def test_lines_may_have_the_url_of_every_endpoint() -> None:
+    assert set(get_args(EndpointUrl)) == set(ENDPOINTS)

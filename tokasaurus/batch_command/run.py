@@ -35,7 +35,7 @@ from tokasaurus.batch_command.state_file import (
     path_with_own_server,
 )
 from tokasaurus.server.jobs.store.records import FINAL_STATUSES
-from tokasaurus.server.protocol.batches import Endpoint
+from tokasaurus.server.protocol.batches import EndpointUrl
 
 # Seconds between two looks at the batch. The first are quick, for a short batch.
 _FIRST_PAUSE_S = 0.1
@@ -249,7 +249,7 @@ class _Run:
         is_new, batch_id = self._state.batch_id is None, self._state.batch_id
         if batch_id is None:
             self._so_far.remove()  # of a run whose state the user has deleted
-            limits = InputLimits(get_args(Endpoint), config.max_batch_lines, config.max_line_bytes)
+            limits = InputLimits(get_args(EndpointUrl), config.max_batch_lines, config.max_line_bytes)
             window = config.completion_window or "30d"
             batch_id = store_batch(root, self._input, self._input_name, limits, config.max_file_bytes, window)
         batch = OwnBatch(root, batch_id, self._input, self._state.input)

@@ -1,7 +1,7 @@
 """Endpoints that generate text: one object each, for live requests and for the lines of bulk requests and batches.
 
-To add one: its body in `protocol`, its draft in `prepare`, its answers in `respond`, its line in ENDPOINTS, and a
-function in `routes/generation.py`.
+To add one: its body in `protocol`, its draft in `prepare`, its answers in `respond`, its line in ENDPOINTS, its url in
+`protocol/batches.py`, and a function in `routes/generation.py`.
 """
 
 import asyncio

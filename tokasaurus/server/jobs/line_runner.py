@@ -20,6 +20,7 @@ from tokasaurus.server.jobs.store.records import LineResult
 from tokasaurus.server.jobs.validation_process import MAX_CUSTOM_ID_CHARS
 from tokasaurus.server.json_values import load_json, validate_body
 from tokasaurus.server.prepare.requests import Origin
+from tokasaurus.server.protocol.batches import EndpointUrl
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.state import ServerState
 from tokasaurus.text.json_lines import write_json
@@ -38,7 +39,7 @@ class BulkLine(BaseModel):
 
     custom_id: Annotated[str, Field(min_length=1, max_length=MAX_CUSTOM_ID_CHARS)]
     method: Literal["POST"] = "POST"
-    url: Literal["/v1/completions", "/v1/chat/completions"]
+    url: EndpointUrl
     body: dict[str, Any]
 
 

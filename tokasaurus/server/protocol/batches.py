@@ -12,7 +12,8 @@ from tokasaurus.server.protocol.files import ExpiresAfter
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
-Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
+EndpointUrl = Literal["/v1/chat/completions", "/v1/completions"]
+"""Of an endpoint that lines may have: those of ENDPOINTS."""
 MAX_WINDOW_SECONDS = 30 * 86_400
 _WINDOW = re.compile(r"([1-9][0-9]{0,6})([smhd])")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -51,7 +52,7 @@ class CreateBatch(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     input_file_id: str
-    endpoint: Endpoint
+    endpoint: EndpointUrl
     completion_window: Annotated[
         str,
         AfterValidator(_check_window),
