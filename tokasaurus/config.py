@@ -5,6 +5,9 @@
 
 from tokasaurus.flags import FlagConfig, at_least, at_most, count, excludes, flag, matches, needs
 
+_PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
+"""The numbers from 1 to 65535. Of a larger one, the system would use the last 16 bits."""
+
 
 class ServerConfig(FlagConfig):
     """The flags of one server, checked by `finalize`. Plain values only: the config is sent to every process."""
@@ -216,7 +219,7 @@ class ServerConfig(FlagConfig):
     statsd_server_url: str | None = flag(
         None,
         "statsd server that receives the figures of the throughput log lines over UDP, as HOST:PORT",
-        rules=(matches(r"(udp://)?([^\s/?#@:\[\]]+|\[[\da-fA-F:.]+\]):[1-9]\d{0,4}", "HOST:PORT"),),
+        rules=(matches(rf"(udp://)?([^\s/?#@:\[\]]+|\[[\da-fA-F:.]+\]):{_PORT}", "HOST:PORT"),),
     )
     data_dir: str | None = flag(
         None,

@@ -133,9 +133,27 @@ def test_a_statsd_server_that_is_absent_slow_or_unknown_changes_nothing(caplog: 
             slow.send(WINDOW)
     for _ in range(3):
         slow.send(WINDOW)  # refused: nobody listens any more
-    unknown = StatsdSender("no-such-host.invalid:8125", "toka")
-    unknown.send(WINDOW)
+    wrong = ["no-such-host.invalid:8125", "no..host:8125"]
+    for url in wrong:
+        StatsdSender(url, "toka").send(WINDOW)
     deadline_s = time.monotonic() + 60
-    while "nothing is sent" not in caplog.text and time.monotonic() < deadline_s:
+    while caplog.text.count("nothing is sent") < len(wrong) and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert "statsd_server_url=no-such-host.invalid:8125: " in caplog.text
+    for url in wrong:
+        assert f"statsd_server_url={url}: " in caplog.text
+
+
+def test_of_a_name_with_several_addresses_the_figures_go_to_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, a statsd server listens there alone, but localhost may be ::1 first."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+        server.bind(("127.0.0.1", 0))
+        server.settimeout(30)
+        port = server.getsockname()[1]
+        kind = socket.SOCK_DGRAM, socket.IPPROTO_UDP, ""
+        addresses = [
+            (socket.AF_INET6, *kind, ("::1", port, 0, 0)),
+            (socket.AF_INET, *kind, ("127.0.0.1", port)),
+        ]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: list(addresses))
+        connected(StatsdSender(f"localhost:{port}", "toka")).send(WINDOW)
+        assert server.recv(65_536).decode() == FIGURES

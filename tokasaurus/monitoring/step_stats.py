@@ -172,11 +172,13 @@ class StatsdSender:
         host, _, port = self._url.removeprefix("udp://").rpartition(":")
         try:
             addresses = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+            # By default, a statsd server listens on IPv4 alone, but localhost may be ::1 first.
+            addresses.sort(key=lambda found: found[0] != socket.AF_INET)
             family, kind, protocol, _, address = addresses[0]
             found = socket.socket(family, kind, protocol)
             found.setblocking(False)
             found.connect(address)
-        except (OSError, OverflowError) as error:  # OverflowError: a port above 65535
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host, such as "a..b"
             reason = getattr(error, "strerror", None) or error
             logger.warning("statsd_server_url=%s: %s; nothing is sent", self._url, reason)
         else:
