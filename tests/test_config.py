@@ -183,6 +183,7 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
         ("symmetric_all_reduce=T", "symmetric_all_reduce=T: needs tp_size= of at least 2 beside it"),
         ("statsd_server_url=udp://x", "statsd_server_url=udp://x: must be HOST:PORT"),
         ("statsd_server_url=x:0", "statsd_server_url=x:0: must be HOST:PORT"),
+        ("statsd_server_url=x:65536", "statsd_server_url=x:65536: must be HOST:PORT"),
         ("statsd_server_url=http://x:80", "statsd_server_url=http://x:80: must be HOST:PORT"),
         ("statsd_server_url=[::1:80", "statsd_server_url=[::1:80: must be HOST:PORT"),
         (
@@ -191,6 +192,8 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
         ),
         ("rope_scaling=yarn", "rope_scaling=yarn: must be a JSON object, or None (model's)"),
         ("rope_scaling=[1]", "rope_scaling=[1]: must be a JSON object, or None (model's)"),
+        ("rope_scaling={'factor':{2}}", "rope_scaling={'factor':{2}}: cannot be read, TypeError: Object of type set"),
+        ("rope_scaling={(1,2):3}", "rope_scaling={(1,2):3}: cannot be read, TypeError: keys must be str"),
     ],
 )
 def test_wrong_flag_is_one_line_with_name_value_and_what_is_allowed(words: str, message: str) -> None:

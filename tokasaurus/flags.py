@@ -299,11 +299,12 @@ def _read(name: str, text: str, flag: Flag) -> Any:
 
 
 def _read_object(text: str) -> Any:
-    """The value of JSON, or of a Python literal, which may have single quotes; else the text."""
+    """The value of JSON, or of a Python literal, which may have single quotes; else the text. Raises TypeError for a
+    literal that JSON cannot have, such as a set."""
     try:
         return json.loads(text)
     except ValueError:
-        return _literal(text)
+        return json.loads(json.dumps(_literal(text)))
 
 
 def _unquoted(text: str) -> str:

@@ -183,6 +183,7 @@ def test_missing_and_malformed_files_are_named(tmp_path: Path) -> None:
         ({"rope_type": "linear", "factor": 2, "beta_fast": 3}, "beta_fast is not a setting of rope type 'linear'"),
         ({"rope_type": "yarn", "facter": 2}, "facter is not a setting of rope type 'yarn'"),
         ({"factor": 8}, "factor is not a setting of rope type 'default'"),
+        ({"rope_type": "linear", "factor": 1e-9}, "factor 1e-09 of 512 tokens leaves no context"),
         ({"rope_type": "llama3", "factor": 8}, "low_freq_factor is missing"),
         ({"rope_type": "yarn", "factor": 2, "rope_theta": 1}, "rope_theta must be greater than 1"),
         ({"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 0}, "original_max_position_embeddings"),

@@ -109,6 +109,8 @@ def with_rope_scaling(config: Fields, scaling: Fields) -> Fields:
     if rope_type in ROPE_KEYS["original_max_position_embeddings"]:
         parameters["original_max_position_embeddings"] = original
         longest = max(longest, stated)  # a model may be used a little beyond its original length, as Qwen3 is
+    if longest < 1:
+        raise CheckpointError(f"factor {factor!r} of {original} tokens leaves no context")
     replaced = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
     others = {name: value for name, value in config.items() if name not in replaced}
     new = {**others, "max_position_embeddings": longest, "rope_parameters": parameters}
