@@ -21,12 +21,14 @@ from tokasaurus.manager.planning import prefix_groups
 from tokasaurus.manager.state.engine_state import HydragenOptions
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.generation import CancelRequest
+from tokasaurus.model.sampling.rules import has_limits
 from tokasaurus.model.worker.warmup import (
     ForwardLimits,
     _seconds_per_pair,
     decode_after,
     longest_last_tokens,
     longest_prefill,
+    small_forwards,
     steps_of_all_classes,
     warm_up,
     widest_prefill,
@@ -101,6 +103,20 @@ def test_a_runner_runs_every_warm_up_step(limits: ForwardLimits, tmp_path: Path)
     model, info = load(tmp_path)
     runner = make_runner(model, info, "torch", num_blocks=1, num_slots=limits.max_seqs)
     warm_up(runner, limits, 16, is_context_costly=True)
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_a_small_forward_wants_top_logprobs_and_nothing_else(limits: ForwardLimits) -> None:
+    """With rules, masks or limits, tensor-parallel ranks do not search their shards of the vocabulary."""
+    assert any(
+        opened.want_logprobs.all()
+        for step in small_forwards(limits, 16)
+        if (opened := step.changes.opened) is not None
+        and opened.num_top_logprobs is not None
+        and opened.rules is None
+        and step.masks is None
+        and not has_limits(opened.sampling).any()
+    )
 
 
 @pytest.mark.long

@@ -147,10 +147,10 @@ def warm_up(runner: ModelRunner, limits: ForwardLimits, page_size: int, is_conte
 def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInput]:
     """A small forward of each kind; run each before taking the next.
 
-    With every sampling feature: prefill with prompt logprobs, then decode. The same prefill without masks, one with
-    limits alone, and one with masks alone: Triton compiles a variant of a kernel for each. With none: prefill, decode
-    together with prefill, decode in a prefix group, and a single token, in case a compiler treats a size of 1
-    specially.
+    With every sampling feature: prefill with prompt logprobs, then decode. The same prefill without masks, and one each
+    with limits, with top-k logprobs and with masks alone: Triton compiles a variant of a kernel for each. With none:
+    prefill, decode together with prefill, decode in a prefix group, and a single token, in case a compiler treats a
+    size of 1 specially.
     """
     num_rows = min(_SMALL_ROWS, limits.max_seqs, limits.max_tokens)
     num_tokens = np.full(num_rows, min(_SMALL_TOKENS, limits.max_tokens // num_rows, limits.context_length), np.int32)
@@ -158,6 +158,7 @@ def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInp
     prefill = _first_step(num_tokens, start, limits)
     yield replace(prefill, masks=None)
     yield _with_limits_alone(prefill)
+    yield _with_logprobs(_first_step(num_tokens, start, limits, is_plain=True), limits)
     yield replace(_first_step(num_tokens, start, limits, is_plain=True), masks=prefill.masks)
     yield _with_prompt_logprobs(prefill, limits)
     if limits.context_length > num_tokens[0]:
@@ -178,6 +179,19 @@ def _with_limits_alone(step: ForwardInput) -> ForwardInput:
     opened = step.changes.opened
     assert opened is not None
     return replace(step, masks=None, changes=replace(step.changes, opened=replace(opened, rules=None)))
+
+
+def _with_logprobs(step: ForwardInput, limits: ForwardLimits) -> ForwardInput:
+    """`step`, which opens slots, with top-k logprobs of all rows. If it has no masks, rules and limits, tensor-parallel
+    ranks find the most likely tokens of their shards of the vocabulary."""
+    opened = step.changes.opened
+    assert opened is not None
+    opened = replace(
+        opened,
+        want_logprobs=np.ones(len(opened.slots), np.bool_),
+        num_top_logprobs=np.full(len(opened.slots), min(_NUM_TOP, limits.vocab_size), np.int32),
+    )
+    return replace(step, changes=replace(step.changes, opened=opened))
 
 
 def warm_up_small(runner: ModelRunner, limits: ForwardLimits, page_size: int) -> WarmUpTimes:

@@ -96,6 +96,9 @@ def run_steps(runner: ModelRunner) -> None:
                 some = rng.permutation(len(decoding))[: int(rng.integers(1, 4))]
                 masks = make_masks({int(row): np.arange(VOCAB_SIZE) % 3 == 1 for row in sorted(some)})
             driver.run(decoding, [], masks=masks)
+    driver = StepDriver(runner, PAGE_SIZE)
+    driver.open(1, [1, 2, 3], temperature=1.0, num_top=5)  # alone: ranks then search their parts of the vocabulary
+    driver.run([], [(1, 3)])
     samples = Samples(StepDriver(runner, PAGE_SIZE), PAGE_SIZE, seed=3)
     samples.run(3, grouped=True)
     assert samples.num_grouped > 0
