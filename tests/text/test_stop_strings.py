@@ -169,9 +169,9 @@ def test_replacement_character_as_stop_is_found_only_in_the_whole_text() -> None
 
 def test_lookback_counts_bytes_and_grows_with_the_longest_stop() -> None:
     assert lookback_tokens([]) == 0
-    assert lookback_tokens([], minimum=5) == 5
-    assert lookback_tokens(["é"], minimum=5) == 5
-    assert lookback_tokens(["ab", "ééé"], minimum=5) == 7
+    assert lookback_tokens([], 5) == 5
+    assert lookback_tokens(["é"], 5) == 5
+    assert lookback_tokens(["ab", "ééé"], 5) == 7
 
 
 @examples(400)
