@@ -28,7 +28,8 @@ from tokasaurus.text.token_decoder import PromptTail
 
 @dataclass(frozen=True, slots=True)
 class LengthPredictorOptions:
-    """How completion lengths are predicted. Each field is a flag without its `early_stopping` or `spec_allocation`."""
+    """How completion lengths are predicted. Each field is a flag whose name has `early_stopping` or `spec_allocation`
+    too, such as early_stopping_buffer_size."""
 
     track: bool = True
     """Learn from finished sequences; False keeps the prior."""

@@ -29,6 +29,12 @@ _NUM_WARPS = 8
 _NO_TOKEN = 2**31 - 1
 _LARGEST_NOISE = 22.88  # -log(2^-33), and some more
 
+_PART = 8192
+"""Most logits of a part of a row."""
+_USUAL_COUNT = 32
+"""Candidates of each part for which the second kernel has room; for more, another variant is compiled."""
+_LARGEST_ID = 2**31 - 1
+
 
 def draw(
     logits: Tensor,
@@ -144,13 +150,6 @@ def _draw_row(
     tl.store(chosen + own, tl.load(row[0] + token).to(tl.float32))
     # The sum is NaN if a logit is NaN or positive infinity.
     tl.store(tokens + own, tl.where(total < float("inf"), token.to(tl.int64), -1))
-
-
-_PART = 8192
-_USUAL_COUNT = 32
-"""The second kernel has room for so many candidates of each part; more than this compile another one."""
-_NUM_WARPS = 8
-_LARGEST_ID = 2**31 - 1
 
 
 def largest_logits(logits: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:

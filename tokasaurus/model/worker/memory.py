@@ -365,7 +365,7 @@ def _stage_buffers(rank: _Rank) -> Planned:
 
 
 def _sums(rank: _Rank) -> Planned:
-    """What the ranks read of each other."""
+    """The memory through which tensor-parallel ranks sum."""
     sizes = rank.sizes
     num_bytes = buffer_bytes(sizes.max_tokens_per_forward, rank.info.hidden_size, sizes.dtype)
     if sizes.tp_size == 1 or not sizes.has_symmetric_sums or not num_bytes:
@@ -402,8 +402,8 @@ def _workspaces(rank: _Rank) -> Planned:
 
 
 def _graphs(rank: _Rank) -> Planned:
-    """All graphs use the memory of the largest, beside what the driver keeps of each piece: one more than there are
-    layers in each, and as much again where attention can be recorded too."""
+    """All graphs share the memory of the largest. For each piece of a graph the driver keeps some more: a graph has one
+    piece more than the stage has layers, and twice as many where attention can be recorded too."""
     sizes, mesh = rank.sizes, rank.mesh
     if not sizes.graph_sizes:
         return None
@@ -510,7 +510,7 @@ class MemoryTable:
         return torch.cuda.memory_allocated(self._device) if self._is_cuda else own_bytes()
 
     def _taken_bytes(self) -> int:
-        """From the device, by whomever."""
+        """In use on the device, by all processes."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
@@ -573,8 +573,8 @@ def plan_fixed(num_tokens: int, page_size: int, block: BlockBytes, available_byt
 def plan_auto(
     available_bytes: int, what_is_available: str, fraction: float, page_size: int, block: BlockBytes
 ) -> KVCachePlan:
-    """A KV cache in a fraction of the available memory, which all workers get as many blocks of. Raises UserError if no
-    block fits."""
+    """A KV cache that takes a fraction of the available memory; each worker gets the same number of blocks. Raises
+    UserError if no block fits."""
     budget = int(available_bytes * fraction)
     num_blocks = budget // block.total - 1  # minus the padding block
     if num_blocks < 1:
@@ -813,7 +813,7 @@ def own_bytes() -> int:
 
 
 def sibling_bytes() -> Iterator[int]:
-    """The same of each other worker of this server."""
+    """`own_bytes` of each other worker of this server."""
     own = psutil.Process()
     launcher = own.parent()
     for child in [] if launcher is None else launcher.children():

@@ -87,7 +87,7 @@ class Transport:
 
 
 def stage_meshes(pp_size: int, shares_group: bool = False) -> list[Mesh]:
-    """Of each stage, with the groups that process_group makes; shares_group: with one for all hidden states instead."""
+    """Of each stage, with the groups that `with_groups` makes; shares_group: with one for all hidden states instead."""
     meshes = [Mesh(pp_rank=rank, pp_size=pp_size) for rank in range(pp_size)]
 
     def link(rank: int, first: int) -> Any:

@@ -7,7 +7,7 @@
 
 #include "simd/simd.h"
 
-// The rules of A rows. Filled by Python: structs.LogitRulesStruct, from RuledRows in sampling/rules.py.
+// The rules of A rows. Filled by Python: bindings.LogitRulesStruct, from RuledRows in sampling/rules.py.
 // rule_of_row: a row's index among the A, or -1 if it has no rule.
 struct LogitRules {
   const int32_t* rule_of_row;

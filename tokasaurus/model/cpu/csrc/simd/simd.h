@@ -45,7 +45,7 @@ constexpr int kCacheLineBytes = 64;
 // use each other's functions and variables.
 #define TOKA_EXPORT extern "C" __attribute__((visibility("default")))
 
-// Exports the size of a struct that Python fills: check_struct_sizes in structs.py compares it with Python's.
+// Exports the size of a struct that Python fills: check_struct_sizes in bindings.py compares it with Python's.
 #define TOKA_STRUCT_SIZE(name) \
   TOKA_EXPORT int64_t toka_size_of_##name() { return sizeof(name); }
 
