@@ -254,7 +254,7 @@ raise_in_triton = FunctionType(raise_as_triton.__code__, {**globals(), "__name__
 
 FAILURES: dict[str, tuple[dict[str, object], str]] = {
     "in the compiler": ({"side_effect": RuntimeError("\nPTXAS error: no sm_99\nmore")}, "PTXAS error: no sm_99"),
-    "at the first launch": ({"return_value": lambda *_: raise_in_triton()}, "Failed to find C compiler."),
+    "at the first launch": ({"return_value": lambda *_: raise_in_triton()}, "RuntimeError: Failed to find C compiler."),
 }
 
 
@@ -314,14 +314,16 @@ def test_a_worker_starts_where_compiling_is_the_default_and_fails(
         assert worker.runner.run(single_token(LIMITS)) is not None
     assert {done.phase: done.detail for done in phases}["warm-up"] == "compiled functions: none"
     (warning,) = [record.getMessage() for record in caplog.records if record.name == compile.__name__]
-    assert "cannot compile here: no Triton; " in warning
+    assert "cannot compile here: RuntimeError: no Triton; " in warning
 
 
 def test_a_plain_error_from_the_code_of_triton_is_one_line_too(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     with (
         unittest.mock.patch.object(Compiler, "_compile_graph", return_value=lambda *_: raise_in_triton()),
-        pytest.raises(UserError, match=r"^torch_compile=T: cannot compile here, Failed to find C compiler\.; "),
+        pytest.raises(
+            UserError, match=r"^torch_compile=T: cannot compile here, RuntimeError: Failed to find C compiler\.; "
+        ),
     ):
         compiled_runner(tmp_path, "torch")
 
@@ -329,7 +331,7 @@ def test_a_plain_error_from_the_code_of_triton_is_one_line_too(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("module", "expected", "message"),
     [
-        ("triton.runtime.errors", UserError, "torch_compile=T: cannot compile here, out of resource: shared memory"),
+        ("triton.runtime.errors", UserError, "torch_compile=T: cannot compile here, OutOfResources: out of resource"),
         ("somewhere.else", RuntimeError, "out of resource: shared memory"),
     ],
 )

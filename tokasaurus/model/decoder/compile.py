@@ -83,7 +83,7 @@ class Compiler:
                     raise
                 logger.debug("compilation failed", exc_info=error)
                 raise FlagRefused(
-                    f"torch_compile=T: cannot compile here, {_gist(error)}; torch_compile=F needs none"
+                    f"torch_compile=T: cannot compile here, {describe_error(error)}; torch_compile=F needs none"
                 ) from error
 
         return call
@@ -115,7 +115,7 @@ class Compiler:
         logger.warning(
             "the layers run uncompiled, which is slower, since torch.compile cannot compile here: %s; it needs Triton "
             "and a C compiler, and torch_compile=F does without",
-            _gist(error),
+            describe_error(error),
         )
 
     def _compile_graph(
@@ -142,11 +142,9 @@ def _is_of_compiler(error: Exception) -> bool:
     return any(module.startswith(_COMPILERS) for module in modules)
 
 
-def _gist(error: Exception) -> str:
-    """The line of a compiler's output that says what is wrong; else the error's first line."""
-    from torch._dynamo.exc import BackendCompilerFailed
-
-    if isinstance(error, BackendCompilerFailed):
-        error = error.inner_exception
-    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return next((line for line in lines if "error:" in line), lines[0]).strip()
+def describe_error(error: BaseException) -> str:
+    """One line: of a compiler's output, the line that says what is wrong; else the error's class and first line."""
+    error = getattr(error, "inner_exception", error)  # torch's BackendCompilerFailed has the cause
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    of_compiler = [line for line in lines if "error:" in line]
+    return next(iter(of_compiler), f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)[:300]

@@ -37,7 +37,7 @@ from tokasaurus.model.attention.backend import (
 from tokasaurus.model.attention.block_lists import as_in_steps, fill_lists_by_torch
 from tokasaurus.model.attention.reference import ReferenceBackend
 from tokasaurus.model.attention.row_split import attends_over, merge_partial
-from tokasaurus.model.decoder.compile import Compiler
+from tokasaurus.model.decoder.compile import Compiler, describe_error
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor, zero_nonfinite
 from tokasaurus.model.execution.device_batch import padded_count
 from tokasaurus.model.execution.executors import ModuleExecutor
@@ -201,7 +201,7 @@ class Checks:
             raise
         except Exception as error:  # of a library, its compilers or a driver, which have errors of many classes
             logger.debug("the check of %s failed", feature, exc_info=error)
-            failures.append(_gist(error))
+            failures.append(describe_error(error))
             self.results.append(Result(feature, None, failures[-1], 0.0))
         return next(iter(failures), None)
 
@@ -219,13 +219,6 @@ class Checks:
         """Note a feature that is switched off, which the caller has logged."""
         self.results.append(Result(feature, None, reason, 0.0))
         self.switched_off.append(feature)
-
-
-def _gist(error: Exception) -> str:
-    """The line of a compiler's output that says what is wrong; else the error's class and first line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    of_compiler = [line for line in lines if "error:" in line]
-    return next(iter(of_compiler), f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)[:300]
 
 
 class Context(NamedTuple):
