@@ -45,7 +45,7 @@ def test_every_flag_of_the_server_is_one_of_a_run_or_set_by_it() -> None:
         ([*FILES, "page_size=0"], "page_size=0: must be a whole number from 1 to 2147483647"),
         ([*FILES, "overwrite=3"], "overwrite=3: must be T or F"),
         ([*FILES, "port=80"], "port: toka batch sets it itself; base_url= names a running server"),
-        ([*FILES, "api_key=k"], "api_key: only with base_url=, since the server that is started has a key of its own"),
+        ([*FILES, "api_key=k"], "api_key: only with base_url=, since the server that is started has no port"),
         (
             [*FILES, URL, "model=m"],
             "model: a flag of the server, which runs already at base_url=http://localhost:1/v1",

@@ -63,7 +63,7 @@ class RunConfig(ServerConfig, without=_SET_BY_THE_RUN):
         return config
 
     def read_environment(self) -> None:
-        """The keys there are for a running server."""
+        """Only for a server at base_url: the variables are for its key."""
         if self.base_url is not None:
             super().read_environment()
 
@@ -76,7 +76,7 @@ class RunConfig(ServerConfig, without=_SET_BY_THE_RUN):
         if self.completion_window is not None and self.base_url is None:
             _check_window(self.completion_window)
         if self.api_key is not None and self.base_url is None:
-            raise FlagError("api_key: only with base_url=, since the server that is started has a key of its own")
+            raise FlagError("api_key: only with base_url=, since the server that is started has no port")
 
 
 def _check_window(window: str) -> None:
