@@ -100,7 +100,7 @@ def key_of_environment() -> str | None:
 
 
 def server_words(config: RunConfig, words: list[str]) -> list[str]:
-    """The words that the server is started with: those that are not the run's own, and its own defaults."""
+    """The server's flags: the words of the run without the run's own flags, and the run's defaults for a server."""
     given = [word for word in words if word.partition("=")[0] not in _OWN_FLAGS]
     return [*given, *(f"{name}={getattr(config, name)}" for name in _OWN_DEFAULTS)]
 

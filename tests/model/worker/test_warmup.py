@@ -156,7 +156,7 @@ def shape_class(step: ForwardInput, num_sampled: int) -> ShapeClass:
 
 
 def warmed_up(directory: Path, max_tokens: int = 8192, max_seqs: int = 64) -> list[ShapeClass]:
-    """Runs the steps; the classes of those that are not there to open slots."""
+    """Runs the steps of the warm-up. Returns the shape class of each."""
     save_tiny_model(directory, "llama")
     model, info = load(directory)
     runner = make_runner(model, info, "torch")

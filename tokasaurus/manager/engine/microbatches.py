@@ -108,7 +108,7 @@ def next_microbatches(state: EngineState, num_unapplied: int) -> Iterator[int]:
 
 
 def slots_of(state: EngineState, microbatch: int, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Those of `slots` that belong to this microbatch."""
+    """The slots of `slots` that belong to this microbatch."""
     if state.options.num_microbatches == 1:
         return slots
     is_own: NDArray[np.bool_] = state.slots.microbatches[slots] == microbatch

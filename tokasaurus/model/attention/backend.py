@@ -5,6 +5,7 @@ query rows of a `PagedPart` over the blocks of that part. Shared code (row_split
 """
 
 import threading
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -172,16 +173,16 @@ class AttentionBackend(Protocol):
         token of that part."""
 
 
-class TensorCache:
+class TensorCache(ABC):
     """The KV cache of a backend in two tensors of torch. A backend states their layout."""
 
     _shape: KVShape
     _keys: Tensor
     _values: Tensor
 
+    @abstractmethod
     def _cache_size(self, num_blocks: int) -> tuple[int, ...]:
-        """Of the keys, and of the values."""
-        raise NotImplementedError
+        """Size of the keys' tensor, and of the values'."""
 
     @property
     def caches(self) -> list[Tensor]:

@@ -62,7 +62,7 @@ def run_layers(layers: Sequence[DecoderLayer], hidden: Tensor, cos_sin: Tensor, 
 
 def before_attention(layer: DecoderLayer, hidden: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """hidden [S, E], cos_sin [T, 1, D] -> query [T, H, D], key and value [T, K, D]; bool [T], whether keys and values
-    are finite on this rank. Those that are not are zeros."""
+    are finite on this rank. Keys and values that are not finite become zeros."""
     attention, mesh = layer.attention, layer.mesh
     # The compiler does not relate the sizes of two arguments by itself.
     torch._check(cos_sin.shape[0] == hidden.shape[0] * mesh.tp_size)  # type: ignore[no-untyped-call]
