@@ -1,14 +1,22 @@
 """Addresses: the socket that the server listens on, which URLs lead to this machine, and the proxies for the others."""
 
+import errno
+import fcntl
 import importlib.util
 import ipaddress
 import os
 import socket
+import stat
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from tokasaurus.messages.status import UserError
+
+MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
+"""Of a Unix socket's file: the size of sun_path, less its final zero."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -27,7 +35,70 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+@contextmanager
+def listening_at(path: Path) -> Iterator[socket.socket]:
+    """A listening Unix socket within the context; only this user can connect. Its file is removed at the end.
+
+    A file that a killed server has left is replaced. Raises UserError, also if a process listens there."""
+    flag = f"unix_socket={path}"
+    num_bytes = len(os.fsencode(path))
+    if num_bytes > MAX_SOCKET_PATH_BYTES:
+        limit = f"the path of a socket may have at most {MAX_SOCKET_PATH_BYTES}"
+        raise UserError(f"{flag}: has {num_bytes} bytes; {limit}")
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        with _locked(path.absolute().parent):
+            _remove_stale(path, flag)
+            listener.bind(os.fspath(path))
+            path.chmod(0o600)  # before it listens: nobody can have connected
+            listener.listen()
+            status = path.stat()
+    except OSError as error:
+        listener.close()
+        raise UserError(f"{flag}: cannot listen there: {error.strerror or error}") from None
+    except UserError:
+        listener.close()
+        raise
+    try:
+        yield listener
+    finally:
+        listener.close()
+        with suppress(OSError):
+            if os.path.samestat(path.stat(), status):  # else another server has replaced it
+                path.unlink()
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Servers that start at the same time look at a file of `directory` one after the other. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # file systems without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_stale(path: Path, flag: str) -> None:
+    """Remove the file of a socket to which no process listens any more. Raises UserError and OSError."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise UserError(f"{flag}: exists, and is no socket")
+    with socket.socket(socket.AF_UNIX) as client:
+        client.setblocking(False)  # a server whose queue is full is a live one, too
+        if client.connect_ex(os.fspath(path)) != errno.ECONNREFUSED:
+            raise UserError(f"{flag}: another process listens there")
+    path.unlink()
+
+
 def url_of(listener: socket.socket) -> str:
+    """How to reach it: a URL, or `unix:` and the path of a Unix socket."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
 

@@ -199,6 +199,12 @@ class ServerConfig(FlagConfig):
 
     host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 allows access from the network", heading="server")
     port: int = flag(10210, "TCP port to listen on; 0 is any free one", minimum=0, maximum=65535)
+    unix_socket: str | None = flag(
+        None,
+        "file of a Unix socket to listen on, in place of host and port; only the user who starts the server can "
+        "connect to it",
+        none_means="host and port",
+    )
     api_key: str | None = flag(
         None,
         "key that clients must send; prefer TOKA_API_KEY, since other users can see the command line",
@@ -224,7 +230,7 @@ class ServerConfig(FlagConfig):
     data_dir: str | None = flag(
         None,
         "directory for files and batches, which survive restarts; by default one for each port, in the user's "
-        "data directory",
+        "data directory, and none with unix_socket=",
         none_means="by port",
     )
     keep_days: int = count(30, "days after which files and finished batches are removed")

@@ -1,5 +1,6 @@
 """`toka ping`: one request to a running server, printed with its timing."""
 
+import importlib
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ class PingConfig(FlagConfig):
     )
     host: str = flag("127.0.0.1", "address of the server", heading="server")
     port: int = flag(ServerConfig.port, "TCP port of the server", minimum=1, maximum=65535)
+    unix_socket: str | None = flag(None, "file of the server's Unix socket, replaces host and port")
     base_url: str | None = flag(None, "URL of any OpenAI-compatible API, replaces host and port")
     model: str = flag("default", "model name; default is the served model")
     api_key: str | None = flag(None, "API key of the server", none_means="TOKA_API_KEY", variables=("TOKA_API_KEY",))
@@ -33,30 +35,30 @@ class PingConfig(FlagConfig):
         super().finalize()
         if self.prompt is None:
             raise FlagError("prompt is missing: toka ping prompt='tell me a joke'")
+        if self.unix_socket is not None and self.base_url is not None:
+            raise FlagError(f"unix_socket={self.unix_socket}: either it or base_url= names the server")
 
 
 def ping(config: PingConfig) -> int:
     """Print the answers, then time and token count. Returns the exit code: 1, with one line on stderr, on failure."""
     import openai
 
-    host = f"[{config.host}]" if ":" in config.host else config.host  # IPv6
-    base_url = f"http://{host}:{config.port}/v1" if config.base_url is None else config.base_url
-    api_key = config.api_key or "none"  # the client requires one
+    base_url = _base_url(config)
+    server = base_url if config.unix_socket is None else f"unix_socket={config.unix_socket}"
     started = time.perf_counter()
     try:
-        # No time limit: the duration is what ping measures.
         with proxies_for(base_url):
-            client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None)
+            client = _make_client(base_url, config)
         with client:
             answers, num_tokens = _ask(client, config)
     except openai.APIStatusError as error:
-        return _fail(f"{base_url} answered {error.status_code}: {_reason(error)}")
+        return _fail(f"{server} answered {error.status_code}: {_reason(error)}")
     except openai.APIConnectionError as error:
         proxy = proxy_variable(base_url)
-        route = base_url if proxy is None else f"{base_url} through the proxy of {proxy}"
+        route = server if proxy is None else f"{server} through the proxy of {proxy}"
         return _fail(f"no answer from {route}: {error.__cause__ or error}; is toka running?")
     except Exception as error:  # the client raises various errors for an invalid host or key
-        return _fail(f"{base_url}: {' '.join(str(error).split())}")
+        return _fail(f"{server}: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
         return _fail("stopped")
     seconds = time.perf_counter() - started
@@ -65,6 +67,29 @@ def ping(config: PingConfig) -> int:
     rate = f", {num_tokens / seconds:.1f} tokens/s" if num_tokens else ""
     print(f"\n{seconds:.2f} s, {num_tokens} tokens{rate}")
     return 0
+
+
+def _base_url(config: PingConfig) -> str:
+    """Of a Unix socket, one that leads to this machine: no client looks its host up."""
+    if config.base_url is not None:
+        return config.base_url
+    if config.unix_socket is not None:
+        return "http://localhost/v1"
+    host = f"[{config.host}]" if ":" in config.host else config.host  # IPv6
+    return f"http://{host}:{config.port}/v1"
+
+
+def _make_client(base_url: str, config: PingConfig) -> "OpenAI":
+    """A client without a time limit: the duration is what ping measures."""
+    import openai
+
+    http_client = None
+    if config.unix_socket is not None:
+        # httpx or httpx2, which depends on the version of openai
+        httpx: Any = importlib.import_module(openai.DefaultHttpxClient.__bases__[0].__module__.partition(".")[0])
+        http_client = openai.DefaultHttpxClient(transport=httpx.HTTPTransport(uds=config.unix_socket), timeout=None)
+    api_key = config.api_key or "none"  # the client requires one
+    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None, http_client=http_client)
 
 
 def _ask(client: "OpenAI", config: PingConfig) -> tuple[list[str], int]:

@@ -8,7 +8,7 @@ from tokasaurus.flags import MAX_INT32, FlagConfig, FlagError, count, flag
 ACTIONS = ("list", "show", "cancel")
 
 # Flags of the server that a run sets for its own server.
-_SET_BY_THE_RUN = ("host", "port", "data_dir")
+_SET_BY_THE_RUN = ("host", "port", "unix_socket", "data_dir")
 # Flags of the server with other defaults here: most protect it from its clients, and a run has only one, the user, who
 # sees its log beside the progress.
 _OWN_DEFAULTS = ("keep_days", "max_file_bytes", "max_batch_lines", "log_level", "uvicorn_log_level")

@@ -4,11 +4,12 @@ import os
 import signal
 import socket
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from tokasaurus.addresses import bind, url_of
+from tokasaurus.addresses import bind, listening_at, url_of
 from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint
+from tokasaurus.checkpoint.cache import expand_home
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import wait
 from tokasaurus.messages.status import HEARTBEAT_SECONDS, STOP_AT_ONCE, BatchTokens, Failed, PhaseDone, Ready, UserError
@@ -69,8 +70,7 @@ def serve(
 
 def _serve(config: ServerConfig, entries: Entries, report: StartupReport, is_private: bool) -> int:
     # The port first: if it is taken, this fails before the model is loaded.
-    bound = nullcontext() if is_private else bind(config.host, config.port)
-    with bound as listener, trace_file(config.trace):
+    with _bound(config, is_private) as listener, trace_file(config.trace):
         report.end_phase("imports")
         report.address = "" if listener is None else url_of(listener)
         checkpoint = resolve_checkpoint(
@@ -103,6 +103,15 @@ def _serve(config: ServerConfig, entries: Entries, report: StartupReport, is_pri
             group.terminate(stop_signals)
             report.show_line("stopped")
             return 0
+
+
+def _bound(config: ServerConfig, is_private: bool) -> AbstractContextManager[socket.socket | None]:
+    """The socket that the flags name. Raises UserError."""
+    if is_private:
+        return nullcontext()
+    if config.unix_socket is not None:
+        return listening_at(expand_home("unix_socket", config.unix_socket))
+    return bind(config.host, config.port)
 
 
 @dataclass(frozen=True)

@@ -127,13 +127,14 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def allowed_hosts(address: str, listed: str | None) -> frozenset[str] | None:
+def allowed_hosts(address: str | None, listed: str | None) -> frozenset[str] | None:
     """The names that requests may be sent to, beside every address written as a number; None allows all.
 
-    address: what the server listens on. listed: the flag, names separated by commas; * allows all.
+    address: what the server listens on; None for a Unix socket, which no browser connects to. listed: the flag, names
+    separated by commas; * allows all.
     """
     names = frozenset(name.strip().lower() for name in (listed or "").split(",")) - {""}
-    if "*" in names or (listed is None and not _is_loopback(address)):
+    if "*" in names or (listed is None and (address is None or not _is_loopback(address))):
         return None
     return names | {"localhost"}
 

@@ -122,7 +122,7 @@ def run_server(
         waits_for_restart=config.while_restarting == "wait",
     )
     connections = ConnectionTable(config)
-    hosts = allowed_hosts(config.host, config.allowed_hosts)
+    hosts = allowed_hosts(config.host if config.unix_socket is None else None, config.allowed_hosts)
     # In the background: it takes longer than everything else here, and completions do not need it.
     threading.Thread(target=load_chat_template, name="chat template", daemon=True).start()
     collect_garbage_when_idle(lambda: engine.num_pending_requests == 0)
@@ -153,7 +153,8 @@ def _listen(listener: socket.socket, config: ServerConfig) -> None:
     except OSError as error:  # another process also bound the port and listened first
         raise UserError(f"port={config.port}: cannot listen: {error.strerror}; choose another port=") from None
     _allow_many_connections()
-    watch_for_lost_peers(listener, config.write_timeout_seconds)
+    if listener.family != socket.AF_UNIX:  # its clients are on this machine
+        watch_for_lost_peers(listener, config.write_timeout_seconds)
 
 
 def _allow_many_connections() -> None:

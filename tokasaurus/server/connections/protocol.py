@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import select
 import socket
@@ -126,6 +127,9 @@ LINGER_S = 2.0
 BODY_BYTES_PER_S = 65_536
 """Each of these adds a second to the time that a body may take."""
 
+_unix_numbers = itertools.count(1)
+"""Connections to a Unix socket are told apart by number: requests of different ones take turns in the queue."""
+
 # How soon after a client's end of input the connection is first checked for a reset, and how rarely at last.
 _FIRST_CHECK_S, _LAST_CHECK_S = 0.005, 1.0
 # HTTP/1.0 has no way to find out whether a client that closed its side still reads: it gets this much time.
@@ -190,6 +194,8 @@ class ConnectionProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = LingeringTransport(transport)
         super().connection_made(self.transport)
+        if self.client is None:  # of a Unix socket, where connections have no address
+            self.client = ("unix", next(_unix_numbers))
         self.flow = _GatedFlow(self.transport, self.pipeline)
         if not self._table.add(self):
             limit = f"the server has {self._table.max_connections} open connections (max_connections)"

@@ -88,7 +88,7 @@ def _open(stack: ExitStack, config: ServerConfig, url: str) -> Store | None:
             return stack.enter_context(open_store(expand_home("data_dir", config.data_dir), url))
         except StoreError as error:
             raise UserError(f"data_dir={config.data_dir}: {error}") from None
-    if config.port == 0:  # the next server would have another one
+    if config.unix_socket is not None or config.port == 0:  # the next server would have another port
         return None
     try:
         root = default_data_dir(config.port)
