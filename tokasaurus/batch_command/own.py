@@ -7,18 +7,12 @@ ledger, and the command reads the results from there.
 from __future__ import annotations
 
 import functools
-import multiprocessing
-import os
 import secrets
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 import apsw
 import orjson
@@ -27,8 +21,8 @@ from tokasaurus.batch_command.errors import CommandError, InputRefused
 from tokasaurus.batch_command.input_file import Fingerprint, InputLimits, check_input, find_endpoint, fingerprint
 from tokasaurus.batch_command.progress import BatchView
 from tokasaurus.batch_command.results import OutputFile, ResultsSoFar
-from tokasaurus.messages.status import BatchTokens, Failed, Serving
-from tokasaurus.monitoring.shortage import hint_at_memory
+from tokasaurus.messages.status import BatchTokens
+from tokasaurus.processes.private_server import STOP_S, PrivateServer, ServerEnded
 from tokasaurus.server.jobs.store.data_dir import DataDir, DataDirInUse, StoreError
 from tokasaurus.server.jobs.store.database import explain, open_connection
 from tokasaurus.server.jobs.store.ledger import add_lines, first_results
@@ -49,8 +43,6 @@ Result = TypeVar("Result")
 
 # Time for the processes of a run that was killed to end.
 _FREE_S = 20.0
-# Time for the server to stop, beside its drain_seconds.
-_STOP_S = 20.0
 INPUT_ID = "file-input"
 """Id of the input in the data directory."""
 _LINES_PER_TRANSACTION = 10_000
@@ -212,54 +204,41 @@ class OwnServer:
 
     def __init__(self, words: list[str], data_dir: Path, drain_s: float, show: Callable[[str], None]) -> None:
         """words: flags. show: shows the user a line; another thread calls it for the processes' logs."""
-        self._words = [*words, f"data_dir={data_dir}"]
         self._data_dir = data_dir
-        self._stop_s = drain_s + _STOP_S
-        self._show = show
-        self._failure = ""
-        """Why the launcher says it ends."""
-        self._is_stopping = False
-        self.model = ""
-        """Name of the model that it serves; empty until it is ready."""
-        self.tokens: BatchTokens | None = None
-        """How far the lines are; None until the server has told."""
+        self._server = PrivateServer([*words, f"data_dir={data_dir}"], show, stop_s=drain_s + STOP_S)
 
     def __enter__(self) -> OwnServer:
         """Returns when the model is loaded. Raises CommandError."""
         self._wait_until_free()
-        self._start()
+        self._server.start()
         try:
-            while not self.model:
-                self._take_message("did not start")
-        except BaseException:
-            self._stop()
+            self._server.wait_until_serving()
+        except BaseException as error:
+            self._server.stop()
+            if isinstance(error, ServerEnded):
+                raise CommandError(f"the server did not start: {error}") from None
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop()
+        self._server.stop()
+
+    @property
+    def model(self) -> str:
+        """Name of the model that it serves."""
+        return self._server.model
+
+    @property
+    def tokens(self) -> BatchTokens | None:
+        """How far the lines are; None until the server has told."""
+        return self._server.tokens
 
     def wait(self, seconds: float) -> None:
         """Raises CommandError if the server ends meanwhile."""
-        deadline = time.monotonic() + seconds
-        while self._messages.poll(max(0.0, deadline - time.monotonic())):
-            self._take_message("has ended")
-
-    def _take_message(self, what_death_means: str) -> None:
-        """Wait for the next message. Raises CommandError if the server has ended."""
         try:
-            message = self._messages.recv()
-        except (EOFError, OSError):
-            raise self._death(what_death_means) from None
-        match message:
-            case str():
-                self._show(message)
-            case Serving():
-                self.model = message.model
-            case BatchTokens():
-                self.tokens = message
-            case Failed():
-                self._failure = message.message
+            self._server.wait(seconds)
+        except ServerEnded as ended:
+            raise CommandError(f"the server has ended: {ended}") from None
 
     def _wait_until_free(self) -> None:
         """Wait for the processes of a run that was killed a moment ago. Raises CommandError."""
@@ -277,51 +256,3 @@ class OwnServer:
             else:
                 data_dir.close()
                 return
-
-    def _start(self) -> None:
-        """Call it in the main thread: on Linux, the server is killed when the thread that has started it ends."""
-        self._messages, its_end = multiprocessing.Pipe()
-        # As in this process: with -m, the working directory would come first, whatever modules it has.
-        module = "tokasaurus.batch_command.server_process"
-        script = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; sys.exit(main(*sys.argv[1:]))"
-        with its_end:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", script, str(os.getpid()), str(its_end.fileno()), *self._words],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[its_end.fileno()],
-                start_new_session=True,  # a terminal's Ctrl-C is for the run, which decides when the server ends
-                text=True,
-                errors="replace",
-            )
-        assert self._process.stdout is not None
-        self._showing = threading.Thread(target=self._show_lines, args=(self._process.stdout,), daemon=True)
-        self._showing.start()
-
-    def _show_lines(self, output: IO[str]) -> None:
-        for line in output:
-            if not self._is_stopping:
-                self._show(line.rstrip("\n"))
-
-    def _death(self, what: str) -> CommandError:
-        """The error of a server that has ended: with the launcher's last words, if there are any."""
-        code = self._process.wait()
-        self._showing.join(_STOP_S)
-        death = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
-        death += hint_at_memory(-code if code < 0 else None)
-        return CommandError(f"the server {what}: {self._failure or death}")
-
-    def _stop(self) -> None:
-        """Stop it in order; kill it if that takes too long, or if the user interrupts again."""
-        self._is_stopping = True
-        try:
-            if self._process.poll() is None:
-                self._process.terminate()
-                with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(self._stop_s)
-        finally:
-            if self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
-            self._messages.close()

@@ -109,7 +109,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The private server of `toka batch` is ready. The launcher sends it to the command."""
+    """A private server is ready. The launcher sends it to the process that has started it."""
 
     model: str
 

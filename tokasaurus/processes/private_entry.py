@@ -1,0 +1,119 @@
+"""What a private server runs first: it ends with the process that has started it, and tells it what happens.
+
+`PrivateServer` runs its `main`, in a program of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage, ends_in_one_line
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from tokasaurus.startup_report import StartupReport
+
+
+@ends_in_one_line
+def main(channel_fd: str, directory: str, *words: str) -> int:
+    """Serve on unix_socket, or run the batches of data_dir, until a signal; returns the exit code.
+
+    directory: for temporary files; removed if the parent dies. "" if there is none. words: flags."""
+    from multiprocessing.connection import Connection
+
+    # The parent may ignore or block signals, and a new program inherits that.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    channel = Connection(int(channel_fd))
+    os.set_inheritable(int(channel_fd), False)
+    end_with_parent(channel, directory)
+    from tokasaurus.messages.status import Failed
+
+    try:
+        if directory:
+            import tempfile
+
+            tempfile.tempdir = directory
+        from tokasaurus.config import ServerConfig
+        from tokasaurus.flags import FlagError
+        from tokasaurus.processes.launch import serve
+
+        try:
+            config = ServerConfig.parse([*words])
+        except FlagError as error:
+            channel.send(Failed("launcher", str(error)))
+            return 2
+        return serve(config, report=_report_to(channel), is_private=config.unix_socket is None)
+    except Exception as error:
+        shortage = describe_shortage(error, LESS_MEMORY)
+        if shortage is None:
+            raise
+        channel.send(Failed("launcher", shortage))
+        return 1
+
+
+def end_with_parent(channel: Connection, directory: str) -> None:
+    """When the parent ends, even by SIGKILL: remove `directory`, and kill this process and all that it has started.
+
+    channel: its other end is open in the parent alone. Unlike the kernel's signal for a parent's death, which comes at
+    the end of the thread that has started this process, the end of a channel comes at the end of the parent."""
+    import shutil
+    import threading
+
+    def wait_for_end() -> None:
+        try:
+            while True:
+                channel.recv_bytes()
+        except (EOFError, OSError):
+            if directory:
+                shutil.rmtree(directory, ignore_errors=True)
+            _kill_all()
+
+    threading.Thread(target=wait_for_end, name="lifeline", daemon=True).start()
+
+
+def _kill_all() -> None:
+    """Descendants too that lead a session of their own, such as compilers; the others are in this process's group."""
+    from contextlib import suppress
+
+    with suppress(Exception):
+        import psutil
+
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                child.kill()
+    with suppress(OSError):
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+def _report_to(channel: Connection) -> StartupReport:
+    """Sends what the parent must know, and lines for the user as plain strings."""
+    from tokasaurus.messages.status import BatchTokens, Failed, PhaseDone, Ready, Serving
+    from tokasaurus.startup_report import StartupReport
+
+    class Report(StartupReport):
+        def show_line(self, line: str) -> None:
+            channel.send(line)
+
+        def show_failure(self, failure: str) -> None:
+            channel.send(Failed("launcher", failure))
+
+        def show_phase(self, process: str, phase: PhaseDone) -> None:
+            if not self.is_ready:  # the chat template, which may be loaded later
+                super().show_phase(process, phase)
+
+        def note_ready(self, message: Ready, is_server: bool) -> None:
+            was_ready = self.is_ready
+            super().note_ready(message, is_server)
+            if self.is_ready and not was_ready:
+                channel.send(Serving(self.model))
+
+        def note_tokens(self, message: BatchTokens) -> None:
+            channel.send(message)
+
+    return Report()
