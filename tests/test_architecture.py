@@ -37,7 +37,7 @@ OWN_FOLDERS = {
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["ping", "download", "batch_command", "plan_command", "check_command"],
+    ["ping", "download", "batch_command", "plan_command", "check_command", "library"],
     ["processes"],
     ["startup_report"],
     ["server", "manager", "model"],
@@ -89,6 +89,7 @@ WITHOUT_TORCH = [
     "ping",
     "download",
     "batch_command",
+    "library",
     "messages",
 ]
 WITHOUT_TORCH += ["processes", "monitoring"]

@@ -1,0 +1,244 @@
+"""The processes behind an `LLM`: toka on a Unix socket in a private directory, started again when they die, and ended
+with the program that uses them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from tokasaurus.addresses import MAX_SOCKET_PATH_BYTES
+from tokasaurus.config import ServerConfig
+from tokasaurus.processes.private_server import PrivateServer, ServerEnded
+
+MAX_RESTARTS = 5
+RESTART_WINDOW_S = 600.0
+"""More than MAX_RESTARTS within this time are too many."""
+
+_STOP_S = 5.0
+"""Time for the processes to end in order, beside drain_seconds."""
+_LOOK_S = 0.1
+"""Time between two attempts to connect: a dead server is noticed a moment before its launcher has ended."""
+_SOCKET_NAME = "socket"
+_ROOM_BYTES = len("/toka-12345678/") + len(_SOCKET_NAME)
+
+
+class EngineError(Exception):
+    """The processes did not start, or have died for good. The message is one line that says why."""
+
+
+class PrivateEngine:
+    """toka's processes, for this process alone. Any thread may call any method.
+
+    They end with `close`, at the end of this process, however it ends, or when nothing refers to the engine any more.
+    A forked child may send requests to them; it cannot end them."""
+
+    def __init__(self, words: list[str], show: Callable[[str], None]) -> None:
+        """words: flags of `toka` as name=value, already checked. show: shows the user a line; threads call it."""
+        self._supervisor = _Supervisor(words, show)
+        # not a method of this object, which would then be referred to for ever; also called at the interpreter's end
+        self._close = weakref.finalize(self, self._supervisor.close)
+
+    def start(self) -> None:
+        """Returns when the model is loaded and requests are served. Raises EngineError."""
+        try:
+            self._supervisor.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def wait_until_up(self, timeout_s: float) -> None:
+        """After a lost connection: returns when requests are served again.
+
+        Raises EngineError if they will not be any more, or are not after `timeout_s` seconds."""
+        self._supervisor.wait_until_up(timeout_s)
+
+    @property
+    def socket_path(self) -> str:
+        """File of the Unix socket; it stays the same after a restart."""
+        return self._supervisor.socket_path
+
+    @property
+    def model(self) -> str:
+        """Name of the model that is served."""
+        return self._supervisor.model
+
+    def close(self) -> None:
+        """End all processes and remove the directory. May be called again."""
+        self._close()
+
+
+class _Supervisor:
+    """What the watching thread needs; it does not refer to the engine, so that an engine nobody uses is closed."""
+
+    def __init__(self, words: list[str], show: Callable[[str], None]) -> None:
+        self._words = words
+        self._show_line = show
+        self._owner_pid = os.getpid()
+        self._changed = threading.Condition()
+        self._server: PrivateServer | None = None
+        """The latest one that has been started."""
+        self._is_serving = False
+        self._is_closing = False
+        self._failure: str | None = None
+        """Why there will be no other start."""
+        self._watching: threading.Thread | None = None
+        self._restarts_s: deque[float] = deque()
+        """When they began, by time.monotonic(), within RESTART_WINDOW_S."""
+        self._directory: Path | None = None
+        self.socket_path = ""
+        self.model = ""
+
+    def start(self) -> None:
+        """Raises EngineError."""
+        assert self._directory is None, "an engine starts once"
+        self._directory = _private_directory()
+        self.socket_path = str(self._directory / _SOCKET_NAME)
+        # A restart is the same start again, whatever this process has changed meanwhile. The last word counts.
+        self._words = ["drain_seconds=0", *self._words, f"unix_socket={self.socket_path}"]
+        key_variables = ServerConfig.flags["api_key"].variables  # no key: only this user can connect
+        self._environment = {name: value for name, value in os.environ.items() if name not in key_variables}
+        self._working_directory: str | None = None
+        with suppress(FileNotFoundError):  # it was removed
+            self._working_directory = str(Path.cwd())
+        self._start_server()
+        self._watching = threading.Thread(target=self._watch, name="engine watch", daemon=True)
+        self._watching.start()
+
+    def wait_until_up(self, timeout_s: float) -> None:
+        """Raises EngineError."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if os.getpid() == self._owner_pid:  # else no thread watches here, and the lock may be held for ever
+                self._wait_until_serving(max(0.0, deadline - time.monotonic()))
+            if self._accepts_connections():
+                return
+            if time.monotonic() >= deadline:
+                raise EngineError(f"the engine does not serve again after {timeout_s:g} s")
+            time.sleep(_LOOK_S)
+
+    def close(self) -> None:
+        """End all processes and remove the directory; in a forked child, nothing."""
+        if os.getpid() != self._owner_pid:
+            return
+        with self._changed:
+            self._is_closing = True
+            self._is_serving = False
+            self._changed.notify_all()
+        try:
+            if self._server is not None:
+                self._server.end()
+                if self._watching is not None and self._watching is not threading.current_thread():
+                    self._watching.join()
+                self._server.stop()
+        finally:
+            if self._directory is not None:
+                shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _wait_until_serving(self, timeout_s: float) -> None:
+        """Or until the timeout. Raises EngineError."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_serving or self._is_closing or self._failure is not None, timeout_s)
+            self._check_usable()
+
+    def _check_usable(self) -> None:
+        """Raises EngineError. Call with the lock."""
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        if self._is_closing:
+            raise EngineError("the engine is closed")
+
+    def _start_server(self) -> None:
+        """Returns when it serves. Raises EngineError."""
+        server = PrivateServer(
+            self._words,
+            self._show,
+            directory=self._directory,
+            stop_s=_STOP_S,
+            working_directory=self._working_directory,
+            environment=self._environment,
+        )
+        with self._changed:
+            self._check_usable()
+            try:
+                server.start()
+            except OSError as error:
+                raise EngineError(f"the engine cannot be started: {error.strerror}") from None
+            self._server = server
+        try:
+            server.wait_until_serving()
+        except ServerEnded as ended:
+            raise EngineError(str(ended)) from None
+        with self._changed:
+            self.model = server.model
+            self._is_serving = not self._is_closing
+            self._changed.notify_all()
+
+    def _watch(self) -> None:
+        """Start the server again whenever it has ended, until the engine is closed or a start fails."""
+        while self._server is not None:
+            why = self._server.wait_for_end()
+            with self._changed:
+                self._is_serving = False
+                if self._is_closing:
+                    return
+            self._server.stop()
+            number = self._note_restart()
+            if number is None:
+                limit = f"{MAX_RESTARTS} restarts within {RESTART_WINDOW_S / 60:g} minutes"
+                self._give_up(f"the engine died again after {limit}: {why}")
+                return
+            self._show(f"toka: the engine died: {why}; restart {number}")
+            try:
+                Path(self.socket_path).unlink(missing_ok=True)
+                self._start_server()
+            except (EngineError, OSError) as error:
+                self._give_up(f"the engine did not start again: {error}")
+                return
+            self._show("toka: the engine serves again")
+
+    def _note_restart(self) -> int | None:
+        """Its number among the latest; None if it would be one too many."""
+        now_s = time.monotonic()
+        while self._restarts_s and now_s - self._restarts_s[0] > RESTART_WINDOW_S:
+            self._restarts_s.popleft()
+        if len(self._restarts_s) == MAX_RESTARTS:
+            return None
+        self._restarts_s.append(now_s)
+        return len(self._restarts_s)
+
+    def _give_up(self, why: str) -> None:
+        with self._changed:
+            self._failure = why
+            self._changed.notify_all()
+        self._show(f"toka: {why}")
+
+    def _show(self, line: str) -> None:
+        if not self._is_closing:
+            with suppress(Exception):  # where it is shown must not decide whether the engine runs
+                self._show_line(line)
+
+    def _accepts_connections(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.setblocking(False)
+            return client.connect_ex(self.socket_path) in (0, errno.EAGAIN)  # EAGAIN: many clients wait already
+
+
+def _private_directory() -> Path:
+    """A new directory that only this user can open, with a path short enough for a socket in it. Raises EngineError."""
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) + _ROOM_BYTES > MAX_SOCKET_PATH_BYTES:
+        parent = "/tmp"
+    try:
+        return Path(tempfile.mkdtemp(prefix="toka-", dir=parent))
+    except OSError as error:
+        raise EngineError(f"the engine cannot be started: {error.filename or parent}: {error.strerror}") from None
