@@ -37,7 +37,8 @@ OWN_FOLDERS = {
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["ping", "download", "batch_command", "plan_command", "check_command", "library"],
+    ["ping", "download", "batch_command", "plan_command", "check_command"],
+    ["library"],
     ["processes"],
     ["startup_report"],
     ["server", "manager", "model"],

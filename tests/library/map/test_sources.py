@@ -1,0 +1,296 @@
+"""Every kind of source gives the same rows, in order, and joins answers to the type that came in."""
+
+import gzip
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas
+import polars
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+
+from tokasaurus.library.map.sources import (
+    MAX_BATCH_ROWS,
+    AnswerColumn,
+    column_keys,
+    default_keys,
+    open_source,
+)
+
+ROWS = [{"id": f"r{number}", "question": f"what is {number}?", "level": number % 5} for number in range(5_000)]
+TABLE = pa.Table.from_pylist(ROWS)
+
+
+def write_json_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def parquet_files(folder: Path) -> object:
+    pq.write_table(TABLE[:3_000], folder / "a.parquet", row_group_size=700)
+    pq.write_table(TABLE[3_000:], folder / "b.parquet")
+    return str(folder / "*.parquet")
+
+
+def json_lines_file(folder: Path) -> object:
+    write_json_lines(folder / "rows.jsonl", ROWS)
+    return folder / "rows.jsonl"
+
+
+def compressed_json_lines(folder: Path) -> object:
+    with gzip.open(folder / "rows.jsonl.gz", "wt") as file:
+        file.write("\n\n".join(map(json.dumps, ROWS)))
+    return folder / "rows.jsonl.gz"
+
+
+def csv_files(folder: Path) -> object:
+    pyarrow.csv.write_csv(TABLE[:10], folder / "1.csv")
+    pyarrow.csv.write_csv(TABLE[10:], folder / "2.csv")
+    return [str(folder / "1.csv"), folder / "2.csv"]
+
+
+def arrow_file(folder: Path) -> object:
+    pyarrow.feather.write_feather(TABLE, str(folder / "rows.feather"))
+    return str(folder)
+
+
+def arrow_stream(folder: Path) -> object:
+    with pa.ipc.new_stream(str(folder / "rows.arrow"), TABLE.schema) as writer:
+        writer.write_table(TABLE)
+    return folder / "rows.arrow"
+
+
+def hugging_face_dataset(_: Path) -> object:
+    datasets = pytest.importorskip("datasets", reason="not installed: it is large")
+    whole = datasets.Dataset(TABLE)
+    return whole.select(range(len(whole)))
+
+
+SOURCES: dict[str, Callable[[Path], object]] = {
+    "parquet": parquet_files,
+    "json lines": json_lines_file,
+    "json lines, compressed": compressed_json_lines,
+    "csv": csv_files,
+    "arrow file in a directory": arrow_file,
+    "arrow stream": arrow_stream,
+    "dataset": hugging_face_dataset,
+    "table": lambda _: TABLE,
+    "pandas": lambda _: TABLE.to_pandas(),
+    "polars": lambda _: polars.from_arrow(TABLE),
+    "list": lambda _: ROWS,
+    "generator": lambda _: (dict(row) for row in ROWS),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_all_rows_come_in_order_in_small_batches(name: str, tmp_path: Path) -> None:
+    source = open_source(SOURCES[name](tmp_path), key="id")
+    assert source.columns == ["id", "question", "level"]
+    rows: list[dict[str, Any]] = []
+    for batch in source.batches():
+        assert batch.first_number == len(rows)
+        assert 1 <= batch.num_rows <= MAX_BATCH_ROWS
+        assert batch.column("level") == [row["level"] for row in batch.rows(["level"])]
+        rows += batch.rows()
+    assert rows == ROWS
+    assert source.num_rows in (None, len(ROWS))
+    if name in ("parquet", "json lines", "arrow file in a directory", "dataset", "pandas", "polars", "table", "list"):
+        assert source.num_rows == len(ROWS)
+
+
+ANSWERS = [
+    AnswerColumn("answer", [None if number % 7 == 0 else f"a{number}" for number in range(len(ROWS))], False),
+    AnswerColumn("answers", [None if number % 7 == 0 else [f"a{number}", "b"] for number in range(len(ROWS))], True),
+]
+EXPECTED = [{**row, **{column.name: column.values[number] for column in ANSWERS}} for number, row in enumerate(ROWS)]
+READ_BACK: dict[str, tuple[type, Callable[[Any], list[dict[str, Any]]]]] = {
+    "pandas": (pandas.DataFrame, lambda frame: pa.Table.from_pandas(frame).to_pylist()),
+    "polars": (polars.DataFrame, lambda frame: frame.to_dicts()),
+    "json lines": (list, list),
+    "json lines, compressed": (list, list),
+    "list": (list, list),
+    "generator": (list, list),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_answers_are_joined_to_the_type_that_came_in(name: str, tmp_path: Path) -> None:
+    given = SOURCES[name](tmp_path)
+    source = open_source(given)
+    source.keep_rows = True
+    assert sum(batch.num_rows for batch in source.batches()) == len(ROWS)
+    joined = source.joined(ANSWERS)
+    if name == "dataset":
+        kind, to_rows = type(given), lambda dataset: dataset.to_list()
+    else:
+        kind, to_rows = READ_BACK.get(name, (pa.Table, lambda table: table.to_pylist()))
+    assert isinstance(joined, kind)
+    assert to_rows(joined) == EXPECTED
+
+
+def test_a_named_index_of_a_frame_is_a_column_and_stays_the_index() -> None:
+    frame = pandas.DataFrame({"question": ["x", "y"]}, index=pandas.Index(["k1", "k2"], name="id"))
+    source = open_source(frame, key="id")
+    assert [row for batch in source.batches() for row in batch.rows()] == [
+        {"id": "k1", "question": "x"},
+        {"id": "k2", "question": "y"},
+    ]
+    joined: Any = source.joined([AnswerColumn("answer", ["1", "2"], False)])
+    assert list(joined.index) == ["k1", "k2"]
+    assert list(joined.columns) == ["question", "answer"]
+    assert list(frame.columns) == ["question"], "the user's frame is as it was"
+
+
+def test_types_of_columns_are_kept(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "when": pa.array([1, None], pa.timestamp("ns", "UTC")),
+            "list": pa.array([[1], None], pa.list_(pa.int8())),
+            "kind": pa.array(["a", "b"]).dictionary_encode(),
+            "dense": pa.array([b"x", b"y"], pa.binary(1)),
+        }
+    )
+    pq.write_table(table, tmp_path / "t.parquet")
+    source = open_source(tmp_path / "t.parquet")
+    assert source.schema is not None
+    assert source.schema.equals(pq.read_schema(tmp_path / "t.parquet"))
+
+
+def test_an_iterable_is_read_as_far_as_its_batches_are() -> None:
+    taken = 0
+
+    def rows() -> Iterator[dict[str, int]]:
+        nonlocal taken
+        for taken in range(1, 1_000_000):
+            yield {"x": taken}
+
+    batches = open_source(rows()).batches()
+    for _ in range(3):
+        next(batches)
+    assert taken <= 3 * MAX_BATCH_ROWS
+
+
+def test_long_rows_come_in_smaller_batches() -> None:
+    source = open_source({"text": "x" * 100_000} for _ in range(1_000))
+    sizes = [batch.num_rows for batch in source.batches()]
+    assert sum(sizes) == 1_000
+    assert max(sizes[1:]) <= 84
+
+
+def expect_error(kind: type[Exception], match: str, rows: object, key: str | None = None) -> None:
+    with pytest.raises(kind, match=match) as caught:
+        for _ in open_source(rows, key).batches():
+            pass
+    assert "\n" not in str(caught.value)
+
+
+def test_errors_say_what_is_wrong_and_what_there_is(tmp_path: Path) -> None:
+    write_json_lines(tmp_path / "a.jsonl", ROWS[:3])
+    pq.write_table(TABLE[:3], tmp_path / "a.parquet")
+    pq.write_table(TABLE[:3].drop_columns("level"), tmp_path / "b.parquet")
+    (tmp_path / "c.parquet").write_bytes(b"no Parquet at all")
+    (tmp_path / "d.jsonl").write_text('{"a": 1}\n{"a": \n')
+    (tmp_path / "e.json").write_text('[{"a": 1}]')
+    (tmp_path / "f.jsonl").write_text("17\n")
+    (tmp_path / "g.csv").write_text("a,b\n1,2\n3\n")
+    (tmp_path / "h.txt").write_text("x")
+    (tmp_path / "empty").mkdir()
+    expect_error(FileNotFoundError, r"\*\.csvx: no such file", str(tmp_path / "*.csvx"))
+    expect_error(FileNotFoundError, r"there is no directory .*/nowhere", tmp_path / "nowhere" / "a.parquet")
+    expect_error(FileNotFoundError, "has no file that can be read", tmp_path / "empty")
+    expect_error(ValueError, r"of one kind.*JSON lines.*and.*Parquet", str(tmp_path / "a.*"))
+    expect_error(
+        ValueError, r"a\.parquet has level \(int64\), .*b\.parquet has no level", str(tmp_path / "[ab].parquet")
+    )
+    expect_error(ValueError, r"c\.parquet: cannot be read", tmp_path / "c.parquet")
+    expect_error(ValueError, r"d\.jsonl: line 2 is not JSON", tmp_path / "d.jsonl")
+    expect_error(ValueError, "line 1 is not a JSON object.*a JSON array of rows is not JSON lines", tmp_path / "e.json")
+    expect_error(ValueError, "line 1 is not a JSON object", tmp_path / "f.jsonl")
+    expect_error(ValueError, r"g\.csv: cannot be read: .*Expected 2 columns, got 1", tmp_path / "g.csv")
+    expect_error(ValueError, r"h\.txt: not a known kind of file; .*\.parquet, .*\.jsonl", tmp_path / "h.txt")
+    expect_error(ValueError, r"key='uid': .* has no such column; its columns are id, question, level", ROWS, "uid")
+    expect_error(TypeError, "row 1 of the rows is not a dict, but int", [{"a": 1}, 2])
+    expect_error(TypeError, "rows: int", 17)
+    expect_error(TypeError, "rows: a dict", {"a": 1})
+    expect_error(TypeError, "LazyFrame", polars.from_arrow(TABLE).lazy())
+    expect_error(ValueError, "is named twice", [tmp_path / "a.jsonl", tmp_path / "a.jsonl"])
+    expect_error(ValueError, "two columns 'a'", pa.table([pa.array([1]), pa.array([2])], names=["a", "a"]))
+
+
+def test_an_unreadable_gzip_file_stops_with_its_line(tmp_path: Path) -> None:
+    content = gzip.compress(b'{"a": 1}\n' * 100_000)
+    (tmp_path / "cut.jsonl.gz").write_bytes(content[: len(content) // 2])
+    expect_error(ValueError, r"cut\.jsonl\.gz: cannot be read after line \d+", tmp_path / "cut.jsonl.gz")
+
+
+def test_keys_are_distinct_and_stay_when_files_are_moved(tmp_path: Path) -> None:
+    def hashes(folder: Path) -> list[int]:
+        source = open_source(str(folder / "*.parquet"))
+        return [key for batch in source.batches() for key in default_keys(source, batch).tolist()]
+
+    (tmp_path / "one").mkdir()
+    parquet_files(tmp_path / "one")
+    before = hashes(tmp_path / "one")
+    assert len(set(before)) == len(ROWS)
+    (tmp_path / "one").rename(tmp_path / "two")
+    assert hashes(tmp_path / "two") == before
+    (tmp_path / "two" / "a.parquet").rename(tmp_path / "two" / "c.parquet")
+    assert set(hashes(tmp_path / "two")) & set(before) == set(before[3_000:])
+
+
+def test_key_columns_tell_types_and_refuse_null() -> None:
+    (batch,) = open_source([{"id": key} for key in ("1", 1, b"1", 1.5, "\ud800", (1, 2))]).batches()
+    assert len(set(column_keys(batch, "id").tolist())) == 6
+    (batch,) = open_source([{"id": "a"}, {"id": None}]).batches()
+    with pytest.raises(ValueError, match="row 1 of the rows has no key: its column 'id' is null"):
+        column_keys(batch, "id")
+
+
+def test_half_a_surrogate_pair_in_json_lines_is_read(tmp_path: Path) -> None:
+    (tmp_path / "s.jsonl").write_text('{"a": "x\\ud800y"}\n{"a": "b"}\n')
+    (batch,) = open_source(tmp_path / "s.jsonl").batches()
+    assert batch.rows() == [{"a": "x\ud800y"}, {"a": "b"}]
+    assert batch.lines == ['{"a":"x\ufffdy"}'.encode(), b'{"a": "b"}']
+
+
+def test_json_lines_and_dicts_need_no_pyarrow(tmp_path: Path) -> None:
+    write_json_lines(tmp_path / "a.jsonl", ROWS[:3])
+    script = (
+        "import sys; sys.modules['pyarrow'] = None\n"
+        "from tokasaurus.library.map.sources import open_source\n"
+        f"assert sum(batch.num_rows for batch in open_source({str(tmp_path / 'a.jsonl')!r}).batches()) == 3\n"
+        "assert sum(batch.num_rows for batch in open_source([{'a': 1}]).batches()) == 1\n"
+        f"open_source({str(tmp_path / 'x.parquet')!r})\n"
+    )
+    (tmp_path / "x.parquet").write_bytes(b"")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "ImportError: this needs pyarrow: pip install 'tokasaurus[data]'"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "generator"])
+def test_a_million_rows_take_little_memory(kind: str, tmp_path: Path) -> None:
+    script = f"""
+import resource, sys
+import pyarrow.parquet
+from tokasaurus.library.map.sources import open_source
+rows = ({{"id": n, "question": "what is %d?" % n}} for n in range(1_000_000))
+rows = rows if {kind!r} == "generator" else {str(tmp_path / f"rows.{kind}")!r}
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert sum(batch.num_rows for batch in open_source(rows).batches()) == 1_000_000
+assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+"""
+    ids = list(range(1_000_000))
+    table = pa.table({"id": ids, "question": [f"what is {number}?" for number in ids]})
+    if kind == "parquet":
+        pq.write_table(table, tmp_path / "rows.parquet")
+    elif kind == "jsonl":
+        write_json_lines(tmp_path / "rows.jsonl", table.to_pylist())
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,773 @@
+"""Rows from whatever the user has: files, data frames, Arrow tables, data sets, iterables of dicts.
+
+pyarrow is imported late: JSON lines and dicts need it only when their output is Parquet.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    Rows = str | Path | Sequence[str] | Sequence[Path] | Iterable[Mapping[str, Any]] | pa.Table | Any
+    """What `map` takes: see `open_source`."""
+
+Row = dict[str, Any]
+
+MAX_BATCH_ROWS = 2048
+MAX_BATCH_BYTES = 8 << 20
+"""Of a batch, by the size of the rows before it."""
+_FIRST_BATCH_ROWS = 512
+_MAX_READ_S = 1.0
+"""An iterable that takes longer for a batch gives a smaller one."""
+
+_KINDS = {
+    ".parquet": "Parquet",
+    ".pq": "Parquet",
+    ".jsonl": "JSON lines",
+    ".ndjson": "JSON lines",
+    ".json": "JSON lines",
+    ".csv": "CSV",
+    ".arrow": "Arrow",
+    ".arrows": "Arrow",
+    ".feather": "Arrow",
+    ".ipc": "Arrow",
+}
+_COMPRESSED = {"JSON lines", "CSV"}
+"""Kinds that are read with .gz after their suffix as well."""
+
+_MIX_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+class RowBatch:
+    """Rows that were read together, either as an Arrow batch or as dicts."""
+
+    def __init__(self, first_number: int, origin: str, first_in_origin: int, num_rows: int) -> None:
+        self.first_number = first_number
+        """Number of its first row in the source, from 0."""
+        self.origin = origin
+        """The file, or what else the rows are from."""
+        self.first_in_origin = first_in_origin
+        """Number of its first row in the origin, from 0."""
+        self.num_rows = num_rows
+        self.table: pa.RecordBatch | None = None
+        """All columns; None if the rows are dicts that need not become columns. After `keep_only`, only some rows."""
+        self.dicts: list[Row] | None = None
+        """The rows as they came; None if they came as columns, or are not needed any more."""
+        self.lines: list[bytes | None] | None = None
+        """The rows as JSON text, if they are stored so."""
+        self._positions: npt.NDArray[np.int64] | None = None
+
+    def place(self, index: int) -> str:
+        """Where a row lies, for messages."""
+        return f"row {self.first_in_origin + index} of {self.origin}"
+
+    def rows(self, columns: Sequence[str] | None = None) -> list[Row]:
+        """The rows as dicts. columns: those that are needed; None means all."""
+        if self.dicts is not None:
+            return self.dicts
+        assert self.table is not None
+        table = self.table if columns is None else self.table.select(list(columns))
+        return cast("list[Row]", table.to_pylist())
+
+    def column(self, name: str) -> list[Any]:
+        """None where a dict lacks it."""
+        if self.dicts is not None:
+            return [row.get(name) for row in self.dicts]
+        assert self.table is not None
+        return cast("list[Any]", self.table.column(name).to_pylist())
+
+    def take(self, indices: npt.NDArray[np.int64]) -> pa.RecordBatch:
+        """Some rows of the table."""
+        assert self.table is not None
+        return self.table.take(_arrow_indices(indices if self._positions is None else self._positions[indices]))
+
+    def keep_only(self, indices: npt.NDArray[np.int64]) -> None:
+        """Free the memory of the table's other rows, if they are the greater part."""
+        if self.table is not None and 2 * len(indices) < self.table.num_rows:
+            self.table = self.take(indices)
+            self._positions = np.full(self.num_rows, -1, np.int64)
+            self._positions[indices] = np.arange(len(indices))
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerColumn:
+    """A column of the answers."""
+
+    name: str
+    values: Sequence[Any]
+    """One for each row: text, a list of texts, or None."""
+    is_list: bool
+    """Whether they are lists."""
+
+    def array(self) -> pa.Array:
+        import pyarrow as pa
+
+        return pa.array(self.values, pa.list_(pa.string()) if self.is_list else pa.string())
+
+
+class Source(Protocol):
+    """An opened source."""
+
+    description: str
+    """Such as "3 Parquet files" or "a Polars DataFrame"."""
+    columns: list[str]
+    """Of rows that are dicts: those of the first batch."""
+    schema: pa.Schema | None
+    """None if the rows are dicts."""
+    num_rows: int | None
+    """None if that is not cheap to know."""
+    is_json_lines: bool
+
+    def batches(self) -> Iterator[RowBatch]:
+        """All rows, once. Raises ValueError for rows that cannot be read."""
+        ...
+
+    def row_origin(self, origin: str) -> str:
+        """The part of a row's default key that tells its origin: does not depend on the directory of the files."""
+        ...
+
+    keep_rows: bool
+    """Set it before `batches` if `joined` will be called: rows that can be read only once are kept."""
+
+    def joined(self, answers: Sequence[AnswerColumn]) -> object:
+        """The rows with these columns after theirs, in the type that came in: files become a pyarrow.Table, JSON lines
+        a list of dicts. Call it when all batches are read."""
+        ...
+
+
+def open_source(rows: object, key: str | None = None) -> Source:
+    """The source of the rows that the user gave.
+
+    rows: a path, a pattern, a directory, or a list of them (Parquet, JSON lines, CSV, Arrow IPC; all of one kind); a
+    pyarrow.Table, a pandas or Polars DataFrame, a Hugging Face Dataset; or an iterable of dicts, which is read lazily.
+    key: a column that must be there.
+
+    Raises FileNotFoundError if there is no such file, ValueError if it cannot be read or has no such column, TypeError
+    for anything else, ImportError if pyarrow is needed and missing."""
+    source = _open(rows)
+    if key is not None and source.columns and key not in source.columns:
+        raise ValueError(f"key={key!r}: {source.description} has no such column; {listed_columns(source)}")
+    return source
+
+
+def listed_columns(source: Source) -> str:
+    """For messages about a column that is not there."""
+    return f"its columns are {', '.join(source.columns)}" if source.columns else "it has no columns"
+
+
+def import_arrow() -> Any:
+    """The module pyarrow. Raises ImportError with the way to install it."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise ImportError("this needs pyarrow: pip install 'tokasaurus[data]'") from None
+    return pyarrow
+
+
+def default_keys(source: Source, batch: RowBatch) -> npt.NDArray[np.uint64]:
+    """[num_rows] hashes of the rows' numbers in their origin: the keys where the user names no column."""
+    base = hash_key(source.row_origin(batch.origin))
+    numbers = np.arange(batch.first_in_origin, batch.first_in_origin + batch.num_rows, dtype=np.uint64)
+    # The finalizer of SplitMix64, which maps different numbers to different hashes.
+    mixed = np.uint64(base) + numbers * _MIX_STEP
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return cast("npt.NDArray[np.uint64]", mixed ^ (mixed >> np.uint64(31)))
+
+
+def column_keys(batch: RowBatch, key: str) -> npt.NDArray[np.uint64]:
+    """[num_rows] hashes of the values of the key column. Raises ValueError for a row without a key."""
+    values = batch.column(key)
+    for index, value in enumerate(values):
+        if value is None or value != value:
+            raise ValueError(f"{batch.place(index)} has no key: its column {key!r} is null")
+    return np.fromiter(map(hash_key, values), np.uint64, len(values))
+
+
+def hash_key(value: object) -> int:
+    """8 bytes, equal for equal values of the same type in every process."""
+    if isinstance(value, str):
+        content = b"s" + value.encode("utf-8", "surrogatepass")
+    elif isinstance(value, bytes):
+        content = b"b" + value
+    else:
+        content = repr(value).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def _open(rows: object) -> Source:
+    if isinstance(rows, str | os.PathLike):
+        return _open_files([rows])
+    module = type(rows).__module__.partition(".")[0]
+    if module == "pyarrow" and hasattr(rows, "schema") and hasattr(rows, "num_rows"):
+        return _open_table(rows)
+    if module == "pandas" and hasattr(rows, "iloc") and hasattr(rows, "columns"):
+        return _open_pandas(rows)
+    if module == "polars" and hasattr(rows, "height"):
+        return _open_polars(rows)
+    if module == "polars" and hasattr(rows, "collect"):
+        raise TypeError("rows: a Polars LazyFrame; call .collect() on it")
+    if module == "datasets" and hasattr(rows, "features") and hasattr(rows, "__len__"):
+        return _open_dataset(rows)
+    if isinstance(rows, Mapping):
+        raise TypeError("rows: a dict; rows are an iterable of dicts, one for each row")
+    if not isinstance(rows, Iterable):
+        raise TypeError(
+            f"rows: {type(rows).__name__}; allowed are paths, data frames, Arrow tables, data sets and iterables of "
+            "dicts"
+        )
+    if isinstance(rows, Sequence) and rows and all(isinstance(row, str | os.PathLike) for row in rows):
+        return _open_files(rows)
+    return _DictSource(
+        "an iterable of dicts",
+        [("the rows", lambda: iter(cast("Iterable[Row]", rows)))],
+        num_rows=len(cast("Sequence[object]", rows)) if hasattr(rows, "__len__") else None,
+    )
+
+
+# Files
+
+
+def _open_files(names: Sequence[str | os.PathLike[str]]) -> Source:
+    paths = [path for name in names for path in _matches(os.fspath(name))]
+    repeated = {path for path in paths if paths.count(path) > 1} if len(paths) < 10_000 else set()
+    if repeated:
+        raise ValueError(f"{min(repeated)} is named twice")
+    kinds = {_kind(path): path for path in paths}
+    if len(kinds) > 1:
+        several = " and ".join(f"{path} ({kind})" for kind, path in sorted(kinds.items()))
+        raise ValueError(f"files of one call must be of one kind, and there are {several}")
+    (kind,) = kinds
+    what = f"{len(paths):,} {kind} files" if len(paths) > 1 else paths[0]
+    for path in paths:
+        with Path(path).open("rb"):  # raises OSError for one that cannot be read
+            pass
+    if kind == "JSON lines":
+        return _open_json_lines(paths, what)
+    import_arrow()
+    readers: dict[str, type[_ColumnFile]] = {"Parquet": _ParquetFile, "CSV": _CsvFile, "Arrow": _ArrowFile}
+    files: list[_ColumnFile] = []
+    for path in paths:
+        try:
+            files.append(readers[kind](path, files[0].schema if files else None))
+        except Exception as error:
+            raise _unreadable(path, error) from None
+    for file in files[1:]:
+        _check_schema(file, files[0])
+    counts = [file.num_rows for file in files]
+    num_rows = None if None in counts else sum(cast("list[int]", counts))
+
+    def read() -> Iterator[tuple[str, pa.RecordBatch]]:
+        for file in files:
+            try:
+                for batch in file.batches():
+                    yield file.path, batch
+            except Exception as error:
+                raise _unreadable(file.path, error) from None
+
+    return _ColumnSource(what, files[0].schema, num_rows, read, _join_table, paths)
+
+
+def _matches(name: str) -> list[str]:
+    """Files of a path, a directory or a pattern, sorted. Raises FileNotFoundError."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        found = sorted(str(file) for file in path.iterdir() if file.is_file() and _suffix(file.name) in _KINDS)
+        if not found:
+            raise FileNotFoundError(f"{name}: the directory has no file that can be read ({_known_suffixes()})")
+        return found
+    if path.exists():
+        return [str(path)]
+    found = sorted(file for file in glob.glob(str(path), recursive=True) if not Path(file).is_dir())  # noqa: PTH207
+    if not found:
+        parent = path.parent
+        beside = f"; there is no directory {parent}" if not glob.has_magic(str(parent)) and not parent.is_dir() else ""
+        raise FileNotFoundError(f"{name}: no such file{beside}")
+    return found
+
+
+def _suffix(name: str) -> str:
+    """Its last suffix, .gz apart."""
+    stem = name.removesuffix(".gz")
+    suffix = Path(stem).suffix.lower()
+    return suffix if stem == name or _KINDS.get(suffix) in _COMPRESSED else ".gz"
+
+
+def _kind(path: str) -> str:
+    kind = _KINDS.get(_suffix(Path(path).name))
+    if kind is None:
+        raise ValueError(f"{path}: not a known kind of file; its name must end with one of {_known_suffixes()}")
+    return kind
+
+
+def _known_suffixes() -> str:
+    return ", ".join(_KINDS)
+
+
+def _unreadable(path: str, error: Exception) -> Exception:
+    if isinstance(error, ImportError | MemoryError):
+        return error
+    return ValueError(f"{path}: cannot be read: {' '.join(str(error).split())}")
+
+
+class _ColumnFile(Protocol):
+    path: str
+    schema: pa.Schema
+    num_rows: int | None
+
+    def __init__(self, path: str, first_schema: pa.Schema | None) -> None:
+        """first_schema: of the first file of the call."""
+        ...
+
+    def batches(self) -> Iterator[pa.RecordBatch]: ...
+
+
+class _ParquetFile:
+    def __init__(self, path: str, _first_schema: pa.Schema | None) -> None:
+        import pyarrow.parquet as pq
+
+        self.path = path
+        with pq.ParquetFile(path) as file:
+            metadata = file.metadata
+            self.schema = file.schema_arrow
+            self.num_rows: int | None = metadata.num_rows
+            groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+            num_bytes = sum(group.total_byte_size for group in groups)
+        row_bytes = num_bytes // max(1, metadata.num_rows) + 1
+        self._batch_rows = max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // row_bytes))
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(self.path, pre_buffer=False, buffer_size=1 << 20) as file:
+            yield from file.iter_batches(self._batch_rows)
+
+
+class _CsvFile:
+    """Types come from the first megabyte of the first file; a column that is empty there is text."""
+
+    def __init__(self, path: str, first_schema: pa.Schema | None) -> None:
+        import pyarrow as pa
+
+        self.path = path
+        self.num_rows: int | None = None
+        schema = self._open(None).schema
+        fields = [pa.field(field.name, pa.string()) if pa.types.is_null(field.type) else field for field in schema]
+        if first_schema is not None:
+            types = {field.name: field.type for field in first_schema}
+            fields = [field.with_type(types.get(field.name, field.type)) for field in fields]
+        self.schema = pa.schema(fields)
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        yield from self._open(self.schema)
+
+    def _open(self, schema: pa.Schema | None) -> Any:
+        import pyarrow.csv
+
+        convert = pyarrow.csv.ConvertOptions(strings_can_be_null=False)
+        if schema is not None:
+            convert.column_types = schema
+        return pyarrow.csv.open_csv(
+            self.path, convert_options=convert, parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True)
+        )
+
+
+class _ArrowFile:
+    """The file format or the stream format of Arrow IPC, which have the same suffixes."""
+
+    def __init__(self, path: str, _first_schema: pa.Schema | None) -> None:
+        self.path = path
+        reader, is_file = self._open()
+        self.schema = reader.schema
+        self.num_rows: int | None = (
+            sum(reader.get_batch(index).num_rows for index in range(reader.num_record_batches)) if is_file else None
+        )
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        reader, is_file = self._open()
+        if is_file:
+            for index in range(reader.num_record_batches):
+                yield reader.get_batch(index)
+        else:
+            yield from reader
+
+    def _open(self) -> tuple[Any, bool]:
+        """A reader, and whether it can tell its number of batches."""
+        import pyarrow as pa
+
+        file = pa.memory_map(self.path)
+        try:
+            return pa.ipc.open_file(file), True
+        except pa.ArrowInvalid:
+            file.seek(0)
+            return pa.ipc.open_stream(file), False
+
+
+def _check_schema(file: _ColumnFile, first: _ColumnFile) -> None:
+    """Raises ValueError if two files have different columns."""
+    if file.schema.equals(first.schema):
+        return
+    own, others = ({field.name: field.type for field in schema} for schema in (file.schema, first.schema))
+    for name in [*others, *own]:
+        if own.get(name) != others.get(name):
+            has, had = (f"{name} ({types[name]})" if name in types else f"no {name}" for types in (own, others))
+            raise ValueError(
+                f"files of one call must have equal columns: {first.path} has {had}, {file.path} has {has}"
+            )
+    if list(own) != list(others):
+        raise ValueError(f"{file.path}: its columns have another order than those of {first.path}")
+    raise ValueError(f"{file.path}: its columns differ from those of {first.path} in what may be null")
+
+
+def _open_json_lines(paths: list[str], what: str) -> Source:
+    def reader(path: str) -> Callable[[], Iterator[tuple[bytes, Row]]]:
+        return lambda: _read_json_lines(path)
+
+    is_compressed = any(path.endswith(".gz") for path in paths)
+    num_rows = None if is_compressed else sum(map(_count_lines, paths))
+    return _DictSource(what, [(path, reader(path)) for path in paths], num_rows, paths, is_json_lines=True)
+
+
+def _open_binary(path: str) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path, "rb")) if path.endswith(".gz") else Path(path).open("rb")
+
+
+def _count_lines(path: str) -> int:
+    count, last = 0, b"\n"
+    with _open_binary(path) as file:
+        while part := file.read(1 << 20):
+            count += part.count(b"\n")
+            last = part[-1:]
+    return count + (last != b"\n")
+
+
+def _read_json_lines(path: str) -> Iterator[tuple[bytes, Row]]:
+    """(text, row) of each line that is not empty. Raises ValueError."""
+    number = 0
+    try:
+        with _open_binary(path) as file:
+            for number, line in enumerate(file, 1):
+                text = line.strip()
+                if text:
+                    yield _parse_line(text, path, number)
+    except (OSError, EOFError) as error:
+        raise ValueError(f"{path}: cannot be read after line {number}: {error}") from None
+
+
+def _parse_line(text: bytes, path: str, number: int) -> tuple[bytes, Row]:
+    try:
+        row = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        row = _parse_with_surrogates(text)
+        if row is None:
+            raise ValueError(f"{path}: line {number} is not JSON: {error}{_hint_at_array(text)}") from None
+        text = to_json(row)
+    if not isinstance(row, dict):
+        raise ValueError(f"{path}: line {number} is not a JSON object, as each line must be{_hint_at_array(text)}")
+    return text, row
+
+
+def _hint_at_array(text: bytes) -> str:
+    return "; a JSON array of rows is not JSON lines" if text.startswith(b"[") else ""
+
+
+def _parse_with_surrogates(text: bytes) -> object:
+    """JSON that orjson refuses because a string has half of a surrogate pair; None for anything else."""
+    import json
+
+    try:
+        return json.loads(text, parse_constant=lambda _: 1 / 0)
+    except (ValueError, ZeroDivisionError, RecursionError):
+        return None
+
+
+def to_json(row: object) -> bytes:
+    """JSON text; halves of surrogate pairs, which JSON readers refuse, become U+FFFD. Raises TypeError."""
+    try:
+        return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:
+        return orjson.dumps(without_surrogates(row), option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def without_surrogates(value: Any) -> Any:
+    """The value with U+FFFD for each half of a surrogate pair."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {without_surrogates(name): without_surrogates(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_surrogates(item) for item in value]
+    return value
+
+
+class _DictSource:
+    """Rows that are dicts."""
+
+    schema = None
+
+    def __init__(
+        self,
+        description: str,
+        parts: Sequence[tuple[str, Callable[[], Iterator[Any]]]],
+        num_rows: int | None,
+        paths: Sequence[str] = (),
+        is_json_lines: bool = False,
+    ) -> None:
+        """parts: (origin, opens its rows: dicts, or of JSON lines (text, dict))."""
+        self.description = description
+        self.num_rows = num_rows
+        self.is_json_lines = is_json_lines
+        self.keep_rows = False
+        self._kept: list[Row] = []
+        self._short_names = _short_names(paths)
+        self._batches = self._read(parts)
+        self._first = next(self._batches, None)
+        first_rows = [] if self._first is None else self._first.dicts or []
+        self.columns = list(dict.fromkeys(name for row in first_rows for name in row))
+
+    def batches(self) -> Iterator[RowBatch]:
+        batch, self._first = self._first, None
+        while batch is not None:
+            if self.keep_rows:
+                self._kept += batch.dicts or []
+            yield batch
+            batch = next(self._batches, None)
+
+    def row_origin(self, origin: str) -> str:
+        return self._short_names.get(origin, "")
+
+    def joined(self, answers: Sequence[AnswerColumn]) -> list[Row]:
+        joined = [dict(row) for row in self._kept]
+        for column in answers:
+            for row, value in zip(joined, column.values, strict=True):
+                row[column.name] = value
+        return joined
+
+    def _read(self, parts: Sequence[tuple[str, Callable[[], Iterator[Any]]]]) -> Iterator[RowBatch]:
+        number = 0
+        batch_rows = _FIRST_BATCH_ROWS
+        for origin, open_rows in parts:
+            rows = open_rows()
+            in_origin = 0
+            while taken := _take(rows, batch_rows):
+                batch = RowBatch(number, origin, in_origin, len(taken))
+                if self.is_json_lines:
+                    batch.lines = [text for text, _ in taken]
+                    batch.dicts = [row for _, row in taken]
+                    batch_rows = _next_rows(sum(len(text) for text, _ in taken), len(taken))
+                else:
+                    for index, row in enumerate(taken):
+                        if not isinstance(row, dict):
+                            taken[index] = _as_dict(row, batch.place(index))
+                    batch.dicts = taken
+                    batch_rows = _next_rows(sum(map(_text_bytes, taken)), len(taken))
+                number += len(taken)
+                in_origin += len(taken)
+                yield batch
+
+
+def _as_dict(row: object, place: str) -> Row:
+    if not isinstance(row, Mapping):
+        raise TypeError(f"{place} is not a dict, but {type(row).__name__}")
+    return dict(row)
+
+
+def _take(rows: Iterator[Any], count: int) -> list[Any]:
+    """The next rows, at most `count`; fewer if they take long."""
+    taken = []
+    deadline = time.monotonic() + _MAX_READ_S
+    for row in rows:
+        taken.append(row)
+        if len(taken) == count or time.monotonic() > deadline:
+            break
+    return taken
+
+
+def _text_bytes(row: Row) -> int:
+    """A lower bound of a row's memory."""
+    return sum(len(value) for value in row.values() if isinstance(value, str | bytes | list))
+
+
+def _next_rows(num_bytes: int, num_rows: int) -> int:
+    """Rows of the next batch."""
+    return max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES * num_rows // max(1, num_bytes)))
+
+
+def _short_names(paths: Sequence[str]) -> dict[str, str]:
+    """Each path below the directory that all have in common, which may then be moved."""
+    if not paths:
+        return {}
+    parents = [str(Path(path).absolute().parent) for path in paths]
+    common = os.path.commonpath(parents)
+    return {path: os.path.relpath(Path(path).absolute(), common) for path in paths}
+
+
+# Columns
+
+
+class _ColumnSource:
+    """Rows that come as Arrow batches."""
+
+    is_json_lines = False
+
+    def __init__(
+        self,
+        description: str,
+        schema: pa.Schema,
+        num_rows: int | None,
+        read: Callable[[], Iterator[tuple[str, pa.RecordBatch]]],
+        join: Callable[[_ColumnSource, Sequence[AnswerColumn]], object],
+        paths: Sequence[str] = (),
+    ) -> None:
+        """read: (origin, batch of any size) for all rows, in order."""
+        self.description = description
+        self.schema = schema
+        self.num_rows = num_rows
+        self.columns = list(schema.names)
+        self.keep_rows = False
+        self._short_names = _short_names(paths)
+        self._read = read
+        self._join = join
+        repeated = [name for name in self.columns if self.columns.count(name) > 1]
+        if repeated:
+            raise ValueError(f"{description} has two columns {repeated[0]!r}")
+
+    def tables(self) -> Iterator[pa.RecordBatch]:
+        """All rows, as they are read."""
+        return (batch for _, batch in self._read())
+
+    def batches(self) -> Iterator[RowBatch]:
+        number = in_origin = 0
+        last_origin = None
+        for origin, batch in self._read():
+            if origin != last_origin:
+                last_origin, in_origin = origin, 0
+            start = 0
+            while start < batch.num_rows:
+                part = batch.slice(start, _next_rows(batch.nbytes, batch.num_rows))
+                rows = RowBatch(number, origin, in_origin, part.num_rows)
+                rows.table = part
+                yield rows
+                start += part.num_rows
+                number += part.num_rows
+                in_origin += part.num_rows
+
+    def row_origin(self, origin: str) -> str:
+        return self._short_names.get(origin, "")
+
+    def joined(self, answers: Sequence[AnswerColumn]) -> object:
+        return self._join(self, answers)
+
+
+def _slices(num_rows: int) -> Iterator[slice]:
+    """Parts of a frame that are turned into Arrow batches one at a time."""
+    return (slice(start, min(start + MAX_BATCH_ROWS, num_rows)) for start in range(0, num_rows, MAX_BATCH_ROWS))
+
+
+def _arrow_indices(indices: npt.NDArray[np.int64]) -> pa.Array:
+    import pyarrow as pa
+
+    return pa.array(indices)
+
+
+def _join_table(source: _ColumnSource, answers: Sequence[AnswerColumn]) -> pa.Table:
+    import pyarrow as pa
+
+    table = pa.Table.from_batches(source.tables(), source.schema)
+    for column in answers:
+        table = table.append_column(column.name, column.array())
+    return table
+
+
+def _open_table(table: Any) -> Source:
+    import pyarrow as pa
+
+    if isinstance(table, pa.RecordBatch):
+        table = pa.Table.from_batches([table])
+    if not isinstance(table, pa.Table):
+        raise TypeError(f"rows: a pyarrow {type(table).__name__}; allowed is a Table or a RecordBatch")
+
+    def read() -> Iterator[tuple[str, pa.RecordBatch]]:
+        return (("the table", batch) for batch in table.to_batches())
+
+    return _ColumnSource("a pyarrow Table", table.schema, table.num_rows, read, _join_table)
+
+
+def _open_pandas(frame: Any) -> Source:
+    import_arrow()
+    import pyarrow as pa
+
+    named_index = [name for name in frame.index.names if name is not None]
+    flat = frame.reset_index() if named_index else frame
+    try:
+        schema = pa.Schema.from_pandas(flat, preserve_index=False).remove_metadata()
+    except pa.ArrowException as error:
+        raise ValueError(f"the pandas DataFrame cannot become columns of one type each: {error}") from None
+
+    def read() -> Iterator[tuple[str, pa.RecordBatch]]:
+        for part in _slices(len(flat)):
+            batch = pa.RecordBatch.from_pandas(flat.iloc[part], schema=schema, preserve_index=False)
+            yield "the DataFrame", batch.replace_schema_metadata(None)
+
+    def join(_: _ColumnSource, answers: Sequence[AnswerColumn]) -> object:
+        joined = frame.copy(deep=False)
+        for column in answers:
+            joined[column.name] = list(column.values)
+        return joined
+
+    return _ColumnSource("a pandas DataFrame", schema, len(flat), read, join)
+
+
+def _open_polars(frame: Any) -> Source:
+    import_arrow()
+    import polars
+
+    def to_arrow(part: Any) -> Any:
+        return part.to_arrow(compat_level=polars.CompatLevel.oldest())
+
+    def read() -> Iterator[tuple[str, pa.RecordBatch]]:
+        for part in _slices(frame.height):
+            for batch in to_arrow(frame[part]).combine_chunks().to_batches():
+                yield "the DataFrame", batch
+
+    def join(_: _ColumnSource, answers: Sequence[AnswerColumn]) -> object:
+        return frame.with_columns(polars.Series(column.name, column.array()) for column in answers)
+
+    return _ColumnSource("a Polars DataFrame", to_arrow(frame.head(0)).schema, frame.height, read, join)
+
+
+def _open_dataset(dataset: Any) -> Source:
+    import_arrow()
+    import datasets
+
+    columns = dataset.with_format("arrow")
+
+    def read() -> Iterator[tuple[str, pa.RecordBatch]]:
+        for part in _slices(len(dataset)):
+            for batch in columns[part].combine_chunks().to_batches():
+                yield "the Dataset", batch.cast(schema) if batch.schema != schema else batch
+
+    def join(_: _ColumnSource, answers: Sequence[AnswerColumn]) -> object:
+        joined = dataset
+        for column in answers:
+            kind = datasets.Value("string")
+            feature = datasets.List(kind) if column.is_list else kind
+            joined = joined.add_column(column.name, list(column.values), feature=feature)
+        return joined
+
+    schema = dataset.features.arrow_schema
+    return _ColumnSource("a Dataset", schema, len(dataset), read, join)
