@@ -22,6 +22,8 @@ from typing import IO
 from tokasaurus.messages.status import BatchTokens, Failed, Serving
 from tokasaurus.monitoring.shortage import hint_at_memory
 
+ENTRY = "tokasaurus.processes.private_entry"
+"""Module whose `main` the program runs. Tests name another one."""
 # Time for the processes to stop, beside their drain_seconds, before they are killed.
 STOP_S = 20.0
 # Time for the last of them to end after the launcher.
@@ -92,8 +94,7 @@ class PrivateServer:
     def start(self) -> None:
         """Start the program. Raises OSError."""
         # As in this process: with -m, the working directory would come first, whatever modules it has.
-        module = "tokasaurus.processes.private_entry"
-        script = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; sys.exit(main(*sys.argv[1:]))"
+        script = f"import sys; sys.path[:] = {sys.path!r}; from {ENTRY} import main; sys.exit(main(*sys.argv[1:]))"
         directory = "" if self._directory is None else str(self._directory)
         with _fork_lock:
             self._messages, its_end = multiprocessing.Pipe()

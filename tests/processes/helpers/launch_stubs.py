@@ -25,8 +25,8 @@ def run_server(
     status.send(Ready("server"))
     while True:
         connection, _ = listener.accept()
-        connection.sendall(checkpoint.name.encode())
-        connection.close()
+        with connection, contextlib.suppress(OSError):  # the client may be gone
+            connection.sendall(checkpoint.name.encode())
 
 
 def run_manager(
