@@ -1,4 +1,47 @@
-"""Tokasaurus: an LLM inference server for high-throughput workloads."""
+"""Tokasaurus: an LLM inference server for high-throughput workloads.
+
+`from tokasaurus import Client, Sampling` is the library for programs, see docs/library.md.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokasaurus.library.bulk import ServerError as ServerError
+    from tokasaurus.library.client import AsyncClient as AsyncClient
+    from tokasaurus.library.client import Client as Client
+    from tokasaurus.library.results import Result as Result
+    from tokasaurus.library.results import RowError as RowError
+    from tokasaurus.library.results import Sample as Sample
+    from tokasaurus.library.results import Score as Score
+    from tokasaurus.library.results import ToolCall as ToolCall
+    from tokasaurus.library.sampling import Sampling as Sampling
 
 __version__ = "0.2.0"
 """Of the package, `toka --version` and GET /version. pyproject.toml reads it here."""
+
+# Imported when they are used, since every process of a server imports this module.
+_MODULES = {
+    "AsyncClient": "client",
+    "Client": "client",
+    "Result": "results",
+    "RowError": "results",
+    "Sample": "results",
+    "Sampling": "sampling",
+    "Score": "results",
+    "ServerError": "bulk",
+    "ToolCall": "results",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"tokasaurus.library.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULES])

@@ -1,4 +1,4 @@
-"""What a Python program uses: a client of the server, and toka's processes of its own behind a Unix socket.
+"""What Python programs use: clients of a server, engines of their own, and jobs over data sets.
 
-Knows the HTTP interface as any client does, and how processes are started and watched. Does not know how a request is
+Knows the HTTP API as any client does, and how toka's processes are started and watched. Does not know how a request is
 scheduled or computed; loads no torch."""

@@ -1,0 +1,353 @@
+"""The clients against a real server: results equal those of single HTTP requests; what goes wrong is a result too."""
+
+import asyncio
+import inspect
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from pydantic import BaseModel, field_validator
+
+from tests.end_to_end.helpers.toka_process import TokaProcess, free_port, running_toka
+from tests.helpers.tiny_model import save_tiny_model
+from tests.library.helpers.cutting_proxy import cutting_proxy
+from tokasaurus import AsyncClient, Client, Sampling, ServerError
+from tokasaurus.library import bulk
+from tokasaurus.server.protocol.sampling_fields import SamplingFields
+
+HTTP = httpx.Client(timeout=60)
+PROMPTS = [f"{number} {'ab' * (number % 7)}: the answer" for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def toka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokaProcess]:
+    directory: Path = tmp_path_factory.mktemp("model")
+    save_tiny_model(directory, "llama")
+    flags = ("dtype=float32", "device=cpu", "kv_cache_num_tokens=16384", "max_seqs_per_forward=32")
+    with running_toka(f"model={directory}", *flags) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def client(toka: TokaProcess) -> Iterator[Client]:
+    with Client(toka.url) as opened:
+        yield opened
+
+
+def ask(toka: TokaProcess, route: str = "completions", **body: Any) -> dict[str, Any]:
+    """A single HTTP request."""
+    answer = HTTP.post(f"{toka.url}/v1/{route}", json={"model": "default", **body})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def test_greedy_texts_equal_those_of_single_requests(toka: TokaProcess, client: Client) -> None:
+    results = client.generate(PROMPTS, Sampling(temperature=0, max_tokens=12))
+    assert [result.key for result in results] == list(range(len(PROMPTS)))
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        answer = ask(toka, prompt=prompt, temperature=0, max_tokens=12, logprobs=0, return_token_ids=True)
+        choice = answer["choices"][0]
+        sample = result.samples[0]
+        assert (result.text, result.finish_reason, result.row) == (choice["text"], choice["finish_reason"], prompt)
+        assert sample.token_ids.tolist() == choice["token_ids"]
+        assert sample.logprobs is not None
+        assert sample.logprobs == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-5)
+        assert sample.prompt_tokens == answer["usage"]["prompt_tokens"]
+
+
+def test_a_sample_can_be_drawn_again_with_its_seed(toka: TokaProcess, client: Client) -> None:
+    result = client.generate(["Once"], Sampling(n=3, max_tokens=8))[0]
+    answer = ask(toka, prompt="Once", n=3, max_tokens=8, seed=result.samples[0].seed)
+    assert [sample.text for sample in result.samples] == [choice["text"] for choice in answer["choices"]]
+    assert len({sample.text for sample in result.samples}) > 1
+    again = client.generate(["Once"], Sampling(n=3, max_tokens=8, seed=result.samples[0].seed))[0]
+    assert [sample.text for sample in again.samples] == [sample.text for sample in result.samples]
+
+
+def test_chats_equal_those_of_single_requests(toka: TokaProcess, client: Client) -> None:
+    conversations = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[:8]]
+    results = client.chat(conversations, Sampling(temperature=0, max_tokens=9, top_logprobs=2))
+    for messages, result in zip(conversations, results, strict=True):
+        body = {"temperature": 0, "max_tokens": 9, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+        choice = ask(toka, "chat/completions", messages=messages, **body)["choices"][0]
+        sample = result.samples[0]
+        assert (sample.text, sample.token_ids.tolist()) == (choice["message"]["content"], choice["token_ids"])
+        tops = [[top["logprob"] for top in token["top_logprobs"]] for token in choice["logprobs"]["content"]]
+        assert sample.top_logprobs is not None
+        assert sample.top_token_ids is not None
+        assert sample.top_logprobs.shape == sample.top_token_ids.shape == (len(sample.token_ids), 2)
+        assert sample.top_logprobs[: len(tops)] == pytest.approx(np.array(tops), abs=1e-5)
+
+
+def test_without_logprobs_samples_have_none(client: Client) -> None:
+    sample = client.generate(["a"], Sampling(max_tokens=3, logprobs=False))[0].samples[0]
+    assert sample.logprobs is None
+    assert len(sample.token_ids) == 3
+
+
+class Pair(BaseModel, extra="forbid"):
+    left: bool
+    right: bool
+
+
+class Impossible(Pair):
+    @field_validator("left")
+    @classmethod
+    def _refuse(cls, _value: bool) -> bool:
+        raise ValueError("never")
+
+
+def test_a_schema_gives_objects(client: Client) -> None:
+    sampling = Sampling(n=2, max_tokens=150, temperature=0.5)
+    for sample in client.chat([[{"role": "user", "content": "a"}]], sampling, schema=Pair)[0].samples:
+        assert isinstance(sample.parsed, Pair), sample.parse_error
+        assert sample.parsed == Pair.model_validate_json(sample.text)
+    by_json = client.generate(["a"], sampling, schema=Pair.model_json_schema())[0].samples[0]
+    assert by_json.parsed == json.loads(by_json.text)
+    refused = client.generate(["a"], sampling, schema=Impossible)[0].samples[0]
+    assert (refused.parsed, refused.parse_error) == (None, "left: Value error, never")
+    cut = client.generate(["a"], Sampling(max_tokens=2), schema=Pair)[0].samples[0]
+    assert cut.parsed is None
+    assert cut.parse_error is not None
+
+
+def test_scores_are_the_logprobs_of_the_completions_tokens(toka: TokaProcess, client: Client) -> None:
+    prompts, completions = ["one two", "three", "x"], [" three", " four five", "y"]
+    for prompt, completion, score in zip(prompts, completions, client.score(prompts, completions), strict=True):
+        answer = ask(toka, prompt=prompt + completion, max_tokens=1, prompt_logprobs=0, return_token_ids=True)
+        choice = answer["choices"][0]
+        num_prompt = len(
+            ask(toka, prompt=prompt, max_tokens=1, return_token_ids=True)["choices"][0]["prompt_token_ids"]
+        )
+        ids = choice["prompt_token_ids"][num_prompt:]  # each byte is a token in this model
+        values = [
+            entry[str(token)]["logprob"]
+            for token, entry in zip(ids, choice["prompt_logprobs"][num_prompt:], strict=True)
+        ]
+        assert score.token_ids.tolist() == ids
+        assert score.logprobs == pytest.approx(values, abs=1e-5)
+        assert score.total == pytest.approx(sum(values), abs=1e-4)
+        by_ids = client.score([choice["prompt_token_ids"][:num_prompt]], [ids])[0]
+        assert by_ids.logprobs == pytest.approx(values, abs=1e-5)
+
+
+def test_every_bad_row_has_an_error_and_the_others_have_results(client: Client) -> None:
+    rows: list[Any] = [
+        "good",
+        None,
+        "\ud800",
+        "long " * 600,
+        [1, "a"],
+        [999_999],
+        {"id": 1},
+        "fine",
+        [],
+        [{"role": "x"}],
+    ]
+    results = {result.key: result for result in client.stream(rows, Sampling(max_tokens=2))}
+    assert sorted(results) == list(range(len(rows)))
+    assert {key for key, result in results.items() if result.error is None} == {0, 7}
+    messages = {key: str(result.error) for key, result in results.items() if result.error is not None}
+    assert messages[1] == "a prompt is a text, a list of token ids or a list of messages, not None"
+    assert "surrogates" in messages[2]
+    assert results[3].error is not None
+    assert results[3].error.code == "context_length_exceeded"
+    assert messages[4] == "a list of token ids contains a str"
+    assert "999999" in messages[5]
+    assert messages[6] == 'a row has either "prompt" or "messages"'
+    assert "role" in messages[9]
+    assert results[1].text is results[1].parsed is results[1].finish_reason is None
+    schemas = client.generate(["a", "b"], Sampling(max_tokens=2), schema={"type": "object", "not": {}})
+    assert ["not" in str(result.error) for result in schemas] == [True, True]
+
+
+def test_rows_are_read_as_there_is_room(toka: TokaProcess) -> None:
+    num_read = 0
+
+    def rows() -> Iterator[dict[str, Any]]:
+        nonlocal num_read
+        for number in range(300):
+            num_read += 1
+            yield {"id": f"row {number}", "prompt": str(number)}
+
+    with Client(toka.url, concurrency=10) as few:
+        keys = []
+        for num_results, result in enumerate(few.stream(rows(), Sampling(max_tokens=2), key="id"), start=1):
+            assert num_read <= num_results + 20, "ten at the server, and ten results that have arrived with this one"
+            keys.append(result.key)
+            assert result.row["prompt"] in result.key
+    assert sorted(keys) == sorted(f"row {number}" for number in range(300))
+
+
+def test_a_stream_that_is_left_cancels_its_rows(toka: TokaProcess, client: Client) -> None:
+    results = client.stream(PROMPTS, Sampling(max_tokens=200, ignore_eos=True))
+    next(iter(results))
+    results.close()  # type: ignore[attr-defined]
+    assert client.generate(["a"], Sampling(max_tokens=2))[0].error is None
+    assert toka.gauge("toka_kv_blocks_used") >= 0
+
+
+def test_an_error_of_the_rows_is_raised(client: Client) -> None:
+    def rows() -> Iterator[str]:
+        yield "a"
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        list(client.stream(rows(), Sampling(max_tokens=2)))
+
+
+def test_lost_connections_change_no_result(toka: TokaProcess, client: Client) -> None:
+    sampling = Sampling(temperature=0, max_tokens=6)
+    expected = [result.text for result in client.generate(PROMPTS, sampling)]
+    with cutting_proxy(toka.url, [10_000, 700, 2000, 1]) as proxy, Client(proxy.url) as through:
+        # the first connection finds the model, and is used again
+        assert [result.text for result in through.generate(PROMPTS, sampling)] == expected
+        assert proxy.num_connections == 5
+
+
+def test_a_lost_server_is_the_error_of_what_is_left(toka: TokaProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "MAX_SILENCE_S", 0.5)
+    with cutting_proxy(toka.url, [4000]) as proxy, Client(proxy.url, concurrency=8) as through:
+        results = through.stream((str(number) for number in range(100)), Sampling(max_tokens=2))
+        first = next(results)
+        proxy.stop()
+        rest = list(results)
+    assert first.error is None
+    assert len(rest) == 99
+    assert rest[-1].error is not None
+    assert rest[-1].error.code == "server_lost"
+
+
+def test_no_server_is_said_at_once() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(ServerError, match=f"no answer from {url}.*is the server running"):
+        Client(url)
+
+
+class _Reluctant(BaseHTTPRequestHandler):
+    """Answers a line with 503 until it has come three times; a line with "never" always."""
+
+    times: dict[str, int] = {}  # noqa: RUF012
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._send(b'{"data": [{"id": "m"}]}', "Content-Length")
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        while size := int(self.rfile.readline(), 16):
+            for line in self.rfile.read(size).splitlines():
+                self._answer(json.loads(line))
+            self.rfile.readline()
+        self._write(b"")
+
+    def _answer(self, line: dict[str, Any]) -> None:
+        prompt = line["body"]["prompt"]
+        self.times[prompt] = self.times.get(prompt, 0) + 1
+        status, body = 503, {"error": {"message": "not now", "type": "t", "param": None, "code": "busy"}}
+        if prompt != "never" and self.times[prompt] > 2:
+            usage = {"prompt_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
+            packed = dict.fromkeys(("packed_chosen_logprobs", "packed_topk_indices", "packed_topk_logprobs"))
+            fingerprint = json.dumps({"completion_ids": [[1]], **packed})
+            choices = [{"text": prompt * 2, "finish_reason": "stop"}]
+            status, body = 200, {"choices": choices, "usage": usage, "system_fingerprint": fingerprint}
+        response = {"status_code": status, "body": body}
+        self._write(json.dumps({"custom_id": line["custom_id"], "response": response}).encode() + b"\n")
+
+    def _write(self, content: bytes) -> None:
+        self.wfile.write(b"%x\r\n%b\r\n" % (len(content), content))
+        self.wfile.flush()
+
+    def _send(self, content: bytes, header: str) -> None:
+        self.send_response(200)
+        self.send_header(header, str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def test_what_may_pass_is_tried_again_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "_PAUSES_S", (0.01,))
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Reluctant) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with Client(f"http://127.0.0.1:{server.server_port}") as reluctant:
+            results = reluctant.generate(["a", "never", "b"])
+        server.shutdown()
+    assert [result.text for result in results] == ["aa", None, "bb"]
+    assert (results[1].error and results[1].error.message) == "not now"
+    assert _Reluctant.times == {"a": 3, "b": 3, "never": bulk.MAX_ATTEMPTS}
+
+
+def test_wrong_calls_raise_at_once_and_name_what_is_wrong(client: Client) -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        Sampling(temprature=1)  # type: ignore[call-arg]
+    for wrong, message in (
+        ({"temperature": 3}, "temperature: .* less than or equal to 2, not 3"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"n": 1.5}, "n: .*1.5"),
+        ({"stop": 5}, "stop: must be a string or a list of strings, not 5"),
+        ({"logprobs": 1}, "logprobs must be True or False, not 1"),
+        ({"top_logprobs": 2, "logprobs": False}, "top_logprobs goes with logprobs=True"),
+        ({"logit_bias": [1]}, "logit_bias must map token ids to numbers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Sampling(**wrong)
+    with pytest.raises(TypeError, match="prompts must be an iterable of prompts, not str"):
+        client.generate("a")
+    with pytest.raises(TypeError, match="conversations must be a list of conversations"):
+        client.chat([{"role": "user", "content": "a"}])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="sampling must be a Sampling, not dict"):
+        client.generate(["a"], {"n": 1})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="temperature belongs into Sampling"):
+        client.generate(["a"], temperature=0)
+    with pytest.raises(TypeError, match="schema must be a pydantic class or a JSON schema, not a str"):
+        client.generate(["a"], schema="x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="1 prompts and 2 completions"):
+        client.score(["a"], ["b", "c"])
+    with pytest.raises(KeyError, match="row 0 has no 'id'"):
+        list(client.stream([{"prompt": "a"}], key="id"))
+    with pytest.raises(ValueError, match="concurrency must be a whole number from 1"):
+        Client(concurrency=0)
+
+
+def test_every_sampling_field_of_the_api_can_be_set() -> None:
+    own = set(inspect.signature(Sampling).parameters) - {"logprobs", "top_logprobs"}
+    # what results are read from, what each method sets, and what concerns no sampling
+    elsewhere = {
+        *("model", "logprobs_in_fingerprint", "return_token_ids", "stream", "stream_options", "prompt_logprobs"),
+        *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        *("guided_decoding_backend", "guided_whitespace_pattern", "structural_tag", "cache_salt"),
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    }
+    assert own == set(SamplingFields.model_fields) - elsewhere
+
+
+def test_sampling_takes_numbers_of_numpy() -> None:
+    sampling = Sampling(n=np.int64(3), temperature=np.float32(0.5), stop=("a", "b"))  # type: ignore[arg-type]
+    assert sampling.shared_fields() == {"n": 3, "temperature": 0.5, "stop": ["a", "b"]}
+
+
+def test_clients_work_where_an_event_loop_runs(toka: TokaProcess, client: Client) -> None:
+    sampling = Sampling(temperature=0, max_tokens=5)
+    expected = [result.text for result in client.generate(PROMPTS[:5], sampling)]
+
+    async def main() -> list[list[str | None]]:
+        with Client(toka.url) as blocking:
+            texts = [[result.text for result in blocking.generate(PROMPTS[:5], sampling)]]
+        async with AsyncClient(toka.url) as waiting:
+            generated = await waiting.generate(PROMPTS[:5], sampling)
+            streamed = {result.key: result.text async for result in waiting.stream(PROMPTS[:5], sampling)}
+            scores = await waiting.score(["a"], ["b"])
+        assert scores[0].total == pytest.approx(client.score(["a"], ["b"])[0].total, abs=1e-5)
+        return [*texts, [result.text for result in generated], [streamed[number] for number in range(5)]]
+
+    assert asyncio.run(main()) == [expected] * 3

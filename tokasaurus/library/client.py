@@ -1,0 +1,463 @@
+"""Clients of a server: one implementation of each method, for programs with and without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from tokasaurus.library.bulk import AsyncBulkSession, BulkSession, Server, ServerError
+from tokasaurus.library.requests import (
+    Answer,
+    BadPrompt,
+    Message,
+    Prompt,
+    RequestFormat,
+    RequestLine,
+    Schema,
+    ScoreFormat,
+)
+from tokasaurus.library.results import NO_TOKENS, Result, RowError, Score
+from tokasaurus.library.sampling import Sampling
+
+Row: TypeAlias = "Prompt | Mapping[str, Any]"
+"""A prompt, or a dictionary with "prompt" or "messages" beside other fields."""
+
+
+class _Flow:
+    """The rows of one call on their way to results. No I/O."""
+
+    def __init__(self, rows: Iterable[Row], request_format: RequestFormat, key: str | None) -> None:
+        self._rows = enumerate(rows)
+        self._format = request_format
+        self._key = key
+        self._open: dict[int, tuple[Any, Row]] = {}
+        """(key, row) of the lines without an answer."""
+        self.is_exhausted = False
+        """No row is left."""
+
+    def take(self, room: int) -> tuple[list[RequestLine], list[Result]]:
+        """The next rows: at most `room` lines, and the results of rows that cannot be sent."""
+        lines: list[RequestLine] = []
+        refused: list[Result] = []
+        while len(lines) < room and len(refused) < room:
+            number, row = next(self._rows, (-1, ""))
+            if number < 0:
+                self.is_exhausted = True
+                break
+            key = self._key_of(number, row)
+            try:
+                lines.append(self._format.line(number, _prompt_of(row)))
+            except BadPrompt as error:
+                refused.append(Result(key, row, (), RowError("bad_prompt", str(error))))
+            else:
+                self._open[number] = key, row
+        return lines, refused
+
+    def results(self, answers: Sequence[Answer]) -> list[Result]:
+        return [self._format.result(answer, *self._open.pop(answer.line.number)) for answer in answers]
+
+    def lost(self, error: ServerError) -> Iterator[Result]:
+        """Of the rows without an answer, and of all that follow."""
+        reason = RowError("server_lost", str(error))
+        for key, row in self._open.values():
+            yield Result(key, row, (), reason)
+        for number, row in self._rows:
+            yield Result(self._key_of(number, row), row, (), reason)
+
+    def _key_of(self, number: int, row: Row) -> Any:
+        if self._key is None:
+            return number
+        if not isinstance(row, Mapping) or self._key not in row:
+            raise KeyError(f"row {number} has no {self._key!r}, which key= names")
+        return row[self._key]
+
+
+class _ScoreFlow:
+    """The pairs of one call on their way to scores, in the order of the input. No I/O."""
+
+    def __init__(self, prompts: Sequence[Any], completions: Sequence[Any], model: str) -> None:
+        self._pairs = _checked_pairs(prompts, completions)
+        self._format = ScoreFormat(model)
+        self._order = iter(_in_order_of_prefixes([prompt for prompt, _ in self._pairs]))
+        self._scores: dict[int, Score] = {}
+        self.is_exhausted = False
+
+    def take(self, room: int) -> list[RequestLine]:
+        lines: list[RequestLine] = []
+        while len(lines) < room:
+            number = next(self._order, None)
+            if number is None:
+                self.is_exhausted = True
+                break
+            try:
+                lines.append(self._format.line(number, *self._pairs[number]))
+            except BadPrompt as error:
+                self._note_error(number, RowError("bad_prompt", str(error)))
+        return lines
+
+    def add(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            number = answer.line.number
+            self._scores[number] = self._format.score(answer, self._pairs[number][0])
+
+    def scores(self, error: ServerError | None = None) -> list[Score]:
+        """error: why some pairs have none."""
+        for number in range(len(self._pairs)):
+            if number not in self._scores:
+                self._note_error(number, RowError("server_lost", str(error)))
+        return [self._scores[number] for number in range(len(self._pairs))]
+
+    def _note_error(self, number: int, error: RowError) -> None:
+        self._scores[number] = Score(*NO_TOKENS, error)
+
+
+class AsyncClient:
+    """A client of a running server, for programs with an event loop.
+
+    ```python
+    async with AsyncClient("http://127.0.0.1:10210") as client:
+        results = await client.generate(["Once upon a time"], Sampling(max_tokens=32))
+    ```
+    """
+
+    def __init__(
+        self, base_url: str = "http://127.0.0.1:10210", *, api_key: str | None = None, concurrency: int | None = None
+    ) -> None:
+        """base_url: of the server, with or without /v1. api_key: by default that of the environment's TOKA_API_KEY.
+        concurrency: most prompts that are at the server at once; None: as many as its scheduler can look ahead over.
+        """
+        _check_concurrency(concurrency)
+        self._concurrency = concurrency
+        self._make_server: Callable[[], Server] = lambda: Server(base_url, api_key)
+        self._server: Server | None = None
+        self._model: str | None = None
+        self._connecting: asyncio.Lock | None = None
+
+    async def __aenter__(self) -> AsyncClient:
+        await self.connect()
+        return self
+
+    async def __aexit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def connect(self) -> str:
+        """The name of the model that the server serves. Every method connects if this was not called. Raises
+        ServerError."""
+        if self._connecting is None:
+            self._connecting = asyncio.Lock()
+        async with self._connecting:
+            if self._model is None:
+                if self._server is None:
+                    self._server = self._make_server()
+                self._model = await self._server.find_model()
+        return self._model
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._server.close()
+            self._server = None
+            self._model = None
+
+    async def generate(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        sampling: Sampling | None = None,
+        *,
+        schema: Schema | None = None,
+        **options: Any,
+    ) -> list[Result]:
+        """As `Client.generate`."""
+        rows = _checked_list(prompts, "prompts")
+        return await self._in_order(rows, await self._format(sampling, schema, None, options))
+
+    async def chat(
+        self,
+        conversations: Iterable[Sequence[Message]],
+        sampling: Sampling | None = None,
+        *,
+        schema: Schema | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> list[Result]:
+        """As `Client.chat`."""
+        rows = _checked_list(conversations, "conversations")
+        return await self._in_order(rows, await self._format(sampling, schema, tools, options))
+
+    async def stream(
+        self,
+        rows: Iterable[Row],
+        sampling: Sampling | None = None,
+        *,
+        key: str | None = None,
+        schema: Schema | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> AsyncIterator[Result]:
+        """As `Client.stream`."""
+        flow = _Flow(_checked_rows(rows), await self._format(sampling, schema, tools, options), key)
+        async for result in self._results(flow):
+            yield result
+
+    async def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[Score]:
+        """As `Client.score`."""
+        flow = _ScoreFlow(prompts, completions, await self.connect())
+        session = self._session()
+        try:
+            while True:
+                lines = flow.take(session.room())
+                answers = await session.exchange(lines, is_last=flow.is_exhausted)
+                if not answers and flow.is_exhausted:
+                    return flow.scores()
+                flow.add(answers)
+        except ServerError as error:
+            return flow.scores(error)
+        finally:
+            await session.close()
+
+    async def _format(
+        self,
+        sampling: Sampling | None,
+        schema: Schema | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> RequestFormat:
+        return RequestFormat(await self.connect(), sampling, schema=schema, tools=tools, options=options)
+
+    def _session(self) -> AsyncBulkSession:
+        assert self._server is not None, "connected"
+        return AsyncBulkSession(self._server, self._concurrency)
+
+    async def _in_order(self, rows: list[Any], request_format: RequestFormat) -> list[Result]:
+        order = _in_order_of_prefixes(rows)
+        flow = _Flow([rows[number] for number in order], request_format, None)
+        results: list[Result | None] = [None] * len(rows)
+        async for result in self._results(flow):
+            number = order[result.key]
+            results[number] = Result(number, result.row, result.samples, result.error)
+        return [result for result in results if result is not None]
+
+    async def _results(self, flow: _Flow) -> AsyncIterator[Result]:
+        session = self._session()
+        try:
+            while True:
+                lines, refused = flow.take(session.room())
+                for result in refused:
+                    yield result
+                answers = await session.exchange(lines, is_last=flow.is_exhausted)
+                if not answers and flow.is_exhausted:
+                    return
+                for result in flow.results(answers):
+                    yield result
+        except ServerError as error:
+            for result in flow.lost(error):
+                yield result
+        finally:
+            await session.close()
+
+
+class Client:
+    """A client of a running server.
+
+    ```python
+    with Client("http://127.0.0.1:10210") as client:
+        for result in client.generate(["Once upon a time", "In a hole"], Sampling(max_tokens=32)):
+            print(result.text)
+    ```
+
+    Its methods may be called from any thread, from several at once, and where an event loop runs, as in a notebook.
+    """
+
+    def __init__(
+        self, base_url: str = "http://127.0.0.1:10210", *, api_key: str | None = None, concurrency: int | None = None
+    ) -> None:
+        """base_url: of the server, with or without /v1. api_key: by default that of the environment's TOKA_API_KEY.
+        concurrency: most prompts that are at the server at once; None: as many as its scheduler can look ahead over.
+
+        Raises ServerError if no server answers."""
+        self._start(AsyncClient(base_url, api_key=api_key, concurrency=concurrency))
+
+    def _start(self, client: AsyncClient) -> None:
+        """Use the client, on a loop in a thread of its own."""
+        self._client = client
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="tokasaurus", daemon=True)
+        self._thread.start()
+        try:
+            self.model = asyncio.run_coroutine_threadsafe(client.connect(), self._loop).result()
+            """Name of the model that the server serves."""
+        except BaseException:
+            Client.close(self)
+            raise
+
+    def _run_loop(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends its connections. It cannot be used any more."""
+        if not self._loop.is_closed() and self._thread.is_alive():
+            with suppress(RuntimeError):
+                asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result()
+                self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def generate(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        sampling: Sampling | None = None,
+        *,
+        schema: Schema | None = None,
+        **options: Any,
+    ) -> list[Result]:
+        """Complete prompts. The results are in the order of the prompts.
+
+        prompts: texts, or lists of token ids.
+        sampling: how; by default `Sampling()`.
+        schema: a pydantic class or a JSON schema, which every completion then matches; `parsed` is the object.
+        options: other fields of /v1/completions, such as structured_outputs={"regex": "yes|no"}.
+
+        A prompt that cannot be completed has a result with an `error`. Raises TypeError and ValueError for arguments
+        that are wrong for every prompt."""
+        rows = _checked_list(prompts, "prompts")
+        return self._in_order(rows, self._format(sampling, schema, None, options))
+
+    def chat(
+        self,
+        conversations: Iterable[Sequence[Message]],
+        sampling: Sampling | None = None,
+        *,
+        schema: Schema | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> list[Result]:
+        """Answer conversations, each a list of messages. The results are in the order of the conversations.
+
+        conversations: lists of messages, such as [{"role": "user", "content": "Hello"}].
+        sampling, schema: as for `generate`.
+        tools: functions that the model may call, as in OpenAI's API.
+        options: other fields of /v1/chat/completions, such as chat_template_kwargs={"enable_thinking": False}.
+        """
+        rows = _checked_list(conversations, "conversations")
+        return self._in_order(rows, self._format(sampling, schema, tools, options))
+
+    def stream(
+        self,
+        rows: Iterable[Row],
+        sampling: Sampling | None = None,
+        *,
+        key: str | None = None,
+        schema: Schema | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> Iterator[Result]:
+        """Results as they finish. Rows are read as there is room for them, so there may be any number.
+
+        rows: prompts, lists of messages, or dictionaries with "prompt" or "messages" and any other fields; read in the
+        thread that takes the results.
+        key: name of a dictionary's field that is the result's key; by default it is the row's number, from 0.
+        The other arguments are those of `generate` and `chat`.
+        """
+        return self._results(_Flow(_checked_rows(rows), self._format(sampling, schema, tools, options), key))
+
+    def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[Score]:
+        """The log-probabilities of given completions, each after its prompt; in the order of the input.
+
+        prompts, completions: of equal length; the two of a pair are both texts, or both lists of token ids. Texts are
+        put together before they become tokens."""
+        return asyncio.run_coroutine_threadsafe(self._client.score(prompts, completions), self._loop).result()
+
+    def _format(
+        self,
+        sampling: Sampling | None,
+        schema: Schema | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> RequestFormat:
+        return RequestFormat(self.model, sampling, schema=schema, tools=tools, options=options)
+
+    def _session(self) -> BulkSession:
+        async def make() -> AsyncBulkSession:
+            return self._client._session()
+
+        return BulkSession(self._loop, asyncio.run_coroutine_threadsafe(make(), self._loop).result())
+
+    def _in_order(self, rows: list[Any], request_format: RequestFormat) -> list[Result]:
+        order = _in_order_of_prefixes(rows)
+        results: list[Result | None] = [None] * len(rows)
+        for result in self._results(_Flow([rows[number] for number in order], request_format, None)):
+            number = order[result.key]
+            results[number] = Result(number, result.row, result.samples, result.error)
+        return [result for result in results if result is not None]
+
+    def _results(self, flow: _Flow) -> Iterator[Result]:
+        with self._session() as session:
+            try:
+                while True:
+                    lines, refused = flow.take(session.room())
+                    yield from refused
+                    answers = session.exchange(lines, is_last=flow.is_exhausted)
+                    if not answers and flow.is_exhausted:
+                        return
+                    yield from flow.results(answers)
+            except ServerError as error:
+                yield from flow.lost(error)
+
+
+def _prompt_of(row: Row) -> Prompt:
+    if not isinstance(row, Mapping):
+        return row
+    if ("prompt" in row) == ("messages" in row):
+        raise BadPrompt('a row has either "prompt" or "messages"')
+    prompt: Prompt = row["prompt"] if "prompt" in row else row["messages"]
+    return prompt
+
+
+def _in_order_of_prefixes(rows: Sequence[Any]) -> Sequence[int]:
+    """The numbers of the rows such that texts with a common prefix are neighbours."""
+    if not all(isinstance(row, str) for row in rows):
+        return range(len(rows))
+    return sorted(range(len(rows)), key=rows.__getitem__)
+
+
+def _checked_list(rows: Iterable[Any], name: str) -> list[Any]:
+    """Raises TypeError for what is one row in place of several."""
+    rows = _checked_rows(rows, name)
+    listed = list(rows)
+    if listed and isinstance(listed[0], Mapping | int):
+        raise TypeError(f"{name} must be a list of {name}; for one of them, write [{name[:-1]}]")
+    return listed
+
+
+def _checked_rows(rows: Iterable[Any], name: str = "rows") -> Iterable[Any]:
+    if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
+        raise TypeError(f"{name} must be an iterable of {name}, not {type(rows).__name__}")
+    return rows
+
+
+def _checked_pairs(prompts: Sequence[Any], completions: Sequence[Any]) -> list[tuple[Any, Any]]:
+    first, second = _checked_list(prompts, "prompts"), _checked_list(completions, "completions")
+    if len(first) != len(second):
+        raise ValueError(f"score: there are {len(first)} prompts and {len(second)} completions")
+    for number, (prompt, completion) in enumerate(zip(first, second, strict=True)):
+        if isinstance(prompt, str) != isinstance(completion, str):
+            raise TypeError(f"score: of pair {number}, one is a text and the other is not")
+    return list(zip(first, second, strict=True))
+
+
+def _check_concurrency(concurrency: int | None) -> None:
+    if concurrency is not None and (type(concurrency) is not int or concurrency < 1):
+        raise ValueError(f"concurrency must be a whole number from 1, or None, not {concurrency!r}")

@@ -1,0 +1,292 @@
+"""Prompts → lines of a bulk request, and their answers → results. No I/O."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import inspect
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from tokasaurus.library.results import NO_TOKENS, Result, RowError, Sample, Score, ToolCall, row_error
+from tokasaurus.library.sampling import GENERATE_TOKENS, Sampling
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+Message: TypeAlias = Mapping[str, Any]
+"""As in OpenAI's API: "role", "content", ..."""
+Prompt: TypeAlias = "str | Sequence[int] | Sequence[Message]"
+"""A text, token ids, or the messages of a chat."""
+Schema: TypeAlias = "type[BaseModel] | Mapping[str, Any]"
+
+# Marks of reasoning in the texts of reasoning models; an end mark without its start mark closes what the prompt opened.
+_REASONING_MARKS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"))
+
+
+class BadPrompt(ValueError):
+    """The row has no prompt that can be sent. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLine:
+    """One line of a bulk request."""
+
+    number: int
+    """Unique in the session."""
+    url: str
+    body: bytes
+    """The request's JSON, without a random seed."""
+    seed: int | None = None
+    """A random seed, added when the line is sent. It is no part of the request's identity."""
+
+    def encode(self) -> bytes:
+        """With its line end."""
+        body = self.body if self.seed is None else b'%b,"seed":%d}' % (self.body[:-1], self.seed)
+        return b'{"custom_id":"%d","url":"%b","body":%b}\n' % (self.number, self.url.encode(), body)
+
+    def identity(self) -> bytes:
+        """16 bytes, equal for equal requests: a hash of url and body."""
+        return hashlib.blake2b(self.url.encode() + self.body, digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a line."""
+
+    line: RequestLine
+    status: int
+    """200, or the status that a single request would have got."""
+    body: dict[str, Any]
+    """The response's JSON; {"error": {...}} unless the status is 200."""
+
+    @property
+    def raw(self) -> bytes:
+        """The body as JSON text."""
+        return orjson.dumps(self.body)
+
+
+class RequestFormat:
+    """How the prompts of one call become requests, and answers become results."""
+
+    def __init__(
+        self,
+        model: str,
+        sampling: Sampling | None = None,
+        *,
+        schema: Schema | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """model: the served model's name. schema: the completions are JSON that matches it. tools: functions that a
+        chat may call. options: further fields of the bodies, as in the HTTP API. Raises TypeError and ValueError."""
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise TypeError(f"sampling must be a Sampling, not {type(sampling).__name__}")
+        self.sampling = sampling or Sampling()
+        self._schema = schema
+        fields: dict[str, Any] = {"model": model, **self.sampling.shared_fields()}
+        if schema is not None:
+            named = {"name": "answer", "schema": _json_schema(schema)}
+            fields["response_format"] = {"type": "json_schema", "json_schema": named}
+        _refuse_own_fields(options or {})
+        fields |= options or {}
+        # Packed, since a list of objects for each token would take longer than sampling it.
+        fields["logprobs_in_fingerprint"] = True
+        with_logprobs = self.sampling.logprobs
+        top = self.sampling.top_logprobs
+        completion = {"logprobs": top} if with_logprobs else {}
+        chat = {"logprobs": True, "top_logprobs": top} if with_logprobs else {}
+        max_tokens = {} if self.sampling.max_tokens is not None else {"max_tokens": GENERATE_TOKENS}
+        self._asks_tools = bool(tools)
+        tool_fields = {"tools": list(tools)} if tools else {}
+        self._completion_end = _rest(fields | completion | max_tokens)
+        self._chat_end = _rest(fields | chat | tool_fields)
+
+    def line(self, number: int, prompt: Prompt) -> RequestLine:
+        """The request of a prompt. Raises BadPrompt."""
+        seed = None if self.sampling.seed is not None else secrets.randbits(63)
+        if isinstance(prompt, str):
+            if self._asks_tools:
+                raise BadPrompt("tools need messages: a prompt has no template that shows them")
+            return RequestLine(number, COMPLETIONS, b'{"prompt":' + _dump(prompt) + self._completion_end, seed)
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+            raise BadPrompt(f"a prompt is a text, a list of token ids or a list of messages, not {_kind(prompt)}")
+        if prompt and isinstance(prompt[0], Mapping):
+            return RequestLine(number, CHAT, b'{"messages":' + _dump(_messages(prompt)) + self._chat_end, seed)
+        ids = [int(token) if isinstance(token, int | np.integer) else _refuse_token(token) for token in prompt]
+        return RequestLine(number, COMPLETIONS, b'{"prompt":' + _dump(ids) + self._completion_end, seed)
+
+    @staticmethod
+    def identity(line: RequestLine) -> bytes:
+        """As `RequestLine.identity`."""
+        return line.identity()
+
+    def result(self, answer: Answer, key: object, row: object) -> Result:
+        """The result of an answer; its error if the server answered one."""
+        if answer.status != 200:
+            return Result(key, row, (), row_error(answer.status, answer.body))
+        try:
+            return Result(key, row, self._samples(answer))
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            reason = f"the server's answer cannot be read: {type(error).__name__}: {error}"
+            return Result(key, row, (), RowError("bad_answer", reason, None, answer.status))
+
+    def _samples(self, answer: Answer) -> tuple[Sample, ...]:
+        body = answer.body
+        packed = orjson.loads(body["system_fingerprint"])
+        usage = body["usage"]
+        cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+        seed = self.sampling.seed if answer.line.seed is None else answer.line.seed
+        assert seed is not None, "either the user or the line has one"
+        samples = []
+        for index, choice in enumerate(body["choices"]):
+            calls: tuple[ToolCall, ...] = ()
+            if answer.line.url == CHAT:
+                message = choice["message"]
+                text = message["content"] or ""
+                calls = tuple(
+                    ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
+                    for call in message.get("tool_calls") or ()
+                )
+            else:
+                text = choice["text"]
+            parsed, parse_error = (None, None) if self._schema is None or calls else self._parse(text)
+            token_ids = np.array(packed["completion_ids"][index], np.int32)
+            samples.append(
+                Sample(
+                    text,
+                    token_ids,
+                    _unpack(packed["packed_chosen_logprobs"], index, np.float32),
+                    choice["finish_reason"],
+                    seed,
+                    index,
+                    parsed,
+                    parse_error,
+                    calls,
+                    find_reasoning(text),
+                    usage["prompt_tokens"],
+                    cached_tokens,
+                    _rows(_unpack(packed["packed_topk_indices"], index, np.int32), len(token_ids)),
+                    _rows(_unpack(packed["packed_topk_logprobs"], index, np.float32), len(token_ids)),
+                )
+            )
+        return tuple(samples)
+
+    def _parse(self, text: str) -> tuple[Any, str | None]:
+        """(the object that the text means, None), or (None, why it means none)."""
+        try:
+            if isinstance(self._schema, Mapping):
+                return orjson.loads(text), None
+            assert self._schema is not None, "the caller has looked"
+            return self._schema.model_validate_json(text), None
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            return None, f"{place}: {first['msg']}" if place else str(first["msg"])
+        except ValueError as error:
+            return None, f"not valid JSON: {error}"
+
+
+class ScoreFormat:
+    """How pairs of a prompt and a completion become requests, and answers become scores."""
+
+    def __init__(self, model: str) -> None:
+        fields = {"model": model, "echo": True, "max_tokens": 0, "logprobs": 0, "return_token_ids": True}
+        self._end = _rest(fields)
+
+    def line(self, number: int, prompt: str | Sequence[int], completion: str | Sequence[int]) -> RequestLine:
+        """Both are texts, or both are token ids. Raises BadPrompt."""
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return RequestLine(number, COMPLETIONS, b'{"prompt":' + _dump(prompt + completion) + self._end)
+        ids = [*map(_refuse_token_unless_int, prompt), *map(_refuse_token_unless_int, completion)]
+        return RequestLine(number, COMPLETIONS, b'{"prompt":' + _dump(ids) + self._end)
+
+    @staticmethod
+    def score(answer: Answer, prompt: str | Sequence[int]) -> Score:
+        """The score of an answer; its error if the server answered one."""
+        if answer.status != 200:
+            return Score(*NO_TOKENS, row_error(answer.status, answer.body))
+        choice = answer.body["choices"][0]
+        token_ids, logprobs = choice["prompt_token_ids"], choice["logprobs"]
+        first = len(prompt)
+        if isinstance(prompt, str):
+            offsets = [*logprobs["text_offset"], len(choice["text"])]
+            # the first token whose text ends in the completion
+            first = next((index for index, end in enumerate(offsets[1:]) if end > len(prompt)), len(token_ids))
+        values = np.array(logprobs["token_logprobs"][first:], np.float32)  # null for the first token of all: NaN
+        return Score(np.array(token_ids[first:], np.int32), values)
+
+
+def find_reasoning(text: str) -> str | None:
+    """The reasoning at the start of a text; None if there is none."""
+    for start, end in _REASONING_MARKS:
+        before, mark, _ = text.partition(end)
+        if mark or text.lstrip().startswith(start):
+            return before.lstrip().removeprefix(start).strip()
+    return None
+
+
+# Fields that follow from the arguments, or that results are read from.
+_OWN_FIELDS = ("prompt", "messages", "stream", "stream_options", "logprobs_in_fingerprint", "return_token_ids", "echo")
+
+
+def _refuse_own_fields(options: Mapping[str, Any]) -> None:
+    for name in (*_OWN_FIELDS, *inspect.signature(Sampling).parameters):
+        if name in options:
+            where = "belongs into Sampling" if name in inspect.signature(Sampling).parameters else "cannot be chosen"
+            raise TypeError(f"options: {name} {where}")
+
+
+def _json_schema(schema: Schema) -> Mapping[str, Any]:
+    if isinstance(schema, type) and issubclass(schema, BaseModel):
+        return schema.model_json_schema()
+    if isinstance(schema, Mapping):
+        return schema
+    raise TypeError(f"schema must be a pydantic class or a JSON schema, not {_kind(schema)}")
+
+
+def _rest(fields: Mapping[str, Any]) -> bytes:
+    """The fields after the first one of a JSON object. Raises ValueError."""
+    try:
+        return b"," + orjson.dumps(fields)[1:]
+    except TypeError as error:  # orjson's error for what no JSON can be
+        raise ValueError(f"a field of the request cannot be sent: {error}") from None
+
+
+def _dump(value: object) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except TypeError as error:
+        raise BadPrompt(f"the prompt cannot be sent: {error}") from None
+
+
+def _messages(messages: Sequence[Any]) -> list[Any]:
+    return [dict(message) if isinstance(message, Mapping) else message for message in messages]
+
+
+def _refuse_token_unless_int(token: Any) -> int:
+    return int(token) if isinstance(token, int | np.integer) else _refuse_token(token)
+
+
+def _refuse_token(token: object) -> int:
+    raise BadPrompt(f"a list of token ids contains {_kind(token)}")
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _unpack(values: Sequence[str] | None, index: int, dtype: type[Any]) -> Any:
+    return None if values is None else np.frombuffer(base64.b64decode(values[index]), np.dtype(dtype).newbyteorder("<"))
+
+
+def _rows(values: Any, num_rows: int) -> Any:
+    return None if values is None else values.reshape(num_rows, -1) if num_rows else values.reshape(0, 0)

@@ -1,0 +1,102 @@
+"""How completions are sampled: the fields of the API's bodies as one value, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from tokasaurus.server.protocol.sampling_fields import SamplingFields
+
+GENERATE_TOKENS = 256
+"""`max_tokens` of a prompt without a chat template, where Sampling leaves it open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How completions are sampled. The fields mean what they mean in the HTTP API.
+
+    A wrong keyword raises TypeError, a wrong value raises ValueError that names it.
+    """
+
+    n: int = 1
+    """Independent samples of each prompt."""
+    temperature: float = 1.0
+    """From 0, which always takes the most likely token, to 2."""
+    top_p: float = 1.0
+    """Keep the most likely tokens that together have this probability."""
+    top_k: int = -1
+    """Keep only this many most likely tokens; -1: all."""
+    min_p: float = 0.0
+    """Keep tokens that are at least this many times as likely as the most likely one."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that the completion already contains; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time that the completion contains the token; -2 to 2."""
+    repetition_penalty: float = 1.0
+    """Divides the logits of tokens of the prompt and the completion; negative ones are multiplied."""
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    """Added to the logits of these token ids; -100 to 100."""
+    max_tokens: int | None = None
+    """Most tokens of a completion. None: 256 for prompts, and for chats what the model's context leaves."""
+    min_tokens: int = 0
+    """Fewest tokens of a completion."""
+    stop: str | Sequence[str] = ()
+    """Strings before which the text ends."""
+    stop_token_ids: Sequence[int] = ()
+    """Token ids that end the text, beside the model's own end token."""
+    ignore_eos: bool = False
+    """The model's end token does not end the text."""
+    seed: int | None = None
+    """The same request with the same seed gives the same samples. None: a random one for each prompt, which each
+    sample tells."""
+    logprobs: bool = True
+    """Whether samples have log-probabilities."""
+    top_logprobs: int = 0
+    """How many of the most likely tokens at each position samples have, with their log-probabilities."""
+    priority: int = 0
+    """Among waiting requests, lower values start first."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.generic):
+                object.__setattr__(self, field.name, value.item())
+        if type(self.logprobs) is not bool:
+            raise ValueError(f"Sampling: logprobs must be True or False, not {self.logprobs!r}")
+        if type(self.top_logprobs) is not int or self.top_logprobs < 0:
+            raise ValueError(f"Sampling: top_logprobs must be a whole number from 0, not {self.top_logprobs!r}")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("Sampling: top_logprobs goes with logprobs=True")
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"Sampling: logit_bias must map token ids to numbers, not {self.logit_bias!r}")
+        try:
+            SamplingFields.model_validate({"model": "default", **self.shared_fields()})
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            raise ValueError(f"Sampling: {first['loc'][0]}: {first['msg']}, not {first['input']!r}") from None
+
+    def shared_fields(self) -> dict[str, Any]:
+        """The fields of bodies that differ from their defaults and that both endpoints have; without the seed, which
+        is no part of what is asked if it is random."""
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in _OWN_FIELDS and getattr(self, field.name) != field.default
+        }
+        for name in ("stop", "stop_token_ids"):
+            if isinstance(fields.get(name), tuple | set | frozenset):
+                fields[name] = list(fields[name])
+        if self.logit_bias:
+            fields["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
+        if self.seed is not None:
+            fields["seed"] = self.seed
+        return fields
+
+
+# Written in another way, or into each body.
+_OWN_FIELDS = ("logprobs", "top_logprobs", "logit_bias", "seed")
