@@ -1,6 +1,6 @@
 """Tokasaurus: an LLM inference server for high-throughput workloads.
 
-`from tokasaurus import Client, Sampling` is the library for programs, see docs/library.md.
+`from tokasaurus import LLM, Sampling` is the library for programs, see docs/library.md.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from tokasaurus.library.bulk import ServerError as ServerError
     from tokasaurus.library.client import AsyncClient as AsyncClient
     from tokasaurus.library.client import Client as Client
+    from tokasaurus.library.engine import EngineError as EngineError
+    from tokasaurus.library.llm import LLM as LLM
+    from tokasaurus.library.llm import AsyncLLM as AsyncLLM
     from tokasaurus.library.results import Result as Result
     from tokasaurus.library.results import RowError as RowError
     from tokasaurus.library.results import Sample as Sample
@@ -24,7 +27,10 @@ __version__ = "0.2.0"
 # Imported when they are used, since every process of a server imports this module.
 _MODULES = {
     "AsyncClient": "client",
+    "AsyncLLM": "llm",
     "Client": "client",
+    "EngineError": "engine",
+    "LLM": "llm",
     "Result": "results",
     "RowError": "results",
     "Sample": "results",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
+
+from typing_extensions import Self
 
 from tokasaurus.library.bulk import AsyncBulkSession, BulkSession, Server, ServerError
 from tokasaurus.library.requests import (
@@ -25,6 +27,7 @@ from tokasaurus.library.sampling import Sampling
 
 Row: TypeAlias = "Prompt | Mapping[str, Any]"
 """A prompt, or a dictionary with "prompt" or "messages" beside other fields."""
+Value = TypeVar("Value")
 
 
 class _Flow:
@@ -132,12 +135,12 @@ class AsyncClient:
         """
         _check_concurrency(concurrency)
         self._concurrency = concurrency
-        self._make_server: Callable[[], Server] = lambda: Server(base_url, api_key)
+        self._address = (base_url, api_key)
         self._server: Server | None = None
         self._model: str | None = None
-        self._connecting: asyncio.Lock | None = None
+        self._connecting = asyncio.Lock()
 
-    async def __aenter__(self) -> AsyncClient:
+    async def __aenter__(self) -> Self:
         await self.connect()
         return self
 
@@ -149,8 +152,6 @@ class AsyncClient:
     async def connect(self) -> str:
         """The name of the model that the server serves. Every method connects if this was not called. Raises
         ServerError."""
-        if self._connecting is None:
-            self._connecting = asyncio.Lock()
         async with self._connecting:
             if self._model is None:
                 if self._server is None:
@@ -159,10 +160,16 @@ class AsyncClient:
         return self._model
 
     async def close(self) -> None:
+        """Ends its connections."""
         if self._server is not None:
             await self._server.close()
-            self._server = None
-            self._model = None
+            self._server = self._model = None
+
+    def end(self) -> None:
+        """Ends what it has started, after its connections. Blocks."""
+
+    def _make_server(self) -> Server:
+        return Server(*self._address)
 
     async def generate(
         self,
@@ -286,20 +293,18 @@ class Client:
         """Use the client, on a loop in a thread of its own."""
         self._client = client
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run_loop, name="tokasaurus", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=_run_loop, args=(self._loop,), name="tokasaurus", daemon=True)
+        thread.start()
+        # also called at the interpreter's end, and when nothing refers to this object any more
+        self._closing = weakref.finalize(self, _close, client, self._loop, thread)
         try:
-            self.model = asyncio.run_coroutine_threadsafe(client.connect(), self._loop).result()
+            self.model = self._run(client.connect())
             """Name of the model that the server serves."""
         except BaseException:
-            Client.close(self)
+            self.close()
             raise
 
-    def _run_loop(self) -> None:
-        self._loop.run_forever()
-        self._loop.close()
-
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -308,12 +313,8 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends its connections. It cannot be used any more."""
-        if not self._loop.is_closed() and self._thread.is_alive():
-            with suppress(RuntimeError):
-                asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result()
-                self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        """Ends its connections, and the engine if it is its own. It cannot be used any more."""
+        self._closing()
 
     def generate(
         self,
@@ -378,7 +379,19 @@ class Client:
 
         prompts, completions: of equal length; the two of a pair are both texts, or both lists of token ids. Texts are
         put together before they become tokens."""
-        return asyncio.run_coroutine_threadsafe(self._client.score(prompts, completions), self._loop).result()
+        return self._run(self._client.score(prompts, completions))
+
+    def _run(self, call: Coroutine[Any, Any, Value]) -> Value:
+        """The call's result; an interrupt cancels it."""
+        if not self._closing.alive:
+            call.close()
+            raise ServerError("the client is closed")
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     def _format(
         self,
@@ -393,7 +406,7 @@ class Client:
         async def make() -> AsyncBulkSession:
             return self._client._session()
 
-        return BulkSession(self._loop, asyncio.run_coroutine_threadsafe(make(), self._loop).result())
+        return BulkSession(self._loop, self._run(make()))
 
     def _in_order(self, rows: list[Any], request_format: RequestFormat) -> list[Result]:
         order = _in_order_of_prefixes(rows)
@@ -415,6 +428,21 @@ class Client:
                     yield from flow.results(answers)
             except ServerError as error:
                 yield from flow.lost(error)
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+def _close(client: AsyncClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """End the client and the thread of its loop. In a forked child there is no such thread."""
+    if thread.is_alive():
+        asyncio.run_coroutine_threadsafe(AsyncClient.close(client), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        if thread is not threading.current_thread():
+            thread.join()
+    client.end()
 
 
 def _prompt_of(row: Row) -> Prompt:

@@ -1,0 +1,117 @@
+"""An engine of the program's own, used as any server is: `LLM`, and `AsyncLLM` for programs with an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+from tokasaurus.config import ServerConfig
+from tokasaurus.library.bulk import Server, ServerError
+from tokasaurus.library.client import AsyncClient, Client
+from tokasaurus.library.engine import EngineError, PrivateEngine
+
+# Flags of how others reach a server, or of what only they use.
+_NO_FLAGS = ("host", "port", "unix_socket", "api_key", "api_keys_file", "allowed_hosts", "data_dir")
+_RESTART_S = 600.0
+"""Longest start of an engine again."""
+
+
+class AsyncLLM(AsyncClient):
+    """As LLM, for programs with an event loop. The engine starts when the context is entered, or with the first call.
+
+    ```python
+    async with AsyncLLM("Qwen/Qwen3-0.6B") as llm:
+        results = await llm.generate(["Once upon a time"])
+    ```
+    """
+
+    def __init__(
+        self, model: str | None = None, *, concurrency: int | None = None, show: bool = True, **flags: Any
+    ) -> None:
+        """As `LLM`."""
+        super().__init__(concurrency=concurrency)
+        words = _words(model, flags)
+        self._engine = PrivateEngine(words, _print if show else _ignore)
+        self._has_started = False
+
+    async def connect(self) -> str:
+        """Starts the engine, if it has not been; the name of its model. Raises EngineError."""
+        async with self._connecting:
+            if not self._has_started:
+                await asyncio.to_thread(self._engine.start)
+                self._has_started = True
+        return await super().connect()
+
+    async def close(self) -> None:
+        """Ends the engine's processes."""
+        await super().close()
+        await asyncio.to_thread(self.end)
+
+    def end(self) -> None:
+        self._engine.close()
+
+    def _make_server(self) -> Server:
+        async def wait_until_up() -> None:
+            try:
+                await asyncio.to_thread(self._engine.wait_until_up, _RESTART_S)
+            except EngineError as error:
+                raise ServerError(str(error)) from None
+
+        return Server("http://localhost", "", self._engine.socket_path, wait_until_up)
+
+
+class LLM(Client):
+    """A model, in processes of its own on this machine.
+
+    ```python
+    with LLM("Qwen/Qwen3-0.6B") as llm:
+        for result in llm.chat([[{"role": "user", "content": "What is the capital of Germany?"}]]):
+            print(result.text)
+    ```
+
+    The processes are those of `toka`. They can be reached by this program only, are started again if they die, and end
+    with the program, however it ends. The methods may be called from any thread, and where an event loop runs.
+    """
+
+    def __init__(
+        self, model: str | None = None, *, concurrency: int | None = None, show: bool = True, **flags: Any
+    ) -> None:
+        """Returns when the model is loaded.
+
+        model: as `toka model=`: a repository id, a directory or a GGUF file; None for the small demo model.
+        concurrency: most prompts that are in the engine at once; None: as many as its scheduler can look ahead over.
+        show: print the phases of the start, and warnings, on stderr.
+        flags: of `toka`, such as kv_cache_num_tokens=100_000 or dp_size=2; `toka --help` lists them.
+
+        Raises TypeError or ValueError for a wrong flag, and EngineError if the engine does not start; one line says
+        why."""
+        self._start(AsyncLLM(model, concurrency=concurrency, show=show, **flags))
+
+
+def _words(model: str | None, flags: dict[str, Any]) -> list[str]:
+    """Flags as on a command line. Raises TypeError and ValueError."""
+    for name in flags:
+        if name not in ServerConfig.flags:
+            raise TypeError(f"LLM has no argument {name!r}, and toka no flag of this name")
+        if name in _NO_FLAGS:
+            raise TypeError(f"LLM has no argument {name!r}: only this program can reach its engine")
+    if model is not None:
+        flags = {"model": model, **flags}
+    words = [f"{name}={_written(value)}" for name, value in flags.items()]
+    ServerConfig.parse([*words])  # FlagError, a ValueError, names the flag
+    return words
+
+
+def _written(value: object) -> str:
+    if isinstance(value, bool):
+        return "T" if value else "F"
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _ignore(_line: str) -> None: ...
