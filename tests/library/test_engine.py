@@ -22,7 +22,14 @@ import pytest
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_tiny_model
 from tests.library.helpers import stub_entry
-from tests.library.helpers.engine_scripts import directory_of, launcher_of, pids_of, running_script, stub_entries
+from tests.library.helpers.engine_scripts import (
+    directory_of,
+    environment_of_scripts,
+    launcher_of,
+    pids_of,
+    running_script,
+    stub_entries,
+)
 from tokasaurus.library import engine as engine_module
 from tokasaurus.library.engine import EngineError, PrivateEngine
 from tokasaurus.processes import private_server
@@ -320,3 +327,44 @@ print("both", flush=True)
         assert script.read_line() == "both"
         assert script.wait() == (0, "")
         assert script.left_after(GONE_S, both[0][0] + both[1][0]) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_an_engine_of_a_notebook_outlives_an_interrupt_and_ends_with_the_kernel(model: Path, is_killed: bool) -> None:
+    from jupyter_client import KernelManager
+
+    with tempfile.TemporaryDirectory(prefix="t-") as directory:
+        manager = KernelManager(kernel_name="python3")
+        manager.start_kernel(env=environment_of_scripts(model, Path(directory)))
+        client = manager.client()
+        client.start_channels()
+        try:
+            client.wait_for_ready(timeout=UP_S)
+
+            def run(cell: str) -> str:
+                printed = []
+                hook = printed.append
+                reply = client.execute_interactive(cell, timeout=UP_S, output_hook=hook)
+                text = "".join(message["content"].get("text", "") for message in printed)
+                assert reply["content"]["status"] == "ok", reply["content"]
+                return text
+
+            imports = "from tests.library.helpers.engine_scripts import launcher_of, started_engine"
+            shown = run(f"{imports}\nengine = started_engine(print)")
+            assert "ready: " in shown
+            pids, _ = json.loads(shown.splitlines()[-1])
+            manager.interrupt_kernel()
+            assert run("engine.wait_until_up(0); print(launcher_of(engine))").strip() == str(pids[0])
+            if is_killed:
+                manager.shutdown_kernel(now=True)
+            else:
+                client.shutdown()  # the notebook's Restart
+            assert_all_end(pids, GONE_S)
+            deadline = time.monotonic() + GONE_S
+            while list(Path(directory).glob("toka-*")):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        finally:
+            client.stop_channels()
+            manager.shutdown_kernel(now=True)

@@ -53,6 +53,10 @@ def directory_of(engine: PrivateEngine) -> Path:
     return Path(engine.socket_path).parent
 
 
+def environment_of_scripts(model: Path, temporary: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), MODEL: str(model), "TMPDIR": str(temporary)}
+
+
 class Script:
     """A Python program, and a directory of its own for temporary files."""
 
@@ -67,7 +71,7 @@ class Script:
             stderr=subprocess.PIPE,
             text=True,
             cwd=temporary.parent,
-            env={**os.environ, "PYTHONPATH": str(ROOT), MODEL: str(model), "TMPDIR": str(temporary)},
+            env=environment_of_scripts(model, temporary),
         )
         assert self.process.stdin is not None
         if arguments:
