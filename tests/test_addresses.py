@@ -1,12 +1,26 @@
-"""URLs that lead to this machine, and the proxies that others are reached through."""
+"""Unix sockets to listen on, URLs that lead to this machine, and the proxies that others are reached through."""
 
 import os
 import socket
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
-from tokasaurus.addresses import leads_here, no_proxies, proxies_for, proxy_variable
+from tokasaurus.addresses import (
+    MAX_SOCKET_PATH_BYTES,
+    leads_here,
+    listening_at,
+    no_proxies,
+    proxies_for,
+    proxy_variable,
+    socket_of,
+    url_of,
+)
 from tokasaurus.messages.status import UserError
 
 LOCAL = (
@@ -120,3 +134,109 @@ def test_the_proxy_of_a_url(
     bypassed = any(transports[name] is None for name in transports if "example" in name)
     if not leads_here(url):
         assert bool(used and not bypassed) == (variable is not None)
+
+
+# Unix sockets
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """Its path is short."""
+    with tempfile.TemporaryDirectory(prefix="t-") as directory:
+        yield Path(directory)
+
+
+def connects(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(path)) == 0
+
+
+def refusal(path: Path) -> str:
+    """What the start of a server says after the flag."""
+    with pytest.raises(UserError) as raised, listening_at(path):
+        pass
+    return str(raised.value).removeprefix(f"unix_socket={path}: ")
+
+
+def test_a_unix_socket_is_its_owners_and_is_removed_at_the_end(directory: Path, monkeypatch) -> None:
+    old_mask = os.umask(0)
+    try:
+        with listening_at(directory / "s") as listener:
+            assert stat.S_IMODE((directory / "s").stat().st_mode) == 0o600
+            assert connects(directory / "s")
+            assert socket_of(url_of(listener)) == str(directory / "s")
+    finally:
+        os.umask(old_mask)
+    assert list(directory.iterdir()) == []
+    monkeypatch.chdir(directory)
+    with listening_at(Path("s")) as listener:  # whoever reads where it listens has another working directory
+        assert socket_of(url_of(listener)) == str(directory / "s")
+    assert list(directory.iterdir()) == []
+    assert socket_of("http://127.0.0.1:1") is None
+
+
+def test_the_file_of_a_dead_server_is_replaced_and_a_living_ones_is_not(directory: Path) -> None:
+    path = directory / "s"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with listening_at(path):
+        assert connects(path)
+        assert refusal(path) == "another process listens there"
+        assert connects(path)
+    with socket.socket(socket.AF_UNIX) as full:
+        full.bind(str(path))
+        full.listen(0)
+        waiting = socket.socket(socket.AF_UNIX)
+        waiting.connect(str(path))
+        with waiting:
+            assert refusal(path) == "another process listens there"
+
+
+def test_a_file_that_another_server_has_put_in_its_place_is_left(directory: Path) -> None:
+    path = directory / "s"
+    with listening_at(path):
+        path.unlink()
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(str(path))
+    assert path.exists()
+
+
+def test_what_is_no_place_for_a_socket_is_refused_in_one_line(directory: Path) -> None:
+    (directory / "file").write_text("kept")
+    assert refusal(directory / "file") == "exists, and is no socket"
+    assert (directory / "file").read_text() == "kept"
+    assert refusal(directory / "absent" / "s") == "cannot listen there: No such file or directory"
+    assert refusal(directory / "file" / "s") == "cannot listen there: Not a directory"
+    longest = directory / ("s" * (MAX_SOCKET_PATH_BYTES - len(f"{directory}/")))
+    with listening_at(longest):
+        assert connects(longest)
+    assert refusal(longest.with_name(f"{longest.name}s")) == (
+        f"the path of a socket, from / on, may have at most {MAX_SOCKET_PATH_BYTES} bytes, and this one has "
+        f"{MAX_SOCKET_PATH_BYTES + 1}"
+    )
+
+
+@pytest.mark.parametrize("_attempt", range(10))
+def test_of_servers_that_start_together_one_gets_the_socket(directory: Path, _attempt: int) -> None:
+    path = directory / "s"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    outcomes: list[str] = []
+    everyone = threading.Barrier(4)
+
+    def start() -> None:
+        everyone.wait()
+        try:
+            with listening_at(path):
+                outcomes.append("listens")
+                everyone.wait()
+        except UserError as error:
+            outcomes.append(str(error))
+            everyone.wait()
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["listens", *[f"unix_socket={path}: another process listens there"] * 3]

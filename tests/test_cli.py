@@ -7,10 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from socketserver import UnixStreamServer
 
 import pytest
 
@@ -56,6 +58,10 @@ def cpu_seconds_of_children() -> float:
         ),
         (["--port"], "toka: --port: not understood, flags are written name=value"),
         (["ping"], "toka ping: prompt is missing: toka ping prompt='tell me a joke'"),
+        (
+            ["ping", "prompt=x", "unix_socket=/s", "base_url=http://x"],
+            "toka ping: unix_socket=/s: either it or base_url= names the server",
+        ),
         (["ping", "prompt=x", "n=0"], "toka ping: n=0: must be a whole number from 1 to 2147483647"),
         (["ping", "promt=x"], "toka ping: promt=x: unknown flag, did you mean prompt=? (--help lists all)"),
         (["download", "modle=x"], "toka download: modle=x: unknown flag, did you mean model=? (--help lists all)"),
@@ -166,6 +172,12 @@ class ScriptedApi(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
+class UnixServer(UnixStreamServer):
+    def __init__(self, path: str, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(path, handler)
+        self.requests: list[tuple[str, str, object]] = []
+
+
 @pytest.fixture
 def api() -> Iterator[HTTPServer]:
     server = HTTPServer(("127.0.0.1", 0), ScriptedApi)
@@ -210,6 +222,20 @@ def test_ping_shows_the_error_of_the_server(
     assert out == ""
     assert err.startswith(f"toka ping: http://127.0.0.1:{api.server_port}/v1")
     assert err.endswith(f"{line}\n")
+
+
+def test_ping_reaches_a_unix_socket(capsys: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = f"{directory}/socket"
+        assert ping_main(["prompt=hi", f"unix_socket={path}"]) == 1
+        line = f"no answer from unix_socket={path}: [Errno 2] No such file or directory; is toka running?"
+        assert capsys.readouterr().err == f"toka ping: {line}\n"
+        with UnixServer(path, ScriptedApi) as server:
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            assert ping_main(["prompt=hi", f"unix_socket={path}"]) == 0
+            server.shutdown()
+    assert capsys.readouterr().out.startswith("text hi 0\n\n")
+    assert [request[0] for request in server.requests] == ["/v1/completions"]
 
 
 def test_ping_without_a_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,12 +11,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from tokasaurus.messages.status import UserError
 
+if TYPE_CHECKING:
+    from openai import DefaultHttpxClient
+
 MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 """Of a Unix socket's file: the size of sun_path, less its final zero."""
+
+URL_OF_SOCKETS = "http://localhost"
+"""For clients of a Unix socket: it leads to this machine, and none looks the host up."""
+_UNIX = "unix:"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -41,13 +49,14 @@ def listening_at(path: Path) -> Iterator[socket.socket]:
 
     A file that a killed server has left is replaced. Raises UserError, also if a process listens there."""
     flag = f"unix_socket={path}"
+    path = path.absolute()
     num_bytes = len(os.fsencode(path))
     if num_bytes > MAX_SOCKET_PATH_BYTES:
-        limit = f"the path of a socket may have at most {MAX_SOCKET_PATH_BYTES}"
-        raise UserError(f"{flag}: has {num_bytes} bytes; {limit}")
+        limit = f"the path of a socket, from / on, may have at most {MAX_SOCKET_PATH_BYTES} bytes"
+        raise UserError(f"{flag}: {limit}, and this one has {num_bytes}")
     listener = socket.socket(socket.AF_UNIX)
     try:
-        with _locked(path.absolute().parent):
+        with _locked(path.parent):
             _remove_stale(path, flag)
             listener.bind(os.fspath(path))
             path.chmod(0o600)  # before it listens: nobody can have connected
@@ -98,9 +107,23 @@ def _remove_stale(path: Path, flag: str) -> None:
 def url_of(listener: socket.socket) -> str:
     """How to reach it: a URL, or `unix:` and the path of a Unix socket."""
     if listener.family == socket.AF_UNIX:
-        return f"unix:{listener.getsockname()}"
+        return f"{_UNIX}{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
+
+
+def socket_of(url: str) -> str | None:
+    """The file of the Unix socket that `url_of` describes; None for a URL."""
+    return url.removeprefix(_UNIX) if url.startswith(_UNIX) else None
+
+
+def client_of_socket(path: str) -> "DefaultHttpxClient":
+    """For an OpenAI client, which sets the time limits: sends all requests to a Unix socket, and uses no proxy."""
+    from openai import DefaultHttpxClient
+
+    # httpx or httpx2, which depends on the version of openai
+    httpx: Any = importlib.import_module(DefaultHttpxClient.__bases__[0].__module__.partition(".")[0])
+    return DefaultHttpxClient(transport=httpx.HTTPTransport(uds=path))
 
 
 def leads_here(url: str) -> bool:

@@ -1,11 +1,10 @@
 """`toka ping`: one request to a running server, printed with its timing."""
 
-import importlib
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from tokasaurus.addresses import proxies_for, proxy_variable
+from tokasaurus.addresses import URL_OF_SOCKETS, client_of_socket, proxies_for, proxy_variable
 from tokasaurus.config import ServerConfig
 from tokasaurus.flags import FlagConfig, FlagError, count, flag
 
@@ -47,8 +46,15 @@ def ping(config: PingConfig) -> int:
     server = base_url if config.unix_socket is None else f"unix_socket={config.unix_socket}"
     started = time.perf_counter()
     try:
+        # No time limit: the duration is what ping measures.
         with proxies_for(base_url):
-            client = _make_client(base_url, config)
+            client = openai.OpenAI(
+                base_url=base_url,
+                api_key=config.api_key or "none",  # the client requires one
+                max_retries=0,
+                timeout=None,
+                http_client=None if config.unix_socket is None else client_of_socket(config.unix_socket),
+            )
         with client:
             answers, num_tokens = _ask(client, config)
     except openai.APIStatusError as error:
@@ -70,26 +76,12 @@ def ping(config: PingConfig) -> int:
 
 
 def _base_url(config: PingConfig) -> str:
-    """Of a Unix socket, one that leads to this machine: no client looks its host up."""
     if config.base_url is not None:
         return config.base_url
     if config.unix_socket is not None:
-        return "http://localhost/v1"
+        return f"{URL_OF_SOCKETS}/v1"
     host = f"[{config.host}]" if ":" in config.host else config.host  # IPv6
     return f"http://{host}:{config.port}/v1"
-
-
-def _make_client(base_url: str, config: PingConfig) -> "OpenAI":
-    """A client without a time limit: the duration is what ping measures."""
-    import openai
-
-    http_client = None
-    if config.unix_socket is not None:
-        # httpx or httpx2, which depends on the version of openai
-        httpx: Any = importlib.import_module(openai.DefaultHttpxClient.__bases__[0].__module__.partition(".")[0])
-        http_client = openai.DefaultHttpxClient(transport=httpx.HTTPTransport(uds=config.unix_socket), timeout=None)
-    api_key = config.api_key or "none"  # the client requires one
-    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None, http_client=http_client)
 
 
 def _ask(client: "OpenAI", config: PingConfig) -> tuple[list[str], int]:

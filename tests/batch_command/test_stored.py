@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 import threading
 import time
 from contextlib import closing
@@ -86,6 +87,21 @@ def test_the_key_of_the_flag_comes_before_the_environments(
         assert batch_main(["cancel", batch_id, flag]) == 1
         assert "answered 401: " in capsys.readouterr().err
         assert output_of(["cancel", batch_id, flag, "api_key=secret"], capsys) == f"{batch_id} is cancelling\n"
+
+
+def test_a_server_on_a_unix_socket_cancels_a_batch(
+    served_model: ServedModel, tmp_path: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with live_server(served_model, FakeEngine(script=never), data_dir=data_dir) as server:
+        batch_id = make_batch(server.url, write_requests(tmp_path / "in.jsonl", 5))
+        wait_for(data_dir, "in_progress")
+    with tempfile.TemporaryDirectory() as directory:
+        flags = {"data_dir": data_dir, "unix_socket": f"{directory}/socket"}
+        with live_server(served_model, FakeEngine(script=never), **flags) as server:
+            (data_dir / "lock").write_text(server.url)  # as `toka` writes it
+            assert output_of(["cancel", batch_id, f"data_dir={data_dir}"], capsys) == f"{batch_id} is cancelling\n"
+            assert batch_main(["cancel", "batch_0", f"data_dir={data_dir}"]) == 1
+            assert "has no batch batch_0; " in capsys.readouterr().err
 
 
 def test_beside_a_server_without_a_port_a_batch_is_cancelled_in_the_database(

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -309,6 +310,29 @@ def test_busy_port_is_one_line(launch) -> None:
     assert launcher.lines == [
         f"toka: port={port}: cannot listen on 127.0.0.1: Address already in use; choose another port="
     ]
+
+
+def test_a_unix_socket_takes_the_place_of_the_port(launch) -> None:
+    with tempfile.TemporaryDirectory(prefix="t-") as directory:
+        path = Path(directory, "socket")
+        launcher = launch("run_worker", f"unix_socket={path}")
+        assert launcher.wait_for_line("^ready: ").startswith(f"ready: unix:{path} serves tiny-llama; ")
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(30)
+            client.connect(str(path))
+            assert client.makefile("rb").read() == b"tiny-llama"
+        second = launch("run_worker", f"unix_socket={path}")
+        assert second.exit_code() == 1
+        assert second.lines == [f"toka: unix_socket={path}: another process listens there"]
+        pids = list(launcher.children().values())
+        launcher.process.kill()
+        assert_all_end(pids, within_s=30)
+        assert path.exists()
+        third = launch("run_worker", f"unix_socket={path}")
+        third.wait_for_line("^ready: ")
+        third.process.send_signal(signal.SIGTERM)
+        assert third.exit_code() == 0
+        assert not path.exists()
 
 
 def test_missing_model_is_one_line(launch, tmp_path: Path) -> None:

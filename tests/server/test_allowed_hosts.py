@@ -116,7 +116,7 @@ def test_loopback_addresses_are_guarded_by_default(address: str) -> None:
     assert allowed_hosts(address, "*") is None
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0", "::", "10.0.0.1", "llm.example"])
-def test_other_addresses_are_guarded_on_request(address: str) -> None:
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "10.0.0.1", "llm.example", None])
+def test_other_addresses_and_unix_sockets_are_guarded_on_request(address: str | None) -> None:
     assert allowed_hosts(address, None) is None
     assert allowed_hosts(address, "a.example,") == {"localhost", "a.example"}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import orjson
 
-from tokasaurus.addresses import no_proxies, proxies_for, proxy_variable
+from tokasaurus.addresses import client_of_socket, no_proxies, proxies_for, proxy_variable
 from tokasaurus.batch_command.errors import CommandError, InputRefused, NotOnServer
 from tokasaurus.batch_command.input_file import custom_ids
 from tokasaurus.batch_command.progress import BatchView
@@ -58,12 +58,14 @@ class BatchApi:
         note: Callable[[str], None],
         max_silence_s: float,
         is_local: bool,
+        unix_socket: str | None = None,
     ) -> None:
         """note: shows the user a line. max_silence_s: longest time without an answer. is_local: the server is on this
-        machine, so that no proxy is used."""
+        machine, so that no proxy is used. unix_socket: replaces host and port of base_url."""
         import openai
 
-        self._base_url = base_url
+        self._base_url = base_url if unix_socket is None else f"unix:{unix_socket}/v1"
+        """As messages show it."""
         self._note = note
         self._max_silence_s = max_silence_s
         self._has_answered = False
@@ -72,11 +74,17 @@ class BatchApi:
         try:
             with no_proxies() if is_local else proxies_for(base_url):
                 # The retries are here, where the user is told of them.
-                self._client = openai.OpenAI(base_url=base_url, api_key=api_key or "none", max_retries=0, timeout=60)
+                self._client = openai.OpenAI(
+                    base_url=base_url,
+                    api_key=api_key or "none",
+                    max_retries=0,
+                    timeout=60,
+                    http_client=None if unix_socket is None else client_of_socket(unix_socket),
+                )
         except Exception as error:  # various, for an invalid URL
             raise CommandError(f"base_url={base_url}: {' '.join(str(error).split())}") from None
         proxy = None if is_local else proxy_variable(base_url)
-        self._route = base_url if proxy is None else f"{base_url} through the proxy of {proxy}"
+        self._route = self._base_url if proxy is None else f"{base_url} through the proxy of {proxy}"
 
     def close(self) -> None:
         self._client.close()

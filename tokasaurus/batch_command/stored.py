@@ -10,6 +10,7 @@ from typing import TypeVar
 import apsw
 import orjson
 
+from tokasaurus.addresses import URL_OF_SOCKETS, socket_of
 from tokasaurus.batch_command.config import StoredConfig, key_of_environment
 from tokasaurus.batch_command.errors import CommandError, NotOnServer
 from tokasaurus.batch_command.remote import BatchApi
@@ -225,18 +226,23 @@ def _cancel_on_directory(root: Path, config: StoredConfig, batch_id: str) -> str
     address = DataDir(root).read_owner()
     if address == PRIVATE_OWNER:
         return _cancel_beside_server(root, batch_id)
+    unix_socket = socket_of(address)
+    if unix_socket is not None:
+        address = URL_OF_SOCKETS
     if not address.startswith("http"):
         raise CommandError(f"{root} is in use ({address}); try again")
     for any_address, loopback in (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:")):
         address = address.replace(any_address, loopback)
     key = config.api_key or os.environ.get("TOKA_API_KEY")
     try:
-        return _cancel_by_server(f"{address}/v1", key, batch_id, is_local=True)
+        return _cancel_by_server(f"{address}/v1", key, batch_id, is_local=True, unix_socket=unix_socket)
     except NotOnServer:
         raise _no_batch(root, batch_id) from None
 
 
-def _cancel_by_server(base_url: str, key: str | None, batch_id: str, is_local: bool) -> str:
+def _cancel_by_server(
+    base_url: str, key: str | None, batch_id: str, is_local: bool, unix_socket: str | None = None
+) -> str:
     """The batch's status. Raises CommandError."""
     api = BatchApi(
         base_url,
@@ -244,6 +250,7 @@ def _cancel_by_server(base_url: str, key: str | None, batch_id: str, is_local: b
         note=lambda line: print(line, file=sys.stderr),
         max_silence_s=_MAX_SILENCE_SECONDS,
         is_local=is_local,
+        unix_socket=unix_socket,
     )
     try:
         batch = api.retrieve(batch_id)

@@ -1,6 +1,7 @@
 """Slow, silent and half-closed connections, by raw sockets against the real server."""
 
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,6 +23,7 @@ from tests.server.helpers.raw_http import (
     read_answer,
     seconds_until_closed,
 )
+from tokasaurus.addresses import socket_of
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.served_model import ServedModel
@@ -44,10 +46,19 @@ def chunk(content: bytes) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def timed(served_model: ServedModel) -> Iterator[LiveServer]:
+def timed(served_model: ServedModel, request: pytest.FixtureRequest) -> Iterator[LiveServer]:
     limits = EngineLimits(num_kv_blocks=64, page_size=16, max_tokens_per_sequence=100_000)
-    with live_server(served_model, FakeEngine(limits=limits), **TIMEOUTS) as server:
-        yield server
+    with tempfile.TemporaryDirectory() as directory:
+        flags = {"unix_socket": f"{directory}/socket"} if getattr(request, "param", "TCP") == "Unix" else {}
+        with live_server(served_model, FakeEngine(limits=limits), **TIMEOUTS, **flags) as server:
+            yield server
+
+
+on_both = pytest.mark.parametrize("timed", ["TCP", "Unix"], indirect=True)
+"""Where the kernel tells less of a Unix socket."""
+on_both_in_long_runs = pytest.mark.parametrize(
+    "timed", ["TCP", pytest.param("Unix", marks=pytest.mark.long)], indirect=True
+)
 
 
 def drip(connection: socket.socket, content: bytes, every_s: float) -> bytes:
@@ -152,13 +163,15 @@ def many_tokens(_request: GenerateRequest, _index: int) -> Reply:
 
 
 def slow_reader(server: LiveServer) -> socket.socket:
-    connection = socket.socket()
+    path = socket_of(server.url)
+    connection = socket.socket(socket.AF_INET if path is None else socket.AF_UNIX)
     connection.settimeout(20)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
-    connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+    connection.connect(path or ("127.0.0.1", int(server.url.rpartition(":")[2])))
     return connection
 
 
+@on_both_in_long_runs
 def test_client_that_reads_nothing_loses_its_connection_and_its_work(timed: LiveServer) -> None:
     timed.engine.script, timed.engine.delta_size = many_tokens, 500
     timed.engine.cancelled.clear()
@@ -169,6 +182,7 @@ def test_client_that_reads_nothing_loses_its_connection_and_its_work(timed: Live
     wait_until_clean(timed)
 
 
+@on_both_in_long_runs
 def test_client_that_reads_slowly_keeps_its_connection(timed: LiveServer) -> None:
     timed.engine.script = lambda request, index: replace(many_tokens(request, index), finish_reason="length")
     with slow_reader(timed) as connection:
@@ -189,6 +203,7 @@ def test_client_that_reads_slowly_keeps_its_connection(timed: LiveServer) -> Non
 # Half-closed connections
 
 
+@on_both
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_that_is_done_sending_gets_its_whole_answer(timed: LiveServer, stream: bool) -> None:
     def slow(request: GenerateRequest, index: int) -> Reply:
@@ -210,6 +225,7 @@ def test_client_that_is_done_sending_gets_its_whole_answer(timed: LiveServer, st
         assert orjson.loads(answer.body)["choices"][0]["text"] == "half"
 
 
+@on_both
 def test_http_1_0_client_that_is_done_sending_gets_a_quick_answer(timed: LiveServer) -> None:
     with connect(timed.url) as connection:
         connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
@@ -219,6 +235,7 @@ def test_http_1_0_client_that_is_done_sending_gets_a_quick_answer(timed: LiveSer
     assert content.endswith(b'{"status":"ok"}')
 
 
+@on_both
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_closed_connection_cancels_its_work_at_once(timed: LiveServer, stream: bool, version: bytes) -> None:
@@ -233,6 +250,7 @@ def test_closed_connection_cancels_its_work_at_once(timed: LiveServer, stream: b
     wait_until_clean(timed)
 
 
+@on_both
 @pytest.mark.parametrize("route", ["stream", "bulk"])
 def test_closing_after_the_answer_has_begun_cancels_the_rest_at_once(timed: LiveServer, route: str) -> None:
     """The client has read everything it was sent, so only what the server sends next shows that it is gone."""

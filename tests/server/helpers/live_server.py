@@ -13,6 +13,7 @@ import httpx
 from starlette.types import ASGIApp
 
 from tests.server.helpers.fake_engine import FakeEngine, hand_over
+from tokasaurus.addresses import URL_OF_SOCKETS, bind, listening_at, socket_of, url_of
 from tokasaurus.config import ServerConfig
 from tokasaurus.server.access import allowed_hosts, read_api_keys
 from tokasaurus.server.app import HttpServer, create_app, http_config
@@ -35,22 +36,23 @@ class LiveServer:
 
 @contextmanager
 def http_server(app: ASGIApp, engine: EngineClient | None = None, **flags: Any) -> Iterator[str]:
-    """Runs the server's own HTTP server in a thread; yields the base URL. flags: of ServerConfig."""
+    """Runs the server's own HTTP server in a thread; yields what `url_of` says. flags: of ServerConfig; with
+    unix_socket, it has no port."""
     config = ServerConfig()
     for name, value in flags.items():
         assert hasattr(config, name)
         setattr(config, name, value)
     connections = ConnectionTable(config)
     server = HttpServer(http_config(app, connections), engine or EngineClient(socket.socketpair()[0]), connections)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+    with bind("127.0.0.1", 0) if config.unix_socket is None else listening_at(Path(config.unix_socket)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
+        url = url_of(listener)
         try:
             while not server.started:
                 assert thread.is_alive(), "the HTTP server did not start"
                 time.sleep(0.01)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield url
         finally:
             server.should_exit = True
             thread.join(timeout=60)
@@ -84,7 +86,10 @@ def live_server(
         salt_by_key = flags.get("cache_salt_per_key", False)
         app = create_app(model, client, keys, limits, names, salt_by_key, store, batch_limits)
         url = stack.enter_context(http_server(app, client, **flags))
-        http = stack.enter_context(httpx.Client(base_url=url, timeout=60, headers=headers))
+        path = socket_of(url)
+        transport = None if path is None else httpx.HTTPTransport(uds=path)
+        base_url = url if path is None else URL_OF_SOCKETS
+        http = stack.enter_context(httpx.Client(base_url=base_url, timeout=60, headers=headers, transport=transport))
         if start_engine:
             wait_until_ready(http)
         try:

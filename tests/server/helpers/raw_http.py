@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from tests.server.helpers.bodies_and_errors import COMPLETIONS, assert_openai_error, minimal_body
+from tokasaurus.addresses import socket_of
 
 FRESH_ID = re.compile("req_[0-9a-f]{32}")
 
@@ -31,6 +32,12 @@ class Answer:
 
 
 def connect(url: str, timeout_s: float = 20) -> socket.socket:
+    path = socket_of(url)
+    if path is not None:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(timeout_s)
+        connection.connect(path)
+        return connection
     address = urlsplit(url)
     return socket.create_connection((address.hostname, address.port or 80), timeout_s)
 

@@ -46,8 +46,12 @@ def test_each_port_has_a_default(default_dir: Path) -> None:
         assert store.data_dir.root == default_dir == default_data_dir(10210)
 
 
-def test_a_port_that_the_system_chooses_has_none(default_dir: Path) -> None:
+def test_a_port_that_the_system_chooses_and_a_unix_socket_have_none(default_dir: Path) -> None:
     with opened_data_dir(config_with(None, port=0), URL) as store:
+        assert store is None
+    config = config_with(None)
+    config.unix_socket = "/run/toka"
+    with opened_data_dir(config, "unix:/run/toka") as store:
         assert store is None
     assert not default_dir.parent.exists()
 

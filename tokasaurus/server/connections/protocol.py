@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import itertools
 import logging
 import select
 import socket
 import struct
+import termios
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -80,12 +82,20 @@ class LingeringTransport(asyncio.Transport):
         return self._inner.get_extra_info(name, default)
 
     def num_bytes_acked(self) -> int:
-        """Bytes that the client's machine has confirmed; where the system does not tell, minus the bytes unsent."""
+        """Bytes that the client's machine has confirmed; where the system does not tell, minus the bytes that are
+        unsent, or sent over a Unix socket and unread."""
         try:
             info = self._socket().getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
             return int(struct.unpack_from("Q", info, _BYTES_ACKED_OFFSET)[0])
         except (AttributeError, OSError, struct.error):
-            return -self._inner.get_write_buffer_size()
+            return -self._inner.get_write_buffer_size() - self._num_bytes_in_kernel()
+
+    def _num_bytes_in_kernel(self) -> int:
+        try:
+            (num_bytes,) = struct.unpack("i", fcntl.ioctl(self._socket().fileno(), termios.TIOCOUTQ, bytes(4)))
+        except OSError:
+            return 0
+        return int(num_bytes)
 
     def is_hung_up(self) -> bool:
         """Whether the connection was reset. A client that closed it normally counts only once it was sent something,
