@@ -73,7 +73,8 @@ def reference_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(directory)
 
 
-@given(text=st.text())
+# Hypothesis also takes texts from the source, so it finds the names of special tokens, which are no text.
+@given(text=st.text().filter(lambda text: not any(name in text for name in ("<s>", "<|start|>", "<|end|>"))))
 def test_any_text_is_restored_from_its_ids_and_from_its_token_bytes(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids) == text
