@@ -137,6 +137,23 @@ def test_scores_are_the_logprobs_of_the_completions_tokens(toka: TokaProcess, cl
         assert by_ids.logprobs == pytest.approx(values, abs=1e-5)
 
 
+def test_the_first_token_of_all_has_no_score(client: Client) -> None:
+    """The tiny model has no start token."""
+    score = client.score([""], ["abc"])[0]
+    assert np.isnan(score.logprobs).tolist() == [True, False, False]
+    assert score.error is None
+    assert np.isnan(score.total)
+
+
+def test_pairs_that_cannot_be_scored_have_errors(client: Client) -> None:
+    scores = client.score(["a", None, "\ud800", "long " * 600], ["b", None, "b", "b"])
+    assert scores[0].error is None
+    messages = [str(score.error) for score in scores[1:]]
+    assert messages[0] == "a prompt and its completion are texts or lists of token ids, not None"
+    assert "surrogates" in messages[1]
+    assert all(len(score.logprobs) == 0 and np.isnan(score.total) for score in scores[1:])
+
+
 def test_every_bad_row_has_an_error_and_the_others_have_results(client: Client) -> None:
     rows: list[Any] = [
         "good",
@@ -309,6 +326,20 @@ def test_wrong_calls_raise_at_once_and_name_what_is_wrong(client: Client) -> Non
         client.generate(["a"], {"n": 1})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="temperature belongs into Sampling"):
         client.generate(["a"], temperature=0)
+    with pytest.raises(TypeError, match=r"no argument 'shcema', and no field of this name in /v1/completions$"):
+        client.generate(["a"], shcema=Pair)
+    with pytest.raises(TypeError, match="no argument 'chat_template_kwargs'"):
+        client.generate(["a"], chat_template_kwargs={})
+    with pytest.raises(TypeError, match="echo cannot be chosen"):
+        client.generate(["a"], echo=True)
+    with pytest.raises(TypeError, match="response_format cannot be combined with schema"):
+        client.generate(["a"], schema=Pair, response_format={"type": "json_object"})
+    with pytest.raises(TypeError, match=r"conversations\[1\] must be a list of messages"):
+        client.chat([[{"role": "user", "content": "a"}], "a"])
+    with pytest.raises(TypeError, match=r"prompts\[0\] has messages, which `chat` answers"):
+        client.generate([[{"role": "user", "content": "a"}]])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"base_url must begin with http:// or https://, not '127.0.0.1:1'"):
+        Client("127.0.0.1:1")
     with pytest.raises(TypeError, match="schema must be a pydantic class or a JSON schema, not a str"):
         client.generate(["a"], schema="x")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="1 prompts and 2 completions"):

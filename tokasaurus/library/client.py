@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
@@ -13,6 +13,8 @@ from typing_extensions import Self
 
 from tokasaurus.library.bulk import AsyncBulkSession, BulkSession, Server, ServerError
 from tokasaurus.library.requests import (
+    CHAT,
+    COMPLETIONS,
     Answer,
     BadPrompt,
     Message,
@@ -134,6 +136,8 @@ class AsyncClient:
         concurrency: most prompts that are at the server at once; None: as many as its scheduler can look ahead over.
         """
         _check_concurrency(concurrency)
+        if not base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url must begin with http:// or https://, not {base_url!r}")
         self._concurrency = concurrency
         self._address = (base_url, api_key)
         self._server: Server | None = None
@@ -180,8 +184,8 @@ class AsyncClient:
         **options: Any,
     ) -> list[Result]:
         """As `Client.generate`."""
-        rows = _checked_list(prompts, "prompts")
-        return await self._in_order(rows, await self._format(sampling, schema, None, options))
+        rows = _checked_prompts(prompts)
+        return await self._in_order(rows, await self._format(sampling, schema, None, options, (COMPLETIONS,)))
 
     async def chat(
         self,
@@ -193,8 +197,8 @@ class AsyncClient:
         **options: Any,
     ) -> list[Result]:
         """As `Client.chat`."""
-        rows = _checked_list(conversations, "conversations")
-        return await self._in_order(rows, await self._format(sampling, schema, tools, options))
+        rows = _checked_conversations(conversations)
+        return await self._in_order(rows, await self._format(sampling, schema, tools, options, (CHAT,)))
 
     async def stream(
         self,
@@ -233,8 +237,10 @@ class AsyncClient:
         schema: Schema | None,
         tools: Sequence[Mapping[str, Any]] | None,
         options: Mapping[str, Any],
+        endpoints: Collection[str] = (COMPLETIONS, CHAT),
     ) -> RequestFormat:
-        return RequestFormat(await self.connect(), sampling, schema=schema, tools=tools, options=options)
+        model = await self.connect()
+        return RequestFormat(model, sampling, schema=schema, tools=tools, options=options, endpoints=endpoints)
 
     def _session(self) -> AsyncBulkSession:
         assert self._server is not None, "connected"
@@ -286,7 +292,7 @@ class Client:
         """base_url: of the server, with or without /v1. api_key: by default that of the environment's TOKA_API_KEY.
         concurrency: most prompts that are at the server at once; None: as many as its scheduler can look ahead over.
 
-        Raises ServerError if no server answers."""
+        Raises ServerError if no server answers, and ValueError for what is no URL."""
         self._start(AsyncClient(base_url, api_key=api_key, concurrency=concurrency))
 
     def _start(self, client: AsyncClient) -> None:
@@ -333,8 +339,8 @@ class Client:
 
         A prompt that cannot be completed has a result with an `error`. Raises TypeError and ValueError for arguments
         that are wrong for every prompt."""
-        rows = _checked_list(prompts, "prompts")
-        return self._in_order(rows, self._format(sampling, schema, None, options))
+        rows = _checked_prompts(prompts)
+        return self._in_order(rows, self._format(sampling, schema, None, options, (COMPLETIONS,)))
 
     def chat(
         self,
@@ -352,8 +358,8 @@ class Client:
         tools: functions that the model may call, as in OpenAI's API.
         options: other fields of /v1/chat/completions, such as chat_template_kwargs={"enable_thinking": False}.
         """
-        rows = _checked_list(conversations, "conversations")
-        return self._in_order(rows, self._format(sampling, schema, tools, options))
+        rows = _checked_conversations(conversations)
+        return self._in_order(rows, self._format(sampling, schema, tools, options, (CHAT,)))
 
     def stream(
         self,
@@ -378,7 +384,8 @@ class Client:
         """The log-probabilities of given completions, each after its prompt; in the order of the input.
 
         prompts, completions: of equal length; the two of a pair are both texts, or both lists of token ids. Texts are
-        put together before they become tokens."""
+        put together before they become tokens. A pair that cannot be scored has a score with an `error`. Raises
+        TypeError and ValueError for arguments that are wrong as a whole."""
         return self._run(self._client.score(prompts, completions))
 
     def _run(self, call: Coroutine[Any, Any, Value]) -> Value:
@@ -399,8 +406,9 @@ class Client:
         schema: Schema | None,
         tools: Sequence[Mapping[str, Any]] | None,
         options: Mapping[str, Any],
+        endpoints: Collection[str] = (COMPLETIONS, CHAT),
     ) -> RequestFormat:
-        return RequestFormat(self.model, sampling, schema=schema, tools=tools, options=options)
+        return RequestFormat(self.model, sampling, schema=schema, tools=tools, options=options, endpoints=endpoints)
 
     def _session(self) -> BulkSession:
         async def make() -> AsyncBulkSession:
@@ -468,6 +476,26 @@ def _checked_list(rows: Iterable[Any], name: str) -> list[Any]:
     if listed and isinstance(listed[0], Mapping | int):
         raise TypeError(f"{name} must be a list of {name}; for one of them, write [{name[:-1]}]")
     return listed
+
+
+def _checked_prompts(prompts: Iterable[Any]) -> list[Any]:
+    """Raises TypeError if messages are among them."""
+    rows = _checked_list(prompts, "prompts")
+    for number, row in enumerate(rows):
+        if isinstance(row, Mapping) or (isinstance(row, list | tuple) and row and isinstance(row[0], Mapping)):
+            raise TypeError(f"prompts[{number}] has messages, which `chat` answers; `generate` completes texts")
+    return rows
+
+
+def _checked_conversations(conversations: Iterable[Any]) -> list[Any]:
+    """Raises TypeError if texts or token ids are among them, which have no template."""
+    rows = _checked_list(conversations, "conversations")
+    for number, row in enumerate(rows):
+        if isinstance(row, str) or (isinstance(row, list | tuple) and row and isinstance(row[0], str | int)):
+            raise TypeError(
+                f'conversations[{number}] must be a list of messages such as {{"role": "user", "content": …}}'
+            )
+    return rows
 
 
 def _checked_rows(rows: Iterable[Any], name: str = "rows") -> Iterable[Any]:

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import inspect
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -83,9 +83,11 @@ class RequestFormat:
         schema: Schema | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
+        endpoints: Collection[str] = (COMPLETIONS, CHAT),
     ) -> None:
         """model: the served model's name. schema: the completions are JSON that matches it. tools: functions that a
-        chat may call. options: further fields of the bodies, as in the HTTP API. Raises TypeError and ValueError."""
+        chat may call. options: further fields of the bodies, as in the HTTP API. endpoints: which the prompts may need.
+        Raises TypeError and ValueError."""
         if sampling is not None and not isinstance(sampling, Sampling):
             raise TypeError(f"sampling must be a Sampling, not {type(sampling).__name__}")
         self.sampling = sampling or Sampling()
@@ -94,8 +96,9 @@ class RequestFormat:
         if schema is not None:
             named = {"name": "answer", "schema": _json_schema(schema)}
             fields["response_format"] = {"type": "json_schema", "json_schema": named}
-        _refuse_own_fields(options or {})
-        fields |= options or {}
+        if options:
+            _check_options(options, endpoints, schema is not None)
+            fields |= options
         # Packed, since a list of objects for each token would take longer than sampling it.
         fields["logprobs_in_fingerprint"] = True
         with_logprobs = self.sampling.logprobs
@@ -206,6 +209,9 @@ class ScoreFormat:
         """Both are texts, or both are token ids. Raises BadPrompt."""
         if isinstance(prompt, str) and isinstance(completion, str):
             return RequestLine(number, COMPLETIONS, b'{"prompt":' + _dump(prompt + completion) + self._end)
+        for ids in (prompt, completion):
+            if not isinstance(ids, Sequence | np.ndarray):
+                raise BadPrompt(f"a prompt and its completion are texts or lists of token ids, not {_kind(ids)}")
         ids = [*map(_refuse_token_unless_int, prompt), *map(_refuse_token_unless_int, completion)]
         return RequestLine(number, COMPLETIONS, b'{"prompt":' + _dump(ids) + self._end)
 
@@ -235,14 +241,34 @@ def find_reasoning(text: str) -> str | None:
 
 
 # Fields that follow from the arguments, or that results are read from.
-_OWN_FIELDS = ("prompt", "messages", "stream", "stream_options", "logprobs_in_fingerprint", "return_token_ids", "echo")
+_OWN_FIELDS = (
+    *("model", "prompt", "messages", "tools", "stream", "stream_options"),
+    *("logprobs_in_fingerprint", "return_token_ids", "prompt_logprobs", "echo", "best_of", "max_completion_tokens"),
+)
 
 
-def _refuse_own_fields(options: Mapping[str, Any]) -> None:
-    for name in (*_OWN_FIELDS, *inspect.signature(Sampling).parameters):
-        if name in options:
-            where = "belongs into Sampling" if name in inspect.signature(Sampling).parameters else "cannot be chosen"
-            raise TypeError(f"options: {name} {where}")
+_GRAMMAR_FIELDS = (
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+
+
+def _check_options(options: Mapping[str, Any], endpoints: Collection[str], has_schema: bool) -> None:
+    """Raises TypeError for a field that no body has, and for one that something else states."""
+    # Here, since the models of bodies take a moment to be built.
+    from tokasaurus.server.protocol.chat import ChatCompletionRequest
+    from tokasaurus.server.protocol.completions import CompletionRequest
+
+    bodies = {COMPLETIONS: CompletionRequest.model_fields, CHAT: ChatCompletionRequest.model_fields}
+    for name in options:
+        if name in inspect.signature(Sampling).parameters:
+            raise TypeError(f"options: {name} belongs into Sampling")
+        if name in _OWN_FIELDS:
+            raise TypeError(f"options: {name} cannot be chosen")
+        if not any(name in bodies[endpoint] for endpoint in endpoints):
+            raise TypeError(f"there is no argument {name!r}, and no field of this name in {' or '.join(endpoints)}")
+        if has_schema and name in _GRAMMAR_FIELDS:
+            raise TypeError(f"options: {name} cannot be combined with schema")
 
 
 def _json_schema(schema: Schema) -> Mapping[str, Any]:

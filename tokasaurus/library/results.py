@@ -107,13 +107,14 @@ class Score:
     token_ids: NDArray[np.int32]
     """[T]: the tokens of the completion. A token that begins in the prompt and ends in the completion belongs to it."""
     logprobs: NDArray[np.float32]
-    """[T]: log-probability of each, given the prompt and the tokens before it."""
+    """[T]: log-probability of each, given the prompt and the tokens before it. NaN for the first token of all: a model
+    without a start token has no probability for it."""
     error: RowError | None = None
     """Why there are none; the arrays are then empty."""
 
     @property
     def total(self) -> float:
-        """Log-probability of the whole completion; NaN if there is an error."""
+        """Log-probability of the whole completion; NaN if there is an error, or if one of its tokens has NaN."""
         return float("nan") if self.error else float(self.logprobs.sum(dtype=np.float64))
 
 
