@@ -31,7 +31,7 @@ from tests.library.helpers.engine_scripts import (
     stub_entries,
 )
 from tokasaurus.library import engine as engine_module
-from tokasaurus.library.engine import EngineError, PrivateEngine
+from tokasaurus.library.engine import EngineError, EngineNotUp, PrivateEngine
 from tokasaurus.processes import private_server
 
 GONE_S = 5.0
@@ -187,7 +187,7 @@ def test_a_restart_that_fails_is_final(model: Path, start, tmp_path: Path) -> No
 def test_a_wait_ends_with_its_time_and_with_the_engine(start) -> None:
     engine = start()
     kill_and_wait(engine, launcher_of(engine))
-    with pytest.raises(EngineError, match=r"^the engine does not serve again after 0.1 s$"):
+    with pytest.raises(EngineNotUp, match=r"^the engine does not serve again after 0.1 s$"):
         engine.wait_until_up(0.1)
     threading.Timer(0.2, engine.close).start()  # while it starts again
     with pytest.raises(EngineError, match=r"^the engine is closed$"):

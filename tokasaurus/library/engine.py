@@ -18,14 +18,16 @@ from pathlib import Path
 
 from tokasaurus.addresses import MAX_SOCKET_PATH_BYTES
 from tokasaurus.config import ServerConfig
+from tokasaurus.flags import FlagError
 from tokasaurus.processes.private_server import PrivateServer, ServerEnded
 
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 600.0
 """More than MAX_RESTARTS within this time are too many."""
 
-_STOP_S = 5.0
-"""Time for the processes to end in order, beside drain_seconds."""
+_STOP_S = 1.0
+"""Time for the processes to end in order, beside drain_seconds. They have nothing to store, but for a trace."""
+_STOP_WITH_TRACE_S = 5.0
 _LOOK_S = 0.1
 """Time between two attempts to connect: a dead server is noticed a moment before its launcher has ended."""
 _SOCKET_NAME = "socket"
@@ -34,6 +36,10 @@ _ROOM_BYTES = len("/toka-12345678/") + len(_SOCKET_NAME)
 
 class EngineError(Exception):
     """The processes did not start, or have died for good. The message is one line that says why."""
+
+
+class EngineNotUp(EngineError):
+    """It does not serve yet, but may later."""
 
 
 class PrivateEngine:
@@ -59,7 +65,7 @@ class PrivateEngine:
     def wait_until_up(self, timeout_s: float) -> None:
         """After a lost connection: returns when requests are served again.
 
-        Raises EngineError if they will not be any more, or are not after `timeout_s` seconds."""
+        Raises EngineNotUp if they are not after `timeout_s` seconds, and EngineError if they will not be any more."""
         self._supervisor.wait_until_up(timeout_s)
 
     @property
@@ -100,11 +106,18 @@ class _Supervisor:
 
     def start(self) -> None:
         """Raises EngineError."""
+        with self._changed:
+            self._check_usable()
         assert self._directory is None, "an engine starts once"
         self._directory = _private_directory()
         self.socket_path = str(self._directory / _SOCKET_NAME)
         # A restart is the same start again, whatever this process has changed meanwhile. The last word counts.
         self._words = ["drain_seconds=0", *self._words, f"unix_socket={self.socket_path}"]
+        try:
+            config = ServerConfig.parse([*self._words, "api_key=none"])  # not the environment's, for other servers
+        except FlagError as error:
+            raise EngineError(str(error)) from None
+        self._stop_s = config.drain_seconds + (_STOP_S if config.trace is None else _STOP_WITH_TRACE_S)
         key_variables = ServerConfig.flags["api_key"].variables  # no key: only this user can connect
         self._environment = {name: value for name, value in os.environ.items() if name not in key_variables}
         self._working_directory: str | None = None
@@ -123,7 +136,7 @@ class _Supervisor:
             if self._accepts_connections():
                 return
             if time.monotonic() >= deadline:
-                raise EngineError(f"the engine does not serve again after {timeout_s:g} s")
+                raise EngineNotUp(f"the engine does not serve again after {timeout_s:g} s")
             time.sleep(_LOOK_S)
 
     def close(self) -> None:
@@ -163,7 +176,7 @@ class _Supervisor:
             self._words,
             self._show,
             directory=self._directory,
-            stop_s=_STOP_S,
+            stop_s=self._stop_s,
             working_directory=self._working_directory,
             environment=self._environment,
         )

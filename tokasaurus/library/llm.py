@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from typing import Any
 
 from tokasaurus.config import ServerConfig
 from tokasaurus.library.bulk import Server, ServerError
 from tokasaurus.library.client import AsyncClient, Client
-from tokasaurus.library.engine import EngineError, PrivateEngine
+from tokasaurus.library.engine import EngineError, EngineNotUp, PrivateEngine
 
 # Flags of how others reach a server, or of what only they use.
 _NO_FLAGS = ("host", "port", "unix_socket", "api_key", "api_keys_file", "allowed_hosts", "data_dir")
 _RESTART_S = 600.0
 """Longest start of an engine again."""
+_WAIT_S = 0.5
+"""Longest wait of a thread: an interrupted program ends only when its threads of this kind do."""
 
 
 class AsyncLLM(AsyncClient):
@@ -40,7 +43,11 @@ class AsyncLLM(AsyncClient):
         """Starts the engine, if it has not been; the name of its model. Raises EngineError."""
         async with self._connecting:
             if not self._has_started:
-                await asyncio.to_thread(self._engine.start)
+                try:
+                    await asyncio.to_thread(self._engine.start)
+                except asyncio.CancelledError:
+                    self._engine.close()  # else its thread goes on, and asyncio.run waits for it
+                    raise
                 self._has_started = True
         return await super().connect()
 
@@ -54,10 +61,15 @@ class AsyncLLM(AsyncClient):
 
     def _make_server(self) -> Server:
         async def wait_until_up() -> None:
-            try:
-                await asyncio.to_thread(self._engine.wait_until_up, _RESTART_S)
-            except EngineError as error:
-                raise ServerError(str(error)) from None
+            deadline = time.monotonic() + _RESTART_S
+            while True:
+                try:
+                    await asyncio.to_thread(self._engine.wait_until_up, _WAIT_S)
+                except EngineError as error:
+                    if isinstance(error, EngineNotUp) and time.monotonic() < deadline:
+                        continue
+                    raise ServerError(str(error)) from None
+                return
 
         return Server("http://localhost", "", self._engine.socket_path, wait_until_up)
 
@@ -100,7 +112,8 @@ def _words(model: str | None, flags: dict[str, Any]) -> list[str]:
     if model is not None:
         flags = {"model": model, **flags}
     words = [f"{name}={_written(value)}" for name, value in flags.items()]
-    ServerConfig.parse([*words])  # FlagError, a ValueError, names the flag
+    # FlagError, a ValueError, names the flag. The environment's api_key is for other servers.
+    ServerConfig.parse([*words, "api_key=none"])
     return words
 
 

@@ -94,7 +94,8 @@ class PrivateServer:
     def start(self) -> None:
         """Start the program. Raises OSError."""
         # As in this process: with -m, the working directory would come first, whatever modules it has.
-        script = f"import sys; sys.path[:] = {sys.path!r}; from {ENTRY} import main; sys.exit(main(*sys.argv[1:]))"
+        paths = [path for path in sys.path if isinstance(path, str)]
+        script = f"import sys; sys.path[:] = {paths!r}; from {ENTRY} import main; sys.exit(main(*sys.argv[1:]))"
         directory = "" if self._directory is None else str(self._directory)
         with _fork_lock:
             self._messages, its_end = multiprocessing.Pipe()
