@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -37,6 +38,17 @@ _TRANSIENT_CODES = ("engine_died",)
 
 class ServerError(Exception):
     """The server cannot be reached, is not a tokasaurus server, or refuses to serve this client. One line says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the lines are that the server has not answered, by its scheduler's prediction."""
+
+    num_requests: int
+    num_generated: int
+    """Tokens that they have."""
+    num_expected: int | None
+    """Tokens that they are expected to have at their ends; None until there is a basis."""
 
 
 class Server:
@@ -88,8 +100,9 @@ class Server:
 class AsyncBulkSession:
     """The lines of one call. All methods run on the event loop."""
 
-    def __init__(self, server: Server, concurrency: int | None = None) -> None:
-        """concurrency: most lines without an answer; None: as many as the server takes."""
+    def __init__(self, server: Server, concurrency: int | None = None, wants_progress: bool = False) -> None:
+        """concurrency: most lines without an answer; None: as many as the server takes. wants_progress: the server
+        tells `progress` once a second."""
         self._server = server
         self._concurrency = concurrency or MAX_CONCURRENCY
         self._lines: dict[int, RequestLine] = {}
@@ -106,6 +119,9 @@ class AsyncBulkSession:
         self._has_news = asyncio.Event()
         self._can_send = asyncio.Event()
         self._failure: ServerError | None = None
+        self._wants_progress = wants_progress
+        self.progress: Progress | None = None
+        """The server's latest report; None before the first one."""
         self._task: asyncio.Task[None] | None = None
 
     def room(self) -> int:
@@ -201,7 +217,7 @@ class AsyncBulkSession:
                 self._can_send.clear()
                 await self._can_send.wait()
 
-        url = f"{self._server.url}/v1/bulk"
+        url = f"{self._server.url}/v1/bulk" + ("?progress=true" if self._wants_progress else "")
         headers = {"Content-Type": "application/x-ndjson"}
         try:
             async with self._server.http.post(url, data=body(), headers=headers) as response:
@@ -242,6 +258,10 @@ class AsyncBulkSession:
         if not content.strip():
             return
         result: dict[str, Any] = orjson.loads(content)
+        if "progress" in result:
+            told = result["progress"]
+            self.progress = Progress(told["requests"], told["generated_tokens"], told["expected_tokens"])
+            return
         line = self._lines.get(int(result["custom_id"] or -1))
         if line is None:
             raise ServerError(f"{self._server.url} answered a line that was not sent")
@@ -306,6 +326,10 @@ class BulkSession:
         except BaseException:
             future.cancel()
             raise
+
+    def progress(self) -> Progress | None:
+        """As `AsyncBulkSession.progress`."""
+        return self._session.progress
 
     @property
     def unanswered(self) -> list[RequestLine]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.manager.engine.engine import Engine
-from tokasaurus.manager.engine.kv_forecast import background_progress
+from tokasaurus.manager.engine.kv_forecast import running_progress
 from tokasaurus.manager.planning.step_budget import make_step_limit
 from tokasaurus.manager.state.engine_state import (
     EngineOptions,
@@ -257,8 +257,8 @@ def _serve(
                 return
         stats = state.stats(busy.read(now_s), time.process_time())
         progress: list[SequenceProgress] = []
-        if stats.num_running_background > 0 and now_s - last_progress_s >= PROGRESS_SECONDS:
-            progress, last_progress_s = background_progress(state), now_s
+        if now_s - last_progress_s >= PROGRESS_SECONDS:
+            progress, last_progress_s = running_progress(state), now_s
         if state.deltas or progress or is_worth_an_update(stats, last_stats, now_s - last_update_s):
             channels.updates.send(EngineUpdate(state.deltas, stats, progress))
             state.deltas = []

@@ -107,6 +107,8 @@ class GenerateRequest:
     is_background: bool = False
     """Admitted while no sequence of another request waits, except background ones; under a constant load also after
     every 64 others. Not counted in the server's limits of the queue."""
+    reports_progress: bool = False
+    """The manager reports about once a second how far its running sequences are, see SequenceProgress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,4 +200,4 @@ class EngineUpdate:
     deltas: list[SequenceDelta]
     stats: EngineStats
     progress: list[SequenceProgress] = field(default_factory=list)
-    """Of the running background sequences; empty in most updates."""
+    """Of the running sequences whose requests report it; empty in most updates."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.helpers.examples import examples
 from tests.manager.helpers.engine_driver import EngineDriver, make_options
 from tests.manager.helpers.requests import Shape, make_requests
-from tokasaurus.manager.engine.kv_forecast import background_progress, forecast_is_old, note_ends, update_forecast
+from tokasaurus.manager.engine.kv_forecast import forecast_is_old, note_ends, running_progress, update_forecast
 from tokasaurus.manager.engine.lifecycle import sampled_tokens
 from tokasaurus.manager.planning.length_predictor import CompletionLengths, fit_forecast
 from tokasaurus.manager.state.engine_state import LengthPredictorOptions, make_state
@@ -103,14 +103,14 @@ def test_the_forecast_uses_only_sequences_that_may_stop_early(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_progress_of_background_sequences_is_their_tokens_and_the_forecast(seed):
+def test_progress_of_sequences_that_report_it_is_their_tokens_and_the_forecast(seed):
     """At every step, with preemptions: nothing is expected of a sequence that may stop until there is a forecast."""
     rng = random.Random(seed)
     early = LengthPredictorOptions(initial_wait=4)
     driver = EngineDriver(make_options(20, max_seqs_per_forward=8, early_stopping=early), rng=rng)
     shapes = [Shape(0, rng.randint(0, 9), 1, 3, rng.randint(1, 30), ignore_eos=rng.random() < 0.5) for _ in range(9)]
     requests = [
-        dataclasses.replace(request, is_background=number % 3 > 0)
+        dataclasses.replace(request, reports_progress=number % 3 > 0)
         for number, request in enumerate(make_requests(shapes, driver.options.limits))
     ]
     asked = {request.request_id: request for request in requests}
@@ -118,10 +118,10 @@ def test_progress_of_background_sequences_is_their_tokens_and_the_forecast(seed)
     num_seen = {True: 0, False: 0}
     for _ in range(60):
         driver.step([], rng.randint(0, 2))
-        background = [sequence for sequence in driver.running() if sequence.request.is_background]
-        found = {entry[:2]: entry for entry in background_progress(driver.state)}
-        assert found.keys() == {(sequence.request.request_id, sequence.index) for sequence in background}
-        for sequence in background:
+        reporting = [sequence for sequence in driver.running() if sequence.request.reports_progress]
+        found = {entry[:2]: entry for entry in running_progress(driver.state)}
+        assert found.keys() == {(sequence.request.request_id, sequence.index) for sequence in reporting}
+        for sequence in reporting:
             entry = found[sequence.request.request_id, sequence.index]
             num_tokens = len(sequence.kept_token_ids) + len(sampled_tokens(driver.state, sequence))
             assert entry.num_tokens == num_tokens

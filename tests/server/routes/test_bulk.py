@@ -14,7 +14,7 @@ import pytest
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
 from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
-from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.messages.generation import GenerateRequest, SequenceProgress
 from tokasaurus.server.engine_client.client import QueueLimits
 from tokasaurus.server.jobs import line_runner
 from tokasaurus.server.resources import RequestLimits
@@ -291,3 +291,26 @@ def test_disconnecting_caller_cancels_unanswered_lines(server: LiveServer, calle
     wait_until_clean(server)
     time.sleep(0.05)
     assert len(server.engine.cancelled) == 5
+
+
+def test_progress_is_what_the_engine_tells_of_the_unfinished_requests(
+    served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "PROGRESS_S", 0.05)
+    seen = []
+
+    def reply(request: GenerateRequest, index: int) -> Reply:
+        seen.append(request)
+        return never(request, index)
+
+    with live_server(served_model, FakeEngine(reply)) as server:
+        lines = [line_of(str(number), minimal_body(COMPLETIONS)) for number in range(3)]
+        with server.http.stream("POST", f"{BULK}?progress=true", content=b"".join(lines)) as answer:
+            reports = (orjson.loads(line)["progress"] for line in answer.iter_lines())
+            assert next(report for report in reports if report["requests"] == 3)["expected_tokens"] is None
+            assert all(request.reports_progress for request in seen)
+            for number, (pending, expected) in enumerate(zip(server.client._pending.values(), (10, 20), strict=False)):
+                pending.progress[0] = SequenceProgress(pending.request.request_id, 0, number + 1, expected)
+            report = next(report for report in reports if report["expected_tokens"] is not None)
+            assert report == {"requests": 3, "generated_tokens": 3, "expected_tokens": 45}
+        wait_until_clean(server)

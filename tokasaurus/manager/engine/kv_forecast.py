@@ -71,11 +71,11 @@ def update_forecast(state: EngineState) -> None:
     state.lengths.num_in_forecast = lengths.num_recorded
 
 
-def background_progress(state: EngineState) -> list[SequenceProgress]:
-    """How far each running background sequence is, and what the current forecast expects of it."""
+def running_progress(state: EngineState) -> list[SequenceProgress]:
+    """How far each running sequence is whose request reports it, and what the current forecast expects of it."""
     arrays = state.slots
     running = (arrays.sequence(slot) for slot in np.flatnonzero(arrays.is_running).tolist())
-    sequences = [sequence for sequence in running if sequence.request.is_background]
+    sequences = [sequence for sequence in running if sequence.request.reports_progress]
     slots = np.array([sequence.slot for sequence in sequences], np.int64)
     num_tokens = arrays.num_known_tokens[slots] - arrays.num_prompt_tokens[slots]
     max_new_tokens = arrays.max_kv_tokens[slots] - arrays.num_prompt_tokens[slots] + 1

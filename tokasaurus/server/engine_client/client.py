@@ -159,7 +159,7 @@ class PendingRequest:
     num_finished_tokens: int = 0
     """Tokens of its finished sequences, unless they are streamed."""
     progress: dict[int, SequenceProgress] = field(default_factory=dict)
-    """The last report on each of its unfinished sequences, by index; of background requests only."""
+    """The last report on each of its unfinished sequences, by index; of requests that report them."""
 
     def __post_init__(self) -> None:
         self.num_unfinished = self.request.num_sequences

@@ -460,7 +460,7 @@ class BatchRunner:
         if pending.attempts >= MAX_ATTEMPTS:
             raise EngineDied(f"the server ended {pending.attempts} times while this line ran")
         use_key_salt(batch.record.cache_salt)
-        origin = Origin(parsed.num_bytes, batch.client, pending.seed, is_background=True)
+        origin = Origin(parsed.num_bytes, batch.client, pending.seed, is_background=True, reports_progress=True)
         answer = await parsed.answer(self._state, origin)
         if len(answer.content) > MAX_RESULT_BYTES:
             raise AnswerTooLargeError(f"the answer has more than {MAX_RESULT_BYTES} bytes")

@@ -55,6 +55,8 @@ class Origin:
     """Unsigned 64 bits, from which the seeds of a body that gives none follow; None draws them."""
     is_background: bool = False
     """Its requests wait behind all others, and are not counted in the limits of the queue."""
+    reports_progress: bool = False
+    """Its requests tell how far they are: `EngineClient.pending_of`."""
     key_salt: str = field(default_factory=key_salt)
     """No other key's requests share cached prompts with its own, whatever salt its body has; "" shares them."""
 
@@ -227,6 +229,7 @@ def make_requests(
             client=origin.client,
             priority=body.priority,
             is_background=origin.is_background,
+            reports_progress=origin.reports_progress,
         )
         for index, (prompt_ids, max_new_tokens) in enumerate(prompts)
     ]

@@ -136,6 +136,17 @@ class BatchProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class BulkProgress:
+    """How far a client's unfinished requests are. requests: how many there are. generated_tokens: tokens that they have
+    so far, counted about once a second. expected_tokens: tokens that they are expected to have at their ends; null
+    until there is a basis."""
+
+    requests: int
+    generated_tokens: int
+    expected_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class BatchObject:
     """A batch. Fields without a value are left out."""
 

@@ -2,15 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import islice
 
+import orjson
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from tokasaurus.server.access import client_of
 from tokasaurus.server.endpoints import Answer
+from tokasaurus.server.engine_client.client import PendingRequest
 from tokasaurus.server.errors import (
     ApiError,
     BodyTooLarge,
@@ -33,9 +35,11 @@ from tokasaurus.server.jobs.store.records import LineResult
 from tokasaurus.server.json_values import MAX_INLINE_BYTES
 from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.prepare.requests import Origin
+from tokasaurus.server.protocol.batches import BulkProgress
 from tokasaurus.server.routes.event_stream import HEADERS, run_while_connected
 from tokasaurus.server.routes.json_body import check_type
 from tokasaurus.server.state import ServerState, state_of
+from tokasaurus.text.json_lines import write_json
 
 logger = logging.getLogger(__name__)
 router = APIRouter(tags=["generation"])
@@ -55,6 +59,8 @@ MAX_UNREAD_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 256 << 20
 # A line that found the queue full tries again after this time, even if no line of its connection has finished.
 QUEUE_RETRY_S = 1.0
+PROGRESS_S = 1.0
+"""Time between two reports of progress."""
 
 
 class IncomingBody:
@@ -131,14 +137,21 @@ class BulkRun:
     """Runs the lines of one body; each gets exactly one result, which is final once it is written.
 
     read_line: called for one line at a time, in order. max_line_bytes: a longer line gets an error as its result.
+    report: writes a line that tells how far the lines are, sent once a second; None sends none.
     """
 
     id_prefix = "bulk_req"
     repeats_errors = True
 
-    def __init__(self, read_line: Callable[[bytes], Awaitable[Line]], max_line_bytes: int) -> None:
+    def __init__(
+        self,
+        read_line: Callable[[bytes], Awaitable[Line]],
+        max_line_bytes: int,
+        report: Callable[[], bytes] | None = None,
+    ) -> None:
         self._read_line = read_line
         self._max_line_bytes = max_line_bytes
+        self._report = report
         self._num_lines = 0
         self._custom_ids: set[int] = set()  # their hashes, which take less memory
         self._runner = LineRunner(self)
@@ -157,6 +170,7 @@ class BulkRun:
         self._notice()
         starting = asyncio.ensure_future(self._start_lines(body))
         starting.add_done_callback(lambda _: self._notice())
+        reporting = asyncio.ensure_future(self._tell_progress())
         try:
             is_last = False
             while not is_last:
@@ -173,13 +187,22 @@ class BulkRun:
             await starting
         finally:
             starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
+            reporting.cancel()
+            await asyncio.gather(starting, reporting, return_exceptions=True)
             await self._runner.cancel()
 
     def results_of_rest(self, error: ApiError) -> bytes:
         """After `run` ended early: results not yet written, then `error` as the result of each unfinished line."""
         rest = [error_line(self, line.custom_id, error) for line in self._unanswered]
         return b"".join([*self._results, *rest])
+
+    async def _tell_progress(self) -> None:
+        while self._report is not None:
+            await asyncio.sleep(PROGRESS_S)
+            if self._unanswered and not self._results:  # a client that does not read needs no reports either
+                self._results.append(self._report())
+                self._num_unsent_bytes += len(self._results[-1])
+                self._has_news.set()
 
     # As the sink of its lines
 
@@ -319,8 +342,10 @@ RESULT_SCHEMA = {
     responses={200: {"content": {NDJSON: {"schema": RESULT_SCHEMA}}}, **error_responses(415, 503)},
     openapi_extra={"requestBody": {"required": True, "content": {NDJSON: {"schema": LINE_SCHEMA}}}},
 )
-async def bulk(request: Request) -> Response:
-    """Run any number of lines, each a body for a generation route; results are sent as they finish, in any order."""
+async def bulk(request: Request, progress: bool = False) -> Response:
+    """Run any number of lines, each a body for a generation route; results are sent as they finish, in any order.
+
+    progress: once a second, also send how far the client's unfinished requests are."""
     check_type(request, MEDIA_TYPES)
     state = state_of(request)
     state.ready_limits()
@@ -328,19 +353,31 @@ async def bulk(request: Request) -> Response:
 
     async def read_line(content: bytes) -> Line:
         if len(content) <= MAX_INLINE_BYTES:
-            return _read_line(content, state, client)
-        return await state.text_threads.run(len(content), _read_line, content, state, client)
+            return _read_line(content, state, client, progress)
+        return await state.text_threads.run(len(content), _read_line, content, state, client, progress)
 
-    return BulkStream(BulkRun(read_line, state.limits.max_line_bytes))
+    def report() -> bytes:
+        return write_json({"progress": progress_of(state.engine.pending_of(client))}, orjson.OPT_APPEND_NEWLINE)
+
+    return BulkStream(BulkRun(read_line, state.limits.max_line_bytes, report if progress else None))
 
 
-def _read_line(content: bytes, state: ServerState, client: str) -> Line:
+def progress_of(pending: Sequence[PendingRequest]) -> BulkProgress:
+    """pending: the client's requests in the engine. Those of which nothing is predicted are expected to be like the
+    others."""
+    predictions = [request.num_expected_tokens for request in pending]
+    known = [number for number in predictions if number is not None]
+    expected = round(sum(known) * len(pending) / len(known)) if known else None
+    return BulkProgress(len(pending), sum(request.num_generated_tokens for request in pending), expected)
+
+
+def _read_line(content: bytes, state: ServerState, client: str, reports_progress: bool) -> Line:
     try:
         parsed = parse_line(content, state.limits.max_json_values)
     except LineRefused as refusal:
         return refused(refusal.custom_id, refusal.error)
 
     async def answer() -> Answer:
-        return await parsed.answer(state, Origin(parsed.num_bytes, client))
+        return await parsed.answer(state, Origin(parsed.num_bytes, client, reports_progress=reports_progress))
 
     return Line(parsed.custom_id, answer, num_sequences=parsed.body.num_sequences)

@@ -1,0 +1,1 @@
+"""What the library costs beside the server."""
