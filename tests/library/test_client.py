@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import multiprocessing
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -365,6 +366,31 @@ def test_every_sampling_field_of_the_api_can_be_set() -> None:
 def test_sampling_takes_numbers_of_numpy() -> None:
     sampling = Sampling(n=np.int64(3), temperature=np.float32(0.5), stop=("a", "b"))  # type: ignore[arg-type]
     assert sampling.shared_fields() == {"n": 3, "temperature": 0.5, "stop": ["a", "b"]}
+
+
+def test_a_client_that_cannot_be_used_says_so(toka: TokaProcess, client: Client) -> None:
+    closed = Client(toka.url)
+    closed.close()
+    with pytest.raises(ServerError, match="the client is closed"):
+        closed.generate(["a"])
+
+    async def use_after_its_context() -> None:
+        async with AsyncClient(toka.url) as left:
+            pass
+        await left.generate(["a"])
+
+    with pytest.raises(ServerError, match="the client is closed"):
+        asyncio.run(use_after_its_context())
+
+    def use_in_child() -> None:
+        with pytest.raises(RuntimeError, match="a forked process cannot use the client of its parent"):
+            client.generate(["a"])
+
+    child = multiprocessing.get_context("fork").Process(target=use_in_child)
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    assert client.generate(["a"], Sampling(max_tokens=1))[0].error is None
 
 
 def test_clients_work_where_an_event_loop_runs(toka: TokaProcess, client: Client) -> None:

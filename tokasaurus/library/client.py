@@ -142,6 +142,7 @@ class AsyncClient:
         self._address = (base_url, api_key)
         self._server: Server | None = None
         self._model: str | None = None
+        self._is_closed = False
         self._connecting = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -157,6 +158,8 @@ class AsyncClient:
         """The name of the model that the server serves. Every method connects if this was not called. Raises
         ServerError."""
         async with self._connecting:
+            if self._is_closed:
+                raise ServerError("the client is closed")
             if self._model is None:
                 if self._server is None:
                     self._server = self._make_server()
@@ -164,7 +167,8 @@ class AsyncClient:
         return self._model
 
     async def close(self) -> None:
-        """Ends its connections."""
+        """Ends its connections. It cannot be used any more."""
+        self._is_closed = True
         if self._server is not None:
             await self._server.close()
             self._server = self._model = None
@@ -299,10 +303,10 @@ class Client:
         """Use the client, on a loop in a thread of its own."""
         self._client = client
         self._loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=_run_loop, args=(self._loop,), name="tokasaurus", daemon=True)
-        thread.start()
+        self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="tokasaurus", daemon=True)
+        self._thread.start()
         # also called at the interpreter's end, and when nothing refers to this object any more
-        self._closing = weakref.finalize(self, _close, client, self._loop, thread)
+        self._closing = weakref.finalize(self, _close, client, self._loop, self._thread)
         try:
             self.model = self._run(client.connect())
             """Name of the model that the server serves."""
@@ -393,6 +397,9 @@ class Client:
         if not self._closing.alive:
             call.close()
             raise ServerError("the client is closed")
+        if not self._thread.is_alive():
+            call.close()
+            raise RuntimeError("a forked process cannot use the client of its parent: make one in it, or use threads")
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
         try:
             return future.result()

@@ -42,7 +42,7 @@ class AsyncLLM(AsyncClient):
     async def connect(self) -> str:
         """Starts the engine, if it has not been; the name of its model. Raises EngineError."""
         async with self._connecting:
-            if not self._has_started:
+            if not self._has_started and not self._is_closed:
                 try:
                     await asyncio.to_thread(self._engine.start)
                 except asyncio.CancelledError:
