@@ -16,17 +16,18 @@ from openai.types.chat.chat_completion import Choice
 
 from tests.end_to_end.helpers.demo_model_texts import assert_greedy_text_and_logprobs_match_transformers
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
+from tests.helpers.examples import IS_NIGHTLY, few
 from tests.helpers.random_schemas import random_schema
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.text.tokenizer import Tokenizer
 
-NUM_PROMPTS = 24
+NUM_PROMPTS = 24 if IS_NIGHTLY else 3
 
 
 @pytest.fixture(scope="module")
 def toka() -> Iterator[TokaProcess]:
-    # 24 prompts of about 60 tokens, at 256 tokens per step: prompts are split, and steps mix prefill and decode.
-    flags = ("dtype=float32", "kv_cache_num_tokens=20000", "max_tokens_per_forward=256", "max_seqs_per_forward=64")
+    # Prompts of about 60 tokens, at 80 tokens per step: prompts are split, and steps mix prefill and decode.
+    flags = ("dtype=float32", "kv_cache_num_tokens=20000", "max_tokens_per_forward=80", "max_seqs_per_forward=64")
     with running_toka(*flags) as process:
         yield process
         assert process.stop() == 0
@@ -37,27 +38,29 @@ def test_greedy_text_and_logprobs_match_transformers(toka: TokaProcess) -> None:
 
 
 def test_a_seeded_request_gives_the_same_text_alone_and_among_others(toka: TokaProcess) -> None:
-    body = {"model": "default", "prompt": "Once upon a time", "max_tokens": 24, "temperature": 1.0, "top_p": 0.95}
+    body = {"model": "default", "prompt": "Once upon a time", "max_tokens": 16, "temperature": 1.0, "top_p": 0.95}
 
     async def ask(client: httpx.AsyncClient, **fields: object) -> list[str]:
         answer = await client.post("/v1/completions", json={**body, **fields})
         answer.raise_for_status()
         return [choice["text"] for choice in answer.json()["choices"]]
 
+    num_others = 12 if IS_NIGHTLY else 4
+
     async def ask_all() -> tuple[list[str], list[str], list[list[str]]]:
         async with httpx.AsyncClient(base_url=toka.url, timeout=120) as client:
             alone = await ask(client, seed=5, n=4)
-            other_requests = [ask(client, n=2) for _ in range(12)]
+            other_requests = [ask(client, n=2) for _ in range(num_others)]
             among_others, *others = await asyncio.gather(ask(client, seed=5, n=4), *other_requests)
             return alone, among_others, others
 
     alone, among_others, others = asyncio.run(ask_all())
     assert among_others == alone
     assert len(set(alone)) == 4, "samples of one request differ"
-    assert len({text for texts in others for text in texts}) == 24, "unseeded requests differ"
+    assert len({text for texts in others for text in texts}) == 2 * num_others, "unseeded requests differ"
 
 
-@pytest.mark.parametrize(("stop", "logprobs"), [(None, True), ([" the", "s a"], False), ([" and", "\n"], True)])
+@few(1, ("stop", "logprobs"), [([" and", "\n"], True), (None, True), ([" the", "s a"], False)])
 def test_a_streamed_answer_equals_the_unstreamed_one(toka: TokaProcess, stop: list[str] | None, logprobs: bool) -> None:
     client = openai.OpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0, timeout=120)
     fields: dict[str, Any] = {
@@ -68,7 +71,7 @@ def test_a_streamed_answer_equals_the_unstreamed_one(toka: TokaProcess, stop: li
         "stop": stop,
         "logprobs": logprobs,
         "top_logprobs": 3 if logprobs else None,
-        "max_tokens": 40,
+        "max_tokens": 40 if IS_NIGHTLY else 20,
     }
     client.chat.completions.create(**fields | {"max_tokens": 1})  # then both answers find the same tokens cached
     unstreamed = client.chat.completions.create(**fields)
@@ -92,6 +95,7 @@ def logprobs_of(choice: Choice) -> list[float]:
     return [value for entry in entries for value in (entry.logprob, *(other.logprob for other in entry.top_logprobs))]
 
 
+@pytest.mark.long
 def test_penalised_and_limited_requests_give_the_same_text_alone_and_among_others(toka: TokaProcess) -> None:
     common = {"model": "default", "prompt": "The sun is", "max_tokens": 24, "seed": 7, "n": 2, "ignore_eos": True}
     bodies = [
@@ -141,16 +145,16 @@ def test_logit_bias_stop_token_ids_and_min_tokens_take_effect(toka: TokaProcess)
 
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
 ENDS: dict[str, dict[str, Any]] = {
-    "end token": {"logit_bias": {"2": 100}, "min_tokens": 3},
-    "stop token id": {"logit_bias": {"260": 100}, "stop_token_ids": [260], "min_tokens": 3},
     "stop string inside a token": {"logit_bias": {"260": 50}, "stop": ["e t"]},
-    "length": {"ignore_eos": True},
+    "end token": {"logit_bias": {"2": 100}, "min_tokens": 3},
     "grammar": {"guided_regex": "(yes|no|never) it is"},
+    "stop token id": {"logit_bias": {"260": 100}, "stop_token_ids": [260], "min_tokens": 3},
+    "length": {"ignore_eos": True},
     "tool call": {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 60},
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@few(1, "end", ENDS)
 def test_token_ids_and_logprobs_are_parallel_for_every_end_and_form_of_answer(toka: TokaProcess, end: str) -> None:
     """As trainers read them. Their values are those of an echo of the same ids, the end token's too."""
     common = {"model": "default", "max_tokens": 16, "n": 2, "seed": 3, "return_token_ids": True, **ENDS[end]}
@@ -193,6 +197,7 @@ def values_of(choice: dict[str, Any]) -> list[float]:
     return list(logprobs["token_logprobs"])
 
 
+@pytest.mark.long
 def test_random_schemas_are_followed_and_do_not_change_a_plain_request(toka: TokaProcess) -> None:
     """All run together, sampled at temperature 1 from a small model; an independent validator checks the texts."""
     schemas = [random_schema(seed) for seed in range(30)]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.examples import few
+from tests.helpers.examples import IS_NIGHTLY, few
 from tests.manager.helpers.engine_driver import EngineDriver, make_options
 from tests.manager.helpers.pipeline import SECONDS_OF_STEP, SECONDS_OF_TOKEN, Pipeline, at_once, spread
 from tests.manager.helpers.requests import make_request
@@ -17,7 +17,7 @@ from tokasaurus.manager.engine.microbatches import choose_microbatch
 from tokasaurus.messages.generation import GenerateRequest
 
 EQUAL, UNEQUAL = [1.0, 1.0, 1.0, 1.0], [1.0, 1.2, 0.8, 1.0]
-NUM_SLOTS = 4 * 64
+NUM_SLOTS = 4 * (64 if IS_NIGHTLY else 16)
 
 
 def long_requests(prompt_tokens: list[int], seed: int, num_samples: int = 1) -> list[GenerateRequest]:
@@ -164,7 +164,8 @@ def test_new_requests_wait_at_most_one_round(
     num_rounds: until the step that samples the first token, at 64 prompt tokens a round or more.
     """
     pipeline = Pipeline(factors, num_microbatches=5, num_slots=2 * NUM_SLOTS)
-    requests = long_requests([4] * NUM_SLOTS + [num_prompt_tokens] * 200, seed=2)
+    num_new = 200 if IS_NIGHTLY else 40
+    requests = long_requests([4] * NUM_SLOTS + [num_prompt_tokens] * num_new, seed=2)
     before, new = requests[:NUM_SLOTS], requests[NUM_SLOTS:]
     # Those before have begun to decode: 5 seconds are some 50 rounds.
     arrivals = [(5 + arrived_s, request) for arrived_s, request in spread(new, per_second, seed=3)]

@@ -10,10 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.end_to_end.helpers.toka_process import TokaProcess
+from tests.helpers.examples import IS_NIGHTLY
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.text.tokenizer import Tokenizer
 
-NUM_TOKENS = 40
+NUM_TOKENS = 40 if IS_NIGHTLY else 12
 
 
 QUESTIONS = Path(__file__).parents[3] / "benchmarks" / "data" / "gsm8k_test_200.jsonl"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.examples import examples
+from tests.helpers.examples import IS_NIGHTLY, examples
 from tests.manager.helpers.block_accounting import assert_each_block_has_one_owner, block_table
 from tests.manager.helpers.engine_driver import NEVER_LEARNS, EndsNext, EngineDriver, make_options
 from tests.manager.helpers.requests import Shape, make_request, make_requests, sequence_keys
@@ -66,7 +66,7 @@ def check_run(
     return driver
 
 
-@examples(250)
+@examples(250, 20)
 @given(
     shapes=shapes_strategy,
     options=options_strategy,
@@ -80,7 +80,7 @@ def test_every_sequence_equals_its_simulation_and_leaves_no_state(shapes, option
 def test_every_sequence_equals_its_simulation_under_constant_preemption():
     num_preemptions = num_groups = 0
 
-    @examples(250, 60)
+    @examples(250, 20)
     @given(
         shapes=crowding_shapes_strategy,
         options=crowded_options_strategy,
@@ -94,8 +94,8 @@ def test_every_sequence_equals_its_simulation_under_constant_preemption():
         num_groups += sum(map(len, driver.worker.grouped))
 
     check()
-    assert num_preemptions > 50
-    assert num_groups > 50
+    assert num_preemptions > (50 if IS_NIGHTLY else 5)
+    assert num_groups > (50 if IS_NIGHTLY else 5)
 
 
 def prefills_shared_blocks(driver: EngineDriver, sequence: Sequence) -> bool:
@@ -129,8 +129,8 @@ SITUATIONS = [
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_cancelling_a_request_in_any_situation_changes_no_other_request(situation):
-    num_cancelled = 0
-    for seed in range(60):
+    num_cancelled, num_seeds = 0, 60 if IS_NIGHTLY else 9
+    for seed in range(num_seeds):
         rng = random.Random(seed)
         options = make_options(
             24,
@@ -162,7 +162,7 @@ def test_cancelling_a_request_in_any_situation_changes_no_other_request(situatio
         assert finished >= {(request.request_id, index) for request in others for index in range(2)}
         driver.assert_nothing_is_left()
         num_cancelled += len(cancelled)
-    assert num_cancelled >= 20
+    assert num_cancelled >= num_seeds / 3
 
 
 @pytest.mark.parametrize("step_seconds", [0.0001, 0.01])

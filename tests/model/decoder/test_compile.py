@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch._inductor.utils import fresh_cache
 
-from tests.helpers.examples import few
 from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import greedy_in_a_mixed_batch, load, oracle_greedy
 from tests.model.helpers.prefix_samples import Samples
@@ -64,7 +63,8 @@ def compiled_runner(
     return runner, compiler
 
 
-@few(1, ("family", "backend"), [*((family, "cpu") for family in FAMILIES), ("qwen3", "torch")])
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "backend"), [*((family, "cpu") for family in FAMILIES), ("qwen3", "torch")])
 def test_one_compiled_function_of_all_layers_gives_the_tokens_of_transformers(
     family: str, backend: str, tmp_path: Path
 ) -> None:
