@@ -1,19 +1,13 @@
-"""How far a batch is: a bar on a terminal, else a line every ten seconds."""
+"""How far a batch is, in words."""
 
 from __future__ import annotations
 
-import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.progress import TaskID
-
-SECONDS_BETWEEN_LINES = 10.0
-_WINDOW_S = 60.0
+from tokasaurus.monitoring.progress import Speed, make_display, show_rate, show_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,41 +41,16 @@ class BatchView:
         return self.num_completed + self.num_failed
 
 
-class Speed:
-    """Lines and tokens per second in the last minute. Times are seconds by any clock."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[float, int, int]] = deque()
-        """(time, lines done, output tokens)."""
-
-    def add(self, now_s: float, num_done: int, num_tokens: int) -> None:
-        if self._samples:  # tokens of lines whose engine died are generated again
-            num_tokens = max(num_tokens, self._samples[-1][2])
-        self._samples.append((now_s, num_done, num_tokens))
-        while now_s - self._samples[0][0] > _WINDOW_S and len(self._samples) > 2:
-            self._samples.popleft()
-
-    def tokens_per_s(self) -> float | None:
-        """None until there is a basis."""
-        return self._per_second(2)
-
-    def seconds_left(self, batch: BatchView) -> float | None:
-        """None until there is a basis: the server's expectation, or, of a server that tells none, a line that has been
-        seen to finish."""
-        if batch.tells_progress:
-            if batch.num_expected is None:
-                return None
-            per_s, num_left = self._per_second(2), batch.num_expected - batch.num_generated
-        else:
-            per_s, num_left = self._per_second(1), batch.num_lines - batch.num_done
-        return max(0, num_left) / per_s if per_s else None
-
-    def _per_second(self, index: int) -> float | None:
-        if len(self._samples) < 2:
+def seconds_left(batch: BatchView, speed: Speed) -> float | None:
+    """None until there is a basis: the server's expectation, or, of a server that tells none, a line that has been seen
+    to finish."""
+    if batch.tells_progress:
+        if batch.num_expected is None:
             return None
-        first, last = self._samples[0], self._samples[-1]
-        seconds = last[0] - first[0]
-        return (last[index] - first[index]) / seconds if seconds > 0 else None
+        per_s, num_left = speed.tokens_per_s(), batch.num_expected - batch.num_generated
+    else:
+        per_s, num_left = speed.items_per_s(), batch.num_lines - batch.num_done
+    return max(0, num_left) / per_s if per_s else None
 
 
 def describe(batch: BatchView, speed: Speed) -> str:
@@ -94,76 +63,22 @@ def describe(batch: BatchView, speed: Speed) -> str:
     text = f"{batch.num_done:,} of {batch.num_lines:,} lines done, {batch.num_failed:,} failed"
     if batch.status != "in_progress":
         return f"{text}, {batch.status}"
-    tokens_per_s, seconds = speed.tokens_per_s(), speed.seconds_left(batch)
-    rate = "–" if tokens_per_s is None else f"{tokens_per_s:,.1f}"
-    return f"{text}, {rate} tokens/s, {'–' if seconds is None else show_time(seconds)} left"
+    return f"{text}, {show_rate(speed.tokens_per_s())} tokens/s, {show_time(seconds_left(batch, speed))} left"
 
 
-def show_time(seconds: float) -> str:
-    """The time in its two largest units."""
-    whole = round(seconds)
-    minutes, hours = whole // 60, whole // 3600
-    if hours:
-        return f"{hours} h {minutes % 60} min"
-    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
-
-
-class Progress(Protocol):
+class Progress:
     """What the user sees of a run."""
 
-    def note(self, line: str) -> None: ...
-
-    def update(self, batch: BatchView) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class PlainProgress:
-    """Lines on stderr."""
-
     def __init__(self) -> None:
+        self._display = make_display()
         self._speed = Speed()
-        self._next_line_s = time.monotonic()
 
     def note(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    def update(self, batch: BatchView) -> None:
-        now_s = time.monotonic()
-        self._speed.add(now_s, batch.num_done, batch.num_generated)
-        if now_s >= self._next_line_s:
-            self._next_line_s = now_s + SECONDS_BETWEEN_LINES
-            self.note(describe(batch, self._speed))
-
-    def close(self) -> None: ...
-
-
-class BarProgress:
-    """A bar on the terminal of stderr, below the lines."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        console = Console(stderr=True, highlight=False, markup=False)
-        self._bar = Progress(BarColumn(), TextColumn("{task.description}"), console=console)
-        self._speed = Speed()
-        self._task: TaskID | None = None
-
-    def note(self, line: str) -> None:
-        self._bar.console.print(line, soft_wrap=True)
+        self._display.note(line)
 
     def update(self, batch: BatchView) -> None:
         self._speed.add(time.monotonic(), batch.num_done, batch.num_generated)
-        if self._task is None:
-            self._bar.start()
-            self._task = self._bar.add_task("", total=None)
-        total = batch.num_lines or None
-        self._bar.update(self._task, completed=batch.num_done, total=total, description=describe(batch, self._speed))
+        self._display.show(describe(batch, self._speed), batch.num_done, batch.num_lines or None)
 
     def close(self) -> None:
-        self._bar.stop()
-
-
-def make_progress() -> Progress:
-    return BarProgress() if sys.stderr.isatty() else PlainProgress()
+        self._display.close()

@@ -23,7 +23,7 @@ from tokasaurus.batch_command.input_file import (
     is_stream,
 )
 from tokasaurus.batch_command.own import INPUT_ID, OwnBatch, OwnServer, store_batch
-from tokasaurus.batch_command.progress import BatchView, Progress, make_progress
+from tokasaurus.batch_command.progress import BatchView, Progress
 from tokasaurus.batch_command.remote import MAX_SILENCE_SECONDS, BatchApi, RemoteBatch
 from tokasaurus.batch_command.results import Outcome, OutputFile, ResultsSoFar, why_failed
 from tokasaurus.batch_command.state_file import (
@@ -223,7 +223,7 @@ class _Run:
         """The summary; the output is complete, and the server that was started has ended. Raises CommandError."""
         with ExitStack() as stack:
             is_continued = self._state.file_id is not None
-            progress = make_progress()
+            progress = Progress()
             stack.callback(progress.close)
             open_batch = self._open_own if self._config.base_url is None else self._open_remote
             batch: Batch = open_batch(stack, progress)

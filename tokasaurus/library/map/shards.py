@@ -112,6 +112,10 @@ class OpenShard:
         self.rows.append(row)
         self._num_bytes += row_bytes + row.answer_bytes
 
+    def room(self) -> int:
+        """Rows until it is full, if they are short."""
+        return MAX_SHARD_ROWS - len(self.rows)
+
     def is_full(self) -> bool:
         return len(self.rows) >= MAX_SHARD_ROWS or self._num_bytes >= MAX_SHARD_BYTES
 
@@ -228,6 +232,7 @@ class ParquetShards:
         for column in answer_columns(self._names, rows, self._is_list):
             table = table.append_column(column.name, column.array())
         pq.write_table(table, path, compression="zstd")
+        self._arrow.default_memory_pool().release_unused()
         with path.open("rb") as file:
             _sync(file.fileno())
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-MAX_BATCH_ROWS = 2048
+MAX_BATCH_ROWS = 1024
 MAX_BATCH_BYTES = 8 << 20
 """Of a batch, by the size of the rows before it."""
 _FIRST_BATCH_ROWS = 512
@@ -93,7 +93,10 @@ class RowBatch:
     def take(self, indices: npt.NDArray[np.int64]) -> pa.RecordBatch:
         """Some rows of the table."""
         assert self.table is not None
-        return self.table.take(_arrow_indices(indices if self._positions is None else self._positions[indices]))
+        if self._positions is not None:
+            indices = self._positions[indices]
+            assert (indices >= 0).all(), "the rows have been kept"
+        return self.table.take(_arrow_indices(indices))
 
     def keep_only(self, indices: npt.NDArray[np.int64]) -> None:
         """Free the memory of the table's other rows, if they are the greater part."""
@@ -354,7 +357,7 @@ class _ParquetFile:
         import pyarrow.parquet as pq
 
         with pq.ParquetFile(self.path, pre_buffer=False, buffer_size=1 << 20) as file:
-            yield from file.iter_batches(self._batch_rows)
+            yield from file.iter_batches(self._batch_rows, use_threads=False)
 
 
 class _CsvFile:

@@ -1,0 +1,55 @@
+"""How far a `map` is, in words."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from tokasaurus.library.map.outputs import Counts
+from tokasaurus.monitoring.progress import NoDisplay, Speed, make_display, show_rate, show_time
+
+
+class MapProgress:
+    """What the user sees of a call."""
+
+    def __init__(self, num_rows: int | None, is_shown: bool) -> None:
+        """num_rows: of the source; None if that is not known."""
+        self._num_rows = num_rows
+        self._display = make_display() if is_shown else NoDisplay()
+        self._speed = Speed()
+
+    def __enter__(self) -> MapProgress:
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._display.close()
+
+    def note(self, line: str) -> None:
+        self._display.note(line)
+
+    def update(self, counts: Counts) -> None:
+        """Call it often: it costs nothing between two changes of what is shown."""
+        if self._display.is_due():
+            self._speed.add(time.monotonic(), counts.num_finished, counts.output_tokens)
+            num_done = counts.num_finished + counts.num_skipped
+            self._display.show(describe(counts, self._num_rows, self._speed), num_done, self._num_rows)
+
+
+def describe(counts: Counts, num_rows: int | None, speed: Speed) -> str:
+    """`120 of 2,000 rows done, 3 errors, 812.4 tokens/s, 2 min 10 s left`; rows with errors are done, too. What is not
+    known is –."""
+    num_done = counts.num_finished + counts.num_skipped
+    total = "" if num_rows is None else f" of {num_rows:,}"
+    errors = "1 error" if counts.num_errors == 1 else f"{counts.num_errors:,} errors"
+    rate = show_rate(speed.tokens_per_s())
+    left = "" if num_rows is None else f", {show_time(seconds_left(counts, num_rows, speed))} left"
+    return f"{num_done:,}{total} rows done, {errors}, {rate} tokens/s{left}"
+
+
+def seconds_left(counts: Counts, num_rows: int, speed: Speed) -> float | None:
+    """None until rows have been seen to finish."""
+    per_s = speed.items_per_s()
+    num_left = num_rows - counts.num_finished - counts.num_skipped
+    return max(0, num_left) / per_s if per_s else None

@@ -1,0 +1,133 @@
+"""What a row asks: a template, a column or a function of the row → the prompt that is sent."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import orjson
+
+from tokasaurus.library.map.sources import Row, Source, listed_columns
+
+PromptOf: TypeAlias = "str | Callable[[Row], Any]"
+"""A template such as "{question}", the name of a column, or a function of the row."""
+
+
+class NoPrompt(Exception):
+    """A row has no prompt. The message says why."""
+
+
+class Prompts:
+    """How the rows of a job become prompts."""
+
+    def __init__(self, source: Source, prompt: PromptOf | None, messages: PromptOf | None, chat: bool) -> None:
+        """prompt: gives a text, or token ids; or messages, which are sent as a chat. messages: gives messages, and is
+        no template. chat: a text is sent as the message of a user. Raises TypeError and ValueError."""
+        if (prompt is None) == (messages is None):
+            raise TypeError("map needs either prompt= or messages=")
+        if messages is not None and chat:
+            raise TypeError("chat=True goes with prompt=; messages= are a chat already")
+        self._chat = chat
+        self._is_messages = messages is not None
+        argument = "prompt" if messages is None else "messages"
+        given = prompt if messages is None else messages
+        self.description = given if isinstance(given, str) else f"function {getattr(given, '__name__', given)}"
+        """For messages about a job that has changed."""
+        self.columns: list[str] | None = None
+        """Those that are needed; None: all."""
+        self._make: Callable[[Row], Any]
+        if isinstance(given, str):
+            if messages is None and ("{" in given or "}" in given):
+                self._make, self.columns = _template(given)
+            else:
+                self._make, self.columns = _column(given), [given]
+            missing = [name for name in self.columns if name not in source.columns] if source.columns else []
+            if missing:
+                no_template = "" if "{" in given or messages is not None else ' (a template has {}, as "{question}")'
+                raise ValueError(
+                    f"{argument}={given!r}: {source.description} has no column {missing[0]!r}{no_template}; "
+                    f"{listed_columns(source)}"
+                )
+        elif callable(given):
+            self._make = _function(given, argument)
+        else:
+            raise TypeError(f"{argument} must be a string or a function of the row, not {type(given).__name__}")
+
+    def make(self, row: Row) -> Any:
+        """What RequestFormat.line takes. Raises NoPrompt."""
+        prompt = self._make(row)
+        if prompt is None:
+            raise NoPrompt("there is no prompt: it is None")
+        if isinstance(prompt, str):
+            if self._is_messages:
+                raise NoPrompt("messages must be a list of dicts, not a text")
+            return [{"role": "user", "content": prompt}] if self._chat else prompt
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            return [_without_nulls(message) for message in prompt]
+        if self._is_messages:
+            raise NoPrompt("messages must be a list of dicts that is not empty")
+        return prompt
+
+
+def _template(template: str) -> tuple[Callable[[Row], str], list[str]]:
+    """(row → text, the columns in it). Raises ValueError."""
+    parts: list[tuple[str, str | None]] = []
+    try:
+        for literal, name, specification, conversion in string.Formatter().parse(template):
+            if name == "":
+                raise ValueError("{} has no column; a brace itself is written {{ or }}")
+            if specification or conversion:
+                raise ValueError(f"{{{name}}} has a format, and only the column can be given")
+            parts.append((literal, name))
+    except ValueError as error:
+        raise ValueError(f"prompt={template!r}: {error}; {{{{ and }}}} are braces that are no column") from None
+    columns = list(dict.fromkeys(name for _, name in parts if name is not None))
+
+    def make(row: Row) -> str:
+        texts = []
+        for literal, name in parts:
+            texts.append(literal)
+            if name is not None:
+                value = row.get(name)
+                texts.append(value if isinstance(value, str) else _as_text(value, name))
+        return "".join(texts)
+
+    return make, columns
+
+
+def _as_text(value: object, name: str) -> str:
+    """Of a value in a template. Raises NoPrompt."""
+    if value is None:
+        raise NoPrompt(f"there is no prompt: the column {name!r} is null")
+    if isinstance(value, dict | list | tuple):
+        try:
+            return orjson.dumps(value).decode()
+        except TypeError as error:
+            raise NoPrompt(f"the column {name!r} cannot be a text: {error}") from None
+    return str(value)
+
+
+def _column(name: str) -> Callable[[Row], Any]:
+    def make(row: Row) -> Any:
+        value = row.get(name)
+        if value is None:
+            raise NoPrompt(f"there is no prompt: the column {name!r} is null")
+        return value
+
+    return make
+
+
+def _function(function: Callable[[Row], Any], argument: str) -> Callable[[Row], Any]:
+    def make(row: Row) -> Any:
+        try:
+            return function(row)
+        except Exception as error:
+            raise NoPrompt(f"the function of {argument}= failed: {type(error).__name__}: {error}") from None
+
+    return make
+
+
+def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns of dicts have every member in every row."""
+    return {name: value for name, value in message.items() if value is not None or name == "content"}

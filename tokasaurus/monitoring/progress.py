@@ -1,0 +1,185 @@
+"""How far a long job is, shown to the user: a bar on a terminal, a line that changes in a notebook, else a line every
+ten seconds."""
+
+from __future__ import annotations
+
+import html
+import sys
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+SECONDS_BETWEEN_LINES = 10.0
+_SECONDS_BETWEEN_CHANGES = 0.2
+"""Of a bar or a line that changes."""
+_WINDOW_S = 60.0
+
+
+class Speed:
+    """Items and tokens per second in the last minute. Times are seconds by any clock."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int, int]] = deque()
+        """(time, items done, output tokens)."""
+
+    def add(self, now_s: float, num_done: int, num_tokens: int) -> None:
+        if self._samples:  # tokens of requests whose engine died are generated again
+            num_tokens = max(num_tokens, self._samples[-1][2])
+        self._samples.append((now_s, num_done, num_tokens))
+        while now_s - self._samples[0][0] > _WINDOW_S and len(self._samples) > 2:
+            self._samples.popleft()
+
+    def items_per_s(self) -> float | None:
+        """None until there is a basis."""
+        return self._per_second(1)
+
+    def tokens_per_s(self) -> float | None:
+        """None until there is a basis."""
+        return self._per_second(2)
+
+    def _per_second(self, index: int) -> float | None:
+        if len(self._samples) < 2:
+            return None
+        first, last = self._samples[0], self._samples[-1]
+        seconds = last[0] - first[0]
+        return (last[index] - first[index]) / seconds if seconds > 0 else None
+
+
+def show_rate(per_s: float | None) -> str:
+    """– for what is not known."""
+    return "–" if per_s is None else f"{per_s:,.1f}"
+
+
+def show_time(seconds: float | None) -> str:
+    """The time in its two largest units; – for what is not known."""
+    if seconds is None:
+        return "–"
+    whole = round(seconds)
+    minutes, hours = whole // 60, whole // 3600
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
+
+
+class Display(Protocol):
+    """What the user sees of a job."""
+
+    def is_due(self) -> bool:
+        """Whether `show` would show something now."""
+        ...
+
+    def note(self, line: str) -> None:
+        """A line that stays."""
+        ...
+
+    def show(self, text: str, num_done: int, total: int | None) -> None:
+        """How far the job is, in place of what was shown before. total: None if it is not known."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LineDisplay:
+    """Lines on stderr."""
+
+    def __init__(self) -> None:
+        self._next_line_s = time.monotonic()
+
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._next_line_s
+
+    def note(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def show(self, text: str, _num_done: int, _total: int | None) -> None:
+        if self.is_due():
+            self._next_line_s = time.monotonic() + SECONDS_BETWEEN_LINES
+            self.note(text)
+
+    def close(self) -> None: ...
+
+
+class BarDisplay:
+    """A bar on the terminal of stderr, below the lines."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        console = Console(stderr=True, highlight=False, markup=False)
+        self._bar = Progress(BarColumn(), TextColumn("{task.description}"), console=console)
+        self._task: TaskID | None = None
+        self._next_change_s = 0.0
+
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._next_change_s
+
+    def note(self, line: str) -> None:
+        self._bar.console.print(line, soft_wrap=True)
+
+    def show(self, text: str, num_done: int, total: int | None) -> None:
+        self._next_change_s = time.monotonic() + _SECONDS_BETWEEN_CHANGES
+        if self._task is None:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=None)
+        self._bar.update(self._task, completed=num_done, total=total, description=text)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+class NotebookDisplay:
+    """A bar and a line below the cell, changed in place."""
+
+    def __init__(self) -> None:
+        self._next_change_s = 0.0
+        self._handle: Any = None
+
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._next_change_s
+
+    def note(self, line: str) -> None:
+        print(line, flush=True)
+
+    def show(self, text: str, num_done: int, total: int | None) -> None:
+        import IPython.display
+
+        self._next_change_s = time.monotonic() + _SECONDS_BETWEEN_CHANGES
+        value = f' value="{num_done}" max="{max(1, total)}"' if total is not None else ""
+        content = {"text/plain": text, "text/html": f"<progress{value}></progress> {html.escape(text)}"}
+        if self._handle is None:
+            show: Any = IPython.display.display  # IPython has no types
+            self._handle = show(content, raw=True, display_id=True)
+        else:
+            self._handle.update(content, raw=True)
+
+    def close(self) -> None: ...
+
+
+class NoDisplay:
+    """Shows nothing."""
+
+    def is_due(self) -> bool:
+        return False
+
+    def note(self, line: str) -> None: ...
+
+    def show(self, text: str, num_done: int, total: int | None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_display() -> Display:
+    if _is_notebook():
+        return NotebookDisplay()
+    return BarDisplay() if sys.stderr.isatty() else LineDisplay()
+
+
+def _is_notebook() -> bool:
+    """Whether this is the kernel of a notebook, which may be installed or not."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
