@@ -305,6 +305,35 @@ def test_what_may_pass_is_tried_again_with_a_limit(monkeypatch: pytest.MonkeyPat
     assert _Reluctant.times == {"a": 3, "b": 3, "never": bulk.MAX_ATTEMPTS}
 
 
+class _Silent(_Reluctant):
+    """As if its machine had vanished: says nothing after the start of its first answer."""
+
+    num_posts = 0
+    times: dict[str, int] = {"quiet": 3}  # noqa: RUF012
+
+    def do_POST(self) -> None:
+        _Silent.num_posts += 1
+        if _Silent.num_posts > 1:
+            super().do_POST()
+            return
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.connection.recv(1 << 16)
+        self.connection.recv(1 << 16)  # until the client has given up
+
+
+def test_a_server_that_says_nothing_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "_MAX_QUIET_S", 0.5)
+    monkeypatch.setattr(bulk, "_PAUSES_S", (0.01,))
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Silent) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with Client(f"http://127.0.0.1:{server.server_port}") as silent:
+            results = silent.generate(["quiet"])
+        server.shutdown()
+    assert ([result.text for result in results], _Silent.num_posts) == (["quietquiet"], 2)
+
+
 def test_wrong_calls_raise_at_once_and_name_what_is_wrong(client: Client) -> None:
     with pytest.raises(TypeError, match="temprature"):
         Sampling(temprature=1)  # type: ignore[call-arg]

@@ -31,6 +31,8 @@ MAX_SILENCE_S = 300.0
 _MAX_BYTES_PER_WRITE = 256 << 10
 _PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _CONNECT_S = 30.0
+_MAX_QUIET_S = 60.0
+"""Longest time without a byte from a server, which sends its progress once a second while lines are in flight."""
 # Statuses of a line or a connection that may be another one later.
 _TRANSIENT = (429, 503)
 _TRANSIENT_CODES = ("engine_died",)
@@ -72,7 +74,7 @@ class Server:
         self.http = aiohttp.ClientSession(
             connector=connector,
             headers=headers,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_MAX_QUIET_S),
             trust_env=socket_path is None and not leads_here(self.url),  # proxies
             read_bufsize=1 << 20,
         )
@@ -100,9 +102,8 @@ class Server:
 class AsyncBulkSession:
     """The lines of one call. All methods run on the event loop."""
 
-    def __init__(self, server: Server, concurrency: int | None = None, wants_progress: bool = False) -> None:
-        """concurrency: most lines without an answer; None: as many as the server takes. wants_progress: the server
-        tells `progress` once a second."""
+    def __init__(self, server: Server, concurrency: int | None = None) -> None:
+        """concurrency: most lines without an answer; None: as many as the server takes."""
         self._server = server
         self._concurrency = concurrency or MAX_CONCURRENCY
         self._lines: dict[int, RequestLine] = {}
@@ -119,9 +120,8 @@ class AsyncBulkSession:
         self._has_news = asyncio.Event()
         self._can_send = asyncio.Event()
         self._failure: ServerError | None = None
-        self._wants_progress = wants_progress
         self.progress: Progress | None = None
-        """The server's latest report; None before the first one."""
+        """The server's latest report, which it sends once a second; None before the first one."""
         self._task: asyncio.Task[None] | None = None
 
     def room(self) -> int:
@@ -217,7 +217,7 @@ class AsyncBulkSession:
                 self._can_send.clear()
                 await self._can_send.wait()
 
-        url = f"{self._server.url}/v1/bulk" + ("?progress=true" if self._wants_progress else "")
+        url = f"{self._server.url}/v1/bulk?progress=true"
         headers = {"Content-Type": "application/x-ndjson"}
         try:
             async with self._server.http.post(url, data=body(), headers=headers) as response:
