@@ -6,7 +6,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage, ends_in_one_line
@@ -15,6 +20,9 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from tokasaurus.startup_report import StartupReport
+
+# Longest time for the removal of the directory.
+_REMOVE_S = 1.0
 
 
 @ends_in_one_line
@@ -30,7 +38,7 @@ def main(channel_fd: str, directory: str, *words: str) -> int:
         signal.signal(number, signal.SIG_DFL)
     channel = Connection(int(channel_fd))
     os.set_inheritable(int(channel_fd), False)
-    end_with_parent(channel, directory)
+    is_orphan = end_with_parent(channel, directory)
     from tokasaurus.messages.status import Failed
 
     try:
@@ -54,41 +62,54 @@ def main(channel_fd: str, directory: str, *words: str) -> int:
             raise
         channel.send(Failed("launcher", shortage))
         return 1
+    finally:
+        if is_orphan.is_set():
+            time.sleep(_REMOVE_S)  # the other thread ends this process
 
 
-def end_with_parent(channel: Connection, directory: str) -> None:
-    """When the parent ends, even by SIGKILL: remove `directory`, and kill this process and all that it has started.
+def end_with_parent(channel: Connection, directory: str) -> threading.Event:
+    """When the parent ends, even by SIGKILL: kill all that this process has started, remove `directory`, and end.
+
+    The event: this has begun.
 
     channel: its other end is open in the parent alone. Unlike the kernel's signal for a parent's death, which comes at
     the end of the thread that has started this process, the end of a channel comes at the end of the parent."""
-    import shutil
-    import threading
+
+    is_orphan = threading.Event()
 
     def wait_for_end() -> None:
         try:
             while True:
                 channel.recv_bytes()
         except (EOFError, OSError):
+            is_orphan.set()
+            _kill_descendants()
             if directory:
-                shutil.rmtree(directory, ignore_errors=True)
-            _kill_all()
+                _remove(Path(directory))
+            with suppress(OSError):
+                os.killpg(os.getpid(), signal.SIGKILL)  # and what was started meanwhile
+            os._exit(1)
 
     threading.Thread(target=wait_for_end, name="lifeline", daemon=True).start()
+    return is_orphan
 
 
-def _kill_all() -> None:
-    """Descendants too that lead a session of their own, such as compilers; the others are in this process's group."""
-    from contextlib import suppress
-
+def _kill_descendants() -> None:
+    """Those too that lead a session of their own, such as compilers."""
     with suppress(Exception):
         import psutil
 
         for child in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
                 child.kill()
-    with suppress(OSError):
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(1)
+
+
+def _remove(directory: Path) -> None:
+    """Again and again for a moment: a process that has just been killed may still create a file."""
+    deadline = time.monotonic() + _REMOVE_S
+    while directory.exists() and time.monotonic() < deadline:
+        shutil.rmtree(directory, ignore_errors=True)
+        time.sleep(0.001)
 
 
 def _report_to(channel: Connection) -> StartupReport:

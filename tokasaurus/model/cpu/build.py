@@ -261,9 +261,12 @@ def kernels_built_ahead(config: ServerConfig, show_progress: Callable[[str], Non
         yield
         return
     show_progress("compiling the CPU kernels, at the first start only")
-    # In its own session, so that its compilers can be killed with it.
+    # In its own session, so that its compilers can be killed with it. Temporary files lie where this process has them.
     command = [sys.executable, "-m", __name__, name]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    environment = {**os.environ, "TMPDIR": tempfile.gettempdir()}
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, env=environment
+    )
     try:
         yield
     finally:
