@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from tokasaurus.library.engine import EngineError as EngineError
     from tokasaurus.library.llm import LLM as LLM
     from tokasaurus.library.llm import AsyncLLM as AsyncLLM
+    from tokasaurus.library.map.journal import JobChanged as JobChanged
+    from tokasaurus.library.map.outputs import MapSummary as MapSummary
     from tokasaurus.library.results import Result as Result
     from tokasaurus.library.results import RowError as RowError
     from tokasaurus.library.results import Sample as Sample
@@ -30,7 +32,9 @@ _MODULES = {
     "AsyncLLM": "llm",
     "Client": "client",
     "EngineError": "engine",
+    "JobChanged": "map.journal",
     "LLM": "llm",
+    "MapSummary": "map.outputs",
     "Result": "results",
     "RowError": "results",
     "Sample": "results",

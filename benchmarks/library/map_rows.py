@@ -42,6 +42,9 @@ class _EmptyEngine:
         answered, self._in_flight = self._in_flight, lines
         return [Answer(line, 200, _RESPONSE) for line in answered]
 
+    def progress(self) -> None:
+        return None
+
 
 def write_questions(path: Path, num_rows: int) -> None:
     """A Parquet file of short questions."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import weakref
 from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 from typing_extensions import Self
 
@@ -26,6 +28,11 @@ from tokasaurus.library.requests import (
 )
 from tokasaurus.library.results import NO_TOKENS, Result, RowError, Score
 from tokasaurus.library.sampling import Sampling
+
+if TYPE_CHECKING:
+    from tokasaurus.library.map.outputs import MapSummary
+    from tokasaurus.library.map.prompts import PromptOf
+    from tokasaurus.library.map.sources import Rows
 
 Row: TypeAlias = "Prompt | Mapping[str, Any]"
 """A prompt, or a dictionary with "prompt" or "messages" beside other fields."""
@@ -391,6 +398,120 @@ class Client:
         put together before they become tokens. A pair that cannot be scored has a score with an `error`. Raises
         TypeError and ValueError for arguments that are wrong as a whole."""
         return self._run(self._client.score(prompts, completions))
+
+    @overload
+    def map(
+        self,
+        rows: Rows,
+        output: str | Path,
+        *,
+        prompt: PromptOf | None = ...,
+        messages: PromptOf | None = ...,
+        chat: bool = ...,
+        key: str | None = ...,
+        sampling: Sampling | None = ...,
+        schema: Schema | None = ...,
+        format: str | None = ...,
+        prefix: str = ...,
+        overwrite: bool = ...,
+        progress: bool = ...,
+        **options: Any,
+    ) -> MapSummary: ...
+
+    @overload
+    def map(
+        self,
+        rows: Rows,
+        output: None = None,
+        *,
+        prompt: PromptOf | None = ...,
+        messages: PromptOf | None = ...,
+        chat: bool = ...,
+        key: str | None = ...,
+        sampling: Sampling | None = ...,
+        schema: Schema | None = ...,
+        prefix: str = ...,
+        progress: bool = ...,
+        **options: Any,
+    ) -> Any: ...
+
+    def map(
+        self,
+        rows: Rows,
+        output: str | Path | None = None,
+        *,
+        prompt: PromptOf | None = None,
+        messages: PromptOf | None = None,
+        chat: bool = False,
+        key: str | None = None,
+        sampling: Sampling | None = None,
+        schema: Schema | None = None,
+        format: str | None = None,
+        prefix: str = "",
+        overwrite: bool = False,
+        progress: bool = True,
+        **options: Any,
+    ) -> Any:
+        """Answer every row of a data set: its columns are kept, and the answers are columns beside them.
+
+        ```python
+        llm.map("questions/*.parquet", "answers", prompt="{question}", key="id", sampling=Sampling(n=4))
+        ```
+
+        rows: paths, patterns or directories of Parquet, JSON-lines, CSV or Arrow files; a pandas or Polars DataFrame, a
+        pyarrow.Table, a Hugging Face Dataset; or an iterable of dicts, which is read as far as there is room. Files but
+        JSON lines need pyarrow: pip install 'tokasaurus[data]'.
+        output: a directory, whose files appear whole while the job runs, each with up to 10,000 rows. None: the answers
+        come back with the rows, in the type that came in and in its order; files come back as a pyarrow.Table, JSON
+        lines as a list of dicts.
+        prompt: of a row: a template such as "Q: {question}", the name of a column, or a function of the row, a dict. It
+        gives a text, token ids, or messages.
+        messages: the same, but a column or a function that gives a list of messages.
+        chat: texts of `prompt` are sent as the message of a user, in place of being completed.
+        key: a column whose values tell rows apart; a value that comes again is an error. None: the row's number in its
+        file, so that rows must not be put between others before the same call is made again.
+        sampling, schema, options: as for `generate` and `chat`.
+        format: of the output's files, "parquet" or "jsonl"; by default that of the input if it is JSON lines, else
+        Parquet.
+        prefix: of the names of the new columns: "answer", "finish_reason" and "error".
+        overwrite: remove the rows that an earlier call has put into the output directory.
+        progress: show how far the job is, on stderr or in the notebook.
+
+        The new columns: `answer` is a text, or with n > 1 a list of n texts; with a schema it is JSON text.
+        `finish_reason` is likewise. `error` is null, or says why the row has no answer: one bad row does not stop the
+        job.
+
+        **The same call again goes on where it was**, whatever has ended it: Ctrl-C, a full disk, the death of the
+        program, the engine or the machine. Only rows without an answer are computed. The state for that is in the
+        directory OUTPUT.toka beside the output. A job whose requests have changed is refused with JobChanged.
+
+        At Ctrl-C, what has finished is stored; a second one ends at once.
+
+        Returns a MapSummary, or without `output` the rows with their answers. Raises ValueError, TypeError and
+        FileNotFoundError for wrong arguments and rows that cannot be read or stored, OSError for an output that cannot
+        be written, and ServerError if the server is lost."""
+        from tokasaurus.library.map.job import map_rows
+
+        sampling = Sampling() if sampling is None else sampling
+        if isinstance(sampling, Sampling):  # the format refuses all else
+            sampling = dataclasses.replace(sampling, logprobs=False, top_logprobs=0)
+        endpoints = (CHAT,) if chat or messages is not None else (COMPLETIONS, CHAT)
+        request_format = self._format(sampling, schema, None, options, endpoints)
+        with self._session() as session:
+            return map_rows(
+                session,
+                request_format,
+                rows,
+                output,
+                prompt=prompt,
+                messages=messages,
+                chat=chat,
+                key=key,
+                format=format,
+                prefix=prefix,
+                overwrite=overwrite,
+                progress=progress,
+            )
 
     def _run(self, call: Coroutine[Any, Any, Value]) -> Value:
         """The call's result; an interrupt cancels it."""

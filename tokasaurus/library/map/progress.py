@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from types import TracebackType
 
+from tokasaurus.library.bulk import Progress
 from tokasaurus.library.map.outputs import Counts
 from tokasaurus.monitoring.progress import NoDisplay, Speed, make_display, show_rate, show_time
 
@@ -29,27 +30,40 @@ class MapProgress:
     def note(self, line: str) -> None:
         self._display.note(line)
 
-    def update(self, counts: Counts) -> None:
-        """Call it often: it costs nothing between two changes of what is shown."""
-        if self._display.is_due():
-            self._speed.add(time.monotonic(), counts.num_finished, counts.output_tokens)
-            num_done = counts.num_finished + counts.num_skipped
-            self._display.show(describe(counts, self._num_rows, self._speed), num_done, self._num_rows)
+    def update(self, counts: Counts, num_in_flight: int, told: Progress | None) -> None:
+        """Call it often: it costs little between two changes of what is shown.
+
+        told: by the server, of the rows in flight; None if it has not told yet."""
+        if not self._display.is_due():
+            return
+        num_generated = counts.output_tokens + (0 if told is None else told.num_generated)
+        self._speed.add(time.monotonic(), counts.num_finished, num_generated)
+        text = describe(counts, num_in_flight, told, self._num_rows, self._speed)
+        self._display.show(text, counts.num_finished + counts.num_skipped, self._num_rows)
 
 
-def describe(counts: Counts, num_rows: int | None, speed: Speed) -> str:
+def describe(counts: Counts, num_in_flight: int, told: Progress | None, num_rows: int | None, speed: Speed) -> str:
     """`120 of 2,000 rows done, 3 errors, 812.4 tokens/s, 2 min 10 s left`; rows with errors are done, too. What is not
     known is –."""
     num_done = counts.num_finished + counts.num_skipped
     total = "" if num_rows is None else f" of {num_rows:,}"
     errors = "1 error" if counts.num_errors == 1 else f"{counts.num_errors:,} errors"
     rate = show_rate(speed.tokens_per_s())
-    left = "" if num_rows is None else f", {show_time(seconds_left(counts, num_rows, speed))} left"
+    left = "" if num_rows is None else f", {show_time(seconds_left(counts, num_in_flight, told, num_rows, speed))} left"
     return f"{num_done:,}{total} rows done, {errors}, {rate} tokens/s{left}"
 
 
-def seconds_left(counts: Counts, num_rows: int, speed: Speed) -> float | None:
-    """None until rows have been seen to finish."""
-    per_s = speed.items_per_s()
-    num_left = num_rows - counts.num_finished - counts.num_skipped
-    return max(0, num_left) / per_s if per_s else None
+def seconds_left(
+    counts: Counts, num_in_flight: int, told: Progress | None, num_rows: int, speed: Speed
+) -> float | None:
+    """None until there is a basis: the tokens that the scheduler expects of the rows in flight, and for all others, the
+    mean of the rows that have an answer."""
+    num_left = max(0, num_rows - counts.num_finished - counts.num_skipped)
+    num_unsent = max(0, num_left - num_in_flight)
+    tokens_per_s, rows_per_s = speed.tokens_per_s(), speed.items_per_s()
+    num_answered = counts.num_finished - counts.num_errors
+    expected = None if told is None or not told.num_requests else told.num_expected
+    if tokens_per_s and told is not None and expected is not None:
+        mean = counts.output_tokens / num_answered if num_answered else expected / told.num_requests
+        return (max(0, expected - told.num_generated) + num_unsent * mean) / tokens_per_s
+    return num_left / rows_per_s if rows_per_s else None

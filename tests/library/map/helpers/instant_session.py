@@ -5,6 +5,7 @@ from typing import Any
 
 import orjson
 
+from tokasaurus.library.bulk import Progress
 from tokasaurus.library.requests import Answer, RequestLine
 
 Respond = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
@@ -64,6 +65,9 @@ class InstantSession:
         answered = self._in_flight[num_kept:][::-1]
         del self._in_flight[num_kept:]
         return [self.answer(line) for line in answered]
+
+    def progress(self) -> Progress | None:
+        return None
 
     def answer(self, line: RequestLine) -> Answer:
         return Answer(line, *self._respond(orjson.loads(line.body)))
