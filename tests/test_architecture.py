@@ -29,6 +29,7 @@ OWN_FOLDERS = {
     "end_to_end/batches",
     "end_to_end/limits",
     "end_to_end/ranks",
+    "examples",
     "gpu",
     "server/http",
 }

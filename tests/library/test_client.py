@@ -115,7 +115,7 @@ def test_a_schema_gives_objects(client: Client) -> None:
     assert (refused.parsed, refused.parse_error) == (None, "left: Value error, never")
     cut = client.generate(["a"], Sampling(max_tokens=2), schema=Pair)[0].samples[0]
     assert cut.parsed is None
-    assert cut.parse_error is not None
+    assert str(cut.parse_error).startswith("the text was cut at its limit of tokens: Invalid JSON: EOF")
 
 
 def test_scores_are_the_logprobs_of_the_completions_tokens(toka: TokaProcess, client: Client) -> None:

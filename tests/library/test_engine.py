@@ -105,6 +105,7 @@ def kill_and_wait(engine: PrivateEngine, pid: int) -> None:
 
 def test_real_processes_serve_http_to_this_user_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKA_API_KEY", "of other servers")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a notebook
     lines: list[str] = []
     flags = [f"model={model}", "cpu_isa=torch", "kv_cache_num_tokens=1024", "log_level=warning"]
     engine = PrivateEngine(flags, lines.append)
@@ -114,6 +115,7 @@ def test_real_processes_serve_http_to_this_user_alone(model: Path, monkeypatch: 
         assert [stat.S_IMODE(status.stat().st_mode) for status in (path, path.parent)] == [0o600, 0o700]
         assert engine.model == "tiny-llama"
         assert any("model worker  warm-up" in line for line in lines)
+        assert [line for line in lines if "\x1b" in line] == []
         assert any(line.startswith(f"ready: unix:{path} serves tiny-llama; ") for line in lines)
         assert {"toka-server", "toka-manager", "toka-worker-0"} <= {psutil.Process(pid).name() for pid in pids}
         assert [psutil.Process(pid).net_connections("inet") for pid in pids] == [[] for _ in pids]

@@ -162,6 +162,8 @@ class RequestFormat:
             else:
                 text = choice["text"]
             parsed, parse_error = (None, None) if self._schema is None or calls else self._parse(text)
+            if parse_error is not None and choice["finish_reason"] == "length":
+                parse_error = f"the text was cut at its limit of tokens: {parse_error}"
             token_ids = np.array(packed["completion_ids"][index], np.int32)
             samples.append(
                 Sample(

@@ -28,6 +28,8 @@ ENTRY = "tokasaurus.processes.private_entry"
 STOP_S = 20.0
 # Time for the last of them to end after the launcher.
 END_S = 5.0
+# With them, the processes would draw spinners and bars into their pipe as into a terminal. Jupyter sets the first one.
+_TERMINAL_VARIABLES = ("FORCE_COLOR", "TTY_COMPATIBLE")
 _TOLD_BY_COMMAND = "toka: "
 """Begins the line in which a process without a channel says why it ends."""
 
@@ -75,7 +77,8 @@ class PrivateServer:
         self._directory = directory
         self._stop_s = stop_s
         self._working_directory = working_directory
-        self._environment = environment
+        inherited = os.environ if environment is None else environment
+        self._environment = {name: value for name, value in inherited.items() if name not in _TERMINAL_VARIABLES}
         self._failure = ""
         """Why the launcher says it ends."""
         self._last_words = ""
