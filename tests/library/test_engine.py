@@ -118,6 +118,7 @@ def test_real_processes_serve_http_to_this_user_alone(model: Path, monkeypatch: 
         assert [line for line in lines if "\x1b" in line] == []
         assert any(line.startswith(f"ready: unix:{path} serves tiny-llama; ") for line in lines)
         assert {"toka-server", "toka-manager", "toka-worker-0"} <= {psutil.Process(pid).name() for pid in pids}
+        assert os.getsid(0) not in [os.getsid(pid) for pid in pids]  # a terminal's Ctrl-C reaches the script alone
         assert [psutil.Process(pid).net_connections("inet") for pid in pids] == [[] for _ in pids]
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as client:
             answer = client.post("/v1/completions", json={"model": "default", "prompt": "a", "max_tokens": 4})

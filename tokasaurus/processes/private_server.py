@@ -184,12 +184,13 @@ class PrivateServer:
 
     def _show_lines(self, output: IO[str]) -> None:
         """Until all processes have ended, which have the pipe's other end."""
-        for text in output:
-            line = text.rstrip("\n")
-            if line.startswith(_TOLD_BY_COMMAND):
-                self._last_words = line.removeprefix(_TOLD_BY_COMMAND)
-            if not self._is_stopping:
-                self._show(line)
+        with output:
+            for text in output:
+                line = text.rstrip("\n")
+                if line.startswith(_TOLD_BY_COMMAND):
+                    self._last_words = line.removeprefix(_TOLD_BY_COMMAND)
+                if not self._is_stopping:
+                    self._show(line)
 
     def _death(self) -> ServerEnded:
         """Why the server has ended: in the launcher's last words, if there are any."""

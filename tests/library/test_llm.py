@@ -1,0 +1,85 @@
+"""An LLM whose processes are killed, and programs that are interrupted while it starts."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.processes import assert_all_end
+from tests.helpers.tiny_model import save_tiny_model
+from tests.library.helpers.engine_scripts import launcher_of, pids_of, running_script
+from tokasaurus import LLM, Sampling
+
+FLAGS = {"dtype": "float32", "device": "cpu", "cpu_isa": "torch", "kv_cache_num_tokens": 4096, "show": False}
+GREEDY = Sampling(temperature=0, max_tokens=64, ignore_eos=True)
+PROMPTS = [f"{number}: a prompt" for number in range(200)]
+ENDED_S = 10.0
+"""A free machine needs a tenth of it, and the start of an engine alone more."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint") / "tiny-llama"
+    save_tiny_model(directory, "llama")
+    return directory
+
+
+@pytest.mark.long
+def test_after_any_death_results_go_on_and_none_is_lost_or_another(model: Path) -> None:
+    with LLM(str(model), **FLAGS) as llm:
+        engine = llm._client._engine
+        started = time.monotonic()
+        expected = [result.samples[0].token_ids.tolist() for result in llm.generate(PROMPTS, GREEDY)]
+        half_s = (time.monotonic() - started) / 2
+        assert all(len(ids) == GREEDY.max_tokens for ids in expected)
+        for name in ("launcher", "toka-server", "toka-manager", "toka-worker-0"):
+            pids = {psutil.Process(pid).name(): pid for pid in pids_of(engine)} | {"launcher": launcher_of(engine)}
+            killing = threading.Timer(half_s, os.kill, (pids[name], signal.SIGKILL))
+            killing.start()
+            results = llm.generate(PROMPTS, GREEDY)
+            killing.join()
+            assert [result.error for result in results] == [None] * len(PROMPTS)
+            assert [result.samples[0].token_ids.tolist() for result in results] == expected, name
+        pids = pids_of(engine)
+    assert_all_end(pids, 0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["first start", "first start under asyncio.run", "restart"])
+def test_an_interrupted_program_does_not_wait_for_a_start(model: Path, what: str) -> None:
+    flags = ", ".join(f"{name}={value!r}" for name, value in FLAGS.items())
+    text = f"""
+import asyncio, os, signal, threading, time
+from tests.library.helpers.engine_scripts import launcher_of
+from tokasaurus import LLM, AsyncLLM
+def interrupt_soon():
+    print("soon", flush=True)
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+if {what!r} == "first start":
+    interrupt_soon()
+    LLM({str(model)!r}, {flags})
+elif {what!r} == "restart":
+    llm = LLM({str(model)!r}, {flags})
+    os.kill(launcher_of(llm._client._engine), signal.SIGKILL)
+    time.sleep(0.2)
+    interrupt_soon()
+    llm.generate(["a"])
+else:
+    async def main():
+        interrupt_soon()
+        async with AsyncLLM({str(model)!r}, {flags}):
+            pass
+    asyncio.run(main())
+print("not interrupted", flush=True)
+"""
+    with running_script(text, model) as script:
+        assert script.read_line() == "soon"
+        started = time.monotonic()
+        _, errors = script.wait()
+        assert time.monotonic() - started < ENDED_S
+        assert errors.endswith("KeyboardInterrupt\n")
+        assert script.left_after(ENDED_S, []) == []
