@@ -19,6 +19,7 @@ from torture import (
     drain,
     health,
     limits,
+    maps,
     numerics,
     replicas,
     soak,
@@ -40,6 +41,7 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
     "deaths": deaths.run_deaths,
     "replicas": replicas.run_replicas,
     "batches": batches.run_batches,
+    "maps": maps.run_maps,
 }
 
 
