@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import json
 import multiprocessing
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +20,7 @@ from tests.end_to_end.helpers.toka_process import TokaProcess, free_port, runnin
 from tests.helpers.tiny_model import save_tiny_model
 from tests.library.helpers.cutting_proxy import cutting_proxy
 from tokasaurus import AsyncClient, Client, Sampling, ServerError
-from tokasaurus.library import bulk
+from tokasaurus.library import bulk, shown_call
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 
 HTTP = httpx.Client(timeout=60)
@@ -420,6 +421,21 @@ def test_a_client_that_cannot_be_used_says_so(toka: TokaProcess, client: Client)
     child.join(30)
     assert child.exitcode == 0
     assert client.generate(["a"], Sampling(max_tokens=1))[0].error is None
+
+
+def test_a_call_that_takes_long_shows_how_far_it_is(
+    client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampling = Sampling(max_tokens=200, ignore_eos=True)
+    client.generate(PROMPTS[:4], sampling)
+    assert capsys.readouterr().err == "", "it takes less than three seconds"
+    monkeypatch.setattr(shown_call, "FIRST_S", 0.0)
+    monkeypatch.setattr(shown_call, "_LOOK_S", 0.01)
+    client.generate([*PROMPTS, None], sampling)  # type: ignore[list-item]
+    shown = capsys.readouterr().err
+    assert re.match(r"\d+ of 41 rows done, 1 error, .* tokens/s, .* left\n", shown), shown
+    client.generate(PROMPTS, sampling, progress=False)
+    assert capsys.readouterr().err == ""
 
 
 def test_clients_work_where_an_event_loop_runs(toka: TokaProcess, client: Client) -> None:

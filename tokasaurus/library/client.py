@@ -6,14 +6,16 @@ import asyncio
 import dataclasses
 import threading
 import weakref
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 from typing_extensions import Self
 
-from tokasaurus.library.bulk import AsyncBulkSession, BulkSession, Server, ServerError
+from tokasaurus.library.bulk import AsyncBulkSession, BulkSession, Progress, Server, ServerError
+from tokasaurus.library.map.outputs import Counts
 from tokasaurus.library.requests import (
     CHAT,
     COMPLETIONS,
@@ -28,6 +30,7 @@ from tokasaurus.library.requests import (
 )
 from tokasaurus.library.results import NO_TOKENS, Result, RowError, Score
 from tokasaurus.library.sampling import Sampling
+from tokasaurus.library.shown_call import ShownCall
 
 if TYPE_CHECKING:
     from tokasaurus.library.map.outputs import MapSummary
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 
 Row: TypeAlias = "Prompt | Mapping[str, Any]"
 """A prompt, or a dictionary with "prompt" or "messages" beside other fields."""
+FindProgress: TypeAlias = Callable[[], Progress | None]
 Value = TypeVar("Value")
 
 
@@ -48,6 +52,9 @@ class _Flow:
         self._key = key
         self._open: dict[int, tuple[Any, Row]] = {}
         """(key, row) of the lines without an answer."""
+        self.counts = Counts()
+        self.find_progress: FindProgress = lambda: None
+        """What the server has told of the lines without an answer."""
         self.is_exhausted = False
         """No row is left."""
 
@@ -67,10 +74,19 @@ class _Flow:
                 refused.append(Result(key, row, (), RowError("bad_prompt", str(error))))
             else:
                 self._open[number] = key, row
+        self.counts.num_rows += len(lines) + len(refused)
+        self._count(refused)
         return lines, refused
 
     def results(self, answers: Sequence[Answer]) -> list[Result]:
-        return [self._format.result(answer, *self._open.pop(answer.line.number)) for answer in answers]
+        results = [self._format.result(answer, *self._open.pop(answer.line.number)) for answer in answers]
+        self._count(results)
+        return results
+
+    def _count(self, results: Sequence[Result]) -> None:
+        self.counts.num_finished += len(results)
+        self.counts.num_errors += sum(result.error is not None for result in results)
+        self.counts.output_tokens += sum(len(sample.token_ids) for result in results for sample in result.samples)
 
     def lost(self, error: ServerError) -> Iterator[Result]:
         """Of the rows without an answer, and of all that follow."""
@@ -96,6 +112,8 @@ class _ScoreFlow:
         self._format = ScoreFormat(model)
         self._order = iter(_in_order_of_prefixes([prompt for prompt, _ in self._pairs]))
         self._scores: dict[int, Score] = {}
+        self.counts = Counts()
+        self.find_progress: FindProgress = lambda: None
         self.is_exhausted = False
 
     def take(self, room: int) -> list[RequestLine]:
@@ -109,9 +127,11 @@ class _ScoreFlow:
                 lines.append(self._format.line(number, *self._pairs[number]))
             except BadPrompt as error:
                 self._note_error(number, RowError("bad_prompt", str(error)))
+        self.counts.num_rows += len(lines)
         return lines
 
     def add(self, answers: Sequence[Answer]) -> None:
+        self.counts.num_finished += len(answers)
         for answer in answers:
             number = answer.line.number
             self._scores[number] = self._format.score(answer, self._pairs[number][0])
@@ -192,11 +212,12 @@ class AsyncClient:
         sampling: Sampling | None = None,
         *,
         schema: Schema | None = None,
+        progress: bool = True,
         **options: Any,
     ) -> list[Result]:
         """As `Client.generate`."""
         rows = _checked_prompts(prompts)
-        return await self._in_order(rows, await self._format(sampling, schema, None, options, (COMPLETIONS,)))
+        return await self._in_order(rows, await self._format(sampling, schema, None, options, (COMPLETIONS,)), progress)
 
     async def chat(
         self,
@@ -205,11 +226,12 @@ class AsyncClient:
         *,
         schema: Schema | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        progress: bool = True,
         **options: Any,
     ) -> list[Result]:
         """As `Client.chat`."""
         rows = _checked_conversations(conversations)
-        return await self._in_order(rows, await self._format(sampling, schema, tools, options, (CHAT,)))
+        return await self._in_order(rows, await self._format(sampling, schema, tools, options, (CHAT,)), progress)
 
     async def stream(
         self,
@@ -226,21 +248,23 @@ class AsyncClient:
         async for result in self._results(flow):
             yield result
 
-    async def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[Score]:
+    async def score(self, prompts: Sequence[Any], completions: Sequence[Any], *, progress: bool = True) -> list[Score]:
         """As `Client.score`."""
         flow = _ScoreFlow(prompts, completions, await self.connect())
         session = self._session()
-        try:
-            while True:
-                lines = flow.take(session.room())
-                answers = await session.exchange(lines, is_last=flow.is_exhausted)
-                if not answers and flow.is_exhausted:
-                    return flow.scores()
-                flow.add(answers)
-        except ServerError as error:
-            return flow.scores(error)
-        finally:
-            await session.close()
+        flow.find_progress = lambda: session.progress
+        with _shown(flow, len(prompts), progress):
+            try:
+                while True:
+                    lines = flow.take(session.room())
+                    answers = await session.exchange(lines, is_last=flow.is_exhausted)
+                    if not answers and flow.is_exhausted:
+                        return flow.scores()
+                    flow.add(answers)
+            except ServerError as error:
+                return flow.scores(error)
+            finally:
+                await session.close()
 
     async def _format(
         self,
@@ -257,17 +281,19 @@ class AsyncClient:
         assert self._server is not None, "connected"
         return AsyncBulkSession(self._server, self._concurrency)
 
-    async def _in_order(self, rows: list[Any], request_format: RequestFormat) -> list[Result]:
+    async def _in_order(self, rows: list[Any], request_format: RequestFormat, progress: bool) -> list[Result]:
         order = _in_order_of_prefixes(rows)
         flow = _Flow([rows[number] for number in order], request_format, None)
         results: list[Result | None] = [None] * len(rows)
-        async for result in self._results(flow):
-            number = order[result.key]
-            results[number] = Result(number, result.row, result.samples, result.error)
+        with _shown(flow, len(rows), progress):
+            async for result in self._results(flow):
+                number = order[result.key]
+                results[number] = Result(number, result.row, result.samples, result.error)
         return [result for result in results if result is not None]
 
     async def _results(self, flow: _Flow) -> AsyncIterator[Result]:
         session = self._session()
+        flow.find_progress = lambda: session.progress
         try:
             while True:
                 lines, refused = flow.take(session.room())
@@ -339,6 +365,7 @@ class Client:
         sampling: Sampling | None = None,
         *,
         schema: Schema | None = None,
+        progress: bool = True,
         **options: Any,
     ) -> list[Result]:
         """Complete prompts. The results are in the order of the prompts.
@@ -346,12 +373,13 @@ class Client:
         prompts: texts, or lists of token ids.
         sampling: how; by default `Sampling()`.
         schema: a pydantic class or a JSON schema, which every completion then matches; `parsed` is the object.
+        progress: show how far the call is, on stderr or in the notebook, once it takes longer than three seconds.
         options: other fields of /v1/completions, such as structured_outputs={"regex": "yes|no"}.
 
         A prompt that cannot be completed has a result with an `error`. Raises TypeError and ValueError for arguments
         that are wrong for every prompt."""
         rows = _checked_prompts(prompts)
-        return self._in_order(rows, self._format(sampling, schema, None, options, (COMPLETIONS,)))
+        return self._in_order(rows, self._format(sampling, schema, None, options, (COMPLETIONS,)), progress)
 
     def chat(
         self,
@@ -360,17 +388,18 @@ class Client:
         *,
         schema: Schema | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        progress: bool = True,
         **options: Any,
     ) -> list[Result]:
         """Answer conversations, each a list of messages. The results are in the order of the conversations.
 
         conversations: lists of messages, such as [{"role": "user", "content": "Hello"}].
-        sampling, schema: as for `generate`.
+        sampling, schema, progress: as for `generate`.
         tools: functions that the model may call, as in OpenAI's API.
         options: other fields of /v1/chat/completions, such as chat_template_kwargs={"enable_thinking": False}.
         """
         rows = _checked_conversations(conversations)
-        return self._in_order(rows, self._format(sampling, schema, tools, options, (CHAT,)))
+        return self._in_order(rows, self._format(sampling, schema, tools, options, (CHAT,)), progress)
 
     def stream(
         self,
@@ -391,13 +420,13 @@ class Client:
         """
         return self._results(_Flow(_checked_rows(rows), self._format(sampling, schema, tools, options), key))
 
-    def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[Score]:
+    def score(self, prompts: Sequence[Any], completions: Sequence[Any], *, progress: bool = True) -> list[Score]:
         """The log-probabilities of given completions, each after its prompt; in the order of the input.
 
         prompts, completions: of equal length; the two of a pair are both texts, or both lists of token ids. Texts are
         put together before they become tokens. A pair that cannot be scored has a score with an `error`. Raises
         TypeError and ValueError for arguments that are wrong as a whole."""
-        return self._run(self._client.score(prompts, completions))
+        return self._run(self._client.score(prompts, completions, progress=progress))
 
     @overload
     def map(
@@ -544,16 +573,19 @@ class Client:
 
         return BulkSession(self._loop, self._run(make()))
 
-    def _in_order(self, rows: list[Any], request_format: RequestFormat) -> list[Result]:
+    def _in_order(self, rows: list[Any], request_format: RequestFormat, progress: bool) -> list[Result]:
         order = _in_order_of_prefixes(rows)
+        flow = _Flow([rows[number] for number in order], request_format, None)
         results: list[Result | None] = [None] * len(rows)
-        for result in self._results(_Flow([rows[number] for number in order], request_format, None)):
-            number = order[result.key]
-            results[number] = Result(number, result.row, result.samples, result.error)
+        with _shown(flow, len(rows), progress):
+            for result in self._results(flow):
+                number = order[result.key]
+                results[number] = Result(number, result.row, result.samples, result.error)
         return [result for result in results if result is not None]
 
     def _results(self, flow: _Flow) -> Iterator[Result]:
         with self._session() as session:
+            flow.find_progress = session.progress
             try:
                 while True:
                     lines, refused = flow.take(session.room())
@@ -579,6 +611,12 @@ def _close(client: AsyncClient, loop: asyncio.AbstractEventLoop, thread: threadi
         if thread is not threading.current_thread():
             thread.join()
     client.end()
+
+
+def _shown(flow: _Flow | _ScoreFlow, num_rows: int, progress: bool) -> AbstractContextManager[object]:
+    if not progress:
+        return nullcontext()
+    return ShownCall(num_rows, flow.counts, lambda: flow.find_progress())
 
 
 def _prompt_of(row: Row) -> Prompt:
