@@ -38,7 +38,7 @@ OWN_FOLDERS = {
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["ping", "download", "batch_command", "plan_command", "check_command"],
+    ["ping", "download", "batch_command", "plan_command", "check_command", "map_command"],
     ["library"],
     ["processes"],
     ["startup_report"],
@@ -91,6 +91,7 @@ WITHOUT_TORCH = [
     "ping",
     "download",
     "batch_command",
+    "map_command",
     "library",
     "messages",
 ]

@@ -54,7 +54,7 @@ def cpu_seconds_of_children() -> float:
         (["port=x"], "toka: port=x: must be a whole number from 0 to 65535"),
         (
             ["pong"],
-            "toka: pong: no such sub-command, there are ping, download, plan, check, batch; flags are name=value",
+            "toka: pong: no such sub-command, there are ping, download, plan, check, batch, map; flags are name=value",
         ),
         (["--port"], "toka: --port: not understood, flags are written name=value"),
         (["ping"], "toka ping: prompt is missing: toka ping prompt='tell me a joke'"),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tokasaurus.batch_command.config import RunConfig, StoredConfig
     from tokasaurus.config import ServerConfig
     from tokasaurus.flags import FlagConfig
+    from tokasaurus.map_command.config import MapConfig
     from tokasaurus.plan_command.config import PlanConfig
 
 AnyConfig = TypeVar("AnyConfig", bound="FlagConfig")
@@ -32,6 +33,7 @@ toka download model=NAME [...]   fetch a model without serving it
 toka plan model=NAME [...]       how its memory would be divided on a GPU
 toka check model=NAME [...]      whether what computes it works here
 toka batch input=F output=F ...  run a file of requests, without a server
+toka map input=F output=DIR ...  answer every row of a data set
 toka SUBCOMMAND --help, toka --version"""
 
 _PING_USAGE = "toka ping prompt=TEXT [name=value ...]   ask a running server"
@@ -51,6 +53,17 @@ toka batch list [data_dir=DIR ...]        batches that servers have stored
 toka batch show ID [data_dir=DIR ...]     one of them
 toka batch cancel ID [data_dir=DIR ...]   stop it, and keep what is done; or
                                           base_url=URL for one of any server"""
+
+_MAP_USAGE = """\
+toka map input=FILES output=DIRECTORY prompt=TEMPLATE [name=value ...]
+answer every row of a data set; run again, it continues
+
+  toka map input='questions/*.parquet' output=answers prompt='{question}' \\
+      model=Qwen/Qwen3-0.6B
+  toka map input=problems.jsonl output=samples prompt='{problem}' chat=T \\
+      key=id n=8 temperature=0.7 max_tokens=2048
+  toka map input=reviews.csv output=labels prompt='Which mood has: {text}' \\
+      schema=mood.json base_url=http://127.0.0.1:10210"""
 
 
 @ends_in_one_line
@@ -123,6 +136,15 @@ def batch_main(args: list[str] | None = None) -> int:
     )
 
 
+@ends_in_one_line
+def map_main(args: list[str] | None = None) -> int:
+    """`toka map`. Returns the exit code."""
+    words = sys.argv[1:] if args is None else args
+    from tokasaurus.map_command.config import MapConfig
+
+    return _run("toka map", _MAP_USAGE, MapConfig, words, lambda config: _run_map(config, words))
+
+
 def _run(
     command: str, usage: str, config_type: type[AnyConfig], args: list[str] | None, run: Callable[[AnyConfig], int]
 ) -> int:
@@ -159,6 +181,13 @@ def _run_batch(config: "RunConfig", words: list[str]) -> int:
     return run_batch(config, server_words(config, words))
 
 
+def _run_map(config: "MapConfig", words: list[str]) -> int:
+    """Raises FlagError."""
+    from tokasaurus.map_command.run import run_map
+
+    return run_map(config, words)
+
+
 def _stored_batches(action: str, config: "StoredConfig", batch_id: str) -> int:
     """`toka batch list`, `show` and `cancel`. Raises FlagError."""
     from tokasaurus.batch_command.stored import cancel_stored, list_stored, show_stored
@@ -174,6 +203,7 @@ _SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "plan": plan_main,
     "check": check_main,
     "batch": batch_main,
+    "map": map_main,
 }
 
 

@@ -1,14 +1,11 @@
 """`toka batch`: run a file of requests, with a server of its own or a running one; run again, it continues."""
 
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Protocol, get_args
 
 from tokasaurus.batch_command.config import RunConfig
@@ -34,13 +31,12 @@ from tokasaurus.batch_command.state_file import (
     path_with_base_url,
     path_with_own_server,
 )
+from tokasaurus.processes.stop_signals import Stopped, signals_raise
 from tokasaurus.server.jobs.store.records import FINAL_STATUSES
 from tokasaurus.server.protocol.batches import EndpointUrl
 
 # Seconds between two looks at the batch. The first are quick, for a short batch.
 _FIRST_PAUSE_S = 0.1
-
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Batch(Protocol):
@@ -368,29 +364,3 @@ class _Run:
                 return output.outcome
         except OSError as error:
             raise CommandError(f"{name}: {error.strerror}") from None
-
-
-class Stopped(KeyboardInterrupt):
-    """A signal asks this process to end."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-@contextmanager
-def signals_raise() -> Iterator[None]:
-    """Within the context, such a signal raises Stopped in the main thread, unless the process ignores it."""
-
-    def stop(number: int, _: FrameType | None) -> None:
-        raise Stopped(number)
-
-    old = {
-        number: signal.signal(number, stop)
-        for number in _STOP_SIGNALS
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

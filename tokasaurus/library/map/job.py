@@ -22,10 +22,11 @@ from tokasaurus.library.map.journal import Journal, KeySet
 from tokasaurus.library.map.outputs import CollectedOutput, Counts, Output, StoredOutput
 from tokasaurus.library.map.progress import MapProgress
 from tokasaurus.library.map.prompts import NoPrompt, PromptOf, Prompts
-from tokasaurus.library.map.shards import FORMATS, MapRow, answer_names, make_format
+from tokasaurus.library.map.shards import FORMATS, AnswerNames, MapRow, answer_names, make_format
 from tokasaurus.library.map.sources import RowBatch, Source, column_keys, default_keys, open_source
 from tokasaurus.library.requests import Answer, BadPrompt, RequestFormat, RequestLine
 from tokasaurus.library.results import row_error
+from tokasaurus.processes.group import STOP_NUMBERS
 
 _MAX_WAIT_S = 0.5
 """Between two looks at the clock, the journal and Ctrl-C."""
@@ -55,16 +56,11 @@ def map_rows(
     ValueError, TypeError and FileNotFoundError for wrong arguments, JobChanged, OutputInUse, OutputFull, RowMisfit, and
     ServerError if the server is lost: then, as after every error, what has finished is stored, and the same call goes
     on."""
-    source = open_source(rows, key)
-    prompts = Prompts(source, prompt, messages, chat)
-    names = answer_names(source.columns, prefix)
-    if format is not None and (output is None or format not in FORMATS):
-        raise ValueError(
-            f"format={format!r}: only with an output directory"
-            if output is None
-            else f"format={format!r}: must be {' or '.join(FORMATS)}"
-        )
-    format_name = format or ("jsonl" if source.is_json_lines else "parquet")
+    if format is not None and output is None:
+        raise ValueError(f"format={format!r}: only with an output directory")
+    source, prompts, names, format_name = check_arguments(
+        rows, prompt=prompt, messages=messages, chat=chat, key=key, format=format, prefix=prefix
+    )
     # All that the rows' requests have in common.
     request = orjson.loads(request_format.line(0, [{"role": "user", "content": ""}]).body)
     del request["messages"]
@@ -86,6 +82,26 @@ def map_rows(
         stored = StoredOutput(journal, shards, prompts.description)
     job = _Job(session, request_format, source, prompts, stored, key, is_list, MapProgress(source.num_rows, progress))
     return job.run()
+
+
+def check_arguments(
+    rows: object,
+    *,
+    prompt: PromptOf | None,
+    messages: PromptOf | None,
+    chat: bool,
+    key: str | None,
+    format: str | None,
+    prefix: str,
+) -> tuple[Source, Prompts, AnswerNames, str]:
+    """(the opened rows, their prompts, the names of the new columns, the format of files), from arguments of
+    `map_rows`, which say what they raise."""
+    source = open_source(rows, key)
+    prompts = Prompts(source, prompt, messages, chat)
+    names = answer_names(source.columns, prefix)
+    if format is not None and format not in FORMATS:
+        raise ValueError(f"format={format!r}: must be {' or '.join(FORMATS)}")
+    return source, prompts, names, format or ("jsonl" if source.is_json_lines else "parquet")
 
 
 class _Job:
@@ -310,7 +326,7 @@ def _delayed_signals() -> Iterator[_Signals]:
             signals.come(lambda: handler(number, frame))
 
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in STOP_NUMBERS:
             handler = signal.getsignal(number)
             if callable(handler):
                 old[number] = handler

@@ -1,0 +1,120 @@
+"""The flags of `toka map`: its own, those of Sampling, and those of the engine that it starts."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tokasaurus.cli import main
+from tokasaurus.config import ServerConfig
+from tokasaurus.library.llm import _words
+from tokasaurus.library.sampling import Sampling
+from tokasaurus.map_command.config import SAMPLING_FLAGS, MapConfig, engine_flags
+
+JOB = ["input=a.jsonl", "output=out", "prompt={q}"]
+URL = "base_url=http://localhost:1/v1"
+
+
+def test_every_field_of_sampling_that_changes_answers_is_a_flag_with_its_default() -> None:
+    fields = {field.name: field for field in dataclasses.fields(Sampling)}
+    assert set(SAMPLING_FLAGS) == set(fields) - {"logprobs", "top_logprobs"}, "map stores no log-probabilities"
+    for name in SAMPLING_FLAGS:
+        if fields[name].default is not dataclasses.MISSING and fields[name].default != ():
+            assert MapConfig.flags[name].default == fields[name].default, name
+    assert Sampling(**MapConfig.parse(JOB).sampling_fields()) == Sampling()
+
+
+def test_flags_of_sampling_become_sampling() -> None:
+    words = ["n=4", "temperature=0", "top_k=5", 'stop=["\\n", "Q:"]', "stop_token_ids=7,8", 'logit_bias={"17": -100}']
+    sampling = Sampling(**MapConfig.parse([*JOB, *words, "seed=3", "ignore_eos=T"]).sampling_fields())
+    assert sampling == Sampling(
+        n=4,
+        temperature=0,
+        top_k=5,
+        stop=["\n", "Q:"],
+        stop_token_ids=[7, 8],
+        logit_bias={17: -100},
+        seed=3,
+        ignore_eos=True,
+    )
+    assert MapConfig.parse([*JOB, "stop=END"]).sampling_fields()["stop"] == "END"
+
+
+def test_templates_come_through_as_they_are_written() -> None:
+    for template in ("{q}", "{q}: {1}", "{{}} {q}", "Q: {q}\nA:", "(q)", "1e5 {q}"):
+        assert MapConfig.parse(["input=a", "output=b", f"prompt={template}"]).prompt == template
+
+
+def test_flags_of_the_engine_are_checked_and_passed_on() -> None:
+    words = [*JOB, "model=org/name", "page_size=32", "kv_cache_size_num_tokens=4096", "use_hydragen=F", "n=2"]
+    flags = engine_flags(MapConfig.parse(words), words)
+    assert flags == {
+        "model": "org/name",
+        "page_size": 32,
+        "kv_cache_num_tokens": 4096,
+        "use_hydragen": False,
+        "log_level": "warning",
+        "uvicorn_log_level": "warning",
+    }
+    assert "page_size=32" in _words(None, flags), "LLM takes them"
+    words = [*JOB, "log_level=info"]
+    assert engine_flags(MapConfig.parse(words), words)["log_level"] == "info"
+
+
+def test_every_flag_of_the_server_is_one_of_map_or_of_how_others_reach_it() -> None:
+    left_out = {"host", "port", "unix_socket", "api_keys_file", "allowed_hosts", "data_dir"}
+    assert set(ServerConfig.flags) - set(MapConfig.flags) == left_out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "input is missing: toka map input='questions/*.parquet' output=answers prompt='{question}'"),
+        (JOB[:1], "output is missing: toka map input='questions/*.parquet' output=answers prompt='{question}'"),
+        (JOB[:2], "prompt is missing: toka map input='questions/*.parquet' output=answers prompt='{question}'"),
+        ([*JOB, "messages=m"], "messages: either it or prompt= is given"),
+        ([*JOB[:2], "messages=m", "chat=T"], "chat: goes with prompt=; messages= are a chat already"),
+        ([*JOB, "promt=x"], "promt=x: unknown flag, did you mean prompt=? (--help lists all)"),
+        ([*JOB, "temperatur=1"], "temperatur=1: unknown flag, did you mean temperature=? (--help lists all)"),
+        ([*JOB, "temperature=3"], "temperature=3.0: must be a number from 0 to 2"),
+        ([*JOB, "n=0"], "n=0: must be a whole number from 1 to 2147483647"),
+        ([*JOB, "format=csv"], "format=csv: must be parquet or jsonl, or None (jsonl for JSON lines, else parquet)"),
+        ([*JOB, "stop=[1]"], "stop=[1]: must be a text, or a JSON list of texts"),
+        ([*JOB, "stop_token_ids=a,b"], "stop_token_ids=a,b: must be whole numbers with commas between them"),
+        ([*JOB, 'logit_bias={"a": 1}'], 'logit_bias={"a": 1}: its names must be token ids'),
+        ([*JOB, "port=80"], "port: others cannot reach the engine of toka map; base_url= names a running server"),
+        ([*JOB, URL, "model=m"], "model: a flag of the server, which runs already at base_url=http://localhost:1/v1"),
+        ([*JOB, "api_key=k"], "api_key: only with base_url=, since nobody else reaches the engine that is started"),
+    ],
+)
+def test_a_wrong_flag_gives_one_line_and_exit_code_2(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["map", *words]) == 2
+    assert capsys.readouterr() == ("", f"toka map: {line}\n")
+
+
+def test_a_value_that_only_sampling_refuses_is_a_wrong_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["map", *JOB, 'logit_bias={"1": 500}']) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("toka map: logit_bias: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("text", "match"), [(None, "No such file"), ("{", "is not JSON"), ("[]", "a JSON object")])
+def test_a_wrong_schema_is_a_wrong_flag(
+    text: str | None, match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "schema.json"
+    if text is not None:
+        path.write_text(text)
+    assert main(["map", *JOB, f"schema={path}"]) == 2
+    assert match in capsys.readouterr().err
+
+
+def test_help_has_three_examples_and_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["map", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n  toka map input=") == 3
+    assert all(f"  {name}" in out for name in MapConfig.flags)
+    assert max(map(len, out.splitlines())) <= 80
