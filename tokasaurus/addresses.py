@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +26,8 @@ MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 URL_OF_SOCKETS = "http://localhost"
 """For clients of a Unix socket: it leads to this machine, and none looks the host up."""
 _UNIX = "unix:"
+# Longest wait for others that look at the same directory: each of them needs milliseconds.
+_LOCK_S = 1.0
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -79,11 +82,19 @@ def listening_at(path: Path) -> Iterator[socket.socket]:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Servers that start at the same time look at a file of `directory` one after the other. Raises OSError."""
+    """Servers that start at the same time look at a file of `directory` one after the other. If another program keeps
+    its own lock of the directory, this goes on without. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with suppress(OSError):  # file systems without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        deadline = time.monotonic() + _LOCK_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:  # a file system without locks
+                break
         yield
     finally:
         os.close(descriptor)

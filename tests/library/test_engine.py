@@ -33,13 +33,14 @@ from tests.library.helpers.engine_scripts import (
 from tokasaurus.library import engine as engine_module
 from tokasaurus.library.engine import EngineError, EngineNotUp, PrivateEngine
 from tokasaurus.processes import private_server
+from tokasaurus.processes.private_entry import lock_file
 
 GONE_S = 5.0
 """A free machine needs a tenth of it."""
 UP_S = 60.0
 SCRIPT = """
 import os, signal, sys, threading, time
-from tests.library.helpers.engine_scripts import started_engine
+from tests.library.helpers.engine_scripts import launcher_of, started_engine
 engine = started_engine()
 """
 DEATHS = {
@@ -274,6 +275,47 @@ started_engine(show)
         pids = json.loads(script.read_line())
         script.wait()
         assert script.left_after(GONE_S, pids) == []
+
+
+def test_a_directory_that_no_process_holds_is_removed_once_it_is_old(tmp_path: Path) -> None:
+    for name in ("abandoned", "held", "new", "foreign"):
+        (tmp_path / f"toka-engine-{name}").mkdir()
+    held = lock_file(tmp_path / "toka-engine-held")
+    os.close(lock_file(tmp_path / "toka-engine-abandoned"))
+    os.close(lock_file(tmp_path / "toka-engine-new"))
+    for name in ("abandoned", "held", "foreign"):
+        os.utime(tmp_path / f"toka-engine-{name}", (1, 1))
+    engine_module._remove_abandoned(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"toka-engine-held", "toka-engine-new", "toka-engine-foreign"}
+    os.close(held)
+
+
+@pytest.mark.long
+def test_the_next_start_removes_what_was_left_when_script_and_launcher_were_killed_at_once(model: Path) -> None:
+    killed = (
+        SCRIPT
+        + """
+os.kill(launcher_of(engine), signal.SIGKILL)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    text = """
+import json, os, subprocess, sys
+from tests.helpers.processes import assert_all_end
+from tests.library.helpers.engine_scripts import directory_of, started_engine
+engine = started_engine()
+pids, left = json.loads(subprocess.run([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True).stdout)
+assert_all_end(pids, 10)
+assert os.path.exists(left)
+for path in (left, directory_of(engine)):
+    os.utime(path, (1, 1))
+started_engine().close()
+assert not os.path.exists(left)
+assert directory_of(engine).exists()
+"""
+    with running_script(f"KILLED = {killed!r}{text}", model) as script:
+        assert script.wait() == (0, "")
+        assert script.left_after(GONE_S, []) == []
 
 
 def test_forked_children_neither_end_the_engine_nor_keep_it(model: Path) -> None:

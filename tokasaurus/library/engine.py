@@ -4,6 +4,7 @@ with the program that uses them."""
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import socket
@@ -19,6 +20,7 @@ from pathlib import Path
 from tokasaurus.addresses import MAX_SOCKET_PATH_BYTES
 from tokasaurus.config import ServerConfig
 from tokasaurus.flags import FlagError
+from tokasaurus.processes.private_entry import LOCK, lock_file
 from tokasaurus.processes.private_server import PrivateServer, ServerEnded
 
 MAX_RESTARTS = 5
@@ -30,8 +32,11 @@ _STOP_S = 1.0
 _STOP_WITH_TRACE_S = 5.0
 _LOOK_S = 0.1
 """Time between two attempts to connect: a dead server is noticed a moment before its launcher has ended."""
+_ABANDONED_S = 60.0
+"""A directory without a lock may be so new that its engine has not locked it yet, in seconds."""
+_PREFIX = "toka-engine-"
 _SOCKET_NAME = "socket"
-_ROOM_BYTES = len("/toka-12345678/") + len(_SOCKET_NAME)
+_ROOM_BYTES = len(f"/{_PREFIX}12345678/{_SOCKET_NAME}")
 
 
 class EngineError(Exception):
@@ -100,7 +105,7 @@ class _Supervisor:
         self._watching: threading.Thread | None = None
         self._restarts_s: deque[float] = deque()
         """When they began, by time.monotonic(), within RESTART_WINDOW_S."""
-        self._directory: Path | None = None
+        self._directory: _PrivateDirectory | None = None
         self.socket_path = ""
         self.model = ""
 
@@ -109,8 +114,8 @@ class _Supervisor:
         with self._changed:
             self._check_usable()
         assert self._directory is None, "an engine starts once"
-        self._directory = _private_directory()
-        self.socket_path = str(self._directory / _SOCKET_NAME)
+        self._directory = _PrivateDirectory()
+        self.socket_path = str(self._directory.path / _SOCKET_NAME)
         # A restart is the same start again, whatever this process has changed meanwhile. The last word counts.
         self._words = ["drain_seconds=0", *self._words, f"unix_socket={self.socket_path}"]
         try:
@@ -155,7 +160,7 @@ class _Supervisor:
                 self._server.stop()
         finally:
             if self._directory is not None:
-                shutil.rmtree(self._directory, ignore_errors=True)
+                self._directory.remove()
 
     def _wait_until_serving(self, timeout_s: float) -> None:
         """Or until the timeout. Raises EngineError."""
@@ -172,10 +177,11 @@ class _Supervisor:
 
     def _start_server(self) -> None:
         """Returns when it serves. Raises EngineError."""
+        assert self._directory is not None
         server = PrivateServer(
             self._words,
             self._show,
-            directory=self._directory,
+            directory=self._directory.path,
             stop_s=self._stop_s,
             working_directory=self._working_directory,
             environment=self._environment,
@@ -246,12 +252,42 @@ class _Supervisor:
             return client.connect_ex(self.socket_path) in (0, errno.EAGAIN)  # EAGAIN: many clients wait already
 
 
-def _private_directory() -> Path:
-    """A new directory that only this user can open, with a path short enough for a socket in it. Raises EngineError."""
-    parent = tempfile.gettempdir()
-    if len(os.fsencode(parent)) + _ROOM_BYTES > MAX_SOCKET_PATH_BYTES:
-        parent = "/tmp"
-    try:
-        return Path(tempfile.mkdtemp(prefix="toka-", dir=parent))
-    except OSError as error:
-        raise EngineError(f"the engine cannot be started: {error.filename or parent}: {error.strerror}") from None
+class _PrivateDirectory:
+    """A new directory that only this user can open, with a path short enough for a socket in it.
+
+    This process and the launcher hold a lock in it. If both are killed at once, which nobody can notice, the next start
+    of any engine finds that nobody holds the lock, and removes the directory."""
+
+    def __init__(self) -> None:
+        """Raises EngineError."""
+        parent = tempfile.gettempdir()
+        if len(os.fsencode(parent)) + _ROOM_BYTES > MAX_SOCKET_PATH_BYTES:
+            parent = "/tmp"
+        _remove_abandoned(Path(parent))
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            self._lock = lock_file(self.path)
+        except OSError as error:
+            raise EngineError(f"the engine cannot be started: {error.filename or parent}: {error.strerror}") from None
+
+    def remove(self) -> None:
+        """May be called again."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Directories of engines whose processes were all killed at once."""
+    for path in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            status = path.lstat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < _ABANDONED_S:
+                continue
+            descriptor = os.open(path / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError if a process has locked it
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)

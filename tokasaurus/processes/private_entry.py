@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from tokasaurus.startup_report import StartupReport
 
+LOCK = "lock"
+"""File in a private server's directory, which it and its parent lock together."""
 # Longest time for the removal of the directory.
 _REMOVE_S = 1.0
 
@@ -39,6 +42,8 @@ def main(channel_fd: str, directory: str, *words: str) -> int:
     channel = Connection(int(channel_fd))
     os.set_inheritable(int(channel_fd), False)
     is_orphan = end_with_parent(channel, directory)
+    if directory:
+        lock_file(Path(directory))
     from tokasaurus.messages.status import Failed
 
     try:
@@ -92,6 +97,14 @@ def end_with_parent(channel: Connection, directory: str) -> threading.Event:
 
     threading.Thread(target=wait_for_end, name="lifeline", daemon=True).start()
     return is_orphan
+
+
+def lock_file(directory: Path) -> int:
+    """A descriptor of the directory's file LOCK: while any process has one, the directory is in use. Raises OSError."""
+    descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_CREAT, 0o600)
+    with suppress(OSError):  # file systems without locks
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
 
 
 def _kill_descendants() -> None:
