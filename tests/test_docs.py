@@ -1,12 +1,16 @@
 """The pages in docs name tests and flags that exist."""
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
-from tests.helpers import flags_page
+import tokasaurus
+from tests.helpers import flags_page, library_page
 from tokasaurus.batch_command.config import RunConfig, StoredConfig
 from tokasaurus.config import ServerConfig
+from tokasaurus.library.client import Client
+from tokasaurus.map_command.config import MapConfig
 from tokasaurus.messages.generation import SamplingParams
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from torture.__main__ import PARTS
@@ -44,6 +48,8 @@ def test_flags_in_the_docs_exist() -> None:
         *(flag.alias for flag in ServerConfig.flags.values()),
         *RunConfig.flags,
         *StoredConfig.flags,
+        *MapConfig.flags,
+        *inspect.signature(Client.map).parameters,
     }
     for page in PAGES:
         if page.name == "CHANGELOG.md":  # it also names what was renamed
@@ -118,3 +124,8 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 def test_the_page_of_flags_is_made_from_their_declarations() -> None:
     assert flags_page.PATH.read_text() == flags_page.page(), "python -m tests.helpers.flags_page writes it anew"
+
+
+def test_the_reference_of_the_library_is_made_from_its_docstrings() -> None:
+    assert library_page.PATH.read_text() == library_page.page(), "python -m tests.helpers.library_page writes it anew"
+    assert set(library_page.NAMES) == set(tokasaurus._MODULES), "the page has every name that can be imported"

@@ -23,7 +23,7 @@ def toka(request: pytest.FixtureRequest) -> Iterator[TokaProcess]:
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "localhost"])
 def test_the_quickstart_prints_what_the_readme_says(toka: TokaProcess, address: str) -> None:
     readme = (ROOT / "README.md").read_text()
-    (program,) = re.findall("```python\n(.*?)```", readme, flags=re.DOTALL)
+    program, *_ = re.findall("```python\n(.*?)```", readme, flags=re.DOTALL)
     assert program.count("http://127.0.0.1:10210/v1") == 1
     program = program.replace("http://127.0.0.1:10210/v1", f"http://{address}:{toka.port}/v1")
     with redirect_stdout(StringIO()) as output:

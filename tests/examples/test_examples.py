@@ -1,5 +1,7 @@
-"""The programs in examples/, run as a user runs them, on the demo model."""
+"""The programs in examples/, run as a user runs them, and those in docs/library.md; on the demo model."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -13,11 +15,14 @@ from typing import Any
 
 import nbformat
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from nbclient import NotebookClient
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
 from tests.helpers.processes import assert_all_end
+from tokasaurus import AsyncClient, Client, Sampling
 
 FOLDER = Path(__file__).parents[2] / "examples"
 GONE_S = 2.0
@@ -76,6 +81,36 @@ def test_evaluate(toka: TokaProcess) -> None:
     ]
     # Wilson's interval of 2 of 3, from a table
     assert lines[-1] == "2 of 3, 66.7% right; 95 % interval 20.8% to 93.9%"
+
+
+def test_programs_of_the_library_page_print_what_it_says(
+    toka: TokaProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a client in place of an engine; the line of flags is not run."""
+    page = (FOLDER.parent / "docs" / "library.md").read_text().partition("## Reference")[0]
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("questions").mkdir()
+    pq.write_table(pa.table({"id": [1, 2], "question": ["a", "b"]}), "questions/first.parquet")
+    with Client(toka.url) as client:
+        names = {"llm": client, "Client": Client, "AsyncClient": AsyncClient, "Sampling": Sampling}
+        not_run = []
+        for block in blocks:
+            if "= LLM(" in block:
+                not_run.append(block)
+                continue
+            code = block.replace("AsyncLLM() as", "AsyncClient() as").replace("LLM() as llm", "Client() as started")
+            code = code.replace("results = llm.chat([[", "results = started.chat([[")
+            code = code.replace("Client()", f"Client({toka.url!r})").replace("http://127.0.0.1:10210", toka.url)
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(code, names)
+            said = re.findall(r"^ *print\(.*\)  # (.*)$", block, flags=re.MULTILINE)
+            assert printed.getvalue().splitlines()[: len(said)] == said, block
+        assert len(not_run) == 1
+    answered = pq.read_table("answers")
+    assert answered.column_names == ["id", "question", "answer", "finish_reason", "error"]
+    assert [len(answer) for answer in answered["answer"].to_pylist()] == [4, 4]
 
 
 def read_notebook() -> Any:

@@ -398,6 +398,14 @@ def test_sampling_takes_numbers_of_numpy() -> None:
     assert sampling.shared_fields() == {"n": 3, "temperature": 0.5, "stop": ["a", "b"]}
 
 
+def test_equal_samplings_are_written_equally() -> None:
+    """`map` goes on with a job if its requests are the same."""
+    written = [Sampling(stop=stop).shared_fields() for stop in ("a", ["a"], ("a",))]
+    assert written == [{"stop": ["a"]}] * 3
+    assert str(Sampling(temperature=0).shared_fields()) == str(Sampling(temperature=0.0).shared_fields())
+    assert Sampling(stop=()).shared_fields() == Sampling(stop=[]).shared_fields() == Sampling().shared_fields() == {}
+
+
 def test_a_client_that_cannot_be_used_says_so(toka: TokaProcess, client: Client) -> None:
     closed = Client(toka.url)
     closed.close()

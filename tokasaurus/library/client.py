@@ -159,7 +159,8 @@ class AsyncClient:
     def __init__(
         self, base_url: str = "http://127.0.0.1:10210", *, api_key: str | None = None, concurrency: int | None = None
     ) -> None:
-        """base_url: of the server, with or without /v1. api_key: by default that of the environment's TOKA_API_KEY.
+        """base_url: of the server, with or without /v1.
+        api_key: by default that of the environment's TOKA_API_KEY.
         concurrency: most prompts that are at the server at once; None: as many as its scheduler can look ahead over.
         """
         _check_concurrency(concurrency)
@@ -326,7 +327,8 @@ class Client:
     def __init__(
         self, base_url: str = "http://127.0.0.1:10210", *, api_key: str | None = None, concurrency: int | None = None
     ) -> None:
-        """base_url: of the server, with or without /v1. api_key: by default that of the environment's TOKA_API_KEY.
+        """base_url: of the server, with or without /v1.
+        api_key: by default that of the environment's TOKA_API_KEY.
         concurrency: most prompts that are at the server at once; None: as many as its scheduler can look ahead over.
 
         Raises ServerError if no server answers, and ValueError for what is no URL."""
@@ -416,7 +418,11 @@ class Client:
         rows: prompts, lists of messages, or dictionaries with "prompt" or "messages" and any other fields; read in the
         thread that takes the results.
         key: name of a dictionary's field that is the result's key; by default it is the row's number, from 0.
-        The other arguments are those of `generate` and `chat`.
+        sampling, schema, tools, options: as for `generate` and `chat`.
+
+        A row that cannot be answered has a result with an `error`. Raises TypeError and ValueError for arguments that
+        are wrong for every row, KeyError for a row without its key, and what reading the rows raises. To leave the loop
+        cancels what is in flight.
         """
         return self._results(_Flow(_checked_rows(rows), self._format(sampling, schema, tools, options), key))
 
@@ -424,8 +430,11 @@ class Client:
         """The log-probabilities of given completions, each after its prompt; in the order of the input.
 
         prompts, completions: of equal length; the two of a pair are both texts, or both lists of token ids. Texts are
-        put together before they become tokens. A pair that cannot be scored has a score with an `error`. Raises
-        TypeError and ValueError for arguments that are wrong as a whole."""
+        put together before they become tokens.
+        progress: as for `generate`.
+
+        A pair that cannot be scored has a score with an `error`. Raises TypeError and ValueError for arguments that are
+        wrong as a whole."""
         return self._run(self._client.score(prompts, completions, progress=progress))
 
     @overload

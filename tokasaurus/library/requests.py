@@ -25,6 +25,7 @@ Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = "str | Sequence[int] | Sequence[Message]"
 """A text, token ids, or the messages of a chat."""
 Schema: TypeAlias = "type[BaseModel] | Mapping[str, Any]"
+"""A pydantic class, or a JSON schema."""
 
 # Marks of reasoning in the texts of reasoning models; an end mark without its start mark closes what the prompt opened.
 _REASONING_MARKS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"))

@@ -15,7 +15,9 @@ class ToolCall:
     """A call that the model asks for."""
 
     id: str
+    """Made by the server; the message with the call's result names it."""
     name: str
+    """Of the function."""
     arguments: str
     """As the model wrote them: JSON, unless the completion was cut or the model made a mistake."""
 
@@ -42,8 +44,9 @@ class Sample:
     parse_error: str | None = None
     """Why there is a schema and `parsed` is None."""
     tool_calls: tuple[ToolCall, ...] = ()
+    """Only of a chat with tools."""
     reasoning: str | None = None
-    """The text between the marks of reasoning, such as <think> and </think>; None if there is none."""
+    """The text between the marks of reasoning, such as `<think>` and `</think>`; None if there is none."""
     prompt_tokens: int = 0
     """Tokens of the prompt."""
     cached_tokens: int = 0
@@ -63,6 +66,7 @@ class RowError:
     code: str
     """A word for programs, such as "context_length_exceeded"."""
     message: str
+    """For people; `str(error)` is the same."""
     param: str | None = None
     """The field of the request that is wrong, if one is."""
     status: int | None = None
@@ -83,6 +87,7 @@ class Result:
     samples: tuple[Sample, ...]
     """`Sampling.n` of them; none if there is an error."""
     error: RowError | None = None
+    """Why there are no samples."""
 
     @property
     def text(self) -> str | None:

@@ -59,7 +59,8 @@ class Sampling:
     top_logprobs: int = 0
     """How many of the most likely tokens at each position samples have, with their log-probabilities."""
     priority: int = 0
-    """Among waiting requests, lower values start first."""
+    """Among the waiting requests of one client, lower values start first. Each call is a client of its own, unless the
+    server has several keys."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -83,19 +84,28 @@ class Sampling:
     def shared_fields(self) -> dict[str, Any]:
         """The fields of bodies that differ from their defaults and that both endpoints have; without the seed, which
         is no part of what is asked if it is random."""
-        fields = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in _OWN_FIELDS and getattr(self, field.name) != field.default
-        }
-        for name in ("stop", "stop_token_ids"):
-            if isinstance(fields.get(name), tuple | set | frozenset):
-                fields[name] = list(fields[name])
+        fields: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            # Equal requests are written equally, since `map` compares them.
+            value = _written(getattr(self, field.name), field.default)
+            if field.name not in _OWN_FIELDS and value != _written(field.default, field.default):
+                fields[field.name] = value
         if self.logit_bias:
             fields["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
         if self.seed is not None:
             fields["seed"] = self.seed
         return fields
+
+
+def _written(value: object, default: object) -> object:
+    """A field's value as JSON has it, if it is of a type that is allowed."""
+    if isinstance(default, float) and type(value) is int:
+        return float(value)
+    if isinstance(default, tuple):
+        if isinstance(value, set | frozenset):
+            return sorted(value, key=str)
+        return [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else value
+    return value
 
 
 # Written in another way, or into each body.

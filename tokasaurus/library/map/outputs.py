@@ -35,9 +35,11 @@ class MapSummary:
     num_errors: int
     """Rows of this call that have an error in place of an answer."""
     prompt_tokens: int
-    """Of this call, as are the next two."""
+    """Of this call."""
     output_tokens: int
+    """Of this call; those of all samples."""
     seconds: float
+    """Time that this call has taken."""
     output: Path
     """The directory."""
 

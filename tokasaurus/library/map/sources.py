@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     Rows = str | Path | Sequence[str] | Sequence[Path] | Iterable[Mapping[str, Any]] | pa.Table | Any
-    """What `map` takes: see `open_source`."""
+    """Paths, data frames, Arrow tables, data sets or dicts."""
 
 Row = dict[str, Any]
 
