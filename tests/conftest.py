@@ -8,8 +8,10 @@ import threading
 import hypothesis
 import torch
 
+from tests.helpers.examples import IS_NIGHTLY
+
 # No deadline: the time of an example includes waiting for a core.
-hypothesis.settings.register_profile("toka", deadline=None)
+hypothesis.settings.register_profile("toka", deadline=None, max_examples=100 if IS_NIGHTLY else 25)
 hypothesis.settings.load_profile("toka")
 
 # Small torch operations take 100 times as long if their threads wait for a core.

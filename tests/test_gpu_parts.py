@@ -129,6 +129,7 @@ def test_a_test_at_work_at_the_end_of_the_time_is_killed_and_the_rest_not_run(tm
     assert result.exit_code == FAILED
 
 
+@pytest.mark.long
 def test_no_test_begins_when_no_time_is_left(tmp_path: Path) -> None:
     source = f"import time\ndef test_a(): time.sleep({time.time() + 7.5} - time.time())\ndef test_b(): pass"
     result = run_part(part_of(tmp_path, all=source), [], 8.0)
@@ -187,6 +188,7 @@ def test_the_commands_of_the_first_hour_exist() -> None:
     assert all((ROOT / file).exists() for file in files)
 
 
+@pytest.mark.long
 def test_sigterm_ends_what_runs_and_says_what_did_not_run(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(
         "import time\ndef test_a(): pass\ndef test_b():\n    open('begun', 'w').close()\n    time.sleep(60)\n"

@@ -38,7 +38,7 @@ def check_complete(tmp_path: Path, num_lines: int = 30) -> None:
 
 
 @few(
-    4,
+    2,
     "script",
     [
         'cat "$FILE" | toka_batch input=- "$@"',
@@ -119,6 +119,7 @@ def test_a_killed_run_continues_with_the_same_input(
     assert len(server.engine.requests) == 30
 
 
+@pytest.mark.long
 def test_a_killed_run_does_not_continue_with_another_input(
     words: list[str], server: LiveServer, tmp_path: Path
 ) -> None:

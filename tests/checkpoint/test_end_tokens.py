@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from tests.checkpoint.helpers.fake_hub import CONFIG, weights
 from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
+from tests.helpers.examples import few
 from tokasaurus.checkpoint import read_model_info, resolve_checkpoint
 from tokasaurus.checkpoint.tokenizer_files import with_tokenizer_end
 
@@ -57,7 +58,7 @@ LAYOUTS: dict[str, tuple[list[str], dict[str, Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@few(4, "layout", sorted(LAYOUTS, key=lambda layout: "class" not in layout))
 def test_the_end_token_is_that_of_autotokenizer(layout: str, tmp_path: Path) -> None:
     added, config, special_map = LAYOUTS[layout]
     write_tokenizer(tmp_path, added, config, special_map)

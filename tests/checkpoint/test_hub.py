@@ -12,6 +12,7 @@ import pytest
 
 from tests.checkpoint.helpers.fake_hub import COMMIT, CONFIG, TOKENIZER, FakeHub, serve_repository, weights
 from tests.helpers.damage import DAMAGE
+from tests.helpers.examples import few
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 PROJECTIONS = ["self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"]
@@ -108,7 +109,7 @@ def test_each_failure_gives_one_line(tmp_path: Path, hub: FakeHub) -> None:
     assert gated.startswith("refused: org/tiny is gated: accept its terms at")
 
 
-@pytest.mark.parametrize("kind", ["cut", "empty"])
+@few(1, "kind", ["cut", "empty"])
 def test_a_file_of_the_wrong_size_is_downloaded_again(kind: str, tmp_path: Path, hub: FakeHub) -> None:
     _, directory, _ = resolve("org/tiny", tmp_path, hub.url)
     path = Path(directory, SHARDS[1])
@@ -121,7 +122,7 @@ def test_a_file_of_the_wrong_size_is_downloaded_again(kind: str, tmp_path: Path,
     assert hub.downloaded == [SHARDS[1]]
 
 
-@pytest.mark.parametrize("proxy", ["http://127.0.0.1:1", "socks5://127.0.0.1:1", "nonsense://"])
+@few(1, "proxy", ["http://127.0.0.1:1", "socks5://127.0.0.1:1", "nonsense://"])
 def test_a_hub_on_this_machine_is_reached_without_a_proxy(tmp_path: Path, hub: FakeHub, proxy: str) -> None:
     proxies = dict.fromkeys(("http_proxy", "HTTPS_PROXY", "all_proxy"), proxy)
     assert resolve("org/tiny", tmp_path, hub.url, **proxies)[0] == "org/tiny"

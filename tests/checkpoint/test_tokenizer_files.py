@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer as BaseTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tests.helpers.examples import few
 from tests.helpers.trained_tokenizers import byte_level, sentencepiece
 from tokasaurus.checkpoint import CheckpointError, tokenizer_files
 from tokasaurus.checkpoint.tokenizer_files import native_tokenizer
@@ -205,7 +206,7 @@ def test_sizes_that_transformers_refuses_do_not_matter(tmp_path: Path, monkeypat
     assert_same(Tokenizer.load(destination), reference)
 
 
-@pytest.mark.parametrize("name", ["Qwen 2", "Llama 2, new class", "vocab.json and merges.txt"])
+@few(1, "name", ["Llama 2, new class", "Qwen 2", "vocab.json and merges.txt"])
 def test_a_process_of_its_own_reads_the_files_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
     (source := tmp_path / "source").mkdir()

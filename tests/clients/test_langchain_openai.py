@@ -34,6 +34,7 @@ def test_invoke_equals_plain_http_with_its_usage(chat: Any, plain_post: PlainPos
     )
 
 
+@pytest.mark.long
 def test_an_answer_can_be_sent_back_in_a_conversation(chat: Any, plain_post: PlainPost) -> None:
     question, answer = messages("Name a whale."), chat.invoke("Name a whale.")
     second = chat.invoke([*question, answer, *messages("And another?")])
@@ -42,6 +43,7 @@ def test_an_answer_can_be_sent_back_in_a_conversation(chat: Any, plain_post: Pla
     assert second.content == expected["choices"][0]["message"]["content"]
 
 
+@pytest.mark.long
 def test_joined_stream_chunks_equal_the_answer_and_its_usage(chat: Any) -> None:
     expected = chat.invoke("What do whales eat?")
     chunks = list(chat.stream("What do whales eat?", stream_usage=True))
@@ -53,11 +55,13 @@ def test_joined_stream_chunks_equal_the_answer_and_its_usage(chat: Any) -> None:
     assert len([chunk for chunk in chunks if chunk.content]) > 4
 
 
+@pytest.mark.long
 def test_a_batch_answers_each_question_as_if_asked_alone(chat: Any) -> None:
     questions = [f"What is {number} + 1?" for number in range(6)]
     assert [answer.content for answer in chat.batch(questions)] == [chat.invoke(text).content for text in questions]
 
 
+@pytest.mark.long
 def test_the_completions_model_equals_plain_http(base_url: str, plain_post: PlainPost) -> None:
     model = langchain_openai.OpenAI(model="default", base_url=base_url, api_key="none", max_retries=0, **GREEDY)
     prompts = ["The whale is", "Once upon"]

@@ -16,11 +16,12 @@ import httpx
 import pytest
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
+from tests.helpers.examples import IS_NIGHTLY
 from tests.helpers.tiny_model import save_tiny_model
 
 FLAGS = ("dtype=float32", "kv_cache_num_tokens=8192", "max_tokens_per_forward=256", "max_seqs_per_forward=8")
-NUM_REQUESTS = 6
-LONG = 150
+NUM_REQUESTS = 6 if IS_NIGHTLY else 4
+LONG = 150 if IS_NIGHTLY else 60
 """Tokens of a request that is still running when the engine dies."""
 
 
@@ -147,6 +148,7 @@ def test_a_long_step_is_not_taken_for_a_hang(model: Path) -> None:
         assert toka.gauge("toka_forward_seconds_total") - began_s > 1, "the step takes longer than the watchdog's time"
 
 
+@pytest.mark.long
 def test_new_requests_may_be_refused_during_a_restart(model: Path) -> None:
     with running_toka(f"model={model}", *FLAGS, "while_restarting=refuse") as toka:
         expected = texts(toka.url, 1)

@@ -12,6 +12,8 @@ import pytest
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def toka() -> Iterator[TokaProcess]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import torch
 from transformers import AutoTokenizer
 
@@ -18,6 +19,7 @@ TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ mess
 NUM_TOKENS = 12
 
 
+@pytest.mark.long
 def test_ids_texts_and_stop_strings_are_those_of_decoding_all_ids(tmp_path: Path) -> None:
     oracle = save_tiny_model(tmp_path, "llama", vocab_size=448)
     sentencepiece().save(str(tmp_path / "tokenizer.json"))

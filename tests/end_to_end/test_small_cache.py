@@ -20,6 +20,7 @@ from tests.end_to_end.helpers.expected_texts import (
     num_diverged,
 )
 from tests.end_to_end.helpers.toka_process import running_toka, wait_for
+from tests.helpers.examples import IS_NIGHTLY
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tokasaurus.text.tokenizer import Tokenizer
 
@@ -71,7 +72,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Expected:
     name_every_token(directory / "tokenizer.json")
     # Prompts have about a hundred tokens: most steps split one, and several are in prefill at once.
     flags = (f"model={directory}", "max_tokens_per_forward=48")
-    return ask_large_cache_server(flags, Tokenizer.load(directory), oracle, make_bodies(36, ["a", "1", "(", "Q", "z"]))
+    return ask_large_cache_server(
+        flags, Tokenizer.load(directory), oracle, make_bodies(36 if IS_NIGHTLY else 14, ["a", "1", "(", "Q", "z"])
+    )
 
 
 def name_every_token(path: Path) -> None:
@@ -113,6 +116,7 @@ def test_constant_preemption_in_a_small_cache_changes_no_token(expected: Expecte
     assert num_diverged(expected, answers) <= 2, "ties are rare"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("expected", ["tiny"], indirect=True)
 def test_disconnecting_clients_change_no_token_of_requests_sharing_their_blocks(expected: Expected) -> None:
     rng = random.Random(0)
@@ -132,9 +136,9 @@ def test_disconnecting_clients_change_no_token_of_requests_sharing_their_blocks(
 @pytest.mark.parametrize("expected", MODELS, indirect=True)
 def test_expected_samples_cover_stop_strings_both_finish_reasons_and_sampling(expected: Expected) -> None:
     samples = list(itertools.chain(*expected.samples))
-    assert len(samples) >= 36
+    assert len(samples) >= (36 if IS_NIGHTLY else 20)
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
     with_stop = [sample for sample in samples if "stop" in sample.body]
     assert sum(sample.finish_reason == "stop" for sample in with_stop) >= 3
     assert not any(stop in sample.text for sample in with_stop for stop in sample.body["stop"])
-    assert len({sample.text for sample in samples if sample.body["temperature"]}) > 12
+    assert len({sample.text for sample in samples if sample.body["temperature"]}) > (12 if IS_NIGHTLY else 8)

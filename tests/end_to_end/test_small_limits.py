@@ -47,6 +47,7 @@ def test_a_start_without_enough_files_or_memory(limit: tuple[int, int]) -> None:
     check_one_line(run_limited(limit, f"port={free_port()}", *SMALL))
 
 
+@pytest.mark.long
 def test_a_kv_cache_beyond_the_limit_of_memory_names_its_flag() -> None:
     done = run_limited((resource.RLIMIT_AS, 2500 << 20), f"port={free_port()}", *SMALL, "kv_cache_num_tokens=200000")
     check_one_line(done)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.examples import examples
+from tests.helpers.examples import IS_NIGHTLY, examples
 from tests.manager.helpers.engine_driver import EndsNext, EngineDriver, make_options
 from tests.manager.helpers.requests import make_request, make_requests
 from tests.manager.helpers.simulation import assert_equals_simulation
@@ -96,7 +96,7 @@ class GroupingDriver(EngineDriver):
 def test_every_step_uses_the_last_groups_minus_the_sequences_that_left():
     num_checked = num_preemptions = num_optima = 0
 
-    @examples(150, 50)
+    @examples(150, 12)
     @given(
         shapes=crowding_shapes_strategy,
         options=crowded_options_strategy,
@@ -116,9 +116,9 @@ def test_every_step_uses_the_last_groups_minus_the_sequences_that_left():
         num_preemptions += driver.state.totals.preemptions
 
     check()
-    assert num_checked > 100
-    assert num_optima > 20
-    assert num_preemptions > 20
+    assert num_checked > (100 if IS_NIGHTLY else 20)
+    assert num_optima > (20 if IS_NIGHTLY else 3)
+    assert num_preemptions > (20 if IS_NIGHTLY else 3)
 
 
 FEW_SHOTS = list(range(8))

@@ -254,6 +254,7 @@ def test_a_stopped_manager_is_killed_and_started_again(launch) -> None:
     assert_all_end([before["toka-manager"], before["toka-worker-0"]], within_s=0.1)
 
 
+@pytest.mark.long
 def test_all_processes_stopped_together_go_on_when_they_are_continued(launch) -> None:
     """As a shell does with Ctrl-Z and fg."""
     launcher = launch("run_worker", "watchdog_seconds=2")

@@ -13,10 +13,11 @@ from tests.batch_command.helpers.request_lines import read_results, text_of
 from tests.end_to_end.helpers.batch_client import FINAL_STATUSES, BatchClient
 from tests.end_to_end.helpers.batch_command import FLAGS, BatchCommand, processes_below
 from tests.end_to_end.helpers.toka_process import running_toka
+from tests.helpers.examples import IS_NIGHTLY
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_tiny_model
 
-NUM_LINES, NUM_TOKENS = 60, 40
+NUM_LINES, NUM_TOKENS = (60 if IS_NIGHTLY else 20), 40
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,7 @@ def test_the_output_has_the_order_of_the_input(undisturbed: list[tuple[str, str]
     assert len({text for _, text in undisturbed}) > NUM_LINES // 2  # short random texts may be equal
 
 
+@pytest.mark.long
 def test_an_interrupted_and_killed_run_ends_as_an_undisturbed_one(
     model: Path, tmp_path: Path, undisturbed: list[tuple[str, str]]
 ) -> None:

@@ -48,11 +48,11 @@ def in_batch(url: str, route: str, body: dict[str, Any]) -> tuple[int, dict[str,
     1,
     ("flags", "longest", "words", "others"),
     [
-        (("kv_cache_num_tokens=2048",), 512, "is 512 tokens (context", ["kv_cache_num_tokens", "max_num_tokens"]),
         (
             ("kv_cache_num_tokens=2048", "max_num_tokens_per_request=100"),
             *(100, "by its flag max_num_tokens_per_request=", ["kv_cache_num_tokens"]),
         ),
+        (("kv_cache_num_tokens=2048",), 512, "is 512 tokens (context", ["kv_cache_num_tokens", "max_num_tokens"]),
         (
             ("kv_cache_num_tokens=240", "max_num_tokens_per_request=400"),
             *(240, "which its flag kv_cache_num_tokens= sets", ["max_num_tokens_per_request"]),

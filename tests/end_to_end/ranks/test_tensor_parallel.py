@@ -28,16 +28,13 @@ def test_two_replicas_of_two_ranks(tmp_path: Path) -> None:
     assert_equals_one_process(tmp_path, "dp_size=2", "tp_size=2")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "parallel"),
     [
-        ("qwen3", "tp_size=2"),
-        *(
-            pytest.param(family, parallel, marks=pytest.mark.long)
-            for family in FAMILIES
-            for parallel in ("tp_size=2", "tp_size=4", "dp_size=2 tp_size=2", "tp_size=2 torch_compile=T")
-            if (family, parallel) != ("qwen3", "tp_size=2")
-        ),
+        (family, parallel)
+        for family in FAMILIES
+        for parallel in ("tp_size=2", "tp_size=4", "dp_size=2 tp_size=2", "tp_size=2 torch_compile=T")
     ],
 )
 def test_every_family_equals_one_process(family: str, parallel: str, tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def is_inside(event: Event, span: Event) -> bool:
     return bool(span["ts"] <= event["ts"] and end <= span["ts"] + span["dur"])
 
 
+@pytest.mark.long
 def test_a_trace_of_two_stages_shows_each_step_and_each_transfer(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model", "llama")
     path = tmp_path / "trace.json"

@@ -19,7 +19,7 @@ shapes_strategy = st.lists(
 )
 
 
-@examples(300, 30)
+@examples(300, 8)
 @given(
     shapes=shapes_strategy,
     seed=st.integers(0, 2**32),

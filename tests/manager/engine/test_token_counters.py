@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.examples import examples
+from tests.helpers.examples import IS_NIGHTLY, examples
 from tests.manager.helpers.engine_driver import EndsNext, make_options
 from tests.manager.helpers.requests import make_request, make_requests
 from tests.manager.helpers.simulation import assert_equals_simulation, simulate
@@ -50,7 +50,7 @@ def test_token_counts_equal_what_the_worker_was_sent(shapes, options, seed, canc
 def test_token_counts_equal_what_the_worker_was_sent_under_constant_preemption():
     sums = TokenCounts()
 
-    @examples(200, 60)
+    @examples(200, 15)
     @given(
         shapes=crowding_shapes_strategy,
         options=crowded_options_strategy,
@@ -63,7 +63,7 @@ def test_token_counts_equal_what_the_worker_was_sent_under_constant_preemption()
         sums = total([sums, driver.state.totals.tokens])
 
     check()
-    assert min(asdict(sums).values()) > 100
+    assert min(asdict(sums).values()) > (100 if IS_NIGHTLY else 10)
 
 
 def test_samples_of_one_prompt_read_and_share_the_blocks_the_first_sample_computed():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.examples import examples
+from tests.helpers.examples import IS_NIGHTLY, examples
 from tests.manager.helpers.engine_driver import NEVER_LEARNS, EndsNext, EngineDriver, make_options
 from tests.manager.helpers.fake_grammars import VOCAB_SIZE
 from tests.manager.helpers.requests import Shape, make_request, make_requests, sequence_keys, streamed
@@ -49,7 +49,7 @@ crowding_shapes_strategy = st.lists(
 def test_prompt_logprobs_are_right_under_preemption_cancelling_and_streaming():
     num_preempted = num_preempted_in_prefill = 0
 
-    @examples(120, 60)
+    @examples(120, 15)
     @given(
         shapes=crowding_shapes_strategy,
         num_blocks=st.integers(14, 24),
@@ -100,7 +100,7 @@ def test_prompt_logprobs_are_right_under_preemption_cancelling_and_streaming():
                 num_preempted_in_prefill += sum(end <= len(request.prompt_ids) for end in ends_of_preempted_runs)
 
     check()
-    assert num_preempted > 10
+    assert num_preempted > (10 if IS_NIGHTLY else 2)
     assert num_preempted_in_prefill > 0
 
 

@@ -191,7 +191,7 @@ def test_wrappers_have_a_mebibyte_for_plans_and_more_for_long_forwards() -> None
 
 
 @pytest.mark.usefixtures("_double_in_float32")
-@few(2, ("family", "page_size"), sorted(itertools.product(FAMILIES, [16, 7]), key=lambda case: case != ("qwen3", 7)))
+@few(1, ("family", "page_size"), sorted(itertools.product(FAMILIES, [16, 7]), key=lambda case: case != ("qwen3", 7)))
 def test_a_model_samples_the_tokens_of_the_torch_backend(family: str, page_size: int, tmp_path: Path) -> None:
     """Prompts in chunks beside decode rows, with and without prefix groups."""
     save_tiny_model(tmp_path, family)
@@ -221,7 +221,7 @@ def test_steps_with_staged_plans_never_wait_for_the_device(family: str, tmp_path
         runner = make_runner(model, info, backend, device=device, transfers=transfers)
         samples = Samples(StepDriver(runner, 16), 16, seed=3)
         with one_thread():
-            samples.run(12 if IS_NIGHTLY else 4, grouped=True)
+            samples.run(12 if IS_NIGHTLY else 3, grouped=True)
         assert samples.num_grouped > (30 if IS_NIGHTLY else 5)
         return samples.sampled
 

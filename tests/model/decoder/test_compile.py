@@ -10,8 +10,8 @@ from types import FunctionType
 
 import pytest
 import torch
-from torch._inductor.utils import fresh_cache
 
+from tests.helpers.examples import IS_NIGHTLY, few
 from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import greedy_in_a_mixed_batch, load, oracle_greedy
 from tests.model.helpers.prefix_samples import Samples
@@ -34,6 +34,14 @@ from tokasaurus.model.worker.warmup import ForwardLimits, single_token, warm_up,
 NUM_BLOCKS, NUM_SLOTS = 400, 120
 LIMITS = ForwardLimits(max_tokens=256, max_seqs=20, context_length=512, vocab_size=VOCAB_SIZE)
 FLAGS = ["dtype=float32", "kv_cache_num_tokens=1000", "max_tokens_per_forward=64", "max_seqs_per_forward=8"]
+
+
+@pytest.fixture(autouse=True, params=["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def _target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What graphs are compiled to. Inductor alone takes 15 seconds to import and to compile a first function, so `make
+    test` runs the captured graphs: what is captured, when and how often is the same."""
+    if request.param == "eager":
+        monkeypatch.setattr("torch._dynamo.lookup_backend", lambda _name: lambda graph, _inputs, **_options: graph)
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +99,7 @@ def run_steps_of_every_kind(runner: ModelRunner) -> list[dict[int, tuple[int, fl
     rng = random.Random(0)
     driver, steps = StepDriver(runner, num_blocks=NUM_BLOCKS), []
     slots = iter(range(len(samples.sampled) + 1, NUM_SLOTS + 1))
-    for length in (*range(1, 71), 96, 128, 192, 256):
+    for length in (*range(1, 71, 1 if IS_NIGHTLY else 9), 96, 128, 192, 256):
         slot = next(slots)
         driver.open(slot, [rng.randrange(VOCAB_SIZE) for _ in range(length)])
         steps.append(driver.run([], [(slot, length)]))
@@ -103,7 +111,7 @@ def run_steps_of_every_kind(runner: ModelRunner) -> list[dict[int, tuple[int, fl
     return [*steps, driver.run(decode, [])]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@few(1, "backend", ["cpu", "torch"])
 def test_no_step_of_any_shape_is_compiled_after_warm_up(backend: str, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     runner, compiler = compiled_runner(tmp_path, backend)
@@ -208,6 +216,8 @@ def test_a_worker_compiles_before_it_is_ready(tmp_path: Path) -> None:
         assert worker.runner.run(single_token(LIMITS)).num_recompiles == 0
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("_target", ["inductor"], indirect=True)
 @pytest.mark.parametrize(
     ("script", "message"),
     [
@@ -218,6 +228,8 @@ def test_a_worker_compiles_before_it_is_ready(tmp_path: Path) -> None:
 def test_without_a_working_compiler_the_worker_gives_a_one_line_error(
     script: str, message: str, tmp_path: Path
 ) -> None:
+    from torch._inductor.utils import fresh_cache  # seconds
+
     compiler = tmp_path / "bad-g++"
     compiler.write_text(f"#!/bin/sh\n{script}\n")
     compiler.chmod(0o755)
@@ -258,7 +270,7 @@ FAILURES: dict[str, tuple[dict[str, object], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", FAILURES)
+@few(1, "kind", FAILURES)
 def test_without_a_compiler_that_nobody_asked_for_all_steps_run_uncompiled(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

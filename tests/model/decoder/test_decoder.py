@@ -92,6 +92,7 @@ def assert_tensor_shards_equal_the_whole(directory: Path, oracle: PreTrainedMode
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.long
 @few(1, "family", FAMILIES)
 def test_two_tensor_parallel_processes_equal_one(family: str, tmp_path: Path) -> None:
     assert_tensor_shards_equal_the_whole(tmp_path, save_tiny_model(tmp_path, family), 2)

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.helpers.examples import few
 from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import assert_equals_oracle, run_stages
 from tokasaurus.checkpoint import fit_to_tensors, read_model_info, weight_files
@@ -206,7 +207,7 @@ ROTARY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@few(1, "family", FAMILIES)
 @pytest.mark.parametrize("settings", ROTARY)
 def test_rotary_settings_are_applied_as_in_transformers(family: str, settings: str, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, family)

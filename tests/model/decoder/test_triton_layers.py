@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.examples import few
 from tests.helpers.installed_triton import compile_for_gpus, needs_interpreter, needs_ptxas, needs_triton, run_python
 from tests.helpers.tiny_model import FAMILIES, save_tiny_model
 from tests.model.helpers.greedy_decoding import load
@@ -43,7 +42,8 @@ def test_interpreted_kernels_equal_slow_oracles_and_whole_layers_equal_the_modul
 
 @needs_triton
 @needs_ptxas
-@few(1, "kind", KERNELS)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KERNELS)
 def test_the_kernels_compile_for_each_architecture(kind: str) -> None:
     name, constants, types = KERNELS[kind]
     compile_for_gpus("tokasaurus.model.decoder.triton_layers", name, types, constants, num_warps=4)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.examples import few
 from tests.helpers.installed_triton import needs_interpreter, needs_triton, run_python
 from tests.helpers.tiny_model import FAMILIES, save_tiny_model
 from tests.model.attention.helpers import flashinfer_double
@@ -48,9 +49,10 @@ def make_taped(directory: Path, backend: str, compiled: bool = False) -> tuple[M
     return runner, model, tape
 
 
-@pytest.mark.parametrize(
+@few(
+    2,
     ("family", "backend", "compiled"),
-    [*((family, "torch", False) for family in FAMILIES), ("llama", "cpu", False), ("qwen3", "torch", True)],
+    [("llama", "cpu", False), ("qwen3", "torch", True), *((family, "torch", False) for family in FAMILIES)],
 )
 def test_replays_give_the_tokens_of_eager_steps_at_every_size(
     family: str, backend: str, compiled: bool, tmp_path: Path
@@ -64,7 +66,7 @@ def test_replays_give_the_tokens_of_eager_steps_at_every_size(
         assert_same(decode_every_number_of_rows(runner), decode_every_number_of_rows(eager))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@few(1, "compiled", [False, True])
 def test_prefix_groups_that_change_with_every_step_replay_the_same_graphs(compiled: bool, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     model, info = load(tmp_path)
@@ -80,7 +82,7 @@ def test_prefix_groups_that_change_with_every_step_replay_the_same_graphs(compil
     assert_same(*([dict(enumerate(pairs)) for pairs in by_slot.values()] for by_slot in sampled))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@few(1, "compiled", [False, True])
 def test_graphs_read_and_write_only_parameters_tables_and_their_own_buffers(compiled: bool, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen2")
     runner, model, tape = make_taped(tmp_path, "torch", compiled)
@@ -108,7 +110,7 @@ def test_sizes_are_multiples_below_the_largest_and_begin_with_it() -> None:
     assert graph_sizes(3, 16) == [3]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@few(1, "compiled", [False, True])
 def test_steps_without_prefix_groups_replay_attention_too(
     compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +234,7 @@ def decode_with_every_option(runner: ModelRunner) -> list[Sampled]:
     return steps + [driver.run([1, 5, 3], []) for _ in range(4)]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@few(1, "compiled", [False, True])
 @pytest.mark.parametrize("backend", ["torch", "flashinfer"])
 def test_dropped_graphs_are_freed_at_once_without_the_cyclic_collector(
     backend: str, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,7 @@ from tokasaurus.model.decoder.compile import Compiler
 
 
 @few(
-    2,
+    1,
     ("family", "backend", "pp_size"),
     [*((family, "torch", 2) for family in FAMILIES), ("llama", "cpu", 3), ("qwen3", "torch", 3)],
 )

@@ -72,6 +72,7 @@ def run_rank(rank: int, num_ranks: int, rendezvous: Path, answers: Connection) -
             answers.send((name, total is own, total.tolist(), dict(calls)))
 
 
+@pytest.mark.long
 def test_a_sum_takes_the_way_of_its_size(tmp_path: Path) -> None:
     parts = [partial_sums(Mesh(tp_rank=rank, tp_size=2)) for rank in range(2)]
     for of_rank in run_ranks(2, tmp_path, len(parts[0]), run_rank):

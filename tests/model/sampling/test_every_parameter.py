@@ -59,6 +59,7 @@ def test_triton_reads_every_parameter(by_torch: Tokens) -> None:
     assert_every_parameter_has_its_effect(json.loads(printed), by_torch)
 
 
+@pytest.mark.long
 def test_ranks_with_a_part_of_the_vocabulary_read_every_parameter(by_torch: Tokens, tmp_path: Path) -> None:
     for of_rank in run_ranks(2, tmp_path, 2, draw_on_rank):
         for tokens in of_rank:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.examples import few
 from tests.model.sampling.helpers.shard_ranks import (
     CASES,
     NUM_ROWS,
@@ -53,7 +54,7 @@ def assert_sampled_alike(got: list[np.ndarray | None], expected: Sampled) -> Non
         np.testing.assert_allclose(top_logprobs, expected.top_logprobs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@few(1, "num_ranks", [2, 3])
 def test_ranks_sample_as_one_process_and_exchange_no_more_than_they_need(num_ranks: int, tmp_path: Path) -> None:
     num_prompts = sum(case.has_prompt for case in CASES)
     answers = run_ranks(num_ranks, tmp_path, 2 * len(CASES) + num_prompts)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.helpers.examples import few
 from tests.helpers.installed_triton import compile_for_gpus, needs_interpreter, needs_triton, run_python
 
 pytestmark = needs_triton
@@ -46,7 +45,8 @@ def test_thresholds_equal_those_of_a_sort_in_few_passes() -> None:
     assert run_python("-W", "ignore", "-m", "tests.model.sampling.helpers.interpreted_limits") == "all as expected\n"
 
 
-@few(1, ("module", "kernel", "pointers", "constants", "num_warps"), KERNELS)
+@pytest.mark.long
+@pytest.mark.parametrize(("module", "kernel", "pointers", "constants", "num_warps"), KERNELS)
 def test_the_kernels_compile_for_each_architecture(
     module: str, kernel: str, pointers: dict[str, str], constants: dict[str, object], num_warps: int
 ) -> None:

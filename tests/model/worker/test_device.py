@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from tests.helpers.examples import few
 from tests.model.helpers.steps import CPU
 from tokasaurus.messages.status import UserError
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
@@ -127,9 +128,7 @@ def test_threads_of_a_worker(num_cores: int, most: int, num_workers: int, expect
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone pins processes to cores")
-@pytest.mark.parametrize(
-    ("environment", "expected"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, min(2, os.cpu_count() or 1))]
-)
+@few(1, ("environment", "expected"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, min(2, os.cpu_count() or 1))])
 def test_a_process_pinned_to_one_core_has_one_thread_or_omp_num_threads(
     environment: dict[str, str], expected: int
 ) -> None:

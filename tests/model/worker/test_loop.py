@@ -35,4 +35,5 @@ def test_the_time_until_the_next_step_is_idle(tmp_path: Path) -> None:
     assert first == 0
     assert second >= 0.2
     assert third > 0
-    assert second + third + sum(answer.forward_seconds for answer in answers) <= whole_s
+    # The steps themselves are not idle. A step's forward_seconds begin with the host's work, when the device is idle.
+    assert second + third < whole_s

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.examples import few
 from tests.helpers.installed_triton import needs_interpreter, needs_triton, run_python
 from tests.helpers.tiny_model import FAMILIES, save_tiny_model
 from tests.model.attention.helpers import flashinfer_double
@@ -303,7 +304,7 @@ def compiled_wrongly(fault: str) -> Callable[..., Any]:
     return compile_graph
 
 
-@pytest.mark.parametrize("fault", ["scale", "last row", "NaN"])
+@few(1, "fault", ["NaN", "scale", "last row"])
 def test_layers_that_are_compiled_wrongly_run_uncompiled(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -383,8 +384,7 @@ def measure(runner: ModelRunner, num_blocks: int = NUM_BLOCKS, **limits: int) ->
     return list(measure_graphs(runner, model, 16, num_blocks, ForwardLimits(**(usual | limits))))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("backend", ["torch", "flashinfer"])
+@few(2, ("backend", "compiled"), [("torch", False), ("flashinfer", False), ("torch", True), ("flashinfer", True)])
 def test_right_graphs_pass(backend: str, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_model(tmp_path, "qwen3")
     with one_thread():
@@ -501,7 +501,7 @@ def test_graphs_switched_off_at_the_start_leave_right_tokens(
     assert line.startswith("use_cudagraphs is switched off: graph of 4 rows")
 
 
-@pytest.mark.parametrize("when", ["at the estimate", "at the start"])
+@few(1, "when", ["at the start", "at the estimate"])
 def test_recordings_that_raise_leave_a_server_without_graphs(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

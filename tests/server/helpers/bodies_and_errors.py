@@ -39,12 +39,13 @@ def check_refused(server: LiveServer, route: str, body: dict[str, Any], param: s
 
 
 def refused_quickly(server: LiveServer, route: str, content: str | bytes) -> httpx.Response:
-    """Asserts a response within 50 ms in one of 15 attempts, since the machine may be busy."""
+    """Asserts a response for 100 ms of CPU time, of the server and the client together, in one of 15 attempts: a busy
+    machine's caches are slower."""
     seconds = []
     for _ in range(15):
-        started = time.perf_counter()
+        started = time.process_time()
         response = server.http.post(route, content=content)
-        seconds.append(time.perf_counter() - started)
-        if seconds[-1] < 0.05:
+        seconds.append(time.process_time() - started)
+        if seconds[-1] < 0.1:
             return response
-    raise AssertionError(f"{min(seconds):.3f} s for {response.content[:300]!r}")
+    raise AssertionError(f"{min(seconds):.3f} s of CPU time for {response.content[:300]!r}")

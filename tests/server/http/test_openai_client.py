@@ -10,6 +10,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+from tests.helpers.examples import IS_NIGHTLY
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo
 from tests.server.helpers.live_server import LiveServer, live_server, wait_until_ready
 from tests.server.helpers.openai_client import (
@@ -91,20 +92,22 @@ def test_logprobs_are_none_unless_requested(server: LiveServer) -> None:
 
 
 def test_async_client_with_many_requests_at_once(shared_server: LiveServer) -> None:
+    num_requests = 200 if IS_NIGHTLY else 50
+
     async def ask(client: openai.AsyncOpenAI, number: int) -> str:
         answer = await client.completions.create(model="default", prompt=f"hello {number}", max_tokens=32)
         return answer.choices[0].text
 
     async def main() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{shared_server.url}/v1", api_key="none", max_retries=0) as client:
-            return await asyncio.gather(*(ask(client, number) for number in range(200)))
+            return await asyncio.gather(*(ask(client, number) for number in range(num_requests)))
 
-    assert asyncio.run(main()) == [f"hello {number}" for number in range(200)]
+    assert asyncio.run(main()) == [f"hello {number}" for number in range(num_requests)]
     assert shared_server.client.num_pending_requests == 0
 
 
-def test_5000_prompts_in_one_body_are_answered_in_order(shared_server: LiveServer) -> None:
-    prompts = [f"hello world {number}" for number in range(5000)]
+def test_thousands_of_prompts_in_one_body_are_answered_in_order(shared_server: LiveServer) -> None:
+    prompts = [f"hello world {number}" for number in range(5000 if IS_NIGHTLY else 1000)]
     answer = sync_client(shared_server).completions.create(model="default", prompt=prompts, max_tokens=60)
     assert [choice.text for choice in answer.choices] == prompts
 

@@ -13,6 +13,7 @@ import pydantic
 import pytest
 from openai.types.chat import ChatCompletion
 
+from tests.helpers.examples import IS_NIGHTLY, few
 from tests.helpers.small_tokenizer import IM_END, IM_START
 from tests.server.helpers.fake_engine import Reply
 from tests.server.helpers.grammar_script import follow_grammars
@@ -141,7 +142,7 @@ def test_an_answer_is_json_or_calls_when_both_are_requested(server: LiveServer, 
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED])
+@few(1, "choice", ["required", NAMED])
 def test_forced_calls_that_are_cut_keep_their_complete_calls_and_have_no_content(
     server: LiveServer, choice: Any
 ) -> None:
@@ -167,14 +168,15 @@ def test_forced_calls_that_are_cut_keep_their_complete_calls_and_have_no_content
                 assert arguments.startswith(call.function.arguments)
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED])
+@few(1, "choice", ["required", NAMED])
 def test_answers_that_follow_the_grammar_of_forced_calls_have_no_content_wherever_they_are_cut(
     server: LiveServer, tokenizer_directory: Path, choice: Any
 ) -> None:
+    num_lengths = 100 if IS_NIGHTLY else 40
     follow = follow_grammars(tokenizer_directory)
     server.engine.script = lambda request, index: follow(replace(request, max_new_tokens=index + 1), index)
-    answer = ask(server, tool_choice=choice, n=100, seed=5)
-    assert [cut.message.content for cut in answer.choices] == [None] * 100
+    answer = ask(server, tool_choice=choice, n=num_lengths, seed=5)
+    assert [cut.message.content for cut in answer.choices] == [None] * num_lengths
     assert {cut.finish_reason for cut in answer.choices[:20]} == {"length"}
 
 

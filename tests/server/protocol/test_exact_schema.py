@@ -10,7 +10,7 @@ import orjson
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from tests.helpers.examples import seeds
+from tests.helpers.examples import few, seeds
 from tests.helpers.random_schemas import random_schema
 from tests.helpers.small_tokenizer import EOS_IDS, VOCAB_SIZE
 from tokasaurus.server.protocol.exact_schema import NOT_IMPLEMENTED, SchemaError, exact_schema
@@ -264,7 +264,7 @@ def check_answers_in_bounds(seed: int, tokenizer: LLTokenizer) -> int:
     return len(answers)
 
 
-@pytest.mark.parametrize("first_seed", range(0, 80, 20))
+@few(1, "first_seed", range(0, 80, 20))
 def test_answers_are_within_bounds_beyond_2_to_the_53rd(tokenizer: LLTokenizer, first_seed: int) -> None:
     assert sum(check_answers_in_bounds(seed, tokenizer) for seed in range(first_seed, first_seed + 20)) > 10
 
