@@ -212,7 +212,8 @@ def create_app(
     if hosts is not None:
         app.add_middleware(AllowedHostsMiddleware, names=hosts)
     for routes in (generation, bulk, files, batch_routes, model_routes, health):
-        app.include_router(routes.router)
+        # Not include_router, which builds each route again at the first request of the app: a fifth of a second.
+        app.router.routes.extend(routes.router.routes)
     # Not by add_middleware: the answer to an internal error would lack the id.
     return RequestIdMiddleware(HeadMiddleware(app))
 
