@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,20 @@ from pydantic import BaseModel
 from typing_extensions import assert_type
 
 import tokasaurus
-from tokasaurus import LLM, AsyncClient, AsyncLLM, Client, EngineError, Result, RowError, Sample, Sampling, Score
+from tokasaurus import (
+    LLM,
+    AsyncClient,
+    AsyncLLM,
+    Client,
+    EngineError,
+    JobChanged,
+    MapSummary,
+    Result,
+    RowError,
+    Sample,
+    Sampling,
+    Score,
+)
 
 
 class City(BaseModel):
@@ -60,6 +74,22 @@ async def streamed(llm: AsyncClient) -> AsyncIterator[str]:
     yield f"{results[0].text} {scores[0].total}"
 
 
+def data_set(llm: Client, frame: Any) -> MapSummary:
+    def ask(row: dict[str, Any]) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"Where is {row['place']}?"}]
+
+    sampling = Sampling(n=4, max_tokens=32)
+    summary = llm.map("in/*.parquet", "out", prompt="{question}", key="id", sampling=sampling, schema=City)
+    assert_type(summary, MapSummary)
+    assert_type(llm.map(frame, messages=ask, progress=False), Any)
+    answered: list[dict[str, Any]] = llm.map([{"place": "Rome"}], prompt=lambda row: row["place"], chat=True)
+    try:
+        return llm.map([Path("a.jsonl")], Path("out"), prompt="text", format="jsonl", prefix="new_", overwrite=True)
+    except JobChanged as error:
+        print(error, answered)
+        raise
+
+
 def wrong(llm: Client) -> None:
     tokasaurus.Samplng  # type: ignore[attr-defined]  # noqa: B018
     Sampling(temprature=0)  # type: ignore[call-arg]
@@ -69,6 +99,8 @@ def wrong(llm: Client) -> None:
     llm.chat(["a"])  # type: ignore[list-item]
     llm.chat([[]], schema="x")  # type: ignore[arg-type]
     llm.stream(["a"], key=3)  # type: ignore[arg-type]
+    llm.map("a.csv", "out", prompt=3)  # type: ignore[call-overload]
+    llm.map("a.csv", "out", prompt="a", key=3)  # type: ignore[call-overload]
     llm.generate(["a"])[0].txt  # type: ignore[attr-defined]  # noqa: B018
     llm.generate(["a"])[0].text.upper()  # type: ignore[union-attr]
 
