@@ -520,8 +520,9 @@ class Client:
         job.
 
         **The same call again goes on where it was**, whatever has ended it: Ctrl-C, a full disk, the death of the
-        program, the engine or the machine. Only rows without an answer are computed. The state for that is in the
-        directory OUTPUT.toka beside the output. A job whose requests have changed is refused with JobChanged.
+        program, the engine or the machine. Rows that have an answer or an error are not computed again. The state for
+        that is in the directory OUTPUT.toka beside the output. A job whose requests have changed is refused with
+        JobChanged.
 
         At Ctrl-C, what has finished is stored; a second one ends at once.
 

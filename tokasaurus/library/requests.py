@@ -310,7 +310,8 @@ def _refuse_token(token: object) -> int:
 
 
 def _kind(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _unpack(values: Sequence[str] | None, index: int, dtype: type[Any]) -> Any:

@@ -75,8 +75,9 @@ class Display(Protocol):
         """A line that stays."""
         ...
 
-    def show(self, text: str, num_done: int, total: int | None) -> None:
-        """How far the job is, in place of what was shown before. total: None if it is not known."""
+    def show(self, text: str, num_done: int, total: int | None, is_last: bool = False) -> None:
+        """How far the job is, in place of what was shown before. total: None if it is not known. is_last: shown at any
+        time."""
         ...
 
     def close(self) -> None: ...
@@ -94,8 +95,8 @@ class LineDisplay:
     def note(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    def show(self, text: str, _num_done: int, _total: int | None) -> None:
-        if self.is_due():
+    def show(self, text: str, _num_done: int, _total: int | None, is_last: bool = False) -> None:
+        if is_last or self.is_due():
             self._next_line_s = time.monotonic() + SECONDS_BETWEEN_LINES
             self.note(text)
 
@@ -120,7 +121,8 @@ class BarDisplay:
     def note(self, line: str) -> None:
         self._bar.console.print(line, soft_wrap=True)
 
-    def show(self, text: str, num_done: int, total: int | None) -> None:
+    def show(self, text: str, num_done: int, total: int | None, is_last: bool = False) -> None:
+        del is_last
         self._next_change_s = time.monotonic() + _SECONDS_BETWEEN_CHANGES
         if self._task is None:
             self._bar.start()
@@ -144,7 +146,8 @@ class NotebookDisplay:
     def note(self, line: str) -> None:
         print(line, flush=True)
 
-    def show(self, text: str, num_done: int, total: int | None) -> None:
+    def show(self, text: str, num_done: int, total: int | None, is_last: bool = False) -> None:
+        del is_last
         import IPython.display
 
         self._next_change_s = time.monotonic() + _SECONDS_BETWEEN_CHANGES
@@ -167,7 +170,7 @@ class NoDisplay:
 
     def note(self, line: str) -> None: ...
 
-    def show(self, text: str, num_done: int, total: int | None) -> None: ...
+    def show(self, text: str, num_done: int, total: int | None, is_last: bool = False) -> None: ...
 
     def close(self) -> None: ...
 

@@ -1,10 +1,12 @@
 """What a user reads while a `map` runs."""
 
+import time
+
 import pytest
 
 from tokasaurus.library.bulk import Progress
 from tokasaurus.library.map.outputs import Counts
-from tokasaurus.library.map.progress import describe, seconds_left
+from tokasaurus.library.map.progress import MapProgress, describe, seconds_left
 from tokasaurus.monitoring.progress import Speed
 
 
@@ -24,6 +26,24 @@ def test_descriptions() -> None:
     assert describe(counts, 50, None, None, speed) == "120 rows done, 3 errors, 800.0 tokens/s"
     assert describe(Counts(), 0, None, 10, Speed()) == "0 of 10 rows done, 0 errors, – tokens/s, – left"
     assert "1 error," in describe(Counts(num_errors=1), 0, None, 10, Speed())
+
+
+def test_the_last_line_shows_the_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    counts = Counts(num_rows=3)
+    with MapProgress(3, is_shown=True) as progress:
+        progress.update(counts, 3, None)
+        now_s = 2.0
+        counts.num_finished, counts.output_tokens = 3, 90
+        progress.update(counts, 0, None)
+    assert capsys.readouterr().err.splitlines() == [
+        "0 of 3 rows done, 0 errors, – tokens/s, – left",
+        "3 of 3 rows done, 0 errors, 45.0 tokens/s",
+    ]
+    with MapProgress(3, is_shown=True):
+        pass  # an error before anything was shown
+    assert capsys.readouterr().err == ""
 
 
 def test_the_time_left_is_of_the_tokens_that_are_expected() -> None:

@@ -18,6 +18,8 @@ class MapProgress:
         self._num_rows = num_rows
         self._display = make_display() if is_shown else NoDisplay()
         self._speed = Speed()
+        self._shown: Counts | None = None
+        """Once something was shown: the end shows what they have come to."""
 
     def __enter__(self) -> MapProgress:
         return self
@@ -25,6 +27,8 @@ class MapProgress:
     def __exit__(
         self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
+        if self._shown is not None:
+            self._show(self._shown, 0, None, is_last=True)
         self._display.close()
 
     def note(self, line: str) -> None:
@@ -33,13 +37,17 @@ class MapProgress:
     def update(self, counts: Counts, num_in_flight: int, told: Progress | None) -> None:
         """Call it often: it costs little between two changes of what is shown.
 
+        counts: the same object each time.
         told: by the server, of the rows in flight; None if it has not told yet."""
-        if not self._display.is_due():
-            return
+        if self._display.is_due():
+            self._show(counts, num_in_flight, told)
+            self._shown = counts
+
+    def _show(self, counts: Counts, num_in_flight: int, told: Progress | None, is_last: bool = False) -> None:
         num_generated = counts.output_tokens + (0 if told is None else told.num_generated)
         self._speed.add(time.monotonic(), counts.num_finished, num_generated)
         text = describe(counts, num_in_flight, told, self._num_rows, self._speed)
-        self._display.show(text, counts.num_finished + counts.num_skipped, self._num_rows)
+        self._display.show(text, counts.num_finished + counts.num_skipped, self._num_rows, is_last)
 
 
 def describe(counts: Counts, num_in_flight: int, told: Progress | None, num_rows: int | None, speed: Speed) -> str:
@@ -49,7 +57,9 @@ def describe(counts: Counts, num_in_flight: int, told: Progress | None, num_rows
     total = "" if num_rows is None else f" of {num_rows:,}"
     errors = "1 error" if counts.num_errors == 1 else f"{counts.num_errors:,} errors"
     rate = show_rate(speed.tokens_per_s())
-    left = "" if num_rows is None else f", {show_time(seconds_left(counts, num_in_flight, told, num_rows, speed))} left"
+    left = ""
+    if num_rows is not None and num_done < num_rows:
+        left = f", {show_time(seconds_left(counts, num_in_flight, told, num_rows, speed))} left"
     return f"{num_done:,}{total} rows done, {errors}, {rate} tokens/s{left}"
 
 
