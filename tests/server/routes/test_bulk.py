@@ -86,6 +86,8 @@ BAD_LINES: list[tuple[bytes, object, str | None]] = [
     (b"{\n", None, None),
     (b'{"custom_id": "\xff"}\n', None, None),
     (b"[" * 2000 + b"\n", None, None),
+    (b'{"custom_id": "x\\u00e9\\"", "url": oops}\n', 'xé"', None),
+    (b'{"url": oops, "custom_id": "x"}\n', None, None),
     (b"[]\n", None, None),
     (b"null\n", None, None),
     (b'"custom_id"\n', None, None),
@@ -130,12 +132,12 @@ def test_line_is_limited_to_max_line_bytes(served_model: ServedModel) -> None:
         assert {name: result["response"]["status_code"] for name, result in results.items()} == {
             "a": 200,
             "long": 200,
-            None: 413,
+            "longer": 413,
             "b": 200,
         }
-        assert results[None]["error"]["code"] == "request_too_large"
-        assert "max_line_bytes" in results[None]["error"]["message"]
-        assert "line 3 " in results[None]["error"]["message"]
+        assert results["longer"]["error"]["code"] == "request_too_large"
+        assert "max_line_bytes" in results["longer"]["error"]["message"]
+        assert "line 3 " in results["longer"]["error"]["message"]
         many = b"".join(line_of(str(number), GOOD) for number in range(100))  # the body as a whole has no limit
         assert len(many) > 5000
         assert {result["response"]["status_code"] for result in ask(server, many)} == {200}

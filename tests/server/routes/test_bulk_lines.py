@@ -14,10 +14,10 @@ from starlette.types import Message
 
 from tokasaurus.server.endpoints import Answer
 from tokasaurus.server.errors import QueueFull, ServerStopping
-from tokasaurus.server.jobs.line_runner import Line
+from tokasaurus.server.jobs.line_runner import START_BYTES, Line
 from tokasaurus.server.protocol.answers import PromptTokensDetails, Usage
 from tokasaurus.server.routes import bulk
-from tokasaurus.server.routes.bulk import BulkRun, IncomingBody, LineSplitter
+from tokasaurus.server.routes.bulk import BulkRun, IncomingBody, LineSplitter, TooLong
 
 Chunks = list[bytes]
 
@@ -39,11 +39,20 @@ def test_split_lines_do_not_depend_on_chunk_boundaries(
         whole.pop()  # no line follows the last newline
     splitter = LineSplitter(max_bytes)
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    found: list[bytes | None] = []
+    found: list[bytes | TooLong] = []
     for start, end in itertools.pairwise(borders):
         found += splitter.add(text[start:end])
     found += splitter.finish()
-    assert found == [line if len(line) <= max_bytes else None for line in whole]
+    assert found == [line if len(line) <= max_bytes else TooLong(line) for line in whole]
+
+
+@pytest.mark.parametrize("size", [1, 1000, 10 * START_BYTES])
+def test_the_start_of_a_line_that_is_too_long_is_kept(size: int) -> None:
+    line = bytes(index % 251 for index in range(10 * START_BYTES)).replace(b"\n", b"")
+    text = line + b"\nb\n"
+    splitter = LineSplitter(100)
+    found = [part for start in range(0, len(text), size) for part in splitter.add(text[start : start + size])]
+    assert found == [TooLong(line[:START_BYTES]), b"b"]
 
 
 def messages_of(chunks: Chunks) -> Callable[[], Awaitable[Message]]:

@@ -5,6 +5,7 @@ the ledger) makes its result final."""
 
 import asyncio
 import logging
+import re
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 BATCH_PREFIX = "batch_req"
 """Of the ids of a batch's results."""
 _TASKS_PER_CANCEL = 64
+START_BYTES = 4096
+"""Of a line that cannot be parsed: enough for its custom_id, if that comes first."""
+_FIRST_CUSTOM_ID = re.compile(rb'\s*\{\s*"custom_id"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
 class BulkLine(BaseModel):
@@ -81,7 +85,7 @@ def parse_line(content: bytes, max_values: int) -> ParsedLine:
         if body.stream:
             raise InvalidRequest("stream=true is not allowed in a line: each line has a single result", "stream")
     except ApiError as error:
-        raise LineRefused(custom_id, error) from None
+        raise LineRefused(first_custom_id(content) if custom_id is None else custom_id, error) from None
     return ParsedLine(line.custom_id, len(content), endpoint, body)
 
 
@@ -90,6 +94,15 @@ def _load(content: bytes, max_values: int) -> object:
         return load_json(content, max_values)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"not valid JSON: {error.msg} (character {error.pos})") from None
+
+
+def first_custom_id(start: bytes) -> str | None:
+    """The custom_id of a line that cannot be parsed; None if the line does not begin with one."""
+    match = _FIRST_CUSTOM_ID.match(start[:START_BYTES])
+    try:
+        return None if match is None else str(orjson.loads(match[1]))[:MAX_CUSTOM_ID_CHARS]
+    except orjson.JSONDecodeError:
+        return None
 
 
 @dataclass(slots=True, eq=False)

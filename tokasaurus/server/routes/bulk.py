@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import orjson
@@ -23,11 +24,13 @@ from tokasaurus.server.errors import (
     shorten,
 )
 from tokasaurus.server.jobs.line_runner import (
+    START_BYTES,
     AfterError,
     Line,
     LineRefused,
     LineRunner,
     error_line,
+    first_custom_id,
     parse_line,
     refused,
 )
@@ -97,40 +100,46 @@ class IncomingBody:
         return content
 
 
+@dataclass(frozen=True, slots=True)
+class TooLong:
+    """In place of a line that was dropped."""
+
+    start: bytes
+    """Its first bytes, at most START_BYTES."""
+
+
 class LineSplitter:
-    """Splits chunks of bytes into lines, without line ends. A line longer than `max_bytes` is dropped: None replaces
-    it."""
+    """Splits chunks of bytes into lines, without line ends. A line longer than `max_bytes` is dropped: a TooLong
+    replaces it."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._begun = bytearray()
         self._is_too_long = False
 
-    def add(self, chunk: bytes) -> list[bytes | None]:
+    def add(self, chunk: bytes) -> list[bytes | TooLong]:
         """The lines that end in `chunk`."""
         *ends, rest = chunk.split(b"\n")
         lines = [self._end(end) for end in ends]
         self._continue(rest)
         return lines
 
-    def finish(self) -> list[bytes | None]:
+    def finish(self) -> list[bytes | TooLong]:
         """The last line, if it has no line end."""
         return [self._end(b"")] if self._begun or self._is_too_long else []
 
     def _continue(self, part: bytes) -> None:
-        if len(self._begun) + len(part) > self._max_bytes:
-            self._is_too_long = True
+        self._begun += part
+        self._is_too_long = self._is_too_long or len(self._begun) > self._max_bytes
         if self._is_too_long:
-            self._begun.clear()
-        else:
-            self._begun += part
+            del self._begun[START_BYTES:]
 
-    def _end(self, part: bytes) -> bytes | None:
+    def _end(self, part: bytes) -> bytes | TooLong:
         self._continue(part)
-        line = None if self._is_too_long else bytes(self._begun)
+        line = bytes(self._begun)
         self._begun.clear()
-        self._is_too_long = False
-        return line
+        is_too_long, self._is_too_long = self._is_too_long, False
+        return TooLong(line) if is_too_long else line
 
 
 class BulkRun:
@@ -237,23 +246,26 @@ class BulkRun:
             await self._start_line(content)
         self.has_read_all = True
 
-    async def _start_line(self, content: bytes | None) -> None:
+    async def _start_line(self, content: bytes | TooLong) -> None:
         self._num_lines += 1
-        if content is not None and not content.strip():
+        if isinstance(content, bytes) and not content.strip():
             return
         await self._can_read.wait()
         line = await self._checked_line(content)
-        line.num_bytes = 0 if content is None else len(content)
+        line.num_bytes = len(content) if isinstance(content, bytes) else 0
         self._unanswered[line] = None
         self._runner.start(line)
         self._notice_room()
         await asyncio.sleep(0)  # let other tasks run: a chunk may contain thousands of lines
 
-    async def _checked_line(self, content: bytes | None) -> Line:
-        if content is None:
+    async def _checked_line(self, content: bytes | TooLong) -> Line:
+        if isinstance(content, TooLong):
             message = f"line {self._num_lines} has more than {self._max_line_bytes} bytes (max_line_bytes)"
-            return refused(None, BodyTooLarge(message))
-        line = await self._read_line(content)
+            line = refused(first_custom_id(content.start), BodyTooLarge(message))
+            if line.custom_id is None:
+                return line
+        else:
+            line = await self._read_line(content)
         if line.custom_id is None:
             return _with_number(line, self._num_lines)
         if hash(line.custom_id) in self._custom_ids:
