@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.results import at_least, at_most
 from tests.library.map.helpers.instant_session import completion
-from tokasaurus.library.bulk import BulkSession
+from tokasaurus.library.blocking import BulkSession
 from tokasaurus.library.map.job import map_rows
 from tokasaurus.library.requests import Answer, RequestFormat, RequestLine
 from tokasaurus.library.sampling import Sampling

@@ -249,10 +249,9 @@ def test_no_server_is_said_at_once() -> None:
         Client(url)
 
 
-class _Reluctant(BaseHTTPRequestHandler):
-    """Answers a line with 503 until it has come three times; a line with "never" always."""
+class _Echo(BaseHTTPRequestHandler):
+    """Answers the prompt P with `PP`."""
 
-    times: dict[str, int] = {}  # noqa: RUF012
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
@@ -270,15 +269,12 @@ class _Reluctant(BaseHTTPRequestHandler):
 
     def _answer(self, line: dict[str, Any]) -> None:
         prompt = line["body"]["prompt"]
-        self.times[prompt] = self.times.get(prompt, 0) + 1
-        status, body = 503, {"error": {"message": "not now", "type": "t", "param": None, "code": "busy"}}
-        if prompt != "never" and self.times[prompt] > 2:
-            usage = {"prompt_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
-            packed = dict.fromkeys(("packed_chosen_logprobs", "packed_topk_indices", "packed_topk_logprobs"))
-            fingerprint = json.dumps({"completion_ids": [[1]], **packed})
-            choices = [{"text": prompt * 2, "finish_reason": "stop"}]
-            status, body = 200, {"choices": choices, "usage": usage, "system_fingerprint": fingerprint}
-        response = {"status_code": status, "body": body}
+        usage = {"prompt_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
+        packed = dict.fromkeys(("packed_chosen_logprobs", "packed_topk_indices", "packed_topk_logprobs"))
+        fingerprint = json.dumps({"completion_ids": [[1]], **packed})
+        choices = [{"text": prompt * 2, "finish_reason": "stop"}]
+        body = {"choices": choices, "usage": usage, "system_fingerprint": fingerprint}
+        response = {"status_code": 200, "body": body}
         self._write(json.dumps({"custom_id": line["custom_id"], "response": response}).encode() + b"\n")
 
     def _write(self, content: bytes) -> None:
@@ -294,23 +290,10 @@ class _Reluctant(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
 
-def test_what_may_pass_is_tried_again_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk, "_PAUSES_S", (0.01,))
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Reluctant) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        with Client(f"http://127.0.0.1:{server.server_port}") as reluctant:
-            results = reluctant.generate(["a", "never", "b"])
-        server.shutdown()
-    assert [result.text for result in results] == ["aa", None, "bb"]
-    assert (results[1].error and results[1].error.message) == "not now"
-    assert _Reluctant.times == {"a": 3, "b": 3, "never": bulk.MAX_ATTEMPTS}
-
-
-class _Silent(_Reluctant):
+class _Silent(_Echo):
     """As if its machine had vanished: says nothing after the start of its first answer."""
 
     num_posts = 0
-    times: dict[str, int] = {"quiet": 3}  # noqa: RUF012
 
     def do_POST(self) -> None:
         _Silent.num_posts += 1

@@ -7,16 +7,15 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import aiohttp
 import orjson
 
 from tokasaurus.addresses import leads_here
-from tokasaurus.library.requests import Answer, RequestLine
+from tokasaurus.library.requests import Answer, RequestLine, line_number
+from tokasaurus.library.results import row_error
 
 MAX_CONCURRENCY = 4096
 """Lines of one connection that the server runs at once: the running batch, and a queue that the scheduler looks ahead
@@ -33,8 +32,8 @@ _PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _CONNECT_S = 30.0
 _MAX_QUIET_S = 60.0
 """Longest time without a byte from a server, which sends its progress once a second while lines are in flight."""
-# Statuses of a line or a connection that may be another one later.
-_TRANSIENT = (429, 503)
+# Statuses of a line or a connection that may be another one later; 502 and 504 are those of proxies.
+_TRANSIENT = (429, 502, 503, 504)
 _TRANSIENT_CODES = ("engine_died",)
 
 
@@ -111,7 +110,10 @@ class AsyncBulkSession:
         self._unsent: deque[RequestLine] = deque()
         self._attempts: dict[int, int] = {}
         """Of the lines that were sent again for a reason that may pass."""
+        self._pausing: dict[int, asyncio.TimerHandle] = {}
+        """Lines that will be sent again after a pause."""
         self._answers: list[Answer] = []
+        self._num_answered = 0
         self._num_open = 0
         """Lines whose answers the caller does not have."""
         self._num_bytes = 0
@@ -181,11 +183,15 @@ class AsyncBulkSession:
         num_failures = 0
         try:
             while not (self._is_last and not self._lines):
-                num_before = len(self._lines)
+                if not self._lines:
+                    self._can_send.clear()
+                    await self._can_send.wait()
+                    continue
+                num_before = self._num_answered
                 reason = await self._stream()
                 if reason is None:
                     continue
-                if len(self._lines) < num_before:  # it has worked meanwhile
+                if self._num_answered > num_before:  # it has worked meanwhile
                     failed_at_s, num_failures = None, 0
                 now_s = time.monotonic()
                 failed_at_s = now_s if failed_at_s is None else failed_at_s
@@ -204,7 +210,11 @@ class AsyncBulkSession:
             self._has_news.set()
 
     async def _stream(self) -> str | None:
-        """One connection: None after its regular end, else why it was lost. Raises ServerError."""
+        """One connection: None after its regular end, or if no line was in flight at its end, else why it was lost.
+        Raises ServerError."""
+        for pause in self._pausing.values():
+            pause.cancel()
+        self._pausing.clear()
         self._unsent = deque(self._lines.values())
         is_open = True
 
@@ -237,7 +247,9 @@ class AsyncBulkSession:
                             self._receive(end)
                     begun += rest
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            return f"the connection to {self._server.url} was lost: {error or type(error).__name__}"
+            # A server is quiet while it has no line.
+            lost = f"the connection to {self._server.url} was lost: {error or type(error).__name__}"
+            return lost if self._lines else None
         finally:
             is_open = False
             self._can_send.set()
@@ -249,7 +261,8 @@ class AsyncBulkSession:
         parts = []
         num_bytes = 0
         while self._unsent and num_bytes < _MAX_BYTES_PER_WRITE:
-            parts.append(self._unsent.popleft().encode())
+            line = self._unsent.popleft()
+            parts.append(line.encode(self._attempts.get(line.number, 1)))
             num_bytes += len(parts[-1])
         return b"".join(parts)
 
@@ -262,17 +275,20 @@ class AsyncBulkSession:
             told = result["progress"]
             self.progress = Progress(told["requests"], told["generated_tokens"], told["expected_tokens"])
             return
-        line = self._lines.get(int(result["custom_id"] or -1))
-        if line is None:
-            raise ServerError(f"{self._server.url} answered a line that was not sent")
         response = result["response"]
         status: int = response["status_code"]
         body: dict[str, Any] = response["body"]
+        line = self._lines.get(line_number(result["custom_id"]))
+        if line is None:
+            reason = f": {row_error(status, body)}" if status != 200 else ""
+            raise ServerError(f"{self._server.url} answered a line that was not sent{reason}")
         if status != 200 and self._may_pass(line, status, body):
-            asyncio.get_running_loop().call_later(self._pause_s(line), self._send_again, line)
+            loop = asyncio.get_running_loop()
+            self._pausing[line.number] = loop.call_later(self._pause_s(line), self._send_again, line)
             return
         del self._lines[line.number]
         self._attempts.pop(line.number, None)
+        self._num_answered += 1
         self._answers.append(Answer(line, status, body))
         self._has_news.set()
         if self._is_last and not self._lines:
@@ -291,56 +307,9 @@ class AsyncBulkSession:
         return _PAUSES_S[min(self._attempts[line.number] - 1, len(_PAUSES_S) - 1)]
 
     def _send_again(self, line: RequestLine) -> None:
-        if line.number in self._lines and line not in self._unsent:
-            self._unsent.append(line)
-            self._can_send.set()
-
-
-class BulkSession:
-    """An AsyncBulkSession for a thread that runs no event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, session: AsyncBulkSession) -> None:
-        """loop: runs in another thread."""
-        self._loop = loop
-        self._session = session
-
-    def __enter__(self) -> BulkSession:
-        return self
-
-    def __exit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def room(self) -> int:
-        """As `AsyncBulkSession.room`."""
-        return self._session.room()
-
-    def exchange(
-        self, lines: Sequence[RequestLine], is_last: bool = False, timeout_s: float | None = None
-    ) -> list[Answer]:
-        """As `AsyncBulkSession.exchange`."""
-        future = asyncio.run_coroutine_threadsafe(self._session.exchange(lines, is_last, timeout_s), self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def progress(self) -> Progress | None:
-        """As `AsyncBulkSession.progress`."""
-        return self._session.progress
-
-    @property
-    def unanswered(self) -> list[RequestLine]:
-        """Lines without an answer, once `exchange` has raised ServerError."""
-        return self._session.unanswered
-
-    def close(self) -> None:
-        """Cancels what is in flight."""
-        if self._loop.is_running():
-            with suppress(ServerError):
-                asyncio.run_coroutine_threadsafe(self._session.close(), self._loop).result()
+        del self._pausing[line.number]
+        self._unsent.append(line)
+        self._can_send.set()
 
 
 def _reason(content: bytes) -> str:

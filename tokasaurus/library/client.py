@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from typing_extensions import Self
 
-from tokasaurus.library.bulk import AsyncBulkSession, BulkSession, Progress, Server, ServerError
+from tokasaurus.library.blocking import BulkSession, LoopThread
+from tokasaurus.library.bulk import AsyncBulkSession, Progress, Server, ServerError
 from tokasaurus.library.map.outputs import Counts
 from tokasaurus.library.requests import (
     CHAT,
@@ -40,7 +42,10 @@ if TYPE_CHECKING:
 Row: TypeAlias = "Prompt | Mapping[str, Any]"
 """A prompt, or a dictionary with "prompt" or "messages" beside other fields."""
 FindProgress: TypeAlias = Callable[[], Progress | None]
-Value = TypeVar("Value")
+
+_MAX_READ_S = 0.05
+_MAX_READ_BYTES = 8 << 20
+"""Rows that take longer to read, or have more bytes, are sent before the next ones are read."""
 
 
 class _Flow:
@@ -62,18 +67,24 @@ class _Flow:
         """The next rows: at most `room` lines, and the results of rows that cannot be sent."""
         lines: list[RequestLine] = []
         refused: list[Result] = []
-        while len(lines) < room and len(refused) < room:
+        num_bytes = 0
+        deadline_s = time.monotonic() + _MAX_READ_S
+        while len(lines) < room and len(refused) < room and num_bytes < _MAX_READ_BYTES:
+            if (lines or refused) and time.monotonic() > deadline_s:
+                break
             number, row = next(self._rows, (-1, ""))
             if number < 0:
                 self.is_exhausted = True
                 break
             key = self._key_of(number, row)
             try:
-                lines.append(self._format.line(number, _prompt_of(row)))
+                line = self._format.line(number, _prompt_of(row))
             except BadPrompt as error:
                 refused.append(Result(key, row, (), RowError("bad_prompt", str(error))))
             else:
                 self._open[number] = key, row
+                lines.append(line)
+                num_bytes += len(line.body)
         self.counts.num_rows += len(lines) + len(refused)
         self._count(refused)
         return lines, refused
@@ -337,13 +348,11 @@ class Client:
     def _start(self, client: AsyncClient) -> None:
         """Use the client, on a loop in a thread of its own."""
         self._client = client
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="tokasaurus", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread()
         # also called at the interpreter's end, and when nothing refers to this object any more
-        self._closing = weakref.finalize(self, _close, client, self._loop, self._thread)
+        self._closing = weakref.finalize(self, _close, client, self._loop)
         try:
-            self.model = self._run(client.connect())
+            self.model = self._loop.run(client.connect())
             """Name of the model that the server serves."""
         except BaseException:
             self.close()
@@ -435,7 +444,7 @@ class Client:
 
         A pair that cannot be scored has a score with an `error`. Raises TypeError and ValueError for arguments that are
         wrong as a whole."""
-        return self._run(self._client.score(prompts, completions, progress=progress))
+        return self._loop.run(self._client.score(prompts, completions, progress=progress))
 
     @overload
     def map(
@@ -552,21 +561,6 @@ class Client:
                 progress=progress,
             )
 
-    def _run(self, call: Coroutine[Any, Any, Value]) -> Value:
-        """The call's result; an interrupt cancels it."""
-        if not self._closing.alive:
-            call.close()
-            raise ServerError("the client is closed")
-        if not self._thread.is_alive():
-            call.close()
-            raise RuntimeError("a forked process cannot use the client of its parent: make one in it, or use threads")
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
     def _format(
         self,
         sampling: Sampling | None,
@@ -581,7 +575,7 @@ class Client:
         async def make() -> AsyncBulkSession:
             return self._client._session()
 
-        return BulkSession(self._loop, self._run(make()))
+        return BulkSession(self._loop, self._loop.run(make()))
 
     def _in_order(self, rows: list[Any], request_format: RequestFormat, progress: bool) -> list[Result]:
         order = _in_order_of_prefixes(rows)
@@ -608,18 +602,13 @@ class Client:
                 yield from flow.lost(error)
 
 
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    loop.run_forever()
+def _close(client: AsyncClient, loop: LoopThread) -> None:
+    """End the client and the thread of its loop."""
+    if loop.is_current():  # a garbage collection has come there, and it cannot wait for itself
+        threading.Thread(target=_close, args=(client, loop), name="tokasaurus close").start()
+        return
+    loop.finish(AsyncClient.close(client))
     loop.close()
-
-
-def _close(client: AsyncClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """End the client and the thread of its loop. In a forked child there is no such thread."""
-    if thread.is_alive():
-        asyncio.run_coroutine_threadsafe(AsyncClient.close(client), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        if thread is not threading.current_thread():
-            thread.join()
     client.end()
 
 

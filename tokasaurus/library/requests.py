@@ -47,14 +47,20 @@ class RequestLine:
     seed: int | None = None
     """A random seed, added when the line is sent. It is no part of the request's identity."""
 
-    def encode(self) -> bytes:
-        """With its line end."""
+    def encode(self, attempt: int = 1) -> bytes:
+        """With its line end. attempt: later ones have other ids, since a server takes each id once."""
         body = self.body if self.seed is None else b'%b,"seed":%d}' % (self.body[:-1], self.seed)
-        return b'{"custom_id":"%d","url":"%b","body":%b}\n' % (self.number, self.url.encode(), body)
+        custom_id = b"%d" % self.number if attempt == 1 else b"%d.%d" % (self.number, attempt)
+        return b'{"custom_id":"%b","url":"%b","body":%b}\n' % (custom_id, self.url.encode(), body)
 
     def identity(self) -> bytes:
         """16 bytes, equal for equal requests: a hash of url and body."""
         return hashlib.blake2b(self.url.encode() + self.body, digest_size=16).digest()
+
+
+def line_number(custom_id: str | None) -> int:
+    """Of an encoded line's id; -1 for none."""
+    return -1 if custom_id is None else int(custom_id.partition(".")[0])
 
 
 @dataclass(frozen=True, slots=True)

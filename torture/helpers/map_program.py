@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from tokasaurus import LLM, Sampling
-from tokasaurus.library.bulk import BulkSession
+from tokasaurus.library.blocking import BulkSession
 from tokasaurus.library.requests import Answer, RequestLine
 
 FLAGS: dict[str, Any] = {

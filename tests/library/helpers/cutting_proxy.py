@@ -28,13 +28,21 @@ class CuttingProxy:
         is_ready.set()
         self._loop.run_forever()
 
+    def cut(self) -> None:
+        """Cuts all connections."""
+        self._loop.call_soon_threadsafe(self._cut)
+
     def stop(self) -> None:
-        """Closes all connections, and takes no more."""
+        """Cuts all connections, and takes no more."""
         self._loop.call_soon_threadsafe(self._stop)
 
-    def _stop(self) -> None:
+    def _cut(self) -> None:
         for transport in self._transports:
             transport.abort()
+        self._transports.clear()
+
+    def _stop(self) -> None:
+        self._cut()
         if self._server is not None:
             self._server.close()
         self._loop.call_later(0.1, self._loop.stop)

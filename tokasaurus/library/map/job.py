@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from tokasaurus.library.bulk import BulkSession, ServerError
+from tokasaurus.library.blocking import BulkSession
+from tokasaurus.library.bulk import ServerError
 from tokasaurus.library.map.journal import Journal, KeySet
 from tokasaurus.library.map.outputs import CollectedOutput, Counts, Output, StoredOutput
 from tokasaurus.library.map.progress import MapProgress

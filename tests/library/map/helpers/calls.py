@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tests.library.map.helpers.instant_session import InstantSession
-from tokasaurus.library.bulk import BulkSession
+from tokasaurus.library.blocking import BulkSession
 from tokasaurus.library.map.job import map_rows
 from tokasaurus.library.requests import RequestFormat, Schema
 from tokasaurus.library.sampling import Sampling

@@ -1,0 +1,106 @@
+"""Lines in flight over a connection that may be refused, quiet or lost, against the server's own /v1/bulk."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.library.helpers.bulk_server import echo_server
+from tests.library.helpers.cutting_proxy import cutting_proxy
+from tokasaurus import Client
+from tokasaurus.library import bulk
+
+
+def test_what_may_pass_is_tried_again_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "_PAUSES_S", (0.01,))
+    with echo_server() as (server, url), Client(url) as client:
+        results = client.generate(["a", "busy", "never", "b"])
+    assert [result.text for result in results] == ["aa", "busybusy", None, "bb"]
+    assert str(results[2].error) == "not now"
+    assert server.times == {"a": 1, "busy": 3, "never": bulk.MAX_ATTEMPTS, "b": 1}
+    assert server.num_connections == 1
+
+
+def test_a_connection_lost_in_the_pause_before_a_retry_sends_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "_PAUSES_S", (0.5,))
+    with echo_server(delay_s=0.1) as (server, url), cutting_proxy(url, []) as proxy, Client(proxy.url) as client:
+        cutting = threading.Timer(0.2, proxy.cut)  # while "busy" waits
+        cutting.start()
+        results = client.generate(["busy", "1"])
+    assert [result.text for result in results] == ["busybusy", "11"]
+    assert server.times["busy"] == 3
+
+
+def test_a_row_that_is_too_long_for_the_server_has_an_error() -> None:
+    with echo_server(max_line_bytes=1000) as (_, url), Client(url) as client:
+        results = client.generate(["a", "x" * 2000, "b"])
+    assert [result.text for result in results] == ["aa", None, "bb"]
+    assert results[1].error is not None
+    assert (results[1].error.code, results[1].error.status) == ("request_too_large", 413)
+
+
+def test_a_connection_without_lines_may_be_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a program did something else for a long time, between two results or two rows."""
+    monkeypatch.setattr(bulk, "_MAX_QUIET_S", 0.2)
+    monkeypatch.setattr(bulk, "MAX_SILENCE_S", 0.3)
+    texts = []
+    with echo_server() as (_, url), Client(url, concurrency=2) as client:
+        for result in client.stream(str(number) for number in range(5)):
+            texts.append(result.text)
+            time.sleep(0.5)
+    assert sorted(map(str, texts)) == ["00", "11", "22", "33", "44"]
+
+
+def test_a_server_that_is_lost_again_and_again_is_not_given_up_while_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each connection answers some lines, and is cut while others are in flight."""
+    monkeypatch.setattr(bulk, "MAX_SILENCE_S", 0.6)
+    monkeypatch.setattr(bulk, "_PAUSES_S", (0.01,))
+    with echo_server(delay_s=0.2) as (_, url), cutting_proxy(url, []) as proxy:
+
+        def cut_again_and_again() -> None:
+            for _ in range(6):
+                time.sleep(0.3)
+                proxy.cut()
+
+        cutting = threading.Thread(target=cut_again_and_again)
+        cutting.start()
+        with Client(proxy.url, concurrency=4) as client:
+            results = client.generate([str(number) for number in range(40)])
+        cutting.join()
+        assert proxy.num_connections >= 6
+    assert [result.text for result in results] == [str(number) * 2 for number in range(40)]
+
+
+def test_rows_that_take_long_to_read_are_sent_as_they_come() -> None:
+    sent: list[int] = []
+    with echo_server() as (_, url), Client(url) as client:
+
+        def rows() -> Iterator[str]:
+            for number in range(4):
+                sent.append(number)
+                yield str(number)
+                time.sleep(0.3)
+
+        results = client.stream(rows())
+        assert next(results).text == "00"
+        assert 3 not in sent, "the first result comes before all rows have been read"
+        assert len(list(results)) == 3
+
+
+def test_large_rows_are_read_only_as_fast_as_they_are_sent() -> None:
+    num_read = 0
+
+    def rows() -> Iterator[str]:
+        nonlocal num_read
+        for number in range(200):
+            num_read += 1
+            yield str(number) + "x" * (1 << 20)
+
+    with echo_server(max_line_bytes=1 << 22) as (_, url), Client(url) as client:
+        results = client.stream(rows())
+        next(results)
+        assert num_read <= 1 + (bulk.MAX_BYTES_IN_FLIGHT + (8 << 20)) // (1 << 20)
+        results.close()  # type: ignore[attr-defined]
