@@ -193,10 +193,12 @@ def test_a_wait_ends_with_its_time_and_with_the_engine(start) -> None:
     kill_and_wait(engine, launcher_of(engine))
     with pytest.raises(EngineNotUp, match=r"^the engine does not serve again after 0.1 s$"):
         engine.wait_until_up(0.1)
-    threading.Timer(0.2, engine.close).start()  # while it starts again
+    closing = threading.Timer(0.2, engine.close)  # while it starts again
+    closing.start()
     with pytest.raises(EngineError, match=r"^the engine is closed$"):
         engine.wait_until_up(UP_S)
-    assert_all_end([launcher_of(engine)], GONE_S)
+    closing.join()
+    assert_all_end([launcher_of(engine)], 0.1)
     assert not directory_of(engine).exists()
 
 
