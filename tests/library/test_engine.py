@@ -4,6 +4,7 @@ One test runs the real processes; in the others, stubs take their places, which 
 
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -72,9 +73,17 @@ def start(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
     monkeypatch.setenv(stub_entry.ENTRIES, "")
     monkeypatch.setattr(private_server, "ENTRY", "")
 
-    def start(*words: str, worker: str = "run_worker", show: Callable[[str], None] = lambda _: None) -> PrivateEngine:
+    def start(
+        *words: str,
+        worker: str = "run_worker",
+        show: Callable[[str], None] = lambda _: None,
+        into: list[PrivateEngine] | None = None,
+    ) -> PrivateEngine:
         stub_entry.use_entries(stub_entries(worker))
-        engines.append(weakref.ref(engine := PrivateEngine([f"model={model}", *words], show)))
+        engine = PrivateEngine([f"model={model}", *words], show)
+        engines.append(weakref.ref(engine))
+        if into is not None:
+            into.append(engine)
         engine.start()
         return engine
 
@@ -227,6 +236,39 @@ def test_wrong_flags_and_models_are_one_line(start, tmp_path: Path) -> None:
         with pytest.raises(EngineError) as raised:
             start(word)
         assert str(raised.value) == reason
+
+
+def test_without_files_or_space_an_engine_says_so(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, limits[1]))
+    try:
+        with pytest.raises(EngineError, match=r"^the engine cannot be started: too many open files: "):
+            start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with monkeypatch.context() as context:
+        context.setattr(tempfile, "tempdir", "/absent")
+        with pytest.raises(EngineError, match=r"^the engine cannot be started: /absent/.*: No such file or directory$"):
+            start()
+
+
+def test_close_ends_a_start_in_another_thread(start) -> None:
+    errors: list[str] = []
+    shown = threading.Event()
+    engines: list[PrivateEngine] = []
+
+    def run() -> None:
+        with pytest.raises(EngineError) as raised:
+            start(show=lambda _: shown.set(), into=engines)
+        errors.append(str(raised.value))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert shown.wait(UP_S)
+    engines[0].close()
+    thread.join()
+    assert len(errors) == 1
 
 
 # The end

@@ -20,6 +20,7 @@ from pathlib import Path
 from tokasaurus.addresses import MAX_SOCKET_PATH_BYTES
 from tokasaurus.config import ServerConfig
 from tokasaurus.flags import FlagError
+from tokasaurus.monitoring.shortage import describe_shortage
 from tokasaurus.processes.private_entry import LOCK, lock_file
 from tokasaurus.processes.private_server import PrivateServer, ServerEnded
 
@@ -102,7 +103,8 @@ class _Supervisor:
         self._is_closing = False
         self._failure: str | None = None
         """Why there will be no other start."""
-        self._watching: threading.Thread | None = None
+        self._taking = threading.RLock()
+        """Held by the thread that takes the server's messages."""
         self._restarts_s: deque[float] = deque()
         """When they began, by time.monotonic(), within RESTART_WINDOW_S."""
         self._directory: _PrivateDirectory | None = None
@@ -128,9 +130,12 @@ class _Supervisor:
         self._working_directory: str | None = None
         with suppress(FileNotFoundError):  # it was removed
             self._working_directory = str(Path.cwd())
-        self._start_server()
-        self._watching = threading.Thread(target=self._watch, name="engine watch", daemon=True)
-        self._watching.start()
+        with self._taking:
+            self._start_server()
+        try:
+            threading.Thread(target=self._watch, name="engine watch", daemon=True).start()
+        except RuntimeError as error:
+            raise _not_started(error) from None
 
     def wait_until_up(self, timeout_s: float) -> None:
         """Raises EngineError."""
@@ -155,9 +160,8 @@ class _Supervisor:
         try:
             if self._server is not None:
                 self._server.end()
-                if self._watching is not None and self._watching is not threading.current_thread():
-                    self._watching.join()
-                self._server.stop()
+                with self._taking:  # once it has taken the last message
+                    self._server.stop()
         finally:
             if self._directory is not None:
                 self._directory.remove()
@@ -190,8 +194,8 @@ class _Supervisor:
             self._check_usable()
             try:
                 server.start()
-            except OSError as error:
-                raise EngineError(f"the engine cannot be started: {error.strerror}") from None
+            except (OSError, RuntimeError) as error:
+                raise _not_started(error) from None
             self._server = server
         try:
             server.wait_until_serving()
@@ -204,6 +208,10 @@ class _Supervisor:
 
     def _watch(self) -> None:
         """Start the server again whenever it has ended, until the engine is closed or a start fails."""
+        with self._taking:
+            self._start_again_and_again()
+
+    def _start_again_and_again(self) -> None:
         while self._server is not None:
             why = self._server.wait_for_end()
             with self._changed:
@@ -252,6 +260,14 @@ class _Supervisor:
             return client.connect_ex(self.socket_path) in (0, errno.EAGAIN)  # EAGAIN: many clients wait already
 
 
+def _not_started(error: OSError | RuntimeError) -> EngineError:
+    """What the system refuses: processes, threads, open files, or space."""
+    reason = describe_shortage(error)
+    if reason is None and isinstance(error, OSError) and error.filename is not None:
+        reason = f"{error.filename}: {error.strerror}"
+    return EngineError(f"the engine cannot be started: {reason or error}")
+
+
 class _PrivateDirectory:
     """A new directory that only this user can open, with a path short enough for a socket in it.
 
@@ -268,7 +284,7 @@ class _PrivateDirectory:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
             self._lock = lock_file(self.path)
         except OSError as error:
-            raise EngineError(f"the engine cannot be started: {error.filename or parent}: {error.strerror}") from None
+            raise _not_started(error) from None
 
     def remove(self) -> None:
         """May be called again."""
