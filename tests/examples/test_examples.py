@@ -187,6 +187,7 @@ def test_no_process_is_left_of_a_notebook(is_killed: bool) -> None:
         directory = Path(re.findall(r"ready: unix:(\S+)/socket", shown_by(notebook.cells[1]))[0])
         assert directory.exists()
         assert "\x1b" not in shown_by(notebook.cells[1])
+        assert " INFO " not in shown_by(notebook.cells[1])
         if is_killed:
             kernel.send_signal(signal.SIGKILL)
             assert_all_end([process.pid for process in processes], GONE_S)

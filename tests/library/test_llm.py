@@ -13,6 +13,8 @@ from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_tiny_model
 from tests.library.helpers.engine_scripts import launcher_of, pids_of, running_script
 from tokasaurus import LLM, Sampling
+from tokasaurus.config import ServerConfig
+from tokasaurus.library.llm import _words
 
 FLAGS = {"dtype": "float32", "device": "cpu", "cpu_isa": "torch", "kv_cache_num_tokens": 4096, "show": False}
 GREEDY = Sampling(temperature=0, max_tokens=64, ignore_eos=True)
@@ -26,6 +28,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoint") / "tiny-llama"
     save_tiny_model(directory, "llama")
     return directory
+
+
+def test_a_program_sees_warnings_alone_unless_it_wants_more() -> None:
+    assert ServerConfig.parse(_words(None, {})).log_level == "warning"
+    config = ServerConfig.parse(_words("some/model", {"log_level": "info", "dp_size": 2}))
+    assert (config.model, config.log_level, config.uvicorn_log_level, config.dp_size) == (
+        "some/model",
+        "info",
+        "warning",
+        2,
+    )
 
 
 @pytest.mark.long

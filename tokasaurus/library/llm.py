@@ -15,6 +15,8 @@ from tokasaurus.library.engine import EngineError, EngineNotUp, PrivateEngine
 
 # Flags of how others reach a server, or of what only they use.
 _NO_FLAGS = ("host", "port", "unix_socket", "api_key", "api_keys_file", "allowed_hosts", "data_dir")
+# The log is beside what the program prints, and the progress.
+_OWN_DEFAULTS = {"log_level": "warning", "uvicorn_log_level": "warning"}
 _RESTART_S = 600.0
 """Longest start of an engine again."""
 _WAIT_S = 0.5
@@ -94,7 +96,7 @@ class LLM(Client):
 
         model: as `toka model=`: a repository id, a directory or a GGUF file; None for the small demo model.
         concurrency: most prompts that are in the engine at once; None: as many as its scheduler can look ahead over.
-        show: print the phases of the start, and warnings, on stderr.
+        show: print the phases of the start, and warnings, on stderr; log_level="info" shows more.
         flags: of `toka`, such as kv_cache_num_tokens=100_000 or dp_size=2; `toka --help` lists them.
 
         Raises TypeError or ValueError for a wrong flag, and EngineError if the engine does not start; one line says
@@ -111,7 +113,7 @@ def _words(model: str | None, flags: dict[str, Any]) -> list[str]:
             raise TypeError(f"LLM has no argument {name!r}: only this program can reach its engine")
     if model is not None:
         flags = {"model": model, **flags}
-    words = [f"{name}={_written(value)}" for name, value in flags.items()]
+    words = [f"{name}={_written(value)}" for name, value in {**_OWN_DEFAULTS, **flags}.items()]
     # FlagError, a ValueError, names the flag. The environment's api_key is for other servers.
     ServerConfig.parse([*words, "api_key=none"])
     return words
