@@ -135,7 +135,7 @@ endef
 	@touch $@
 
 .venv/installed-dev: pyproject.toml | .venv/bin/python
-	$(call install,.[dev],110,2.4)
+	$(call install,.[dev],125,2.8)
 	@touch $@ .venv/installed
 
 clean:  ## Removes environments and what was built

@@ -86,11 +86,16 @@ def main() -> int:
         with suppress(ImportError):  # pyarrow imports it sooner or later
             import pandas  # noqa: F401
         start_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        start_cpu_s = time.process_time()
         seconds = run(str(folder / "questions.parquet"), folder / "out", **options)
+        cpu_us = 1e6 * (time.process_time() - start_cpu_s) / arguments.rows
         growth_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start_kib) / 1024
         again_s = run(str(folder / "questions.parquet"), folder / "out", **options)
     rate, again = arguments.rows / seconds, arguments.rows / again_s
-    print(f"{arguments.rows:,} rows: {rate:,.0f} rows/s, memory grew by {growth_mib:.0f} MiB")
+    print(
+        f"{arguments.rows:,} rows: {rate:,.0f} rows/s, {cpu_us:.1f} µs of CPU per row, memory grew by "
+        f"{growth_mib:.0f} MiB"
+    )
     print(f"the same call again, all rows done: {again:,.0f} rows/s")
     checks = [
         at_least("rows/s", rate, MIN_ROWS_PER_S),

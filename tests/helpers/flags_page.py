@@ -15,7 +15,7 @@ compares the two.
 
 Flags are written `name=value`: `T` and `F` are true and false, `None` is none or auto, `'(2 * 1024)'` is evaluated. A
 flag that is wrong in name, type or range ends the command with one line and exit code 2. `toka --help` prints these
-tables; the flags of `toka ping`, `download`, `plan`, `check` and `batch` are in their own `--help`.
+tables; the flags of `toka ping`, `download`, `plan`, `check`, `batch` and `map` are in their own `--help`.
 """
 HEAD = ["| flag | default | values | meaning |", "|---|---|---|---|"]
 

@@ -23,7 +23,7 @@ from tests.library.map.helpers.calls import call_map, expected_rows, without_mes
 from tests.library.map.helpers.finished import read_output
 from tests.library.map.helpers.instant_session import InstantSession, completion, respond
 from tokasaurus.library.bulk import ServerError
-from tokasaurus.library.map.journal import JobChanged, OutputFull
+from tokasaurus.library.map.journal import JobChanged, Journal, OutputFull
 from tokasaurus.library.map.outputs import MapSummary, StoredOutput
 from tokasaurus.library.map.shards import RowMisfit
 from tokasaurus.library.requests import Answer
@@ -464,7 +464,7 @@ def test_progress_tells_rows_and_errors(output: Path, capsys: pytest.CaptureFixt
     call_map(rows, output, prompt="{q}", progress=True)
     call_map(rows, output, prompt="{q}", progress=True)
     err = capsys.readouterr().err.splitlines()
-    assert err[0] == "100 of 100 rows done, 2 errors, – tokens/s, – left"
+    assert err[0] == "100 of 100 rows done, 2 errors, – tokens/s"
     assert err[1] == "100 rows are done already"
     call_map(rows, output, prompt="{q}")
     assert capsys.readouterr().err == ""
@@ -521,3 +521,97 @@ def test_recovered_failed_and_answered_rows_of_one_batch_share_files(
     written = sorted(read_output(output), key=lambda row: int(row["id"]))
     assert without_messages(written) == expected_rows(rows, [row["q"] for row in rows])
     assert max(pq.read_metadata(path).num_rows for path in output.iterdir()) == 7
+
+
+def test_files_may_be_added_but_not_renamed_where_rows_have_no_key(output: Path, tmp_path: Path) -> None:
+    """A row without a key is known by its file's name and its number."""
+    folder = tmp_path / "in"
+    (folder / "more").mkdir(parents=True)
+    (folder / "a.jsonl").write_text('{"q": "a0"}\n{"q": "a1"}\n')
+    call_map(str(folder / "*.jsonl"), output, prompt="q")
+    (folder / "b.jsonl").write_text('{"q": "b0"}\n')
+    assert call_map(folder, output, prompt="q").num_skipped == 2
+    (folder / "more" / "c.jsonl").write_text('{"q": "c0"}\n')
+    assert call_map(str(folder / "**" / "*.jsonl"), output, prompt="q").num_skipped == 3
+    with pytest.raises(JobChanged, match=r"has rows of more/c\.jsonl, which is not in this call's input"):
+        call_map(folder, output, prompt="q")
+    folder.rename(tmp_path / "moved")
+    assert call_map(str(tmp_path / "moved" / "**" / "*.jsonl"), output, prompt="q").num_skipped == 4
+    (tmp_path / "moved" / "a.jsonl").rename(tmp_path / "moved" / "z.jsonl")
+    with pytest.raises(JobChanged, match=r"has rows of a\.jsonl"):
+        call_map(str(tmp_path / "moved" / "**" / "*.jsonl"), output, prompt="q")
+    assert sorted(row["q"] for row in read_output(output)) == ["a0", "a1", "b0", "c0"]
+
+
+def test_with_a_key_rows_may_move_and_those_that_are_gone_are_told(
+    output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = make_rows(100)
+    call_map(rows, output, prompt="{q}", key="id")
+    call_map(rows[:30:-1], output, prompt="{q}", key="id", progress=True)
+    assert "31 rows of the output are not in the input" in capsys.readouterr().err
+    assert len(read_output(output)) == 100
+
+
+def test_an_output_among_the_input_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"q": "a0"}\n')
+    output = tmp_path / "out"
+    pattern = str(tmp_path / "**" / "*.jsonl")
+    call_map(pattern, output, prompt="q")
+    with pytest.raises(ValueError, match=r"has .*part-000000\.jsonl, which is one of the files to read"):
+        call_map(pattern, output, prompt="q")
+
+
+def test_an_output_may_be_a_link_and_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    monkeypatch.chdir(tmp_path)
+    call_map(make_rows(3), Path("link"), prompt="{q}")
+    assert call_map(make_rows(3), Path("target/../link/"), prompt="{q}").num_skipped == 3
+    assert (tmp_path / "target.toka").is_dir()
+    monkeypatch.chdir(tmp_path / "target")
+    assert call_map(make_rows(3), Path(), prompt="{q}").num_skipped == 3
+
+
+def test_finished_rows_stay_finished_if_files_are_closed_while_they_are_collected(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second call finds 300 rows in the journal, closes files of 7 of them, and dies in the middle of that."""
+    rows = make_rows(500)
+
+    class Dies(InstantSession):
+        def exchange(self, *arguments: Any, **keywords: Any) -> list[Answer]:
+            if self.sent:
+                raise OSError("as if it were killed")
+            return super().exchange(*arguments, **keywords)
+
+    def close_only(stored: StoredOutput, **_: bool) -> None:
+        stored._journal.close()
+
+    class Killed(BaseException): ...
+
+    num_closed = 0
+    close_shard = Journal.close_shard
+
+    def close_some(journal: Journal, *arguments: Any) -> None:
+        nonlocal num_closed
+        num_closed += 1
+        if num_closed > 20:
+            raise Killed
+        close_shard(journal, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredOutput, "stop", close_only)
+        with pytest.raises(OSError, match="as if it were killed"):
+            call_map(rows, output, Dies(max_lines=300), prompt="{q}")
+        assert read_output(output) == []
+        patch.setattr("tokasaurus.library.map.shards.MAX_SHARD_ROWS", 7)
+        patch.setattr(Journal, "close_shard", close_some)
+        with pytest.raises(Killed):
+            call_map(rows, output, prompt="{q}")
+    assert len(read_output(output)) == 140
+    session = InstantSession()
+    call_map(rows, output, session, prompt="{q}")
+    assert len(session.sent) == 200
+    written = sorted(read_output(output), key=lambda row: int(row["id"][1:]))
+    assert without_messages(written) == expected_rows(rows, [row["q"] for row in rows])

@@ -67,6 +67,8 @@ def map_rows(
     del request["messages"]
     is_list = request.get("n", 1) > 1
     stored: Output
+    if output is not None:
+        _check_apart(source, Path(output))
     if output is None:
         stored = CollectedOutput(source, names, is_list)
     else:
@@ -76,6 +78,7 @@ def map_rows(
             "format": format_name,
             "prefix": prefix,
             "columns": source.columns if source.schema is not None else None,
+            "files": [source.row_origin(path) for path in source.paths] if key is None else None,
             "prompt": prompts.description,
         }
         shards = make_format(format_name, source, names, is_list)
@@ -103,6 +106,14 @@ def check_arguments(
     if format is not None and format not in FORMATS:
         raise ValueError(f"format={format!r}: must be {' or '.join(FORMATS)}")
     return source, prompts, names, format or ("jsonl" if source.is_json_lines else "parquet")
+
+
+def _check_apart(source: Source, output: Path) -> None:
+    """Raises ValueError if the output's files would be read as rows."""
+    directory = output.expanduser().resolve()
+    for path in source.paths:
+        if Path(path).resolve().is_relative_to(directory):
+            raise ValueError(f"output={output}: has {path}, which is one of the files to read")
 
 
 class _Job:
@@ -151,6 +162,9 @@ class _Job:
                     if signals.have_come():
                         self._store(self._session.exchange([], timeout_s=0.0))
                         signals.deliver()
+                num_left = self._output.num_done - self._counts.num_skipped
+                if num_left:
+                    self._progress.note(f"{num_left:,} rows of the output are not in the input")
             return self._output.complete(self._counts, time.monotonic() - started_s)
         except BaseException:
             self._output.stop(is_orderly=not self._is_storing)

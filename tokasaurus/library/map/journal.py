@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import re
 import time
@@ -121,12 +122,14 @@ class Journal:
     def __init__(self, output: Path, settings: Mapping[str, Any], suffix: str, overwrite: bool = False) -> None:
         """Open or create the directory.
 
-        settings: what the job is begun with, as JSON; all but "prompt" must be as they were once a row is done.
+        settings: what the job is begun with, as JSON; once a row is done, all must be as they were, but for "prompt",
+        which is only described, and "files", which may become more.
         suffix: of the output's files. overwrite: remove the rows of an earlier job.
 
         Raises OutputInUse, JobChanged, FileExistsError if the directory has files of others, NotADirectoryError."""
         self.output = output
-        self._root = output.with_name(output.name + ".toka")
+        resolved = output.resolve()  # a symbolic link may lead to another disk
+        self._root = resolved.with_name(f"{resolved.name or 'root'}.toka")
         self._suffix = suffix
         self._file: BinaryIO | None = None
         self._next_sync_s = 0.0
@@ -142,7 +145,8 @@ class Journal:
     done: DoneRows
     """Rows in files of the output."""
     finished: dict[int, StoredAnswer]
-    """By key hash: rows that had finished before this call, and are in no file yet. The job takes them out."""
+    """By key hash: rows that had finished before this call, are in no file, and are not collected for the next one.
+    Who collects a row takes it out."""
     earlier: Mapping[str, Any] | None
     """The settings that the rows were begun with; None if there are none."""
 
@@ -178,7 +182,9 @@ class Journal:
                 shard_format.write(temporary, shard.rows)
                 journal = self._open_journal(self._number + 1)
                 try:
-                    self._keep_finished(journal)
+                    if self.finished:
+                        self._keep_finished(journal)
+                    # also puts the new journal's name on the disk
                     self._save_array(self._index_path(self._number), shard.index())
                     publish(temporary, self.output / shard_name(self._number, self._suffix))
                 except BaseException:
@@ -255,6 +261,7 @@ class Journal:
         self.finished = self._read_finished(path for number, path in sorted(journals.items()) if number not in shards)
         self.earlier = self._check_settings(settings)
         self._file = self._open_journal(self._number)
+        sync_directory(self._root)
         if journals.keys() - shards.keys() - {self._number}:
             # two, because a death came after the second was begun and before the first one's file had its name
             self._keep_finished(self._file)
@@ -285,21 +292,33 @@ class Journal:
             stored = orjson.loads(path.read_bytes())
         is_begun = len(self.done) > 0 or len(self.finished) > 0
         if not is_begun or stored is None:
-            file = NewFile(path.with_name("job.json.part"))
-            try:
-                file.write(orjson.dumps({"version": _VERSION, **settings}, option=orjson.OPT_INDENT_2, default=repr))
-                file.commit(path)
-            except BaseException:
-                file.discard()
-                raise
+            self._save_settings(settings)
             return None
         if stored.get("version") != _VERSION:
             raise JobChanged(f"output={self.output}: was begun by another version of Tokasaurus; {_WAYS_ON}")
         now = orjson.loads(orjson.dumps(dict(settings), default=repr))
-        changes = list(describe_changes(stored, now, without=("prompt",)))
+        changes = list(describe_changes(stored, now, without=("prompt", "files")))
         if changes:
             raise JobChanged(f"output={self.output}: {', '.join(changes)}; {_WAYS_ON}")
+        files, files_now = (set(told.get("files") or ()) for told in (stored, now))
+        if files - files_now:
+            raise JobChanged(
+                f"output={self.output}: has rows of {min(files - files_now)}, which is not in this call's input, or "
+                f"has another name in it; {_WAYS_ON}. With key= files may be renamed"
+            )
+        if files_now - files:
+            self._save_settings({**stored, "files": now["files"]})
         return cast("Mapping[str, Any]", stored)
+
+    def _save_settings(self, settings: Mapping[str, Any]) -> None:
+        content = orjson.dumps({"version": _VERSION, **settings}, option=orjson.OPT_INDENT_2, default=repr)
+        file = NewFile(self._root / "job.json.part")
+        try:
+            file.write(content)
+            file.commit(self._root / "job.json")
+        except BaseException:
+            file.discard()
+            raise
 
     def _remove_all(self) -> None:
         """The order matters: without job.json, files of the output would not be ours any more."""
@@ -321,9 +340,11 @@ class Journal:
         return cast("npt.NDArray[np.uint64]", index)
 
     def _save_array(self, path: Path, array: npt.NDArray[np.uint64]) -> None:
+        content = io.BytesIO()
+        np.save(content, array)  # which tells no errno for a file on a full disk
         temporary = path.with_name(f"{path.name}.part")
         with temporary.open("wb") as file:
-            np.save(file, array)
+            file.write(content.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         publish(temporary, path)
@@ -335,9 +356,7 @@ class Journal:
         return self._root / f"journal-{number:06d}.jsonl"
 
     def _open_journal(self, number: int) -> BinaryIO:
-        journal = self._journal_path(number).open("ab", buffering=0)
-        sync_directory(self._root)
-        return cast(BinaryIO, journal)
+        return cast(BinaryIO, self._journal_path(number).open("ab", buffering=0))
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -134,7 +134,6 @@ class StoredOutput:
                 if stored is not None:
                     if stored.identity != int(identities[index]):
                         raise self._changed(batch, index)
-                    del journal.finished[key_hash]
                     is_done[index] = True
                     row = MapRow(batch.first_number + index, batch, index, key_hash, stored.identity)
                     row.answer, row.finish_reason, row.error = stored.answer, stored.finish_reason, stored.error
@@ -147,6 +146,9 @@ class StoredOutput:
             part, rows = rows[:num_rows], rows[num_rows:]
             if is_new:
                 self._journal.append(part)
+            else:
+                for row in part:  # the others stay in the journal when a file is closed now
+                    del self._journal.finished[row.key_hash]
             for row in part:
                 self._shard.add(row, self._row_bytes[row.batch.first_number])
             if self._shard.is_full():

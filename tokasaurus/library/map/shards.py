@@ -125,8 +125,10 @@ class OpenShard:
 
     def index(self) -> npt.NDArray[np.uint64]:
         """[rows, 2]: key hash and request identity of each."""
-        pairs = [(row.key_hash, row.identity) for row in self.rows]
-        return np.array(pairs, np.uint64).reshape(-1, 2)
+        index = np.empty((len(self.rows), 2), np.uint64)
+        index[:, 0] = [row.key_hash for row in self.rows]
+        index[:, 1] = [row.identity for row in self.rows]
+        return index
 
 
 class ShardFormat(Protocol):
@@ -186,7 +188,8 @@ class JsonShards:
 
     def _to_json(self, row: Row, batch: RowBatch, index: int) -> bytes:
         try:
-            return to_json(row)
+            # A copy: what orjson returns has a buffer of 4 KB, however short the text is.
+            return bytes(memoryview(to_json(row)))
         except TypeError as error:
             for name, value in row.items():
                 try:

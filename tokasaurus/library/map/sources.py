@@ -134,6 +134,8 @@ class Source(Protocol):
     num_rows: int | None
     """None if that is not cheap to know."""
     is_json_lines: bool
+    paths: Sequence[str]
+    """Its files, if it has any."""
 
     def batches(self) -> Iterator[RowBatch]:
         """All rows, once. Raises ValueError for rows that cannot be read."""
@@ -536,6 +538,7 @@ class _DictSource:
         self.is_json_lines = is_json_lines
         self.keep_rows = False
         self._kept: list[Row] = []
+        self.paths = paths
         self._short_names = _short_names(paths)
         self._batches = self._read(parts)
         self._first = next(self._batches, None)
@@ -642,6 +645,7 @@ class _ColumnSource:
         self.num_rows = num_rows
         self.columns = list(schema.names)
         self.keep_rows = False
+        self.paths = paths
         self._short_names = _short_names(paths)
         self._read = read
         self._join = join

@@ -51,7 +51,7 @@ class LoggingSession(InstantSession):
 def attempt(folder: Path, format_name: str, seed: int) -> None:
     tokasaurus.library.map.shards.MAX_SHARD_ROWS = SHARD_ROWS
     log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(log, b"attempt\n")
+    os.write(log, b"\nattempt\n")  # the last line may be torn
     (source,) = folder.glob("rows.*")
     call_map(source, folder / "out", LoggingSession(log, seed), prompt="{q}", key="id", format=format_name)
 
