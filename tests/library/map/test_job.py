@@ -464,8 +464,8 @@ def test_progress_tells_rows_and_errors(output: Path, capsys: pytest.CaptureFixt
     call_map(rows, output, prompt="{q}", progress=True)
     call_map(rows, output, prompt="{q}", progress=True)
     err = capsys.readouterr().err.splitlines()
-    assert err[0] == "100 of 100 rows done, 2 errors, – tokens/s"
-    assert err[1] == "100 rows are done already"
+    assert err[0].startswith("100 of 100 rows done, 2 errors, ")
+    assert "100 rows are done already" in err
     call_map(rows, output, prompt="{q}")
     assert capsys.readouterr().err == ""
 
