@@ -288,10 +288,10 @@ class _PrivateDirectory:
 
     def remove(self) -> None:
         """May be called again."""
-        shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
-            os.close(self._lock)
+            os.close(self._lock)  # first: the removal needs descriptors itself, of which there may be no others
             self._lock = -1
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def _remove_abandoned(parent: Path) -> None:
