@@ -129,6 +129,8 @@ class RequestFormat:
             prompt = prompt.tolist()
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise BadPrompt(f"a prompt is a text, a list of token ids or a list of messages, not {_kind(prompt)}")
+        if not prompt:
+            raise BadPrompt("the list of token ids or messages is empty")
         if prompt and isinstance(prompt[0], Mapping):
             return RequestLine(number, CHAT, b'{"messages":' + _dump(_messages(prompt)) + self._chat_end, seed)
         ids = [int(token) if isinstance(token, int | np.integer) else _refuse_token(token) for token in prompt]
