@@ -48,6 +48,7 @@ def _run(config: MapConfig, sampling: Sampling, words: list[str]) -> MapSummary:
     # Now, since starting an engine may take minutes.
     check_arguments(
         config.input,
+        config.output,
         prompt=config.prompt,
         messages=config.messages,
         chat=config.chat,

@@ -556,10 +556,9 @@ def test_with_a_key_rows_may_move_and_those_that_are_gone_are_told(
 def test_an_output_among_the_input_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"q": "a0"}\n')
     output = tmp_path / "out"
-    pattern = str(tmp_path / "**" / "*.jsonl")
-    call_map(pattern, output, prompt="q")
+    call_map(tmp_path / "a.jsonl", output, prompt="q")
     with pytest.raises(ValueError, match=r"has .*part-000000\.jsonl, which is one of the files to read"):
-        call_map(pattern, output, prompt="q")
+        call_map(output, output, prompt="q", prefix="second_")
 
 
 def test_an_output_may_be_a_link_and_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -615,3 +614,58 @@ def test_finished_rows_stay_finished_if_files_are_closed_while_they_are_collecte
     assert len(session.sent) == 200
     written = sorted(read_output(output), key=lambda row: int(row["id"][1:]))
     assert without_messages(written) == expected_rows(rows, [row["q"] for row in rows])
+
+
+def test_ctrl_c_in_the_last_step_is_not_lost(output: Path) -> None:
+    """The job ends, and the program is interrupted nevertheless."""
+
+    class Interrupting(InstantSession):
+        def answer(self, line: Any) -> Answer:
+            signal.raise_signal(signal.SIGINT)
+            return super().answer(line)
+
+    with pytest.raises(KeyboardInterrupt):
+        call_map([{"q": "a"}], output, Interrupting(), prompt="q")
+    assert read_output(output)[0]["answer"] == "a → 1"
+    assert call_map([{"q": "a"}], output, prompt="q").num_skipped == 1
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_an_error_that_quotes_half_of_a_surrogate_pair_can_be_stored(output: Path, form: str) -> None:
+    def refuse(row: dict[str, Any]) -> str:
+        raise ValueError(f"no prompt for {row['q']}")
+
+    call_map([{"q": "\ud800"}], output, prompt=refuse, format=form)
+    assert read_output(output)[0]["error"] == "the function of prompt= failed: ValueError: no prompt for \ufffd"
+
+
+def test_a_pattern_does_not_match_the_output_of_its_own_job(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/rows.jsonl").write_text('{"q": "a"}\n{"q": "b"}\n')
+    for num_skipped in (0, 2):
+        summary = call_map(str(tmp_path / "**/*.jsonl"), tmp_path / "in/out", prompt="q")
+        assert (summary.num_rows, summary.num_skipped) == (2, num_skipped)
+
+
+def test_columns_of_another_type_are_another_job(output: Path) -> None:
+    call_map(pa.table({"q": ["a"], "x": pa.array([1], pa.int64())}), output, prompt="q")
+    with pytest.raises(JobChanged, match=r'"x: int64".*"x: int32"'):
+        call_map(pa.table({"q": ["a"], "x": pa.array([1], pa.int32())}), output, prompt="q")
+
+
+def test_a_job_of_another_version_is_refused_before_its_files_are_read(output: Path) -> None:
+    call_map([{"q": "a"}], output, prompt="q")
+    root = output.with_name("out.toka")
+    (root / "job.json").write_text('{"version": 99}')
+    for index in root.glob("index-*.npy"):
+        index.write_bytes(b"of another version")
+    with pytest.raises(JobChanged, match="begun by another version"):
+        call_map([{"q": "a"}], output, prompt="q")
+    assert call_map([{"q": "a"}], output, prompt="q", overwrite=True).num_skipped == 0
+
+
+def test_keys_that_differ_in_each_process_are_refused(output: Path) -> None:
+    with pytest.raises(TypeError, match="row 0 of the rows: its key is object"):
+        call_map([{"id": object(), "q": "a"}], output, prompt="q", key="id")
+    with pytest.raises(TypeError, match="its key is ndarray"):
+        call_map([{"id": np.array([1, 2]), "q": "a"}], output, prompt="q", key="id")

@@ -12,7 +12,7 @@ from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import orjson
@@ -24,7 +24,7 @@ from tokasaurus.library.map.outputs import CollectedOutput, Counts, Output, Stor
 from tokasaurus.library.map.progress import MapProgress
 from tokasaurus.library.map.prompts import NoPrompt, PromptOf, Prompts
 from tokasaurus.library.map.shards import FORMATS, AnswerNames, MapRow, answer_names, make_format
-from tokasaurus.library.map.sources import RowBatch, Source, column_keys, default_keys, open_source
+from tokasaurus.library.map.sources import RowBatch, Source, column_keys, default_keys, open_source, without_surrogates
 from tokasaurus.library.requests import Answer, BadPrompt, RequestFormat, RequestLine
 from tokasaurus.library.results import row_error
 from tokasaurus.processes.group import STOP_NUMBERS
@@ -60,7 +60,7 @@ def map_rows(
     if format is not None and output is None:
         raise ValueError(f"format={format!r}: only with an output directory")
     source, prompts, names, format_name = check_arguments(
-        rows, prompt=prompt, messages=messages, chat=chat, key=key, format=format, prefix=prefix
+        rows, output, prompt=prompt, messages=messages, chat=chat, key=key, format=format, prefix=prefix
     )
     # All that the rows' requests have in common.
     request = orjson.loads(request_format.line(0, [{"role": "user", "content": ""}]).body)
@@ -77,7 +77,7 @@ def map_rows(
             "key": key,
             "format": format_name,
             "prefix": prefix,
-            "columns": source.columns if source.schema is not None else None,
+            "columns": _columns(source, format_name),
             "files": [source.row_origin(path) for path in source.paths] if key is None else None,
             "prompt": prompts.description,
         }
@@ -90,6 +90,7 @@ def map_rows(
 
 def check_arguments(
     rows: object,
+    output: str | Path | None,
     *,
     prompt: PromptOf | None,
     messages: PromptOf | None,
@@ -100,7 +101,7 @@ def check_arguments(
 ) -> tuple[Source, Prompts, AnswerNames, str]:
     """(the opened rows, their prompts, the names of the new columns, the format of files), from arguments of
     `map_rows`, which say what they raise."""
-    source = open_source(rows, key)
+    source = open_source(rows, key, None if output is None else Path(output))
     prompts = Prompts(source, prompt, messages, chat)
     names = answer_names(source.columns, prefix)
     if format is not None and format not in FORMATS:
@@ -114,6 +115,14 @@ def _check_apart(source: Source, output: Path) -> None:
     for path in source.paths:
         if Path(path).resolve().is_relative_to(directory):
             raise ValueError(f"output={output}: has {path}, which is one of the files to read")
+
+
+def _columns(source: Source, format_name: str) -> list[str] | None:
+    """What must not change from call to call: names of columns, with their types if files of the output have types;
+    None for dicts, whose columns are known once they are read."""
+    if source.schema is None:
+        return None
+    return [f"{field.name}: {field.type}" if format_name == "parquet" else field.name for field in source.schema]
 
 
 class _Job:
@@ -165,7 +174,9 @@ class _Job:
                 num_left = self._output.num_done - self._counts.num_skipped
                 if num_left:
                     self._progress.note(f"{num_left:,} rows of the output are not in the input")
-            return self._output.complete(self._counts, time.monotonic() - started_s)
+                result = self._output.complete(self._counts, time.monotonic() - started_s)
+                signals.deliver()
+            return result
         except BaseException:
             self._output.stop(is_orderly=not self._is_storing)
             raise
@@ -305,7 +316,9 @@ def _text_of(choice: dict[str, Any]) -> str | None:
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= _MAX_ERROR_CHARS else text[: _MAX_ERROR_CHARS - 3] + "..."
+    """An error's message as it is stored: it may quote any text of the row."""
+    text = text if len(text) <= _MAX_ERROR_CHARS else text[: _MAX_ERROR_CHARS - 3] + "..."
+    return cast(str, without_surrogates(text))
 
 
 class _Signals:

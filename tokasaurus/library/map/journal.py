@@ -244,6 +244,8 @@ class Journal:
     def _load(self, settings: Mapping[str, Any], overwrite: bool) -> None:
         if overwrite:
             self._remove_all()
+        else:
+            self._check_version()
         strangers = [path.name for path in self.output.iterdir() if not _SHARD.fullmatch(path.name)]
         if strangers:
             raise FileExistsError(
@@ -284,18 +286,27 @@ class Journal:
         _write_all(journal, b"\n" + b"".join(lines))
         os.fdatasync(journal.fileno())
 
+    def _stored_settings(self) -> dict[str, Any] | None:
+        with suppress(FileNotFoundError, orjson.JSONDecodeError):
+            return cast("dict[str, Any]", orjson.loads((self._root / "job.json").read_bytes()))
+        return None
+
+    def _check_version(self) -> None:
+        """Before any other file is read. Raises JobChanged."""
+        stored = self._stored_settings()
+        if stored is not None and stored.get("version") != _VERSION:
+            raise JobChanged(
+                f"output={self.output}: was begun by another version of Tokasaurus; go on with that one, name another "
+                "output directory, or pass overwrite=True, which removes the old rows"
+            )
+
     def _check_settings(self, settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Those that the rows were begun with; otherwise these are stored. Raises JobChanged."""
-        path = self._root / "job.json"
-        stored = None
-        with suppress(FileNotFoundError, orjson.JSONDecodeError):
-            stored = orjson.loads(path.read_bytes())
+        stored = self._stored_settings()
         is_begun = len(self.done) > 0 or len(self.finished) > 0
         if not is_begun or stored is None:
             self._save_settings(settings)
             return None
-        if stored.get("version") != _VERSION:
-            raise JobChanged(f"output={self.output}: was begun by another version of Tokasaurus; {_WAYS_ON}")
         now = orjson.loads(orjson.dumps(dict(settings), default=repr))
         changes = list(describe_changes(stored, now, without=("prompt", "files")))
         if changes:

@@ -154,16 +154,16 @@ class Source(Protocol):
         ...
 
 
-def open_source(rows: object, key: str | None = None) -> Source:
+def open_source(rows: object, key: str | None = None, output: Path | None = None) -> Source:
     """The source of the rows that the user gave.
 
     rows: a path, a pattern, a directory, or a list of them (Parquet, JSON lines, CSV, Arrow IPC; all of one kind); a
     pyarrow.Table, a pandas or Polars DataFrame, a Hugging Face Dataset; or an iterable of dicts, which is read lazily.
-    key: a column that must be there.
+    key: a column that must be there. output: a directory; patterns do not match the files of this job.
 
     Raises FileNotFoundError if there is no such file, ValueError if it cannot be read or has no such column, TypeError
     for anything else, ImportError if pyarrow is needed and missing."""
-    source = _open(rows)
+    source = _open(rows, output)
     if key is not None and source.columns and key not in source.columns:
         raise ValueError(f"key={key!r}: {source.description} has no such column; {listed_columns(source)}")
     return source
@@ -195,9 +195,14 @@ def default_keys(source: Source, batch: RowBatch) -> npt.NDArray[np.uint64]:
 
 
 def column_keys(batch: RowBatch, key: str) -> npt.NDArray[np.uint64]:
-    """[num_rows] hashes of the values of the key column. Raises ValueError for a row without a key."""
+    """[num_rows] hashes of the values of the key column. Raises ValueError for a row without a key, and TypeError for
+    one that is not the same in every process."""
     values = batch.column(key)
     for index, value in enumerate(values):
+        if isinstance(value, np.ndarray) or (
+            not isinstance(value, str | int) and repr(value) == object.__repr__(value)
+        ):
+            raise TypeError(f"{batch.place(index)}: its key is {type(value).__name__}; allowed are texts and numbers")
         if value is None or value != value:
             raise ValueError(f"{batch.place(index)} has no key: its column {key!r} is null")
     return np.fromiter(map(hash_key, values), np.uint64, len(values))
@@ -205,6 +210,8 @@ def column_keys(batch: RowBatch, key: str) -> npt.NDArray[np.uint64]:
 
 def hash_key(value: object) -> int:
     """8 bytes, equal for equal values of the same type in every process."""
+    if isinstance(value, np.generic):  # whose repr depends on the version of NumPy
+        value = value.item()
     if isinstance(value, str):
         content = b"s" + value.encode("utf-8", "surrogatepass")
     elif isinstance(value, bytes):
@@ -214,9 +221,9 @@ def hash_key(value: object) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-def _open(rows: object) -> Source:
+def _open(rows: object, output: Path | None) -> Source:
     if isinstance(rows, str | os.PathLike):
-        return _open_files([rows])
+        return _open_files([rows], output)
     module = type(rows).__module__.partition(".")[0]
     if module == "pyarrow" and hasattr(rows, "schema") and hasattr(rows, "num_rows"):
         return _open_table(rows)
@@ -236,7 +243,7 @@ def _open(rows: object) -> Source:
             "dicts"
         )
     if isinstance(rows, Sequence) and rows and all(isinstance(row, str | os.PathLike) for row in rows):
-        return _open_files(rows)
+        return _open_files(rows, output)
     return _DictSource(
         "an iterable of dicts",
         [("the rows", lambda: iter(cast("Iterable[Row]", rows)))],
@@ -247,8 +254,8 @@ def _open(rows: object) -> Source:
 # Files
 
 
-def _open_files(names: Sequence[str | os.PathLike[str]]) -> Source:
-    paths = [path for name in names for path in _matches(os.fspath(name))]
+def _open_files(names: Sequence[str | os.PathLike[str]], output: Path | None) -> Source:
+    paths = [path for name in names for path in _matches(os.fspath(name), output)]
     repeated = {path for path in paths if paths.count(path) > 1} if len(paths) < 10_000 else set()
     if repeated:
         raise ValueError(f"{min(repeated)} is named twice")
@@ -287,7 +294,7 @@ def _open_files(names: Sequence[str | os.PathLike[str]]) -> Source:
     return _ColumnSource(what, files[0].schema, num_rows, read, _join_table, paths)
 
 
-def _matches(name: str) -> list[str]:
+def _matches(name: str, output: Path | None) -> list[str]:
     """Files of a path, a directory or a pattern, sorted. Raises FileNotFoundError."""
     path = Path(name).expanduser()
     if path.is_dir():
@@ -297,12 +304,21 @@ def _matches(name: str) -> list[str]:
         return found
     if path.exists():
         return [str(path)]
-    found = sorted(file for file in glob.glob(str(path), recursive=True) if not Path(file).is_dir())  # noqa: PTH207
+    matches = glob.glob(str(path), recursive=True)  # noqa: PTH207
+    found = sorted(file for file in matches if not Path(file).is_dir() and not _is_of_output(file, output))
     if not found:
         parent = path.parent
         beside = f"; there is no directory {parent}" if not glob.has_magic(str(parent)) and not parent.is_dir() else ""
         raise FileNotFoundError(f"{name}: no such file{beside}")
     return found
+
+
+def _is_of_output(file: str, output: Path | None) -> bool:
+    """Whether an earlier call with this output has written the file."""
+    if output is None:
+        return False
+    directory = output.expanduser().resolve()
+    return not {directory, directory.with_name(f"{directory.name}.toka")}.isdisjoint(Path(file).resolve().parents)
 
 
 def _suffix(name: str) -> str:
