@@ -92,6 +92,7 @@ def run_tests(environment: Environment, base_url: str, model: Path) -> bool:
         "-p",
         "no:cacheprovider",
         "--confcutdir=tests/clients",  # the conftest.py above needs torch
+        *("-m", ""),  # the long tests too
         *files,
     ]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}).returncode == 0

@@ -7,15 +7,20 @@ import pytest
 from tests.clients.animal import QUESTION, Animal
 from tests.clients.conftest import PlainPost
 
-langchain_openai = pytest.importorskip(
-    "langchain_openai", reason="langchain-openai is not installed: `make test-clients` has it"
-)
+
+@pytest.fixture(scope="module")
+def langchain_openai() -> Any:
+    """The module, which takes seconds to import."""
+    return pytest.importorskip(
+        "langchain_openai", reason="langchain-openai is not installed: `make test-clients` has it"
+    )
+
 
 GREEDY = {"max_tokens": 12, "temperature": 0}
 
 
 @pytest.fixture
-def chat(base_url: str) -> Any:
+def chat(langchain_openai: Any, base_url: str) -> Any:
     return langchain_openai.ChatOpenAI(model="default", base_url=base_url, api_key="none", max_retries=0, **GREEDY)
 
 
@@ -62,7 +67,7 @@ def test_a_batch_answers_each_question_as_if_asked_alone(chat: Any) -> None:
 
 
 @pytest.mark.long
-def test_the_completions_model_equals_plain_http(base_url: str, plain_post: PlainPost) -> None:
+def test_the_completions_model_equals_plain_http(langchain_openai: Any, base_url: str, plain_post: PlainPost) -> None:
     model = langchain_openai.OpenAI(model="default", base_url=base_url, api_key="none", max_retries=0, **GREEDY)
     prompts = ["The whale is", "Once upon"]
     expected = plain_post("completions", {"prompt": prompts, **GREEDY})
@@ -73,7 +78,7 @@ def test_the_completions_model_equals_plain_http(base_url: str, plain_post: Plai
     assert "".join(model.stream("The whale is")) == expected["choices"][0]["text"]
 
 
-def test_a_too_long_request_raises_context_overflow_error(base_url: str) -> None:
+def test_a_too_long_request_raises_context_overflow_error(langchain_openai: Any, base_url: str) -> None:
     from langchain_core.exceptions import ContextOverflowError
 
     model = langchain_openai.ChatOpenAI(
@@ -83,15 +88,18 @@ def test_a_too_long_request_raises_context_overflow_error(base_url: str) -> None
         model.invoke("Hi")
 
 
-@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_structured_output_is_parsed_into_the_requested_class(base_url: str, method: str) -> None:
+@pytest.mark.parametrize("method", ["json_schema", pytest.param("function_calling", marks=pytest.mark.long)])
+def test_structured_output_is_parsed_into_the_requested_class(
+    langchain_openai: Any, base_url: str, method: str
+) -> None:
     model = langchain_openai.ChatOpenAI(
         model="default", base_url=base_url, api_key="none", max_retries=0, temperature=0, max_tokens=80
     )
     assert isinstance(model.with_structured_output(Animal, method=method).invoke(QUESTION), Animal)
 
 
-def test_a_tool_is_called_and_its_result_can_be_sent_back(base_url: str) -> None:
+@pytest.mark.long
+def test_a_tool_is_called_and_its_result_can_be_sent_back(langchain_openai: Any, base_url: str) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
 
     model = langchain_openai.ChatOpenAI(

@@ -10,10 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -135,6 +132,8 @@ class TapedCompiler(Compiler):
         return call
 
     def _compile_graph(self, graph: GraphModule, inputs: list[Any], _options: Any = None) -> Callable[..., Any]:
+        from torch._dynamo.backends.common import aot_autograd
+
         self.num_compilations += 1
         compiled = aot_autograd(fw_compiler=_as_operations)(graph, inputs)
 
@@ -146,6 +145,10 @@ class TapedCompiler(Compiler):
 
 
 def _as_operations(module: GraphModule, _inputs: list[Any]) -> Any:
+    # Imported late: inductor takes seconds, which few of the tests need.
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+    from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
+
     decompose_auto_functionalized(module.graph)  # so that the tape sees which tensors attention changes
     module.recompile()
     return make_boxed_func(module.forward)
