@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.helpers.examples import IS_NIGHTLY
 from tests.helpers.small_tokenizer import save_small_tokenizer
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.http.helpers.health_loads import MAX_SECONDS
@@ -15,7 +16,7 @@ from tests.server.http.helpers.server_process import probing_health, server_proc
 from tests.server.jobs.helpers.forms import FORM, PURPOSE, file_part
 from tests.server.jobs.helpers.uploads import FILES
 
-NUM_BYTES = 150 << 20
+NUM_BYTES = (150 if IS_NIGHTLY else 50) << 20
 MAX_GROWTH_BYTES = 16 << 20
 
 

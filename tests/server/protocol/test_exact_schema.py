@@ -10,7 +10,7 @@ import orjson
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from tests.helpers.examples import few, seeds
+from tests.helpers.examples import IS_NIGHTLY, few, seeds
 from tests.helpers.random_schemas import random_schema
 from tests.helpers.small_tokenizer import EOS_IDS, VOCAB_SIZE
 from tokasaurus.server.protocol.exact_schema import NOT_IMPLEMENTED, SchemaError, exact_schema
@@ -266,7 +266,11 @@ def check_answers_in_bounds(seed: int, tokenizer: LLTokenizer) -> int:
 
 @few(1, "first_seed", range(0, 80, 20))
 def test_answers_are_within_bounds_beyond_2_to_the_53rd(tokenizer: LLTokenizer, first_seed: int) -> None:
-    assert sum(check_answers_in_bounds(seed, tokenizer) for seed in range(first_seed, first_seed + 20)) > 10
+    num_seeds = 20 if IS_NIGHTLY else 6
+    assert (
+        sum(check_answers_in_bounds(seed, tokenizer) for seed in range(first_seed, first_seed + num_seeds))
+        > num_seeds / 2
+    )
 
 
 @pytest.mark.long
