@@ -42,10 +42,16 @@ def output(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
+@pytest.fixture
+def shards_of_1000(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokasaurus.library.map.shards.MAX_SHARD_ROWS", 1_000)
+
+
+@pytest.mark.usefixtures("shards_of_1000")
 @pytest.mark.parametrize("given", ["list", "generator", "table", "parquet", "jsonl"])
 @pytest.mark.parametrize("key", [None, "id"])
 def test_every_row_has_its_own_answer(given: str, key: str | None, output: Path, tmp_path: Path) -> None:
-    rows = make_rows(12_000)
+    rows = make_rows(3_000)
     source: Any = rows
     if given == "generator":
         source = (row for row in rows)
@@ -53,16 +59,16 @@ def test_every_row_has_its_own_answer(given: str, key: str | None, output: Path,
         source = pa.Table.from_pylist(rows)
     elif given == "parquet":
         source = str(tmp_path / "*.parquet")
-        pq.write_table(pa.Table.from_pylist(rows[:9_000]), tmp_path / "1.parquet")
-        pq.write_table(pa.Table.from_pylist(rows[9_000:]), tmp_path / "2.parquet")
+        pq.write_table(pa.Table.from_pylist(rows[:900]), tmp_path / "1.parquet")
+        pq.write_table(pa.Table.from_pylist(rows[900:]), tmp_path / "2.parquet")
     elif given == "jsonl":
         source = tmp_path / "rows.jsonl"
         source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    session = InstantSession(num_kept=700)
+    session = InstantSession(max_lines=700, num_kept=300)
     summary = call_map(source, output, session, prompt="{q}", key=key)
     assert isinstance(summary, MapSummary)
-    assert (summary.num_rows, summary.num_skipped, summary.num_errors) == (12_000, 0, 240)
-    assert (summary.prompt_tokens, summary.output_tokens) == (3 * 11_760, 2 * 11_760)
+    assert (summary.num_rows, summary.num_skipped, summary.num_errors) == (3_000, 0, 60)
+    assert (summary.prompt_tokens, summary.output_tokens) == (3 * 2_940, 2 * 2_940)
     assert summary.output == output
     written = read_output(output)
     number_of = {row["id"]: number for number, row in enumerate(rows)}
@@ -70,8 +76,8 @@ def test_every_row_has_its_own_answer(given: str, key: str | None, output: Path,
     assert without_messages(written) == expected_rows(rows, [row["q"] for row in rows])
     assert written[7]["error"] == "'too long 7' is too long"
     suffix = "jsonl" if given == "jsonl" else "parquet"
-    assert sorted(path.name for path in output.iterdir()) == [f"part-00000{number}.{suffix}" for number in range(2)]
-    assert len(session.sent) == 12_000
+    assert sorted(path.name for path in output.iterdir()) == [f"part-00000{number}.{suffix}" for number in range(3)]
+    assert len(session.sent) == 3_000
 
 
 @pytest.mark.parametrize("kind", ["list", "generator", "table", "pandas", "polars", "dataset", "parquet", "jsonl"])
@@ -171,12 +177,12 @@ def test_rows_with_a_common_prefix_are_sent_together() -> None:
 
 
 def test_the_same_call_again_computes_nothing(output: Path) -> None:
-    rows = make_rows(12_000)
+    rows = make_rows(3_000)
     call_map(rows, output, prompt="{q}")
     files = {path: path.read_bytes() for path in output.iterdir()}
     session = InstantSession()
     summary = call_map(iter(rows), output, session, prompt=lambda row: row["q"])
-    assert (summary.num_rows, summary.num_skipped, summary.output_tokens) == (12_000, 12_000, 0)
+    assert (summary.num_rows, summary.num_skipped, summary.output_tokens) == (3_000, 3_000, 0)
     assert session.sent == []
     assert {path: path.read_bytes() for path in output.iterdir()} == files
 
@@ -302,9 +308,10 @@ def test_no_rows_at_all(source: Any, output: Path) -> None:
     assert len(call_map(source, prompt="{q}")) == 0
 
 
+@pytest.mark.usefixtures("shards_of_1000")
 def test_a_full_disk_stops_the_job_and_it_goes_on_later(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = make_rows(30_000)
-    write, left = os.write, 1_500_000
+    rows = make_rows(3_000)
+    write, left = os.write, 150_000
 
     def write_while_space_is_left(file: int, content: Any) -> int:
         nonlocal left
@@ -318,22 +325,23 @@ def test_a_full_disk_stops_the_job_and_it_goes_on_later(output: Path, monkeypatc
         patch.setattr(os, "write", write_while_space_is_left)
         with pytest.raises(OutputFull, match="No space left on device; the same call goes on when there is space"):
             call_map(rows, output, prompt="{q}", key="id")
-    assert len(read_output(output)) == 10_000
+    assert len(read_output(output)) == 1_000
     session = InstantSession()
     call_map(rows, output, session, prompt="{q}", key="id")
-    assert len(session.sent) < 20_000
+    assert len(session.sent) < 2_000
     written = sorted(read_output(output), key=lambda row: int(row["id"][1:]))
     assert without_messages(written) == expected_rows(rows, [row["q"] for row in rows])
 
 
+@pytest.mark.usefixtures("shards_of_1000")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("mounting is not permitted here")
     try:
-        rows = [{"id": number, "q": np.random.default_rng(number).bytes(20).hex()} for number in range(20_000)]
+        rows = [{"id": number, "q": np.random.default_rng(number).bytes(20).hex()} for number in range(5_000)]
         with pytest.raises(OutputFull, match="No space left on device"):
             call_map(rows, disk / "out", prompt="{q}", key="id")
         before = read_output(disk / "out")
@@ -346,8 +354,9 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.usefixtures("shards_of_1000")
 def test_files_appear_while_the_job_runs(output: Path) -> None:
-    rows = make_rows(35_000)
+    rows = make_rows(3_500)
     seen: list[int] = []
 
     class Looking(InstantSession):
@@ -355,7 +364,7 @@ def test_files_appear_while_the_job_runs(output: Path) -> None:
             seen.append(len(list(output.iterdir())))
             return super().exchange(*arguments, **keywords)
 
-    call_map(rows, output, Looking(), prompt="{q}")
+    call_map(rows, output, Looking(max_lines=500), prompt="{q}")
     assert sorted(set(seen)) == [0, 1, 2, 3]
 
 
@@ -388,16 +397,17 @@ def test_an_old_shard_is_closed_though_nothing_arrives(output: Path, monkeypatch
     assert len(read_output(output)) == 100
 
 
+@pytest.mark.usefixtures("shards_of_1000")
 def test_slow_rows_do_not_keep_the_rows_around_them_in_memory(output: Path) -> None:
     """One row of each batch is answered only at the end."""
-    table = pa.table({"q": [f"{'slow' if number % 512 == 0 else 'x'} {number}" for number in range(60_000)]})
-    table = table.append_column("padding", pa.array(["p" * 500] * 60_000))
+    table = pa.table({"q": [f"{'slow' if number % 512 == 0 else 'x'} {number}" for number in range(20_000)]})
+    table = table.append_column("padding", pa.array(["p" * 1_000] * 20_000))
     before = pa.total_allocated_bytes()
     most = 0
 
     class Slow(InstantSession):
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__(max_lines=1_000)
             self._held: list[Answer] = []
 
         def exchange(self, lines: Any, is_last: bool = False, timeout_s: float | None = None) -> list[Answer]:
@@ -412,8 +422,8 @@ def test_slow_rows_do_not_keep_the_rows_around_them_in_memory(output: Path) -> N
 
     slices = (row for batch in table.to_batches(5_000) for row in batch.to_pylist())
     call_map(slices, output, Slow(), prompt="{q}")
-    assert len(read_output(output)) == 60_000
-    assert most < 20 << 20, "of 30 MB in all"
+    assert len(read_output(output)) == 20_000
+    assert most < 8 << 20, "of 20 MB in all"
 
 
 @pytest.mark.parametrize("num_signals", [1, 2])

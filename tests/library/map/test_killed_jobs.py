@@ -15,7 +15,7 @@ from tests.library.map.helpers.calls import expected_rows, without_messages
 from tests.library.map.helpers.finished import read_output
 from tests.library.map.helpers.killed_job import SHARD_ROWS
 
-NUM_ROWS = 5_000
+NUM_ROWS = 4_000
 
 
 def read_by_others(output: Path, format_name: str) -> int:
@@ -54,8 +54,8 @@ def check_log(log: Path) -> int:
 @pytest.mark.parametrize(
     ("format_name", "seed", "num_kills"),
     [
-        ("parquet", 0, 12),
-        ("jsonl", 1, 12),
+        ("parquet", 0, 8),
+        ("jsonl", 1, 6),
         *[pytest.param("parquet", seed, 60, marks=pytest.mark.long) for seed in range(2, 7)],
     ],
 )

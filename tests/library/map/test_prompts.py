@@ -83,6 +83,12 @@ def test_rows_without_a_prompt_say_why() -> None:
             prompts(**arguments).make(ROW)
 
 
+def test_a_function_may_change_the_row_that_it_gets() -> None:
+    row = dict(ROW)
+    assert prompts(lambda row: row.pop("question")).make(row) == "why?"
+    assert row == ROW
+
+
 def test_chats() -> None:
     message = {"role": "user", "content": "why?", "name": None}
     sent = [{"role": "user", "content": "why?"}]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas
 import polars
 import pyarrow as pa
@@ -21,6 +22,7 @@ from tokasaurus.library.map.sources import (
     AnswerColumn,
     column_keys,
     default_keys,
+    hash_key,
     open_source,
 )
 
@@ -247,6 +249,8 @@ def test_keys_are_distinct_and_stay_when_files_are_moved(tmp_path: Path) -> None
 def test_key_columns_tell_types_and_refuse_null() -> None:
     (batch,) = open_source([{"id": key} for key in ("1", 1, b"1", 1.5, "\ud800", (1, 2))]).batches()
     assert len(set(column_keys(batch, "id").tolist())) == 6
+    assert hash_key(np.int64(7)) == hash_key(7)
+    assert hash_key(np.str_("a")) == hash_key("a")
     (batch,) = open_source([{"id": "a"}, {"id": None}]).batches()
     with pytest.raises(ValueError, match="row 1 of the rows has no key: its column 'id' is null"):
         column_keys(batch, "id")

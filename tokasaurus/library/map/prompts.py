@@ -121,7 +121,7 @@ def _column(name: str) -> Callable[[Row], Any]:
 def _function(function: Callable[[Row], Any], argument: str) -> Callable[[Row], Any]:
     def make(row: Row) -> Any:
         try:
-            return function(row)
+            return function(dict(row))  # which may change it
         except Exception as error:
             raise NoPrompt(f"the function of {argument}= failed: {type(error).__name__}: {error}") from None
 

@@ -34,6 +34,9 @@ _FIRST_BATCH_ROWS = 512
 _MAX_READ_S = 1.0
 """An iterable that takes longer for a batch gives a smaller one."""
 
+_MAX_COUNTED_BYTES = 2 << 30
+"""Of JSON-lines files whose lines are counted before they are read."""
+
 _KINDS = {
     ".parquet": "Parquet",
     ".pq": "Parquet",
@@ -216,6 +219,8 @@ def hash_key(value: object) -> int:
         content = b"s" + value.encode("utf-8", "surrogatepass")
     elif isinstance(value, bytes):
         content = b"b" + value
+    elif isinstance(value, np.generic):
+        return hash_key(value.item())
     else:
         content = repr(value).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
@@ -458,8 +463,9 @@ def _open_json_lines(paths: list[str], what: str) -> Source:
     def reader(path: str) -> Callable[[], Iterator[tuple[bytes, Row]]]:
         return lambda: _read_json_lines(path)
 
+    is_cheap = sum(Path(path).stat().st_size for path in paths) <= _MAX_COUNTED_BYTES
     is_compressed = any(path.endswith(".gz") for path in paths)
-    num_rows = None if is_compressed else sum(map(_count_lines, paths))
+    num_rows = sum(map(_count_lines, paths)) if is_cheap and not is_compressed else None
     return _DictSource(what, [(path, reader(path)) for path in paths], num_rows, paths, is_json_lines=True)
 
 
