@@ -345,6 +345,10 @@ def test_wrong_calls_raise_at_once_and_name_what_is_wrong(client: Client) -> Non
         client.generate(["a"], shcema=Pair)
     with pytest.raises(TypeError, match="no argument 'chat_template_kwargs'"):
         client.generate(["a"], chat_template_kwargs={})
+    with pytest.raises(ValueError, match="options: structured_outputs must be an object"):
+        client.generate(["a"], structured_outputs="yes|no")
+    with pytest.raises(ValueError, match="options: user: Input should be a valid string"):
+        list(client.stream(["a"], user=5))
     with pytest.raises(TypeError, match="echo cannot be chosen"):
         client.generate(["a"], echo=True)
     with pytest.raises(TypeError, match="response_format cannot be combined with schema"):

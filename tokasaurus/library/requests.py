@@ -117,6 +117,10 @@ class RequestFormat:
         tool_fields = {"tools": list(tools)} if tools else {}
         self._completion_end = _rest(fields | completion | max_tokens)
         self._chat_end = _rest(fields | chat | tool_fields)
+        if options:
+            prompts = {COMPLETIONS: b'{"prompt":"a"', CHAT: b'{"messages":[{"role":"user","content":"a"}]'}
+            ends = {COMPLETIONS: self._completion_end, CHAT: self._chat_end}
+            _check_values({endpoint: prompts[endpoint] + ends[endpoint] for endpoint in endpoints}, options)
 
     def line(self, number: int, prompt: Prompt) -> RequestLine:
         """The request of a prompt. Raises BadPrompt."""
@@ -280,6 +284,27 @@ def _check_options(options: Mapping[str, Any], endpoints: Collection[str], has_s
             raise TypeError(f"there is no argument {name!r}, and no field of this name in {' or '.join(endpoints)}")
         if has_schema and name in _GRAMMAR_FIELDS:
             raise TypeError(f"options: {name} cannot be combined with schema")
+
+
+def _check_values(bodies: Mapping[str, bytes], options: Mapping[str, Any]) -> None:
+    """Raises ValueError if options have values that no endpoint takes. bodies: with them, by endpoint."""
+    from tokasaurus.server.errors import ApiError
+    from tokasaurus.server.json_values import validate_body
+    from tokasaurus.server.protocol.chat import ChatCompletionRequest
+    from tokasaurus.server.protocol.completions import CompletionRequest
+
+    refused = []
+    for endpoint, body in bodies.items():
+        model = CompletionRequest if endpoint == COMPLETIONS else ChatCompletionRequest
+        if options.keys() <= model.model_fields.keys():
+            try:
+                validate_body(orjson.loads(body), model)
+            except ApiError as error:
+                refused.append(error.message)
+            else:
+                return
+    if refused:
+        raise ValueError(f"options: {refused[0]}")
 
 
 def _json_schema(schema: Schema) -> Mapping[str, Any]:
