@@ -1,5 +1,6 @@
 """Lines in flight over a connection that may be refused, quiet or lost, against the server's own /v1/bulk."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ import pytest
 
 from tests.library.helpers.bulk_server import echo_server
 from tests.library.helpers.cutting_proxy import cutting_proxy
-from tokasaurus import Client
+from tokasaurus import AsyncClient, Client, Result
 from tokasaurus.library import bulk
 
 
@@ -104,3 +105,17 @@ def test_large_rows_are_read_only_as_fast_as_they_are_sent() -> None:
         next(results)
         assert num_read <= 1 + (bulk.MAX_BYTES_IN_FLIGHT + (8 << 20)) // (1 << 20)
         results.close()  # type: ignore[attr-defined]
+
+
+def test_closing_ends_the_calls_of_other_tasks() -> None:
+    async def call_and_close(url: str) -> list[Result]:
+        client = AsyncClient(url)
+        calling = asyncio.create_task(client.generate(["a"]))
+        while not server.times:  # noqa: ASYNC110  the server has its own loop
+            await asyncio.sleep(0.01)
+        await client.close()
+        return await asyncio.wait_for(calling, 10)
+
+    with echo_server(delay_s=100) as (server, url):
+        (result,) = asyncio.run(call_and_close(url))
+    assert str(result.error) == "the client is closed"

@@ -171,6 +171,13 @@ class AsyncBulkSession:
     def unanswered(self) -> list[RequestLine]:
         return list(self._lines.values())
 
+    def fail(self, error: ServerError) -> None:
+        """Cancels what is in flight; `exchange` raises the error once the answers that have arrived are taken."""
+        self._failure = error
+        if self._task is not None:
+            self._task.cancel()
+        self._has_news.set()
+
     async def close(self) -> None:
         """Cancels what is in flight."""
         if self._task is not None:

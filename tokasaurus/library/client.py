@@ -182,6 +182,8 @@ class AsyncClient:
         self._server: Server | None = None
         self._model: str | None = None
         self._is_closed = False
+        self._sessions = weakref.WeakSet[AsyncBulkSession]()
+        """Of calls that may be at work."""
         self._connecting = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -208,6 +210,8 @@ class AsyncClient:
     async def close(self) -> None:
         """Ends its connections. It cannot be used any more."""
         self._is_closed = True
+        for session in list(self._sessions):
+            session.fail(ServerError("the client is closed"))
         if self._server is not None:
             await self._server.close()
             self._server = self._model = None
@@ -291,7 +295,9 @@ class AsyncClient:
 
     def _session(self) -> AsyncBulkSession:
         assert self._server is not None, "connected"
-        return AsyncBulkSession(self._server, self._concurrency)
+        session = AsyncBulkSession(self._server, self._concurrency)
+        self._sessions.add(session)
+        return session
 
     async def _in_order(self, rows: list[Any], request_format: RequestFormat, progress: bool) -> list[Result]:
         order = _in_order_of_prefixes(rows)
