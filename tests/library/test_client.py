@@ -449,3 +449,24 @@ def test_clients_work_where_an_event_loop_runs(toka: TokaProcess, client: Client
         return [*texts, [result.text for result in generated], [streamed[number] for number in range(5)]]
 
     assert asyncio.run(main()) == [expected] * 3
+
+
+def test_map_of_an_async_client_equals_that_of_a_client(toka: TokaProcess, client: Client, tmp_path: Path) -> None:
+    rows = [{"id": number, "text": prompt} for number, prompt in enumerate(PROMPTS[:12])]
+    sampling = Sampling(temperature=0, max_tokens=4)
+    expected = client.map(rows, prompt="{text}", sampling=sampling, progress=False)
+
+    async def main() -> None:
+        async with AsyncClient(toka.url) as waiting:
+            assert await waiting.map(rows, prompt="{text}", sampling=sampling, progress=False) == expected
+            with pytest.raises(TypeError, match="no argument 'shcema'"):
+                await waiting.map(rows, prompt="{text}", shcema={})
+            slow = Sampling(max_tokens=400, ignore_eos=True)
+            many = [{"id": number, "text": "a"} for number in range(500)]
+            job = waiting.map(many, tmp_path / "out", prompt="{text}", key="id", sampling=slow, progress=False)
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(job, 1.0)
+            # the client still serves
+            assert (await waiting.generate(["a"], sampling))[0].error is None
+
+    asyncio.run(main())

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
+import orjson
 from typing_extensions import Self
 
 from tokasaurus.library.blocking import BulkSession, LoopThread
@@ -281,6 +282,53 @@ class AsyncClient:
                 return flow.scores(error)
             finally:
                 await session.close()
+
+    async def map(
+        self,
+        rows: Rows,
+        output: str | Path | None = None,
+        *,
+        prompt: PromptOf | None = None,
+        messages: PromptOf | None = None,
+        chat: bool = False,
+        key: str | None = None,
+        sampling: Sampling | None = None,
+        schema: Schema | None = None,
+        format: str | None = None,
+        prefix: str = "",
+        overwrite: bool = False,
+        progress: bool = True,
+        **options: Any,
+    ) -> Any:
+        """As `Client.map`, in a thread, which also reads the rows and calls functions of them. If the call is
+        cancelled, what has finished is stored."""
+        await self.connect()
+        beside = await asyncio.to_thread(_ClientBeside, self)
+
+        def run() -> Any:
+            call: Callable[..., Any] = beside.map  # of whatever type the rows are
+            return call(
+                rows,
+                output,
+                prompt=prompt,
+                messages=messages,
+                chat=chat,
+                key=key,
+                sampling=sampling,
+                schema=schema,
+                format=format,
+                prefix=prefix,
+                overwrite=overwrite,
+                progress=progress,
+                **options,
+            )
+
+        running = asyncio.ensure_future(asyncio.to_thread(run))
+        try:
+            return await asyncio.shield(running)
+        finally:
+            await asyncio.to_thread(beside.close)
+            await asyncio.gather(running, return_exceptions=True)
 
     async def _format(
         self,
@@ -608,6 +656,15 @@ class Client:
                 yield from flow.lost(error)
 
 
+class _ClientBeside(Client):
+    """A client of the server of an AsyncClient, which may have started it."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        borrowed = AsyncClient(concurrency=client._concurrency)
+        borrowed._make_server = client._make_server  # type: ignore[method-assign]
+        self._start(borrowed)
+
+
 def _close(client: AsyncClient, loop: LoopThread) -> None:
     """End the client and the thread of its loop."""
     if loop.is_current():  # a garbage collection has come there, and it cannot wait for itself
@@ -634,10 +691,12 @@ def _prompt_of(row: Row) -> Prompt:
 
 
 def _in_order_of_prefixes(rows: Sequence[Any]) -> Sequence[int]:
-    """The numbers of the rows such that texts with a common prefix are neighbours."""
-    if not all(isinstance(row, str) for row in rows):
+    """The numbers of the rows such that those with a common prefix are neighbours."""
+    try:
+        written = [row if isinstance(row, str) else orjson.dumps(row).decode() for row in rows]
+    except TypeError:  # rows that cannot be sent are among them
         return range(len(rows))
-    return sorted(range(len(rows)), key=rows.__getitem__)
+    return sorted(range(len(rows)), key=written.__getitem__)
 
 
 def _checked_list(rows: Iterable[Any], name: str) -> list[Any]:
