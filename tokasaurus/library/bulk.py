@@ -86,7 +86,9 @@ class Server:
                 if response.status != 200:
                     raise ServerError(f"{self.url} answered {response.status}: {_reason(content)}")
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            raise ServerError(f"no answer from {self.url}: {error}; is the server running?") from None
+            raise ServerError(
+                f"no answer from {self.url}: {error or type(error).__name__}; is the server running?"
+            ) from None
         except ValueError as error:
             raise ServerError(f"{self.url} is no URL that can be used: {error}") from None
         try:

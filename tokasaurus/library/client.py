@@ -146,7 +146,9 @@ class _ScoreFlow:
         self.counts.num_finished += len(answers)
         for answer in answers:
             number = answer.line.number
-            self._scores[number] = self._format.score(answer, self._pairs[number][0])
+            score = self._format.score(answer, self._pairs[number][0])
+            self._scores[number] = score
+            self.counts.num_errors += score.error is not None
 
     def scores(self, error: ServerError | None = None) -> list[Score]:
         """error: why some pairs have none."""

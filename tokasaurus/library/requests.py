@@ -151,9 +151,8 @@ class RequestFormat:
             return Result(key, row, (), row_error(answer.status, answer.body))
         try:
             return Result(key, row, self._samples(answer))
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            reason = f"the server's answer cannot be read: {type(error).__name__}: {error}"
-            return Result(key, row, (), RowError("bad_answer", reason, None, answer.status))
+        except _UNREADABLE as error:
+            return Result(key, row, (), _unreadable(answer, error))
 
     def _samples(self, answer: Answer) -> tuple[Sample, ...]:
         body = answer.body
@@ -235,15 +234,27 @@ class ScoreFormat:
         """The score of an answer; its error if the server answered one."""
         if answer.status != 200:
             return Score(*NO_TOKENS, row_error(answer.status, answer.body))
-        choice = answer.body["choices"][0]
-        token_ids, logprobs = choice["prompt_token_ids"], choice["logprobs"]
-        first = len(prompt)
-        if isinstance(prompt, str):
-            offsets = [*logprobs["text_offset"], len(choice["text"])]
-            # the first token whose text ends in the completion
-            first = next((index for index, end in enumerate(offsets[1:]) if end > len(prompt)), len(token_ids))
-        values = np.array(logprobs["token_logprobs"][first:], np.float32)  # null for the first token of all: NaN
-        return Score(np.array(token_ids[first:], np.int32), values)
+        try:
+            choice = answer.body["choices"][0]
+            token_ids, logprobs = choice["prompt_token_ids"], choice["logprobs"]
+            first = len(prompt)
+            if isinstance(prompt, str):
+                offsets = [*logprobs["text_offset"], len(choice["text"])]
+                # the first token whose text ends in the completion
+                first = next((index for index, end in enumerate(offsets[1:]) if end > len(prompt)), len(token_ids))
+            values = np.array(logprobs["token_logprobs"][first:], np.float32)  # null for the first token of all: NaN
+            return Score(np.array(token_ids[first:], np.int32), values)
+        except _UNREADABLE as error:
+            return Score(*NO_TOKENS, _unreadable(answer, error))
+
+
+_UNREADABLE = (KeyError, IndexError, TypeError, ValueError)
+
+
+def _unreadable(answer: Answer, error: Exception) -> RowError:
+    """Of an answer with the status 200 that is not of this API."""
+    reason = f"the server's answer cannot be read: {type(error).__name__}: {error}"
+    return RowError("bad_answer", reason, None, answer.status)
 
 
 def find_reasoning(text: str) -> str | None:
