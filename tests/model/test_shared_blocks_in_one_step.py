@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.examples import few
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import load, oracle_greedy
 from tests.model.helpers.steps import StepDriver, make_runner
@@ -84,7 +85,7 @@ def random_tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(VOCAB_SIZE) for _ in range(count)]
 
 
-@pytest.mark.parametrize("num_tokens", [17, 33, 48, 90])
+@few(2, "num_tokens", [17, 48, 33, 90])
 def test_samples_of_a_prompt_start_in_the_step_that_computes_it(
     num_tokens: int, new_driver: Callable[[], StepDriver]
 ) -> None:
@@ -100,7 +101,7 @@ def test_samples_of_a_prompt_start_in_the_step_that_computes_it(
     batch.assert_as_if_alone()
 
 
-@pytest.mark.parametrize("first_chunk", [1, 16, 23, 40, 77])
+@few(2, "first_chunk", [16, 40, 1, 23, 77])
 def test_samples_start_in_the_step_with_the_last_chunk_of_their_prompt(
     first_chunk: int, new_driver: Callable[[], StepDriver]
 ) -> None:
@@ -117,7 +118,7 @@ def test_samples_start_in_the_step_with_the_last_chunk_of_their_prompt(
     batch.assert_as_if_alone()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@few(2, "seed", range(6))
 def test_a_row_reads_blocks_of_several_rows_before_it(seed: int, new_driver: Callable[[], StepDriver]) -> None:
     """Each prompt shares some whole blocks with a random earlier one, so that a chain of rows fills the blocks that the
     last row reads. Steps prefill the prompts in order, and the last chunk of a step may end anywhere."""

@@ -141,7 +141,7 @@ def test_every_forward_runs_the_compiled_layers(tmp_path: Path, monkeypatch: pyt
         return call
 
     monkeypatch.setattr(Compiler, "_compile_graph", counted)
-    save_tiny_model(tmp_path, "llama")
+    save_tiny_model(tmp_path, "llama", num_layers=1)
     runner, compiler = compiled_runner(tmp_path, "torch")
     for num_decode, num_prefill in ((0, 1), (1, 0), (2, 3), (7, 1)):
         driver = StepDriver(runner, num_blocks=NUM_BLOCKS)
@@ -161,7 +161,7 @@ def test_sizes_that_are_not_marked_dynamic_cause_recompiles_that_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch._dynamo.decorators.mark_unbacked", lambda *_, **__: None)
-    save_tiny_model(tmp_path, "llama")
+    save_tiny_model(tmp_path, "llama", num_layers=1)
     runner, compiler = compiled_runner(tmp_path, "cpu", lambda runner: runner.run(widest_prefill(LIMITS)))
     with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="recompile"):
         runner.run(single_token(LIMITS))
@@ -170,7 +170,7 @@ def test_sizes_that_are_not_marked_dynamic_cause_recompiles_that_are_counted(
 
 
 def test_a_recompile_is_logged_and_sent_with_its_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save_tiny_model(tmp_path, "llama")
+    save_tiny_model(tmp_path, "llama", num_layers=1)
     runner, compiler = compiled_runner(tmp_path, "cpu")
     inputs_in, inputs = make_channel()
     outputs, outputs_out = make_channel()
@@ -189,7 +189,7 @@ def test_a_recompile_is_logged_and_sent_with_its_step(tmp_path: Path, caplog: py
 
 def test_norm_and_lm_head_are_compiled_for_any_number_of_rows_where_they_are_not_packed(tmp_path: Path) -> None:
     """As on CUDA, where nothing is packed."""
-    save_tiny_model(tmp_path, "qwen2", tied=False)
+    save_tiny_model(tmp_path, "qwen2", tied=False, num_layers=1)
     plain, _ = load(tmp_path)
     model, _ = load(tmp_path)
     compiler = Compiler()
@@ -207,7 +207,7 @@ def test_norm_and_lm_head_are_compiled_for_any_number_of_rows_where_they_are_not
 
 
 def test_a_worker_compiles_before_it_is_ready(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "llama")
+    save_tiny_model(tmp_path, "llama", num_layers=1)
     phases: list[PhaseDone] = []
     config = ServerConfig.parse([*FLAGS, "torch_compile=T"])
     worker = start_worker(config, resolve_checkpoint(str(tmp_path)), Mesh(), 0, phases.append)
@@ -234,7 +234,7 @@ def test_without_a_working_compiler_the_worker_gives_a_one_line_error(
     compiler.write_text(f"#!/bin/sh\n{script}\n")
     compiler.chmod(0o755)
     model = tmp_path / "model"
-    save_tiny_model(model, "llama")
+    save_tiny_model(model, "llama", num_layers=1)
     config = ServerConfig.parse([*FLAGS, "torch_compile=T"])
     with (
         fresh_cache(),
@@ -247,7 +247,7 @@ def test_without_a_working_compiler_the_worker_gives_a_one_line_error(
 
 def test_any_failure_of_the_compiler_is_one_line_that_says_how_to_go_on(tmp_path: Path) -> None:
     """As where Triton finds no ptxas, or one that is too old."""
-    save_tiny_model(tmp_path, "llama")
+    save_tiny_model(tmp_path, "llama", num_layers=1)
 
     def fail(_self: Compiler, _graph: object, _inputs: object) -> Callable[..., object]:
         raise RuntimeError("\nPTXAS error: Internal Triton PTX codegen error\nptxas: sm_99 is unknown")
@@ -274,7 +274,7 @@ FAILURES: dict[str, tuple[dict[str, object], str]] = {
 def test_without_a_compiler_that_nobody_asked_for_all_steps_run_uncompiled(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    oracle = save_tiny_model(tmp_path, "qwen2", tied=False)
+    oracle = save_tiny_model(tmp_path, "qwen2", tied=False, num_layers=1)
     how, reason = FAILURES[kind]
     compiler = Compiler(is_required=False)
     model, info = load(tmp_path)
@@ -301,7 +301,7 @@ def test_without_a_compiler_that_nobody_asked_for_all_steps_run_uncompiled(
 def test_what_fails_uncompiled_too_is_no_failure_of_the_compiler(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save_tiny_model(tmp_path, "llama")
+    save_tiny_model(tmp_path, "llama", num_layers=1)
     compiler = Compiler(is_required=False)
     model, info = load(tmp_path)
     model.pack(None, compiler=compiler)
@@ -318,7 +318,7 @@ def test_what_fails_uncompiled_too_is_no_failure_of_the_compiler(
 def test_a_worker_starts_where_compiling_is_the_default_and_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save_tiny_model(tmp_path, "llama")
+    save_tiny_model(tmp_path, "llama", num_layers=1)
     phases: list[PhaseDone] = []
     monkeypatch.setattr(entry, "is_compiled", lambda flag, _device: flag is not False)  # as on CUDA
     with unittest.mock.patch.object(Compiler, "_compile_graph", side_effect=RuntimeError("no Triton")):
@@ -330,7 +330,7 @@ def test_a_worker_starts_where_compiling_is_the_default_and_fails(
 
 
 def test_a_plain_error_from_the_code_of_triton_is_one_line_too(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "llama")
+    save_tiny_model(tmp_path, "llama", num_layers=1)
     with (
         unittest.mock.patch.object(Compiler, "_compile_graph", return_value=lambda *_: raise_in_triton()),
         pytest.raises(
@@ -350,7 +350,7 @@ def test_a_plain_error_from_the_code_of_triton_is_one_line_too(tmp_path: Path) -
 def test_a_failure_of_triton_at_the_first_launch_is_one_line_too(
     module: str, expected: type[Exception], message: str, tmp_path: Path
 ) -> None:
-    save_tiny_model(tmp_path, "llama")
+    save_tiny_model(tmp_path, "llama", num_layers=1)
     error = type("OutOfResources", (RuntimeError,), {"__module__": module})
 
     def launch(*_inputs: object) -> None:
