@@ -208,7 +208,11 @@ def test_a_plan_of_a_repository_fetches_no_weights(tmp_path: Path, monkeypatch: 
     with serve_repository("org/large", files) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         monkeypatch.setenv("HF_HOME", str(tmp_path))
-        plan = planned("model=org/large")
+        # a process of its own, since huggingface_hub reads its environment when it is imported
+        command = [sys.executable, "-m", "tokasaurus", "plan", "model=org/large", "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
     assert hub.downloaded == ["config.json"]
     assert plan["estimated_from_config"] is True
     assert weights_of(plan["workers"][0]) == 2 * 8_030_261_248

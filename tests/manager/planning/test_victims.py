@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.examples import examples
+from tests.helpers.examples import IS_NIGHTLY, examples
 from tests.manager.helpers.block_accounting import assert_each_block_has_one_owner, block_table
 from tests.manager.helpers.engine_driver import NEVER_LEARNS, EndsNext, EngineDriver, make_options
 from tests.manager.helpers.requests import Shape, make_request, make_requests
@@ -122,7 +122,7 @@ def test_the_cheapest_sequences_are_preempted_and_then_wait_first_in_line():
         assert len(driver.deltas) == sum(request.num_sequences for request in requests)
 
     check()
-    assert num_checked > 100
+    assert num_checked > (100 if IS_NIGHTLY else 50)
 
 
 @pytest.mark.parametrize("num_steps", range(0, 28, 3))
