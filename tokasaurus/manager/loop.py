@@ -257,7 +257,7 @@ def _serve(
                 return
         stats = state.stats(busy.read(now_s), time.process_time())
         progress: list[SequenceProgress] = []
-        if now_s - last_progress_s >= PROGRESS_SECONDS:
+        if state.slots.num_reporting > 0 and now_s - last_progress_s >= PROGRESS_SECONDS:
             progress, last_progress_s = running_progress(state), now_s
         if state.deltas or progress or is_worth_an_update(stats, last_stats, now_s - last_update_s):
             channels.updates.send(EngineUpdate(state.deltas, stats, progress))

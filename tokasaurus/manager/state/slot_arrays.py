@@ -43,6 +43,8 @@ class SlotArrays:
         """Running sequences with a grammar."""
         self.num_background = 0
         """Running sequences of background requests."""
+        self.num_reporting = 0
+        """Running sequences whose progress is reported."""
         self.num_streamed = 0
         """Running sequences whose tokens are sent as they arrive."""
 
@@ -192,4 +194,5 @@ class SlotArrays:
         self.num_with_stop_tokens += change * bool(request.stop_token_ids)
         self.num_with_grammars += change * sequence.has_grammar
         self.num_background += change * request.is_background
+        self.num_reporting += change * request.reports_progress
         self.num_streamed += change * request.is_streamed

@@ -375,8 +375,7 @@ async def bulk(request: Request, progress: bool = False) -> Response:
 
 
 def progress_of(pending: Sequence[PendingRequest]) -> BulkProgress:
-    """pending: the client's requests in the engine. Those of which nothing is predicted are expected to be like the
-    others."""
+    """pending: the client's requests in the engine. A request without a prediction counts as the mean of the others."""
     predictions = [request.num_expected_tokens for request in pending]
     known = [number for number in predictions if number is not None]
     expected = round(sum(known) * len(pending) / len(known)) if known else None
