@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from tokasaurus.library.llm import LLM as LLM
     from tokasaurus.library.llm import AsyncLLM as AsyncLLM
     from tokasaurus.library.map.journal import JobChanged as JobChanged
+    from tokasaurus.library.map.journal import OutputFull as OutputFull
+    from tokasaurus.library.map.journal import OutputInUse as OutputInUse
     from tokasaurus.library.map.outputs import MapSummary as MapSummary
+    from tokasaurus.library.map.shards import RowMisfit as RowMisfit
     from tokasaurus.library.results import Result as Result
     from tokasaurus.library.results import RowError as RowError
     from tokasaurus.library.results import Sample as Sample
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from tokasaurus.library.results import ToolCall as ToolCall
     from tokasaurus.library.sampling import Sampling as Sampling
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 """Of the package, `toka --version` and GET /version. pyproject.toml reads it here."""
 
 # Imported when they are used, since every process of a server imports this module.
@@ -35,8 +38,11 @@ _MODULES = {
     "JobChanged": "map.journal",
     "LLM": "llm",
     "MapSummary": "map.outputs",
+    "OutputFull": "map.journal",
+    "OutputInUse": "map.journal",
     "Result": "results",
     "RowError": "results",
+    "RowMisfit": "map.shards",
     "Sample": "results",
     "Sampling": "sampling",
     "Score": "results",
@@ -44,8 +50,8 @@ _MODULES = {
     "ToolCall": "results",
 }
 
-
 if not TYPE_CHECKING:  # a type checker would take it as every name there is
+    __all__ = [*_MODULES]  # for `from tokasaurus import *`
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:

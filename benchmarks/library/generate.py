@@ -1,8 +1,8 @@
 """Throughput of `Client.generate` beside that of a plain /v1/bulk request and of 64 HTTP connections.
 
-`python -m benchmarks.library.generate`. Starts a server, and sends equal prompts in each of the three
-ways, in turns. The library asks for token ids and log-probabilities, as it does by default; the others ask for texts
-alone.
+`python -m benchmarks.library.generate`. Starts a server, and sends equal prompts in each of the ways, in turns. The
+library asks for token ids and log-probabilities, as it does by default, and so does one of the bulk requests; the
+others ask for texts alone. Clients are made before the clock starts.
 """
 
 import argparse
@@ -10,7 +10,9 @@ import asyncio
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 
 import aiohttp
 import orjson
@@ -50,32 +52,47 @@ def body(prompt: str, max_tokens: int) -> dict[str, object]:
     return {"model": "default", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
 
 
-def by_library(base_url: str, prompts: Sequence[str], max_tokens: int) -> list[str]:
+def by_library(base_url: str, prompts: Sequence[str], max_tokens: int) -> tuple[list[str], float]:
     with Client(base_url) as client:
+        started = time.perf_counter()
         results = client.generate(prompts, Sampling(temperature=0, max_tokens=max_tokens, ignore_eos=True))
-    return [result.text or str(result.error) for result in results]
+        seconds = time.perf_counter() - started
+    return [result.text or str(result.error) for result in results], seconds
 
 
-def by_bulk(base_url: str, prompts: Sequence[str], max_tokens: int) -> list[str]:
-    async def run() -> dict[str, str]:
-        lines = [
-            orjson.dumps({"custom_id": str(number), "url": "/v1/completions", "body": body(prompt, max_tokens)})
-            for number, prompt in enumerate(prompts)
-        ]
+LIKE_THE_LIBRARY = {"logprobs": 0, "logprobs_in_fingerprint": True}
+"""What it asks for besides the text."""
+
+
+def by_bulk(
+    base_url: str, prompts: Sequence[str], max_tokens: int, fields: Mapping[str, object] = MappingProxyType({})
+) -> tuple[list[str], float]:
+    """fields: further ones of each body."""
+
+    async def run() -> tuple[list[str], float]:
         headers = {"Content-Type": "application/x-ndjson"}
-        async with (
-            aiohttp.ClientSession(timeout=TIMEOUT, read_bufsize=1 << 20) as session,
-            session.post(f"{base_url}/bulk", data=b"\n".join(lines), headers=headers) as answer,
-        ):
-            results = [orjson.loads(line) async for line in answer.content]
-        return {one["custom_id"]: one["response"]["body"]["choices"][0]["text"] for one in results}
+        async with aiohttp.ClientSession(timeout=TIMEOUT, read_bufsize=1 << 20) as session:
+            started = time.perf_counter()
+            lines = [
+                orjson.dumps(
+                    {
+                        "custom_id": str(number),
+                        "url": "/v1/completions",
+                        "body": body(prompt, max_tokens) | dict(fields),
+                    }
+                )
+                for number, prompt in enumerate(prompts)
+            ]
+            async with session.post(f"{base_url}/bulk", data=b"\n".join(lines), headers=headers) as answer:
+                results = [orjson.loads(line) async for line in answer.content]
+            texts = {one["custom_id"]: one["response"]["body"]["choices"][0]["text"] for one in results}
+            return [texts[str(number)] for number in range(len(prompts))], time.perf_counter() - started
 
-    texts = asyncio.run(run())
-    return [texts[str(number)] for number in range(len(prompts))]
+    return asyncio.run(run())
 
 
-def by_connections(base_url: str, prompts: Sequence[str], max_tokens: int) -> list[str]:
-    async def run() -> list[str]:
+def by_connections(base_url: str, prompts: Sequence[str], max_tokens: int) -> tuple[list[str], float]:
+    async def run() -> tuple[list[str], float]:
         free = asyncio.Semaphore(CONNECTIONS)
         connector = aiohttp.TCPConnector(limit=CONNECTIONS)
         async with aiohttp.ClientSession(timeout=TIMEOUT, connector=connector) as session:
@@ -84,14 +101,16 @@ def by_connections(base_url: str, prompts: Sequence[str], max_tokens: int) -> li
                 async with free, session.post(f"{base_url}/completions", json=body(prompt, max_tokens)) as answer:
                     return str(orjson.loads(await answer.read())["choices"][0]["text"])
 
-            return await asyncio.gather(*map(ask, prompts))
+            started = time.perf_counter()
+            return await asyncio.gather(*map(ask, prompts)), time.perf_counter() - started
 
     return asyncio.run(run())
 
 
-WAYS: dict[str, Callable[[str, Sequence[str], int], list[str]]] = {
+WAYS: dict[str, Callable[[str, Sequence[str], int], tuple[list[str], float]]] = {
     "library": by_library,
     "bulk": by_bulk,
+    "bulk with log-probabilities": partial(by_bulk, fields=LIKE_THE_LIBRARY),
     "64 connections": by_connections,
 }
 
@@ -113,17 +132,16 @@ def main(argv: Sequence[str]) -> int:
         with running_server(args.flags) as base_url:
             for round_number in range(args.rounds + 1):
                 prompts = make_prompts(args.prompts, round_number)
-                texts = []
                 ways = list(WAYS.items())
-                for way, ask in ways[round_number % 3 :] + ways[: round_number % 3]:
-                    started = time.perf_counter()
+                for way, ask in ways[round_number % len(ways) :] + ways[: round_number % len(ways)]:
                     # each way has prompts of its own, of equal length
-                    texts.append(ask(base_url, [f"{way[0]} {prompt}" for prompt in prompts], args.max_tokens))
+                    own = [f"{[*WAYS].index(way)} {prompt}" for prompt in prompts]
+                    _, way_s = ask(base_url, own, args.max_tokens)
                     if round_number:  # the first round warms up
-                        seconds[way].append(time.perf_counter() - started)
-                        console.print(f"round {round_number}: {way} {seconds[way][-1]:.2f} s")
+                        seconds[way].append(way_s)
+                        console.print(f"round {round_number}: {way} {way_s:.2f} s")
             same = make_prompts(min(args.prompts, 1000), -1)
-            compared = [ask(base_url, same, args.max_tokens) for ask in (by_library, by_bulk)]
+            compared = [ask(base_url, same, args.max_tokens)[0] for ask in (by_library, by_bulk)]
             num_different = sum(one != other for one, other in zip(*compared, strict=True))
     except (ServerError, *UNREACHABLE) as error:
         print_error(error)

@@ -32,7 +32,7 @@ def test_limits_against_clients_are_raised_unless_the_user_sets_them() -> None:
 
 
 def test_every_flag_of_the_server_is_one_of_a_run_or_set_by_it() -> None:
-    assert set(ServerConfig.flags) - set(RunConfig.flags) == {"host", "port", "unix_socket", "data_dir"}
+    assert set(ServerConfig.flags) - set(RunConfig.flags) == {"host", "port", "unix_socket", "data_dir", "rl"}
 
 
 @pytest.mark.parametrize(

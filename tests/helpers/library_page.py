@@ -20,7 +20,7 @@ test compares the two.
 NAMES = (
     *("LLM", "Client", "AsyncLLM", "AsyncClient", "Sampling"),
     *("Result", "Sample", "ToolCall", "RowError", "Score", "MapSummary"),
-    *("EngineError", "ServerError", "JobChanged"),
+    *("EngineError", "ServerError", "JobChanged", "OutputInUse", "OutputFull", "RowMisfit"),
 )
 """What the package exports, in the order of the page."""
 ALIASES = {

@@ -107,6 +107,39 @@ def test_large_rows_are_read_only_as_fast_as_they_are_sent() -> None:
         results.close()  # type: ignore[attr-defined]
 
 
+def test_a_slow_upload_of_one_line_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "_MAX_QUIET_S", 0.5)
+    monkeypatch.setattr(bulk, "_SLOW_BYTES_PER_S", 4 << 20)
+    prompt = "x" * (12 << 20)
+    with (
+        echo_server(max_line_bytes=1 << 24) as (server, url),
+        cutting_proxy(url, [], bytes_per_s=6 << 20) as proxy,
+        Client(proxy.url) as client,
+    ):
+        started_s = time.monotonic()
+        (result,) = client.generate([prompt])
+        assert time.monotonic() - started_s > 1.5, "three times as long as a server may be silent"
+    assert result.text == prompt * 2
+    assert server.num_connections == 1
+
+
+def test_answers_that_are_not_taken_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a program took long for each of many large answers."""
+    monkeypatch.setattr(bulk, "MAX_BYTES_HELD", 1 << 20)
+    monkeypatch.setattr(bulk, "_MAX_QUIET_S", 0.3)
+    with echo_server(max_line_bytes=1 << 20) as (server, url), Client(url) as client:
+        results = client.stream(str(number) + "x" * 100_000 for number in range(150))
+        found = [next(results)]
+        (session,) = client._client._sessions
+        time.sleep(1.0)
+        assert sum(server.times.values()) == 150
+        assert 0.9 * (1 << 20) < session._num_held_bytes < 4 << 20
+        found += results
+    assert sorted(int(result.row.rstrip("x")) for result in found) == list(range(150))
+    assert all(result.text == result.row * 2 for result in found)
+    assert server.num_connections == 1
+
+
 def test_closing_ends_the_calls_of_other_tasks() -> None:
     async def call_and_close(url: str) -> list[Result]:
         client = AsyncClient(url)

@@ -1,25 +1,31 @@
 """The clients against a real server: results equal those of single HTTP requests; what goes wrong is a result too."""
 
 import asyncio
+import gc
 import inspect
+import itertools
 import json
 import multiprocessing
 import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import pandas
+import polars
+import pyarrow as pa
 import pytest
 from pydantic import BaseModel, field_validator
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, free_port, running_toka
 from tests.helpers.tiny_model import save_tiny_model
 from tests.library.helpers.cutting_proxy import cutting_proxy
-from tokasaurus import AsyncClient, Client, Sampling, ServerError
+from tokasaurus import AsyncClient, Client, Result, Sampling, ServerError
 from tokasaurus.library import bulk, shown_call
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 
@@ -87,6 +93,26 @@ def test_chats_equal_those_of_single_requests(toka: TokaProcess, client: Client)
         assert sample.top_logprobs[: len(tops)] == pytest.approx(np.array(tops), abs=1e-5)
 
 
+def test_sampled_logprobs_are_of_the_distribution_drawn_from(client: Client) -> None:
+    fields: dict[str, Any] = {"n": 2, "temperature": 0.5, "top_k": 3, "seed": 1, "max_tokens": 10, "top_logprobs": 5}
+    raw, sampled, default = (
+        client.generate(["Once"], Sampling(**fields, logprobs_mode=mode))[0] for mode in ("raw", "sampled", None)
+    )
+    for own, of_model, by_flag in zip(sampled.samples, raw.samples, default.samples, strict=True):
+        assert own.token_ids.tolist() == of_model.token_ids.tolist()
+        assert by_flag.logprobs == pytest.approx(of_model.logprobs, abs=1e-5)
+        assert own.logprobs is not None
+        assert of_model.top_logprobs is not None
+        assert own.top_logprobs is not None
+        # without the other tokens, twice the differences remain
+        expected = 2 * of_model.top_logprobs[:, :3]
+        expected -= np.log(np.exp(expected).sum(axis=1, keepdims=True))
+        assert own.top_logprobs[:, :3] == pytest.approx(expected, abs=1e-4)
+        assert np.isneginf(own.top_logprobs[:, 3:]).all()
+        assert own.top_token_ids is not None
+        assert own.top_logprobs[own.top_token_ids == own.token_ids[:, None]].tolist() == own.logprobs.tolist()
+
+
 def test_without_logprobs_samples_have_none(client: Client) -> None:
     sample = client.generate(["a"], Sampling(max_tokens=3, logprobs=False))[0].samples[0]
     assert sample.logprobs is None
@@ -96,6 +122,10 @@ def test_without_logprobs_samples_have_none(client: Client) -> None:
 class Pair(BaseModel, extra="forbid"):
     left: bool
     right: bool
+
+
+class WithFunction(BaseModel):
+    call: Callable[[int], int]
 
 
 class Impossible(Pair):
@@ -148,9 +178,13 @@ def test_the_first_token_of_all_has_no_score(client: Client) -> None:
 
 
 def test_pairs_that_cannot_be_scored_have_errors(client: Client) -> None:
-    scores = client.score(["a", None, "\ud800", "long " * 600], ["b", None, "b", "b"])
+    prompts: list[Any] = ["a", None, "\ud800", "long " * 600, "a", b"ab", np.array(5)]
+    scores = client.score(prompts, ["b", None, "b", "b", [1], [1], [1]])
     assert scores[0].error is None
     messages = [str(score.error) for score in scores[1:]]
+    assert messages[3] == "a prompt and its completion are both texts or both token ids, and one is a text"
+    assert messages[4] == "a prompt and its completion are texts or lists of token ids, not a bytes"
+    assert messages[5] == "a prompt and its completion are texts or lists of token ids, not an int"
     assert messages[0] == "a prompt and its completion are texts or lists of token ids, not None"
     assert "surrogates" in messages[1]
     assert all(len(score.logprobs) == 0 and np.isnan(score.total) for score in scores[1:])
@@ -185,6 +219,27 @@ def test_every_bad_row_has_an_error_and_the_others_have_results(client: Client) 
     assert results[1].text is results[1].parsed is results[1].finish_reason is None
     schemas = client.generate(["a", "b"], Sampling(max_tokens=2), schema={"type": "object", "not": {}})
     assert ["not" in str(result.error) for result in schemas] == [True, True]
+
+
+def test_a_row_without_its_key_is_an_error_of_this_row(client: Client) -> None:
+    rows: list[Any] = [{"id": "a", "prompt": "x"}, {"prompt": "x"}, "x", None, {"id": None, "prompt": "y"}]
+    results = list(client.stream(iter(rows), Sampling(max_tokens=2), key="id"))
+    found = sorted((rows.index(result.row), result.key, result.error and result.error.code) for result in results)
+    missing = "row_without_key"
+    assert found == [(0, "a", None), (1, None, missing), (2, None, missing), (3, None, missing), (4, None, None)]
+
+
+class Raising(Pair):
+    @field_validator("left")
+    @classmethod
+    def _raise(cls, _value: bool) -> bool:
+        raise KeyError("never")
+
+
+def test_what_a_validator_raises_is_the_reason_of_its_sample(client: Client) -> None:
+    sampling = Sampling(max_tokens=150, temperature=0.5, seed=1)
+    sample = client.generate(["a"], sampling, schema=Raising)[0].samples[0]
+    assert (sample.parsed, sample.parse_error) == (None, "KeyError: 'never'")
 
 
 def test_rows_are_read_as_there_is_room(toka: TokaProcess) -> None:
@@ -232,22 +287,46 @@ def test_lost_connections_change_no_result(toka: TokaProcess, client: Client) ->
 
 
 def test_a_lost_server_is_the_error_of_what_is_left(toka: TokaProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the end of a stream, whose rows may have no end."""
     monkeypatch.setattr(bulk, "MAX_SILENCE_S", 0.5)
+    num_read = 0
+
+    def rows() -> Iterator[str]:
+        nonlocal num_read
+        while True:
+            num_read += 1
+            yield str(num_read)
+
     with cutting_proxy(toka.url, [4000]) as proxy, Client(proxy.url, concurrency=8) as through:
-        results = through.stream((str(number) for number in range(100)), Sampling(max_tokens=2))
+        results = through.stream(rows(), Sampling(max_tokens=2))
         first = next(results)
         proxy.stop()
-        rest = list(results)
+        rest: list[Result] = []
+        with pytest.raises(ServerError, match="onnect"):
+            rest.extend(results)
+        generated = through.generate(PROMPTS, Sampling(max_tokens=2))
+    assert [result.error and result.error.code for result in generated] == ["server_lost"] * len(PROMPTS)
+    assert [(result.key, result.row) for result in generated] == list(enumerate(PROMPTS))
     assert first.error is None
-    assert len(rest) == 99
-    assert rest[-1].error is not None
-    assert rest[-1].error.code == "server_lost"
+    errors = [result.error.code for result in rest if result.error is not None]
+    assert errors == ["server_lost"] * len(errors)
+    assert 0 < len(errors) <= 8, "those that were in flight"
+    assert {result.key for result in (first, *rest)} == set(range(num_read)), "each row that was read has its result"
 
 
-def test_no_server_is_said_at_once() -> None:
+def test_no_server_is_said_at_once(caplog: pytest.LogCaptureFixture) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(ServerError, match=f"no answer from {url}.*is the server running"):
         Client(url)
+
+    async def enter() -> None:
+        async with AsyncClient(url):
+            pass
+
+    with pytest.raises(ServerError, match=f"no answer from {url}"):
+        asyncio.run(enter())
+    gc.collect()
+    assert caplog.text == "", "no connection is left open"
 
 
 class _Echo(BaseHTTPRequestHandler):
@@ -308,10 +387,24 @@ class _Silent(_Echo):
         self.connection.recv(1 << 16)  # until the client has given up
 
 
-def test_a_server_that_says_nothing_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+class _Deaf(_Silent):
+    """Does not even begin an answer."""
+
+    def do_POST(self) -> None:
+        _Silent.num_posts += 1
+        if _Silent.num_posts > 1:
+            _Echo.do_POST(self)
+            return
+        while self.connection.recv(1 << 16):
+            pass
+
+
+@pytest.mark.parametrize("kind", [_Silent, _Deaf])
+def test_a_server_that_says_nothing_is_asked_again(kind: type[_Silent], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Silent, "num_posts", 0)
     monkeypatch.setattr(bulk, "_MAX_QUIET_S", 0.5)
     monkeypatch.setattr(bulk, "_PAUSES_S", (0.01,))
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Silent) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with Client(f"http://127.0.0.1:{server.server_port}") as silent:
             results = silent.generate(["quiet"])
@@ -330,6 +423,32 @@ def test_wrong_calls_raise_at_once_and_name_what_is_wrong(client: Client) -> Non
         ({"logprobs": 1}, "logprobs must be True or False, not 1"),
         ({"top_logprobs": 2, "logprobs": False}, "top_logprobs goes with logprobs=True"),
         ({"logit_bias": [1]}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": {-1: 1}}, "logit_bias: must contain token ids as keys"),
+        ({"logit_bias": {1: 101}}, "logit_bias: must contain numbers from -100 to 100"),
+        ({"seed": -1}, r"seed must be a whole number from 0 to 2\*\*64 - 1, not -1"),
+        ({"seed": 2**64}, "seed must be"),
+        ({"seed": 1.0}, "seed must be"),
+        ({"temperature": -0.1}, "temperature: .* greater than or equal to 0, not -0.1"),
+        ({"temperature": float("nan")}, "temperature: .* finite number, not nan"),
+        ({"temperature": "1"}, "temperature: .* number, not '1'"),
+        ({"n": 0}, "n: .* greater than or equal to 1, not 0"),
+        ({"n": True}, "n: .* integer, not True"),
+        ({"top_p": 0}, "top_p: .* greater than 0, not 0"),
+        ({"top_p": 1.5}, "top_p: .* less than or equal to 1, not 1.5"),
+        ({"top_k": -2}, "top_k: .*not -2"),
+        ({"min_p": 2}, "min_p: .*not 2"),
+        ({"presence_penalty": 3}, "presence_penalty: .*not 3"),
+        ({"frequency_penalty": -3}, "frequency_penalty: .*not -3"),
+        ({"repetition_penalty": 0}, "repetition_penalty: .*not 0"),
+        ({"max_tokens": -1}, "max_tokens: .*not -1"),
+        ({"min_tokens": -1}, "min_tokens: .*not -1"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens must be at most max_tokens=4, not 5"),
+        ({"stop": ""}, "stop: must not contain an empty string"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids: -1 is no token id"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids: must be a list of token ids"),
+        ({"top_logprobs": -1}, "top_logprobs must be a whole number from 0"),
+        ({"priority": 2**63}, "priority: "),
+        ({"ignore_eos": 1}, "ignore_eos: .*not 1"),
     ):
         with pytest.raises(ValueError, match=message):
             Sampling(**wrong)
@@ -361,12 +480,26 @@ def test_wrong_calls_raise_at_once_and_name_what_is_wrong(client: Client) -> Non
         Client("127.0.0.1:1")
     with pytest.raises(TypeError, match="schema must be a pydantic class or a JSON schema, not a str"):
         client.generate(["a"], schema="x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"schema: WithFunction has no JSON schema: .*CallableSchema"):
+        client.generate(["a"], schema=WithFunction)
+    with pytest.raises(TypeError, match=r"prompts must be a list of prompts; for one of them, write \[prompt\]"):
+        client.generate(np.array([1, 2]))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="base_url must be a URL, not int"):
+        Client(10210)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="1 prompts and 2 completions"):
         client.score(["a"], ["b", "c"])
-    with pytest.raises(KeyError, match="row 0 has no 'id'"):
-        list(client.stream([{"prompt": "a"}], key="id"))
     with pytest.raises(ValueError, match="concurrency must be a whole number from 1"):
         Client(concurrency=0)
+
+
+def test_prompts_may_be_a_column_of_any_library(client: Client) -> None:
+    sampling = Sampling(temperature=0, max_tokens=3)
+    texts = [result.text for result in client.generate(PROMPTS[:3], sampling)]
+    for make in (np.array, pandas.Series, polars.Series, pa.array):
+        assert [result.text for result in client.generate(make(PROMPTS[:3]), sampling)] == texts
+        assert {result.text for result in client.stream(make(PROMPTS[:3]), sampling)} == set(texts)
+    ids = client.generate(np.array([[1, 2], [3, 4]]), sampling)
+    assert [result.text for result in ids] == [result.text for result in client.generate([[1, 2], [3, 4]], sampling)]
 
 
 def test_every_sampling_field_of_the_api_can_be_set() -> None:
@@ -375,6 +508,7 @@ def test_every_sampling_field_of_the_api_can_be_set() -> None:
     elsewhere = {
         *("model", "logprobs_in_fingerprint", "return_token_ids", "stream", "stream_options", "prompt_logprobs"),
         *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        "return_tokens_as_token_ids",
         *("guided_decoding_backend", "guided_whitespace_pattern", "structural_tag", "cache_salt"),
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
     }
@@ -432,6 +566,8 @@ def test_a_call_that_takes_long_shows_how_far_it_is(
     assert re.match(r"\d+ of 41 rows done, 1 error, .* tokens/s, .* left\n", shown), shown
     client.generate(PROMPTS, sampling, progress=False)
     assert capsys.readouterr().err == ""
+    client.score(iter([*PROMPTS * 8, None]), iter(["b" * 200] * 321))
+    assert capsys.readouterr().err.splitlines()[-1].startswith("321 of 321 rows done, 1 error, ")
 
 
 def test_clients_work_where_an_event_loop_runs(toka: TokaProcess, client: Client) -> None:
@@ -466,6 +602,15 @@ def test_map_of_an_async_client_equals_that_of_a_client(toka: TokaProcess, clien
             job = waiting.map(many, tmp_path / "out", prompt="{text}", key="id", sampling=slow, progress=False)
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(job, 1.0)
+            endless = ({"text": "a"} for _ in itertools.count())
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(waiting.map(endless, prompt="{text}", sampling=slow, progress=False), 1.0)
+            # more than asyncio has threads, all of which are at work when each is to be closed
+            jobs = [waiting.map(many, prompt="{text}", sampling=slow, progress=False) for _ in range(40)]
+            started = time.monotonic()
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.gather(*jobs), 1.0)
+            assert time.monotonic() - started < 20
             # the client still serves
             assert (await waiting.generate(["a"], sampling))[0].error is None
 

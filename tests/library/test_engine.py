@@ -197,15 +197,53 @@ def test_a_restart_that_fails_is_final(model: Path, start, tmp_path: Path) -> No
         engine.wait_until_up(UP_S)
 
 
+def restarts(lines: list[str]) -> list[str]:
+    """Their numbers, as shown."""
+    return [line.partition("; restart ")[2] for line in lines if "; restart " in line]
+
+
+@pytest.mark.parametrize("worker", ["run_worker_that_never_starts", "run_worker_that_is_killed"])
+def test_an_engine_that_is_killed_while_it_starts_again_is_started_once_more(start, worker: str) -> None:
+    """Its launcher, while the worker does not start; or the worker."""
+    lines: list[str] = []
+
+    def show(line: str) -> None:
+        lines.append(line)
+        if "; restart " in line:
+            entries = stub_entries(worker if line.endswith(" 1") else "run_worker")
+            environment = engine._supervisor._environment  # of the start that follows
+            environment[stub_entry.ENTRIES] = ",".join((entries.server, entries.manager, entries.worker))
+        elif restarts(lines) == ["1"] and worker == "run_worker_that_never_starts" and not has_killed.is_set():
+            has_killed.set()
+            os.kill(launcher_of(engine), signal.SIGKILL)
+
+    has_killed = threading.Event()
+    engine = start(show=show)
+    kill_and_wait(engine, launcher_of(engine))
+    engine.wait_until_up(UP_S)
+    assert served_name(engine) == "tiny-llama"
+    assert restarts(lines) == ["1", "2"]
+
+
 def test_a_wait_ends_with_its_time_and_with_the_engine(start) -> None:
-    engine = start()
+    is_starting_again, may_go_on = threading.Event(), threading.Event()
+
+    def show(line: str) -> None:
+        """A start again stops at its first line, until the test lets it go on."""
+        if line.endswith("; restart 1"):
+            is_starting_again.set()
+        elif is_starting_again.is_set():
+            may_go_on.wait(UP_S)
+
+    engine = start(show=show)
     kill_and_wait(engine, launcher_of(engine))
     with pytest.raises(EngineNotUp, match=r"^the engine does not serve again after 0.1 s$"):
         engine.wait_until_up(0.1)
-    closing = threading.Timer(0.2, engine.close)  # while it starts again
+    closing = threading.Timer(0.2, engine.close)
     closing.start()
     with pytest.raises(EngineError, match=r"^the engine is closed$"):
         engine.wait_until_up(UP_S)
+    may_go_on.set()
     closing.join()
     assert_all_end([launcher_of(engine)], 0.1)
     assert not directory_of(engine).exists()

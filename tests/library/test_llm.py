@@ -1,5 +1,7 @@
 """An LLM whose processes are killed, and programs that are interrupted while it starts."""
 
+import asyncio
+import json
 import os
 import signal
 import threading
@@ -12,7 +14,7 @@ import pytest
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_tiny_model
 from tests.library.helpers.engine_scripts import launcher_of, pids_of, running_script
-from tokasaurus import LLM, Sampling
+from tokasaurus import LLM, AsyncLLM, Sampling
 from tokasaurus.config import ServerConfig
 from tokasaurus.library.llm import _words
 
@@ -39,6 +41,39 @@ def test_a_program_sees_warnings_alone_unless_it_wants_more() -> None:
         "warning",
         2,
     )
+
+
+def test_map_of_an_async_llm_in_the_directory_of_its_call(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine starts with the call, and the program goes elsewhere meanwhile."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text("".join(f'{{"id": {number}, "q": "prompt {number}"}}\n' for number in range(20)))
+    sampling = Sampling(temperature=0, max_tokens=3)
+
+    async def main() -> None:
+        llm = AsyncLLM(str(model), **FLAGS)
+        job = asyncio.create_task(
+            llm.map("in.jsonl", "out", prompt="{q}", key="id", sampling=sampling, columns=["token_ids"], progress=False)
+        )
+        await asyncio.sleep(0.1)
+        os.chdir("elsewhere")
+        try:
+            summary = await job
+            (path,) = (tmp_path / "out").iterdir()
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            expected = await llm.generate([row["q"] for row in rows], sampling)
+        finally:
+            await llm.close()
+        assert (summary.num_rows, summary.num_errors, summary.output) == (20, 0, tmp_path / "out")
+        assert [row["id"] for row in rows] == list(range(20))
+        begun_with = json.loads((tmp_path / "out.toka" / "job.json").read_text())
+        assert begun_with["model_files"]["path"] == str(model), "by which a later call knows the model"
+        assert [row["answer"] for row in rows] == [result.text for result in expected]
+        assert [row["token_ids"] for row in rows] == [result.samples[0].token_ids.tolist() for result in expected]
+
+    asyncio.run(main())
 
 
 @pytest.mark.long

@@ -62,7 +62,7 @@ def test_flags_of_the_engine_are_checked_and_passed_on() -> None:
 
 
 def test_every_flag_of_the_server_is_one_of_map_or_of_how_others_reach_it() -> None:
-    left_out = {"host", "port", "unix_socket", "api_keys_file", "allowed_hosts", "data_dir"}
+    left_out = {"host", "port", "unix_socket", "api_keys_file", "allowed_hosts", "data_dir", "rl"}
     assert set(ServerConfig.flags) - set(MapConfig.flags) == left_out
 
 
@@ -84,6 +84,10 @@ def test_every_flag_of_the_server_is_one_of_map_or_of_how_others_reach_it() -> N
         ([*JOB, 'logit_bias={"a": 1}'], 'logit_bias={"a": 1}: its names must be token ids'),
         ([*JOB, "port=80"], "port: others cannot reach the engine of toka map; base_url= names a running server"),
         ([*JOB, URL, "model=m"], "model: a flag of the server, which runs already at base_url=http://localhost:1/v1"),
+        (
+            [*JOB[:2], "prompt={q}", "tools=x.json"],
+            "tools: need messages: chat=T sends the prompt as the message of a user",
+        ),
         ([*JOB, "api_key=k"], "api_key: only with base_url=, since nobody else reaches the engine that is started"),
     ],
 )
@@ -110,6 +114,12 @@ def test_a_wrong_schema_is_a_wrong_flag(
         path.write_text(text)
     assert main(["map", *JOB, f"schema={path}"]) == 2
     assert match in capsys.readouterr().err
+
+
+def test_wrong_tools_are_a_wrong_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tools.json").write_text("[1]")
+    assert main(["map", *JOB, "chat=T", f"tools={tmp_path / 'tools.json'}"]) == 2
+    assert "tools.json: must be a JSON list of objects, one for each function" in capsys.readouterr().err
 
 
 def test_help_has_three_examples_and_every_flag(capsys: pytest.CaptureFixture[str]) -> None:

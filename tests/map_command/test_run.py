@@ -57,6 +57,28 @@ def test_samples_in_parquet_with_a_prefix(server: LiveServer, tmp_path: Path) ->
     assert rows[0]["m_finish_reason"] == ["length", "length"]
 
 
+def test_rows_with_errors_are_computed_again_with_further_columns(
+    server: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*write_rows(tmp_path / "in.jsonl", 8), f"base_url={server.url}", "columns=token_ids, seed", "seed=3"]
+    with (tmp_path / "in.jsonl").open("a") as file:
+        file.write('no JSON\n{"id": 9, "q": null}\n')
+    assert main(words) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / "part-000000.jsonl").read_text().splitlines()]
+    assert [row["error"] is not None for row in rows] == [False] * 8 + [True, True]
+    assert "line 9 is not JSON" in rows[8]["error"]
+    assert (bytes(rows[0]["token_ids"][:3]), rows[0]["seed"], rows[8]["seed"]) == (b"tex", 3, None)
+    assert "8 rows answered, 2 errors" in capsys.readouterr().out
+    write_rows(tmp_path / "in.jsonl", 10)
+    assert main([*words, "retry_errors=T"]) == 0
+    assert "2 rows answered, 0 errors, 8 done before" in capsys.readouterr().out
+    assert [(row["id"], row["answer"], row["error"]) for row in read_rows(tmp_path / "out")] == [
+        (number, f"text {number}", None) for number in range(10)
+    ]
+    assert main([*words, "columns=ids"]) == 1
+    assert "columns: 'ids' must be one of token_ids, logprobs" in capsys.readouterr().err
+
+
 def test_what_is_wrong_with_the_input_is_said_before_a_server_is_sought(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,20 +2,24 @@
 
 import os
 
-from tokasaurus.config import ServerConfig
+from tokasaurus.config import CommandConfig, ServerConfig
 from tokasaurus.flags import MAX_INT32, FlagConfig, FlagError, count, flag
 
 ACTIONS = ("list", "show", "cancel")
 
 # Flags of the server that a run sets for its own server.
-_SET_BY_THE_RUN = ("host", "port", "unix_socket", "data_dir")
+_SET_BY_THE_RUN = ("host", "port", "unix_socket", "data_dir", "rl")
 # Flags of the server with other defaults here: most protect it from its clients, and a run has only one, the user, who
 # sees its log beside the progress.
 _OWN_DEFAULTS = ("keep_days", "max_file_bytes", "max_batch_lines", "log_level", "uvicorn_log_level")
 
 
-class RunConfig(ServerConfig, without=_SET_BY_THE_RUN):
+class RunConfig(CommandConfig, without=_SET_BY_THE_RUN):
     """The flags of a run, checked by `finalize`."""
+
+    command_headings = ("batch",)
+    set_by_command = _SET_BY_THE_RUN
+    why_set = "toka batch sets it itself"
 
     input: str | None = flag(
         None,
@@ -26,11 +30,7 @@ class RunConfig(ServerConfig, without=_SET_BY_THE_RUN):
     )
     output: str | None = flag(None, "file for the results, which appears when it is complete", none_means="required")
     overwrite: bool = flag(False, "replace the output if it exists")
-    base_url: str | None = flag(
-        None,
-        "URL of a running server's OpenAI API, such as http://127.0.0.1:10210/v1; without it, a server is started, "
-        "with the flags below",
-    )
+    base_url: str | None = CommandConfig.declared("base_url", heading="batch")
     api_key: str | None = ServerConfig.declared(
         "api_key",
         meaning="API key of the server at base_url",
@@ -49,23 +49,6 @@ class RunConfig(ServerConfig, without=_SET_BY_THE_RUN):
     max_batch_lines: int = ServerConfig.declared("max_batch_lines", default=1_000_000)
     log_level: str = ServerConfig.declared("log_level", default="warning")
     uvicorn_log_level: str = ServerConfig.declared("uvicorn_log_level", default="warning")
-
-    @classmethod
-    def parse(cls, words: list[str]) -> "RunConfig":
-        names = [word.partition("=")[0] for word in words]
-        for name in names:
-            if name in _SET_BY_THE_RUN:
-                raise FlagError(f"{name}: toka batch sets it itself; base_url= names a running server")
-        config = super().parse(words)
-        of_server = [name for name in names if name not in _OWN_FLAGS]
-        if config.base_url is not None and of_server:
-            raise FlagError(f"{of_server[0]}: a flag of the server, which runs already at base_url={config.base_url}")
-        return config
-
-    def read_environment(self) -> None:
-        """Only for a server at base_url: the variables are for its key."""
-        if self.base_url is not None:
-            super().read_environment()
 
     def finalize(self) -> None:
         """Raises FlagError for a wrong value or a missing file name."""
@@ -91,9 +74,6 @@ def _check_window(window: str) -> None:
         ) from None
 
 
-_OWN_FLAGS = [name for name, flag in RunConfig.flags.items() if flag.heading == "batch"]
-
-
 def key_of_environment() -> str | None:
     """The key of a server at base_url=, if none is given."""
     return os.environ.get("TOKA_API_KEY") or os.environ.get("OPENAI_API_KEY") or None
@@ -101,7 +81,7 @@ def key_of_environment() -> str | None:
 
 def server_words(config: RunConfig, words: list[str]) -> list[str]:
     """The server's flags: the words of the run without the run's own flags, and the run's defaults for a server."""
-    given = [word for word in words if word.partition("=")[0] not in _OWN_FLAGS]
+    given = [word for word in words if word.partition("=")[0] not in RunConfig.own_flags()]
     return [*given, *(f"{name}={getattr(config, name)}" for name in _OWN_DEFAULTS)]
 
 

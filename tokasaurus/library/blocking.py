@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from tokasaurus.library.bulk import AsyncBulkSession, Progress, ServerError
+from tokasaurus.library.bulk import AsyncBulkSession, ClientClosed, Progress, ServerError
 from tokasaurus.library.requests import Answer, RequestLine
 
 Value = TypeVar("Value")
@@ -38,7 +38,7 @@ class LoopThread:
         try:
             return future.result()
         except concurrent.futures.CancelledError:
-            raise ServerError("the client is closed") from None
+            raise ClientClosed() from None
         except BaseException:
             future.cancel()
             raise
@@ -74,12 +74,12 @@ class LoopThread:
     def _submit(self, call: Coroutine[Any, Any, Value]) -> concurrent.futures.Future[Value]:
         """Raises ServerError and RuntimeError."""
         if self._is_closed:
-            raise ServerError("the client is closed")
+            raise ClientClosed()
         if not self._thread.is_alive():  # before the lock, which another thread may have held at the fork
             raise RuntimeError("a forked process cannot use the client of its parent: make one in it, or use threads")
         with self._lock:  # a call that came after the loop's last round would never end
             if self._is_closed:
-                raise ServerError("the client is closed")
+                raise ClientClosed()
             return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def _serve(self) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,9 @@ MAX_CONCURRENCY = 4096
 over."""
 MAX_BYTES_IN_FLIGHT = 64 << 20
 """Bytes of the lines without an answer, as the server allows; one line more may be sent."""
+MAX_BYTES_HELD = 64 << 20
+"""While the caller has left answers of this size untaken, no more are read from the connection. What has been read
+before, up to 2 MiB, is added to them."""
 MAX_ATTEMPTS = 5
 """How often a line is sent that the server could not serve for a reason that may pass."""
 MAX_SILENCE_S = 300.0
@@ -31,7 +36,20 @@ _MAX_BYTES_PER_WRITE = 256 << 10
 _PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _CONNECT_S = 30.0
 _MAX_QUIET_S = 60.0
-"""Longest time without a byte from a server, which sends its progress once a second while lines are in flight."""
+"""Longest time in which a server neither takes nor sends a byte. It sends its progress once a second while it has whole
+lines in flight, but nothing while it receives the first of them."""
+_MAX_KERNEL_BYTES = 4 << 20
+"""Most of the written bytes that may still wait in this machine's network buffers."""
+_SLOW_BYTES_PER_S = 64 << 10
+"""Slowest upload that is no silence: the bytes in those buffers may take this long beside _MAX_QUIET_S."""
+_GATHER_S = 0.05
+"""Longest time that an answer waits for others."""
+_OPEN_PER_ANSWER = 4
+"""It waits while there are more open lines than these for each answer."""
+_MIN_QUEUED = 256
+"""Open lines that no answer keeps waiting, while there are others to send: they may be all that the server runs."""
+_MAX_BYTES_PER_PART = 256 << 10
+"""A longer line is written in parts of this size, as the server takes them: each part shows that it is not silent."""
 # Statuses of a line or a connection that may be another one later; 502 and 504 are those of proxies.
 _TRANSIENT = (429, 502, 503, 504)
 _TRANSIENT_CODES = ("engine_died",)
@@ -39,6 +57,13 @@ _TRANSIENT_CODES = ("engine_died",)
 
 class ServerError(Exception):
     """The server cannot be reached, is not a tokasaurus server, or refuses to serve this client. One line says why."""
+
+
+class ClientClosed(ServerError):
+    """The user does not want any more answers."""
+
+    def __init__(self) -> None:
+        super().__init__("the client is closed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +98,7 @@ class Server:
         self.http = aiohttp.ClientSession(
             connector=connector,
             headers=headers,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_MAX_QUIET_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             trust_env=socket_path is None and not leads_here(self.url),  # proxies
             read_bufsize=1 << 20,
         )
@@ -96,6 +121,18 @@ class Server:
         except (ValueError, LookupError, TypeError):
             raise ServerError(f"{self.url} answered something else than a list of models") from None
 
+    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a request that changes the server, however long it takes. Raises ServerError."""
+        try:
+            async with self.http.post(f"{self.url}{path}", json=body, timeout=aiohttp.ClientTimeout()) as response:
+                content = await response.read()
+                if response.status != 200:
+                    raise ServerError(f"{self.url}{path} answered {response.status}: {_reason(content)}")
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerError(f"no answer from {self.url}{path}: {error or type(error).__name__}") from None
+        answer: dict[str, Any] = orjson.loads(content)
+        return answer
+
     async def close(self) -> None:
         await self.http.close()
 
@@ -115,6 +152,9 @@ class AsyncBulkSession:
         self._pausing: dict[int, asyncio.TimerHandle] = {}
         """Lines that will be sent again after a pause."""
         self._answers: list[Answer] = []
+        self._num_held_bytes = 0
+        """Of the answers that the caller has not taken."""
+        self._were_taken = asyncio.Event()
         self._num_answered = 0
         self._num_open = 0
         """Lines whose answers the caller does not have."""
@@ -122,6 +162,8 @@ class AsyncBulkSession:
         """Of the lines whose answers the caller does not have."""
         self._is_last = False
         self._has_news = asyncio.Event()
+        self._has_enough = asyncio.Event()
+        """Answers for a call to return, or a reason not to wait for more."""
         self._can_send = asyncio.Event()
         self._failure: ServerError | None = None
         self.progress: Progress | None = None
@@ -137,8 +179,9 @@ class AsyncBulkSession:
     ) -> list[Answer]:
         """Send lines, at most `room()`, and return the answers that have arrived.
 
-        Waits until there is an answer, or room for more lines unless `is_last`, or until the timeout. Without a
-        timeout, an empty list after is_last=True means that every line has been answered. Raises ServerError if the
+        Waits until there is an answer, or room for more lines unless `is_last`, or until the timeout; a moment longer
+        while nearly all lines are open, since each call costs more than an answer. Without a timeout, an empty list
+        after is_last=True means that every line has been answered. Raises ServerError if the
         server is lost; the lines without an answer are then in `unanswered`."""
         if self._task is None:
             self._task = asyncio.create_task(self._run())
@@ -164,10 +207,20 @@ class AsyncBulkSession:
                 await asyncio.wait_for(self._has_news.wait(), seconds)
             except asyncio.TimeoutError:
                 break
+        if self._answers and self._has_few_answers() and (is_last or not self.room()):
+            self._has_enough.clear()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._has_enough.wait(), _GATHER_S)
         answers, self._answers = self._answers, []
+        self._num_held_bytes = 0
+        self._were_taken.set()
         self._num_open -= len(answers)
         self._num_bytes -= sum(len(answer.line.body) for answer in answers)
         return answers
+
+    def _has_few_answers(self) -> bool:
+        num_lines = len(self._lines) - (0 if self._is_last else _MIN_QUEUED)
+        return len(self._answers) < num_lines // _OPEN_PER_ANSWER
 
     @property
     def unanswered(self) -> list[RequestLine]:
@@ -179,6 +232,7 @@ class AsyncBulkSession:
         if self._task is not None:
             self._task.cancel()
         self._has_news.set()
+        self._has_enough.set()
 
     async def close(self) -> None:
         """Cancels what is in flight."""
@@ -217,6 +271,7 @@ class AsyncBulkSession:
             raise
         finally:
             self._has_news.set()
+            self._has_enough.set()
 
     async def _stream(self) -> str | None:
         """One connection: None after its regular end, or if no line was in flight at its end, else why it was lost.
@@ -226,11 +281,16 @@ class AsyncBulkSession:
         self._pausing.clear()
         self._unsent = deque(self._lines.values())
         is_open = True
+        quiet = _QuietTimer()
 
         async def body() -> AsyncIterator[bytes]:
             while is_open:
                 while self._unsent:
-                    yield self._next_write()
+                    content = self._next_write()
+                    for start in range(0, len(content), _MAX_BYTES_PER_PART):
+                        part = content[start : start + _MAX_BYTES_PER_PART]
+                        yield part
+                        quiet.note_sent(len(part))
                 if self._is_last and not self._lines:
                     return
                 self._can_send.clear()
@@ -248,6 +308,7 @@ class AsyncBulkSession:
                     )
                 begun = bytearray()
                 async for chunk in response.content.iter_any():
+                    quiet.note_received()
                     *ends, rest = chunk.split(b"\n")
                     if ends:
                         ends[0] = bytes(begun) + ends[0]
@@ -255,11 +316,21 @@ class AsyncBulkSession:
                         for end in ends:
                             self._receive(end)
                     begun += rest
+                    if self._num_held_bytes >= MAX_BYTES_HELD:
+                        quiet.pause()
+                        self._were_taken.clear()
+                        await self._were_taken.wait()
+                        quiet.note_received()
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             # A server is quiet while it has no line.
             lost = f"the connection to {self._server.url} was lost: {error or type(error).__name__}"
             return lost if self._lines else None
+        except asyncio.CancelledError:
+            if not quiet.has_cancelled():
+                raise
+            return f"{self._server.url} was silent for {_MAX_QUIET_S:g} s" if self._lines else None
         finally:
+            quiet.stop()
             is_open = False
             self._can_send.set()
         if self._lines:
@@ -299,7 +370,10 @@ class AsyncBulkSession:
         self._attempts.pop(line.number, None)
         self._num_answered += 1
         self._answers.append(Answer(line, status, body))
+        self._num_held_bytes += len(content)
         self._has_news.set()
+        if not self._has_few_answers() or self._num_held_bytes >= MAX_BYTES_HELD:
+            self._has_enough.set()
         if self._is_last and not self._lines:
             self._can_send.set()
 
@@ -319,6 +393,51 @@ class AsyncBulkSession:
         del self._pausing[line.number]
         self._unsent.append(line)
         self._can_send.set()
+
+
+class _QuietTimer:
+    """Cancels the task that made it once nothing has been sent or received for a while."""
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "made in a task"
+        self._task = task
+        self._loop = asyncio.get_running_loop()
+        self._num_sent = 0
+        """Bytes since the last one from the server."""
+        self._last_s = self._loop.time()
+        self._is_over = False
+        self._handle = self._loop.call_later(_MAX_QUIET_S, self._look)
+
+    def note_received(self) -> None:
+        self._last_s = self._loop.time()
+        self._num_sent = 0
+
+    def note_sent(self, num_bytes: int) -> None:
+        self._last_s = self._loop.time()
+        self._num_sent += num_bytes
+
+    def pause(self) -> None:
+        """Until the next byte."""
+        self._last_s = float("inf")
+
+    def stop(self) -> None:
+        self._handle.cancel()
+
+    def has_cancelled(self) -> bool:
+        """Whether only this timer has cancelled the task, which then may go on."""
+        if not self._is_over:
+            return False
+        return sys.version_info < (3, 11) or self._task.uncancel() == 0
+
+    def _look(self) -> None:
+        allowed_s = _MAX_QUIET_S + min(self._num_sent, _MAX_KERNEL_BYTES) / _SLOW_BYTES_PER_S
+        left_s = self._last_s + allowed_s - self._loop.time()
+        if left_s > 0:
+            self._handle = self._loop.call_later(min(left_s, _MAX_QUIET_S), self._look)
+        else:
+            self._is_over = True
+            self._task.cancel()
 
 
 def _reason(content: bytes) -> str:

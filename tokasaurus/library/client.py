@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import dataclasses
 import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, overload
 
+import numpy as np
 import orjson
 from typing_extensions import Self
 
 from tokasaurus.library.blocking import BulkSession, LoopThread
-from tokasaurus.library.bulk import AsyncBulkSession, Progress, Server, ServerError
-from tokasaurus.library.map.outputs import Counts
+from tokasaurus.library.bulk import AsyncBulkSession, ClientClosed, Progress, Server, ServerError
+from tokasaurus.library.counts import Counts
+from tokasaurus.library.map.options import MapOptions
+from tokasaurus.library.map.sources import absolute_paths
+from tokasaurus.library.model_files import ModelFiles
 from tokasaurus.library.requests import (
     CHAT,
     COMPLETIONS,
@@ -46,14 +52,16 @@ FindProgress: TypeAlias = Callable[[], Progress | None]
 
 _MAX_READ_S = 0.05
 _MAX_READ_BYTES = 8 << 20
-"""Rows that take longer to read, or have more bytes, are sent before the next ones are read."""
+_MAX_READ_ROWS = 256
+"""Rows that take longer to read, have more bytes, or are more, are sent before the next ones are read."""
 
 
 class _Flow:
     """The rows of one call on their way to results. No I/O."""
 
-    def __init__(self, rows: Iterable[Row], request_format: RequestFormat, key: str | None) -> None:
-        self._rows = enumerate(rows)
+    def __init__(self, rows: Iterable[tuple[int, Row]], request_format: RequestFormat, key: str | None) -> None:
+        """rows: with their numbers, which are their keys unless `key` names a field."""
+        self._rows = iter(rows)
         self._format = request_format
         self._key = key
         self._open: dict[int, tuple[Any, Row]] = {}
@@ -63,12 +71,15 @@ class _Flow:
         """What the server has told of the lines without an answer."""
         self.is_exhausted = False
         """No row is left."""
+        self.failure: ServerError | None = None
+        """Why the rows were lost that have no answer."""
 
     def take(self, room: int) -> tuple[list[RequestLine], list[Result]]:
         """The next rows: at most `room` lines, and the results of rows that cannot be sent."""
         lines: list[RequestLine] = []
         refused: list[Result] = []
         num_bytes = 0
+        room = min(room, _MAX_READ_ROWS)
         deadline_s = time.monotonic() + _MAX_READ_S
         while len(lines) < room and len(refused) < room and num_bytes < _MAX_READ_BYTES:
             if (lines or refused) and time.monotonic() > deadline_s:
@@ -77,11 +88,12 @@ class _Flow:
             if number < 0:
                 self.is_exhausted = True
                 break
-            key = self._key_of(number, row)
+            key: Any = None
             try:
+                key = self._key_of(number, row)
                 line = self._format.line(number, _prompt_of(row))
             except BadPrompt as error:
-                refused.append(Result(key, row, (), RowError("bad_prompt", str(error))))
+                refused.append(Result(key, row, (), RowError(error.code, str(error))))
             else:
                 self._open[number] = key, row
                 lines.append(line)
@@ -96,33 +108,37 @@ class _Flow:
         return results
 
     def _count(self, results: Sequence[Result]) -> None:
-        self.counts.num_finished += len(results)
-        self.counts.num_errors += sum(result.error is not None for result in results)
-        self.counts.output_tokens += sum(len(sample.token_ids) for result in results for sample in result.samples)
+        counts = self.counts
+        counts.num_finished += len(results)
+        for result in results:
+            if result.error is not None:
+                counts.num_errors += 1
+            for sample in result.samples:
+                counts.output_tokens += len(sample.token_ids)
 
-    def lost(self, error: ServerError) -> Iterator[Result]:
-        """Of the rows without an answer, and of all that follow."""
+    def lost(self, error: ServerError) -> list[Result]:
+        """Of the rows that have been sent and have no answer."""
+        self.failure = error
         reason = RowError("server_lost", str(error))
-        for key, row in self._open.values():
-            yield Result(key, row, (), reason)
-        for number, row in self._rows:
-            yield Result(self._key_of(number, row), row, (), reason)
+        return [Result(key, row, (), reason) for key, row in self._open.values()]
 
     def _key_of(self, number: int, row: Row) -> Any:
+        """Raises BadPrompt."""
         if self._key is None:
             return number
         if not isinstance(row, Mapping) or self._key not in row:
-            raise KeyError(f"row {number} has no {self._key!r}, which key= names")
+            raise BadPrompt(f"row {number} has no {self._key!r}, which key= names", "row_without_key")
         return row[self._key]
 
 
 class _ScoreFlow:
     """The pairs of one call on their way to scores, in the order of the input. No I/O."""
 
-    def __init__(self, prompts: Sequence[Any], completions: Sequence[Any], model: str) -> None:
+    def __init__(self, prompts: Iterable[Any], completions: Iterable[Any], model: str) -> None:
         self._pairs = _checked_pairs(prompts, completions)
+        self.num_pairs = len(self._pairs)
         self._format = ScoreFormat(model)
-        self._order = iter(_in_order_of_prefixes([prompt for prompt, _ in self._pairs]))
+        self._order = iter([number for number, _ in _in_order_of_prefixes([prompt for prompt, _ in self._pairs])])
         self._scores: dict[int, Score] = {}
         self.counts = Counts()
         self.find_progress: FindProgress = lambda: None
@@ -130,7 +146,8 @@ class _ScoreFlow:
 
     def take(self, room: int) -> list[RequestLine]:
         lines: list[RequestLine] = []
-        while len(lines) < room:
+        num_refused = 0
+        while len(lines) < min(room, _MAX_READ_ROWS):
             number = next(self._order, None)
             if number is None:
                 self.is_exhausted = True
@@ -139,7 +156,10 @@ class _ScoreFlow:
                 lines.append(self._format.line(number, *self._pairs[number]))
             except BadPrompt as error:
                 self._note_error(number, RowError("bad_prompt", str(error)))
-        self.counts.num_rows += len(lines)
+                num_refused += 1
+        self.counts.num_rows += len(lines) + num_refused
+        self.counts.num_finished += num_refused
+        self.counts.num_errors += num_refused
         return lines
 
     def add(self, answers: Sequence[Answer]) -> None:
@@ -161,6 +181,10 @@ class _ScoreFlow:
         self._scores[number] = Score(*NO_TOKENS, error)
 
 
+def _absolute(path: str | Path) -> str:
+    return str(Path(path).absolute())
+
+
 class AsyncClient:
     """A client of a running server, for programs with an event loop.
 
@@ -178,6 +202,8 @@ class AsyncClient:
         concurrency: most prompts that are at the server at once; None: as many as its scheduler can look ahead over.
         """
         _check_concurrency(concurrency)
+        if not isinstance(base_url, str):
+            raise TypeError(f"base_url must be a URL, not {type(base_url).__name__}")
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url must begin with http:// or https://, not {base_url!r}")
         self._concurrency = concurrency
@@ -190,7 +216,11 @@ class AsyncClient:
         self._connecting = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
-        await self.connect()
+        try:
+            await self.connect()
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(
@@ -203,7 +233,7 @@ class AsyncClient:
         ServerError."""
         async with self._connecting:
             if self._is_closed:
-                raise ServerError("the client is closed")
+                raise ClientClosed()
             if self._model is None:
                 if self._server is None:
                     self._server = self._make_server()
@@ -214,7 +244,7 @@ class AsyncClient:
         """Ends its connections. It cannot be used any more."""
         self._is_closed = True
         for session in list(self._sessions):
-            session.fail(ServerError("the client is closed"))
+            session.fail(ClientClosed())
         if self._server is not None:
             await self._server.close()
             self._server = self._model = None
@@ -224,6 +254,10 @@ class AsyncClient:
 
     def _make_server(self) -> Server:
         return Server(*self._address)
+
+    def _find_model_files(self) -> ModelFiles | None:
+        """Of a model in local files; None if it is known by its name alone."""
+        return None
 
     async def generate(
         self,
@@ -263,16 +297,16 @@ class AsyncClient:
         **options: Any,
     ) -> AsyncIterator[Result]:
         """As `Client.stream`."""
-        flow = _Flow(_checked_rows(rows), await self._format(sampling, schema, tools, options), key)
+        flow = _Flow(enumerate(_checked_rows(rows)), await self._format(sampling, schema, tools, options), key)
         async for result in self._results(flow):
             yield result
 
-    async def score(self, prompts: Sequence[Any], completions: Sequence[Any], *, progress: bool = True) -> list[Score]:
+    async def score(self, prompts: Iterable[Any], completions: Iterable[Any], *, progress: bool = True) -> list[Score]:
         """As `Client.score`."""
         flow = _ScoreFlow(prompts, completions, await self.connect())
         session = self._session()
         flow.find_progress = lambda: session.progress
-        with _shown(flow, len(prompts), progress):
+        with _shown(flow, flow.num_pairs, progress):
             try:
                 while True:
                     lines = flow.take(session.room())
@@ -285,6 +319,25 @@ class AsyncClient:
             finally:
                 await session.close()
 
+    async def update_weights(
+        self,
+        directory: str | Path,
+        version: str | None = None,
+        *,
+        partial: bool = False,
+        mode: Literal["abort", "wait", "keep"] = "keep",
+        clear_cache: bool = True,
+    ) -> str:
+        """As `Client.update_weights`."""
+        await self.connect()
+        assert self._server is not None
+        body = {
+            **{"weight_dir": _absolute(directory), "version": version, "partial": partial},
+            **{"mode": mode, "clear_cache": clear_cache},
+        }
+        answer = await self._server.post("/update_weights", body)
+        return str(answer["weight_version"])
+
     async def map(
         self,
         rows: Rows,
@@ -296,41 +349,46 @@ class AsyncClient:
         key: str | None = None,
         sampling: Sampling | None = None,
         schema: Schema | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        columns: Sequence[str] = (),
         format: str | None = None,
         prefix: str = "",
         overwrite: bool = False,
+        retry_errors: bool = False,
         progress: bool = True,
         **options: Any,
     ) -> Any:
         """As `Client.map`, in a thread, which also reads the rows and calls functions of them. If the call is
         cancelled, what has finished is stored."""
+        map_options = MapOptions(
+            prompt=prompt,
+            messages=messages,
+            chat=chat,
+            key=key,
+            columns=columns,
+            format=format,
+            prefix=prefix,
+            overwrite=overwrite,
+            retry_errors=retry_errors,
+            progress=progress,
+        )
+        rows, output = absolute_paths(rows), absolute_paths(output)
         await self.connect()
         beside = await asyncio.to_thread(_ClientBeside, self)
 
         def run() -> Any:
-            call: Callable[..., Any] = beside.map  # of whatever type the rows are
-            return call(
-                rows,
-                output,
-                prompt=prompt,
-                messages=messages,
-                chat=chat,
-                key=key,
-                sampling=sampling,
-                schema=schema,
-                format=format,
-                prefix=prefix,
-                overwrite=overwrite,
-                progress=progress,
-                **options,
-            )
+            return beside._map(rows, output, sampling, schema, tools, map_options, options)
 
-        running = asyncio.ensure_future(asyncio.to_thread(run))
+        # A thread of its own: jobs that have all of asyncio's threads would wait for one for ever, which closes them.
+        thread = ThreadPoolExecutor(1, "tokasaurus map")
+        context = contextvars.copy_context()
+        running = asyncio.get_running_loop().run_in_executor(thread, context.run, run)
         try:
             return await asyncio.shield(running)
         finally:
             await asyncio.to_thread(beside.close)
             await asyncio.gather(running, return_exceptions=True)
+            thread.shutdown(wait=False)
 
     async def _format(
         self,
@@ -350,14 +408,16 @@ class AsyncClient:
         return session
 
     async def _in_order(self, rows: list[Any], request_format: RequestFormat, progress: bool) -> list[Result]:
-        order = _in_order_of_prefixes(rows)
-        flow = _Flow([rows[number] for number in order], request_format, None)
+        flow = _Flow(_in_order_of_prefixes(rows), request_format, None)
         results: list[Result | None] = [None] * len(rows)
-        with _shown(flow, len(rows), progress):
-            async for result in self._results(flow):
-                number = order[result.key]
-                results[number] = Result(number, result.row, result.samples, result.error)
-        return [result for result in results if result is not None]
+        try:
+            with _shown(flow, len(rows), progress):
+                async for result in self._results(flow):
+                    results[result.key] = result
+        except ServerError:
+            if flow.failure is None:
+                raise
+        return _completed(results, rows, flow.failure)
 
     async def _results(self, flow: _Flow) -> AsyncIterator[Result]:
         session = self._session()
@@ -375,6 +435,7 @@ class AsyncClient:
         except ServerError as error:
             for result in flow.lost(error):
                 yield result
+            raise
         finally:
             await session.close()
 
@@ -485,13 +546,13 @@ class Client:
         key: name of a dictionary's field that is the result's key; by default it is the row's number, from 0.
         sampling, schema, tools, options: as for `generate` and `chat`.
 
-        A row that cannot be answered has a result with an `error`. Raises TypeError and ValueError for arguments that
-        are wrong for every row, KeyError for a row without its key, and what reading the rows raises. To leave the loop
-        cancels what is in flight.
-        """
-        return self._results(_Flow(_checked_rows(rows), self._format(sampling, schema, tools, options), key))
+        A row that cannot be answered has a result with an `error`; the key of a row that lacks it is None. Raises
+        TypeError and ValueError for arguments that are wrong for every row, and what reading the rows raises. If the
+        server is lost for good, the rows that have been sent get errors, no more rows are read, and ServerError is
+        raised. To leave the loop cancels what is in flight."""
+        return self._results(_Flow(enumerate(_checked_rows(rows)), self._format(sampling, schema, tools, options), key))
 
-    def score(self, prompts: Sequence[Any], completions: Sequence[Any], *, progress: bool = True) -> list[Score]:
+    def score(self, prompts: Iterable[Any], completions: Iterable[Any], *, progress: bool = True) -> list[Score]:
         """The log-probabilities of given completions, each after its prompt; in the order of the input.
 
         prompts, completions: of equal length; the two of a pair are both texts, or both lists of token ids. Texts are
@@ -501,6 +562,30 @@ class Client:
         A pair that cannot be scored has a score with an `error`. Raises TypeError and ValueError for arguments that are
         wrong as a whole."""
         return self._loop.run(self._client.score(prompts, completions, progress=progress))
+
+    def update_weights(
+        self,
+        directory: str | Path,
+        version: str | None = None,
+        *,
+        partial: bool = False,
+        mode: Literal["abort", "wait", "keep"] = "keep",
+        clear_cache: bool = True,
+    ) -> str:
+        """Give the model new weights, in place; returns their version. Needs `rl=True`, of an LLM or of the server.
+
+        directory: on the server's machine, with safetensors files of the model's tensors; /dev/shm is memory. It must
+        stay until the next update, since an engine that dies reads it again.
+        version: a name; None counts on from the last number.
+        partial: tensors may be missing, and stay as they are.
+        mode: what becomes of prompts that are running: "keep" goes on with them, "wait" finishes them first, "abort"
+        ends them with the tokens that they have.
+        clear_cache: forget what is cached of all prompts.
+
+        Raises ServerError if nothing was changed; it names the file or tensor that is wrong."""
+        return self._loop.run(
+            self._client.update_weights(directory, version, partial=partial, mode=mode, clear_cache=clear_cache)
+        )
 
     @overload
     def map(
@@ -514,9 +599,12 @@ class Client:
         key: str | None = ...,
         sampling: Sampling | None = ...,
         schema: Schema | None = ...,
+        tools: Sequence[Mapping[str, Any]] | None = ...,
+        columns: Sequence[str] = ...,
         format: str | None = ...,
         prefix: str = ...,
         overwrite: bool = ...,
+        retry_errors: bool = ...,
         progress: bool = ...,
         **options: Any,
     ) -> MapSummary: ...
@@ -533,6 +621,8 @@ class Client:
         key: str | None = ...,
         sampling: Sampling | None = ...,
         schema: Schema | None = ...,
+        tools: Sequence[Mapping[str, Any]] | None = ...,
+        columns: Sequence[str] = ...,
         prefix: str = ...,
         progress: bool = ...,
         **options: Any,
@@ -549,9 +639,12 @@ class Client:
         key: str | None = None,
         sampling: Sampling | None = None,
         schema: Schema | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        columns: Sequence[str] = (),
         format: str | None = None,
         prefix: str = "",
         overwrite: bool = False,
+        retry_errors: bool = False,
         progress: bool = True,
         **options: Any,
     ) -> Any:
@@ -571,51 +664,69 @@ class Client:
         gives a text, token ids, or messages.
         messages: the same, but a column or a function that gives a list of messages.
         chat: texts of `prompt` are sent as the message of a user, in place of being completed.
-        key: a column whose values tell rows apart; a value that comes again is an error. None: the row's number in its
-        file, so that rows must not be put between others before the same call is made again.
-        sampling, schema, options: as for `generate` and `chat`.
+        key: a column whose values tell rows apart. None: the row's number in its file, so that rows must not be put
+        between others before the same call is made again.
+        sampling, schema, tools, options: as for `generate` and `chat`.
+        columns: further columns of the answers, named as the fields of Sample: "token_ids", "logprobs", "seed",
+        "reasoning" and "tool_calls", which is there whenever there are tools.
         format: of the output's files, "parquet" or "jsonl"; by default that of the input if it is JSON lines, else
         Parquet.
-        prefix: of the names of the new columns: "answer", "finish_reason" and "error".
+        prefix: of the names of the new columns: "answer", "finish_reason", "error" and `columns`.
         overwrite: remove the rows that an earlier call has put into the output directory.
+        retry_errors: compute the rows again whose stored row has an error, whatever they ask now; all other rows stay.
         progress: show how far the job is, on stderr or in the notebook.
 
         The new columns: `answer` is a text, or with n > 1 a list of n texts; with a schema it is JSON text.
-        `finish_reason` is likewise. `error` is null, or says why the row has no answer: one bad row does not stop the
-        job.
+        `finish_reason` and `columns` are likewise, but for `seed`, which is one number. `error` is null, or says why
+        the row has no answer: one bad row does not stop the job. A row without the key, or with that of an earlier row,
+        is also an error; so is one with a value that the output's files cannot have, which is null there.
 
         **The same call again goes on where it was**, whatever has ended it: Ctrl-C, a full disk, the death of the
-        program, the engine or the machine. Rows that have an answer or an error are not computed again. The state for
-        that is in the directory OUTPUT.toka beside the output. A job whose requests have changed is refused with
-        JobChanged.
+        program, the engine or the machine. Rows that have an answer or an error are not computed again, unless
+        `retry_errors` says so. The state for that is in the directory OUTPUT.toka beside the output. A job whose
+        requests have changed, or whose local model has other files, is refused with JobChanged; a row that had no
+        request before may have one now.
 
         At Ctrl-C, what has finished is stored; a second one ends at once.
 
         Returns a MapSummary, or without `output` the rows with their answers. Raises ValueError, TypeError and
-        FileNotFoundError for wrong arguments and rows that cannot be read or stored, OSError for an output that cannot
-        be written, and ServerError if the server is lost."""
+        FileNotFoundError for wrong arguments and files that cannot be read, OutputInUse if another job writes to the
+        output, OutputFull and OSError if it cannot be written, and ServerError if the server is lost."""
+        map_options = MapOptions(
+            prompt=prompt,
+            messages=messages,
+            chat=chat,
+            key=key,
+            columns=columns,
+            format=format,
+            prefix=prefix,
+            overwrite=overwrite,
+            retry_errors=retry_errors,
+            progress=progress,
+        )
+        return self._map(rows, output, sampling, schema, tools, map_options, options)
+
+    def _map(
+        self,
+        rows: Rows,
+        output: str | Path | None,
+        sampling: Sampling | None,
+        schema: Schema | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        map_options: MapOptions,
+        options: Mapping[str, Any],
+    ) -> Any:
         from tokasaurus.library.map.job import map_rows
 
         sampling = Sampling() if sampling is None else sampling
         if isinstance(sampling, Sampling):  # the format refuses all else
-            sampling = dataclasses.replace(sampling, logprobs=False, top_logprobs=0)
-        endpoints = (CHAT,) if chat or messages is not None else (COMPLETIONS, CHAT)
-        request_format = self._format(sampling, schema, None, options, endpoints)
+            has_logprobs = "logprobs" in map_options.columns
+            sampling = dataclasses.replace(sampling, logprobs=has_logprobs, top_logprobs=0)
+        endpoints = (CHAT,) if map_options.chat or map_options.messages is not None else (COMPLETIONS, CHAT)
+        request_format = self._format(sampling, schema, tools, options, endpoints)
+        model_files = None if output is None else self._client._find_model_files()
         with self._session() as session:
-            return map_rows(
-                session,
-                request_format,
-                rows,
-                output,
-                prompt=prompt,
-                messages=messages,
-                chat=chat,
-                key=key,
-                format=format,
-                prefix=prefix,
-                overwrite=overwrite,
-                progress=progress,
-            )
+            return map_rows(session, request_format, rows, output, map_options, model_files)
 
     def _format(
         self,
@@ -634,14 +745,16 @@ class Client:
         return BulkSession(self._loop, self._loop.run(make()))
 
     def _in_order(self, rows: list[Any], request_format: RequestFormat, progress: bool) -> list[Result]:
-        order = _in_order_of_prefixes(rows)
-        flow = _Flow([rows[number] for number in order], request_format, None)
+        flow = _Flow(_in_order_of_prefixes(rows), request_format, None)
         results: list[Result | None] = [None] * len(rows)
-        with _shown(flow, len(rows), progress):
-            for result in self._results(flow):
-                number = order[result.key]
-                results[number] = Result(number, result.row, result.samples, result.error)
-        return [result for result in results if result is not None]
+        try:
+            with _shown(flow, len(rows), progress):
+                for result in self._results(flow):
+                    results[result.key] = result
+        except ServerError:
+            if flow.failure is None:
+                raise
+        return _completed(results, rows, flow.failure)
 
     def _results(self, flow: _Flow) -> Iterator[Result]:
         with self._session() as session:
@@ -656,6 +769,7 @@ class Client:
                     yield from flow.results(answers)
             except ServerError as error:
                 yield from flow.lost(error)
+                raise
 
 
 class _ClientBeside(Client):
@@ -664,6 +778,7 @@ class _ClientBeside(Client):
     def __init__(self, client: AsyncClient) -> None:
         borrowed = AsyncClient(concurrency=client._concurrency)
         borrowed._make_server = client._make_server  # type: ignore[method-assign]
+        borrowed._find_model_files = client._find_model_files  # type: ignore[method-assign]
         self._start(borrowed)
 
 
@@ -692,20 +807,31 @@ def _prompt_of(row: Row) -> Prompt:
     return prompt
 
 
-def _in_order_of_prefixes(rows: Sequence[Any]) -> Sequence[int]:
-    """The numbers of the rows such that those with a common prefix are neighbours."""
+def _completed(results: list[Result | None], rows: Sequence[Any], error: ServerError | None) -> list[Result]:
+    """error: why some rows have no result."""
+    reason = RowError("server_lost", str(error))
+    return [result or Result(number, rows[number], (), reason) for number, result in enumerate(results)]
+
+
+def _in_order_of_prefixes(rows: Sequence[Any]) -> list[tuple[int, Any]]:
+    """The rows with their numbers, such that those with a common prefix are neighbours."""
+    written = [_written(row) for row in rows]
+    return [(number, rows[number]) for number in sorted(range(len(rows)), key=written.__getitem__)]
+
+
+def _written(row: Any) -> str:
+    """For the order alone; "" for a row that cannot be sent."""
     try:
-        written = [row if isinstance(row, str) else orjson.dumps(row).decode() for row in rows]
-    except TypeError:  # rows that cannot be sent are among them
-        return range(len(rows))
-    return sorted(range(len(rows)), key=written.__getitem__)
+        return row if isinstance(row, str) else orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+    except TypeError:
+        return ""
 
 
 def _checked_list(rows: Iterable[Any], name: str) -> list[Any]:
     """Raises TypeError for what is one row in place of several."""
     rows = _checked_rows(rows, name)
     listed = list(rows)
-    if listed and isinstance(listed[0], Mapping | int):
+    if listed and isinstance(listed[0], Mapping | int | np.integer):
         raise TypeError(f"{name} must be a list of {name}; for one of them, write [{name[:-1]}]")
     return listed
 
@@ -733,16 +859,14 @@ def _checked_conversations(conversations: Iterable[Any]) -> list[Any]:
 def _checked_rows(rows: Iterable[Any], name: str = "rows") -> Iterable[Any]:
     if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
         raise TypeError(f"{name} must be an iterable of {name}, not {type(rows).__name__}")
-    return rows
+    # Columns of Arrow consist of objects of its own.
+    return cast("list[Any]", rows.to_pylist()) if hasattr(rows, "to_pylist") else rows
 
 
-def _checked_pairs(prompts: Sequence[Any], completions: Sequence[Any]) -> list[tuple[Any, Any]]:
+def _checked_pairs(prompts: Iterable[Any], completions: Iterable[Any]) -> list[tuple[Any, Any]]:
     first, second = _checked_list(prompts, "prompts"), _checked_list(completions, "completions")
     if len(first) != len(second):
         raise ValueError(f"score: there are {len(first)} prompts and {len(second)} completions")
-    for number, (prompt, completion) in enumerate(zip(first, second, strict=True)):
-        if isinstance(prompt, str) != isinstance(completion, str):
-            raise TypeError(f"score: of pair {number}, one is a text and the other is not")
     return list(zip(first, second, strict=True))
 
 

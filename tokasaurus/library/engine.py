@@ -48,6 +48,10 @@ class EngineNotUp(EngineError):
     """It does not serve yet, but may later."""
 
 
+class _KilledAtStart(EngineError):
+    """Somebody, or the system, has killed it while it started."""
+
+
 class PrivateEngine:
     """toka's processes, for this process alone. Any thread may call any method.
 
@@ -200,7 +204,7 @@ class _Supervisor:
         try:
             server.wait_until_serving()
         except ServerEnded as ended:
-            raise EngineError(str(ended)) from None
+            raise (_KilledAtStart if ended.was_killed else EngineError)(str(ended)) from None
         with self._changed:
             self.model = server.model
             self._is_serving = not self._is_closing
@@ -212,8 +216,9 @@ class _Supervisor:
             self._start_again_and_again()
 
     def _start_again_and_again(self) -> None:
-        while self._server is not None:
-            why = self._server.wait_for_end()
+        assert self._server is not None, "it has been started"
+        why: Exception = self._server.wait_for_end()
+        while True:
             with self._changed:
                 self._is_serving = False
                 if self._is_closing:
@@ -228,10 +233,14 @@ class _Supervisor:
             try:
                 Path(self.socket_path).unlink(missing_ok=True)
                 self._start_server()
+            except _KilledAtStart as killed:
+                why = killed
+                continue
             except (EngineError, OSError) as error:
                 self._give_up(f"the engine did not start again: {error}")
                 return
             self._show("toka: the engine serves again")
+            why = self._server.wait_for_end()
 
     def _note_restart(self) -> int | None:
         """Its number among the latest; None if it would be one too many."""

@@ -6,15 +6,16 @@ import asyncio
 import json
 import sys
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from tokasaurus.config import ServerConfig
+from tokasaurus.config import FLAGS_OF_ACCESS, ServerConfig
 from tokasaurus.library.bulk import Server, ServerError
-from tokasaurus.library.client import AsyncClient, Client
+from tokasaurus.library.client import AsyncClient, Client, _absolute
 from tokasaurus.library.engine import EngineError, EngineNotUp, PrivateEngine
+from tokasaurus.library.model_files import ModelFiles, find_model_files
 
-# Flags of how others reach a server, or of what only they use.
-_NO_FLAGS = ("host", "port", "unix_socket", "api_key", "api_keys_file", "allowed_hosts", "data_dir")
+_NO_FLAGS = (*FLAGS_OF_ACCESS, "api_key")
 # The log is beside what the program prints, and the progress.
 _OWN_DEFAULTS = {"log_level": "warning", "uvicorn_log_level": "warning"}
 _RESTART_S = 600.0
@@ -38,6 +39,9 @@ class AsyncLLM(AsyncClient):
         """As `LLM`."""
         super().__init__(concurrency=concurrency)
         words = _words(model, flags)
+        path = None if model is None else Path(model).expanduser()
+        self._model_paths = [path.resolve()] if path is not None and path.exists() else []
+        """Of the local model, if it is one, or of the weights that it has been given; then of partial ones since."""
         self._engine = PrivateEngine(words, _print if show else _ignore)
         self._has_started = False
 
@@ -60,6 +64,23 @@ class AsyncLLM(AsyncClient):
 
     def end(self) -> None:
         self._engine.close()
+
+    def _find_model_files(self) -> ModelFiles | None:
+        return find_model_files(*self._model_paths)
+
+    async def update_weights(
+        self,
+        directory: str | Path,
+        version: str | None = None,
+        *,
+        partial: bool = False,
+        mode: Literal["abort", "wait", "keep"] = "keep",
+        clear_cache: bool = True,
+    ) -> str:
+        """As `Client.update_weights`."""
+        updated = await super().update_weights(directory, version, partial=partial, mode=mode, clear_cache=clear_cache)
+        self._model_paths = [*(self._model_paths if partial else ()), Path(_absolute(directory))]
+        return updated
 
     def _make_server(self) -> Server:
         async def wait_until_up() -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import orjson
 from pydantic import BaseModel, ValidationError
+from pydantic.errors import PydanticInvalidForJsonSchema
 
 from tokasaurus.library.results import NO_TOKENS, Result, RowError, Sample, Score, ToolCall, row_error
 from tokasaurus.library.sampling import GENERATE_TOKENS, Sampling
@@ -27,12 +28,14 @@ Prompt: TypeAlias = "str | Sequence[int] | Sequence[Message]"
 Schema: TypeAlias = "type[BaseModel] | Mapping[str, Any]"
 """A pydantic class, or a JSON schema."""
 
-# Marks of reasoning in the texts of reasoning models; an end mark without its start mark closes what the prompt opened.
-_REASONING_MARKS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"))
-
 
 class BadPrompt(ValueError):
-    """The row has no prompt that can be sent. The message says why."""
+    """The row cannot be sent. The message says why."""
+
+    def __init__(self, message: str, code: str = "bad_prompt") -> None:
+        """code: of the row's error."""
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +76,6 @@ class Answer:
     body: dict[str, Any]
     """The response's JSON; {"error": {...}} unless the status is 200."""
 
-    @property
-    def raw(self) -> bytes:
-        """The body as JSON text."""
-        return orjson.dumps(self.body)
-
 
 class RequestFormat:
     """How the prompts of one call become requests, and answers become results."""
@@ -98,6 +96,10 @@ class RequestFormat:
         if sampling is not None and not isinstance(sampling, Sampling):
             raise TypeError(f"sampling must be a Sampling, not {type(sampling).__name__}")
         self.sampling = sampling or Sampling()
+        if tools is not None and not (
+            isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)
+        ):
+            raise TypeError("tools must be a list of dicts, one for each function, as in OpenAI's API")
         self._schema = schema
         fields: dict[str, Any] = {"model": model, **self.sampling.shared_fields()}
         if schema is not None:
@@ -113,7 +115,7 @@ class RequestFormat:
         completion = {"logprobs": top} if with_logprobs else {}
         chat = {"logprobs": True, "top_logprobs": top} if with_logprobs else {}
         max_tokens = {} if self.sampling.max_tokens is not None else {"max_tokens": GENERATE_TOKENS}
-        self._asks_tools = bool(tools)
+        self.asks_tools = bool(tools)
         tool_fields = {"tools": list(tools)} if tools else {}
         self._completion_end = _rest(fields | completion | max_tokens)
         self._chat_end = _rest(fields | chat | tool_fields)
@@ -126,7 +128,7 @@ class RequestFormat:
         """The request of a prompt. Raises BadPrompt."""
         seed = None if self.sampling.seed is not None else secrets.randbits(63)
         if isinstance(prompt, str):
-            if self._asks_tools:
+            if self.asks_tools:
                 raise BadPrompt("tools need messages: a prompt has no template that shows them")
             return RequestLine(number, COMPLETIONS, b'{"prompt":' + _dump(prompt) + self._completion_end, seed)
         if isinstance(prompt, np.ndarray):
@@ -135,15 +137,10 @@ class RequestFormat:
             raise BadPrompt(f"a prompt is a text, a list of token ids or a list of messages, not {_kind(prompt)}")
         if not prompt:
             raise BadPrompt("the list of token ids or messages is empty")
-        if prompt and isinstance(prompt[0], Mapping):
+        if isinstance(prompt[0], Mapping):
             return RequestLine(number, CHAT, b'{"messages":' + _dump(_messages(prompt)) + self._chat_end, seed)
-        ids = [int(token) if isinstance(token, int | np.integer) else _refuse_token(token) for token in prompt]
+        ids = list(map(_refuse_token_unless_int, prompt))
         return RequestLine(number, COMPLETIONS, b'{"prompt":' + _dump(ids) + self._completion_end, seed)
-
-    @staticmethod
-    def identity(line: RequestLine) -> bytes:
-        """As `RequestLine.identity`."""
-        return line.identity()
 
     def result(self, answer: Answer, key: object, row: object) -> Result:
         """The result of an answer; its error if the server answered one."""
@@ -177,6 +174,7 @@ class RequestFormat:
             if parse_error is not None and choice["finish_reason"] == "length":
                 parse_error = f"the text was cut at its limit of tokens: {parse_error}"
             token_ids = np.array(packed["completion_ids"][index], np.int32)
+            weights = choice.get("weight_versions")
             samples.append(
                 Sample(
                     text,
@@ -188,11 +186,12 @@ class RequestFormat:
                     parsed,
                     parse_error,
                     calls,
-                    find_reasoning(text),
+                    find_reasoning(text, packed.get("starts_in_reasoning") is True),
                     usage["prompt_tokens"],
                     cached_tokens,
                     _rows(_unpack(packed["packed_topk_indices"], index, np.int32), len(token_ids)),
                     _rows(_unpack(packed["packed_topk_logprobs"], index, np.float32), len(token_ids)),
+                    weights[-1]["version"] if weights else None,
                 )
             )
         return tuple(samples)
@@ -208,8 +207,10 @@ class RequestFormat:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"]))
             return None, f"{place}: {first['msg']}" if place else str(first["msg"])
-        except ValueError as error:
+        except orjson.JSONDecodeError as error:
             return None, f"not valid JSON: {error}"
+        except Exception as error:  # of the class's own validators, which must not end the call
+            return None, f"{type(error).__name__}: {error}"
 
 
 class ScoreFormat:
@@ -223,10 +224,14 @@ class ScoreFormat:
         """Both are texts, or both are token ids. Raises BadPrompt."""
         if isinstance(prompt, str) and isinstance(completion, str):
             return RequestLine(number, COMPLETIONS, b'{"prompt":' + _dump(prompt + completion) + self._end)
-        for ids in (prompt, completion):
-            if not isinstance(ids, Sequence | np.ndarray):
-                raise BadPrompt(f"a prompt and its completion are texts or lists of token ids, not {_kind(ids)}")
-        ids = [*map(_refuse_token_unless_int, prompt), *map(_refuse_token_unless_int, completion)]
+        ids: list[int] = []
+        for part in (prompt, completion):
+            listed = part.tolist() if isinstance(part, np.ndarray) else part
+            if not isinstance(listed, Sequence) or isinstance(listed, bytes | bytearray):
+                raise BadPrompt(f"a prompt and its completion are texts or lists of token ids, not {_kind(listed)}")
+            if isinstance(listed, str):
+                raise BadPrompt("a prompt and its completion are both texts or both token ids, and one is a text")
+            ids += map(_refuse_token_unless_int, listed)
         return RequestLine(number, COMPLETIONS, b'{"prompt":' + _dump(ids) + self._end)
 
     @staticmethod
@@ -248,7 +253,8 @@ class ScoreFormat:
             return Score(*NO_TOKENS, _unreadable(answer, error))
 
 
-_UNREADABLE = (KeyError, IndexError, TypeError, ValueError)
+_UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+"""What reading an answer of another form raises."""
 
 
 def _unreadable(answer: Answer, error: Exception) -> RowError:
@@ -257,19 +263,28 @@ def _unreadable(answer: Answer, error: Exception) -> RowError:
     return RowError("bad_answer", reason, None, answer.status)
 
 
-def find_reasoning(text: str) -> str | None:
-    """The reasoning at the start of a text; None if there is none."""
-    for start, end in _REASONING_MARKS:
-        before, mark, _ = text.partition(end)
-        if mark or text.lstrip().startswith(start):
-            return before.lstrip().removeprefix(start).strip()
-    return None
+def find_reasoning(text: str, starts_in_reasoning: bool = False) -> str | None:
+    """The reasoning at the start of a text; None if there is none, wherever else in the text such marks are.
+
+    starts_in_reasoning: the prompt ends with a mark that begins reasoning, as some chat templates have it."""
+    if not starts_in_reasoning and not text.lstrip().startswith(("<", "[")):
+        return None
+    from tokasaurus.server.tools.parser import THINKING_MARKS  # here, since it imports tokenizers
+
+    start = next((start for start in THINKING_MARKS if text.lstrip().startswith(start)), None)
+    if start is not None:
+        return text.lstrip().removeprefix(start).partition(THINKING_MARKS[start])[0].strip()
+    if not starts_in_reasoning:
+        return None
+    ends = [index for index in map(text.find, THINKING_MARKS.values()) if index >= 0]
+    return text[: min(ends, default=None)].strip()
 
 
 # Fields that follow from the arguments, or that results are read from.
 _OWN_FIELDS = (
     *("model", "prompt", "messages", "tools", "stream", "stream_options"),
     *("logprobs_in_fingerprint", "return_token_ids", "prompt_logprobs", "echo", "best_of", "max_completion_tokens"),
+    "return_tokens_as_token_ids",
 )
 
 
@@ -320,7 +335,10 @@ def _check_values(bodies: Mapping[str, bytes], options: Mapping[str, Any]) -> No
 
 def _json_schema(schema: Schema) -> Mapping[str, Any]:
     if isinstance(schema, type) and issubclass(schema, BaseModel):
-        return schema.model_json_schema()
+        try:
+            return schema.model_json_schema()
+        except PydanticInvalidForJsonSchema as error:
+            raise ValueError(f"schema: {schema.__name__} has no JSON schema: {error.message}") from None
     if isinstance(schema, Mapping):
         return schema
     raise TypeError(f"schema must be a pydantic class or a JSON schema, not {_kind(schema)}")

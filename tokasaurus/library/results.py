@@ -31,9 +31,9 @@ class Sample:
     token_ids: NDArray[np.int32]
     """[T]: the tokens as sampled, with the end token and the tokens of a stop string."""
     logprobs: NDArray[np.float32] | None
-    """[T]: log-probability of each token by the model's own distribution; None if `Sampling.logprobs` is False."""
+    """[T]: log-probability of each token, finite, by `Sampling.logprobs_mode`; None if `Sampling.logprobs` is False."""
     finish_reason: str
-    """"stop", "length" or "tool_calls"."""
+    """"stop", "length" or "tool_calls"; "abort" if a trainer has ended the completion early, for new weights."""
     seed: int
     """The request's seed. The same request with it gives the same n samples."""
     index: int = 0
@@ -46,7 +46,8 @@ class Sample:
     tool_calls: tuple[ToolCall, ...] = ()
     """Only of a chat with tools."""
     reasoning: str | None = None
-    """The text between the marks of reasoning, such as `<think>` and `</think>`; None if there is none."""
+    """The text between the marks of reasoning, such as `<think>` and `</think>`; None if there is none. It counts only
+    at the start of the text, or from there on if the prompt itself has begun it, as some chat templates do."""
     prompt_tokens: int = 0
     """Tokens of the prompt."""
     cached_tokens: int = 0
@@ -54,9 +55,9 @@ class Sample:
     top_token_ids: NDArray[np.int32] | None = None
     """[T, N]: the N most likely tokens at each position, most likely first; None if `Sampling.top_logprobs` is 0."""
     top_logprobs: NDArray[np.float32] | None = None
-    """[T, N]: their log-probabilities."""
-    weight_version: int = 0
-    """How often the server's weights had been replaced."""
+    """[T, N]: their log-probabilities; -inf after the last possible token, where fewer than N are possible."""
+    weight_version: str | None = None
+    """Name of the weights that the last token is from; None if the server's weights cannot be replaced (flag rl)."""
 
 
 @dataclass(frozen=True, slots=True)

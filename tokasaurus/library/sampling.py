@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from tokasaurus.messages.generation import LogprobsMode
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 
 GENERATE_TOKENS = 256
@@ -52,12 +53,15 @@ class Sampling:
     ignore_eos: bool = False
     """The model's end token does not end the text."""
     seed: int | None = None
-    """The same request with the same seed gives the same samples. None: a random one for each prompt, which each
-    sample tells."""
+    """From 0 to 2**64 - 1; the same request with the same seed gives the same samples. None: a random one for each
+    prompt, which each sample tells."""
     logprobs: bool = True
     """Whether samples have log-probabilities."""
     top_logprobs: int = 0
     """How many of the most likely tokens at each position samples have, with their log-probabilities."""
+    logprobs_mode: LogprobsMode | None = None
+    """Whose log-probabilities: "raw", the model's own distribution, or "sampled", the one that the token was drawn
+    from, after penalties, masks, temperature and limits. None: as the server's flag says, "raw" by default."""
     priority: int = 0
     """Among the waiting requests of one client, lower values start first. Each call is a client of its own, unless the
     server has several keys."""
@@ -73,28 +77,40 @@ class Sampling:
             raise ValueError(f"Sampling: top_logprobs must be a whole number from 0, not {self.top_logprobs!r}")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("Sampling: top_logprobs goes with logprobs=True")
+        if self.seed is not None and not (type(self.seed) is int and 0 <= self.seed < 1 << 64):
+            raise ValueError(f"Sampling: seed must be a whole number from 0 to 2**64 - 1, not {self.seed!r}")
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"Sampling: logit_bias must map token ids to numbers, not {self.logit_bias!r}")
         try:
-            SamplingFields.model_validate({"model": "default", **self.shared_fields()})
+            # with the defaults, since True equals 1
+            SamplingFields.model_validate({"model": "default", **self._written_fields(), **self.shared_fields()})
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
             raise ValueError(f"Sampling: {first['loc'][0]}: {first['msg']}, not {first['input']!r}") from None
+        if min(self.stop_token_ids, default=0) < 0:
+            raise ValueError(f"Sampling: stop_token_ids: {min(self.stop_token_ids)} is no token id")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"Sampling: min_tokens must be at most max_tokens={self.max_tokens}, not {self.min_tokens}"
+            )
 
     def shared_fields(self) -> dict[str, Any]:
         """The fields of bodies that differ from their defaults and that both endpoints have; without the seed, which
         is no part of what is asked if it is random."""
-        fields: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            # Equal requests are written equally, since `map` compares them.
-            value = _written(getattr(self, field.name), field.default)
-            if field.name not in _OWN_FIELDS and value != _written(field.default, field.default):
-                fields[field.name] = value
+        fields = {name: value for name, value in self._written_fields().items() if value != _WRITTEN_DEFAULTS[name]}
         if self.logit_bias:
             fields["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
         if self.seed is not None:
             fields["seed"] = self.seed
         return fields
+
+    def _written_fields(self) -> dict[str, Any]:
+        # Equal requests are written equally, since `map` compares them.
+        return {
+            field.name: _written(getattr(self, field.name), field.default)
+            for field in dataclasses.fields(self)
+            if field.name not in _OWN_FIELDS
+        }
 
 
 def _written(value: object, default: object) -> object:
@@ -110,3 +126,4 @@ def _written(value: object, default: object) -> object:
 
 # Written in another way, or into each body.
 _OWN_FIELDS = ("logprobs", "top_logprobs", "logit_bias", "seed")
+_WRITTEN_DEFAULTS = {field.name: _written(field.default, field.default) for field in dataclasses.fields(Sampling)}

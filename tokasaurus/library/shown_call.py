@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 
 from tokasaurus.library.bulk import Progress
-from tokasaurus.library.map.outputs import Counts
+from tokasaurus.library.counts import Counts
 from tokasaurus.library.map.progress import MapProgress
 
 FIRST_S = 3.0
@@ -27,6 +28,7 @@ class ShownCall:
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
     def __enter__(self) -> ShownCall:
+        self._began_s = time.monotonic()
         self._thread.start()
         return self
 
@@ -39,7 +41,7 @@ class ShownCall:
     def _run(self) -> None:
         if self._has_ended.wait(FIRST_S):
             return
-        with MapProgress(self._num_rows, is_shown=True) as shown:
+        with MapProgress(self._num_rows, is_shown=True, began_s=self._began_s) as shown:
             while not self._has_ended.wait(_LOOK_S):
                 num_in_flight = self._counts.num_rows - self._counts.num_finished
                 shown.update(self._counts, num_in_flight, self._find_progress())

@@ -4,18 +4,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokasaurus.config import ServerConfig
+from tokasaurus.config import FLAGS_OF_ACCESS, CommandConfig, ServerConfig
 from tokasaurus.flags import FlagError, count, flag
-
-# Flags of how others reach a server, or of what only they use.
-_NOT_OF_AN_ENGINE = ("host", "port", "unix_socket", "api_keys_file", "allowed_hosts", "data_dir")
-_DEFAULT_URL = "http://127.0.0.1:10210/v1"
 
 _USAGE = "toka map input='questions/*.parquet' output=answers prompt='{question}'"
 
 
-class MapConfig(ServerConfig, without=_NOT_OF_AN_ENGINE):
+_NOT_HERE = (*FLAGS_OF_ACCESS, "rl")
+
+
+class MapConfig(CommandConfig, without=(*_NOT_HERE, "logprobs_mode")):
     """The flags of a job, checked by `finalize`."""
+
+    command_headings = ("map", "sampling")
+    set_by_command = _NOT_HERE
+    why_set = "others cannot reach the engine of toka map"
 
     input: str | None = flag(
         None,
@@ -40,20 +43,26 @@ class MapConfig(ServerConfig, without=_NOT_OF_AN_ENGINE):
         none_means="the row's number in its file",
     )
     schema: str | None = flag(None, "file with a JSON schema that every answer then matches", none_means="no schema")
+    tools: str | None = flag(
+        None, "file with a JSON list of functions that the model may call, as in OpenAI's API", none_means="no tools"
+    )
+    columns: str | None = flag(
+        None,
+        "further columns of the answers, with commas between them: token_ids, logprobs, seed, reasoning, tool_calls",
+        none_means="none, or tool_calls with tools=",
+    )
     format: str | None = flag(
         None, "of the output's files", choices=("parquet", "jsonl"), none_means="jsonl for JSON lines, else parquet"
     )
     prefix: str | None = flag(
-        None, "of the names of the new columns answer, finish_reason and error", none_means="nothing"
+        None, "of the names of the new columns answer, finish_reason, error and columns=", none_means="nothing"
     )
     overwrite: bool = flag(False, "remove the rows of an earlier job from the output")
+    retry_errors: bool = flag(False, "compute rows again that have an error in the output")
     concurrency: int | None = count(
         None, "most rows that are at the server at once", none_means="as many as it looks ahead over"
     )
-    base_url: str | None = flag(
-        None,
-        f"URL of a running server, such as {_DEFAULT_URL}; without it, an engine is started, with the flags below",
-    )
+    base_url: str | None = CommandConfig.declared("base_url", heading="map")
     api_key: str | None = ServerConfig.declared(
         "api_key",
         meaning="API key of the server at base_url",
@@ -89,27 +98,16 @@ class MapConfig(ServerConfig, without=_NOT_OF_AN_ENGINE):
     )
     ignore_eos: bool = flag(False, "the model's end token does not end an answer")
     seed: int | None = flag(None, "the same for all rows", minimum=0, none_means="a random one for each row")
+    logprobs_mode: str | None = flag(  # type: ignore[assignment]  # of each request, and so of any server
+        None,
+        "of the column logprobs: the model's own, or of the distribution that tokens are drawn from",
+        choices=("raw", "sampled"),
+        none_means="the server's",
+    )
     priority: int = flag(0, "among waiting requests, lower values start first")
 
     log_level: str = ServerConfig.declared("log_level", default="warning")
     uvicorn_log_level: str = ServerConfig.declared("uvicorn_log_level", default="warning")
-
-    @classmethod
-    def parse(cls, words: list[str]) -> "MapConfig":
-        names = [word.partition("=")[0] for word in words]
-        for name in names:
-            if name in _NOT_OF_AN_ENGINE:
-                raise FlagError(f"{name}: others cannot reach the engine of toka map; base_url= names a running server")
-        config = super().parse(words)
-        of_server = [name for name in names if name not in _OWN_FLAGS]
-        if config.base_url is not None and of_server:
-            raise FlagError(f"{of_server[0]}: a flag of the server, which runs already at base_url={config.base_url}")
-        return config
-
-    def read_environment(self) -> None:
-        """Only for a server at base_url: the variables are for its key."""
-        if self.base_url is not None:
-            super().read_environment()
 
     def finalize(self) -> None:
         """Raises FlagError for a wrong value or a missing one."""
@@ -125,7 +123,13 @@ class MapConfig(ServerConfig, without=_NOT_OF_AN_ENGINE):
             raise FlagError("chat: goes with prompt=; messages= are a chat already")
         if self.api_key is not None and self.base_url is None:
             raise FlagError("api_key: only with base_url=, since nobody else reaches the engine that is started")
+        if self.tools is not None and self.prompt is not None and "{" in self.prompt and not self.chat:
+            raise FlagError("tools: need messages: chat=T sends the prompt as the message of a user")
         self.sampling_fields()
+
+    def answer_columns(self) -> list[str]:
+        """Further columns of the answers."""
+        return [] if self.columns is None else [name.strip() for name in self.columns.split(",")]
 
     def sampling_fields(self) -> dict[str, Any]:
         """The arguments of Sampling. Raises FlagError."""
@@ -148,17 +152,29 @@ class MapConfig(ServerConfig, without=_NOT_OF_AN_ENGINE):
 
     def read_schema(self) -> dict[str, Any] | None:
         """Raises FlagError."""
-        if self.schema is None:
-            return None
-        try:
-            schema = json.loads(Path(self.schema).expanduser().read_text())
-        except OSError as error:
-            raise FlagError(f"schema={self.schema}: {error.strerror}") from None
-        except ValueError as error:
-            raise FlagError(f"schema={self.schema}: is not JSON: {error}") from None
-        if not isinstance(schema, dict):
+        schema = self._read_json("schema")
+        if schema is not None and not isinstance(schema, dict):
             raise FlagError(f"schema={self.schema}: must be a JSON object, the schema of an answer")
         return schema
+
+    def read_tools(self) -> list[dict[str, Any]] | None:
+        """Raises FlagError."""
+        tools = self._read_json("tools")
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise FlagError(f"tools={self.tools}: must be a JSON list of objects, one for each function")
+        return tools
+
+    def _read_json(self, name: str) -> Any:
+        """The content of the file that a flag names; None without the flag. Raises FlagError."""
+        path = getattr(self, name)
+        if path is None:
+            return None
+        try:
+            return json.loads(Path(path).expanduser().read_text())
+        except OSError as error:
+            raise FlagError(f"{name}={path}: {error.strerror}") from None
+        except ValueError as error:
+            raise FlagError(f"{name}={path}: is not JSON: {error}") from None
 
     def _list_of_texts(self, text: str) -> list[str]:
         try:
@@ -171,7 +187,6 @@ class MapConfig(ServerConfig, without=_NOT_OF_AN_ENGINE):
 
 
 SAMPLING_FLAGS = [name for name, flag in MapConfig.flags.items() if flag.heading == "sampling"]
-_OWN_FLAGS = [name for name, flag in MapConfig.flags.items() if flag.heading in ("map", "sampling")]
 # Flags of the server with other defaults here: its log is beside the progress.
 _OWN_DEFAULTS = ("log_level", "uvicorn_log_level")
 
@@ -179,9 +194,10 @@ _OWN_DEFAULTS = ("log_level", "uvicorn_log_level")
 def engine_flags(config: MapConfig, words: list[str]) -> dict[str, Any]:
     """The flags of the engine that the words name, and the defaults of `toka map` for it."""
     names = {word.partition("=")[0] for word in words}
+    own = config.own_flags()
     given = {
         name: getattr(config, name)
         for name, flag in ServerConfig.flags.items()
-        if name not in _OWN_FLAGS and (name in names or flag.alias in names) and name not in _OWN_DEFAULTS
+        if name not in own and (name in names or flag.alias in names) and name not in _OWN_DEFAULTS
     }
     return {**given, **{name: getattr(config, name) for name in _OWN_DEFAULTS}}

@@ -1,6 +1,8 @@
 """`toka map`: run a job over files, with an engine of its own or a running server; run again, it goes on."""
 
+import dataclasses
 import sys
+from pathlib import Path
 
 from tokasaurus.flags import FlagError
 from tokasaurus.library.bulk import ServerError
@@ -8,6 +10,7 @@ from tokasaurus.library.client import Client
 from tokasaurus.library.engine import EngineError
 from tokasaurus.library.llm import LLM
 from tokasaurus.library.map.job import check_arguments
+from tokasaurus.library.map.options import MapOptions
 from tokasaurus.library.map.outputs import MapSummary
 from tokasaurus.library.sampling import Sampling
 from tokasaurus.map_command.config import MapConfig, engine_flags
@@ -44,18 +47,20 @@ def _sampling(config: MapConfig) -> Sampling:
 def _run(config: MapConfig, sampling: Sampling, words: list[str]) -> MapSummary:
     assert config.input is not None
     assert config.output is not None
-    schema = config.read_schema()
+    schema, tools = config.read_schema(), config.read_tools()
     # Now, since starting an engine may take minutes.
-    check_arguments(
-        config.input,
-        config.output,
+    options = MapOptions(
         prompt=config.prompt,
         messages=config.messages,
         chat=config.chat,
         key=config.key,
+        columns=config.answer_columns(),
         format=config.format,
         prefix=config.prefix or "",
+        overwrite=config.overwrite,
+        retry_errors=config.retry_errors,
     )
+    check_arguments(config.input, Path(config.output).expanduser(), options)
     client = (
         Client(config.base_url, api_key=config.api_key, concurrency=config.concurrency)
         if config.base_url is not None
@@ -63,17 +68,7 @@ def _run(config: MapConfig, sampling: Sampling, words: list[str]) -> MapSummary:
     )
     with client:
         return client.map(
-            config.input,
-            config.output,
-            prompt=config.prompt,
-            messages=config.messages,
-            chat=config.chat,
-            key=config.key,
-            sampling=sampling,
-            schema=schema,
-            format=config.format,
-            prefix=config.prefix or "",
-            overwrite=config.overwrite,
+            config.input, config.output, sampling=sampling, schema=schema, tools=tools, **dataclasses.asdict(options)
         )
 
 

@@ -7,6 +7,7 @@ import html
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -93,7 +94,9 @@ class LineDisplay:
         return time.monotonic() >= self._next_line_s
 
     def note(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        # A log file on a full disk, or a pipe that nobody reads any more, must not end the job.
+        with suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
 
     def show(self, text: str, _num_done: int, _total: int | None, is_last: bool = False) -> None:
         if is_last or self.is_due():

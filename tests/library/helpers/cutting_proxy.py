@@ -1,6 +1,7 @@
 """A proxy in front of a server that cuts every connection after some bytes of its answers."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,8 +11,9 @@ from urllib.parse import urlsplit
 class CuttingProxy:
     """Passes bytes on in both directions. Each of the first connections is cut after its number of answered bytes."""
 
-    def __init__(self, url: str, cuts: list[int]) -> None:
-        """cuts: answered bytes until a connection is cut; later connections are not."""
+    def __init__(self, url: str, cuts: list[int], bytes_per_s: float) -> None:
+        """cuts: answered bytes until a connection is cut; later connections are not. bytes_per_s: of requests."""
+        self._bytes_per_s = bytes_per_s
         parts = urlsplit(url)
         self._target = (parts.hostname, parts.port)
         self._cuts = iter(cuts)
@@ -23,7 +25,10 @@ class CuttingProxy:
 
     def run(self, is_ready: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
-        self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        listener = socket.create_server(("127.0.0.1", 0))
+        if self._bytes_per_s < float("inf"):
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # else it takes megabytes at once
+        self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, sock=listener))
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         is_ready.set()
         self._loop.run_forever()
@@ -58,6 +63,7 @@ class CuttingProxy:
                 while content := await reader.read(1 << 16):
                     up_writer.write(content)
                     await up_writer.drain()
+                    await asyncio.sleep(len(content) / self._bytes_per_s)
 
         forwarding = asyncio.create_task(pass_on())
         with suppress(ConnectionError):
@@ -75,8 +81,8 @@ class CuttingProxy:
 
 
 @contextmanager
-def cutting_proxy(url: str, cuts: list[int]) -> Iterator[CuttingProxy]:
-    proxy = CuttingProxy(url, cuts)
+def cutting_proxy(url: str, cuts: list[int], bytes_per_s: float = float("inf")) -> Iterator[CuttingProxy]:
+    proxy = CuttingProxy(url, cuts, bytes_per_s)
     is_ready = threading.Event()
     thread = threading.Thread(target=proxy.run, args=(is_ready,), daemon=True)
     thread.start()

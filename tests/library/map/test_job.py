@@ -1,7 +1,10 @@
 """A call of `map` against a dict of expected rows: every row once, with its own answer or an error."""
 
+import io
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,15 +20,17 @@ import polars
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import dataset
 from pydantic import BaseModel
 
 from tests.library.map.helpers.calls import call_map, expected_rows, without_messages
 from tests.library.map.helpers.finished import read_output
 from tests.library.map.helpers.instant_session import InstantSession, completion, respond
 from tokasaurus.library.bulk import ServerError
+from tokasaurus.library.map import journal as journal_module
 from tokasaurus.library.map.journal import JobChanged, Journal, OutputFull
 from tokasaurus.library.map.outputs import MapSummary, StoredOutput
-from tokasaurus.library.map.shards import RowMisfit
+from tokasaurus.library.model_files import find_model_files
 from tokasaurus.library.requests import Answer
 from tokasaurus.library.sampling import Sampling
 
@@ -237,13 +242,29 @@ def test_a_lost_server_ends_the_call_and_the_same_call_goes_on(output: Path) -> 
     assert joined[0]["answer"] == "question 0 → 10"
 
 
-def test_a_key_that_comes_again_stops_the_job_and_is_named(output: Path) -> None:
-    rows = make_rows(3_000)
+def test_rows_without_a_key_of_their_own_are_errors(output: Path) -> None:
+    rows: list[Any] = make_rows(3_000)
     rows[2_500]["id"] = "k17"
-    for target in (output, None):
-        with pytest.raises(ValueError, match="row 2500 of the rows: its key 'k17' is that of an earlier row"):
-            call_map(rows, target, prompt="{q}", key="id")
-    assert len({row["id"] for row in read_output(output)}) == len(read_output(output)) > 0
+    rows[2_600] = {"q": "x", "id": None}
+    rows[2_700] = 17
+    rows[2_800] = {**rows[2_800], "id": object()}
+    expected = {
+        2_500: "row 2500 of the rows: its key 'k17' is that of an earlier row",
+        2_600: "row 2600 of the rows has no key: its column 'id' is null",
+        2_700: "row 2700 of the rows is not a dict, but int",
+        2_800: "row 2800 of the rows: its key is object; allowed are texts and numbers",
+    }
+    joined = call_map(iter(rows), prompt="{q}", key="id")
+    assert {index: row["error"] for index, row in enumerate(joined) if index in expected} == expected
+    assert sum(row["error"] is not None for row in joined) == 60 + 4
+    summary = call_map(iter(rows), output, prompt="{q}", key="id")
+    assert (summary.num_rows, summary.num_errors) == (3_000, 64)
+    written = read_output(output)
+    assert len(written) == 3_000
+    assert sorted(row["error"] for row in written if row["error"] in expected.values()) == sorted(expected.values())
+    session = InstantSession()
+    assert call_map(iter(rows), output, session, prompt="{q}", key="id").num_skipped == 3_000
+    assert session.sent == []
 
 
 def test_changed_requests_are_refused_with_the_row_and_the_ways_on(output: Path) -> None:
@@ -268,17 +289,98 @@ def test_changed_requests_are_refused_with_the_row_and_the_ways_on(output: Path)
     assert len(read_output(output)) == 100
 
 
-def test_a_prompt_that_is_mended_is_a_changed_job(output: Path) -> None:
-    call_map([{"q": "x"}, {"q": "y"}], output, prompt=lambda row: None if row["q"] == "x" else "y")
-    call_map([{"q": "x"}, {"q": "y"}], output, prompt=lambda row: 17 if row["q"] == "x" else "y")
-    with pytest.raises(JobChanged, match="row 0 of the rows"):
-        call_map([{"q": "x"}, {"q": "y"}], output, prompt=lambda row: row["q"])
+def test_a_prompt_that_is_mended_is_computed_with_retry_errors(
+    output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"q": "x"}, {"q": "y"}]
+    call_map(rows, output, prompt=lambda row: None if row["q"] == "x" else "y")
+    call_map(rows, output, prompt=lambda row: 17 if row["q"] == "x" else "y")
+    kept = read_output(output)
+    assert call_map(rows, output, prompt=lambda row: row["q"], progress=True).num_skipped == 2
+    assert read_output(output) == kept
+    assert "1 rows that had no prompt have one now" in capsys.readouterr().err
+    with pytest.raises(JobChanged, match="row 1 of the rows"):
+        call_map(rows, output, prompt=lambda row: "x" if row["q"] == "x" else None)
+    session = InstantSession()
+    call_map(rows, output, session, prompt=lambda row: row["q"], retry_errors=True)
+    assert len(session.sent) == 1
+    assert sorted(row["answer"] for row in read_output(output)) == ["x → 1", "y → 1"]
 
 
-def test_a_row_that_does_not_fit_stops_the_job_with_the_way_out(output: Path) -> None:
+@pytest.mark.usefixtures("shards_of_1000")
+@pytest.mark.parametrize("format_name", ["parquet", "jsonl"])
+def test_retry_errors_computes_only_the_rows_with_errors(format_name: str, output: Path) -> None:
+    rows = make_rows(3_500)
+    rows[1_000:2_000] = [{"id": f"k{number}", "q": f"too long {number}"} for number in range(1_000, 2_000)]
+    arguments: dict[str, Any] = {"prompt": "{q}", "key": "id", "format": format_name}
+    call_map(rows, output, InstantSession(max_lines=500), **arguments)
+    before = {row["id"]: row for row in read_output(output)}
+    bad = {key for key, row in before.items() if row["error"] is not None}
+    assert len(bad) == 1_050
+
+    def half_well(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        number = int(body["prompt"].rpartition(" ")[2])
+        return respond(body) if number % 2 else (200, completion(body, "at last"))
+
+    session = InstantSession(respond=half_well)
+    summary = call_map(rows, output, session, retry_errors=True, **arguments)
+    assert len(session.sent) == 1_050
+    after = {row["id"]: row for row in read_output(output)}
+    assert len(read_output(output)) == len(after) == 3_500
+    assert (summary.num_skipped, summary.num_errors) == (2_450, sum(row["error"] is not None for row in after.values()))
+    for key, row in after.items():
+        if key not in bad or int(key[1:]) % 2:
+            assert row == before[key]
+        else:
+            assert (row["answer"], row["error"]) == ("at last", None)
+    if format_name == "parquet":
+        assert dataset.dataset(output).count_rows() == polars.scan_parquet(output).collect().height == 3_500
+    # the same call goes on as any other
+    assert call_map(rows, output, **arguments).num_skipped == 3_500
+    for wrong in ({"overwrite": True, "retry_errors": True}, {"retry_errors": True}):
+        with pytest.raises(ValueError, match="retry_errors=True: "):
+            call_map(rows, output if "overwrite" in wrong else None, prompt="{q}", **wrong)
+
+
+@pytest.mark.parametrize("format_name", ["parquet", "jsonl"])
+def test_a_death_while_errors_are_removed_loses_no_other_row(
+    format_name: str, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each step of the replacement of a file, and with it."""
+    rows = make_rows(300)
+    arguments: dict[str, Any] = {"prompt": "{q}", "key": "id", "format": format_name}
+
+    class Killed(BaseException): ...
+
+    real = journal_module.publish
+    for num_steps in range(3):
+        call_map(rows, output, overwrite=True, **arguments)
+        before = {row["id"]: row for row in read_output(output) if row["error"] is None}
+        steps = iter(range(num_steps))
+
+        def publish(temporary: Path, path: Path, steps: Iterator[int] = steps) -> None:
+            if next(steps, None) is None:
+                raise Killed
+            real(temporary, path)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(journal_module, "publish", publish)
+            with pytest.raises(Killed):
+                call_map(rows, output, retry_errors=True, **arguments)
+        found = read_output(output)
+        assert {row["id"]: row for row in found if row["error"] is None} == before
+        session = InstantSession()
+        call_map(rows, output, session, **arguments)
+        assert len(session.sent) == (0 if num_steps < 2 else 6), "once the errors are removed, their rows are not done"
+        assert sorted(row["id"] for row in read_output(output)) == sorted(row["id"] for row in rows)
+
+
+def test_a_row_that_does_not_fit_is_an_error_with_the_way_out(output: Path) -> None:
     rows = [*({"q": f"q{number}"} for number in range(2_000)), {"q": 17}]
-    with pytest.raises(RowMisfit, match=r"row 2000 of the rows: its column 'q' is 17 \(int\).*format='jsonl'"):
-        call_map(rows, output, prompt="{q}")
+    call_map(rows, output, prompt="{q}")
+    last = read_output(output)[2_000]
+    assert (last["q"], last["answer"]) == (None, None)
+    assert re.match(r"row 2000 of the rows: its column 'q' is 17 \(int\).*format='jsonl'", last["error"])
     call_map(rows, output, prompt="{q}", format="jsonl", overwrite=True)
     assert read_output(output)[2_000] == {"q": 17, "answer": "17 → 2", "finish_reason": "stop", "error": None}
 
@@ -452,6 +554,41 @@ def test_ctrl_c_stores_what_has_finished(output: Path, num_signals: int) -> None
     assert len(read_output(output)) == 5_000
 
 
+@pytest.mark.usefixtures("shards_of_1000")
+@pytest.mark.parametrize("given", ["list", "table", "jsonl"])
+def test_a_slow_function_of_the_row_delays_neither_the_rows_before_nor_ctrl_c(
+    given: str, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row is sent alone. The interrupt comes in the middle of a batch, of which a file has some rows already."""
+    monkeypatch.setattr("tokasaurus.library.map.job._MAX_ASK_S", 0.0)
+    rows = make_rows(3_000)
+    source: Any = pa.Table.from_pylist(rows) if given == "table" else rows
+    if given == "jsonl":
+        source = tmp_path / "rows.jsonl"
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    session = InstantSession(max_lines=700, num_kept=30)
+    calls = 0
+
+    def prompt(row: dict[str, Any]) -> str:
+        nonlocal calls
+        calls += 1
+        if row["id"] == "k1300":
+            os.kill(os.getpid(), signal.SIGINT)
+        return str(row["q"])
+
+    with pytest.raises(KeyboardInterrupt):
+        call_map(source, output, session, prompt=prompt, key="id")
+    assert calls == 1_301
+    assert len(session.sent) > 1_250, "a fiftieth of the rows has errors"
+    stored = len(read_output(output))
+    assert stored > 1_000
+    again = InstantSession(max_lines=700, num_kept=300)
+    call_map(source, output, again, prompt="{q}", key="id")
+    assert len(again.sent) + stored == 3_000
+    written = sorted(read_output(output), key=lambda row: int(row["id"][1:]))
+    assert without_messages(written) == expected_rows(rows, [row["q"] for row in rows])
+
+
 def test_a_handler_of_the_program_that_does_not_raise_does_not_stop_the_job(output: Path) -> None:
     calls: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: calls.append(number))
@@ -478,6 +615,14 @@ def test_progress_tells_rows_and_errors(output: Path, capsys: pytest.CaptureFixt
     assert "100 rows are done already" in err
     call_map(rows, output, prompt="{q}")
     assert capsys.readouterr().err == ""
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_job(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:  # noqa: PTH123
+        monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(full, write_through=True))
+        assert call_map(make_rows(2_000), output, prompt="{q}", progress=True).num_rows == 2_000
+        with pytest.raises(OSError, match="No space left"):
+            print("the test is one", file=sys.stderr, flush=True)
 
 
 def test_answers_that_cannot_be_read_are_errors() -> None:
@@ -663,6 +808,29 @@ def test_columns_of_another_type_are_another_job(output: Path) -> None:
         call_map(pa.table({"q": ["a"], "x": pa.array([1], pa.int32())}), output, prompt="q")
 
 
+@pytest.mark.parametrize("weights", ["model.safetensors", "gguf.json"])
+def test_another_model_of_the_same_name_is_another_job(output: Path, tmp_path: Path, weights: str) -> None:
+    first, second, copy = (tmp_path / run / "final" for run in ("1", "2", "copy"))
+    for seed, path in enumerate((first, second)):
+        path.mkdir(parents=True)
+        (path / "config.json").write_text("{}")
+        (path / weights).write_bytes(np.random.default_rng(seed).bytes(1_000_000))
+    shutil.copytree(first, copy)
+    (copy / "eval_results.json").write_text("{}")
+    rows = make_rows(100)
+    call_map(rows[:50], output, model_files=find_model_files(first), prompt="{q}", key="id")
+    match = f"has answers of the model in {first}, and that in {second} has other files or other contents"
+    with pytest.raises(JobChanged, match=match):
+        call_map(rows, output, model_files=find_model_files(second), prompt="{q}", key="id")
+    for known in (find_model_files(copy), None):
+        assert call_map(rows, output, model_files=known, prompt="{q}", key="id").num_rows == 100
+    assert find_model_files(tmp_path / "none") is None
+    updated = find_model_files(first, second)
+    assert updated not in (find_model_files(first), find_model_files(second))
+    with pytest.raises(JobChanged, match=f"and that in {second} has other"):
+        call_map(rows, output, model_files=updated, prompt="{q}", key="id")
+
+
 def test_a_job_of_another_version_is_refused_before_its_files_are_read(output: Path) -> None:
     call_map([{"q": "a"}], output, prompt="q")
     root = output.with_name("out.toka")
@@ -674,8 +842,48 @@ def test_a_job_of_another_version_is_refused_before_its_files_are_read(output: P
     assert call_map([{"q": "a"}], output, prompt="q", overwrite=True).num_skipped == 0
 
 
-def test_keys_that_differ_in_each_process_are_refused(output: Path) -> None:
-    with pytest.raises(TypeError, match="row 0 of the rows: its key is object"):
-        call_map([{"id": object(), "q": "a"}], output, prompt="q", key="id")
-    with pytest.raises(TypeError, match="its key is ndarray"):
-        call_map([{"id": np.array([1, 2]), "q": "a"}], output, prompt="q", key="id")
+@pytest.mark.parametrize("format_name", ["parquet", "jsonl"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_with_tools_the_calls_are_a_column(format_name: str, n: int, output: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    call = {"id": "c1", "name": "weather", "arguments": '{"city": "Bonn"}'}
+
+    def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        assert body["tools"] == tools
+        whole = completion(body, "calm", "tool_calls")
+        function = {"name": call["name"], "arguments": call["arguments"]}
+        for choice in whole["choices"]:
+            if body["messages"][0]["content"] == "call":
+                choice["message"] = {"content": None, "tool_calls": [{"id": "c1", "function": function}]}
+        packed = dict.fromkeys(("packed_chosen_logprobs", "packed_topk_indices", "packed_topk_logprobs"))
+        whole["system_fingerprint"] = json.dumps({"completion_ids": [[1]] * n, **packed})
+        whole["usage"]["prompt_tokens_details"] = {"cached_tokens": 0}
+        return 200, whole
+
+    arguments: dict[str, Any] = {"prompt": "{q}", "chat": True, "format": format_name}
+    call_map(
+        [{"q": "call"}, {"q": "no"}], output, InstantSession(respond=answer), Sampling(n=n), tools=tools, **arguments
+    )
+    calls = [row["tool_calls"] for row in read_output(output)]
+    assert calls == ([[[call]] * n, [[]] * n] if n > 1 else [[call], []])
+
+
+def test_relative_paths_are_those_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for suffix in ("parquet", "jsonl"):
+        home = tmp_path / suffix
+        (home / "elsewhere").mkdir(parents=True)
+        monkeypatch.chdir(home)
+        if suffix == "parquet":
+            pq.write_table(pa.table({"q": ["x", "y"]}), "in.parquet")
+        else:
+            Path("in.jsonl").write_text('{"q": "x"}\n{"q": "y"}\n')
+
+        def prompt(row: dict[str, Any], home: Path = home) -> str:
+            os.chdir(home / "elsewhere")
+            return str(row["q"])
+
+        summary = call_map(f"in.{suffix}", Path("out"), prompt=prompt)
+        assert summary.output == home / "out"
+        monkeypatch.chdir(home)
+        assert call_map(f"*.{suffix}", Path("out"), prompt=prompt).num_skipped == 2
+        assert [row["answer"] for row in read_output(home / "out")] == ["x → 1", "y → 1"]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.library.map.helpers.finished import finished_rows, read_output, shard_format, shard_of, write_shard
+from tokasaurus.library.map.answers import answer_names
 from tokasaurus.library.map.journal import (
     DoneRows,
     JobChanged,
@@ -21,7 +22,7 @@ from tokasaurus.library.map.journal import (
     OutputInUse,
     StoredAnswer,
 )
-from tokasaurus.library.map.shards import MapRow, ShardFormat
+from tokasaurus.library.map.shards import JsonShards, MapRow, ShardFormat
 from tokasaurus.library.map.sources import open_source
 
 SETTINGS = {"request": {"model": "m", "temperature": 0.5}, "key": None, "prompt": "{q}"}
@@ -38,12 +39,16 @@ def make_rows(count: int) -> tuple[list[MapRow], ShardFormat]:
     return finished_rows(source, output), output
 
 
-def open_journal(output: Path, settings: Any = SETTINGS, suffix: str = ".parquet", overwrite: bool = False) -> Journal:
-    return Journal(output, settings, suffix, overwrite)
+def open_journal(
+    output: Path, settings: Any = SETTINGS, shards: ShardFormat | None = None, overwrite: bool = False
+) -> Journal:
+    return Journal(output, settings, make_rows(1)[1] if shards is None else shards, overwrite)
 
 
 def as_stored(rows: list[MapRow]) -> dict[int, StoredAnswer]:
-    return {row.key_hash: StoredAnswer(row.identity, row.answer, row.finish_reason, row.error) for row in rows}
+    return {
+        row.key_hash: StoredAnswer(row.identity, row.answer, row.finish_reason, row.error, row.more) for row in rows
+    }
 
 
 def die(journal: Journal) -> None:
@@ -63,7 +68,7 @@ def state(output: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_key_set_finds_the_first_key_that_comes_again(seed: int) -> None:
+def test_a_key_set_finds_the_keys_that_come_again(seed: int) -> None:
     random = np.random.default_rng(seed)
     keys, seen = KeySet(), set[int]()
     for _ in range(300):
@@ -77,11 +82,7 @@ def test_a_key_set_finds_the_first_key_that_comes_again(seed: int) -> None:
                 hashes[position] = hashes[position - 1]
         listed = hashes.tolist()
         again = [index for index, key in enumerate(listed) if key in seen or key in listed[:index]]
-        found = keys.add(hashes)
-        assert (found is None) == (again == [])
-        if found is not None:
-            assert found in again
-            return
+        assert keys.add(hashes).tolist() == again
         seen |= set(listed)
     assert sum(map(len, keys._arrays)) == len(seen)
     assert len(keys._arrays) <= 12
@@ -100,12 +101,12 @@ def test_done_rows_are_found_with_their_identities() -> None:
 
 def test_finished_rows_are_found_again_without_a_regular_end(output: Path) -> None:
     rows, shards = make_rows(100)
-    first = open_journal(output)
-    write_shard(first, rows[:40], shards)
+    first = open_journal(output, shards=shards)
+    write_shard(first, rows[:40])
     first.append(rows[40:60])
     first.append(rows[60:70])
     die(first)
-    again = open_journal(output)
+    again = open_journal(output, shards=shards)
     assert len(again.done) == 40
     assert again.finished == as_stored(rows[40:70])
     assert [row["answer"] for row in read_output(output)] == [row.answer for row in rows[:40]]
@@ -143,31 +144,31 @@ def test_damaged_lines_are_left_out(output: Path) -> None:
 
 def test_an_index_without_its_file_counts_for_nothing(output: Path) -> None:
     rows, shards = make_rows(20)
-    journal = open_journal(output)
+    journal = open_journal(output, shards=shards)
     journal.append(rows)
     np.save(output.with_name("out.toka") / "index-000000.npy", shard_of(rows[:3]).index())
     (output.with_name("out.toka") / "part-000000.parquet.part").write_bytes(b"half of it")
     journal.close()
-    journal = open_journal(output)
+    journal = open_journal(output, shards=shards)
     assert len(journal.done) == 0
     assert journal.finished == as_stored(rows)
     assert state(output) == ["journal-000000.jsonl"]
     journal.finished.clear()
-    journal.close_shard(shard_of(rows), shards)
+    journal.close_shard(shard_of(rows))
     journal.close()
-    assert len(open_journal(output).done) == 20
+    assert len(open_journal(output, shards=shards).done) == 20
 
 
 def test_a_journal_whose_file_exists_counts_for_nothing(output: Path) -> None:
     rows, shards = make_rows(20)
-    journal = open_journal(output)
+    journal = open_journal(output, shards=shards)
     journal.append(rows)
     path = output.with_name("out.toka") / "journal-000000.jsonl"
     content = path.read_bytes()
-    journal.close_shard(shard_of(rows), shards)
+    journal.close_shard(shard_of(rows))
     journal.close()
     path.write_bytes(content)
-    journal = open_journal(output)
+    journal = open_journal(output, shards=shards)
     assert (len(journal.done), journal.finished) == (20, {})
     assert "journal-000000.jsonl" not in state(output)
 
@@ -178,10 +179,10 @@ def test_a_death_at_any_step_of_closing_a_file_loses_and_doubles_nothing(
 ) -> None:
     """The file system calls before `step` are done, and no more; some rows of an earlier call have not come yet."""
     rows, shards = make_rows(30)
-    journal = open_journal(output)
+    journal = open_journal(output, shards=shards)
     journal.append(rows)
     journal.close()
-    journal = open_journal(output)
+    journal = open_journal(output, shards=shards)
     for row in rows[:20]:
         del journal.finished[row.key_hash]
     num_calls = 0
@@ -205,13 +206,13 @@ def test_a_death_at_any_step_of_closing_a_file_loses_and_doubles_nothing(
         patch.setattr(Path, "replace", counted(Path.replace))
         patch.setattr(Path, "unlink", counted(Path.unlink))
         try:
-            journal.close_shard(shard_of(rows[:20]), shards)
+            journal.close_shard(shard_of(rows[:20]))
         except Death:
             is_whole = False
         else:
             is_whole = True
     die(journal)
-    again = open_journal(output)
+    again = open_journal(output, shards=shards)
     in_files = {row["q"] for row in read_output(output)}
     assert len(again.done) == len(in_files)
     assert in_files in (set(), {f"q{number}" for number in range(20)})
@@ -220,9 +221,9 @@ def test_a_death_at_any_step_of_closing_a_file_loses_and_doubles_nothing(
     assert not is_whole or in_files
     # and the next file is closed as ever
     again.finished.clear()
-    again.close_shard(shard_of(rest), shards)
+    again.close_shard(shard_of(rest))
     again.close()
-    assert len(open_journal(output).done) == 30
+    assert len(open_journal(output, shards=shards).done) == 30
     assert sorted(row["q"] for row in read_output(output)) == sorted(f"q{number}" for number in range(30))
 
 
@@ -261,20 +262,15 @@ def test_a_full_disk_corrupts_nothing(
 def test_a_disk_that_is_full_while_a_file_is_written_keeps_its_rows(output: Path) -> None:
     rows, _ = make_rows(30)
 
-    class Full:
-        suffix = ".parquet"
-
-        def prepare(self, _batch: object) -> float:
-            return 0.0
-
+    class Full(JsonShards):
         def write(self, path: Path, _rows: object) -> None:
             path.write_bytes(b"PAR1")
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    journal = open_journal(output)
+    journal = open_journal(output, shards=Full(answer_names([], "")))
     journal.append(rows)
     with pytest.raises(OutputFull):
-        journal.close_shard(shard_of(rows), Full())
+        journal.close_shard(shard_of(rows))
     journal.close()
     assert state(output) == ["journal-000000.jsonl"]
     assert open_journal(output).finished == as_stored(rows)
@@ -291,8 +287,8 @@ def test_a_disk_that_is_full_while_a_file_is_written_keeps_its_rows(output: Path
 )
 def test_a_changed_job_is_refused_before_any_row(output: Path, now: dict[str, Any], says: str) -> None:
     rows, shards = make_rows(5)
-    journal = open_journal(output)
-    write_shard(journal, rows, shards)
+    journal = open_journal(output, shards=shards)
+    write_shard(journal, rows)
     journal.close()
     with pytest.raises(JobChanged, match=says) as caught:
         open_journal(output, {**SETTINGS, **now})
@@ -305,12 +301,13 @@ def test_a_changed_job_is_refused_before_any_row(output: Path, now: dict[str, An
 
 def test_another_format_of_files_is_refused(output: Path) -> None:
     rows, shards = make_rows(5)
-    journal = open_journal(output)
-    write_shard(journal, rows, shards)
+    json_shards = JsonShards(answer_names([], ""))
+    journal = open_journal(output, shards=shards)
+    write_shard(journal, rows)
     journal.close()
     with pytest.raises(JobChanged, match=r"has part-000000\.parquet, and this call writes \*\.jsonl"):
-        open_journal(output, suffix=".jsonl")
-    open_journal(output, suffix=".jsonl", overwrite=True).close()
+        open_journal(output, shards=json_shards)
+    open_journal(output, shards=json_shards, overwrite=True).close()
 
 
 def test_a_job_without_finished_rows_may_be_changed(output: Path) -> None:
@@ -320,15 +317,15 @@ def test_a_job_without_finished_rows_may_be_changed(output: Path) -> None:
 
 def test_overwrite_removes_the_old_rows(output: Path) -> None:
     rows, shards = make_rows(15)
-    journal = open_journal(output)
-    write_shard(journal, rows[:5], shards)
+    journal = open_journal(output, shards=shards)
+    write_shard(journal, rows[:5])
     journal.append(rows[5:10])
     journal.close()
-    journal = open_journal(output, {**SETTINGS, "key": "id"}, overwrite=True)
+    journal = open_journal(output, {**SETTINGS, "key": "id"}, shards, overwrite=True)
     assert (len(journal.done), journal.finished, journal.earlier) == (0, {}, None)
     assert read_output(output) == []
     assert state(output) == ["journal-000000.jsonl"]
-    write_shard(journal, rows[10:], shards)
+    write_shard(journal, rows[10:])
     journal.close()
     assert [row["q"] for row in read_output(output)] == [f"q{number}" for number in range(10, 15)]
 
@@ -359,8 +356,10 @@ def test_files_of_others_are_refused_and_left_alone(output: Path, tmp_path: Path
 def test_two_jobs_at_once_are_refused_until_the_first_has_died(output: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path\n"
+        "from tokasaurus.library.map.answers import answer_names\n"
         "from tokasaurus.library.map.journal import Journal\n"
-        f"journal = Journal(Path({str(output)!r}), {{}}, '.parquet')\n"
+        "from tokasaurus.library.map.shards import JsonShards\n"
+        f"journal = Journal(Path({str(output)!r}), {{}}, JsonShards(answer_names([], '')))\n"
         "print('open', flush=True); time.sleep(60)\n"
     )
     holder = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from tokasaurus.library.bulk import Progress
-from tokasaurus.library.map.outputs import Counts
+from tokasaurus.library.counts import Counts
 from tokasaurus.library.map.progress import MapProgress, describe, seconds_left
 from tokasaurus.monitoring.progress import Speed
 
@@ -41,6 +41,10 @@ def test_the_last_line_shows_the_end(monkeypatch: pytest.MonkeyPatch, capsys: py
         "0 of 3 rows done, 0 errors, – tokens/s, – left",
         "3 of 3 rows done, 0 errors, 45.0 tokens/s",
     ]
+    counts = Counts(num_rows=30, num_finished=10, output_tokens=600)
+    with MapProgress(30, is_shown=True, began_s=-1.0) as progress:  # shown late
+        progress.update(counts, 20, None)
+    assert capsys.readouterr().err.splitlines()[0] == "10 of 30 rows done, 0 errors, 200.0 tokens/s, 6 s left"
     with MapProgress(3, is_shown=True):
         pass  # an error before anything was shown
     assert capsys.readouterr().err == ""

@@ -1,5 +1,6 @@
 """Templates, columns and functions give prompts, and say what is wrong with a row or with themselves."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -57,6 +58,7 @@ def test_wrong_templates_are_refused_at_once(arguments: dict[str, Any], match: s
         ({}, "map needs either prompt= or messages="),
         ({"prompt": "question", "messages": "question"}, "map needs either prompt= or messages="),
         ({"prompt": 17}, "prompt must be a string or a function of the row, not int"),
+        ({"prompt": asyncio.sleep}, "prompt must be a function that returns the prompt, not an async one"),
         ({"messages": "tags", "chat": True}, "chat=True goes with prompt="),
     ],
 )
@@ -96,6 +98,24 @@ def test_chats() -> None:
     assert prompts(lambda _: [message]).make(ROW) == sent
     assert prompts(messages=lambda _: [message]).make(ROW) == sent
     assert prompts(lambda _: [1, 2, 3]).make(ROW) == [1, 2, 3]
+
+
+def test_members_of_parts_that_are_null_are_left_out() -> None:
+    """As a column of parts of several kinds has them."""
+    sent = {"name": "f", "arguments": "{}"}
+    function = {**sent, "strict": None}
+    stored = [
+        {"role": "user", "content": [{"type": "text", "text": "why?", "image_url": None}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]},
+    ]
+    assert prompts(messages=lambda _: stored).make(ROW) == [
+        {"role": "user", "content": [{"type": "text", "text": "why?"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}],
+        },
+    ]
 
 
 def test_surrogates_reach_the_check_of_the_request() -> None:

@@ -1,6 +1,8 @@
 """Files of the output have the rows' columns with their types, and the answers beside them."""
 
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +11,15 @@ import polars
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import dataset
 
-from tests.library.map.helpers.finished import finished_rows, shard_format
+from tests.library.map.helpers.finished import finished_rows, rows_of, shard_format
+from tokasaurus.library.map.answers import AnswerNames, answer_names
 from tokasaurus.library.map.shards import (
     MAX_SHARD_ROWS,
-    AnswerNames,
     MapRow,
     OpenShard,
     RowMisfit,
-    answer_names,
     make_format,
 )
 from tokasaurus.library.map.sources import RowBatch, open_source
@@ -114,8 +116,11 @@ def test_a_column_named_as_an_answer_is_refused_with_the_way_out() -> None:
         answer_names(["m_answer"], "m_")
     source = open_source([{"q": 1}, {"q": 2, "answer": 3}])
     output = make_format("jsonl", source, AnswerNames("answer", "finish_reason", "error"), False)
-    with pytest.raises(RowMisfit, match=r"row 1 of the rows has a column 'answer'.*prefix="):
-        output.prepare(next(source.batches()))
+    batch = next(source.batches())
+    output.prepare(batch)
+    assert list(batch.errors) == [1]
+    assert re.search(r"row 1 of the rows has a column 'answer'.*prefix=", batch.errors[1])
+    assert batch.lines == [b'{"q":1}', b'{"q":2}']
 
 
 @pytest.mark.parametrize(
@@ -123,34 +128,95 @@ def test_a_column_named_as_an_answer_is_refused_with_the_way_out() -> None:
     [
         ({"a": 1}, {"a": "x"}, r"row 1 of the rows: its column 'a' is 'x' \(str\).*format='jsonl'"),
         ({"a": 1}, {"a": 1, "b": 2}, r"row 1 of the rows has a column 'b', which the first rows lack.*format='jsonl'"),
-        ({"a": None}, {"a": 5}, r"column 'a' is 5 \(int\), and was null in all of the first rows"),
         ({"a": {"x": 1}}, {"a": {"x": 1, "y": 2}}, r"row 1 of the rows: its column 'a' is \{'x': 1, 'y': 2\}"),
         ({"a": [{"x": 1}]}, {"a": [{"y": 2}]}, r"row 1 of the rows: its column 'a'"),
         ({"a": 1}, {"a": 2**70}, "row 1 of the rows: its column 'a'"),
         ({"a": "x"}, {"a": b"\xff"}, "row 1 of the rows: its column 'a'"),
     ],
 )
-def test_a_row_that_does_not_fit_the_first_ones_is_named(first: Any, second: Any, match: str) -> None:
+def test_a_row_that_does_not_fit_the_first_ones_is_an_error(
+    first: Any, second: Any, match: str, tmp_path: Path
+) -> None:
     source = open_source([first])
     output = shard_format(source)
-    output.prepare(next(source.batches()))
+    rows = finished_rows(source, output)
+    output.write(tmp_path / "first.parquet", rows)
     later = RowBatch(1, "the rows", 1, 1)
     later.dicts = [second]
-    with pytest.raises(RowMisfit, match=match) as caught:
-        output.prepare(later)
-    assert "\n" not in str(caught.value)
+    output.prepare(later)
+    assert list(later.errors) == [0]
+    assert re.search(match, later.errors[0])
+    assert "\n" not in later.errors[0]
+    assert later.table is not None
+    fitting = {name: value for name, value in second.items() if name != "a" or "'b'" in match}
+    assert later.table.to_pylist() == [{"a": None, **{name: fitting[name] for name in fitting if name == "a"}}]
 
 
 def test_first_rows_that_do_not_go_together_are_named() -> None:
     source = open_source([{"a": 1}] * 300 + [{"a": "x"}] + [{"a": 2}] * 10)
-    with pytest.raises(RowMisfit, match=r"row 300 of the rows: its column 'a' is 'x' \(str\)"):
+    batch = next(source.batches())
+    shard_format(source).prepare(batch)
+    assert re.match(r"row 300 of the rows: its column 'a' is 'x' \(str\)", batch.errors.pop(300))
+    assert batch.errors == {}
+    source = open_source([{"a": 1}, *({"a": "x"} for _ in range(10))])
+    with pytest.raises(RowMisfit, match=r"row 1 of the rows: its column 'a' is 'x' \(str\).*format='jsonl'"):
         shard_format(source).prepare(next(source.batches()))
+
+
+@pytest.mark.parametrize(
+    ("null", "later", "stored"),
+    [
+        (None, 5, "5"),
+        (None, "text", "text"),
+        (None, {"x": [1, None]}, '{"x":[1,null]}'),
+        ([], [1, 2], ["1", "2"]),
+        ([], ["a"], ["a"]),
+        ({}, {"x": 1}, '{"x":1}'),
+        ({"x": None}, {"x": 2.5}, {"x": "2.5"}),
+        ([{"x": None}], [{"x": True}], [{"x": "true"}]),
+    ],
+)
+def test_a_column_that_is_null_at_first_has_one_type_in_all_files(
+    null: Any, later: Any, stored: Any, tmp_path: Path
+) -> None:
+    """It may get its type until the first file is written, and is text afterwards; readers take all files as one."""
+    for number, rows in enumerate(([null] * 600, [null] * 600 + [later])):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        source = open_source({"id": index, "a": value} for index, value in enumerate([*rows, later]))
+        output = shard_format(source)
+        batches = source.batches()
+        first = list(itertools.islice(batches, 1)) if number == 0 else list(batches)
+        for part, group in enumerate((first, list(batches))):
+            members = [member for batch in group for member in rows_of(batch, output)]
+            if members:
+                output.write(folder / f"part-{part}.parquet", members)
+        expected = [stored] if number == 0 else [later, later]
+        for read in (dataset.dataset(folder).to_table().to_pylist(), polars.scan_parquet(folder).collect().to_dicts()):
+            assert [row["id"] for row in read] == list(range(len(rows) + 1))
+            values = [row["a"] for row in read]
+            assert values[-len(expected) :] == expected
+
+
+def test_a_later_call_has_the_types_of_the_first_file(tmp_path: Path) -> None:
+    source = open_source([{"a": None, "b": 1}])
+    first = shard_format(source)
+    first.write(tmp_path / "part-0.parquet", finished_rows(source, first))
+    source = open_source([{"a": 7, "b": None}, {"a": "x", "b": "no number"}])
+    later = shard_format(source)
+    later.begin(tmp_path / "part-0.parquet")
+    later.write(tmp_path / "part-1.parquet", finished_rows(source, later))
+    assert pq.read_schema(tmp_path / "part-1.parquet").equals(pq.read_schema(tmp_path / "part-0.parquet"))
+    rows = pq.read_table(tmp_path / "part-1.parquet").to_pylist()
+    assert [(row["a"], row["b"]) for row in rows] == [("7", None), ("x", None)]
 
 
 def test_values_that_json_lacks_are_named() -> None:
     source = open_source([{"a": "x", "b": 1}, {"a": "x", "b": b"\x00"}])
-    with pytest.raises(RowMisfit, match=r"row 1 of the rows: its column 'b' is bytes.*format='parquet'"):
-        shard_format(source, "jsonl").prepare(next(source.batches()))
+    batch = next(source.batches())
+    shard_format(source, "jsonl").prepare(batch)
+    assert re.match(r"row 1 of the rows: its column 'b' is bytes.*format='parquet'", batch.errors.pop(1))
+    assert batch.lines == [b'{"a":"x","b":1}', b'{"a":"x","b":null}']
 
 
 @pytest.mark.parametrize("format_name", ["parquet", "jsonl"])

@@ -1,7 +1,11 @@
 """Every kind of source gives the same rows, in order, and joins answers to the type that came in."""
 
+import csv
+import datetime
+import decimal
 import gzip
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,9 +21,9 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
+from tokasaurus.library.map.answers import AnswerColumn
 from tokasaurus.library.map.sources import (
     MAX_BATCH_ROWS,
-    AnswerColumn,
     column_keys,
     default_keys,
     hash_key,
@@ -136,6 +140,46 @@ def test_answers_are_joined_to_the_type_that_came_in(name: str, tmp_path: Path) 
     assert to_rows(joined) == EXPECTED
 
 
+def test_a_pandas_frame_may_have_numbers_as_names_and_halves_of_surrogate_pairs() -> None:
+    texts, lists = ["x", "a\ud800", None, "ж"], [["b"], [], ["c", "d"], ["\udfff"]]
+    frame = pandas.DataFrame({0: [1, 2, 3, 4], 1: pandas.Series(texts, dtype=object), 2: lists})
+    source = open_source(frame, key="0")
+    (batch,) = source.batches()
+    assert [list(row.values()) for row in batch.rows()] == [
+        [1, "x", ["b"]],
+        [2, "a\ufffd", []],
+        [3, None, ["c", "d"]],
+        [4, "ж", ["\ufffd"]],
+    ]
+    why = "has half of a surrogate pair, which no UTF-8 text has"
+    assert batch.errors == {
+        1: f"row 1 of the DataFrame: its column '1' {why}",
+        3: f"row 3 of the DataFrame: its column '2' {why}",
+    }
+    joined: Any = source.joined([AnswerColumn("answer", ["y"] * 4, False)])
+    assert list(joined.columns) == [0, 1, 2, "answer"]
+    assert (list(frame[1]), list(frame[2])) == (texts, lists), "the user's frame is as it was"
+
+
+def test_seeds_in_a_pandas_frame_are_exact_beside_a_row_without_one() -> None:
+    source = open_source(pandas.DataFrame({"q": ["a", "b"]}))
+    assert sum(batch.num_rows for batch in source.batches()) == 2
+    joined: Any = source.joined([AnswerColumn("seed", [2**64 - 1, None], False, "seed")])
+    assert (joined["seed"][0], joined["seed"].isna().tolist()) == (2**64 - 1, [False, True])
+
+
+def test_answers_of_a_dataset_are_typed_even_if_all_are_null() -> None:
+    datasets = pytest.importorskip("datasets", reason="not installed: it is large")
+    dataset = datasets.Dataset.from_dict({"q": ["a", "b"]})
+    source = open_source(dataset.select([1]))
+    assert sum(batch.num_rows for batch in source.batches()) == 1
+    joined: Any = source.joined([AnswerColumn("answer", [None], True), AnswerColumn("seed", [None], True, "seed")])
+    assert joined.to_list() == [{"q": "b", "answer": None, "seed": None}]
+    assert joined.features.arrow_schema.types == [pa.string(), pa.list_(pa.string()), pa.uint64()]
+    with pytest.raises(TypeError, match="rows: a DatasetDict; take one of its splits, 'train'"):
+        open_source(datasets.DatasetDict({"train": dataset}))
+
+
 def test_a_named_index_of_a_frame_is_a_column_and_stays_the_index() -> None:
     frame = pandas.DataFrame({"question": ["x", "y"]}, index=pandas.Index(["k1", "k2"], name="id"))
     source = open_source(frame, key="id")
@@ -211,18 +255,69 @@ def test_errors_say_what_is_wrong_and_what_there_is(tmp_path: Path) -> None:
         ValueError, r"a\.parquet has level \(int64\), .*b\.parquet has no level", str(tmp_path / "[ab].parquet")
     )
     expect_error(ValueError, r"c\.parquet: cannot be read", tmp_path / "c.parquet")
-    expect_error(ValueError, r"d\.jsonl: line 2 is not JSON", tmp_path / "d.jsonl")
+    (batch,) = open_source(tmp_path / "d.jsonl").batches()
+    assert "d.jsonl: line 2 is not JSON" in batch.errors.pop(1)
+    assert (batch.errors, batch.dicts, batch.lines) == ({}, [{"a": 1}, {}], [b'{"a": 1}', b"{}"])
     expect_error(ValueError, "line 1 is not a JSON object.*a JSON array of rows is not JSON lines", tmp_path / "e.json")
     expect_error(ValueError, "line 1 is not a JSON object", tmp_path / "f.jsonl")
     expect_error(ValueError, r"g\.csv: cannot be read: .*Expected 2 columns, got 1", tmp_path / "g.csv")
     expect_error(ValueError, r"h\.txt: not a known kind of file; .*\.parquet, .*\.jsonl", tmp_path / "h.txt")
     expect_error(ValueError, r"key='uid': .* has no such column; its columns are id, question, level", ROWS, "uid")
-    expect_error(TypeError, "row 1 of the rows is not a dict, but int", [{"a": 1}, 2])
+    expect_error(TypeError, "row 0 of the rows is not a dict, but int", [2, {"a": 1}])
+    (batch,) = open_source([{"a": 1}, 2]).batches()
+    assert (batch.errors, batch.dicts) == ({1: "row 1 of the rows is not a dict, but int"}, [{"a": 1}, {}])
     expect_error(TypeError, "rows: int", 17)
     expect_error(TypeError, "rows: a dict", {"a": 1})
     expect_error(TypeError, "LazyFrame", polars.from_arrow(TABLE).lazy())
     expect_error(ValueError, "is named twice", [tmp_path / "a.jsonl", tmp_path / "a.jsonl"])
     expect_error(ValueError, "two columns 'a'", pa.table([pa.array([1]), pa.array([2])], names=["a", "a"]))
+
+
+@pytest.mark.parametrize("num_before", [3, 100_000])
+def test_a_csv_row_that_is_not_utf_8_is_an_error_and_the_others_are_texts(num_before: int, tmp_path: Path) -> None:
+    """Within the megabyte that decides on the types, and after it."""
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"id,question\n" + b"7,what is it\n" * num_before + "8,\xff\n9,né\n".encode("latin-1") + b"10,\n")
+    (tmp_path / "more.csv").write_bytes(b"id,question\n11,\xfe\n")
+    source = open_source([path, tmp_path / "more.csv"])
+    assert [str(field.type) for field in source.schema or ()] == ["int64", "string"]
+    for _ in range(2):  # as a joined table reads them again
+        texts: list[str] = []
+        errors: dict[int, str] = {}
+        for batch in source.batches():
+            errors |= {len(texts) + index: error for index, error in batch.errors.items()}
+            texts += batch.column("question")
+        assert texts == ["what is it"] * num_before + ["\ufffd", "n\ufffd", "", "\ufffd"]
+        assert list(errors) == [num_before, num_before + 1, num_before + 3]
+    assert errors[num_before].startswith(f"row {num_before} of {path}: its column 'question' is not UTF-8: ")
+    assert "row 0 of" in errors[num_before + 3]
+
+
+def test_a_csv_value_of_another_type_than_those_before_is_an_error_and_the_others_have_theirs(tmp_path: Path) -> None:
+    """After the megabyte that decides on the types, and in a second file."""
+    rows = [(str(number), f'say "{number}"\n', "" if number % 7 else "1.5", "2026-11-26") for number in range(60_000)]
+    bad = {50_000: (0, "many"), 50_001: (3, "today"), 59_999: (2, '"two"\n')}
+    for number, (index, value) in bad.items():
+        rows[number] = (*rows[number][:index], value, *rows[number][index + 1 :])
+    for name, part in {"a.csv": rows, "b.csv": rows[50_000:50_010]}.items():
+        with (tmp_path / name).open("w", newline="") as file:
+            csv.writer(file).writerows([("id", "text", "share", "day"), *part])
+    source = open_source([tmp_path / "a.csv", tmp_path / "b.csv"])
+    assert [str(field.type) for field in source.schema or ()] == ["int64", "string", "double", "date32[day]"]
+    for _ in range(2):
+        read: list[tuple[object, ...]] = []
+        errors: dict[int, str] = {}
+        for batch in source.batches():
+            errors |= {len(read) + index: error for index, error in batch.errors.items()}
+            read += zip(*(batch.column(name) for name in ("id", "text", "share", "day")), strict=True)
+        day = datetime.date(2026, 11, 26)
+        wanted = [(number, f'say "{number}"\n', None if number % 7 else 1.5, day) for number in range(60_000)]
+        for number, (index, _) in bad.items():
+            wanted[number] = (*wanted[number][:index], None, *wanted[number][index + 1 :])  # type: ignore[assignment]
+        assert read == wanted + wanted[50_000:50_010]
+        assert list(errors) == [*bad, 60_000, 60_001]
+    assert errors[50_000] == f"row 50000 of {tmp_path / 'a.csv'}: its column 'id' is not of the type int64: 'many'"
+    assert errors[60_001].startswith(f"row 1 of {tmp_path / 'b.csv'}: its column 'day' is not of the type date32")
 
 
 def test_an_unreadable_gzip_file_stops_with_its_line(tmp_path: Path) -> None:
@@ -248,12 +343,20 @@ def test_keys_are_distinct_and_stay_when_files_are_moved(tmp_path: Path) -> None
 
 def test_key_columns_tell_types_and_refuse_null() -> None:
     (batch,) = open_source([{"id": key} for key in ("1", 1, b"1", 1.5, "\ud800", (1, 2))]).batches()
-    assert len(set(column_keys(batch, "id").tolist())) == 6
+    hashes, wrong = column_keys(batch, "id")
+    assert (len(set(hashes.tolist())), wrong) == (6, {})
     assert hash_key(np.int64(7)) == hash_key(7)
     assert hash_key(np.str_("a")) == hash_key("a")
     (batch,) = open_source([{"id": "a"}, {"id": None}]).batches()
-    with pytest.raises(ValueError, match="row 1 of the rows has no key: its column 'id' is null"):
-        column_keys(batch, "id")
+    assert column_keys(batch, "id")[1] == {1: "row 1 of the rows has no key: its column 'id' is null"}
+
+
+@pytest.mark.parametrize(
+    "null", [pandas.NA, pandas.NaT, math.nan, np.float32("nan"), decimal.Decimal("sNaN")], ids=repr
+)
+def test_whatever_says_that_there_is_no_value_is_no_key(null: object) -> None:
+    (batch,) = open_source([{"id": np.longdouble(1)}, {"id": null}]).batches()
+    assert column_keys(batch, "id")[1] == {1: "row 1 of the rows has no key: its column 'id' is null"}
 
 
 def test_half_a_surrogate_pair_in_json_lines_is_read(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import threading
 import time
@@ -15,24 +16,38 @@ from types import FrameType
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from tokasaurus.library.blocking import BulkSession
-from tokasaurus.library.bulk import ServerError
+from tokasaurus.library.bulk import ClientClosed, ServerError
+from tokasaurus.library.counts import Counts
+from tokasaurus.library.map.answers import AnswerNames, answer_names, further_values
 from tokasaurus.library.map.journal import Journal, KeySet
-from tokasaurus.library.map.outputs import CollectedOutput, Counts, Output, StoredOutput
+from tokasaurus.library.map.options import MapOptions
+from tokasaurus.library.map.outputs import NO_REQUEST, CollectedOutput, Output, StoredOutput
 from tokasaurus.library.map.progress import MapProgress
-from tokasaurus.library.map.prompts import NoPrompt, PromptOf, Prompts
-from tokasaurus.library.map.shards import FORMATS, AnswerNames, MapRow, answer_names, make_format
-from tokasaurus.library.map.sources import RowBatch, Source, column_keys, default_keys, open_source, without_surrogates
+from tokasaurus.library.map.prompts import NoPrompt, Prompts
+from tokasaurus.library.map.shards import FORMATS, MapRow, make_format
+from tokasaurus.library.map.sources import (
+    Row,
+    RowBatch,
+    Source,
+    column_keys,
+    default_keys,
+    open_source,
+    without_surrogates,
+)
+from tokasaurus.library.model_files import ModelFiles
 from tokasaurus.library.requests import Answer, BadPrompt, RequestFormat, RequestLine
 from tokasaurus.library.results import row_error
 from tokasaurus.processes.group import STOP_NUMBERS
 
 _MAX_WAIT_S = 0.5
 """Between two looks at the clock, the journal and Ctrl-C."""
-_NO_REQUEST = bytes(16)
-"""Identity of a row that has no request. All such rows have the same: errors of functions may differ each time."""
+_MAX_ASK_S = 0.5
+"""Rows whose prompts take longer are sent in parts: the first ones are computed while the user's function is called."""
+_NO_IDENTITY = NO_REQUEST.to_bytes(16, "little")
 _MAX_ERROR_CHARS = 2_000
 
 
@@ -40,73 +55,67 @@ def map_rows(
     session: BulkSession,
     request_format: RequestFormat,
     rows: object,
-    output: str | Path | None = None,
-    *,
-    prompt: PromptOf | None = None,
-    messages: PromptOf | None = None,
-    chat: bool = False,
-    key: str | None = None,
-    format: str | None = None,
-    prefix: str = "",
-    overwrite: bool = False,
-    progress: bool = True,
+    output: str | Path | None,
+    options: MapOptions,
+    model_files: ModelFiles | None = None,
 ) -> object:
-    """Answer every row; see `Client.map`, which has the same arguments. Call it from the thread that has the rows.
+    """Answer every row; see `Client.map`. Call it from the thread that has the rows.
+
+    model_files: of the model that answers, if they are known.
 
     Returns a MapSummary if there is an output, else the rows with their answers in the type that came in. Raises
     ValueError, TypeError and FileNotFoundError for wrong arguments, JobChanged, OutputInUse, OutputFull, RowMisfit, and
     ServerError if the server is lost: then, as after every error, what has finished is stored, and the same call goes
     on."""
-    if format is not None and output is None:
-        raise ValueError(f"format={format!r}: only with an output directory")
-    source, prompts, names, format_name = check_arguments(
-        rows, output, prompt=prompt, messages=messages, chat=chat, key=key, format=format, prefix=prefix
-    )
+    if request_format.asks_tools:
+        options = dataclasses.replace(options, columns=[*options.columns, "tool_calls"])
+    output = None if output is None else Path(output).expanduser().absolute()  # it may be written to after a chdir
+    source, prompts, names, format_name = check_arguments(rows, output, options)
+    if request_format.asks_tools and prompts.is_text and not options.chat:
+        raise ValueError("tools need messages: chat=True sends the prompt as the message of a user")
     # All that the rows' requests have in common.
     request = orjson.loads(request_format.line(0, [{"role": "user", "content": ""}]).body)
     del request["messages"]
     is_list = request.get("n", 1) > 1
     stored: Output
-    if output is not None:
-        _check_apart(source, Path(output))
     if output is None:
         stored = CollectedOutput(source, names, is_list)
     else:
+        _check_apart(source, output)
         settings = {
             "request": request,
-            "key": key,
+            "key": options.key,
             "format": format_name,
-            "prefix": prefix,
+            "prefix": options.prefix,
+            "answer_columns": list(names.fields),
             "columns": _columns(source, format_name),
-            "files": [source.row_origin(path) for path in source.paths] if key is None else None,
+            "files": [source.row_origin(path) for path in source.paths] if options.key is None else None,
             "prompt": prompts.description,
+            "model_files": None if model_files is None else dataclasses.asdict(model_files),
         }
         shards = make_format(format_name, source, names, is_list)
-        journal = Journal(Path(output).expanduser(), settings, shards.suffix, overwrite)
+        journal = Journal(output, settings, shards, options.overwrite, options.retry_errors)
         stored = StoredOutput(journal, shards, prompts.description)
-    job = _Job(session, request_format, source, prompts, stored, key, is_list, MapProgress(source.num_rows, progress))
-    return job.run()
+    shown = MapProgress(source.num_rows, options.progress)
+    return _Job(session, request_format, source, prompts, stored, options.key, names.fields, is_list, shown).run()
 
 
-def check_arguments(
-    rows: object,
-    output: str | Path | None,
-    *,
-    prompt: PromptOf | None,
-    messages: PromptOf | None,
-    chat: bool,
-    key: str | None,
-    format: str | None,
-    prefix: str,
-) -> tuple[Source, Prompts, AnswerNames, str]:
+def check_arguments(rows: object, output: Path | None, options: MapOptions) -> tuple[Source, Prompts, AnswerNames, str]:
     """(the opened rows, their prompts, the names of the new columns, the format of files), from arguments of
-    `map_rows`, which say what they raise."""
-    source = open_source(rows, key, None if output is None else Path(output))
-    prompts = Prompts(source, prompt, messages, chat)
-    names = answer_names(source.columns, prefix)
-    if format is not None and format not in FORMATS:
-        raise ValueError(f"format={format!r}: must be {' or '.join(FORMATS)}")
-    return source, prompts, names, format or ("jsonl" if source.is_json_lines else "parquet")
+    `map_rows`, which says what they raise."""
+    if output is None:
+        for name in ("format", "overwrite", "retry_errors"):
+            value = getattr(options, name)
+            if value:
+                raise ValueError(f"{name}={value!r}: only with an output directory")
+    if options.overwrite and options.retry_errors:
+        raise ValueError("retry_errors=True: overwrite=True leaves no rows that could have errors")
+    source = open_source(rows, options.key, output)
+    prompts = Prompts(source, options.prompt, options.messages, options.chat)
+    names = answer_names(source.columns, options.prefix, options.columns)
+    if options.format is not None and options.format not in FORMATS:
+        raise ValueError(f"format={options.format!r}: must be {' or '.join(FORMATS)}")
+    return source, prompts, names, options.format or ("jsonl" if source.is_json_lines else "parquet")
 
 
 def _check_apart(source: Source, output: Path) -> None:
@@ -125,6 +134,25 @@ def _columns(source: Source, format_name: str) -> list[str] | None:
     return [f"{field.name}: {field.type}" if format_name == "parquet" else field.name for field in source.schema]
 
 
+@dataclasses.dataclass(slots=True)
+class _OpenBatch:
+    """A batch whose rows become requests."""
+
+    batch: RowBatch
+    hashes: npt.NDArray[np.uint64]
+    """[rows] of the keys."""
+    rows: Sequence[Row]
+    """With the columns that prompts need."""
+    num_asked: int = 0
+    """Rows, from the first one on, that have their request, or the reason why there is none."""
+
+    def rows_to_come(self) -> Iterator[MapRow]:
+        batch = self.batch
+        return (
+            MapRow(batch.first_number + index, batch, index, 0, 0) for index in range(self.num_asked, len(self.rows))
+        )
+
+
 class _Job:
     """One call."""
 
@@ -136,6 +164,7 @@ class _Job:
         prompts: Prompts,
         output: Output,
         key: str | None,
+        further: Sequence[str],
         is_list: bool,
         progress: MapProgress,
     ) -> None:
@@ -145,10 +174,14 @@ class _Job:
         self._prompts = prompts
         self._output = output
         self._key = key
+        self._further = further
+        """Further columns of the answers."""
         self._is_list = is_list
         self._progress = progress
         self._keys = KeySet()
         self._batches = source.batches()
+        self._batch: _OpenBatch | None = None
+        """None between two batches."""
         self._is_read = False
         self._unsent: deque[RequestLine] = deque()
         self._unfinished: dict[int, MapRow] = {}
@@ -174,6 +207,11 @@ class _Job:
                 num_left = self._output.num_done - self._counts.num_skipped
                 if num_left:
                     self._progress.note(f"{num_left:,} rows of the output are not in the input")
+                if self._output.num_mended:
+                    self._progress.note(
+                        f"{self._output.num_mended:,} rows that had no prompt have one now; they keep their errors "
+                        "unless the call has retry_errors"
+                    )
                 result = self._output.complete(self._counts, time.monotonic() - started_s)
                 signals.deliver()
             return result
@@ -185,7 +223,7 @@ class _Job:
         """Read some rows, send some, and store what has arrived. Returns whether that was all."""
         room = self._session.room()
         if not self._is_read and len(self._unsent) < room:
-            self._read_batch()
+            self._read_rows()
         lines = [self._unsent.popleft() for _ in range(min(room, len(self._unsent)))]
         is_last = self._is_read and not self._unsent
         try:
@@ -196,32 +234,27 @@ class _Job:
         self._store(answers)
         return is_last and not self._unfinished
 
-    def _read_batch(self) -> None:
-        """Put the lines of the next batch to the unsent ones; its rows that need none are stored. Raises ValueError for
-        a key that comes again."""
-        batch = next(self._batches, None)
-        if batch is None:
-            self._is_read = True
-            return
-        self._counts.num_rows += batch.num_rows
-        if self._key is None:
-            hashes = default_keys(self._source, batch)
-        else:
-            hashes = column_keys(batch, self._key)
-            repeated = self._keys.add(hashes)
-            if repeated is not None:
-                value = batch.column(self._key)[repeated]
-                raise ValueError(f"{batch.place(repeated)}: its key {value!r} is that of an earlier row")
-        self._output.prepare(batch)
-        asked = self._ask(batch)
-        batch.dicts = None
-        hashed = [_NO_REQUEST if isinstance(line, str) else line.identity() for line in asked]
+    def _read_rows(self) -> None:
+        """Put the lines of some rows to the unsent ones: of the next batch, or those that it has left. Rows that need
+        none are stored."""
+        if self._batch is None:
+            self._batch = self._read_batch()
+            if self._batch is None:
+                self._is_read = True
+                return
+        batch, first = self._batch.batch, self._batch.num_asked
+        asked = self._ask(self._batch)
+        hashes = self._batch.hashes[first : first + len(asked)]
+        hashed = [_NO_IDENTITY if isinstance(line, str) else line.identity() for line in asked]
         identities = np.frombuffer(b"".join(hashed), "<u8")[::2]
-        is_done, finished = self._output.skip_done(batch, hashes, identities)
+        is_done, finished = self._output.skip_done(batch, first, hashes, identities)
+        self._batch.num_asked += len(asked)
+        if self._batch.num_asked == batch.num_rows:
+            self._batch = batch.dicts = None
         rows = zip(asked, is_done.tolist(), hashes.tolist(), identities.tolist(), strict=True)
         lines: list[RequestLine] = []
         failed: list[MapRow] = []
-        for index, (line, is_skipped, key_hash, identity) in enumerate(rows):
+        for index, (line, is_skipped, key_hash, identity) in enumerate(rows, first):
             if is_skipped:
                 continue
             row = MapRow(batch.first_number + index, batch, index, key_hash, identity)
@@ -233,19 +266,53 @@ class _Job:
                 self._unfinished[line.number] = row
         lines.sort(key=attrgetter("body"))  # so that rows with a common prefix are neighbours
         self._unsent.extend(lines)
-        self._counts.num_skipped += batch.num_rows - len(lines) - len(failed)
+        self._counts.num_skipped += len(asked) - len(lines) - len(failed)
         with self._storing():
             self._failed = failed
             self._add(finished, is_new=False)
             self._failed = []
             self._add(failed)
 
-    def _ask(self, batch: RowBatch) -> list[RequestLine | str]:
-        """The line of each row, or why it has none."""
-        number = batch.first_number
+    def _read_batch(self) -> _OpenBatch | None:
+        """None if there are no more."""
+        batch = next(self._batches, None)
+        if batch is None:
+            return None
+        self._counts.num_rows += batch.num_rows
+        hashes = self._hash_keys(batch)
+        self._output.prepare(batch)
+        return _OpenBatch(batch, hashes, batch.rows(self._prompts.columns))
+
+    def _hash_keys(self, batch: RowBatch) -> npt.NDArray[np.uint64]:
+        """[rows] of the keys. A row without a key of its own is an error, and told apart by its number."""
+        hashes = default_keys(self._source, batch)
+        if self._key is None:
+            return hashes
+        found, wrong = column_keys(batch, self._key)
+        valid = np.array([index for index in range(batch.num_rows) if index not in wrong], np.int64)
+        repeated = valid[self._keys.add(found[valid])].tolist()
+        if repeated:
+            values = batch.column(self._key)
+            for index in repeated:
+                wrong[index] = f"{batch.place(index)}: its key {values[index]!r} is that of an earlier row"
+        batch.errors = wrong | batch.errors
+        is_own = np.ones(batch.num_rows, np.bool_)
+        is_own[list(wrong)] = False
+        return np.where(is_own, found, hashes)
+
+    def _ask(self, opened: _OpenBatch) -> list[RequestLine | str]:
+        """The line of each of the next rows, or why it has none."""
+        number, errors = opened.batch.first_number, opened.batch.errors
         make, to_line = self._prompts.make, self._format.line
         asked: list[RequestLine | str] = []
-        for index, row in enumerate(batch.rows(self._prompts.columns)):
+        deadline_s = time.monotonic() + _MAX_ASK_S
+        for index in range(opened.num_asked, len(opened.rows)):
+            if asked and time.monotonic() > deadline_s:
+                break
+            row = opened.rows[index]
+            if index in errors:
+                asked.append(_shortened(errors[index]))
+                continue
             try:
                 asked.append(to_line(number + index, make(row)))
             except (NoPrompt, BadPrompt) as error:
@@ -267,7 +334,8 @@ class _Job:
             self._counts.num_errors += sum(row.error is not None for row in rows)
 
     def _rows_to_come(self) -> Iterator[MapRow]:
-        return chain(self._unfinished.values(), self._failed)
+        unasked = () if self._batch is None else self._batch.rows_to_come()
+        return chain(self._unfinished.values(), self._failed, unasked)
 
     @contextmanager
     def _storing(self) -> Iterator[None]:
@@ -286,6 +354,12 @@ class _Job:
         try:
             texts = [_text_of(choice) for choice in body["choices"]]
             reasons = [choice["finish_reason"] for choice in body["choices"]]
+            if self._further:
+                result = self._format.result(answer, None, None)
+                if result.error is not None:
+                    row.error = _shortened(result.error.message)
+                    return row
+                row.more = further_values(result.samples, self._further, self._is_list)
             usage = body["usage"]
             self._counts.prompt_tokens += usage["prompt_tokens"]
             self._counts.output_tokens += usage["completion_tokens"]
@@ -295,13 +369,15 @@ class _Job:
         return row
 
     def _lose_rest(self, error: ServerError) -> None:
-        """No more answers come: without an output directory, rows without an answer get the error; with one, it is
-        raised, and the same call goes on."""
+        """No more answers come: without an output directory, rows without an answer get the error, unless the user has
+        closed the client; with one, it is raised, and the same call goes on."""
         if self._output.goes_on:
             raise ServerError(f"{error}; what has finished is stored, and the same call goes on") from None
+        if isinstance(error, ClientClosed):
+            raise error  # reading the rest of the rows may take for ever, and nobody wants them
         self._unsent.clear()
         while not self._is_read:
-            self._read_batch()
+            self._read_rows()
         lost = list(self._unfinished.values())
         self._unfinished.clear()
         for row in lost:

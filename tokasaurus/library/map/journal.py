@@ -5,10 +5,13 @@ Beside the output directory OUT lies OUT.toka (not inside: Polars reads every fi
 - `lock`: held by the job that is at work;
 - `job.json`: what the job was begun with, for messages;
 - `journal-N.jsonl`: the finished rows of the file N that is being collected, written as they finish;
-- `index-N.npy`: [rows, 2] key hash and request identity of the rows in the file N.
+- `index-N.npy`: [rows, 2] key hash and request identity of the rows in the file N, in their order;
+- `index-N.next.npy`: the same of the file that replaces the file N.
 
 A file N is closed in three steps: its index gets its name, then the file itself, then the journal is removed. So an
-index without its file counts for nothing, and so does a journal whose file exists.
+index without its file counts for nothing, and so does a journal whose file exists. A file N is replaced by one with
+fewer rows in three steps, too: the next index gets its name, then the file itself, then the next index becomes the
+index. Between the last two, the number of rows in the file tells which index is its own.
 """
 
 from __future__ import annotations
@@ -32,10 +35,11 @@ import orjson
 from tokasaurus.library.map.shards import Answers, MapRow, OpenShard, ShardFormat, publish, shard_name
 from tokasaurus.server.jobs.store.data_dir import NewFile, sync_directory
 
-_VERSION = 1
+_VERSION = 2
 _SYNC_INTERVAL_S = 1.0
 _SHARD = re.compile(r"part-(\d{6,})\.(parquet|jsonl)")
 _INDEX = re.compile(r"index-(\d{6,})\.npy")
+_NEXT_INDEX = re.compile(r"index-(\d{6,})\.next\.npy")
 _JOURNAL = re.compile(r"journal-(\d{6,})\.jsonl")
 
 _WAYS_ON = "make the old call again, name another output directory, or pass overwrite=True, which removes the old rows"
@@ -54,12 +58,13 @@ class OutputFull(OSError):
 
 
 class StoredAnswer(NamedTuple):
-    """A line of a journal, without the key."""
+    """A line of a journal, without the key; as in MapRow."""
 
     identity: int
     answer: Answers
     finish_reason: Answers
     error: str | None
+    more: list[Any] | None
 
 
 class KeySet:
@@ -68,23 +73,22 @@ class KeySet:
     def __init__(self) -> None:
         self._arrays: list[npt.NDArray[np.uint64]] = []
 
-    def add(self, hashes: npt.NDArray[np.uint64]) -> int | None:
-        """Add the hashes of a batch. Returns the index of one that was there before, or None."""
-        if len(hashes) == 0:
-            return None
+    def add(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """Add the hashes of a batch. Returns the indices of hashes that were there before."""
         order = np.argsort(hashes, kind="stable")
         ordered = hashes[order]
-        repeated = np.flatnonzero(ordered[1:] == ordered[:-1])
-        if len(repeated):
-            return int(order[repeated[0] + 1])
+        is_repeated = np.zeros(len(ordered), np.bool_)
+        is_repeated[1:] = ordered[1:] == ordered[:-1]
         for array in self._arrays:
-            found = _find(array, ordered) >= 0
-            if found.any():
-                return int(order[np.flatnonzero(found)[0]])
+            is_repeated |= _find(array, ordered) >= 0
+        repeated = np.sort(order[is_repeated])
+        ordered = ordered[~is_repeated]
+        if len(ordered) == 0:
+            return repeated
         while self._arrays and len(self._arrays[-1]) <= 2 * len(ordered):
             ordered = np.sort(np.concatenate([self._arrays.pop(), ordered]), kind="stable")
         self._arrays.append(ordered)
-        return None
+        return repeated
 
 
 class DoneRows:
@@ -119,25 +123,33 @@ def _find(ordered: npt.NDArray[np.uint64], hashes: npt.NDArray[np.uint64]) -> np
 class Journal:
     """The state of a job and its output directory, locked until `close`. Methods raise OutputFull and OSError."""
 
-    def __init__(self, output: Path, settings: Mapping[str, Any], suffix: str, overwrite: bool = False) -> None:
+    def __init__(
+        self,
+        output: Path,
+        settings: Mapping[str, Any],
+        shards: ShardFormat,
+        overwrite: bool = False,
+        retry_errors: bool = False,
+    ) -> None:
         """Open or create the directory.
 
         settings: what the job is begun with, as JSON; once a row is done, all must be as they were, but for "prompt",
-        which is only described, and "files", which may become more.
-        suffix: of the output's files. overwrite: remove the rows of an earlier job.
+        which is only described, "files", which may become more, and "model_files", which may be unknown.
+        shards: how the output's files are written and read. overwrite: remove the rows of an earlier job.
+        retry_errors: remove the rows that have an error.
 
         Raises OutputInUse, JobChanged, FileExistsError if the directory has files of others, NotADirectoryError."""
         self.output = output
         resolved = output.resolve()  # a symbolic link may lead to another disk
         self._root = resolved.with_name(f"{resolved.name or 'root'}.toka")
-        self._suffix = suffix
+        self._shards = shards
         self._file: BinaryIO | None = None
         self._next_sync_s = 0.0
         self._is_unsynced = False
         self._lock = self._open()
         try:
             with self._explained():
-                self._load(settings, overwrite)
+                self._load(settings, overwrite, retry_errors)
         except BaseException:
             self.close()
             raise
@@ -154,7 +166,7 @@ class Journal:
         """Finished rows: when it returns, they survive the death of this process, and a second later that of the
         machine."""
         content = b"".join(
-            [_to_line(row.key_hash, row.identity, row.answer, row.finish_reason, row.error) for row in rows]
+            [_to_line(row.key_hash, row.identity, row.answer, row.finish_reason, row.error, row.more) for row in rows]
         )
         if content:
             with self._explained():
@@ -172,21 +184,21 @@ class Journal:
             self._is_unsynced = False
             self._next_sync_s = time.monotonic() + _SYNC_INTERVAL_S
 
-    def close_shard(self, shard: OpenShard, shard_format: ShardFormat) -> None:
+    def close_shard(self, shard: OpenShard) -> None:
         """Write the rows to a file of the output; its successor's journal is open then.
 
         On an error, all its rows are in the journal."""
         with self._explained():
-            temporary = self._root / f"{shard_name(self._number, self._suffix)}.part"
+            temporary = self._root / f"{self._shard_name(self._number)}.part"
             try:
-                shard_format.write(temporary, shard.rows)
+                self._shards.write(temporary, shard.rows)
                 journal = self._open_journal(self._number + 1)
                 try:
                     if self.finished:
                         self._keep_finished(journal)
                     # also puts the new journal's name on the disk
                     self._save_array(self._index_path(self._number), shard.index())
-                    publish(temporary, self.output / shard_name(self._number, self._suffix))
+                    publish(temporary, self.output / self._shard_name(self._number))
                 except BaseException:
                     journal.close()
                     raise
@@ -197,6 +209,7 @@ class Journal:
             self._journal_path(self._number).unlink()
             self._file, self._is_unsynced = journal, False
             self._number += 1
+            self._has_shards = True
 
     def finish(self) -> None:
         """Call it when all rows are in files: what only an unfinished job needs is removed."""
@@ -206,7 +219,7 @@ class Journal:
         self._journal_path(self._number).unlink(missing_ok=True)
 
     def has_shards(self) -> bool:
-        return self._number > 0
+        return self._has_shards
 
     def close(self) -> None:
         """Unlock the directory; rows that are not in files stay in the journal."""
@@ -241,7 +254,7 @@ class Journal:
             raise OSError(f"output={output}: cannot be locked: {error.strerror}") from None
         return lock
 
-    def _load(self, settings: Mapping[str, Any], overwrite: bool) -> None:
+    def _load(self, settings: Mapping[str, Any], overwrite: bool, retry_errors: bool) -> None:
         if overwrite:
             self._remove_all()
         else:
@@ -254,14 +267,27 @@ class Journal:
         shards = {int(match[1]): match[2] for match in _matching(self.output, _SHARD)}
         for path in self._root.glob("*.part"):
             path.unlink()
-        for match in _matching(self._root, _INDEX):
-            if int(match[1]) not in shards:
-                (self._root / match[0]).unlink()
-        self.done = DoneRows([self._load_index(number, kind) for number, kind in sorted(shards.items())])
+        for pattern in (_INDEX, _NEXT_INDEX):
+            for match in _matching(self._root, pattern):
+                if int(match[1]) not in shards:
+                    (self._root / match[0]).unlink()
+        for match in _matching(self._root, _NEXT_INDEX):
+            if self._shard_path(int(match[1])).exists():  # else this call writes another kind of files, and is refused
+                self._end_replacement(int(match[1]))
+        # before the settings are compared, which may refuse the call
+        indexes = {number: self._load_index(number, kind) for number, kind in sorted(shards.items())}
+        self.done = DoneRows(list(indexes.values()))
         self._number = max(shards, default=-1) + 1
         journals = {int(match[1]): self._root / match[0] for match in _matching(self._root, _JOURNAL)}
         self.finished = self._read_finished(path for number, path in sorted(journals.items()) if number not in shards)
         self.earlier = self._check_settings(settings)
+        if retry_errors:
+            kept = {number: self._remove_errors(number, index) for number, index in indexes.items()}
+            self.done = DoneRows([index for index in kept.values() if len(index)])
+            self.finished = {key: stored for key, stored in self.finished.items() if stored.error is None}
+        first = min((number for number in shards if self._shard_path(number).exists()), default=None)
+        self._has_shards = first is not None
+        self._shards.begin(None if first is None else self._shard_path(first))
         self._file = self._open_journal(self._number)
         sync_directory(self._root)
         if journals.keys() - shards.keys() - {self._number}:
@@ -308,9 +334,15 @@ class Journal:
             self._save_settings(settings)
             return None
         now = orjson.loads(orjson.dumps(dict(settings), default=repr))
-        changes = list(describe_changes(stored, now, without=("prompt", "files")))
+        changes = list(describe_changes(stored, now, without=("prompt", "files", "model_files")))
         if changes:
             raise JobChanged(f"output={self.output}: {', '.join(changes)}; {_WAYS_ON}")
+        model, model_now = stored.get("model_files"), now.get("model_files")
+        if model and model_now and model["sample"] != model_now["sample"]:  # a Client knows no files
+            raise JobChanged(
+                f"output={self.output}: has answers of the model in {model['path']}, and that in {model_now['path']} "
+                f"has other files or other contents; {_WAYS_ON}"
+            )
         files, files_now = (set(told.get("files") or ()) for told in (stored, now))
         if files - files_now:
             raise JobChanged(
@@ -333,15 +365,18 @@ class Journal:
 
     def _remove_all(self) -> None:
         """The order matters: without job.json, files of the output would not be ours any more."""
-        for directory, pattern in ((self.output, _SHARD), (self._root, _INDEX), (self._root, _JOURNAL)):
+        ours = ((self.output, _SHARD), (self._root, _INDEX), (self._root, _NEXT_INDEX), (self._root, _JOURNAL))
+        for directory, pattern in ours:
             for match in _matching(directory, pattern):
                 (directory / match[0]).unlink()
             sync_directory(directory)
 
     def _load_index(self, number: int, kind: str) -> npt.NDArray[np.uint64]:
         name = shard_name(number, f".{kind}")
-        if f".{kind}" != self._suffix:
-            raise JobChanged(f"output={self.output}: has {name}, and this call writes *{self._suffix}; {_WAYS_ON}")
+        if f".{kind}" != self._shards.suffix:
+            raise JobChanged(
+                f"output={self.output}: has {name}, and this call writes *{self._shards.suffix}; {_WAYS_ON}"
+            )
         try:
             index = np.load(self._index_path(number))
         except FileNotFoundError:
@@ -349,6 +384,34 @@ class Journal:
                 f"output={self.output}: has {name}, which is not of such a job; name another directory"
             ) from None
         return cast("npt.NDArray[np.uint64]", index)
+
+    def _remove_errors(self, number: int, index: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """Remove the rows that have an error from a file; one without other rows is removed. Returns the index of those
+        that are left."""
+        path = self._shard_path(number)
+        is_kept = ~self._shards.find_errors(path)
+        kept = index[is_kept]
+        if is_kept.all():
+            return index
+        if not is_kept.any():
+            path.unlink()
+            sync_directory(path.parent)
+            self._index_path(number).unlink()
+            return kept
+        temporary = self._root / f"{path.name}.part"
+        self._shards.copy(path, temporary, is_kept)
+        self._save_array(self._next_index_path(number), kept)
+        publish(temporary, path)
+        publish(self._next_index_path(number), self._index_path(number))
+        return kept
+
+    def _end_replacement(self, number: int) -> None:
+        """Of a file, after a death: whichever of the two files it is, its index is the right one then."""
+        path, next_index = self._shard_path(number), self._next_index_path(number)
+        if self._shards.count_rows(path) == len(np.load(next_index)):
+            publish(next_index, self._index_path(number))
+        else:
+            next_index.unlink()
 
     def _save_array(self, path: Path, array: npt.NDArray[np.uint64]) -> None:
         content = io.BytesIO()
@@ -359,6 +422,15 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
         publish(temporary, path)
+
+    def _shard_name(self, number: int) -> str:
+        return shard_name(number, self._shards.suffix)
+
+    def _shard_path(self, number: int) -> Path:
+        return self.output / self._shard_name(number)
+
+    def _next_index_path(self, number: int) -> Path:
+        return self._root / f"index-{number:06d}.next.npy"
 
     def _index_path(self, number: int) -> Path:
         return self._root / f"index-{number:06d}.npy"
@@ -412,9 +484,11 @@ def _shown(value: object) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def _to_line(key_hash: int, identity: int, answer: Answers, finish_reason: Answers, error: str | None) -> bytes:
+def _to_line(
+    key_hash: int, identity: int, answer: Answers, finish_reason: Answers, error: str | None, more: list[Any] | None
+) -> bytes:
     """A line of a journal: checksum, space, JSON."""
-    content = orjson.dumps((key_hash, identity, answer, finish_reason, error))
+    content = orjson.dumps((key_hash, identity, answer, finish_reason, error, more))
     return b"%08x %b\n" % (zlib.crc32(content), content)
 
 

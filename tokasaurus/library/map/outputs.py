@@ -12,15 +12,10 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tokasaurus.library.counts import Counts
+from tokasaurus.library.map.answers import AnswerNames
 from tokasaurus.library.map.journal import Journal, request_changed
-from tokasaurus.library.map.shards import (
-    MAX_SHARD_AGE_S,
-    AnswerNames,
-    MapRow,
-    OpenShard,
-    ShardFormat,
-    answer_columns,
-)
+from tokasaurus.library.map.shards import MAX_SHARD_AGE_S, MapRow, OpenShard, ShardFormat, answer_columns
 from tokasaurus.library.map.sources import RowBatch, Source
 
 
@@ -44,19 +39,8 @@ class MapSummary:
     """The directory."""
 
 
-@dataclass(slots=True)
-class Counts:
-    """How far a call is."""
-
-    num_rows: int = 0
-    """Read so far."""
-    num_skipped: int = 0
-    num_finished: int = 0
-    """Without those that were skipped."""
-    num_errors: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-
+NO_REQUEST = 0
+"""Identity of a row that has no request. All such rows have the same: errors of functions may differ each time."""
 
 Unfinished: TypeAlias = Callable[[], Iterable[MapRow]]
 """Gives all rows that may still be added, apart from those that are being added."""
@@ -69,17 +53,20 @@ class Output(Protocol):
     """Whether a later call goes on where this one ends."""
     num_done: int
     """Rows that earlier calls have done."""
+    num_mended: int
+    """Of the rows that were skipped, those that had no request and have one now; they keep their error."""
 
     def prepare(self, batch: RowBatch) -> None:
         """Call it for each batch, before its dicts are dropped. Raises RowMisfit."""
         ...
 
     def skip_done(
-        self, batch: RowBatch, hashes: npt.NDArray[np.uint64], identities: npt.NDArray[np.uint64]
+        self, batch: RowBatch, first: int, hashes: npt.NDArray[np.uint64], identities: npt.NDArray[np.uint64]
     ) -> tuple[npt.NDArray[np.bool_], list[MapRow]]:
         """([rows]: whether a row is done and needs nothing more; rows that had finished, and are still to be added).
 
-        hashes, identities: [rows], of the keys and the requests. Raises JobChanged."""
+        hashes, identities: [rows], of the keys and the requests of the batch's rows from the index `first` on. Raises
+        JobChanged."""
         ...
 
     def add(self, rows: Sequence[MapRow], unfinished: Unfinished, is_new: bool = True) -> None:
@@ -113,30 +100,37 @@ class StoredOutput:
         self._row_bytes: dict[int, float] = {}
         """By the number of a batch's first row: memory of one of its rows."""
         self.num_done = len(journal.done) + len(journal.finished)
+        self.num_mended = 0
 
     def prepare(self, batch: RowBatch) -> None:
         self._row_bytes[batch.first_number] = self._shards.prepare(batch)
 
     def skip_done(
-        self, batch: RowBatch, hashes: npt.NDArray[np.uint64], identities: npt.NDArray[np.uint64]
+        self, batch: RowBatch, first: int, hashes: npt.NDArray[np.uint64], identities: npt.NDArray[np.uint64]
     ) -> tuple[npt.NDArray[np.bool_], list[MapRow]]:
         journal = self._journal
         positions = journal.done.find(hashes)
         is_done = positions >= 0
         if is_done.any():
-            changed = np.flatnonzero(is_done & (journal.done.identities(positions) != identities))
+            stored_identities = journal.done.identities(positions)
+            is_changed = is_done & (stored_identities != identities)
+            changed = np.flatnonzero(is_changed & (stored_identities != NO_REQUEST))
             if len(changed):
-                raise self._changed(batch, int(changed[0]))
+                raise self._changed(batch, first + int(changed[0]))
+            self.num_mended += int(is_changed.sum())
         finished = []
         if journal.finished:
-            for index, key_hash in enumerate(hashes.tolist()):
+            for index, key_hash in enumerate(hashes.tolist(), first):
                 stored = journal.finished.get(key_hash)
                 if stored is not None:
-                    if stored.identity != int(identities[index]):
-                        raise self._changed(batch, index)
-                    is_done[index] = True
+                    if stored.identity != int(identities[index - first]):
+                        if stored.identity != NO_REQUEST:
+                            raise self._changed(batch, index)
+                        self.num_mended += 1
+                    is_done[index - first] = True
                     row = MapRow(batch.first_number + index, batch, index, key_hash, stored.identity)
                     row.answer, row.finish_reason, row.error = stored.answer, stored.finish_reason, stored.error
+                    row.more = stored.more
                     finished.append(row)
         return is_done, finished
 
@@ -183,7 +177,7 @@ class StoredOutput:
             self._journal.close()
 
     def _close_shard(self, unfinished: Unfinished) -> None:
-        self._journal.close_shard(self._shard, self._shards)
+        self._journal.close_shard(self._shard)
         self._shard = OpenShard()
         # Slow rows must not keep the memory of whole batches.
         left: dict[int, list[MapRow]] = {}
@@ -211,6 +205,7 @@ class CollectedOutput:
 
     goes_on = False
     num_done = 0
+    num_mended = 0
 
     def __init__(self, source: Source, names: AnswerNames, is_list: bool) -> None:
         self._source = source
@@ -223,10 +218,10 @@ class CollectedOutput:
         self._rows += [None] * batch.num_rows
 
     def skip_done(
-        self, batch: RowBatch, _hashes: npt.NDArray[np.uint64], _identities: npt.NDArray[np.uint64]
+        self, batch: RowBatch, _first: int, hashes: npt.NDArray[np.uint64], _identities: npt.NDArray[np.uint64]
     ) -> tuple[npt.NDArray[np.bool_], list[MapRow]]:
         batch.table = None  # the source reads its columns again
-        return np.zeros(batch.num_rows, np.bool_), []
+        return np.zeros(len(hashes), np.bool_), []
 
     def add(self, rows: Sequence[MapRow], unfinished: Unfinished, is_new: bool = True) -> None:
         del unfinished

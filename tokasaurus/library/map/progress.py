@@ -6,18 +6,20 @@ import time
 from types import TracebackType
 
 from tokasaurus.library.bulk import Progress
-from tokasaurus.library.map.outputs import Counts
+from tokasaurus.library.counts import Counts
 from tokasaurus.monitoring.progress import NoDisplay, Speed, make_display, show_rate, show_time
 
 
 class MapProgress:
     """What the user sees of a call."""
 
-    def __init__(self, num_rows: int | None, is_shown: bool) -> None:
-        """num_rows: of the source; None if that is not known."""
+    def __init__(self, num_rows: int | None, is_shown: bool, began_s: float | None = None) -> None:
+        """num_rows: of the source; None if that is not known. began_s: when the call began, by time.monotonic(); None
+        for now."""
         self._num_rows = num_rows
         self._display = make_display() if is_shown else NoDisplay()
         self._speed = Speed()
+        self._speed.add(time.monotonic() if began_s is None else began_s, 0, 0)
         self._shown: Counts | None = None
         """Once something was shown: the end shows what they have come to."""
 

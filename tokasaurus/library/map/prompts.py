@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -34,11 +35,13 @@ class Prompts:
         given = prompt if messages is None else messages
         self.description = given if isinstance(given, str) else f"function {getattr(given, '__name__', given)}"
         """For messages about a job that has changed."""
+        self.is_text = isinstance(given, str) and messages is None and ("{" in given or "}" in given)
+        """Whether each prompt is a text, made by a template."""
         self.columns: list[str] | None = None
         """Those that are needed; None: all."""
         self._make: Callable[[Row], Any]
         if isinstance(given, str):
-            if messages is None and ("{" in given or "}" in given):
+            if self.is_text:
                 self._make, self.columns = _template(given)
             else:
                 self._make, self.columns = _column(given), [given]
@@ -49,6 +52,8 @@ class Prompts:
                     f"{argument}={given!r}: {source.description} has no column {missing[0]!r}{no_template}; "
                     f"{listed_columns(source)}"
                 )
+        elif inspect.iscoroutinefunction(given):
+            raise TypeError(f"{argument} must be a function that returns the prompt, not an async one")
         elif callable(given):
             self._make = _function(given, argument)
         else:
@@ -64,7 +69,16 @@ class Prompts:
                 raise NoPrompt("messages must be a list of dicts, not a text")
             return [{"role": "user", "content": prompt}] if self._chat else prompt
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-            return [_without_nulls(message) for message in prompt]
+            if not all(isinstance(message, Mapping) for message in prompt):
+                raise NoPrompt("messages must be a list of dicts, and not all of its items are dicts")
+            return [
+                {
+                    name: _without_nulls(value)
+                    for name, value in message.items()
+                    if value is not None or name == "content"
+                }
+                for message in prompt
+            ]
         if self._is_messages:
             raise NoPrompt("messages must be a list of dicts that is not empty")
         return prompt
@@ -105,7 +119,10 @@ def _as_text(value: object, name: str) -> str:
             return orjson.dumps(value).decode()
         except TypeError as error:
             raise NoPrompt(f"the column {name!r} cannot be a text: {error}") from None
-    return str(value)
+    try:
+        return str(value)
+    except Exception as error:
+        raise NoPrompt(f"the column {name!r} cannot be a text: {type(error).__name__}: {error}") from None
 
 
 def _column(name: str) -> Callable[[Row], Any]:
@@ -128,6 +145,8 @@ def _function(function: Callable[[Row], Any], argument: str) -> Callable[[Row], 
     return make
 
 
-def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns of dicts have every member in every row."""
-    return {name: value for name, value in message.items() if value is not None or name == "content"}
+def _without_nulls(value: Any) -> Any:
+    """Without the members of dicts that are null: a column of dicts has every member in every row."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(member) for name, member in value.items() if member is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value

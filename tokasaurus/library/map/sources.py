@@ -11,13 +11,15 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 import orjson
+
+from tokasaurus.library.map.answers import AnswerColumn
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -72,6 +74,8 @@ class RowBatch:
         """The rows as they came; None if they came as columns, or are not needed any more."""
         self.lines: list[bytes | None] | None = None
         """The rows as JSON text, if they are stored so."""
+        self.errors: dict[int, str] = {}
+        """By index: why a row cannot be answered or stored as it came. Its dict has what can be stored."""
         self._positions: npt.NDArray[np.int64] | None = None
 
     def place(self, index: int) -> str:
@@ -102,27 +106,14 @@ class RowBatch:
         return self.table.take(_arrow_indices(indices))
 
     def keep_only(self, indices: npt.NDArray[np.int64]) -> None:
-        """Free the memory of the table's other rows, if they are the greater part."""
+        """Free the memory of the other rows; of a table, if they are the greater part."""
+        if self.lines is not None:
+            kept = set(indices.tolist())
+            self.lines = [line if index in kept else None for index, line in enumerate(self.lines)]
         if self.table is not None and 2 * len(indices) < self.table.num_rows:
             self.table = self.take(indices)
             self._positions = np.full(self.num_rows, -1, np.int64)
             self._positions[indices] = np.arange(len(indices))
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerColumn:
-    """A column of the answers."""
-
-    name: str
-    values: Sequence[Any]
-    """One for each row: text, a list of texts, or None."""
-    is_list: bool
-    """Whether they are lists."""
-
-    def array(self) -> pa.Array:
-        import pyarrow as pa
-
-        return pa.array(self.values, pa.list_(pa.string()) if self.is_list else pa.string())
 
 
 class Source(Protocol):
@@ -172,6 +163,15 @@ def open_source(rows: object, key: str | None = None, output: Path | None = None
     return source
 
 
+def absolute_paths(rows: Any) -> Any:
+    """Paths as they are meant in this directory; anything else as it is."""
+    if isinstance(rows, str | os.PathLike):
+        return str(Path(rows).expanduser().absolute())
+    if isinstance(rows, list | tuple) and rows and all(isinstance(row, str | os.PathLike) for row in rows):
+        return [absolute_paths(row) for row in rows]
+    return rows
+
+
 def listed_columns(source: Source) -> str:
     """For messages about a column that is not there."""
     return f"its columns are {', '.join(source.columns)}" if source.columns else "it has no columns"
@@ -197,18 +197,27 @@ def default_keys(source: Source, batch: RowBatch) -> npt.NDArray[np.uint64]:
     return cast("npt.NDArray[np.uint64]", mixed ^ (mixed >> np.uint64(31)))
 
 
-def column_keys(batch: RowBatch, key: str) -> npt.NDArray[np.uint64]:
-    """[num_rows] hashes of the values of the key column. Raises ValueError for a row without a key, and TypeError for
-    one that is not the same in every process."""
+def column_keys(batch: RowBatch, key: str) -> tuple[npt.NDArray[np.uint64], dict[int, str]]:
+    """([num_rows] hashes of the values of the key column, by index: why a row has no key that tells it apart)."""
     values = batch.column(key)
+    wrong: dict[int, str] = {}
     for index, value in enumerate(values):
-        if isinstance(value, np.ndarray) or (
-            not isinstance(value, str | int) and repr(value) == object.__repr__(value)
-        ):
-            raise TypeError(f"{batch.place(index)}: its key is {type(value).__name__}; allowed are texts and numbers")
-        if value is None or value != value:
-            raise ValueError(f"{batch.place(index)} has no key: its column {key!r} is null")
-    return np.fromiter(map(hash_key, values), np.uint64, len(values))
+        if isinstance(value, str | int):
+            continue
+        # also what is not the same in every process
+        if isinstance(value, np.ndarray) or repr(value) == object.__repr__(value):
+            wrong[index] = f"{batch.place(index)}: its key is {type(value).__name__}; allowed are texts and numbers"
+        elif value is None or _is_nan(value):
+            wrong[index] = f"{batch.place(index)} has no key: its column {key!r} is null"
+    hashes = [0 if index in wrong else hash_key(value) for index, value in enumerate(values)]
+    return np.array(hashes, np.uint64), wrong
+
+
+def _is_nan(value: Any) -> bool:
+    try:
+        return bool(value != value)
+    except Exception:  # pandas.NA has no truth value, and a signalling NaN cannot be compared
+        return True
 
 
 def hash_key(value: object) -> int:
@@ -219,8 +228,6 @@ def hash_key(value: object) -> int:
         content = b"s" + value.encode("utf-8", "surrogatepass")
     elif isinstance(value, bytes):
         content = b"b" + value
-    elif isinstance(value, np.generic):
-        return hash_key(value.item())
     else:
         content = repr(value).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
@@ -238,7 +245,9 @@ def _open(rows: object, output: Path | None) -> Source:
         return _open_polars(rows)
     if module == "polars" and hasattr(rows, "collect"):
         raise TypeError("rows: a Polars LazyFrame; call .collect() on it")
-    if module == "datasets" and hasattr(rows, "features") and hasattr(rows, "__len__"):
+    if module == "datasets" and hasattr(rows, "with_format") and hasattr(rows, "__len__"):
+        if isinstance(rows, Mapping):
+            raise TypeError(f"rows: a DatasetDict; take one of its splits, {', '.join(map(repr, rows))}")
         return _open_dataset(rows)
     if isinstance(rows, Mapping):
         raise TypeError("rows: a dict; rows are an iterable of dicts, one for each row")
@@ -296,12 +305,13 @@ def _open_files(names: Sequence[str | os.PathLike[str]], output: Path | None) ->
             except Exception as error:
                 raise _unreadable(file.path, error) from None
 
-    return _ColumnSource(what, files[0].schema, num_rows, read, _join_table, paths)
+    errors = {file.path: file.errors for file in files if isinstance(file, _CsvFile)}
+    return _ColumnSource(what, files[0].schema, num_rows, read, _join_table, paths, errors)
 
 
 def _matches(name: str, output: Path | None) -> list[str]:
     """Files of a path, a directory or a pattern, sorted. Raises FileNotFoundError."""
-    path = Path(name).expanduser()
+    path = Path(name).expanduser().absolute()  # files are opened later, perhaps after a chdir
     if path.is_dir():
         found = sorted(str(file) for file in path.iterdir() if file.is_file() and _suffix(file.name) in _KINDS)
         if not found:
@@ -384,22 +394,97 @@ class _ParquetFile:
 
 
 class _CsvFile:
-    """Types come from the first megabyte of the first file; a column that is empty there is text."""
+    """Types come from the first megabyte of the first file; a column that is empty there is text. Texts that are not
+    UTF-8, and later values of other types, are errors of their rows: pyarrow would make the whole column bytes, or stop
+    reading."""
 
     def __init__(self, path: str, first_schema: pa.Schema | None) -> None:
         import pyarrow as pa
 
         self.path = path
         self.num_rows: int | None = None
+        self.errors: dict[int, str] = {}
+        """By the number of a row: what is wrong with it. The faults of a batch are there when the batch is given."""
         schema = self._open(None).schema
-        fields = [pa.field(field.name, pa.string()) if pa.types.is_null(field.type) else field for field in schema]
+        is_text = [pa.types.is_null(field.type) or pa.types.is_binary(field.type) for field in schema]
+        fields = [field.with_type(pa.string()) if text else field for field, text in zip(schema, is_text, strict=True)]
         if first_schema is not None:
             types = {field.name: field.type for field in first_schema}
             fields = [field.with_type(types.get(field.name, field.type)) for field in fields]
         self.schema = pa.schema(fields)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        yield from self._open(self.schema)
+        import pyarrow as pa
+
+        self.errors.clear()
+        as_bytes = [field.with_type(pa.binary()) for field in self.schema]
+        typed = [
+            raw if pa.types.is_string(field.type) else field for raw, field in zip(as_bytes, self.schema, strict=True)
+        ]
+        number = 0
+        try:
+            for batch in self._open(pa.schema(typed)):
+                yield self._converted(batch, number)
+                number += batch.num_rows
+        except pa.ArrowInvalid as error:
+            if not str(error).startswith("In CSV column"):  # not of a value
+                raise
+            num_done = number
+            number = 0
+            for batch in self._open(pa.schema(as_bytes)):
+                left = batch.slice(max(0, num_done - number))
+                if left.num_rows:
+                    yield self._converted(left, number + batch.num_rows - left.num_rows)
+                number += batch.num_rows
+
+    def _converted(self, batch: Any, first_number: int) -> pa.RecordBatch:
+        """batch: of bytes in some columns. first_number: of its first row."""
+        import pyarrow as pa
+
+        columns = batch.columns
+        for index, field in enumerate(self.schema):
+            if pa.types.is_binary(columns[index].type):
+                convert = self._decoded if pa.types.is_string(field.type) else self._parsed
+                columns[index] = convert(columns[index], first_number, field)
+        return pa.RecordBatch.from_arrays(columns, schema=self.schema)
+
+    def _decoded(self, column: Any, first_number: int, field: pa.Field) -> Any:
+        import pyarrow as pa
+
+        with suppress(pa.ArrowInvalid):
+            return column.cast(pa.string())
+        texts = []
+        for number, value in enumerate(column.to_pylist(), first_number):
+            try:
+                texts.append(value.decode())
+            except UnicodeDecodeError as error:
+                self.errors[number] = f"its column {field.name!r} is not UTF-8: {error}"
+                texts.append(value.decode(errors="replace"))
+        return pa.array(texts, pa.string())
+
+    def _parsed(self, column: Any, first_number: int, field: pa.Field) -> Any:
+        """As the reader does it; null in place of a value that has another type."""
+        import pyarrow as pa
+        import pyarrow.csv
+
+        content = b"".join(b'"%b"\n' % value.replace(b'"', b'""') for value in column.to_pylist())
+        try:
+            table = pyarrow.csv.read_csv(
+                pa.BufferReader(content),
+                pyarrow.csv.ReadOptions(column_names=["value"]),
+                pyarrow.csv.ParseOptions(newlines_in_values=True, ignore_empty_lines=False),
+                pyarrow.csv.ConvertOptions(column_types={"value": field.type}),
+            )
+            return table["value"].combine_chunks()
+        except pa.ArrowInvalid:
+            if len(column) > 1:
+                half = len(column) // 2
+                first = self._parsed(column[:half], first_number, field)
+                return pa.concat_arrays([first, self._parsed(column[half:], first_number + half, field)])
+            (value,) = column.to_pylist()
+            start = value.decode(errors="replace")[:40]
+            self.errors[first_number] = f"its column {field.name!r} is not of the type {field.type}: {start!r}"
+            return pa.nulls(1, field.type)
 
     def _open(self, schema: pa.Schema | None) -> Any:
         import pyarrow.csv
@@ -460,7 +545,7 @@ def _check_schema(file: _ColumnFile, first: _ColumnFile) -> None:
 
 
 def _open_json_lines(paths: list[str], what: str) -> Source:
-    def reader(path: str) -> Callable[[], Iterator[tuple[bytes, Row]]]:
+    def reader(path: str) -> Callable[[], Iterator[tuple[bytes, Row] | str]]:
         return lambda: _read_json_lines(path)
 
     is_cheap = sum(Path(path).stat().st_size for path in paths) <= _MAX_COUNTED_BYTES
@@ -482,8 +567,8 @@ def _count_lines(path: str) -> int:
     return count + (last != b"\n")
 
 
-def _read_json_lines(path: str) -> Iterator[tuple[bytes, Row]]:
-    """(text, row) of each line that is not empty. Raises ValueError."""
+def _read_json_lines(path: str) -> Iterator[tuple[bytes, Row] | str]:
+    """Of each line that is not empty (text, row), or why it is no row. Raises ValueError if the file cannot be read."""
     number = 0
     try:
         with _open_binary(path) as file:
@@ -495,16 +580,16 @@ def _read_json_lines(path: str) -> Iterator[tuple[bytes, Row]]:
         raise ValueError(f"{path}: cannot be read after line {number}: {error}") from None
 
 
-def _parse_line(text: bytes, path: str, number: int) -> tuple[bytes, Row]:
+def _parse_line(text: bytes, path: str, number: int) -> tuple[bytes, Row] | str:
     try:
         row = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         row = _parse_with_surrogates(text)
         if row is None:
-            raise ValueError(f"{path}: line {number} is not JSON: {error}{_hint_at_array(text)}") from None
+            return f"{path}: line {number} is not JSON: {error}{_hint_at_array(text)}"
         text = to_json(row)
     if not isinstance(row, dict):
-        raise ValueError(f"{path}: line {number} is not a JSON object, as each line must be{_hint_at_array(text)}")
+        return f"{path}: line {number} is not a JSON object, as each line must be{_hint_at_array(text)}"
     return text, row
 
 
@@ -554,7 +639,9 @@ class _DictSource:
         paths: Sequence[str] = (),
         is_json_lines: bool = False,
     ) -> None:
-        """parts: (origin, opens its rows: dicts, or of JSON lines (text, dict))."""
+        """parts: (origin, opens its rows: dicts, or of JSON lines (text, dict) or why a line is no row).
+
+        Raises TypeError or ValueError if the first row is none: then these are hardly rows. Later ones are errors."""
         self.description = description
         self.num_rows = num_rows
         self.is_json_lines = is_json_lines
@@ -564,6 +651,8 @@ class _DictSource:
         self._short_names = _short_names(paths)
         self._batches = self._read(parts)
         self._first = next(self._batches, None)
+        if self._first is not None and 0 in self._first.errors:
+            raise (ValueError if is_json_lines else TypeError)(self._first.errors[0])
         first_rows = [] if self._first is None else self._first.dicts or []
         self.columns = list(dict.fromkeys(name for row in first_rows for name in row))
 
@@ -594,24 +683,24 @@ class _DictSource:
             while taken := _take(rows, batch_rows):
                 batch = RowBatch(number, origin, in_origin, len(taken))
                 if self.is_json_lines:
+                    for index, line in enumerate(taken):
+                        if isinstance(line, str):
+                            batch.errors[index] = line
+                            taken[index] = b"{}", {}
                     batch.lines = [text for text, _ in taken]
                     batch.dicts = [row for _, row in taken]
                     batch_rows = _next_rows(sum(len(text) for text, _ in taken), len(taken))
                 else:
                     for index, row in enumerate(taken):
                         if not isinstance(row, dict):
-                            taken[index] = _as_dict(row, batch.place(index))
+                            if not isinstance(row, Mapping):
+                                batch.errors[index] = f"{batch.place(index)} is not a dict, but {type(row).__name__}"
+                            taken[index] = dict(row) if isinstance(row, Mapping) else {}
                     batch.dicts = taken
                     batch_rows = _next_rows(sum(map(_text_bytes, taken)), len(taken))
                 number += len(taken)
                 in_origin += len(taken)
                 yield batch
-
-
-def _as_dict(row: object, place: str) -> Row:
-    if not isinstance(row, Mapping):
-        raise TypeError(f"{place} is not a dict, but {type(row).__name__}")
-    return dict(row)
 
 
 def _take(rows: Iterator[Any], count: int) -> list[Any]:
@@ -660,8 +749,10 @@ class _ColumnSource:
         read: Callable[[], Iterator[tuple[str, pa.RecordBatch]]],
         join: Callable[[_ColumnSource, Sequence[AnswerColumn]], object],
         paths: Sequence[str] = (),
+        errors: Mapping[str, dict[int, str]] | None = None,
     ) -> None:
-        """read: (origin, batch of any size) for all rows, in order."""
+        """read: (origin, batch of any size) for all rows, in order. errors: by origin and number of a row in it, why it
+        cannot be answered; read may add those of a batch before it gives the batch."""
         self.description = description
         self.schema = schema
         self.num_rows = num_rows
@@ -671,6 +762,7 @@ class _ColumnSource:
         self._short_names = _short_names(paths)
         self._read = read
         self._join = join
+        self._errors = errors or {}
         repeated = [name for name in self.columns if self.columns.count(name) > 1]
         if repeated:
             raise ValueError(f"{description} has two columns {repeated[0]!r}")
@@ -690,6 +782,10 @@ class _ColumnSource:
                 part = batch.slice(start, _next_rows(batch.nbytes, batch.num_rows))
                 rows = RowBatch(number, origin, in_origin, part.num_rows)
                 rows.table = part
+                errors = self._errors.get(origin)
+                if errors:
+                    indices = [index for index in range(part.num_rows) if in_origin + index in errors]
+                    rows.errors = {index: f"{rows.place(index)}: {errors.pop(in_origin + index)}" for index in indices}
                 yield rows
                 start += part.num_rows
                 number += part.num_rows
@@ -738,14 +834,19 @@ def _open_table(table: Any) -> Source:
 
 def _open_pandas(frame: Any) -> Source:
     import_arrow()
+    import pandas
     import pyarrow as pa
 
     named_index = [name for name in frame.index.names if name is not None]
-    flat = frame.reset_index() if named_index else frame
+    flat = frame.reset_index() if named_index else frame.copy(deep=False)
+    flat.columns = [str(name) for name in flat.columns]  # as they are in Arrow
+    errors: dict[int, str] = {}
     try:
-        schema = pa.Schema.from_pandas(flat, preserve_index=False).remove_metadata()
-    except pa.ArrowException as error:
-        raise ValueError(f"the pandas DataFrame cannot become columns of one type each: {error}") from None
+        schema = pa.Schema.from_pandas(flat, preserve_index=False)
+    except (UnicodeEncodeError, pa.ArrowException):
+        errors = _replace_surrogates(flat)
+        schema = pa.Schema.from_pandas(flat, preserve_index=False)
+    schema = schema.remove_metadata()
 
     def read() -> Iterator[tuple[str, pa.RecordBatch]]:
         for part in _slices(len(flat)):
@@ -755,10 +856,40 @@ def _open_pandas(frame: Any) -> Source:
     def join(_: _ColumnSource, answers: Sequence[AnswerColumn]) -> object:
         joined = frame.copy(deep=False)
         for column in answers:
-            joined[column.name] = list(column.values)
+            values = list(column.values)
+            if column.field == "seed":  # which would be rounded to float64 beside a null
+                joined[column.name] = pandas.array(values, "UInt64")
+            else:
+                joined[column.name] = values
         return joined
 
-    return _ColumnSource("a pandas DataFrame", schema, len(flat), read, join)
+    return _ColumnSource("a pandas DataFrame", schema, len(flat), read, join, errors={"the DataFrame": errors})
+
+
+def _replace_surrogates(frame: Any) -> dict[int, str]:
+    """Put U+FFFD in place of halves of surrogate pairs, which Arrow cannot have. Returns, by the number of a row, in
+    which column it had one. Raises ValueError for a column that has no one type."""
+    import pandas
+    import pyarrow as pa
+
+    errors: dict[int, str] = {}
+    for name in frame.columns:
+        try:
+            pa.array(frame[name], from_pandas=True)
+        except UnicodeEncodeError:
+            values = [value.tolist() if isinstance(value, np.ndarray) else value for value in frame[name]]
+        except pa.ArrowException as error:
+            reason = f"column {name!r}: {error}"
+            raise ValueError(f"the pandas DataFrame cannot become columns of one type each: {reason}") from None
+        else:
+            continue
+        for number, value in enumerate(values):
+            if isinstance(value, str | list | tuple | dict):
+                values[number] = without_surrogates(value)
+                if values[number] != value:
+                    errors[number] = f"its column {name!r} has half of a surrogate pair, which no UTF-8 text has"
+        frame[name] = pandas.Series(values, frame.index, dtype=object)
+    return errors
 
 
 def _open_polars(frame: Any) -> Source:
@@ -782,6 +913,7 @@ def _open_polars(frame: Any) -> Source:
 def _open_dataset(dataset: Any) -> Source:
     import_arrow()
     import datasets
+    import pyarrow as pa
 
     columns = dataset.with_format("arrow")
 
@@ -793,9 +925,9 @@ def _open_dataset(dataset: Any) -> Source:
     def join(_: _ColumnSource, answers: Sequence[AnswerColumn]) -> object:
         joined = dataset
         for column in answers:
-            kind = datasets.Value("string")
-            feature = datasets.List(kind) if column.is_list else kind
-            joined = joined.add_column(column.name, list(column.values), feature=feature)
+            feature = datasets.Features.from_arrow_schema(pa.schema([(column.name, column.kind())]))[column.name]
+            # add_column has feature= from version 3.0 on
+            joined = joined.add_column(column.name, list(column.values)).cast_column(column.name, feature)
         return joined
 
     schema = dataset.features.arrow_schema

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from tests.library.map.helpers.instant_session import InstantSession
 from tokasaurus.library.blocking import BulkSession
 from tokasaurus.library.map.job import map_rows
+from tokasaurus.library.map.options import MapOptions
+from tokasaurus.library.model_files import ModelFiles
 from tokasaurus.library.requests import RequestFormat, Schema
 from tokasaurus.library.sampling import Sampling
 
@@ -18,12 +21,14 @@ def call_map(
     session: InstantSession | None = None,
     sampling: Sampling | None = None,
     schema: Schema | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    model_files: ModelFiles | None = None,
     **arguments: Any,
 ) -> Any:
     session = InstantSession() if session is None else session
-    request_format = RequestFormat("test-model", sampling, schema=schema)
-    arguments = {"progress": False, **arguments}
-    return map_rows(cast(BulkSession, session), request_format, rows, output, **arguments)
+    request_format = RequestFormat("test-model", sampling, schema=schema, tools=tools)
+    options = MapOptions(**{"progress": False, **arguments})
+    return map_rows(cast(BulkSession, session), request_format, rows, output, options, model_files)
 
 
 def expected_rows(rows: list[dict[str, Any]], prompts: list[str | None]) -> list[dict[str, Any]]:

@@ -1,35 +1,39 @@
 """Rows of a source with answers made up for them, and what a reader finds in an output directory."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
+from tokasaurus.library.map.answers import answer_names
 from tokasaurus.library.map.journal import Journal
 from tokasaurus.library.map.shards import MapRow, OpenShard, ShardFormat, make_format
-from tokasaurus.library.map.sources import Source, default_keys
+from tokasaurus.library.map.sources import RowBatch, Source, default_keys
 
 
 def shard_format(source: Source, name: str = "parquet", is_list: bool = False) -> ShardFormat:
-    from tokasaurus.library.map.shards import answer_names
-
     return make_format(name, source, answer_names(source.columns, ""), is_list)
 
 
 def finished_rows(source: Source, output: ShardFormat) -> list[MapRow]:
     """All rows, with the answer `a7` to the row 7, and an error for every tenth row."""
+    return [row for batch in source.batches() for row in rows_of(batch, output, default_keys(source, batch).tolist())]
+
+
+def rows_of(batch: RowBatch, output: ShardFormat, key_hashes: Sequence[int] | None = None) -> list[MapRow]:
+    """As `finished_rows`, of one batch."""
+    output.prepare(batch)
     rows = []
-    for batch in source.batches():
-        output.prepare(batch)
-        for index, key_hash in enumerate(default_keys(source, batch).tolist()):
-            number = batch.first_number + index
-            row = MapRow(number, batch, index, key_hash, 1_000_000 + number)
-            if number % 10:
-                row.answer, row.finish_reason = f"a{number}", "stop"
-            else:
-                row.error = f"e{number}"
-            rows.append(row)
+    for index in range(batch.num_rows):
+        number = batch.first_number + index
+        row = MapRow(number, batch, index, number if key_hashes is None else key_hashes[index], 1_000_000 + number)
+        if number % 10:
+            row.answer, row.finish_reason = f"a{number}", "stop"
+        else:
+            row.error = f"e{number}"
+        rows.append(row)
     return rows
 
 
@@ -40,9 +44,9 @@ def shard_of(rows: list[MapRow]) -> OpenShard:
     return shard
 
 
-def write_shard(journal: Journal, rows: list[MapRow], output: ShardFormat) -> None:
+def write_shard(journal: Journal, rows: list[MapRow]) -> None:
     journal.append(rows)
-    journal.close_shard(shard_of(rows), output)
+    journal.close_shard(shard_of(rows))
 
 
 def read_output(directory: Path) -> list[dict[str, Any]]:
