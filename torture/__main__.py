@@ -23,6 +23,7 @@ from torture import (
     numerics,
     replicas,
     soak,
+    updates,
 )
 from torture.fuzz import fuzz_bodies, fuzz_checkpoints
 from torture.fuzz.reports import Report
@@ -42,6 +43,7 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
     "replicas": replicas.run_replicas,
     "batches": batches.run_batches,
     "maps": maps.run_maps,
+    "updates": updates.run_updates,
 }
 
 

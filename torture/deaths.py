@@ -20,7 +20,7 @@ from torture.rows import Row, show_rows
 PART = "deaths"
 MAX_RESTART_S = 40
 """Pauses after repeated kills included."""
-CONTEXT = 8192
+CONTEXT = 16384
 FLAGS = ("dtype=float32", "kv_cache_num_tokens=65536", "max_tokens_per_forward=2048", "max_seqs_per_forward=8")
 PARTS = ("toka-worker-0", "toka-manager")
 HEALTHY_S = 10.0
@@ -34,8 +34,8 @@ STOP_TOKENS = 800
 WATCHDOG_S = 10
 TOLD_LIMIT_S = WATCHDOG_S + 5.0
 """From the stop until /ready says so: the launcher and the manager look once a second."""
-LONG_PROMPTS = (4000, 5000, 6000)
-"""Tokens; torch's attention takes some seconds for each."""
+LONG_PROMPTS = (8000, 9000, 10000)
+"""Tokens; torch's attention takes seconds for each."""
 ANSWER_LIMIT_S = 15.0
 """From then on until every client has its answer or an error."""
 

@@ -1,13 +1,13 @@
 """A real server with the demo model in float32, for the tests of every client.
 
-`make test` starts it here. `make test-clients` runs the tests in environments without the server's dependencies, and
-gives them its URL in TOKA_CLIENTS_BASE_URL.
+`make test` starts it for all files. `make test-clients` runs the tests in environments without the server's
+dependencies, and gives them its URL in TOKA_CLIENTS_BASE_URL.
 """
 
 import json
 import os
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,11 @@ PlainPost = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def base_url() -> Iterator[str]:
+def base_url(request: pytest.FixtureRequest) -> str:
     """The server's URL, ending in /v1."""
     if url := os.environ.get("TOKA_CLIENTS_BASE_URL"):
-        yield url
-        return
-    from tests.end_to_end.helpers.toka_process import running_toka
-
-    small = ("kv_cache_num_tokens=20000", "max_tokens_per_forward=256", "max_seqs_per_forward=64")
-    with running_toka("dtype=float32", *small) as toka:
-        yield f"{toka.url}/v1"
-        assert toka.stop() == 0
+        return url
+    return f"{request.getfixturevalue('demo_model').url}/v1"
 
 
 @pytest.fixture(scope="session")
@@ -35,9 +29,9 @@ def model_directory() -> Path:
     """The checkpoint of the served model in Hugging Face format."""
     if directory := os.environ.get("TOKA_CLIENTS_MODEL"):
         return Path(directory)
-    from tokasaurus.checkpoint import resolve_checkpoint
+    from tokasaurus.checkpoint import resolve_checkpoint, with_safetensors
 
-    return resolve_checkpoint(None).directory
+    return with_safetensors(resolve_checkpoint(None).directory)
 
 
 @pytest.fixture(scope="session")

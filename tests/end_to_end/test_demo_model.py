@@ -3,7 +3,6 @@
 import asyncio
 import http.client
 import json
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ import pytest
 from openai.types.chat.chat_completion import Choice
 
 from tests.end_to_end.helpers.demo_model_texts import assert_greedy_text_and_logprobs_match_transformers
-from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
+from tests.end_to_end.helpers.toka_process import TokaProcess, wait_for
 from tests.helpers.examples import IS_NIGHTLY, few
 from tests.helpers.random_schemas import random_schema
 from tokasaurus.checkpoint import resolve_checkpoint
@@ -24,13 +23,9 @@ from tokasaurus.text.tokenizer import Tokenizer
 NUM_PROMPTS = 24 if IS_NIGHTLY else 3
 
 
-@pytest.fixture(scope="module")
-def toka() -> Iterator[TokaProcess]:
-    # Prompts of about 60 tokens, at 80 tokens per step: prompts are split, and steps mix prefill and decode.
-    flags = ("dtype=float32", "kv_cache_num_tokens=20000", "max_tokens_per_forward=80", "max_seqs_per_forward=64")
-    with running_toka(*flags) as process:
-        yield process
-        assert process.stop() == 0
+@pytest.fixture
+def toka(demo_model: TokaProcess) -> TokaProcess:
+    return demo_model
 
 
 def test_greedy_text_and_logprobs_match_transformers(toka: TokaProcess) -> None:

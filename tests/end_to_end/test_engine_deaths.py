@@ -105,16 +105,19 @@ def kill_under_load(toka: TokaProcess, title: str, number: signal.Signals) -> tu
 
 
 @pytest.mark.parametrize(
-    ("title", "number"),
+    ("title", "number", "tp_size"),
     [
-        ("toka-worker-0", signal.SIGKILL),
-        pytest.param("toka-manager", signal.SIGKILL, marks=pytest.mark.long),
-        pytest.param("toka-worker-0", signal.SIGSTOP, marks=pytest.mark.long),
-        ("toka-manager", signal.SIGSTOP),
+        ("toka-worker-1", signal.SIGKILL, 2),  # the other rank waits for it in a collective
+        pytest.param("toka-worker-0", signal.SIGKILL, 1, marks=pytest.mark.long),
+        pytest.param("toka-manager", signal.SIGKILL, 1, marks=pytest.mark.long),
+        pytest.param("toka-worker-0", signal.SIGSTOP, 1, marks=pytest.mark.long),
+        pytest.param("toka-manager", signal.SIGSTOP, 1, marks=pytest.mark.long),
     ],
 )
-def test_requests_outlive_the_death_of_a_part_of_the_engine(title: str, number: signal.Signals, model: Path) -> None:
-    with running_toka(f"model={model}", *FLAGS, "watchdog_seconds=3") as toka:
+def test_requests_outlive_the_death_of_a_part_of_the_engine(
+    title: str, number: signal.Signals, tp_size: int, model: Path
+) -> None:
+    with running_toka(f"model={model}", *FLAGS, "watchdog_seconds=3", f"tp_size={tp_size}") as toka:
         expected = [texts(toka.url, n) for n in range(NUM_REQUESTS)]
         before = toka.children()
         with watched_health(toka.url) as seconds:
@@ -125,7 +128,9 @@ def test_requests_outlive_the_death_of_a_part_of_the_engine(title: str, number: 
         wait_for(lambda: is_ready(toka), 120)
         after = toka.children()
         assert after["toka-server"] == before["toka-server"]
-        assert after["toka-worker-0"] != before["toka-worker-0"]
+        assert after.keys() == before.keys()
+        for rank in range(tp_size):
+            assert after[f"toka-worker-{rank}"] != before[f"toka-worker-{rank}"]
         assert toka.gauge("toka_engine_restarts_total") == 1
         wait_for(lambda: toka.gauge("toka_kv_blocks_used") == 0, 60)
         assert texts(toka.url, 0) == expected[0]

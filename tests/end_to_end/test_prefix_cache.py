@@ -1,7 +1,6 @@
 """The prefix cache as a client sees it, and counters that are exact after each request."""
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,19 +11,17 @@ from transformers import AutoModelForCausalLM
 
 from tests.end_to_end.helpers.demo_model_texts import TIE, read_questions
 from tests.end_to_end.helpers.expected_texts import COUNTERS
-from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
+from tests.end_to_end.helpers.toka_process import TokaProcess
 from tests.helpers.examples import IS_NIGHTLY, few
-from tokasaurus.checkpoint import resolve_checkpoint
+from tokasaurus.checkpoint import resolve_checkpoint, with_safetensors
 from tokasaurus.text.tokenizer import Tokenizer
 
 PAGE_SIZE = 16
 
 
-@pytest.fixture(scope="module")
-def toka() -> Iterator[TokaProcess]:
-    with running_toka("dtype=float32", "kv_cache_num_tokens=8192", "max_tokens_per_forward=64") as process:
-        yield process
-        assert process.stop() == 0
+@pytest.fixture
+def toka(demo_model: TokaProcess) -> TokaProcess:
+    return demo_model
 
 
 def ask(toka: TokaProcess, route: str, **fields: Any) -> dict[str, Any]:
@@ -95,7 +92,7 @@ def test_prompt_logprobs_match_transformers_for_split_and_cached_prompts(toka: T
     answers = [ask(toka, "completions", **fields, prompt_logprobs=3) for _ in range(2)]
     # With N blocks of prompt logprobs cached, the last of their tokens is recomputed: its logits score the next token.
     assert num_cached(answers[1]) == sum(max(0, (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE - 1) for prompt in prompts)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint.directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(with_safetensors(checkpoint.directory), dtype=torch.float32).eval()
     for index, prompt in enumerate(prompts):
         with torch.inference_mode():
             expected = model(torch.tensor([prompt])).logits[0].log_softmax(dim=-1)

@@ -2,14 +2,16 @@
 
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from tests.end_to_end.helpers.toka_process import running_toka, wait_for
+from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_tiny_model
 from tokasaurus.text.tokenizer import Tokenizer
@@ -17,31 +19,32 @@ from tokasaurus.text.tokenizer import Tokenizer
 SMALL = ("dtype=float32", "kv_cache_num_tokens=4096", "max_tokens_per_forward=256", "max_seqs_per_forward=16")
 
 
-def test_all_processes_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "qwen2")
-    with running_toka(f"model={tmp_path}", *SMALL) as toka:
-        children = toka.children()
-        assert len(children) == 3
-        toka.process.kill()
-        assert_all_end(list(children.values()), within_s=30)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    directory = tmp_path_factory.mktemp("model")
+    return directory, save_tiny_model(directory, "llama")
 
 
-def test_a_served_local_checkpoint_matches_transformers(tmp_path: Path) -> None:
-    oracle = save_tiny_model(tmp_path, "llama")
-    tokenizer = Tokenizer.load(tmp_path)
+@pytest.fixture(scope="module")
+def toka(model: tuple[Path, PreTrainedModel]) -> Iterator[TokaProcess]:
+    with running_toka(f"model={model[0]}", "served_model_name=tiny", *SMALL) as process:
+        yield process
+
+
+def test_a_served_local_checkpoint_matches_transformers(model: tuple[Path, PreTrainedModel], toka: TokaProcess) -> None:
+    directory, oracle = model
+    tokenizer = Tokenizer.load(directory)
     prompt = "A tiny prompt."
-    with running_toka(f"model={tmp_path}", "served_model_name=tiny", *SMALL) as toka:
-        assert [model["id"] for model in httpx.get(f"{toka.url}/v1/models").json()["data"]] == ["tiny"]
-        body = {
-            "model": "tiny",
-            "prompt": prompt,
-            "temperature": 0,
-            "max_tokens": 20,
-            "ignore_eos": True,
-            "logprobs": 0,
-        }
-        answer = httpx.post(f"{toka.url}/v1/completions", json=body, timeout=60).json()
-        assert toka.stop() == 0
+    assert [served["id"] for served in httpx.get(f"{toka.url}/v1/models").json()["data"]] == ["tiny"]
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "temperature": 0,
+        "max_tokens": 20,
+        "ignore_eos": True,
+        "logprobs": 0,
+    }
+    answer = httpx.post(f"{toka.url}/v1/completions", json=body, timeout=60).json()
     ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=True)])
     expected = oracle.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)[
         0, ids.shape[1] :
@@ -51,11 +54,19 @@ def test_a_served_local_checkpoint_matches_transformers(tmp_path: Path) -> None:
     assert any(line.startswith("ready:") and "tiny" in line and toka.url in line for line in toka.lines)
 
 
+def test_all_processes_end_when_the_launcher_is_killed(toka: TokaProcess) -> None:
+    children = toka.children()
+    assert len(children) == 3
+    toka.process.kill()
+    assert_all_end(list(children.values()), within_s=30)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)])
-def test_a_stop_signal_lets_open_requests_finish_and_refuses_new_ones(number: signal.Signals, tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "llama")
+def test_a_stop_signal_lets_open_requests_finish_and_refuses_new_ones(
+    number: signal.Signals, model: tuple[Path, PreTrainedModel]
+) -> None:
     with (
-        running_toka(f"model={tmp_path}", *SMALL, "drain_seconds=300") as toka,
+        running_toka(f"model={model[0]}", *SMALL, "drain_seconds=300") as toka,
         ThreadPoolExecutor() as pool,
         httpx.Client(timeout=60) as http,
     ):

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,18 @@ import pyarrow.parquet as pq
 import pytest
 from nbclient import NotebookClient
 
-from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
+from tests.end_to_end.helpers.toka_process import TokaProcess
 from tests.helpers.processes import assert_all_end
+from tests.helpers.tiny_model import save_tiny_model
 from tokasaurus import AsyncClient, Client, Sampling
 
 FOLDER = Path(__file__).parents[2] / "examples"
 GONE_S = 2.0
 
 
-@pytest.fixture(scope="module")
-def toka() -> Iterator[TokaProcess]:
-    with running_toka("dtype=float32", "kv_cache_num_tokens=16384") as process:
-        yield process
+@pytest.fixture
+def toka(demo_model: TokaProcess) -> TokaProcess:
+    return demo_model
 
 
 def run_example(name: str | Path, *arguments: object, folder: Path | None = None) -> list[str]:
@@ -52,6 +51,15 @@ def test_best_of_n(toka: TokaProcess) -> None:
     values = [float(shown[f"pass@{k}"]) for k in (1, 2, 4)]
     assert values == sorted(values)
     assert values[-1] in (0, 25, 50, 75, 100)
+
+
+def test_rl_in_100_lines(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    arguments = ("--model", tmp_path, "--steps", 2, "--prompts", 2, "--layers", 1)
+    lines = run_example("rl_in_100_lines.py", *arguments)
+    steps = [re.fullmatch(r"step (\d): mean reward (0\.\d+|1\.000), weights (\d), [\d.]+ s", line) for line in lines]
+    assert [(step[1], step[3]) for step in steps if step] == [("1", "1"), ("2", "2")]
+    assert len((FOLDER / "rl_in_100_lines.py").read_text().splitlines()) <= 100
 
 
 def test_synthetic_data(toka: TokaProcess, tmp_path: Path) -> None:
@@ -104,6 +112,7 @@ def test_programs_of_the_library_page_print_what_it_says(
             code = block.replace("AsyncLLM() as", "AsyncClient() as").replace("LLM() as llm", "Client() as started")
             code = code.replace("results = llm.chat([[", "results = started.chat([[")
             code = code.replace("Client()", f"Client({toka.url!r})").replace("http://127.0.0.1:10210", toka.url)
+            code = code.replace("temperature=0.7))", "temperature=0.7, max_tokens=8))")  # of 256
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
                 exec(code, names)

@@ -7,9 +7,11 @@ from typing import Any, get_args
 import pytest
 
 from tests.server.helpers.prepared_requests import LIMITS
+from tokasaurus.config import ServerConfig
 from tokasaurus.monitoring.metrics import LoopLag
 from tokasaurus.server.endpoints import ENDPOINTS
 from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.engine_client.rollouts import Rollouts
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.prepare.requests import Origin, Prepared
@@ -30,7 +32,9 @@ def prepare(model: ServedModel, **fields: Any) -> Prepared:
     async def run() -> Prepared:
         with socket.socket() as launcher:
             grammars, threads, limits = GrammarChecker(model), TextThreads(), RequestLimits()
-            state = ServerState(model, Engine(launcher), grammars, threads, limits, BodyBytes(1 << 20), LoopLag())
+            engine = Engine(launcher)
+            shared = (grammars, threads, limits, BodyBytes(1 << 20), LoopLag(), Rollouts(engine), ServerConfig())
+            state = ServerState(model, engine, *shared)
             endpoint = ENDPOINTS["/v1/chat/completions" if "messages" in fields else "/v1/completions"]
             body = endpoint.body_model.model_validate({"model": "default"} | fields)
             try:

@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx
 import orjson
-import pytest
 
+from tests.helpers.examples import few
 from tests.server.helpers.bodies_and_errors import assert_openai_error, minimal_body
 from tests.server.helpers.live_server import LiveServer
 from tokasaurus.server.json_values import has_too_many_values
@@ -29,7 +29,7 @@ def random_text(rng: random.Random) -> str:
     return "".join(rng.choice('a,[{:"\\\n€') for _ in range(rng.randint(0, 60)))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@few(2, "seed", range(4))
 def test_only_marks_outside_of_strings_count(seed: int) -> None:
     """With many marks and escapes inside of strings, for bodies just below and just above the limit."""
     rng = random.Random(seed)

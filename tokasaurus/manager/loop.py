@@ -29,6 +29,7 @@ from tokasaurus.manager.state.engine_state import (
 )
 from tokasaurus.manager.state.grammar_manager import Grammars
 from tokasaurus.messages.channel import HasFileno, Receiver, Sender, send_to_all, wait
+from tokasaurus.messages.commands import CommandDone, EngineCommand, WorkerCommand
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest, SequenceProgress
 from tokasaurus.messages.status import (
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RequestMessage = GenerateRequest | CancelRequest
+RequestMessage = GenerateRequest | CancelRequest | EngineCommand
 
 LARGE_BYTES = 16 << 20
 """Size of the array that `run_manager` frees at its start, in bytes."""
@@ -106,8 +107,8 @@ def run_manager(
     index: int,
     requests: Receiver[RequestMessage],
     updates: Sender[EngineUpdate | Ready],
-    inputs: list[Sender[ForwardInput]],
-    outputs: Receiver[ForwardOutput | Ready],
+    inputs: list[Sender[ForwardInput | WorkerCommand]],
+    outputs: Receiver[ForwardOutput | Ready | CommandDone],
     status: Sender[PhaseDone | Ready | Failed | Alive],
 ) -> None:
     """Process entry. Returns when `requests` or `outputs` is closed, before or after the worker is ready.
@@ -131,9 +132,11 @@ def run_manager(
         options = engine_options(config, checkpoint.info.eos_ids, limits, decoder, stop_tokens)
         logger.info("steps with prompts: %s (max_step_seconds)", options.step_limit.describe())
         # The launcher first: if this process dies once the server is ready, it must know that the start succeeded.
-        status.send(Ready("manager", limits))
-        updates.send(Ready("manager", limits))
+        ready = Ready("manager", limits, checkpoint.weight_version, checkpoint.update_number)
+        status.send(ready)
+        updates.send(ready)
         state = make_state(options, grammars)
+        state.weight_versions = ((0, checkpoint.weight_version),)
         trace = NO_TRACE if config.trace is None else Trace.of(config, "manager", index, row=0)
         channels = _Channels(requests, updates, inputs, outputs, status)
         statsd = None
@@ -162,7 +165,7 @@ def _load_grammars(checkpoint: Checkpoint) -> Grammars | None:
 
 def _await_workers(
     requests: Receiver[RequestMessage],
-    outputs: Receiver[ForwardOutput | Ready],
+    outputs: Receiver[ForwardOutput | Ready | CommandDone],
     early: list[RequestMessage],
     num_workers: int,
 ) -> EngineLimits | None:
@@ -201,6 +204,7 @@ def common_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
         seconds_per_step=max(one.seconds_per_step for one in limits),
         seconds_per_pair=max(one.seconds_per_pair for one in limits),
         switched_off=tuple(dict.fromkeys(name for one in limits for name in one.switched_off)),
+        dtype=limits[0].dtype,
     )
 
 
@@ -210,8 +214,8 @@ class _Channels:
 
     requests: Receiver[RequestMessage]
     updates: Sender[EngineUpdate | Ready]
-    inputs: list[Sender[ForwardInput]]
-    outputs: Receiver[ForwardOutput | Ready]
+    inputs: list[Sender[ForwardInput | WorkerCommand]]
+    outputs: Receiver[ForwardOutput | Ready | CommandDone]
     status: Sender[PhaseDone | Ready | Failed | Alive]
 
 
@@ -234,7 +238,11 @@ def _serve(
     readers: list[HasFileno | int] = [requests, outputs]
     if state.grammars is not None:
         readers.append(state.grammars.reader)
-    engine = Engine(state, lambda message: send_to_all(channels.inputs, message), trace)
+
+    def send(message: ForwardInput | WorkerCommand) -> None:
+        send_to_all(channels.inputs, message)
+
+    engine = Engine(state, send, trace, send)
     busy, garbage, intake = BusyFraction(), GarbageCollector(), Intake()
     last_stats, last_update_s = state.stats(), time.monotonic()
     last_progress_s = last_update_s
@@ -246,7 +254,7 @@ def _serve(
         if not messages and not state.steps_in_flight:
             trace.pause()
         with trace.span("engine step"):
-            engine.step(messages, [message for message in outputs.drain() if isinstance(message, ForwardOutput)])
+            engine.step(messages, [message for message in outputs.drain() if not isinstance(message, Ready)])
         now_s = time.monotonic()
         busy.add_busy(start_s, now_s)
         if now_s - last_alive_s >= HEARTBEAT_SECONDS:
@@ -259,9 +267,9 @@ def _serve(
         progress: list[SequenceProgress] = []
         if state.slots.num_reporting > 0 and now_s - last_progress_s >= PROGRESS_SECONDS:
             progress, last_progress_s = running_progress(state), now_s
-        if state.deltas or progress or is_worth_an_update(stats, last_stats, now_s - last_update_s):
-            channels.updates.send(EngineUpdate(state.deltas, stats, progress))
-            state.deltas = []
+        if state.deltas or state.done or progress or is_worth_an_update(stats, last_stats, now_s - last_update_s):
+            channels.updates.send(EngineUpdate(state.deltas, stats, progress, state.done))
+            state.deltas, state.done = [], []
             last_stats, last_update_s = stats, now_s
         window = step_stats.report(now_s, state.step_totals, stats)
         if window is not None:

@@ -22,12 +22,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:  # these import NumPy, which would delay the launcher
+    from tokasaurus.messages.commands import EngineCommand
     from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
     from tokasaurus.messages.status import Ready
 
@@ -81,6 +82,10 @@ class Sender(Generic[Message]):
     def send(self, message: Message) -> None:
         """Never blocks: what does not fit into the pipe is written by a thread. Nothing happens if nobody reads."""
         self._send_bytes(_framed(message))
+
+    def send_many(self, messages: Iterable[Message]) -> None:
+        """As `send` for each, in order, with fewer calls of the system."""
+        self._send_bytes(b"".join(map(_framed, messages)))
 
     def _send_bytes(self, framed: bytes) -> None:
         with self._lock:
@@ -262,7 +267,7 @@ def wait(waitables: Sequence[HasFileno | int], timeout_s: float | None = None) -
 class ReplicaConnection:
     """The channels between the server and one manager."""
 
-    requests: Sender[GenerateRequest | CancelRequest]
+    requests: Sender[GenerateRequest | CancelRequest | EngineCommand]
     updates: Receiver[EngineUpdate | Ready]
     """Its end says that the replica has died."""
 

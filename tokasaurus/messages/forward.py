@@ -44,7 +44,8 @@ class PromptLogprobsInput:
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Tokens that A of the R sampling rows are allowed to sample. Logprobs are those without the mask."""
+    """Tokens that A of the R sampling rows are allowed to sample. Logprobs are those without the mask, except in slots
+    with `SlotOpens.drawn_logprobs`."""
 
     rows: NDArray[np.int32]
     """int32 [A], indices into the R sampling rows, ascending."""
@@ -57,7 +58,7 @@ class LogitRules:
     """Changes to the logits before sampling, for A of the opened slots, with B biases in all.
 
     Every slot with a penalty is one of the A. Biases apply before penalties. Log-probabilities are
-    computed from the unchanged logits.
+    computed from the unchanged logits, except in slots with `SlotOpens.drawn_logprobs`.
     """
 
     slots: NDArray[np.int32]
@@ -97,6 +98,9 @@ class SlotOpens:
     """None if no opened slot has logit rules, as in most steps."""
     num_top_logprobs: NDArray[np.int32] | None = None
     """int32 [O], top-k logprobs wanted; None if no opened slot wants any."""
+    drawn_logprobs: NDArray[np.bool_] | None = None
+    """bool [O], whether the slot's logprobs are of the distribution that its tokens are drawn from, instead of the
+    model's own; None if those of no opened slot are."""
     first_writes: NDArray[np.int32] | None = None
     """int32 [O], first position whose KV is written. Earlier positions already have KV and are computed again only for
     their logits. None if equal to first_positions for all."""
@@ -176,7 +180,7 @@ class TopOfRows:
     token_ids: NDArray[np.int32]
     """int32 [A, K], most likely first."""
     logprobs: NDArray[np.float32]
-    """float32 [A, K]."""
+    """float32 [A, K]; -inf for tokens that are impossible, where fewer than K are possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +199,8 @@ class PromptLogprobsOutput:
 
 @dataclass(frozen=True, slots=True)
 class NonfiniteTokens:
-    """The first token of each of A slots for which a step computed a hidden state or logits with NaN or infinity."""
+    """The first token of each of A slots for which a step computed a hidden state or logits with NaN or infinity, or a
+    wanted logprob of its sampled token that is not finite."""
 
     positions: NDArray[np.int32]
     """int32 [A]."""
@@ -223,7 +228,7 @@ class ForwardOutput:
     prompt_logprobs: PromptLogprobsOutput | None = None
     """Prompt logprobs; None if no row needs them."""
     nonfinite: NonfiniteTokens | None = None
-    """None if every number is finite. The sampled tokens of these slots are 0."""
+    """None if every number is finite. The sampled tokens of these slots have no meaning."""
     missed_graphs: bool = False
     """Whether this decode step was larger than all CUDA graphs that are recorded."""
     idle_seconds: float = 0.0

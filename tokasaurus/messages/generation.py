@@ -5,18 +5,28 @@ SamplingParams is the one list of sampling parameters, with types and defaults, 
 
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Literal, NamedTuple, get_type_hints
+from typing import Literal, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tokasaurus.messages.commands import FIRST_VERSIONS, CommandDone, WeightVersions
 from tokasaurus.messages.status import EngineStats
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
+"""abort: ended by Pause or AbortRequests, with the tokens that it had."""
 
-ErrorCode = Literal["grammar_too_complex", "numerical_error"]
+ErrorCode = Literal["grammar_too_complex", "numerical_error", "aborted"]
 """Why the engine aborts a sequence. grammar_too_complex: its grammar is invalid or exceeds a work limit.
-numerical_error: the model computed NaN or infinity for it."""
+numerical_error: the model computed NaN or infinity for it. aborted: by Pause or
+AbortRequests, before there was anything to return."""
+
+LogprobsMode = Literal["raw", "sampled"]
+"""Whose log-probabilities are returned with sampled tokens. raw: those of the model's own distribution. sampled: those
+of the distribution that the token is drawn from, after logit biases, penalties, masks, temperature and limits; for a
+greedy sequence, after biases, penalties and masks. Log-probabilities of prompt tokens are always raw."""
+
+LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
 
 MAX_STOP_TOKEN_IDS = 16
 """Most stop token ids of one request."""
@@ -90,6 +100,8 @@ class GenerateRequest:
     """Return tokens as they are sampled, in any number of deltas."""
     num_top_logprobs: int = 0
     """Top-k logprobs returned with each sampled token: at most the vocabulary size; 0 without want_logprobs."""
+    logprobs_mode: LogprobsMode = "raw"
+    """Of the logprobs and top-k logprobs of sampled tokens."""
     want_prompt_logprobs: bool = False
     """Return PromptLogprobs."""
     num_top_prompt_logprobs: int = 0
@@ -109,6 +121,15 @@ class GenerateRequest:
     every 64 others. Not counted in the server's limits of the queue."""
     reports_progress: bool = False
     """The manager reports about once a second how far its running sequences are, see SequenceProgress."""
+    session: str = ""
+    """Requests of one session go to the same replica, while it is not much busier than others; "" is none."""
+
+    def __reduce__(self) -> tuple[type["GenerateRequest"], tuple[object, ...]]:
+        """Dataclasses with slots are pickled field by field, which takes several times as long."""
+        return GenerateRequest, _request_fields(self)
+
+
+_request_fields = attrgetter(*(field.name for field in fields(GenerateRequest)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +146,8 @@ class TopLogprobs:
     token_ids: NDArray[np.int32]
     """int32 [G, K], most likely first."""
     logprobs: NDArray[np.float32]
-    """float32 [G, K]; if the sampled token is among them, its value is the same float as in SequenceDelta.logprobs."""
+    """float32 [G, K]; if the sampled token is among them, its value is the same float as in SequenceDelta.logprobs.
+    -inf for tokens that are impossible, where fewer than K are possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +175,7 @@ class SequenceDelta:
     token_ids: list[int]
     """As sampled, including the eos token or the tokens of the stop string; later tokens are in no delta."""
     logprobs: list[float] | None
-    """One per token: natural log, before temperature. None if not wanted."""
+    """One per token: natural log, finite, by the request's logprobs_mode. None if not wanted."""
     finish_reason: FinishReason | None
     """Set only on the last delta."""
     num_cached_tokens: int
@@ -173,9 +195,11 @@ class SequenceDelta:
     """One line on the last delta of an aborted sequence; its finish_reason then has no meaning. "" on other deltas."""
     error_code: ErrorCode | None = None
     """The kind of `error`; None without one."""
+    weight_versions: WeightVersions = FIRST_VERSIONS
+    """Complete only on the last delta."""
 
     def __reduce__(self) -> tuple[type["SequenceDelta"], tuple[object, ...]]:
-        """Dataclasses with slots are pickled field by field: that takes nine times as long, and reading it twice."""
+        """As of a GenerateRequest: otherwise it takes nine times as long, and reading it twice."""
         return SequenceDelta, _delta_fields(self)
 
 
@@ -201,3 +225,4 @@ class EngineUpdate:
     stats: EngineStats
     progress: list[SequenceProgress] = field(default_factory=list)
     """Of the running sequences whose requests report it; empty in most updates."""
+    done: list[CommandDone] = field(default_factory=list)

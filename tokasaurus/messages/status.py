@@ -4,6 +4,8 @@ import signal
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tokasaurus.messages.commands import FIRST_VERSION, UpdateWeights
+
 
 @dataclass(frozen=True, slots=True)
 class HydragenCosts:
@@ -86,6 +88,8 @@ class EngineLimits:
     are timed."""
     switched_off: tuple[str, ...] = ()
     """Features that the checks of the start have switched off, such as torch_compile."""
+    dtype: str = ""
+    """Of the weights in memory, such as bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,17 @@ class Ready:
 
     process: str
     limits: EngineLimits | None = None
+    weight_version: str = FIRST_VERSION
+    """Of a manager: the version of its workers' weights."""
+    update_number: int = 0
+    """Of a manager: UpdateWeights.number of the newest update of these weights; 0 if they are the checkpoint's."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsChanged:
+    """A replica's model has new weights. Its first worker tells the launcher, for later starts of any replica."""
+
+    update: UpdateWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +147,8 @@ class Failed:
     """One line for the user."""
     exit_code: int = 1
     """With which the launcher ends if the failure ends the server."""
+    was_killed: bool = False
+    """Of the launcher's: a signal has ended one of its processes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,11 @@ class Child:
     process: SpawnProcess
     status: Receiver[Status]
 
+    @property
+    def was_killed(self) -> bool:
+        """A signal has ended it."""
+        return (self.process.exitcode or 0) < 0
+
     def describe_death(self) -> str:
         """One line for the user; call after the process has ended."""
         code = self.process.exitcode

@@ -17,7 +17,7 @@ from tokasaurus.model.cpu.build import kernels_built_ahead
 from tokasaurus.monitoring.log_writer import setup_logging
 from tokasaurus.monitoring.trace import trace_file
 from tokasaurus.processes.group import STOP_NUMBERS, Child, ChildProcess, ProcessGroup, StopSignals
-from tokasaurus.processes.replica import ReplicaProcesses, describe_failure
+from tokasaurus.processes.replica import ReplicaProcesses, WeightHistory, describe_failure
 from tokasaurus.startup_report import StartupReport
 
 # Time for a graceful end before SIGTERM: for the server's open requests, and for the engine's current step.
@@ -92,10 +92,11 @@ def _serve(config: ServerConfig, entries: Entries, report: StartupReport, is_pri
                 listener.close()  # only the server's copy may stay open: clients must not wait for a dead server
             failure = _watch(processes, stop_signals, report)
             if failure is not None:
+                was_killed = any(child.was_killed for child in (processes.server, *processes.managers_and_workers))
                 _stop_at_once(processes.server)  # first, so that open requests get an answer instead of a reset
                 group.join([processes.server], SERVER_GRACE_S, stop_signals)
                 group.terminate(stop_signals)
-                report.show_failure(failure)  # last, after the final log lines of the other processes
+                report.show_failure(failure, was_killed)  # last, after the final log lines of the other processes
                 return max(replica.exit_code for replica in processes.replicas)
             report.show_line(f"stopping: open requests may take {config.drain_seconds} s to finish; Ctrl-C again kills")
             if report.is_ready:
@@ -139,8 +140,9 @@ def _start_all(
     group: ProcessGroup, config: ServerConfig, checkpoint: Checkpoint, listener: socket.socket | None, entries: Entries
 ) -> _Processes:
     launcher_end, server_end = socket.socketpair()
+    weights = WeightHistory()
     replicas = [
-        ReplicaProcesses(index, group, config, checkpoint, entries.manager, entries.worker, launcher_end)
+        ReplicaProcesses(index, group, config, checkpoint, entries.manager, entries.worker, launcher_end, weights)
         for index in range(config.dp_size)
     ]
     for replica in replicas:

@@ -134,8 +134,8 @@ def _report_to(channel: Connection) -> StartupReport:
         def show_line(self, line: str) -> None:
             channel.send(line)
 
-        def show_failure(self, failure: str) -> None:
-            channel.send(Failed("launcher", failure))
+        def show_failure(self, failure: str, was_killed: bool = False) -> None:
+            channel.send(Failed("launcher", failure, was_killed=was_killed))
 
         def show_phase(self, process: str, phase: PhaseDone) -> None:
             if not self.is_ready:  # the chat template, which may be loaded later

@@ -54,6 +54,11 @@ os.register_at_fork(
 class ServerEnded(Exception):
     """The server has ended without being asked to. The message is one line that says why."""
 
+    def __init__(self, why: str, was_killed: bool = False) -> None:
+        """was_killed: a signal has ended it, or one of its processes."""
+        super().__init__(why)
+        self.was_killed = was_killed
+
 
 class PrivateServer:
     """One start of the program. Methods other than `stop` belong to one thread at a time."""
@@ -79,7 +84,7 @@ class PrivateServer:
         self._working_directory = working_directory
         inherited = os.environ if environment is None else environment
         self._environment = {name: value for name, value in inherited.items() if name not in _TERMINAL_VARIABLES}
-        self._failure = ""
+        self._failure: Failed | None = None
         """Why the launcher says it ends."""
         self._last_words = ""
         """Why a process says it ends that could not tell the launcher."""
@@ -180,7 +185,7 @@ class PrivateServer:
             case BatchTokens():
                 self.tokens = message
             case Failed():
-                self._failure = message.message
+                self._failure = message
 
     def _show_lines(self, output: IO[str]) -> None:
         """Until all processes have ended, which have the pipe's other end."""
@@ -201,4 +206,6 @@ class PrivateServer:
                 os.killpg(self._process.pid, signal.SIGKILL)
         death = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
         death += hint_at_memory(-code if code < 0 else None)
-        return ServerEnded(self._failure or self._last_words or death)
+        if self._failure is not None:
+            return ServerEnded(self._failure.message, self._failure.was_killed)
+        return ServerEnded(self._last_words or death, was_killed=code < 0)

@@ -7,15 +7,18 @@ import math
 import socket
 import time
 from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tokasaurus.messages.channel import Receiver, ReplicaConnection, Sender, make_channel, send_connection
-from tokasaurus.messages.status import HEARTBEAT_SECONDS, Alive, Failed, PhaseDone, Ready
+from tokasaurus.messages.commands import add_update
+from tokasaurus.messages.status import HEARTBEAT_SECONDS, Alive, Failed, PhaseDone, Ready, WeightsChanged
 from tokasaurus.processes.group import DEATH_S, Child, ChildProcess, ProcessGroup
 
 if TYPE_CHECKING:  # these import NumPy, which would delay the start of the other processes
     from tokasaurus.checkpoint import Checkpoint
     from tokasaurus.config import ServerConfig
+    from tokasaurus.messages.commands import CommandDone, EngineCommand, UpdateWeights, WorkerCommand
     from tokasaurus.messages.forward import ForwardInput, ForwardOutput
     from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
     from tokasaurus.startup_report import StartupReport
@@ -54,6 +57,7 @@ class ReplicaProcesses:
         manager_entry: str,
         worker_entry: str,
         server: socket.socket,
+        weights: WeightHistory,
     ) -> None:
         self.children: list[Child] = []
         self.restart_at_s: float | None = None
@@ -71,6 +75,7 @@ class ReplicaProcesses:
         self._group = group
         self._config = config
         self._checkpoint = checkpoint
+        self._weights = weights
         self._manager_entry = manager_entry
         self._worker_entry = worker_entry
         self._server = server
@@ -84,37 +89,40 @@ class ReplicaProcesses:
         if self.num_restarts:  # its steps have the same numbers again, so that nobody could tell them apart in a trace
             config = copy(config)
             config.trace = None
-        requests_in: Receiver[GenerateRequest | CancelRequest]
-        requests: Sender[GenerateRequest | CancelRequest]
+        requests_in: Receiver[GenerateRequest | CancelRequest | EngineCommand]
+        requests: Sender[GenerateRequest | CancelRequest | EngineCommand]
         updates: Receiver[EngineUpdate | Ready]
         updates_out: Sender[EngineUpdate | Ready]
-        outputs: Receiver[ForwardOutput | Ready]
-        outputs_out: Sender[ForwardOutput | Ready]
+        outputs: Receiver[ForwardOutput | Ready | CommandDone]
+        outputs_out: Sender[ForwardOutput | Ready | CommandDone]
         (requests_in, requests), (updates, updates_out), (outputs, outputs_out) = (
             make_channel(),
             make_channel(),
             make_channel(),
         )
+        checkpoint = self._checkpoint
+        if self._weights.updates:
+            checkpoint = replace(checkpoint, weight_updates=tuple(self._weights.updates))
         self._started_s = self._alive_s = self._looked_s = time.monotonic()
         self._is_ready, self.restart_at_s, self.exit_code = False, None, 1
-        inputs: list[Sender[ForwardInput]] = []
+        inputs: list[Sender[ForwardInput | WorkerCommand]] = []
         num_workers = config.pp_size * config.tp_size
         rendezvous = self._group.new_path() if num_workers > 1 else None
         for rank in range(num_workers):
-            input_in: Receiver[ForwardInput]
-            input_out: Sender[ForwardInput]
+            input_in: Receiver[ForwardInput | WorkerCommand]
+            input_out: Sender[ForwardInput | WorkerCommand]
             input_in, input_out = make_channel()
             label, title = f"model worker{self._number} (rank {rank})", f"toka-worker{self._number.strip()}-{rank}"
             worker = ChildProcess(label, title, self._worker_entry)
             index = self._index * num_workers + rank
-            arguments = config, self._checkpoint, index, rendezvous, input_in, outputs_out
+            arguments = config, checkpoint, index, rendezvous, input_in, outputs_out
             self.children.append(self._group.start(worker, *arguments))
             input_in.close()
             inputs.append(input_out)
         title = f"toka-manager{self._number.strip()}"
         manager = ChildProcess(f"manager{self._number}", title, self._manager_entry)
         channels = (requests_in, updates_out, inputs, outputs)
-        self.children.append(self._group.start(manager, config, self._checkpoint, self._index, *channels))
+        self.children.append(self._group.start(manager, config, checkpoint, self._index, *channels))
         # The ends belong to the processes now: a copy here would keep a channel open after its process has died.
         for receiver in (requests_in, outputs):
             receiver.close()
@@ -157,6 +165,8 @@ class ReplicaProcesses:
                         self.exit_code = message.exit_code
                     case PhaseDone():
                         report.show_phase(child.description.label, message)
+                    case WeightsChanged():
+                        self._weights.note(message.update)
                     case Alive():
                         self._alive_s = now_s
                     case Ready():
@@ -182,6 +192,19 @@ class ReplicaProcesses:
         if not self._is_ready and now_s - self._started_s > self._longest_start_s:
             return f"{self.name} did not start in {self._longest_start_s:.0f} s"
         return None
+
+
+class WeightHistory:
+    """The weights that all replicas have been given since the start; one that is started again gets them too."""
+
+    def __init__(self) -> None:
+        self.updates: list[UpdateWeights] = []
+        """To be applied in order to the checkpoint's weights."""
+
+    def note(self, update: UpdateWeights) -> None:
+        """A replica has these weights."""
+        if not self.updates or update.number > self.updates[-1].number:  # otherwise another replica had it before
+            add_update(self.updates, replace(update, command_id=0))
 
 
 class RestartPolicy:
@@ -214,7 +237,7 @@ def describe_failure(children: list[Child], failed: list[Failed]) -> str | None:
     dead = [child for child in children if not child.process.is_alive()]
     for child in dead:
         child.process.join(DEATH_S)
-    causes = [child.describe_death() for child in dead if (child.process.exitcode or 0) < 0]
+    causes = [child.describe_death() for child in dead if child.was_killed]
     causes += [f"{message.process} failed: {message.message}" for message in failed]
     causes += [child.describe_death() for child in dead if child.process.exitcode]
     causes += [child.describe_death() for child in dead]

@@ -5,7 +5,6 @@ import hmac
 import ipaddress
 import re
 import socket
-import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import cast
@@ -16,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokasaurus.checkpoint.cache import expand_home
 from tokasaurus.messages.status import UserError
+from tokasaurus.random_ids import random_id
 from tokasaurus.server.errors import MisdirectedRequest, WrongApiKey, error_response, shorten
 
 # Load balancers check these without the key.
@@ -229,10 +229,19 @@ def client_of(request: Request) -> str:
     return "unknown" if request.client is None else f"{request.client.host}:{request.client.port}"
 
 
+# vLLM's routers and SGLang's read one of these.
+_SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
+
+
+def session_of(request: Request) -> str:
+    """The name of the client's session, such as one roll-out, whose requests begin alike; "" if it has none."""
+    return next((name for header in _SESSION_HEADERS if (name := request.headers.get(header))), "")
+
+
 def request_id_of(headers: Headers) -> str:
     """The client's own X-Request-Id if it is valid, 1 to 200 characters of printable ASCII; else a fresh one."""
     given = headers.get(_REQUEST_ID_HEADER, "")
-    return given if _VALID_REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+    return given if _VALID_REQUEST_ID.fullmatch(given) else f"req_{random_id()}"
 
 
 class RequestIdMiddleware:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -22,7 +22,9 @@ from starlette.types import ASGIApp
 from tokasaurus import __version__
 from tokasaurus.addresses import url_of
 from tokasaurus.checkpoint import Checkpoint
+from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import Sender
+from tokasaurus.messages.generation import LogprobsMode
 from tokasaurus.messages.status import STOP_AT_ONCE, BatchTokens, Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.cores import lower_thread_priority
 from tokasaurus.monitoring.metrics import LoopLag
@@ -38,6 +40,7 @@ from tokasaurus.server.access import (
 from tokasaurus.server.connections.protocol import ConnectionProtocol, watch_for_lost_peers
 from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.engine_client.client import EngineClient, QueueLimits
+from tokasaurus.server.engine_client.rollouts import Rollouts
 from tokasaurus.server.errors import StorageFailed, StorageIsFull, add_error_handlers, error_response
 from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.jobs.service import BatchService, TellTokens
@@ -54,15 +57,12 @@ from tokasaurus.server.resources import (
     request_limits,
 )
 from tokasaurus.server.routes import batches as batch_routes
-from tokasaurus.server.routes import bulk, files, generation, health
+from tokasaurus.server.routes import bulk, files, generation, health, sglang_rollouts, vllm_rollouts
 from tokasaurus.server.routes import model as model_routes
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import HeadMiddleware, ServerState
 from tokasaurus.server.tools.formats import find_tool_support
 from tokasaurus.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from tokasaurus.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +137,7 @@ def run_server(
             store,
             batch_limits(config),
             status.send if listener is None else None,
+            config,
         )
         http_server = HttpServer(http_config(app, connections), engine, connections)
         http_server.run(sockets=[] if listener is None else [listener])
@@ -174,16 +175,19 @@ def create_app(
     store: Store | None = None,
     batch_limits: BatchLimits | None = None,
     tell_tokens: TellTokens | None = None,
+    config: ServerConfig | None = None,
 ) -> ASGIApp:
     """The whole HTTP interface. During the app's lifespan, `engine` receives on the running event loop.
 
     api_keys: of which clients must send one; empty: no key. limits: None for the defaults. hosts: names that requests
     may be sent to; None: any. salt_by_key: each key has its own cached prompts. store: for files and batches; None
     serves none. batch_limits: None for the defaults. tell_tokens: as in `BatchService`.
+    config: what routes tell of it; None for the defaults.
     """
     limits = limits or RequestLimits()
     body_bytes = BodyBytes(limits.max_body_bytes_in_all)
-    state = ServerState(model, engine, GrammarChecker(model), TextThreads(), limits, body_bytes, LoopLag())
+    shared = (GrammarChecker(model), TextThreads(), limits, body_bytes, LoopLag(), Rollouts(engine))
+    state = ServerState(model, engine, *shared, config or ServerConfig())
 
     batches = None if store is None else BatchService(state, store, batch_limits or BatchLimits(), tell_tokens)
 
@@ -211,7 +215,8 @@ def create_app(
         app.add_middleware(ApiKeyMiddleware, keys=list(api_keys), salt_by_key=salt_by_key)
     if hosts is not None:
         app.add_middleware(AllowedHostsMiddleware, names=hosts)
-    for routes in (generation, bulk, files, batch_routes, model_routes, health):
+    served = [generation, bulk, files, batch_routes, model_routes, health]
+    for routes in [*served, vllm_rollouts, sglang_rollouts] if model.rl else served:
         # Not include_router, which builds each route again at the first request of the app: a fifth of a second.
         app.router.routes.extend(routes.router.routes)
     # Not by add_middleware: the answer to an internal error would lack the id.
@@ -226,7 +231,7 @@ async def _on_store_error(_request: Request, error: Exception) -> Response:
 def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedModel:
     """Loads the tokenizer; the chat template is loaded when first used. Raises TokenizerError."""
     tokenizer = Tokenizer.load(checkpoint.tokenizer_directory)
-    formats = (config.dtype, config.kv_cache_dtype, config.cpu_isa)
+    formats = (config.dtype, config.kv_cache_dtype, config.cpu_isa, config.quantization, config.quantized_compute)
     identity: Sequence[object] = (__version__, checkpoint.name, *formats, config.device, config.attention_backend)
     return ServedModel(
         name=checkpoint.name if config.served_model_name is None else config.served_model_name,
@@ -237,7 +242,9 @@ def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedMod
         system_fingerprint=f"fp_{hashlib.sha256(repr(identity).encode()).hexdigest()[:10]}",
         allow_logprobs=config.enable_chosen_logprobs,
         max_top_logprobs=config.max_topk_logprobs,
+        logprobs_mode=cast(LogprobsMode, config.logprobs_mode),  # the flag has no other values
         find_tools=functools.cache(lambda: find_tool_support(tokenizer, config.tool_call_format)),
+        rl=config.rl,
         model_flag=config.model,
     )
 
@@ -264,7 +271,8 @@ def http_config(app: ASGIApp, connections: ConnectionTable) -> uvicorn.Config:
 class HttpServer(uvicorn.Server):
     """SIGTERM drains: new work is refused, and the server exits when its open requests have finished.
 
-    Requests still open after drain_seconds, or when STOP_AT_ONCE arrives, end with an error.
+    Requests still open after drain_seconds, while the engine is paused, or when STOP_AT_ONCE arrives, end with an
+    error.
     """
 
     def __init__(self, config: uvicorn.Config, engine: EngineClient, connections: ConnectionTable) -> None:
@@ -295,5 +303,7 @@ class HttpServer(uvicorn.Server):
             self._connections.sweep(time.monotonic())
         if self._drains_until_s is not None:
             has_open_requests = len(self.server_state.tasks) > 0
-            self.should_exit |= not has_open_requests or time.monotonic() >= self._drains_until_s
+            # While it drains, no client can resume a paused engine.
+            is_in_vain = self._engine.waits_to_resume
+            self.should_exit |= not has_open_requests or is_in_vain or time.monotonic() >= self._drains_until_s
         return await super().on_tick(counter)

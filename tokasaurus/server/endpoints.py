@@ -17,7 +17,13 @@ from tokasaurus.server.engine_client.collectors import (
     FinishedSequence,
     SequenceAborted,
 )
-from tokasaurus.server.errors import AnswerTooLargeError, GrammarTooComplex, InvalidRequest, NumericalError
+from tokasaurus.server.errors import (
+    AnswerTooLargeError,
+    GrammarTooComplex,
+    InvalidRequest,
+    NumericalError,
+    RequestAborted,
+)
 from tokasaurus.server.prepare.chat import draft_chat
 from tokasaurus.server.prepare.completion import draft_completion
 from tokasaurus.server.prepare.requests import Draft, Origin, Prepared, num_prompt_values
@@ -57,28 +63,40 @@ class Endpoint(Generic[Body]):
     """Builds the whole answer."""
     stream: Callable[[Prepared, ServedModel, StreamOptions], AnswerStream]
     """Makes what turns deltas into the events of a streamed answer."""
+    renders_template: bool
+    """Whether a draft runs the model's chat template."""
 
     async def prepare(self, state: ServerState, body: Body, origin: Origin) -> Prepared:
         """The final requests of a body. Checks that cost nothing come first. Raises ApiError."""
         limits = _checked_limits(state, body, origin)
-        draft = await state.text_threads.run(origin.num_bytes, self.draft, body, state.model, limits, origin)
+
+        def draft_body() -> Draft:
+            return self.draft(body, state.model, limits, origin)
+
+        run = state.text_threads.run if self.renders_template else state.text_threads.run_short
+        draft = await run(origin.num_bytes, draft_body)
         if draft.grammar is None:
             return draft.prepared
         return draft.with_grammar(await state.grammars.check(draft.grammar))
 
     async def answer(self, state: ServerState, body: Body, origin: Origin) -> Answer:
         """Prepare, generate and build. If the caller is cancelled, so is the request in the engine. Raises ApiError."""
-        prepared = await self.prepare(state, body, origin)
+        return await self.answer_prepared(state, await self.prepare(state, body, origin))
+
+    async def answer_prepared(self, state: ServerState, prepared: Prepared) -> Answer:
+        """As `answer`."""
         with _raising_api_errors(prepared):
             results = await state.engine.generate(prepared.requests, state.limits.max_answer_values)
+        if prepared.requests[0].is_background:
+            _check_whole(results)
         size = sum(sequence.num_values + VALUES_PER_DELTA for row in results for sequence in row)
         size += num_prompt_values(prepared)
 
         def write() -> Answer:
             answer = self.build(prepared, results, state.model)
-            return Answer(write_answer(answer), answer.usage)
+            return Answer(write_answer(answer, results if state.model.rl else None), answer.usage)
 
-        return await state.text_threads.run(size, write)
+        return await state.text_threads.run_short(size, write)
 
     async def events(
         self, state: ServerState, prepared: Prepared, options: StreamOptions
@@ -114,14 +132,15 @@ class Endpoint(Generic[Body]):
 
 
 ENDPOINTS: Mapping[str, Endpoint[Any]] = {
-    "/v1/completions": Endpoint(CompletionRequest, draft_completion, build_completion, CompletionStream),
-    "/v1/chat/completions": Endpoint(ChatCompletionRequest, draft_chat, build_chat_completion, ChatStream),
+    "/v1/completions": Endpoint(CompletionRequest, draft_completion, build_completion, CompletionStream, False),
+    "/v1/chat/completions": Endpoint(ChatCompletionRequest, draft_chat, build_chat_completion, ChatStream, True),
 }
 
 
 def _checked_limits(state: ServerState, body: SamplingFields, origin: Origin) -> EngineLimits:
     state.model.check_name(body.model)
     limits = state.ready_limits()
+    state.engine.check_awake()
     if not origin.is_background:  # checked again at submission; this saves the work before it
         state.engine.check_queue(origin.client, body.num_sequences)
     if body.stream_options is not None and not body.stream:
@@ -141,14 +160,23 @@ def _check_stops(stops: Sequence[str], limits: RequestLimits) -> None:
         )
 
 
+def _check_whole(results: Sequence[Sequence[FinishedSequence]]) -> None:
+    """Of a line of a batch, whose owner does not know of the trainer that aborts it. Raises RequestAborted."""
+    if any(sequence.finish_reason == "abort" for row in results for sequence in row):
+        raise RequestAborted("the request was aborted: send it again")
+
+
 @contextmanager
 def _raising_api_errors(prepared: Prepared) -> Iterator[None]:
-    """Turns SequenceAborted into NumericalError, or GrammarTooComplex for the field that contained the grammar."""
+    """Turns SequenceAborted into NumericalError, RequestAborted, or GrammarTooComplex for the field that contained the
+    grammar."""
     try:
         yield
     except SequenceAborted as error:
         if error.code == "numerical_error":
             raise NumericalError(str(error)) from None
+        if error.code == "aborted":
+            raise RequestAborted(f"the request was {error}: send it again") from None
         param = prepared.grammar_param
         assert param is not None, "the sequence has a grammar"
         raise GrammarTooComplex(f"{param}: {error}", param) from None

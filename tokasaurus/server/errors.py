@@ -1,6 +1,7 @@
 """Exceptions for user mistakes and server states, and the handlers that answer them with OpenAI's error object."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Request, Response
@@ -175,8 +176,16 @@ class GrammarValidatorFailed(ServiceUnavailable, code="grammar_validator_failed"
     """The processes that validate grammars were killed or did not answer, twice; the grammar may be valid."""
 
 
+class EngineAsleep(ServiceUnavailable, code="engine_asleep"):
+    """New requests are refused while the engine sleeps."""
+
+
 class EngineRestarting(ServiceUnavailable, code="engine_restarting", headers={"Retry-After": "5"}):
     pass
+
+
+class RequestAborted(ServiceUnavailable, code="aborted", headers={"Retry-After": "1"}):
+    """The client of roll-outs has aborted all requests, and this one had nothing to return yet."""
 
 
 class EngineDied(ApiError, code="engine_died"):
@@ -203,6 +212,19 @@ def internal_error() -> ApiError:
 def invalid_body(error: ValidationError) -> InvalidRequest:
     """The first error that pydantic found in a body, with the field's name."""
     return _from_details(error.errors(include_url=False, include_context=False, include_input=False)[0])
+
+
+@contextmanager
+def naming_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors of a body that was made from another name the fields of that other. names: by their names here."""
+    try:
+        yield
+    except InvalidRequest as error:
+        name = names.get(error.param or "")
+        if name is not None:
+            error.message = error.message.replace(str(error.param), name, 1)
+            error.param = name
+        raise
 
 
 def unknown_field(name: str) -> InvalidRequest:

@@ -45,8 +45,9 @@ def validate_body(value: object, body_model: type[Body]) -> Body:
     """value: parsed JSON. Raises InvalidRequest unless it is an object that matches the model."""
     if isinstance(value, dict):
         # Checked here because pydantic would create an error for each name, of which there may be a million.
+        known = body_model.model_fields
         for name in value:
-            if name not in body_model.model_fields:
+            if name not in known:
                 raise unknown_field(name)
     try:
         return body_model.model_validate(value)

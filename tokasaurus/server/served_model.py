@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tokasaurus.messages.generation import LogprobsMode
 from tokasaurus.server.errors import ModelNotFound
 from tokasaurus.server.tools.formats import NO_TOOLS_IN_TEMPLATE, ToolSupport
 from tokasaurus.text.tokenizer import Tokenizer
@@ -28,8 +29,12 @@ class ServedModel:
     """The flag enable_chosen_logprobs."""
     max_top_logprobs: int
     """The flag max_topk_logprobs."""
+    logprobs_mode: LogprobsMode = "raw"
+    """The flag logprobs_mode."""
     find_tools: Callable[[], ToolSupport] = lambda: NO_TOOLS_IN_TEMPLATE
     """Returns `tools`; the first call may load the chat template."""
+    rl: bool = False
+    """The flag rl: answers name the weights that their tokens are from."""
     model_flag: str | None = None
     """The flag model= as given, a path or repository id; also accepted as the model's name. None: not given."""
 

@@ -6,9 +6,11 @@ from typing import cast
 from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.monitoring.metrics import LoopLag
 from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.engine_client.rollouts import Rollouts
 from tokasaurus.server.errors import EngineNotReady, EngineRestarting, ServerStopping
 from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.resources import BodyBytes, RequestLimits, TextThreads
@@ -26,6 +28,9 @@ class ServerState:
     limits: RequestLimits
     body_bytes: BodyBytes
     loop_lag: LoopLag
+    rollouts: Rollouts
+    config: ServerConfig
+    """What routes tell of it."""
 
     def ready_limits(self) -> EngineLimits:
         """The limits of requests. Raises EngineNotReady until the engine is up, EngineRestarting while requests are

@@ -25,6 +25,7 @@ import psutil
 import torch
 from gguf import GGMLQuantizationType
 from safetensors.numpy import save_file
+from safetensors.torch import save
 
 from tests.checkpoint.helpers.gguf_files import (
     HEAD_DIM,
@@ -38,6 +39,7 @@ from tests.checkpoint.helpers.gguf_files import (
     random_weights,
     write_gguf,
 )
+from tests.checkpoint.helpers.quantised_weights import Format, quantise
 from tokasaurus.checkpoint import check_weight_sizes, fit_to_tensors, read_model_info, weight_files
 from tokasaurus.checkpoint.gguf.conversion import write_hf_directory
 from tokasaurus.messages.status import UserError
@@ -54,7 +56,17 @@ MEMORY_BYTES = 2 << 30
 """Address space that a case may use on top of the process's own."""
 MAX_LINE_CHARS = 1400
 _CHUNK = 25
-_KINDS = ("gguf bytes", "gguf metadata", "safetensors bytes", "safetensors header", "config.json", "index", "tokenizer")
+_KINDS = (
+    *("gguf bytes", "gguf metadata", "safetensors bytes", "safetensors header", "config.json", "index", "tokenizer"),
+    *("quantised bytes", "quantised header", "quantization_config"),
+)
+_FORMATS = (
+    Format("awq"),
+    Format("gptq", has_order=True),
+    Format("gptq", num_bits=8, group_size=None, is_symmetric=True),
+    Format("int-quantized", num_bits=8, group_size=None, is_symmetric=True, quantizes_activations=True),
+    Format("pack-quantized"),
+)
 _FAMILIES = ("llama", "qwen2", "qwen3")
 _CONFIG = {
     "model_type": "llama",
@@ -102,8 +114,19 @@ class _Bases:
             self.ggufs.append(path.read_bytes())
         save_file(random_weights("llama", tied=True), directory / "base.safetensors")
         self.safetensors = (directory / "base.safetensors").read_bytes()
-        write_hf_directory(directory / "base.gguf", self._made("hf"))
+        self.quantised = [(how.config, self._quantised(how)) for how in _FORMATS]
+        write_hf_directory([directory / "base.gguf"], self._made("hf"))
         self.tokenizer = json.loads((directory / "hf" / "tokenizer.json").read_bytes())
+
+    def _quantised(self, how: Format) -> bytes:
+        tensors: dict[str, torch.Tensor] = {}
+        for name, array in random_weights("llama", tied=True).items():
+            if name.endswith("proj.weight"):
+                stored, _ = quantise(torch.from_numpy(array), how)
+                tensors |= {name.removesuffix("weight") + part: tensor.contiguous() for part, tensor in stored.items()}
+            else:
+                tensors[name] = torch.from_numpy(array)
+        return save(tensors)
 
     def _made(self, name: str) -> Path:
         path = self.directory / name
@@ -146,20 +169,28 @@ def _run_case(kind: str, rng: random.Random, bases: _Bases, directory: Path) -> 
             _write_strange_gguf(path, rng)
         converted = directory / "converted"
         converted.mkdir()
-        write_hf_directory(path, converted)
+        write_hf_directory([path], converted)
         _load(converted)
         return
     config, weights, tokenizer = json.dumps(_CONFIG).encode(), bases.safetensors, json.dumps(bases.tokenizer).encode()
-    name = "model.safetensors"
+    name, may_keep_blocks = "model.safetensors", False
+    if kind.startswith("quanti"):
+        quantization, weights = rng.choice(bases.quantised)
+        may_keep_blocks = rng.random() < 0.5
+        config = json.dumps({**_CONFIG, "quantization_config": quantization}).encode()
     match kind:
-        case "safetensors bytes":
+        case "safetensors bytes" | "quantised bytes":
             weights = damage_bytes(weights, rng)
-        case "safetensors header":
+        case "safetensors header" | "quantised header":
             length = int.from_bytes(weights[:8], "little")
             header = encode(mutate(json.loads(weights[8 : 8 + length]), rng), rng)
             weights = len(header).to_bytes(8, "little") + header + weights[8 + length :]
         case "config.json":
             config = encode(mutate(_CONFIG, rng), rng)
+        case "quantization_config":
+            config = json.dumps(_CONFIG | {"quantization_config": None}).encode()
+            changed = encode(mutate(quantization, rng), rng)
+            config = config.replace(b'"quantization_config": null', b'"quantization_config": ' + changed)
         case "index":
             name = "model-1.safetensors"
             index = {"weight_map": {"model.norm.weight": name, "model.embed_tokens.weight": name}, "metadata": {}}
@@ -168,7 +199,7 @@ def _run_case(kind: str, rng: random.Random, bases: _Bases, directory: Path) -> 
             tokenizer = encode(mutate(bases.tokenizer, rng), rng)
     for file, content in (("config.json", config), (name, weights), ("tokenizer.json", tokenizer)):
         (directory / file).write_bytes(content)
-    _load(directory)
+    _load(directory, may_keep_blocks)
 
 
 def _write_strange_gguf(path: Path, rng: random.Random) -> None:
@@ -193,7 +224,7 @@ def _write_strange_gguf(path: Path, rng: random.Random) -> None:
     write_gguf(path, family, weights, GGMLQuantizationType.F32, fields)
 
 
-def _load(directory: Path) -> None:
+def _load(directory: Path, may_keep_blocks: bool = False) -> None:
     """As a start does: the launcher, the server and the worker."""
     files = weight_files(directory)
     info = fit_to_tensors(read_model_info(directory), files)
@@ -204,7 +235,8 @@ def _load(directory: Path) -> None:
     except ValueError as error:  # which the worker reports as a UserError
         raise UserError(str(error)) from error
     model.materialize(torch.device("cpu"), min(info.context_length, 512))
-    load_weights(files, model.weight_shards(), model.ignores)
+    shards, quantization = model.weight_shards(), info.quantization
+    load_weights(files, shards, model.ignores, may_keep_blocks=may_keep_blocks, quantization=quantization)
 
 
 def _outcome(kind: str, seed: int, bases: _Bases) -> tuple[str, str]:

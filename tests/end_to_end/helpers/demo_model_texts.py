@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.end_to_end.helpers.toka_process import TokaProcess
 from tests.helpers.examples import IS_NIGHTLY
-from tokasaurus.checkpoint import resolve_checkpoint
+from tokasaurus.checkpoint import resolve_checkpoint, with_safetensors
 from tokasaurus.text.tokenizer import Tokenizer
 
 NUM_TOKENS = 40 if IS_NIGHTLY else 12
@@ -42,7 +42,7 @@ def assert_greedy_text_and_logprobs_match_transformers(toka: TokaProcess, num_pr
     )
     checkpoint = resolve_checkpoint(None)
     tokenizer = Tokenizer.load(checkpoint.tokenizer_directory)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint.directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(with_safetensors(checkpoint.directory), dtype=torch.float32).eval()
     expected_ids, logits = generate(model, [tokenizer.encode(text, add_special_tokens=True) for text in questions])
     num_diverged = 0
     for choice, ids, row in zip(answer.choices, expected_ids, logits, strict=True):

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
-from tokasaurus.checkpoint import resolve_checkpoint
+from tokasaurus.checkpoint import resolve_checkpoint, with_safetensors
 from tokasaurus.model.sampling.noise import gumbel_noise, position_keys, sequence_keys
 from tokasaurus.text.tokenizer import Tokenizer
 
@@ -172,7 +172,7 @@ def ask_demo_model(flags: tuple[str, ...], bodies: list[dict[str, Any]]) -> Expe
     """As `ask_large_cache_server`, with the demo model: real weights and text."""
     checkpoint = resolve_checkpoint(None)
     tokenizer = Tokenizer.load(checkpoint.tokenizer_directory)
-    oracle = AutoModelForCausalLM.from_pretrained(checkpoint.directory, dtype=torch.float32).eval()
+    oracle = AutoModelForCausalLM.from_pretrained(with_safetensors(checkpoint.directory), dtype=torch.float32).eval()
     return ask_large_cache_server(flags, tokenizer, oracle, bodies)
 
 

@@ -30,15 +30,17 @@ def check_run(
     seed: int,
     cancel_share: float,
     forecast: Forecast | None = None,
+    pause_rate: float = 0.0,
 ) -> EngineDriver:
     """Run random requests to the end, cancel some of them, and check every delta and the final stats."""
     rng = random.Random(seed)
-    driver = EngineDriver(options, forecast=forecast, rng=rng)
+    driver = EngineDriver(options, forecast=forecast, rng=rng, pause_rate=pause_rate)
     requests = make_requests(shapes, options.limits)
     cancelled = {request.request_id for request in requests if rng.random() < cancel_share}
     driver.run(requests, cancelled)
 
     assert_equals_simulation(driver.deltas, requests)
+    assert_versions_follow_updates(driver)
     finished = {(delta.request_id, delta.sequence_index) for delta in driver.deltas}
     for request in requests:
         for index in range(request.num_sequences):
@@ -66,6 +68,18 @@ def check_run(
     return driver
 
 
+def assert_versions_follow_updates(driver: EngineDriver) -> None:
+    """Each span of a completion has tokens, and is of later weights than the one before."""
+    for delta in driver.deltas:
+        if delta.finish_reason is None or delta.error:
+            continue
+        starts, versions = zip(*delta.weight_versions, strict=True)
+        numbers = [driver.versions.index(version) for version in versions]
+        assert starts[0] == 0
+        assert list(starts) == sorted(set(starts))
+        assert numbers == sorted(set(numbers))
+
+
 @examples(250, 20)
 @given(
     shapes=shapes_strategy,
@@ -75,6 +89,27 @@ def check_run(
 )
 def test_every_sequence_equals_its_simulation_and_leaves_no_state(shapes, options, seed, cancel_share):
     check_run(shapes, options, seed, cancel_share)
+
+
+def test_every_sequence_equals_its_simulation_with_pauses_and_new_weights():
+    num_updates = num_refused = num_crossings = 0
+
+    @examples(250, 20)
+    @given(
+        shapes=shapes_strategy,
+        options=options_strategy,
+        seed=st.integers(0, 2**32),
+        cancel_share=st.sampled_from([0.0, 0.3]),
+    )
+    def check(shapes, options, seed, cancel_share):
+        nonlocal num_updates, num_refused, num_crossings
+        driver = check_run(shapes, options, seed, cancel_share, pause_rate=0.1)
+        num_updates += len(driver.versions) - 1
+        num_refused += sum(done.error != "" for done in driver.done)
+        num_crossings += sum(len(delta.weight_versions) > 1 for delta in driver.deltas)
+
+    check()
+    assert min(num_updates, num_refused, num_crossings) > 5
 
 
 def test_every_sequence_equals_its_simulation_under_constant_preemption():

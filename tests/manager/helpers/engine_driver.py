@@ -20,7 +20,17 @@ from tokasaurus.manager.planning.length_predictor import Forecast
 from tokasaurus.manager.state.engine_state import EngineOptions, LengthPredictorOptions, make_state
 from tokasaurus.manager.state.grammar_manager import Grammars, Job
 from tokasaurus.manager.state.sequence import Sequence
-from tokasaurus.messages.forward import ForwardInput
+from tokasaurus.messages.commands import (
+    FIRST_VERSION,
+    ClearCache,
+    CommandDone,
+    EngineCommand,
+    Pause,
+    Resume,
+    UpdateWeights,
+    WorkerCommand,
+)
+from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest, SequenceDelta
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.text.grammars import GrammarVocabulary
@@ -75,6 +85,14 @@ class EngineDriver:
     """The largest number of steps that the worker had at once."""
     vocabulary: GrammarVocabulary | None = None
     """Vocabulary of grammars; None if no request has a grammar."""
+    pause_rate: float = 0.0
+    """Probability that `run` sends the commands of a pause in a step, some with new weights."""
+    commands: list[WorkerCommand] = field(default_factory=list)
+    """Sent to the worker and not yet answered: one at most."""
+    done: list[CommandDone] = field(default_factory=list)
+    """Answers to all commands."""
+    versions: list[str] = field(default_factory=lambda: [FIRST_VERSION])
+    """Of all weights that the worker has had, the first ones included."""
     jobs: tuple[deque[Job], deque[Job]] = field(default_factory=lambda: (deque(), deque()))
     """Waiting jobs of the grammar manager's two threads; a step runs some, each with probability job_rate."""
 
@@ -88,7 +106,7 @@ class EngineDriver:
         self.state = make_state(options, grammars)
         if self.forecast is not None:
             self.state.lengths.forecast = self.forecast
-        self.engine = Engine(self.state, self.send)
+        self.engine = Engine(self.state, self.send, send_command=self.send_command)
 
     def assume_step_seconds(self, seconds: float) -> None:
         """Let the engine expect that every step takes this time, whatever it computes."""
@@ -99,8 +117,14 @@ class EngineDriver:
         self.queue.append(message)
         self.max_in_flight = max(self.max_in_flight, len(self.queue))
 
+    def send_command(self, command: WorkerCommand) -> None:
+        assert not self.queue, "a command while steps run"
+        assert not self.commands
+        assert not self.running()
+        self.commands.append(command)
+
     def step(
-        self, messages: Iterable[GenerateRequest | CancelRequest] = (), num_results: int = 0
+        self, messages: Iterable[GenerateRequest | CancelRequest | EngineCommand] = (), num_results: int = 0
     ) -> list[SequenceDelta]:
         """Compute up to `num_results` of the steps sent, then run one engine step; return its deltas."""
         messages = list(messages)
@@ -109,14 +133,40 @@ class EngineDriver:
         for jobs in self.jobs:
             self._run_jobs(jobs)
         num_results = min(num_results, len(self.queue))
-        results = [
+        results: list[ForwardOutput | CommandDone] = [
             self.worker.forward(self.queue.popleft(), self.rng.choice(self.step_seconds)) for _ in range(num_results)
         ]
+        if self.commands and self.rng.random() < 0.5:
+            results.append(self._answer(self.commands.pop()))
         self.engine.step(messages, results)
+        self.done += self.state.done
+        self.state.done = []
         deltas, self.state.deltas = self.state.deltas, []
         self.deltas += deltas
         assert len(self.state.steps_in_flight) == len(self.queue)
         return deltas
+
+    def _answer(self, command: WorkerCommand) -> CommandDone:
+        if isinstance(command, UpdateWeights):
+            if command.directory == "bad":
+                return CommandDone(command.command_id, "no such directory")
+            self.versions.append(command.version)
+        return CommandDone(command.command_id)
+
+    def _unfinished_work(self) -> list[object]:
+        return [self.state.ending, self.state.queues.num_waiting, self.state.commands]
+
+    def _pause_commands(self, first_id: int) -> list[EngineCommand]:
+        """A pause, with what may happen in it, and its end."""
+        commands: list[EngineCommand] = [Pause(first_id, aborts=False)]
+        if self.rng.random() < 0.3:
+            commands.append(ClearCache(first_id + 1))
+        if self.rng.random() < 0.7:
+            directory, clears = self.rng.choice(["good", "good", "bad"]), self.rng.random() < 0.5
+            commands.append(
+                UpdateWeights(first_id + 2, directory, f"v{first_id}", is_partial=False, clears_cache=clears)
+            )
+        return [*commands, Resume(first_id + 3)]
 
     def _add_job(self, jobs: deque[Job], job: Job) -> None:
         jobs.append(job)
@@ -137,15 +187,23 @@ class EngineDriver:
         check_share: fraction of the steps after which the owners of all blocks are checked."""
         unsent, cancelled = deque(requests), set(cancelled)
         to_cancel: list[str] = []
-        while unsent or self.queue or self.state.ending or to_cancel or any(self.jobs) or self.state.queues.num_waiting:
-            messages: list[GenerateRequest | CancelRequest] = []
+        commands: deque[EngineCommand] = deque()
+        num_commands = 0
+        while any([unsent, commands, to_cancel, self.queue, *self.jobs, *self._unfinished_work()]):
+            messages: list[GenerateRequest | CancelRequest | EngineCommand] = []
             while unsent and self.rng.random() < 0.5:
-                messages.append(unsent.popleft())
-                if messages[-1].request_id in cancelled:
-                    to_cancel += [messages[-1].request_id] * self.rng.choice([1, 1, 2])
+                request = unsent.popleft()
+                messages.append(request)
+                if request.request_id in cancelled:
+                    to_cancel += [request.request_id] * self.rng.choice([1, 1, 2])
             self.rng.shuffle(to_cancel)
             while to_cancel and self.rng.random() < 0.2:
                 messages.append(CancelRequest(to_cancel.pop()))
+            if not commands and self.rng.random() < self.pause_rate:
+                commands += self._pause_commands(4 * num_commands)
+                num_commands += 1
+            while commands and self.rng.random() < 0.5:
+                messages.append(commands.popleft())
             self.step(messages, self.rng.randint(0, 3))
             if self.rng.random() < check_share:
                 assert_each_block_has_one_owner(self.state)

@@ -7,6 +7,7 @@ from typing import Any
 from tests.manager.helpers.engine_driver import EngineDriver
 from tests.manager.helpers.fake_worker import FakeWorker
 from tokasaurus.manager.state.sequence import Sequence, TokenCounts
+from tokasaurus.messages.commands import EngineCommand
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
 
 
@@ -44,7 +45,9 @@ class CountingDriver(EngineDriver):
     sequences: dict[Sequence, None] = field(default_factory=dict)
     """All sequences so far, except those cancelled in the step in which they arrived."""
 
-    def step(self, messages: Iterable[GenerateRequest | CancelRequest] = (), num_results: int = 0) -> Any:
+    def step(
+        self, messages: Iterable[GenerateRequest | CancelRequest | EngineCommand] = (), num_results: int = 0
+    ) -> Any:
         deltas = super().step(messages, num_results)
         for samples in self.state.unfinished.values():
             self.sequences.update(samples.sequences)

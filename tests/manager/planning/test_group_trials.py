@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.helpers.examples import seeds
+from tests.helpers.examples import few, seeds
 from tokasaurus.manager.planning.prefix_groups import FIRST_INTERVAL, MAX_INTERVAL, GroupTrial, GroupTrials
 
 
@@ -43,7 +43,7 @@ def serve(device: Device, ratios: list[float], num_steps: int) -> tuple[GroupTri
     return trials, made, taken / best
 
 
-@pytest.mark.parametrize("seed", range(5))
+@few(2, "seed", range(5))
 @pytest.mark.parametrize("true_scale", [0.2, 0.5, 1.0, 2.0, 6.0])
 @pytest.mark.parametrize("spikes", [0.0, 0.02])
 def test_the_choice_becomes_right_whatever_was_measured(true_scale: float, spikes: float, seed: int) -> None:

@@ -122,6 +122,8 @@ def test_a_slot_has_the_rules_it_was_last_opened_with() -> None:
     state.open([6], {6: Rule(biases=((5, 1.0, 6),))})  # not active: the context already has 6 tokens
     assert rules_by_slot(state) == {4: (0, 1)}
     assert state.select([2, 5]) is None
+    state.open([4], {4: Rule(presence=1)})  # not closed before, as after the warm-up
+    assert rules_by_slot(state) == {4: (4, 0)}
 
 
 def rules_by_slot(state: Contexts) -> dict[int, tuple[int, int]]:

@@ -200,7 +200,7 @@ def test_prompt_logprobs_are_sent_with_the_output_of_their_step(new_driver: Call
     for message in (widest_prefill(limits), single_token(limits)):
         inputs.send(message)
     inputs.close()
-    run_steps(driver.runner, inputs_in, outputs_out, steps_behind=0)
+    run_steps(driver.runner, inputs_in, outputs_out, steps_behind=0, carry_out=lambda _: "")
     with_logprobs, plain = outputs.receive(timeout_s=60), outputs.receive(timeout_s=60)
     assert isinstance(with_logprobs, ForwardOutput)
     assert with_logprobs.prompt_logprobs is not None

@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.helpers.examples import examples
+from tests.helpers.examples import examples, few
 from tests.model.helpers.pretend_device import on_device, on_host, pretended, with_tensors_on_device
 from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule
 from tests.model.helpers.sampling_rows import (
@@ -68,16 +68,17 @@ def test_draws_follow_the_softmax_at_the_temperature(temperature: float, kernels
 
 
 # Probabilities at temperature 1, in falling order: 0.42, 0.26, 0.16, 0.08, 0.06, 0.02, 0.005.
-@pytest.mark.parametrize(
+@few(
+    5,
     ("top_p", "top_k", "min_p", "num_inside"),
     [
         (0.8, 0, 0.0, 3),
         (1.0, 4, 0.0, 4),
-        (1.0, 1000, 0.0, 7),
         (1.0, 0, 0.15, 4),  # 0.15 of the largest, 0.42, is 0.063
         (0.6, 2, 0.0, 1),  # top_k leaves 0.68; 0.42 of it is 0.62, more than top_p
-        (0.7, 2, 0.0, 2),
         (0.9, 5, 0.15, 3),  # min_p leaves 0.92; 0.84 of it is 0.91, more than top_p
+        (0.7, 2, 0.0, 2),
+        (1.0, 1000, 0.0, 7),
         (0.8, 0, 0.001, 3),
     ],
 )
@@ -169,12 +170,13 @@ def test_kernels_draw_the_tokens_that_torch_draws(vocab_size: int, top_p: float,
     assert torch.equal(logits.gather(1, by_kernels.unsqueeze(1))[greedy], logits.amax(dim=-1, keepdim=True)[greedy])
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 5.0])
+@few(3, "spread", [0.0, 0.1, 5.0, 1.0])
 def test_the_kernel_skips_no_token_that_would_have_won(spread: float) -> None:
     """It computes the noise only where an upper bound of it could win, which a flat distribution tests most."""
-    logits = torch.randn(100, 50_000) * spread
-    keys = noise_keys(list(range(100)), [0] * 100, [8] * 100)
-    tokens, _, *_ = sample(logits, make_rows([1.0] * 100, [1.0] * 100, keys), load_kernels())
+    num_rows = 40
+    logits = torch.randn(num_rows, 50_000) * spread
+    keys = noise_keys(list(range(num_rows)), [0] * num_rows, [8] * num_rows)
+    tokens, _, *_ = sample(logits, make_rows([1.0] * num_rows, [1.0] * num_rows, keys), load_kernels())
     noisy_logits = logits + gumbel_noise(keys, 50_000)
     drawn = noisy_logits.gather(1, tokens.unsqueeze(1))
     torch.testing.assert_close(drawn, noisy_logits.amax(dim=1, keepdim=True))

@@ -208,3 +208,35 @@ def test_masks_apply_to_the_rows_that_sample(backend: str, tmp_path: Path) -> No
     free_tokens = runner.run(free).output().token_ids.tolist()
     assert masked_tokens == [free_tokens[0], 200]
     assert free_tokens[1] != 200
+
+
+@pytest.mark.parametrize("wants", [False, True])
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_a_token_whose_wanted_logprob_is_not_finite_fails_its_row_alone(
+    backend: str, wants: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mask forces a token to which the model gives no probability."""
+    save_tiny_model(tmp_path, "llama")
+    model, info = load(tmp_path)
+    compute = model.logits
+    monkeypatch.setattr(model, "logits", lambda hidden: compute(hidden).index_fill(1, torch.tensor([200]), -torch.inf))
+    runner = make_runner(model, info, backend)
+    opened = dataclasses.replace(
+        open_greedy(1, 3),
+        **{name: np.concatenate([getattr(open_greedy(1, 3), name)] * 2) for name in ("sampling", "seeds")},
+        slots=int32([1, 2]),
+        num_prompt_tokens=int32([3, 3]),
+        first_positions=int32([0, 0]),
+        sample_indices=np.zeros(2, np.uint32),
+        want_logprobs=np.array([wants, True]),
+    )
+    changes = SlotChanges(NOTHING, opened, int32([1, 2]), int32([1, 2]))
+    masks = make_masks({0: np.arange(VOCAB_SIZE) == 200})
+    output = runner.run(
+        ForwardInput(1, int32([1, 2]), int32([3, 3]), 0, int32(range(6)), changes, masks=masks)
+    ).output()
+    assert output.token_ids[0] == 200
+    assert (output.nonfinite is not None) == wants
+    if output.nonfinite is not None:
+        assert output.nonfinite.positions.tolist() == [2]
+        assert output.nonfinite.blocks.tolist() == [1]

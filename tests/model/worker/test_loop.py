@@ -20,7 +20,7 @@ def test_the_time_until_the_next_step_is_idle(tmp_path: Path) -> None:
     runner = make_runner(model, info, "torch")
     inputs_in, inputs = make_channel()
     outputs_out, outputs = make_channel()
-    worker = threading.Thread(target=run_steps, args=(runner, inputs_in, outputs, 0))
+    worker = threading.Thread(target=run_steps, args=(runner, inputs_in, outputs, 0, lambda _: ""))
     worker.start()
     answers = []
     began_s = time.perf_counter()

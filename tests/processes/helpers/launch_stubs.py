@@ -3,6 +3,7 @@
 # ruff: noqa: ARG001  # the signatures match the real entries
 
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -102,6 +103,10 @@ def run_worker_with_user_error(*_given: Any) -> None:
 
 def run_worker_that_refuses_a_flag(*_given: Any) -> None:
     raise FlagRefused("device=cuda: there is none")
+
+
+def run_worker_that_is_killed(*_given: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_worker_that_returns(*_given: Any) -> None:

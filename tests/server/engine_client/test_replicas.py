@@ -1,6 +1,8 @@
 """Choosing a replica, by what it has cached and how busy it is, and the index of its cached prefixes."""
 
+import asyncio
 import dataclasses
+import os
 from functools import partial
 from random import Random
 
@@ -12,9 +14,14 @@ from hypothesis import strategies as st
 from benchmarks.parallelism.prefix_routing import choose_at_random, make_chats, simulate
 from tests.helpers.examples import IS_NIGHTLY
 from tests.server.helpers.client_driver import make_request
+from tokasaurus.messages import channel
+from tokasaurus.messages.channel import ReplicaConnection, make_channel
+from tokasaurus.messages.generation import CancelRequest
 from tokasaurus.messages.status import EngineLimits
+from tokasaurus.server.engine_client import replicas as replicas_module
 from tokasaurus.server.engine_client.replicas import (
     CHUNK_ENDS,
+    SESSION_SEQUENCES,
     TOKENS_PER_SEQUENCE,
     PrefixIndex,
     Replica,
@@ -136,3 +143,50 @@ def test_a_prompt_longer_than_the_cache_is_remembered_up_to_its_size():
     prefixes = hash_prefixes(tokens((1, 200)), "")
     index.add(prefixes)
     assert index.num_cached_tokens(prefixes) == index.num_tokens == 64
+
+
+def test_what_is_sent_in_one_pass_of_the_loop_arrives_in_order_by_one_write(monkeypatch):
+    requests, updates = make_channel(), make_channel()
+    writes = []
+    monkeypatch.setattr(
+        channel.os, "write", lambda fd, data, write=os.write: writes.append(len(data)) or write(fd, data)
+    )
+
+    async def send():
+        replica = Replica(ReplicaConnection(requests[1], updates[0]))
+        for number in range(50):
+            replica.send(make_request(str(number), PROMPT))
+        replica.send(CancelRequest("7"))
+        assert not writes
+        await asyncio.sleep(0)
+        replica.send(CancelRequest("8"))
+        await asyncio.sleep(0)
+
+    asyncio.run(send())
+    received = requests[0].drain()
+    assert [message.request_id for message in received] == [*map(str, range(50)), "7", "8"]
+    assert len(writes) == 2
+
+
+def test_a_session_stays_on_its_replica_unless_that_is_overloaded():
+    """Its prompts share nothing, and are short: alone, they would alternate."""
+    replicas = make_replicas(0, 0)
+    requests = [
+        dataclasses.replace(make_request(str(number), [number] * 8), session=f"session {number % 2}")
+        for number in range(8)
+    ]
+    chosen = [replicas.index(choose_replica(replicas, request)) for request in requests]
+    assert chosen[::2] == [0] * 4
+    assert chosen[1::2] == [1] * 4 or chosen[1::2] == [0] * 4
+    replicas[0].num_unfinished_sequences = SESSION_SEQUENCES - 1
+    assert choose_replica(replicas, requests[0]) is replicas[0]
+    replicas[0].num_unfinished_sequences = SESSION_SEQUENCES + 2
+    assert choose_replica(replicas, requests[0]) is replicas[1]
+
+
+def test_sessions_not_used_for_longest_are_forgotten(monkeypatch):
+    monkeypatch.setattr(replicas_module, "MAX_SESSIONS", 2)
+    index = PrefixIndex(100)
+    for session in ("a", "b", "a", "c"):
+        index.note_session(session)
+    assert [index.has_session(session) for session in "abc"] == [True, False, True]

@@ -17,7 +17,9 @@ from tokasaurus.messages.channel import (
     make_channel,
     send_connection,
 )
+from tokasaurus.messages.commands import CommandDone, EngineCommand
 from tokasaurus.messages.generation import (
+    CancelRequest,
     EngineUpdate,
     ErrorCode,
     FinishReason,
@@ -100,6 +102,12 @@ class FakeEngine:
     """Called before each update of a streamed request but the first; the update waits for its end."""
     launcher_end: socket.socket | None = None
     """Set by `hand_over`: later connections of the replica can be sent over it."""
+    on_command: Callable[[EngineCommand], str] = lambda _: ""
+    """Called with each command; returns why it is refused."""
+    update_number: int = 0
+    """Of the weights that it starts with."""
+    commands: list[EngineCommand] = field(default_factory=list)
+    """Commands received, in order."""
     max_deltas: int = 1 << 30
     """Most deltas of one update; a manager's updates have those of one step."""
 
@@ -138,7 +146,7 @@ class FakeEngine:
                 raise TimeoutError(f"requests: {self.requests}, cancelled: {self.cancelled}")
 
     def _run(self) -> None:
-        self.updates.send(Ready("manager", self.limits))
+        self.updates.send(Ready("manager", self.limits, update_number=self.update_number))
         while not self._is_stopping:
             try:
                 message = self._requests_in.receive(0.02)
@@ -149,9 +157,15 @@ class FakeEngine:
             with self._changed:
                 if isinstance(message, GenerateRequest):
                     self.requests.append(message)
-                else:
+                elif isinstance(message, CancelRequest):
                     self.cancelled.append(message.request_id)
+                else:
+                    self.commands.append(message)
                 self._changed.notify_all()
+            if not isinstance(message, GenerateRequest | CancelRequest):
+                done = CommandDone(message.command_id, self.on_command(message))
+                if not self._is_stopping:
+                    self.updates.send(EngineUpdate([], self.stats, [], [done]))
             # Answered only after it is in `requests`, where a test looks it up when the client has its answer.
             if isinstance(message, GenerateRequest):
                 self._answer(message)
@@ -228,9 +242,12 @@ def never(_request: GenerateRequest, _index: int) -> Reply | None:
     return None
 
 
-def start_again(dead: FakeEngine, replica: int = 0, limits: EngineLimits | None = None) -> FakeEngine:
+def start_again(
+    dead: FakeEngine, replica: int = 0, limits: EngineLimits | None = None, update_number: int = 0
+) -> FakeEngine:
     """What the launcher does: a new engine on new channels."""
-    engine = FakeEngine(script=dead.script, limits=dead.limits if limits is None else limits)
+    limits = dead.limits if limits is None else limits
+    engine = FakeEngine(script=dead.script, limits=limits, update_number=update_number)
     engine.launcher_end = dead.launcher_end
     assert dead.launcher_end is not None
     send_connection(dead.launcher_end, replica, engine.connection)

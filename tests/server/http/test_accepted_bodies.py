@@ -34,6 +34,8 @@ NEUTRAL: dict[str, list[object]] = {
     "min_tokens": [None, 0, 2],
     "logprobs_in_fingerprint": [None, False, True],
     "return_token_ids": [None, False, True],
+    "return_tokens_as_token_ids": [None, False, True],
+    "logprobs_mode": [None, "raw", "sampled"],
     "prompt_logprobs": [None, 0, 20],
     "response_format": [None, {"type": "text"}, {"type": "json_object"}],
     "structured_outputs": [None, {"choice": ["a"], "json": None, "json_object": False}],

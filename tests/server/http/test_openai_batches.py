@@ -167,11 +167,11 @@ def test_a_cancelled_batch_keeps_its_results(client: openai.OpenAI, server: Live
 
 
 def test_a_batch_expires_after_its_window(client: openai.OpenAI) -> None:
-    batch = create(client, upload(client, batch_line("done"), batch_line("waits", **WAITS)), window="6s")
+    batch = create(client, upload(client, batch_line("done"), batch_line("waits", **WAITS)), window="4s")
     expired = poll(client, batch, "expired")
-    assert expired.expires_at == batch.created_at + 6
+    assert expired.expires_at == batch.created_at + 4
     assert expired.expired_at is not None
-    assert 6 <= expired.expired_at - batch.created_at < 40
+    assert 4 <= expired.expired_at - batch.created_at < 40
     assert [line["custom_id"] for line in results(client, expired.output_file_id)] == ["done"]
     (late,) = results(client, expired.error_file_id)
     assert (late["custom_id"], late["response"], late["error"]["code"]) == ("waits", None, "batch_expired")

@@ -95,6 +95,8 @@ BOTH_ROUTES_REFUSE: list[tuple[str, object]] = [
     ("min_tokens", 3),  # max_tokens is 2
     ("min_tokens", 1.0),
     ("min_tokens", 2**80),
+    *(("logprobs_mode", value) for value in ("processed_logprobs", "", "Raw", 1, True, ["raw"], {})),
+    *(("return_tokens_as_token_ids", value) for value in ("true", 1)),
     ("prompt_logprobs", -1),
     ("prompt_logprobs", 21),
     ("prompt_logprobs", 1.0),

@@ -18,7 +18,7 @@ from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.helpers.openai_client import assert_exactly_openai_shaped, sync_client
 from tokasaurus.messages.generation import GenerateRequest, SequenceDelta, TopLogprobs
 from tokasaurus.server.engine_client.collectors import FinishedSequence
-from tokasaurus.server.respond.logprobs import TokenLogprob, build_completion_logprobs
+from tokasaurus.server.respond.logprobs import TokenLogprob, TokenNames, build_completion_logprobs
 from tokasaurus.server.served_model import ServedModel
 
 HELLO: list[Any] = [{"role": "user", "content": "hi"}]
@@ -121,7 +121,7 @@ def test_top_logprobs_keep_the_most_likely_of_tokens_with_the_same_text(served_m
         TokenLogprob(0xE2, -3.0, 0, False, [(0xFF, -0.5), (97, -1.0), (0xE3, -2.0)]),
         TokenLogprob(0xFF, -0.5, 0, False, [(0xFF, -0.5), (0xE2, -3.0)]),
     ]
-    built = build_completion_logprobs(tokens, True, served_model.tokenizer)
+    built = build_completion_logprobs(tokens, True, TokenNames(served_model.tokenizer))
     assert built.top_logprobs == [{"\ufffd": -0.5, "a": -1.0}, {"\ufffd": -0.5}]
     assert built.token_logprobs == [-3.0, -0.5]
 

@@ -157,10 +157,13 @@ def test_a_batch_that_cannot_be_read_does_not_stop_the_others(
     run(test())
 
 
-def test_a_killer_harms_no_line_of_another_batch(served_model: ServedModel, tmp_path: Path) -> None:
+def test_a_killer_harms_no_line_of_another_batch(
+    served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine dies as soon as it has both the line with max_tokens=7 and another one, or the former twelve times."""
 
     async def test() -> None:
+        monkeypatch.setattr(runner, "RETRY_SECONDS", 0.05)
         has_killer = threading.Event()
 
         def script(request: GenerateRequest, index: int) -> Reply | None:
@@ -184,11 +187,12 @@ def test_a_killer_harms_no_line_of_another_batch(served_model: ServedModel, tmp_
 
 
 def test_a_line_that_the_engine_never_survives_fails_and_its_neighbours_do_not(
-    served_model: ServedModel, tmp_path: Path
+    served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine dies whenever it has received the one line with max_tokens=7."""
 
     async def test() -> None:
+        monkeypatch.setattr(runner, "RETRY_SECONDS", 0.05)
         deaths = 0
 
         def script(request: GenerateRequest, index: int) -> Reply | None:

@@ -139,7 +139,7 @@ def test_more_batches_than_may_run_together_wait_for_their_turn(served_model: Se
             await running.service.cancel(batches[0].id)
             assert (await running.finish(batches[0].number)).status == "cancelled"
             await running.until(lambda engine: len(engine.requests) == 3)
-            expiring = await running.finish((await running.create(*prompts(1), window_s=4)).number)
+            expiring = await running.finish((await running.create(*prompts(1), window_s=3)).number)
             assert (expiring.status, expiring.num_failed, len(engine.requests)) == ("expired", 1, 3)
 
     run(test())
@@ -152,7 +152,7 @@ def test_the_completion_window_ends_what_is_unfinished(served_model: ServedModel
     async def test() -> None:
         engine = FakeEngine(script=answer_first)
         async with running_service(served_model, tmp_path, engine) as running:
-            batch = await running.finish((await running.create(*prompts(3), window_s=6)).number)
+            batch = await running.finish((await running.create(*prompts(3), window_s=4)).number)
             assert (batch.status, batch.num_completed, batch.num_failed) == ("expired", 1, 2)
             assert batch.expired_at is not None
             errors = [line["error"]["code"] for line in running.lines_of(batch.error_file_id)]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,23 @@ from tokasaurus.server.served_model import ServedModel
 MAX_BYTES = 1_000_000
 
 
-@pytest.fixture
-def server(served_model: ServedModel, tmp_path: Path) -> Iterator[LiveServer]:
+def running(served_model: ServedModel, directory: Path) -> AbstractContextManager[LiveServer]:
     """Bodies of other routes may have only 1,000 bytes."""
     limits = RequestLimits(max_request_bytes=1000, max_body_bytes_in_all=1000)
     batch_limits = BatchLimits(max_file_bytes=MAX_BYTES)
-    with live_server(served_model, FakeEngine(), limits=limits, data_dir=tmp_path, batch_limits=batch_limits) as server:
+    return live_server(served_model, FakeEngine(), limits=limits, data_dir=directory, batch_limits=batch_limits)
+
+
+@pytest.fixture
+def server(served_model: ServedModel, tmp_path: Path) -> Iterator[LiveServer]:
+    with running(served_model, tmp_path) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server_without_files(served_model: ServedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """For uploads that leave nothing."""
+    with running(served_model, tmp_path_factory.mktemp("data")) as server:
         yield server
 
 
@@ -102,14 +114,14 @@ MALFORMED: dict[str, tuple[bytes, str, str | None]] = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_body_is_refused_and_leaves_nothing(server: LiveServer, name: str) -> None:
+def test_a_malformed_body_is_refused_and_leaves_nothing(server_without_files: LiveServer, name: str) -> None:
     body, message, param = MALFORMED[name]
-    answer = post(server, body)
+    answer = post(server_without_files, body)
     assert answer.status_code == 400
     error = assert_openai_error(answer.content)
     assert message in error["message"]
     assert param is None or error["param"] == param
-    check_stored(server)
+    check_stored(server_without_files)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +134,13 @@ def test_a_malformed_body_is_refused_and_leaves_nothing(server: LiveServer, name
         ({"Content-Encoding": "gzip"}, 415, "compressed"),
     ],
 )
-def test_wrong_headers_are_refused(server: LiveServer, headers: dict[str, str], status: int, message: str) -> None:
-    answer = post(server, form(PURPOSE, FILE), **headers)
+def test_wrong_headers_are_refused(
+    server_without_files: LiveServer, headers: dict[str, str], status: int, message: str
+) -> None:
+    answer = post(server_without_files, form(PURPOSE, FILE), **headers)
     assert answer.status_code == status
     assert message in assert_openai_error(answer.content)["message"]
-    check_stored(server)
+    check_stored(server_without_files)
 
 
 def test_a_connection_can_be_used_again_after_a_refused_upload(server: LiveServer) -> None:

@@ -130,7 +130,7 @@ def _max_to_admit(state: EngineState) -> int:
 
 def can_admit(state: EngineState) -> bool:
     """Whether sequences wait, and enough has changed since the next one did not fit. Always if the worker is idle."""
-    if not state.queues.num_waiting:
+    if not state.queues.num_waiting or state.is_paused:
         return False
     if state.admission.blocked_at is None or not state.steps_in_flight:
         return True

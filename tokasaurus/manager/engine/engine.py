@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.engine.admission import admit_waiting, can_admit
+from tokasaurus.manager.engine.commands import note_done, run_commands
 from tokasaurus.manager.engine.input_building import group_costs, num_blocks_short, start_step
 from tokasaurus.manager.engine.kv_forecast import forecast_is_old, note_ends, prefill_time, update_forecast
 from tokasaurus.manager.engine.lifecycle import find_starts, preempt
@@ -33,6 +34,7 @@ from tokasaurus.manager.planning.step_budget import (
 from tokasaurus.manager.planning.step_times import NUM_FEATURES
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import Phase, Sequence
+from tokasaurus.messages.commands import CommandDone, EngineCommand, WorkerCommand
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
 from tokasaurus.monitoring.timing import SectionTimers
@@ -80,17 +82,24 @@ def may_run(task: DeferredTask, seconds_left: float, deferred_tasks: str | None)
 
 
 class Engine:
-    """Schedules one engine. Calls `send` with each step for the worker.
+    """Schedules one engine. Calls `send` with each step for the worker, `send_command` with what comes between.
 
     tasks: the deferred tasks, most urgent first. timers: seconds spent in each part of `step`.
     """
 
-    def __init__(self, state: EngineState, send: Callable[[ForwardInput], None], trace: Trace = NO_TRACE) -> None:
+    def __init__(
+        self,
+        state: EngineState,
+        send: Callable[[ForwardInput], None],
+        trace: Trace = NO_TRACE,
+        send_command: Callable[[WorkerCommand], None] | None = None,
+    ) -> None:
         self.state = state
         self.timers = SectionTimers(None if trace is NO_TRACE else trace.add_part)
         self.seconds_per_message = 0.0
         """Time to handle a request or cancellation, mean over the latest step with any."""
         self._send = send
+        self._send_command = send_command
         self._step_began_s = 0.0  # estimate for the oldest step in flight
         self._looked_s = 0.0  # when results were last taken from the channel
         self._num_applied = 0  # results applied in this round
@@ -105,8 +114,8 @@ class Engine:
 
     def step(
         self,
-        messages: Iterable[GenerateRequest | CancelRequest],
-        results: Iterable[ForwardOutput],
+        messages: Iterable[GenerateRequest | CancelRequest | EngineCommand],
+        results: Iterable[ForwardOutput | CommandDone],
     ) -> None:
         """Do everything that can be done now, and add finished sequences and streamed tokens to `state.deltas`."""
         state, timers = self.state, self.timers
@@ -115,19 +124,30 @@ class Engine:
             for message in messages:
                 if isinstance(message, GenerateRequest):
                     add_request(state, message)
-                else:
+                elif isinstance(message, CancelRequest):
                     cancel_request(state, message.request_id)
+                else:
+                    state.commands.append(message)
             if messages:
                 self.seconds_per_message = (time.monotonic() - start_s) / len(messages)
             num_cancelled = release_cancelled(state)
         with timers.section("results"):
-            self._apply(list(results))
+            steps = []
+            for result in results:
+                if isinstance(result, ForwardOutput):
+                    steps.append(result)
+                else:
+                    note_done(state, result)
+            self._apply(steps)
             release_ending(state, num_cancelled)
             if state.grammars is not None:
                 state.grammars.read(min(MAX_READING_SECONDS, self.seconds_left() / 4))
                 if state.grammars.has_finished:
                     apply_grammars(state)
             note_ends(state)
+        if state.commands:
+            with timers.section("commands"):
+                run_commands(state, self._send_command)
         if self.seconds_left() <= sum(task.seconds for task in self.tasks if task.has_work(state)):
             self._fill_worker_queue()
         for task in self.tasks:
@@ -206,6 +226,8 @@ class Engine:
     def _fill_worker_queue(self, seconds_wanted: float = SECONDS_QUEUED) -> None:
         """Send steps until the worker has `seconds_wanted` of work in its queue, or nothing is left to compute."""
         state = self.state
+        if state.is_paused:
+            return
         with self.timers.section("steps"):
             while self._wants_step(seconds_wanted):
                 if self._num_unapplied and num_blocks_short(state, ready_to_decode(state)) > 0:

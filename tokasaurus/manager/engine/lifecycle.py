@@ -160,6 +160,12 @@ def preempt(state: EngineState, sequence: Sequence) -> None:
     depends only on seed, sample and position, and the grammar matcher has read exactly the known tokens.
     Precondition: no grammar matcher is reading the sequence's newest token.
     """
+    set_back(state, sequence)
+    state.totals.preemptions += 1
+
+
+def set_back(state: EngineState, sequence: Sequence) -> None:
+    """`preempt`, though no blocks are short."""
     token_ids = sampled_tokens(state, sequence)
     if len(token_ids):
         keep_prompt_logprobs(state, sequence)
@@ -169,7 +175,6 @@ def preempt(state: EngineState, sequence: Sequence) -> None:
         sequence.prompt = make_prompt(np.concatenate((sequence.prompt.token_ids, token_ids)))
     _free_slot_and_blocks(state, sequence)
     state.queues.add_waiting(sequence, first=True)
-    state.totals.preemptions += 1
 
 
 def _free_slot_and_blocks(state: EngineState, sequence: Sequence, keep_kv: bool = True) -> None:

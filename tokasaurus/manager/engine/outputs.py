@@ -24,6 +24,7 @@ from tokasaurus.manager.planning.step_times import IS_OF_DECODE
 from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.manager.state.slot_arrays import NEVER
+from tokasaurus.messages.commands import FIRST_VERSIONS, WeightVersions
 from tokasaurus.messages.forward import ForwardOutput, NonfiniteTokens, TopOfRows
 from tokasaurus.messages.generation import ErrorCode, FinishReason, SequenceDelta
 from tokasaurus.text.stop_strings import StopMatcher
@@ -320,6 +321,22 @@ def abort(state: EngineState, sequence: Sequence, error: str) -> None:
     _end_with_error(state, sequence, error, "grammar_too_complex")
 
 
+def end_waiting(state: EngineState, sequence: Sequence, reason: FinishReason) -> None:
+    """Finish a waiting sequence with the tokens that it has. If its prompt's logprobs are wanted and not known, it ends
+    with an error."""
+    assert sequence.phase is Phase.WAITING
+    if sequence.needs_prompt_logprobs:
+        _end_with_error(state, sequence, "aborted before its prompt was computed", "aborted")
+        return
+    release(state, sequence)
+    if sequence.num_cached_tokens is None:
+        sequence.num_cached_tokens = 0
+    start = sequence.num_streamed_tokens
+    logprobs = sequence.kept_logprobs[start:] if sequence.request.want_logprobs else None
+    versions = sequence.weight_versions or state.weight_versions
+    state.deltas.append(_make_delta(sequence, sequence.kept_token_ids[start:], logprobs, reason, versions=versions))
+
+
 def _end_with_error(
     state: EngineState, sequence: Sequence, error: str, error_code: ErrorCode, keep_kv: bool = True
 ) -> None:
@@ -349,7 +366,8 @@ def _finish(
     release(state, sequence)
     error_code: ErrorCode | None = "grammar_too_complex" if error else None
     new_ids = token_ids[sequence.num_streamed_tokens :]
-    state.deltas.append(_make_delta(sequence, new_ids, logprobs, reason, error, error_code))
+    versions = sequence.weight_versions or state.weight_versions
+    state.deltas.append(_make_delta(sequence, new_ids, logprobs, reason, error, error_code, versions))
 
 
 def _end_nonfinite(state: EngineState, step: StepInFlight, found: NonfiniteTokens) -> None:
@@ -446,6 +464,7 @@ def _make_delta(
     reason: FinishReason | None,
     error: str = "",
     error_code: ErrorCode | None = None,
+    versions: WeightVersions = FIRST_VERSIONS,
 ) -> SequenceDelta:
     """Delta with the next tokens of a sequence, after the tokens that are in deltas already."""
     assert sequence.num_cached_tokens is not None
@@ -465,4 +484,5 @@ def _make_delta(
         prompt_logprobs=prompt_logprobs,
         error=error,
         error_code=error_code,
+        weight_versions=versions,
     )

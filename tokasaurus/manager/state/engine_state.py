@@ -19,6 +19,7 @@ from tokasaurus.manager.state.grammar_manager import Grammars
 from tokasaurus.manager.state.sequence import Samples, Sequence, TokenCounts
 from tokasaurus.manager.state.sequence_queues import SequenceQueues
 from tokasaurus.manager.state.slot_arrays import SlotArrays
+from tokasaurus.messages.commands import FIRST_VERSIONS, CommandDone, EngineCommand, WeightVersions, WorkerCommand
 from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.messages.status import KV_READS, EngineLimits, EngineStats, HydragenCosts
 from tokasaurus.monitoring.step_stats import StepTotals
@@ -215,6 +216,20 @@ class EngineState:
     """Requests with running or waiting sequences, for cancellation."""
     cancelled: deque[Sequence] = field(default_factory=deque)
     """Sequences of cancelled requests that ran at the cancellation and may still do so."""
+
+    # engine/commands
+    commands: deque[EngineCommand] = field(default_factory=deque)
+    """Not carried out yet, in the order in which they arrived."""
+    is_paused: bool = False
+    """No steps are sent, and nothing is admitted."""
+    is_asleep: bool = False
+    """The workers have no memory for KV."""
+    sent_command: WorkerCommand | None = None
+    """The first of `commands`, which the workers are carrying out."""
+    done: list[CommandDone] = field(default_factory=list)
+    """Not yet sent to the server."""
+    weight_versions: WeightVersions = FIRST_VERSIONS
+    """Of a completion that is wholly of the present weights."""
 
     # engine/lifecycle
     starts_are_stale: bool = False

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
 from tokasaurus.manager.state.grammar_matcher import GrammarMatcher
+from tokasaurus.messages.commands import WeightVersions
 from tokasaurus.messages.generation import GenerateRequest, PromptLogprobs, TopLogprobs
 from tokasaurus.text.stop_strings import StopMatcher
 
@@ -127,6 +128,8 @@ class Sequence:
     yet."""
     prompt_logprobs: PromptLogprobs | None = None
     """Set once known, until a delta carries them."""
+    weight_versions: WeightVersions = ()
+    """Set if `kept_token_ids` has tokens of earlier weights than the present ones."""
     grammar_matcher: GrammarMatcher | None = None
     """None without a grammar, or until it is compiled."""
 

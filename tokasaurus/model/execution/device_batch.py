@@ -17,7 +17,14 @@ from tokasaurus.model.attention.block_lists import fill_lists
 from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.sampling.noise import position_keys
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE, PromptLogprobTargets
-from tokasaurus.model.sampling.rules import choose_rows, limited_rows, stage_masks
+from tokasaurus.model.sampling.rules import (
+    ChosenRows,
+    DeviceMasks,
+    RuledRows,
+    choose_rows,
+    limited_rows,
+    stage_masks,
+)
 from tokasaurus.model.sampling.sample import SamplingRows, TopRows
 from tokasaurus.model.staging.staging import Staging
 
@@ -54,6 +61,9 @@ class DeviceBatch:
 
     want_logprobs: NDArray[np.bool_]
     """bool [N], on the host."""
+
+    sampled_tokens: NDArray[np.int64]
+    """int64 [N], the first N of logit_rows, on the host."""
 
     token_slots: NDArray[np.int32]
     """int32 [T without padding], each token's slot; on the host."""
@@ -133,15 +143,18 @@ def build_batch(
     any_logprobs = bool(want_logprobs.any())
     keys = position_keys(slots.noise_keys[sampled_slots], kv_lengths[samples])
     first_blocks = partial(slots.first_blocks, staging=staging)
+    rules = slots.rules.select(sampled_slots, kv_lengths[samples], first_blocks, page_size, staging)
+    masks = None if step.masks is None else stage_masks(step.masks, staging)
     sampling = SamplingRows(
         params=params,
         device_params=slots.device_params(params, device_slots, staging),
         noise_keys=to_device(keys.astype(np.int64)),
         any_logprobs=any_logprobs,
         limited=limited_rows(slots.is_limited[sampled_slots], staging),
-        rules=slots.rules.select(sampled_slots, kv_lengths[samples], first_blocks, page_size, staging),
+        rules=rules,
         top=_top_rows(slots.num_top_logprobs[sampled_slots], staging) if any_logprobs else None,
-        masks=None if step.masks is None else stage_masks(step.masks, staging),
+        masks=masks,
+        drawn=_drawn_rows(sampled_slots, slots, want_logprobs, rules, masks, staging) if any_logprobs else None,
     )
     logit_rows = starts[1:][samples].astype(np.int64) - 1
     prompt_logprobs = None
@@ -162,6 +175,7 @@ def build_batch(
         layout=_LayoutBuilder(step, slots, starts, kv_lengths, page_size, staging).build(all_kv_indices),
         sampling=sampling,
         want_logprobs=want_logprobs,
+        sampled_tokens=logit_rows,
         token_slots=step.slots[token_rows],
         token_positions=token_positions,
         token_blocks=token_blocks,
@@ -183,6 +197,28 @@ def _top_rows(counts: NDArray[np.int32], staging: Staging) -> TopRows | None:
     """counts: int32 [R], number of top-k logprobs that each row asked for. None if no row asked."""
     rows = np.flatnonzero(counts)
     return TopRows(choose_rows(rows, staging), int(counts.max())) if len(rows) else None
+
+
+def _drawn_rows(
+    sampled_slots: NDArray[np.int32],
+    slots: SlotTable,
+    want_logprobs: NDArray[np.bool_],
+    rules: RuledRows | None,
+    masks: DeviceMasks | None,
+    staging: Staging,
+) -> ChosenRows | None:
+    """The rows with logprobs of the distribution that their tokens are drawn from, where this is not the model's own;
+    None if there are none. sampled_slots: int32 [R]. want_logprobs: bool [R]."""
+    asked = slots.drawn_logprobs[sampled_slots] & want_logprobs
+    if not asked.any():
+        return None
+    temperatures = slots.sampling["temperature"][sampled_slots]
+    is_changed = slots.is_limited[sampled_slots] | ((temperatures != 0) & (temperatures != 1))
+    for part in (rules, masks):
+        if part is not None:
+            is_changed[part.rows.on_host] = True
+    rows = np.flatnonzero(asked & is_changed)
+    return choose_rows(rows, staging) if len(rows) else None
 
 
 class _LayoutBuilder:

@@ -1,9 +1,10 @@
 """Run one forward: apply the slot changes, compute, sample, store the last tokens."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,6 +62,9 @@ class StepResult:
     top_rows: NDArray[np.int64] | None
     """int64 [A], rows that asked for top-k logprobs; None if no row asked."""
 
+    sampled_tokens: NDArray[np.int64]
+    """int64 [R], indices into T of the tokens after which one is sampled."""
+
     token_slots: NDArray[np.int32]
     """int32 [T]."""
 
@@ -105,10 +109,22 @@ class StepResult:
             self.phase_seconds,
             None if self.top_rows is None else TopOfRows(self.top_rows, arrays["top_ids"], arrays["top_logprobs"]),
             prompt_logprobs,
-            self._nonfinite(arrays["is_finite"]),
+            self._nonfinite(self._is_finite(arrays)),
             self.missed_graphs,
             idle_seconds,
         )
+
+    def _is_finite(self, arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.bool_]:
+        """bool [T], whether all results of a token are finite, the wanted logprob of the one sampled after it too."""
+        is_finite: NDArray[np.bool_] = arrays["is_finite"]
+        if "logprobs" not in arrays:
+            return is_finite
+        is_good = np.isfinite(arrays["logprobs"]) | ~self.want_logprobs
+        if is_good.all():
+            return is_finite
+        is_finite = is_finite.copy()
+        is_finite[self.sampled_tokens] &= is_good
+        return is_finite
 
     def _nonfinite(self, is_finite: NDArray[np.bool_]) -> NonfiniteTokens | None:
         """The first token that is not finite of each slot; None if all are finite."""
@@ -316,6 +332,7 @@ class ModelRunner:
             self._results.fetch(outputs),
             batch.want_logprobs[:num_sampled],
             None if top is None or "top_ids" not in outputs else top.rows.on_host,
+            batch.sampled_tokens[:num_sampled],
             batch.token_slots,
             batch.token_positions,
             batch.token_blocks,

@@ -53,6 +53,8 @@ class SlotTable:
         self.noise_keys: NDArray[np.uint64] = np.zeros(slots, np.uint64)
         self.want_logprobs: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self.num_top_logprobs: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.drawn_logprobs: NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        """As in SlotOpens."""
         self.rules = SlotRules(slots, device)
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.on_device = None if device.type == "cpu" else DeviceSlots(slots, size.max_blocks, device)
@@ -115,6 +117,7 @@ class SlotTable:
         self.noise_keys[slots] = sequence_keys(opened.seeds, opened.sample_indices)
         self.want_logprobs[slots] = opened.want_logprobs
         self.num_top_logprobs[slots] = 0 if opened.num_top_logprobs is None else opened.num_top_logprobs
+        self.drawn_logprobs[slots] = False if opened.drawn_logprobs is None else opened.drawn_logprobs
         self.rules.open(slots, opened.rules, self.sampling)
 
 

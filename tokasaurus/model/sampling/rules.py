@@ -75,13 +75,25 @@ def choose_rows(rows: NDArray[np.integer[Any]], staging: Staging) -> ChosenRows:
 
 
 _SCRATCH_BYTES = 128 << 20
-_SCRATCH_BYTES_PER_TOKEN = 8
+RULED_BYTES_PER_TOKEN = 8
 """A word to count in, and a changed logit, for each token of the vocabulary."""
 
 
 def ruled_rows_at_once(vocab_size: int) -> int:
     """Rows with rules whose logits a GPU changes at once, which bounds the memory: 130 for Llama 3's vocabulary."""
-    return max(1, _SCRATCH_BYTES // (_SCRATCH_BYTES_PER_TOKEN * vocab_size))
+    return max(1, _SCRATCH_BYTES // (RULED_BYTES_PER_TOKEN * vocab_size))
+
+
+DRAWN_BYTES_PER_TOKEN = 64
+"""Bound of the float32 copies of a row, and the 8-byte indices of its sort, while all rules apply by plain torch."""
+
+_MOST_DRAWN_ROWS = 64
+
+
+def drawn_rows_at_once(vocab_size: int) -> int:
+    """Rows whose adjusted logits plain torch computes at once for their logprobs, which bounds the memory: 16 for
+    Llama 3's vocabulary."""
+    return min(_MOST_DRAWN_ROWS, max(1, _SCRATCH_BYTES // (DRAWN_BYTES_PER_TOKEN * vocab_size)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +173,7 @@ class SlotRules:
 
     def open(self, slots: NDArray[np.int32], rules: LogitRules | None, sampling: NDArray[np.void]) -> None:
         """rules: for some of the slots; the others have none. sampling: SAMPLING_DTYPE [slots], of all slots."""
+        self.close(slots)  # the warm-up has closed none
         self._has_penalties[slots] = False
         self._last_bias_ends[slots] = 0
         if rules is None:

@@ -18,9 +18,11 @@ from tokasaurus.model.sampling.noise import gumbel_noise, keys_of_shard
 from tokasaurus.model.sampling.rules import (
     ChosenRows,
     DeviceMasks,
+    MaskedRows,
     RuledRows,
     change_logits,
     columns_of,
+    drawn_rows_at_once,
     limits_in_use,
     masked_rows,
     num_mask_words,
@@ -74,11 +76,16 @@ class SamplingRows:
     masks: DeviceMasks | None = None
     """None if every row may draw any token."""
 
+    drawn: ChosenRows | None = None
+    """The rows whose logprobs are of the distribution that their tokens are drawn from, instead of the model's own;
+    None if there are none, otherwise any_logprobs is true."""
+
     def cut(self, first_row: int, num_rows: int) -> "SamplingRows":
         """The rows from `first_row` on, in memory of their own."""
         own, place = slice(first_row, first_row + num_rows), (first_row, num_rows)
         limited = None if self.limited is None else self.limited.cut(*place)
         top = None if self.top is None else replace(self.top, rows=self.top.rows.cut(*place))
+        drawn = None if self.drawn is None else self.drawn.cut(*place)
         return replace(
             self,
             params=self.params[own],
@@ -88,14 +95,17 @@ class SamplingRows:
             rules=None if self.rules is None else self.rules.cut(*place),
             top=None if top is None or not len(top.rows.on_host) else top,
             masks=None if self.masks is None else self.masks.cut(*place),
+            drawn=None if drawn is None or not len(drawn.on_host) else drawn,
         )
 
 
 class Sampled(NamedTuple):
     """Sampled tokens and log-probabilities.
 
-    Log-probabilities are of the model's own distribution, before rules, masks, temperature and limits. A token has the
-    same float in logprobs and top_logprobs. The choice among equally likely tokens in the top K is unspecified.
+    Log-probabilities are of the model's own distribution, before rules, masks, temperature and limits, or in rows of
+    `SamplingRows.drawn` of the distribution after all of these. A token has the same float in logprobs and
+    top_logprobs. The choice among equally likely tokens in the top K is unspecified. Where fewer than K tokens are
+    possible, the others' log-probabilities are -inf, and their ids are those of any tokens.
     """
 
     tokens: Tensor
@@ -146,18 +156,18 @@ def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None, shard: V
     4. Tokens outside min_p, then top_k, then top_p get -inf (rows.limited).
     5. Noise is added, unless the temperature is 0. The token with the largest result is drawn, the first of equal ones.
 
-    Log-probabilities are those of the logits before step 1.
+    Log-probabilities are those of the logits before step 1, or in some rows after step 4 (rows.drawn).
 
     Each tensor-parallel rank has the logits of its `shard` of the token ids. All ranks must call this with the same
-    rows, and get the same results. Steps 1, 2 and 4 need whole rows: if any row takes one of them, the ranks divide the
-    rows, and each samples its own as one process does. Otherwise, each finds the best token of its shard, and
-    all compare these.
+    rows, and get the same results. Steps 1, 2 and 4 need whole rows, and so do log-probabilities after step 4: if any
+    row takes one of them, the ranks divide the rows, and each samples its own as one process does. Otherwise, each
+    finds the best token of its shard, and all compare these.
     """
     if logits.device.type != "cpu" or logits.dtype not in ACTIVATION_DTYPES:
         kernels = None
     if shard.is_whole or not len(logits):
         return _sample_whole(logits, rows, kernels)
-    if rows.rules is not None or rows.masks is not None or rows.limited is not None:
+    if any(part is not None for part in (rows.rules, rows.masks, rows.limited, rows.drawn)):
         return _sample_own_rows(logits, rows, kernels, shard)
     return _sample_by(_executor(logits, kernels), logits, rows, shard)
 
@@ -182,7 +192,7 @@ def _sample_whole(logits: Tensor, rows: SamplingRows, kernels: Kernels | None) -
 
 
 def _sample_by(executor: Executor, logits: Tensor, rows: SamplingRows, shard: VocabularyShard = ALL_TOKENS) -> Sampled:
-    """`sample`, where the rows of several ranks take neither rules nor masks nor limits."""
+    """`sample`, where the rows of several ranks take neither rules nor masks nor limits, and none is in rows.drawn."""
     if shard.is_whole:
         drawn = executor.draw(logits, rows)
     else:
@@ -195,14 +205,56 @@ def _sample_by(executor: Executor, logits: Tensor, rows: SamplingRows, shard: Vo
         return Sampled(drawn.tokens)
     assert drawn.logits is not None
     assert drawn.normalizers is not None
-    logprobs = (drawn.logits - drawn.normalizers).float()
-    if rows.top is None:
-        return Sampled(drawn.tokens, logprobs)
-    of_top, count = rows.top.rows.on_device, rows.top.count
-    ids, values = executor.largest(logits, of_top, min(count, logits.shape[1]))
-    if not shard.is_whole:
-        ids, values = largest_of_ranks(ids, values, count, shard)
-    return Sampled(drawn.tokens, logprobs, ids.int(), (values - drawn.normalizers[of_top].unsqueeze(1)).float())
+    sampled = Sampled(drawn.tokens, (drawn.logits - drawn.normalizers).float())
+    if rows.top is not None:
+        of_top, count = rows.top.rows.on_device, rows.top.count
+        ids, values = executor.largest(logits, of_top, min(count, logits.shape[1]))
+        if not shard.is_whole:
+            ids, values = largest_of_ranks(ids, values, count, shard)
+        top_logprobs = (values - drawn.normalizers[of_top].unsqueeze(1)).float()
+        sampled = sampled._replace(top_ids=ids.int(), top_logprobs=top_logprobs)
+    if rows.drawn is not None:
+        _replace_logprobs(sampled, rows.drawn, logits, rows)
+    return sampled
+
+
+def _replace_logprobs(sampled: Sampled, drawn: ChosenRows, logits: Tensor, rows: SamplingRows) -> None:
+    """Replace the logprobs of the `drawn` rows among logits [R, V] by those after step 4 of `sample`.
+
+    Takes all rows between two of these along: what a chunk computes is then known on the host.
+    """
+    assert sampled.logprobs is not None
+    is_drawn = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    is_drawn.index_fill_(0, drawn.on_device, True)
+    for chunk in _chunks_around(drawn.on_host, drawn_rows_at_once(logits.shape[1])):
+        own = is_drawn[chunk]
+        tokens = sampled.tokens[chunk].clamp(min=0)
+        values = _drawn_logprobs(logits[chunk], rows, chunk, tokens)
+        of_tokens = sampled.logprobs[chunk]
+        of_tokens.copy_(torch.where(own, _logits_of(tokens, values), of_tokens))
+        if rows.top is None or sampled.top_ids is None or sampled.top_logprobs is None:
+            continue
+        place = rows.top.rows.within(chunk.start, len(own))
+        if place.start < place.stop:
+            of_top = rows.top.rows.on_device[place] - chunk.start
+            best = values[of_top].topk(sampled.top_ids.shape[1], dim=-1)
+            for after, before in ((best.indices, sampled.top_ids[place]), (best.values, sampled.top_logprobs[place])):
+                before.copy_(torch.where(own[of_top].unsqueeze(1), after.to(before.dtype), before))
+
+
+def _drawn_logprobs(logits: Tensor, rows: SamplingRows, chunk: slice, tokens: Tensor) -> Tensor:
+    """Log-probabilities after step 4 of `sample`, float32 [r, V]; logits: [r, V], of the chunk.
+
+    tokens: int64 [r], those drawn. They are possible, even if another executor's sums round so that they cross top_p
+    one token later.
+    """
+    adjusted, masked = _adjusted(logits, rows, chunk, tokens)
+    if masked is not None:  # where nothing is possible, `masked` has chosen the token
+        own = tokens[masked.rows].unsqueeze(1)
+        some = adjusted[masked.rows]
+        is_certain = some.amax(dim=1, keepdim=True) == -torch.inf
+        adjusted[masked.rows] = some.scatter_(1, own, torch.where(is_certain, 0, some.gather(1, own)))
+    return adjusted.sub_(adjusted.logsumexp(dim=-1, keepdim=True))
 
 
 def _sample_own_rows(logits: Tensor, rows: SamplingRows, kernels: Kernels | None, shard: VocabularyShard) -> Sampled:
@@ -258,6 +310,23 @@ def _draw_chunk(logits: Tensor, rows: SamplingRows, chunk: slice, any_sampled: b
 
     any_sampled: whether any of the R rows has a temperature above 0.
     """
+    adjusted, masked = _adjusted(logits, rows, chunk)
+    temperatures = columns_of(rows.device_params[chunk])["temperature"].unsqueeze(1)
+    if any_sampled:
+        adjusted += gumbel_noise(rows.noise_keys[chunk], logits.shape[1]).masked_fill_(temperatures == 0, 0)
+    tokens = adjusted.argmax(dim=-1)
+    if masked is not None:
+        masked.correct(tokens)
+    return tokens
+
+
+def _adjusted(
+    logits: Tensor, rows: SamplingRows, chunk: slice, kept: Tensor | None = None
+) -> tuple[Tensor, MaskedRows | None]:
+    """Logits [r, V] of the chunk after steps 1 to 4 of `sample`, float32 [r, V]; and its rows with a mask, if any.
+
+    kept: as in _mask_outside.
+    """
     params = columns_of(rows.device_params[chunk])
     temperatures = params["temperature"].unsqueeze(1)
     adjusted = logits.to(torch.float32, copy=True)
@@ -267,19 +336,15 @@ def _draw_chunk(logits: Tensor, rows: SamplingRows, chunk: slice, any_sampled: b
     if masked is not None:
         masked.forbid(adjusted)
     adjusted /= torch.where(temperatures > 0, temperatures, 1)
-    _mask_outside(adjusted, rows, chunk.start)
-    if any_sampled:
-        adjusted += gumbel_noise(rows.noise_keys[chunk], logits.shape[1]).masked_fill_(temperatures == 0, 0)
-    tokens = adjusted.argmax(dim=-1)
-    if masked is not None:
-        masked.correct(tokens)
-    return tokens
+    _mask_outside(adjusted, rows, chunk.start, kept)
+    return adjusted, masked
 
 
-def _mask_outside(adjusted: Tensor, rows: SamplingRows, first_row: int) -> None:
+def _mask_outside(adjusted: Tensor, rows: SamplingRows, first_row: int, kept: Tensor | None) -> None:
     """Set adjusted logits [r, V] to -inf for tokens that limits exclude: these are the rows from `first_row` on.
 
-    Precondition: they are already divided by the temperatures.
+    Precondition: they are already divided by the temperatures. kept: int64 [r], tokens that are not excluded, and none
+    that is as likely.
     """
     if rows.limited is None:
         return
@@ -290,6 +355,8 @@ def _mask_outside(adjusted: Tensor, rows: SamplingRows, first_row: int) -> None:
     some = adjusted[indices - first_row]
     in_use = limits_in_use(rows.params[rows.limited.on_host[own]])
     outside = outside_limits(some, columns_of(rows.device_params[indices]), in_use)
+    if kept is not None:
+        outside &= some < some.gather(1, kept[indices - first_row].unsqueeze(1))
     adjusted[indices - first_row] = some.masked_fill_(outside, -torch.inf)
 
 
@@ -341,7 +408,7 @@ _TRITON = Executor(_draw_by_triton, _largest_by_triton)
 
 
 def _draw_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> Drawn:
-    tokens = _sample_by_kernels(logits, replace(rows, any_logprobs=False, top=None), kernels).tokens
+    tokens = _sample_by_kernels(logits, replace(rows, any_logprobs=False, top=None, drawn=None), kernels).tokens
     return Drawn(tokens, normalizers=_normalizers(logits) if rows.any_logprobs else None)
 
 
@@ -363,15 +430,29 @@ def _sample_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> 
     masks = None
     if rows.masks is not None:
         masks = rows.masks.rows.index_of_row(len(logits)), rows.masks.bits.contiguous()
+    is_drawn = None
+    if rows.drawn is not None:
+        is_drawn = torch.zeros(len(logits), dtype=torch.bool).index_fill_(0, rows.drawn.on_device, True)
     top = None
     if rows.top is not None:
         shape = len(rows.top.rows.on_host), rows.top.count
         index_of_row = rows.top.rows.index_of_row(len(logits))
         top = index_of_row, torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32)
-    kernels.sample(logits, rows.device_params, rows.noise_keys, rules, masks, tokens, logprobs, top)
+    kernels.sample(logits, rows.device_params, rows.noise_keys, rules, masks, is_drawn, tokens, logprobs, top)
     return Sampled(tokens, logprobs, *(() if top is None else top[1:]))
 
 
 def chunks_of(num_rows: int) -> list[slice]:
     """Rows that plain torch samples together."""
     return [slice(start, start + _ROWS_AT_ONCE) for start in range(0, num_rows, _ROWS_AT_ONCE)]
+
+
+def _chunks_around(chosen: NDArray[np.int64], most: int) -> list[slice]:
+    """Ranges of at most `most` rows that together have all chosen ones; chosen: ascending."""
+    chunks, first = [], 0
+    while first < len(chosen):
+        start = int(chosen[first])
+        last = int(np.searchsorted(chosen, start + most))
+        chunks.append(slice(start, int(chosen[last - 1]) + 1))
+        first = last
+    return chunks

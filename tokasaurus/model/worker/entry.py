@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from tokasaurus.checkpoint import Checkpoint, ModelInfo, check_weight_sizes, weight_files
 from tokasaurus.messages.channel import Receiver, Sender
+from tokasaurus.messages.commands import CommandDone, Sleep, UpdateWeights, Wake, WorkerCommand
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.status import (
     DEFAULT_HYDRAGEN,
@@ -27,6 +28,7 @@ from tokasaurus.messages.status import (
     PhaseDone,
     Ready,
     UserError,
+    WeightsChanged,
     first_line,
     longest_sequence,
 )
@@ -37,6 +39,8 @@ from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, choose_gemm
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.families import build_decoder
+from tokasaurus.model.decoder.quantize import CannotQuantize, Packing
+from tokasaurus.model.decoder.tensor_files import has_quantized
 from tokasaurus.model.decoder.weights import FilledModules, load_weights, return_freed_memory
 from tokasaurus.model.execution.device_batch import padded_count
 from tokasaurus.model.execution.graphs import CudaRecorder
@@ -84,7 +88,9 @@ from tokasaurus.model.worker.self_check import (
     measure_layers,
     switch_off_wrong_kernels,
 )
+from tokasaurus.model.worker.sleep import Sleeper
 from tokasaurus.model.worker.warmup import ForwardLimits, WarmUpTimes, warm_up, warm_up_small
+from tokasaurus.model.worker.weight_update import WeightUpdates
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
 from tokasaurus.monitoring.trace import Trace
 
@@ -107,9 +113,9 @@ def run_worker(
     checkpoint: Checkpoint,
     index: int,
     rendezvous: Path | None,
-    inputs: Receiver[ForwardInput],
-    outputs: Sender[ForwardOutput | Ready],
-    status: Sender[PhaseDone | Ready | Failed],
+    inputs: Receiver[ForwardInput | WorkerCommand],
+    outputs: Sender[ForwardOutput | Ready | CommandDone],
+    status: Sender[PhaseDone | Ready | Failed | WeightsChanged],
 ) -> None:
     """Run the steps of one rank of one replica until `inputs` is closed.
 
@@ -128,8 +134,21 @@ def run_worker(
             # A CUDA device runs asynchronously; a CPU step is complete when the call returns.
             steps_behind = 0 if worker.device.type == "cpu" else 1
             threads = nullcontext() if worker.kernels is None else leave_threads_to(worker.kernels)
+
+            def carry_out(command: WorkerCommand) -> str:
+                match command:
+                    case UpdateWeights():
+                        error = worker.sleeper.update(command)
+                        if not error and own_mesh.world_rank == 0:  # for later starts, if this process dies
+                            status.send(WeightsChanged(command))
+                    case Sleep():
+                        error = worker.sleeper.sleep(command.with_weights)
+                    case Wake():
+                        error = worker.sleeper.wake(command.may_lack_weights)
+                return error
+
             with threads:
-                run_steps(worker.runner, inputs, outputs if mesh.replies else None, steps_behind)
+                run_steps(worker.runner, inputs, outputs if mesh.replies else None, steps_behind, carry_out)
             worker.runner.drop_graphs()  # NCCL's end waits for recorded collectives, which only their graphs' end frees
     except RuntimeError as error:
         if mesh.num_ranks == 1 or not is_about_another_rank(error):
@@ -150,6 +169,7 @@ class StartedWorker:
     device: torch.device
     kernels: Kernels | None
     """The CPU kernels, if they run all layers of every forward; else None."""
+    sleeper: Sleeper
 
 
 @contextmanager
@@ -177,6 +197,8 @@ def start_worker(
     """
     phases = Phases(report)
     loaded = load_worker(config, checkpoint, mesh, index, phases)
+    updates = WeightUpdates(loaded.model, checkpoint.info, checkpoint.directory, loaded.mesh, loaded.device)
+    _apply_earlier_updates(checkpoint, updates, phases)
     graphs = graph_sizes_of(config, loaded.device)
     num_blocks = _allocate_kv_cache(config, checkpoint.info, loaded, graphs, phases)
     times = _warm_up(config, loaded, phases)
@@ -190,8 +212,6 @@ def start_worker(
         details += loaded.memory.lines()
     if loaded.kernels is not None:
         loaded.kernels.reset_phases()
-    # not earlier: the measurements above need an idle machine
-    loaded.backend.touch_in_background(max(1, torch.get_num_threads() // 2))
     max_tokens, limited_by = longest_sequence(
         checkpoint.info.context_length, config.max_num_tokens_per_request, num_blocks * config.page_size
     )
@@ -199,9 +219,21 @@ def start_worker(
         *(num_blocks, config.page_size, max_tokens, hydragen),
         *(times.per_token, times.single_token, limited_by, times.per_pair),
         switched_off=tuple(loaded.checks.switched_off),
+        dtype=str(loaded.model.weight_dtype).removeprefix("torch."),
     )
     kernels = loaded.kernels if loaded.runner.always_on_kernels else None
-    return StartedWorker(loaded.runner, limits, loaded.device, kernels)
+    # Not earlier: it touches the cache, and the measurements above need an idle machine.
+    sleeper = Sleeper(loaded.model, loaded.backend, updates, loaded.device)
+    return StartedWorker(loaded.runner, limits, loaded.device, kernels, sleeper)
+
+
+def _apply_earlier_updates(checkpoint: Checkpoint, updates: WeightUpdates, phases: Phases) -> None:
+    """Those that this replica or another had before it was started again. Raises UserError if one cannot be applied."""
+    for update in checkpoint.weight_updates:
+        with phases("new weights") as details:
+            details.append(f"version {update.version}")
+            if error := updates.apply(update):
+                raise UserError(f"the weights of version {update.version} cannot be loaded again: {error}")
 
 
 def graph_sizes_of(config: ServerConfig, device: torch.device) -> list[int]:
@@ -391,7 +423,7 @@ def load_worker(
                 on_left_out=partial(checks.leave_out, "symmetric_all_reduce"),
             )
             details.append(described)
-    model = _load_model(checkpoint, mesh, platform, compiler, context_length, fill, memory, phases)
+    model = _load_model(checkpoint, mesh, platform, compiler, context_length, fill, memory, phases, config)
     shape = kv_shape(info, mesh, config.page_size, platform.kv_cache_dtype, platform.activation_dtype, device)
     if device.type == "cuda":
         with phases("Triton kernels"):
@@ -422,7 +454,7 @@ def load_worker(
     if runner.always_on_kernels:
         memory.forward_bound = largest_forward(
             *(info, limits, config.page_size, model.activation_dtype.itemsize),
-            *(torch.get_num_threads(), config.max_topk_logprobs),
+            *(torch.get_num_threads(), config.max_topk_logprobs, model.is_int8),
         )
     loaded = LoadedWorker(mesh, device, kernels, compiler, model, shape, backend, slots, runner, limits, memory, checks)
     if compiler is not None:
@@ -449,8 +481,10 @@ def _choose_platform(config: ServerConfig, mesh: Mesh, index: int, phases: Phase
     """index: as in load_worker. Raises FlagRefused."""
     with phases("device") as details:
         device = choose_device(config.device, index)
-        if device.type != "cpu" and config.cpu_isa is not None:
-            raise FlagRefused(f"cpu_isa={config.cpu_isa}: only device=cpu allows it, not device={device.type}")
+        for name in ("cpu_isa", "quantization", "quantized_compute"):
+            value = getattr(config, name)
+            if device.type != "cpu" and value is not None:
+                raise FlagRefused(f"{name}={value}: only device=cpu allows it, not device={device.type}")
         if config.async_tp_threshold is not None:
             from tokasaurus.model.parallel.async_tp import enable_fused_gemms  # slow to import
 
@@ -478,25 +512,84 @@ def _load_model(
     fill: Fill | None,
     memory: MemoryTable,
     phases: Phases,
+    config: ServerConfig,
 ) -> Decoder:
-    """This rank's part of the model, with weights in the layouts of its gemms. fill: as in load_worker."""
-    choice = ALWAYS_KERNELS
-    if platform.kernels is not None and platform.dtype in ACTIVATION_DTYPES:
+    """This rank's part of the model, with weights in the layouts of its gemms. Raises FlagRefused.
+
+    fill: as in load_worker."""
+    choice, stored = ALWAYS_KERNELS, checkpoint.info.quantization
+    is_int8 = config.quantized_compute == "int8" or (
+        config.quantized_compute is None and _asks_int8(config, checkpoint)
+    )
+    if platform.kernels is not None and platform.dtype in ACTIVATION_DTYPES and not is_int8:
         with phases("gemm") as details:
             choice = choose_gemm(platform.kernels, checkpoint.info, platform.dtype)
+            if config.quantization is not None and choice.always_torch:
+                choice = ALWAYS_KERNELS
             details.append(choice.describe())
-    with phases("weights", has_progress_bar=True), memory.measure(WEIGHTS, ROTARY):
+        return_freed_memory()  # of the timed gemms: the weights would be measured as so much smaller
+    with phases("weights", has_progress_bar=True) as details, memory.measure(WEIGHTS, ROTARY):
         model = _build_model(checkpoint, mesh, platform.dtype)
         model.materialize(platform.device, context_length)
-        model.begin_packing(platform.kernels, choice, compiler)
+        model.begin_packing(platform.kernels, choice, compiler, Packing(config.quantization, is_int8))
+        if config.quantization is not None:
+            files = weight_files(checkpoint.directory) if fill is None else []
+            _check_quantizable(model, checkpoint.info, files, config.quantization, compiler)
         filled = FilledModules(model, model.pack_module)
-        if fill is None:
-            _load_weights(model, checkpoint, filled, phases.console)
-        else:
-            fill(model, filled)
+        dequantised: set[str] = set()
+        try:
+            if fill is None:
+                may_keep_blocks = model.takes_blocks and not config.rl
+                dequantised = _load_weights(model, checkpoint, filled, phases.console, may_keep_blocks)
+            else:
+                fill(model, filled)
+        except CannotQuantize as error:
+            raise FlagRefused(f"quantization={config.quantization}: {error}") from None
         model.end_packing()
         return_freed_memory()
+        if model.block_types:
+            how = "multiplied in integers" if is_int8 else f"widened to {str(platform.dtype)[6:]}"
+            details.append(f"quantised as {', '.join(model.block_types)}, {how}")
+            memory.replan(WEIGHTS, -model.saved_bytes)
+        dequantised |= model.dequantised_types
+        if dequantised:
+            details.append(f"{', '.join(sorted(dequantised))} dequantised")
+            if stored is not None and stored.quantizes_activations:
+                details.append("whose activations are not quantised")
+        if config.quantized_compute == "int8" and not model.block_types:
+            raise FlagRefused(f"quantized_compute=int8: {_why_no_blocks(config, dequantised, compiler)}")
     return model
+
+
+def _asks_int8(config: ServerConfig, checkpoint: Checkpoint) -> bool:
+    """Whether weights will be quantised that are made for activations of 8 bits."""
+    stored = checkpoint.info.quantization
+    return config.quantization == "int8" or (stored is not None and stored.quantizes_activations and not config.rl)
+
+
+def _check_quantizable(
+    model: Decoder, info: ModelInfo, files: Sequence[Path], quantization: str, compiler: Compiler | None
+) -> None:
+    """files: empty for random weights. Raises FlagRefused."""
+    reason = None
+    if compiler is not None:
+        reason = "compiled layers have plain weights: torch_compile=F"
+    elif not model.takes_blocks or model.weight_dtype not in ACTIVATION_DTYPES:
+        reason = "only the CPU kernels multiply by such weights, of bfloat16 or float32"
+    elif files and has_quantized(files, info.quantization):
+        reason = "the checkpoint's weights are quantised already"
+    if reason is not None:
+        raise FlagRefused(f"quantization={quantization}: {reason}")
+
+
+def _why_no_blocks(config: ServerConfig, dequantised: set[str], compiler: Compiler | None) -> str:
+    if compiler is not None:
+        return "compiled layers have plain weights: torch_compile=F"
+    if config.rl:
+        return "with rl=T, all weights are plain numbers"
+    if dequantised:
+        return f"the weights, {', '.join(sorted(dequantised))}, are dequantised here"
+    return "the checkpoint's weights are not quantised; quantization=int8 quantises them"
 
 
 def _choose_backend(
@@ -567,10 +660,15 @@ def _build_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype) -> Deco
         raise UserError(str(error)) from error
 
 
-def _load_weights(model: Decoder, checkpoint: Checkpoint, filled: FilledModules, console: Console) -> None:
+def _load_weights(
+    model: Decoder, checkpoint: Checkpoint, filled: FilledModules, console: Console, may_keep_blocks: bool
+) -> set[str]:
+    """Returns as load_weights."""
     files = weight_files(checkpoint.directory)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("weights", total=sum(file.stat().st_size for file in files))
         shards = iter(model.weight_shards())  # a list would keep packed weights in memory
-        load_weights(files, shards, model.ignores, lambda size: progress.advance(task, size), filled.note)
+        on_bytes = partial(progress.advance, task)
+        quantization = checkpoint.info.quantization
+        return load_weights(files, shards, model.ignores, on_bytes, filled.note, may_keep_blocks, quantization)

@@ -1,9 +1,13 @@
-"""The worker's step loop: receive a step, run it, send the sampled tokens and the prompt logprobs."""
+"""The worker's step loop: receive a step, run it, send the sampled tokens and the prompt logprobs.
+
+Between two steps, it carries out commands."""
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender
+from tokasaurus.messages.commands import CommandDone, WorkerCommand
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.status import Ready
 from tokasaurus.model.execution.runner import ModelRunner, StepResult
@@ -12,17 +16,19 @@ from tokasaurus.model.staging.staging import Mark
 
 def run_steps(
     runner: ModelRunner,
-    inputs: Receiver[ForwardInput],
-    outputs: Sender[ForwardOutput | Ready] | None,
+    inputs: Receiver[ForwardInput | WorkerCommand],
+    outputs: Sender[ForwardOutput | Ready | CommandDone] | None,
     steps_behind: int,
+    carry_out: Callable[[WorkerCommand], str],
 ) -> None:
     """Run steps until `inputs` is closed.
 
     outputs: None on ranks that do not reply.
     steps_behind: how many steps may be running on the device before the loop waits for the oldest; 0 on a CPU, where a
     step is complete when `run` returns. With 1, the host prepares the next step while the device computes this one.
+    carry_out: returns why it has changed nothing, or "". The manager sends a command when it has all results.
     """
-    waiting: deque[ForwardInput] = deque()
+    waiting: deque[ForwardInput | WorkerCommand] = deque()
     running: deque[tuple[StepResult, float]] = deque()
     busy_until = 0.0
     last_end: Mark | None = None
@@ -44,10 +50,14 @@ def run_steps(
         if outputs is not None:
             outputs.send(result.output(seconds, idle_seconds))
 
+    def take(message: ForwardInput | WorkerCommand) -> None:
+        if isinstance(message, ForwardInput):
+            runner.expect(message)
+        waiting.append(message)
+
     while True:
         for message in inputs.drain():
-            runner.expect(message)
-            waiting.append(message)
+            take(message)
         while running and (len(running) > steps_behind or not waiting):
             answer_oldest()
         if not waiting:
@@ -58,9 +68,15 @@ def run_steps(
                 trace.write()
                 runner.finish()
                 return
-            runner.expect(message)
-            waiting.append(message)
+            take(message)
         message = waiting.popleft()
+        if not isinstance(message, ForwardInput):
+            while running:
+                answer_oldest()
+            error = carry_out(message)
+            if outputs is not None:
+                outputs.send(CommandDone(message.command_id, error))
+            continue
         trace.cover(running[0][0].step_id if running else message.step_id, message.step_id)
         started = time.perf_counter()
         result = runner.run(message)

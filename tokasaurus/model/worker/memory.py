@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -31,7 +31,13 @@ from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.stage_links import num_hidden_buffers
 from tokasaurus.model.parallel.symmetric_all_reduce import buffer_bytes
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
-from tokasaurus.model.sampling.rules import num_mask_words, ruled_rows_at_once
+from tokasaurus.model.sampling.rules import (
+    DRAWN_BYTES_PER_TOKEN,
+    RULED_BYTES_PER_TOKEN,
+    drawn_rows_at_once,
+    num_mask_words,
+    ruled_rows_at_once,
+)
 from tokasaurus.model.staging.packed import RING_SIZE, sizes_for
 from tokasaurus.model.worker.warmup import ForwardLimits
 from tokasaurus.monitoring.cores import ControlGroup, control_groups
@@ -82,6 +88,8 @@ _PARTITIONS_PER_THREAD = 16
 
 _FLOAT = 4
 _INDEX = 8
+_INT8_BYTES_PER_INPUT = 3.5
+"""Int8Rows of int8_tile.h: a code of 8 bits, perhaps another of 16 bits, and half a byte for scales and sums."""
 
 _HOST_INDICES_PER_TOKEN = 24
 _HOST_INDICES_PER_ROW = 64
@@ -383,9 +391,12 @@ def _largest_forward(rank: _Rank) -> Planned:
         num_rows = min(max(sizes.max_seqs_per_forward, LOGPROBS_AT_ONCE), num_tokens)
         if mesh.tp_size > 1:  # a rank's logits of all rows, and those of all tokens of its rows as received and joined
             num_rows = 3 * -(-num_rows // mesh.tp_size)
-        num_ruled = min(num_rows, ruled_rows_at_once(vocab_size))
-        num_bytes += (num_rows * item + num_ruled * 8) * vocab_size
-        reason += f" + {vocab_size:,} logits x ({num_rows:,} rows x {item} B + {num_ruled:,} with penalties x 8 B)"
+        copies, what = max(
+            (min(num_rows, ruled_rows_at_once(vocab_size)) * RULED_BYTES_PER_TOKEN, "penalties"),
+            (min(num_rows, drawn_rows_at_once(vocab_size)) * DRAWN_BYTES_PER_TOKEN, "log-probabilities as drawn"),
+        )
+        num_bytes += (num_rows * item + copies) * vocab_size
+        reason += f" + {vocab_size:,} logits x ({num_rows:,} rows x {item} B + {copies:,} B of rows with {what})"
     return num_bytes, reason
 
 
@@ -487,6 +498,14 @@ class MemoryTable:
         self.measured[names[0]] = measured_bytes
         planned = sum(part.num_bytes for part in self._plan.parts if part.name in names)
         self._add(" and ".join(names), show_size(planned), show_size(measured_bytes))
+
+    def replan(self, name: str, changed_bytes: int) -> None:
+        """One part takes so many bytes more than planned, or fewer, for a reason that the plan does not know."""
+        parts = tuple(
+            replace(part, num_bytes=part.num_bytes + changed_bytes) if part.name == name else part
+            for part in self._plan.parts
+        )
+        self._plan = replace(self._plan, parts=parts)
 
     @contextmanager
     def measure_kv_cache(self, num_blocks: int) -> Iterator[None]:
@@ -727,12 +746,18 @@ class ForwardMemory:
 
 
 def largest_forward(
-    info: ModelInfo, limits: ForwardLimits, page_size: int, activation_bytes: int, num_threads: int, num_top: int
+    info: ModelInfo,
+    limits: ForwardLimits,
+    page_size: int,
+    activation_bytes: int,
+    num_threads: int,
+    num_top: int,
+    is_int8: bool = False,
 ) -> ForwardMemory:
     """The memory of a forward with as many tokens and rows as `limits` allows.
 
     activation_bytes: size of one activation element. num_threads: threads of the kernels. num_top: most top-k logprobs
-    of a token.
+    of a token. is_int8: activations are quantised.
     """
     num_tokens = limits.max_tokens
     num_rows = min(limits.max_seqs, num_tokens)
@@ -765,12 +790,14 @@ def largest_forward(
         + num_rows * num_blocks * _BLOCK_TABLE_COPIES * 4
     )
     panel_bytes = _MAX_PANEL * _FLOAT  # for each input
+    widest = max(info.intermediate_size, query_size, info.hidden_size)
     return ForwardMemory(
         kept={
             "layers": num_tokens * layer_row * activation_bytes,
             "normed states": num_tokens * info.hidden_size * activation_bytes,
             "logits": num_logit_rows * info.vocab_size * activation_bytes,
-            "widened weights": num_threads * max(info.intermediate_size, query_size, info.hidden_size) * panel_bytes,
+            "widened weights": num_threads * widest * panel_bytes,
+            "quantised activations": int(num_tokens * widest * _INT8_BYTES_PER_INPUT) if is_int8 else 0,
         },
         passing={
             "hidden states": num_tokens * hidden_row + num_logit_rows * info.hidden_size * activation_bytes,

@@ -29,8 +29,8 @@ from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
 from tokasaurus.model.sampling.rules import num_mask_words, ruled_rows_at_once
 
 _NUM_LIMITED_ROWS = 64
-"""Rows with limits and masks. Sampling handles rows in chunks, so one chunk is enough; limits are slow on the flat
-logits of an artificial prompt."""
+"""Rows with limits, masks and logprobs after these. Sampling handles rows in chunks, so one chunk is enough; limits are
+slow on the flat logits of an artificial prompt."""
 
 _LIMITS = {"top_p": 0.9, "top_k": 2000, "min_p": 0.01}
 _PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.5}
@@ -261,8 +261,8 @@ def _first_step(
     """Open a slot for each row; each row prefills the end of its prompt.
 
     No slot owns a block: all keys and values go to the padding block. The first row is greedy.
-    is_plain: no row has a sampling feature; otherwise the first _NUM_LIMITED_ROWS rows have limits and masks, and as
-    many as are changed at once have rules.
+    is_plain: no row has a sampling feature; otherwise the first _NUM_LIMITED_ROWS rows have limits, masks and logprobs
+    of the distribution that is drawn from, and as many as are changed at once have rules.
     """
     num_rows = len(num_tokens)
     slots = np.arange(first_slot, first_slot + num_rows, dtype=np.int32)
@@ -284,6 +284,7 @@ def _first_step(
         want_logprobs=np.full(num_rows, not is_plain),
         rules=None if is_plain else _rules(ruled),
         num_top_logprobs=None if is_plain else np.full(num_rows, min(_NUM_TOP, limits.vocab_size), np.int32),
+        drawn_logprobs=None if is_plain else np.isin(slots, masked),
     )
     changes = SlotChanges(closed=_NOTHING, opened=opened, block_slots=_NOTHING, block_ids=_NOTHING)
     prompt_ids = np.zeros(int(num_tokens.sum()), np.int32)

@@ -1,20 +1,47 @@
 """The server's end of the channels to the managers: submits requests, collects or streams their sequences, cancels."""
 
 import asyncio
+import dataclasses
 import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
+from typing import Literal
 
+import numpy as np
+
+from tokasaurus.checkpoint import CheckpointError, file_states, update_files
 from tokasaurus.messages.channel import ChannelClosed, Receiver, receive_connection
-from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest, SequenceDelta, SequenceProgress
-from tokasaurus.messages.status import EngineLimits, EngineStats, Ready
+from tokasaurus.messages.commands import (
+    FIRST_VERSION,
+    AbortRequests,
+    ClearCache,
+    EngineCommand,
+    FileState,
+    Pause,
+    Resume,
+    Sleep,
+    UpdateWeights,
+    Wake,
+    add_update,
+)
+from tokasaurus.messages.generation import (
+    CancelRequest,
+    EngineUpdate,
+    GenerateRequest,
+    SequenceDelta,
+    SequenceProgress,
+    TopLogprobs,
+)
+from tokasaurus.messages.status import EngineLimits, EngineStats, Ready, UserError
 from tokasaurus.server.engine_client.collectors import FinishedSequence, Results, StreamCollector
+from tokasaurus.server.engine_client.commands import CommandRefused, Commands, ReplicaLost
 from tokasaurus.server.engine_client.replicas import Replica, choose_replica
-from tokasaurus.server.errors import EngineDied, EngineRestarting, InvalidRequest, QueueFull
+from tokasaurus.server.errors import EngineAsleep, EngineDied, EngineRestarting, InvalidRequest, QueueFull
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +163,14 @@ MAX_RECEIVE_S = 0.005
 """Time for messages before other tasks of the event loop may run: more may arrive all the while. In seconds."""
 
 
+RESTART_S = 600.0
+"""Longest time for a replica to start again in the middle of an update, in seconds."""
+
+MAX_COUNT_DIGITS = 18
+"""Longer numbers, as of a date and time with a hash, are names."""
+
+PauseMode = Literal["abort", "wait", "keep"]
+
 Collector = Results | StreamCollector
 """Collects the deltas of one call's requests."""
 
@@ -201,8 +236,48 @@ class PendingRequest:
         return True
 
 
+def next_version(version: str) -> str:
+    """The number after the last one: "4" after "3", "step-8.1" after "step-8", then "step-8.2"."""
+    name, dot, number = version.rpartition(".")
+    if number.isascii() and number.isdecimal() and len(number) <= MAX_COUNT_DIGITS:
+        return f"{name}{dot}{int(number) + 1}"
+    return f"{version}.1"
+
+
+def _states_of_update(directory: str) -> tuple[FileState, ...]:
+    """() if the files cannot be read: a worker says why."""
+    try:
+        return file_states(update_files(Path(directory)))
+    except (CheckpointError, OSError):
+        return ()
+
+
 def _raise(error: Exception) -> None:
     raise error
+
+
+def _abort_without_tokens(request: GenerateRequest, sequence_index: int, version: str) -> SequenceDelta:
+    """The only delta of a sequence that is aborted before a manager has it."""
+    top = None
+    if request.num_top_logprobs:
+        shape = 0, request.num_top_logprobs
+        top = TopLogprobs(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
+    lacks_logprobs = request.want_prompt_logprobs and sequence_index == 0
+    return SequenceDelta(
+        request_id=request.request_id,
+        sequence_index=sequence_index,
+        token_ids=[],
+        logprobs=[] if request.want_logprobs else None,
+        finish_reason="abort",
+        num_cached_tokens=0,
+        num_computed_tokens=0,
+        num_recomputed_tokens=0,
+        num_shared_tokens=0,
+        top=top,
+        error="aborted before its prompt was computed" if lacks_logprobs else "",
+        error_code="aborted" if lacks_logprobs else None,
+        weight_versions=((0, version),),
+    )
 
 
 class EngineClient:
@@ -236,6 +311,30 @@ class EngineClient:
         self._waits_for_restart = waits_for_restart
         self._pending: dict[str, PendingRequest] = {}
         self._work = UnfinishedWork(queue_limits)
+        self._commands = Commands()
+        self._changing = asyncio.Lock()
+        """Held while all replicas are paused, resumed or given new weights."""
+        self.is_paused = False
+        """Requests wait: none is submitted, and the managers run no steps, or finish what they have."""
+        self._is_stopped = False
+        """The managers run no steps, but keep what they have."""
+        self._sleep: Sleep | None = None
+        """The command with which the engine was put to sleep; None while it is awake."""
+        self._was_asleep = False
+        """It is awake, and still paused until it may go on."""
+        self._pauses_after_sleep = False
+        """The engine was paused before it slept."""
+        self.refuses_asleep = False
+        """While the engine sleeps, new requests are refused instead of waiting."""
+        self._updates: list[UpdateWeights] = []
+        """That every replica has, or will have when it is up."""
+        self._num_updates = 0
+        """Updates that were begun."""
+        self._begun_update: UpdateWeights | None = None
+        self.weight_version = FIRST_VERSION
+        """Of the weights that every replica has, or will have when it is up."""
+        self._has_changed = asyncio.Event()
+        self._tasks: set[asyncio.Future[None]] = set()
         self.is_draining = False
         """The server is stopping: requests in the engine continue, and no new ones are accepted."""
 
@@ -265,9 +364,23 @@ class EngineClient:
         return self.limits is not None and not any(replica.is_ready for replica in self._replicas)
 
     @property
+    def _up(self) -> list[Replica]:
+        return [replica for replica in self._replicas if replica.is_ready]
+
+    @property
     def stats(self) -> Sequence[EngineStats | None]:
         """The latest statistics of each replica; None for a replica that is not up."""
         return [replica.stats for replica in self._replicas]
+
+    @property
+    def num_unfinished_sequences(self) -> Sequence[int]:
+        """Of each replica, as sent: before the managers' statistics count them, and until their ends arrive."""
+        return [replica.num_unfinished_sequences for replica in self._replicas]
+
+    @property
+    def num_unsent_sequences(self) -> int:
+        """Of requests that wait for a replica, or for the end of a pause."""
+        return sum(pending.num_unfinished for pending in self._pending.values() if pending.replica is None)
 
     @property
     def num_restarts(self) -> Sequence[int]:
@@ -365,26 +478,25 @@ class EngineClient:
         del self._pending[pending.request.request_id]
         self._work.remove(pending.request, pending.num_unfinished)
         replica = self._unassign(pending)
-        if replica is not None and replica.connection is not None and pending.num_unfinished > 0:
-            replica.connection.requests.send(CancelRequest(pending.request.request_id))
+        if replica is not None and pending.num_unfinished > 0:
+            replica.send(CancelRequest(pending.request.request_id))
 
     def _submit(self, pending: PendingRequest) -> None:
         """Send the request to a replica; if none is up, it waits for one."""
-        up = [replica for replica in self._replicas if replica.is_ready]
-        if not up:
+        up = self._up
+        if not up or self.is_paused:
             return
         replica = choose_replica(up, pending.request)
-        assert replica.connection is not None, "a replica that is up is connected"
         pending.replica = replica
         replica.num_unfinished_sequences += pending.num_unfinished
-        replica.connection.requests.send(pending.request)
+        replica.send(pending.request)
 
-    @staticmethod
-    def _unassign(pending: PendingRequest) -> Replica | None:
+    def _unassign(self, pending: PendingRequest) -> Replica | None:
         """The request's replica, which counts it no longer; None if it has none."""
         replica, pending.replica = pending.replica, None
         if replica is not None:
             replica.num_unfinished_sequences -= pending.num_unfinished
+            self._has_changed.set()
         return replica
 
     def _accept(self) -> None:
@@ -438,7 +550,10 @@ class EngineClient:
             if delta.finish_reason is not None:
                 pending.note_end(delta)
                 replica.num_unfinished_sequences -= 1
+                self._has_changed.set()
                 self._work.finish_sequence(pending.request)
+        for done in update.done:
+            self._commands.note(done)
         for progress in update.progress:
             pending = self._pending.get(progress.request_id)
             if pending is not None and pending.replica is replica:
@@ -448,14 +563,245 @@ class EngineClient:
         assert ready.limits is not None, "a manager is ready only with its engine's limits"
         is_first = self.limits is None
         replica.start(ready.limits)
-        waiting = (pending for pending in list(self._pending.values()) if pending.replica is None)
-        self._in_parts(waiting, self._submit_again)
+        replica.update_number = ready.update_number
+        self._has_changed.set()
+        begun = 0 if self._begun_update is None else self._begun_update.number
+        if replica.update_number > max(begun, self._update_number):
+            self._on_broken(UserError("a replica has weights of an update that failed"))
+            return
+        if replica.update_number < self._update_number:
+            replica.is_ready = False  # until it has the weights of the others
+            task = asyncio.ensure_future(self._catch_up(replica))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return
+        if self.is_paused:
+            replica.send(Pause(0, aborts=False))
+        if self._sleep is not None:
+            replica.send(self._sleep)
+        self._submit_waiting()
         if is_first and self.limits is not None:
             self._on_ready()
+
+    def _submit_waiting(self) -> None:
+        waiting = (pending for pending in list(self._pending.values()) if pending.replica is None)
+        self._in_parts(waiting, self._submit_again)
+
+    # Pauses and new weights
+
+    async def pause(self, mode: PauseMode, clears_cache: bool = False) -> None:
+        """Returns when no step runs. What runs is ended by "abort" with the tokens that it has, waited for, or kept:
+        it goes on at `resume`. New requests wait. Does no harm if the engine is paused already."""
+        if mode == "abort" and self._changing.locked():
+            await self.abort(lambda _: True)  # another pause may wait for what runs
+        async with self._changing:
+            await self._pause(mode)
+            if clears_cache:
+                await self._tell_all(ClearCache)
+
+    async def _pause(self, mode: PauseMode) -> None:
+        self.is_paused = True
+        # what is kept at a pause would be waited for in vain
+        while mode == "wait" and not self._is_stopped and any(one.num_unfinished_sequences for one in self._up):
+            await self._next_change()
+        unsent = [pending for pending in self._pending.values() if pending.replica is None]
+        await self._tell_all(lambda command_id: Pause(command_id, mode == "abort"))
+        self._is_stopped = True
+        if mode == "abort":
+            self._end_unsent(unsent)
+
+    async def resume(self) -> None:
+        """What waits goes on. Does nothing unless the engine is paused. Raises CommandRefused."""
+        async with self._changing:
+            if self._was_asleep:
+                await self._tell_all(Wake)  # it may lack weights
+                self._was_asleep = self.refuses_asleep = False
+            await self._resume()
+
+    async def _resume(self) -> None:
+        await self._tell_all(Resume)
+        self.is_paused = self._is_stopped = False
+        self._submit_waiting()
+
+    async def abort(self, is_meant: Callable[[GenerateRequest], bool]) -> None:
+        """End requests by "abort" with the tokens that they have; all others go on. Also while the engine is paused."""
+        meant = [pending for pending in self._pending.values() if is_meant(pending.request)]
+        self._end_unsent([pending for pending in meant if pending.replica is None])
+        ids: dict[Replica, list[str]] = {}
+        for pending in meant:
+            if pending.replica is not None:
+                ids.setdefault(pending.replica, []).append(pending.request.request_id)
+
+        async def tell(replica: Replica, request_ids: list[str]) -> None:
+            with suppress(ReplicaLost):  # they run again
+                await self._commands.run(replica, lambda command_id: AbortRequests(command_id, tuple(request_ids)))
+
+        await asyncio.gather(*(tell(replica, request_ids) for replica, request_ids in ids.items()))
+
+    def _end_unsent(self, requests: Sequence[PendingRequest]) -> None:
+        """Abort those that are still on no replica, and so have no tokens."""
+        for pending in requests:
+            request = pending.request
+            is_left = self._pending.get(request.request_id) is pending and pending.replica is None
+            if not is_left or pending.has_failed or pending.num_unfinished == 0:
+                continue
+            for index in range(request.num_sequences):
+                delta = _abort_without_tokens(request, index, self.weight_version)
+                pending.collector.add(pending.index, delta)
+                pending.note_end(delta)
+                self._work.finish_sequence(request)
+
+    @property
+    def waits_to_resume(self) -> bool:
+        """Nothing goes on before a client says so."""
+        return self.is_paused and not self._changing.locked()
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._sleep is not None
+
+    async def sleep(self, mode: PauseMode, *, with_weights: bool, refuses: bool) -> None:
+        """Give memory back until `wake`; the engine is paused for that time. mode: as for `pause`. with_weights: of the
+        weights too. refuses: new requests are refused meanwhile. Raises CommandRefused."""
+        async with self._changing:
+            was_asleep, was_paused = self.is_asleep or self._was_asleep, self.is_paused
+            await self._pause(mode)
+            try:
+                await self._tell_all(lambda command_id: Sleep(command_id, with_weights))
+            except CommandRefused:
+                if not was_paused:
+                    await self._resume()
+                raise
+            with_weights |= self._sleep is not None and self._sleep.with_weights
+            self._sleep = Sleep(0, with_weights)
+            self.refuses_asleep = refuses
+            if not was_asleep:
+                self._pauses_after_sleep = was_paused
+
+    async def wake(self, stays_paused: bool = False) -> None:
+        """Take the memory again, and go on unless the engine was paused before it slept. stays_paused: go on at the
+        next call without; weights that cannot be read again may come by `update_weights` until then. Raises
+        CommandRefused."""
+        async with self._changing:
+            if self._sleep is not None or (self._was_asleep and not stays_paused):
+                await self._tell_all(lambda command_id: Wake(command_id, may_lack_weights=stays_paused))
+                self._sleep, self._was_asleep = None, True
+            if self._was_asleep and not stays_paused:
+                self._was_asleep = self.refuses_asleep = False
+                if not self._pauses_after_sleep:
+                    await self._resume()
+
+    def check_awake(self) -> None:
+        """Raises EngineAsleep if new requests are refused now."""
+        if self.refuses_asleep:
+            raise EngineAsleep("the engine sleeps")
+
+    async def clear_cache(self) -> None:
+        """Forget the KV of all prefixes. Raises CommandRefused while sequences run."""
+        async with self._changing:
+            await self._tell_all(ClearCache)
+
+    async def _tell_all(self, make: Callable[[int], EngineCommand]) -> None:
+        """Raises CommandRefused. A replica that dies meanwhile is told at its next start what still holds; one that is
+        up again meanwhile is told too."""
+        told: list[Replica] = []
+        while untold := [replica for replica in self._up if replica not in told]:
+            told += untold
+            answers = await asyncio.gather(
+                *(self._commands.run(replica, make) for replica in untold), return_exceptions=True
+            )
+            for answer in answers:
+                if isinstance(answer, BaseException) and not isinstance(answer, ReplicaLost):
+                    raise answer
+
+    async def update_weights(
+        self, directory: str, version: str | None, *, is_partial: bool, clears_cache: bool, mode: PauseMode = "keep"
+    ) -> str:
+        """Give all replicas the weights of safetensors files. An engine that is not paused is for the while.
+
+        version: a name for the weights; None counts on from the last number. Returns it. mode: as for `pause`.
+        May be repeated. Raises CommandRefused, if nothing was changed, and EngineDied."""
+        async with self._changing:
+            name = next_version(self.weight_version) if version is None else version
+            was_paused = self.is_paused
+            try:
+                await self._pause(mode)
+                files = await asyncio.to_thread(_states_of_update, directory)
+                self._num_updates += 1
+                update = UpdateWeights(0, directory, name, is_partial, clears_cache, self._num_updates, files)
+                self._begun_update = update
+                for _ in range(MAX_REPLAYS):
+                    if await self._update_all(update):
+                        return name
+                    await self._wait_until_up()
+                raise EngineDied("the engine died while it was given new weights")
+            finally:
+                self._begun_update = None
+                if not was_paused:
+                    await self._resume()
+
+    async def _update_all(self, update: UpdateWeights) -> bool:
+        """False if every replica was lost. Raises CommandRefused if none has changed anything."""
+        refusals: list[CommandRefused] = []
+        # Again, because a replica may be up again meanwhile, with these weights or with those before.
+        while not refusals and (behind := [one for one in self._up if one.update_number < update.number]):
+            answers = await asyncio.gather(*(self._update(one, update) for one in behind), return_exceptions=True)
+            refusals = [answer for answer in answers if isinstance(answer, CommandRefused)]
+        if not any(one.update_number == update.number for one in self._up):
+            if refusals:
+                raise refusals[0]
+            return False
+        add_update(self._updates, update)
+        self.weight_version = update.version
+        if refusals:
+            self._on_broken(UserError(f"only some replicas have the weights {update.version}: {refusals[0]}"))
+        return True
+
+    @property
+    def _update_number(self) -> int:
+        """Of the weights that every replica has, or will have when it is up."""
+        return self._updates[-1].number if self._updates else 0
+
+    async def _update(self, replica: Replica, update: UpdateWeights) -> None:
+        await self._commands.run(replica, lambda command_id: Pause(command_id, aborts=False))
+        await self._commands.run(replica, lambda command_id: dataclasses.replace(update, command_id=command_id))
+        replica.update_number = update.number
+
+    async def _wait_until_up(self) -> None:
+        """Until a replica has been started again. Raises EngineDied."""
+        while not self._up:
+            try:
+                await asyncio.wait_for(self._next_change(), RESTART_S)
+            except asyncio.TimeoutError:
+                raise EngineDied("the engine died, and was not started again") from None
+
+    async def _next_change(self) -> None:
+        """Until a sequence finishes, or a replica comes or goes."""
+        self._has_changed.clear()
+        await self._has_changed.wait()
+
+    async def _catch_up(self, replica: Replica) -> None:
+        """Give a replica, which is up and not ready, the weights that the others got while it was being started."""
+        try:
+            while missing := [update for update in self._updates if update.number > replica.update_number]:
+                await self._update(replica, missing[0])
+        except ReplicaLost:
+            return
+        except CommandRefused as error:
+            self._on_broken(UserError(f"a replica cannot get the weights {self.weight_version}: {error}"))
+            return
+        if not self.is_paused:
+            replica.send(Resume(0))
+        if self._sleep is not None:
+            replica.send(self._sleep)
+        replica.is_ready = True
+        self._submit_waiting()
 
     def _lose(self, index: int) -> None:
         """The replica's manager has died: its requests run again or fail. A new object stands for its next start."""
         lost = self._replicas[index]
+        self._commands.lose(lost)
+        self._has_changed.set()
         self._replicas[index] = Replica(limits=lost.limits, num_starts=lost.num_starts)
         self._close(lost)
         self._in_parts(

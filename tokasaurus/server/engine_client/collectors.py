@@ -9,6 +9,7 @@ from itertools import chain
 
 import numpy as np
 
+from tokasaurus.messages.commands import FIRST_VERSIONS, WeightVersions
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, PromptLogprobs, SequenceDelta, TopLogprobs
 
 MAX_MERGED_TOKENS = 1024
@@ -56,6 +57,10 @@ class FinishedSequence:
     top_parts: list[TopLogprobs] = field(default_factory=list)
     """Top-k logprobs of all tokens, in parts as they arrived; empty if not requested."""
     prompt_logprobs: PromptLogprobs | None = None
+    weight_versions: WeightVersions = FIRST_VERSIONS
+    """Complete once it has finished."""
+    end_number: int = field(default=0, compare=False)
+    """Among the sequences of its answer, which one it was to finish."""
     is_finished: bool = False
     """Whether the last delta has arrived."""
     num_values: int = 0
@@ -79,6 +84,7 @@ class FinishedSequence:
         self.num_values += len(delta.token_ids) * values_per_token(delta)
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
+            self.weight_versions = delta.weight_versions
             self.is_finished = True
 
     @property
@@ -105,6 +111,7 @@ class Results:
         self._num_unfinished = sum(request.num_sequences for request in requests)
         self._max_values = sys.maxsize if max_values is None else max_values
         self._num_values = 0
+        self._num_ends = 0
 
     @property
     def sequences(self) -> list[list[FinishedSequence]]:
@@ -124,6 +131,8 @@ class Results:
         elif self._num_values > self._max_values:
             self.fail(AnswerTooLarge(f"the answer has more than {self._max_values} values"))
         if delta.finish_reason is not None:
+            sequence.end_number = self._num_ends
+            self._num_ends += 1
             self._num_unfinished -= 1
             if self._num_unfinished == 0 and not self.finished.done():
                 self.finished.set_result(None)

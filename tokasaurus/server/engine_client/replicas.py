@@ -1,5 +1,6 @@
 """Data-parallel replicas: what the server knows of each, and which one the next request goes to."""
 
+import asyncio
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.messages.channel import ReplicaConnection
-from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.messages.commands import EngineCommand
+from tokasaurus.messages.generation import CancelRequest, GenerateRequest
 from tokasaurus.messages.status import EngineLimits, EngineStats
 
 CHUNKS_PER_SIZE = 64
@@ -39,7 +41,8 @@ def hash_prefixes(prompt_ids: NDArray[np.int32], salt: str) -> list[int]:
 
 
 class PrefixIndex:
-    """The prefixes of one replica's prompts. Forgets those not used for longest, as the replica's KV cache does.
+    """The prefixes of one replica's prompts, and the sessions that they are of. Forgets those not used for longest, as
+    the replica's KV cache does.
 
     max_tokens: tokens of the KV cache. Completions are not counted, so the index may remember more than is cached.
     """
@@ -51,6 +54,18 @@ class PrefixIndex:
         # Tokens of each prefix's last chunk, by hash; least recently used first. A prefix is used after the longer ones
         # that begin with it, and therefore forgotten after them.
         self._chunks: OrderedDict[int, int] = OrderedDict()
+        self._sessions: OrderedDict[int, None] = OrderedDict()  # hashes of names; least recently used first
+
+    def has_session(self, session: str) -> bool:
+        """Whether the replica was sent a request of this session, as far as it is remembered."""
+        return hash(session) in self._sessions
+
+    def note_session(self, session: str) -> None:
+        """The replica is sent a request of this session."""
+        self._sessions[hash(session)] = None
+        self._sessions.move_to_end(hash(session))
+        if len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
 
     def num_cached_tokens(self, prefixes: list[int]) -> int:
         """Tokens of the longest of these prefixes that is remembered. prefixes: from `hash_prefixes`."""
@@ -81,10 +96,25 @@ class Replica:
     """The limits reported at its last start; None before its first start."""
     stats: EngineStats | None = None
     """None while it is not ready."""
+    update_number: int = 0
+    """UpdateWeights.number of the weights that it had at its last start, or has been given since."""
     num_unfinished_sequences: int = 0
     num_starts: int = 0
     prefixes: PrefixIndex = field(default_factory=lambda: PrefixIndex(0))
     """Of the prompts that it was sent since its last start."""
+
+    _unsent: list[GenerateRequest | CancelRequest | EngineCommand] = field(default_factory=list)
+
+    def send(self, message: GenerateRequest | CancelRequest | EngineCommand) -> None:
+        """Send it with all others of this pass of the event loop, in order; nothing happens if it is lost by then."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send_all)
+        self._unsent.append(message)
+
+    def _send_all(self) -> None:
+        messages, self._unsent = self._unsent, []
+        if self.connection is not None:
+            self.connection.requests.send_many(messages)
 
     def start(self, limits: EngineLimits) -> None:
         """It is ready."""
@@ -104,21 +134,35 @@ class Replica:
 TOKENS_PER_SEQUENCE = 32
 """An unfinished sequence delays a request as much as the prefill of this many tokens."""
 
+SESSION_SEQUENCES = 16
+"""A replica that has a request's session counts as if it had this many unfinished sequences fewer, and all of the
+prompt cached."""
+
+MAX_SESSIONS = 65_536
+"""Most sessions that are remembered of a replica."""
+
 
 def choose_replica(replicas: Sequence[Replica], request: GenerateRequest) -> Replica:
     """The replica with most of the prompt cached, unless another is so much less busy that it is ready sooner.
 
     Among equals, the one that was sent the fewest tokens; among those, the first. The chosen one is expected to cache
-    the prompt from now on. replicas: at least one, all up.
+    the prompt from now on. A replica that was sent the request's session counts as having all of the prompt, even if
+    the prompt begins anew. replicas: at least one, all up.
     """
     if len(replicas) == 1:
         return replicas[0]  # hashing would be useless
     prefixes = hash_prefixes(request.prompt_ids, request.cache_salt)
 
     def cost(replica: Replica) -> tuple[int, int]:
-        num_uncached = len(request.prompt_ids) - replica.prefixes.num_cached_tokens(prefixes)
-        return num_uncached + TOKENS_PER_SEQUENCE * replica.num_unfinished_sequences, replica.prefixes.num_tokens
+        num_sequences = replica.num_unfinished_sequences
+        if request.session and replica.prefixes.has_session(request.session):
+            num_uncached, num_sequences = 0, num_sequences - SESSION_SEQUENCES
+        else:
+            num_uncached = len(request.prompt_ids) - replica.prefixes.num_cached_tokens(prefixes)
+        return num_uncached + TOKENS_PER_SEQUENCE * num_sequences, replica.prefixes.num_tokens
 
     replica = min(replicas, key=cost)
     replica.prefixes.add(prefixes)
+    if request.session:
+        replica.prefixes.note_session(request.session)
     return replica

@@ -6,7 +6,6 @@ the ledger) makes its result final."""
 import asyncio
 import logging
 import re
-import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Literal, Protocol
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
+from tokasaurus.random_ids import random_id
 from tokasaurus.server.endpoints import ENDPOINTS, Answer, Endpoint
 from tokasaurus.server.errors import ApiError, ErrorObject, InvalidRequest, error_response, internal_error
 from tokasaurus.server.jobs.store.records import LineResult
@@ -249,7 +249,7 @@ def _result_line(
     id_prefix: str, custom_id: str | None, status: int | None, body: bytes, error: ErrorObject | None = None
 ) -> bytes:
     """A line of OpenAI's batch output, with its line end. status: None for a line without a response. body: JSON."""
-    unique = secrets.token_hex(16)
+    unique = random_id()
     response = None
     if status is not None:
         response = {"status_code": status, "request_id": f"req_{unique}", "body": orjson.Fragment(body)}

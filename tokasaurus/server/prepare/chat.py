@@ -1,11 +1,11 @@
 """A chat body → its request: messages become prompt ids by the chat template, tool fields the calls allowed."""
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tokasaurus.messages.status import EngineLimits
+from tokasaurus.random_ids import random_id
 from tokasaurus.server.errors import InvalidRequest, Unsupported, shorten
 from tokasaurus.server.prepare.requests import (
     Draft,
@@ -51,19 +51,22 @@ def draft_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLi
     num_top, num_prompt_top = checked_top(body.top_logprobs or 0, "top_logprobs", model), prompt_top(body, model)
     if num_top and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
-    response_id = f"chatcmpl-{uuid.uuid4().hex}"
+    response_id = f"chatcmpl-{random_id()}"
     tops = (num_top if body.logprobs else None, num_prompt_top)
     requests = make_requests(response_id, body, [(prompt_ids, max_new_tokens)], *tops, model, origin)
     if body.return_token_ids and body.stream:  # the first chunk of each choice repeats the prompt's ids
         check_prompt_values(requests, 0, "return_token_ids")
+    is_told = body.logprobs_in_fingerprint or tool_use.rules is not None
+    in_reasoning = is_told and opens_thinking(body.messages, body, prompt_ids, model)
     prepared = Prepared(
         response_id,
         requests,
         body.logprobs_in_fingerprint,
         body.return_token_ids,
-        calls=tool_use.rules
-        and replace(tool_use.rules, starts_in_thinking=opens_thinking(body.messages, body, prompt_ids, model)),
+        body.return_tokens_as_token_ids,
+        calls=tool_use.rules and replace(tool_use.rules, starts_in_thinking=in_reasoning),
         num_top_prompt_logprobs=num_prompt_top,
+        starts_in_reasoning=in_reasoning,
     )
     return Draft(prepared, tool_use.grammar)
 

@@ -1,10 +1,10 @@
 """A completions body → its requests, and the echo of its prompts: their text and the offset of each token in it."""
 
 import codecs
-import uuid
 from collections.abc import Iterator, Sequence
 
 from tokasaurus.messages.status import EngineLimits
+from tokasaurus.random_ids import random_id
 from tokasaurus.server.errors import InvalidRequest, Unsupported
 from tokasaurus.server.prepare.requests import (
     Draft,
@@ -31,11 +31,21 @@ MAX_GRAMMAR_CHARS_OF_PROMPTS = 1 << 27
 DEFAULT_COMPLETION_TOKENS = 16
 
 
-def draft_completion(body: CompletionRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:
-    """The requests of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
+def draft_completion(
+    body: CompletionRequest,
+    model: ServedModel,
+    limits: EngineLimits,
+    origin: Origin,
+    default_tokens: int | None = DEFAULT_COMPLETION_TOKENS,
+    may_only_score: bool = False,
+) -> Draft:
+    """The requests of a body. Tokenizes: a long body must not run on the event loop. Raises InvalidRequest.
+
+    default_tokens: most new tokens if the body does not say, or as many as there is room for; None is all of it.
+    may_only_score: max_tokens may be 0 without an echo, for prompt_logprobs."""
     if body.best_of is not None and body.best_of != body.n:
         raise Unsupported("best_of other than n is not implemented", "best_of")
-    if body.max_tokens == 0 and not body.echo:
+    if body.max_tokens == 0 and not body.echo and not may_only_score:
         raise InvalidRequest("max_tokens must be at least 1, unless echo is true", "max_tokens")
     check_fields(body, model)
     num_top = None if body.logprobs is None else checked_top(body.logprobs, "logprobs", model)
@@ -49,11 +59,11 @@ def draft_completion(body: CompletionRequest, model: ServedModel, limits: Engine
             f"together there may be {MAX_GRAMMAR_CHARS_OF_PROMPTS}",
             grammar.param,
         )
-    response_id = f"cmpl-{uuid.uuid4().hex}"
+    response_id = f"cmpl-{random_id()}"
     prompts, echoes = [], []
     for prompt, prompt_ids in zip(body.prompt, _tokenize(body.prompt, model, limits), strict=True):
         room = room_after(prompt_ids, limits, "prompt", fewest=0 if body.max_tokens == 0 else 1)
-        max_new_tokens = min(DEFAULT_COMPLETION_TOKENS, room)
+        max_new_tokens = room if default_tokens is None else min(default_tokens, room)
         if body.max_tokens is not None:
             max_new_tokens = check_max_tokens(body.max_tokens, "max_tokens", prompt_ids, limits)
         prompts.append((prompt_ids, max_new_tokens))
@@ -71,6 +81,7 @@ def draft_completion(body: CompletionRequest, model: ServedModel, limits: Engine
         requests,
         body.logprobs_in_fingerprint,
         body.return_token_ids,
+        body.return_tokens_as_token_ids,
         echoes=echoes,
         num_top_prompt_logprobs=num_prompt_top,
     )

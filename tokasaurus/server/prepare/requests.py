@@ -3,7 +3,6 @@
 Requests are drafted in a thread, then wait until their grammar is validated.
 """
 
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from tokasaurus.messages.generation import GenerateRequest, SamplingParams
 from tokasaurus.messages.status import EngineLimits, SequenceLimit
+from tokasaurus.random_ids import random_seed
 from tokasaurus.server.access import key_salt
 from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest, Unsupported, shorten
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
@@ -57,6 +57,8 @@ class Origin:
     """Its requests wait behind all others, and are not counted in the limits of the queue."""
     reports_progress: bool = False
     """Its requests tell how far they are: `EngineClient.pending_of`."""
+    session: str = ""
+    """See GenerateRequest."""
     key_salt: str = field(default_factory=key_salt)
     """No other key's requests share cached prompts with its own, whatever salt its body has; "" shares them."""
 
@@ -88,6 +90,8 @@ class Prepared:
     """See SamplingFields."""
     return_token_ids: bool = False
     """See SamplingFields."""
+    return_tokens_as_token_ids: bool = False
+    """See SamplingFields."""
     grammar_param: str | None = None
     """The body's field that gave the grammar of `requests`; None if they have none."""
     calls: CallRules | None = None
@@ -97,6 +101,9 @@ class Prepared:
     num_top_prompt_logprobs: int | None = None
     """Top-k logprobs per prompt token that `prompt_logprobs` returns; None if the body does not set it. `requests` may
     ask the engine for more, for the echo."""
+    starts_in_reasoning: bool = False
+    """Whether the prompt ends within reasoning, which the answer continues. Only looked for where it is told: with
+    `logprobs_in_fingerprint`, or with `calls`."""
 
 
 def num_prompt_values(prepared: Prepared) -> int:
@@ -224,12 +231,14 @@ def make_requests(
             min_tokens=body.min_tokens,
             is_streamed=body.stream,
             num_top_logprobs=num_top_logprobs or 0,
+            logprobs_mode=model.logprobs_mode if body.logprobs_mode is None else body.logprobs_mode,
             want_prompt_logprobs=num_top_prompt_logprobs is not None,
             num_top_prompt_logprobs=num_top_prompt_logprobs or 0,
             client=origin.client,
             priority=body.priority,
             is_background=origin.is_background,
             reports_progress=origin.reports_progress,
+            session=origin.session,
         )
         for index, (prompt_ids, max_new_tokens) in enumerate(prompts)
     ]
@@ -250,7 +259,7 @@ def _seed(body: SamplingFields, origin: Origin, prompt_index: int) -> int:
     if body.seed is not None:
         return body.seed & _UINT64_MASK
     if origin.seed is None:
-        return secrets.randbits(64)
+        return random_seed()
     return (origin.seed + prompt_index * _SEED_STEP) & _UINT64_MASK
 
 

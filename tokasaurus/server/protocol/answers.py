@@ -53,3 +53,12 @@ WrittenPromptLogprobs = Annotated[
     PlainValidator(lambda value: value),
     PlainSerializer(lambda value: value, return_type=PromptTokenLogprobs),
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpan:
+    """Tokens `start` to `end` of a completion, end excluded, are from the weights with this name."""
+
+    version: str
+    start: int
+    end: int

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
 
+from tokasaurus.messages.generation import FinishReason
 from tokasaurus.server.protocol.answers import Usage, WrittenPromptLogprobs
 from tokasaurus.server.protocol.fields import NullMeans, Only, StrictObject, missing, not_implemented, value_error
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
@@ -150,7 +151,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     web_search_options: Annotated[Any, Only(None)] = None
 
 
-ChatFinishReason = Literal["stop", "length", "tool_calls"]
+ChatFinishReason = FinishReason | Literal["tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)

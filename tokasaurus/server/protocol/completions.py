@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
+from tokasaurus.messages.generation import FinishReason
 from tokasaurus.server.protocol.answers import Usage, WrittenPromptLogprobs
 from tokasaurus.server.protocol.fields import NullMeans, Only, Text, TokenId, value_error
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
@@ -88,7 +89,7 @@ class CompletionChoice:
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class CompletionChunkChoice:
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: FinishReason | None
 
 
 @dataclass(frozen=True, slots=True)

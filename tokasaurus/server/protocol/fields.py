@@ -31,6 +31,10 @@ class StrictObject(BaseModel):
         return {name: value[name] for name in (*cls.model_fields, unknown) if name in value}
 
 
+class OptionalObject(StrictObject):
+    """A body that may be left out: it then has its defaults. All its fields have one."""
+
+
 def value_error(message: str) -> PydanticCustomError:
     """For validators. message: follows the field's name, such as "must not be empty"."""
     return PydanticCustomError("value_not_allowed", "{message}", {"message": message})

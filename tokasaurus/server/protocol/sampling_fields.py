@@ -10,7 +10,7 @@ from pydantic import (
     PlainValidator,
 )
 
-from tokasaurus.messages.generation import MAX_STOP_TOKEN_IDS
+from tokasaurus.messages.generation import LOGPROBS_MODES, MAX_STOP_TOKEN_IDS, LogprobsMode
 from tokasaurus.server.protocol.fields import NullMeans, Only, Text, TokenId, value_error
 from tokasaurus.server.protocol.grammar_fields import (
     GuidedChoice,
@@ -122,12 +122,46 @@ Metadata = Annotated[dict[str, str] | None, PlainValidator(_parse_metadata, dict
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False), NullMeans(0.0)]
 
 
-class SamplingFields(BaseModel):
+def _parse_logprobs_mode(value: object) -> object:
+    if value is not None and value not in LOGPROBS_MODES:
+        raise value_error("must be " + " or ".join([f'"{mode}"' for mode in LOGPROBS_MODES]))
+    return value
+
+
+AskedLogprobsMode = Annotated[LogprobsMode | None, PlainValidator(_parse_logprobs_mode, LogprobsMode | None)]
+
+
+Seed = Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)]  # signed or unsigned 64 bits
+Priority = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), NullMeans(0)]
+
+
+class SamplingNumbers(BaseModel):
+    """How tokens are sampled, and what ends a text, by the names that all protocols have."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False), NullMeans(1.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), NullMeans(1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1), NullMeans(-1)] = -1  # -1 and 0: no limit
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), NullMeans(0.0)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False), NullMeans(1.0)] = 1.0
+    logit_bias: LogitBias = ()
+    stop: StopStrings = ()
+    stop_token_ids: StopTokenIds = ()
+    ignore_eos: Annotated[bool, NullMeans(False)] = False
+
+
+class SamplingFields(SamplingNumbers):
     """Fields of both /v1/completions and /v1/chat/completions.
 
     top_k, min_p, repetition_penalty, min_tokens, stop_token_ids: vLLM's extensions.
     priority (vLLM's extension): the client's waiting requests with lower values start first.
     cache_salt (our extension): cached KV is shared only between requests with the same salt.
+    logprobs_mode (our extension): whose log-probabilities are returned with sampled tokens; null: as the server's flag
+    says.
+    return_tokens_as_token_ids (vLLM's extension): name the tokens of log-probabilities by their ids.
     logprobs_in_fingerprint (our extension): return log-probabilities packed into the system_fingerprint instead of the
     choices.
     return_token_ids (vLLM's extension): return the token ids of prompts and choices.
@@ -140,29 +174,17 @@ class SamplingFields(BaseModel):
     auto or default, safety_identifier, prompt_cache_key.
     """
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
     model: str
     n: Annotated[int, Field(ge=1), NullMeans(1)] = 1
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False), NullMeans(1.0)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), NullMeans(1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=-1), NullMeans(-1)] = -1  # -1 and 0: no limit
-    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), NullMeans(0.0)] = 0.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False), NullMeans(1.0)] = 1.0
-    logit_bias: LogitBias = ()
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     min_tokens: Annotated[int, Field(ge=0), NullMeans(0)] = 0
-    stop: StopStrings = ()
-    stop_token_ids: StopTokenIds = ()
-    # signed or unsigned 64 bits
-    seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
-    ignore_eos: Annotated[bool, NullMeans(False)] = False
+    seed: Seed = None
     cache_salt: CacheSalt = ""
-    priority: Annotated[int, Field(ge=-(2**63), le=2**63 - 1), NullMeans(0)] = 0
+    priority: Priority = 0
+    logprobs_mode: AskedLogprobsMode = None
     logprobs_in_fingerprint: Annotated[bool, NullMeans(False)] = False
     return_token_ids: Annotated[bool, NullMeans(False)] = False
+    return_tokens_as_token_ids: Annotated[bool, NullMeans(False)] = False
     prompt_logprobs: Annotated[int | None, Field(ge=0)] = None
 
     user: str | None = None

@@ -4,12 +4,12 @@ A choice has text, logprobs, a finish reason and, in a chat with tools, calls.
 """
 
 import sys
-import uuid
 from bisect import bisect_left
 from dataclasses import dataclass
 from operator import attrgetter
 
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SequenceDelta
+from tokasaurus.random_ids import random_id
 from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.answers import PromptTokensDetails, Usage
@@ -75,10 +75,13 @@ class Choice:
         self._first_ids: list[int] = []  # collected until there are `min_tokens`
         self._num_exempt = 0 if request.min_tokens == 0 else None
         self._has_stopped = False
+        self.num_tokens = 0
+        """As sampled, of all deltas."""
 
     def add(self, delta: SequenceDelta | FinishedSequence) -> ChoiceDelta:
         """What the sequence's next delta adds to the choice. A FinishedSequence is the only delta of its choice."""
         is_last = delta.finish_reason is not None
+        self.num_tokens += len(delta.token_ids)
         token_ids = self._without_end_token(delta.token_ids) if is_last else delta.token_ids
         decode = self._detokenizer.finish if is_last else self._detokenizer.add
         text = self._cut_text(decode(token_ids), token_ids, is_last)
@@ -264,4 +267,4 @@ def _finish_reason(finish_reason: FinishReason, rules: CallRules) -> ChatFinishR
 
 
 def _new_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
+    return f"call_{random_id()[:24]}"

@@ -2,6 +2,7 @@
 
 import base64
 import codecs
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,7 +31,21 @@ class TokenLogprob:
     is_first: bool
     """No token with text precedes it, not even in the prompt: see `Tokenizer.token_bytes`."""
     top: list[tuple[int, float]] | None
-    """(token id, logprob) of the most likely tokens at its position, most likely first; None if not requested."""
+    """(token id, logprob) of the most likely tokens at its position, most likely first, without impossible ones; None
+    if not requested."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNames:
+    """How the logprobs of an answer name tokens."""
+
+    tokenizer: Tokenizer
+    are_ids: bool = False
+    """See return_tokens_as_token_ids of SamplingFields."""
+
+    def name(self, token_id: int, is_first: bool = False) -> str:
+        """is_first: as in `Tokenizer.token_text`."""
+        return f"token_id:{token_id}" if self.are_ids else self.tokenizer.token_text(token_id, is_first)
 
 
 class TokenOffsets:
@@ -76,25 +91,35 @@ def build_token_logprobs(
 
 
 def _pairs(top: TopLogprobs, count: int) -> list[list[tuple[int, float]]]:
-    """(token id, logprob) of the `count` most likely tokens at each position, most likely first."""
-    rows = zip(top.token_ids[:, :count].tolist(), top.logprobs[:, :count].tolist(), strict=True)
-    return [list(zip(ids, values, strict=True)) for ids, values in rows]
+    """(token id, logprob) of the `count` most likely tokens at each position, most likely first, or of fewer if no more
+    are possible."""
+    logprobs = top.logprobs[:, :count]
+    rows = zip(top.token_ids[:, :count].tolist(), logprobs.tolist(), strict=True)
+    pairs = [list(zip(ids, values, strict=True)) for ids, values in rows]
+    if np.isfinite(logprobs).all():
+        return pairs
+    return [[pair for pair in row if math.isfinite(pair[1])] for row in pairs]
+
+
+def likely_tokens(top: TopLogprobs | None, num_tokens: int) -> Sequence[list[tuple[int, float]]]:
+    """(token id, logprob) of the most likely tokens at each of `num_tokens` positions; none if top is None."""
+    return [[]] * num_tokens if top is None else _pairs(top, top.token_ids.shape[1])
 
 
 def build_completion_logprobs(
-    tokens: Sequence[TokenLogprob], asks_top: bool, tokenizer: Tokenizer, first_offset: int = 0
+    tokens: Sequence[TokenLogprob], asks_top: bool, names: TokenNames, first_offset: int = 0
 ) -> CompletionLogprobs:
     """Logprobs in the completions format. first_offset: start of the completion in the text of its choice."""
     return CompletionLogprobs(
-        tokens=[tokenizer.token_text(token.token_id, token.is_first) for token in tokens],
+        tokens=[names.name(token.token_id, token.is_first) for token in tokens],
         token_logprobs=[token.logprob for token in tokens],
-        top_logprobs=[_by_text(token, tokenizer) for token in tokens] if asks_top else None,
+        top_logprobs=[_by_name(token, names) for token in tokens] if asks_top else None,
         text_offset=[first_offset + token.offset for token in tokens],
     )
 
 
 def build_echo_logprobs(
-    echo: Echo, prompt_ids: NDArray[np.int32], prompt_logprobs: PromptLogprobs, num_top: int, tokenizer: Tokenizer
+    echo: Echo, prompt_ids: NDArray[np.int32], prompt_logprobs: PromptLogprobs, num_top: int, names: TokenNames
 ) -> CompletionLogprobs:
     """Logprobs of the P tokens of an echoed prompt; null for the first.
 
@@ -103,9 +128,9 @@ def build_echo_logprobs(
     token_ids, tops = prompt_ids.tolist(), _prompt_tops(prompt_logprobs.top, len(prompt_ids), num_top)
     rows = zip(token_ids, prompt_logprobs.logprobs.tolist(), echo.offsets, tops, strict=True)
     tokens = [TokenLogprob(token_id, logprob, offset, False, top) for token_id, logprob, offset, top in rows]
-    later = build_completion_logprobs(tokens[1:], num_top > 0, tokenizer)
+    later = build_completion_logprobs(tokens[1:], num_top > 0, names)
     return CompletionLogprobs(
-        tokens=[tokenizer.token_text(token_ids[0], is_first=True), *later.tokens],
+        tokens=[names.name(token_ids[0], is_first=True), *later.tokens],
         token_logprobs=[None, *later.token_logprobs],
         top_logprobs=None if later.top_logprobs is None else [None, *later.top_logprobs],
         text_offset=echo.offsets,
@@ -166,21 +191,21 @@ def _by_id(
     return entry
 
 
-def _by_text(token: TokenLogprob, tokenizer: Tokenizer) -> dict[str, float]:
+def _by_name(token: TokenLogprob, names: TokenNames) -> dict[str, float]:
     """The most likely tokens and, as at OpenAI, the sampled one; of several with the same text, the most likely."""
-    by_text: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     for token_id, logprob in token.top or ():
-        by_text.setdefault(tokenizer.token_text(token_id, token.is_first), logprob)  # the most likely come first
+        by_name.setdefault(names.name(token_id, token.is_first), logprob)  # the most likely come first
     # no more likely than any of the top tokens
-    by_text.setdefault(tokenizer.token_text(token.token_id, token.is_first), token.logprob)
-    return by_text
+    by_name.setdefault(names.name(token.token_id, token.is_first), token.logprob)
+    return by_name
 
 
-def build_chat_logprobs(tokens: Sequence[TokenLogprob], tokenizer: Tokenizer) -> ChatLogprobs:
+def build_chat_logprobs(tokens: Sequence[TokenLogprob], names: TokenNames) -> ChatLogprobs:
     """Logprobs in the chat format."""
 
     def spelling(token_id: int, token: TokenLogprob) -> tuple[str, list[int]]:
-        return tokenizer.token_text(token_id, token.is_first), list(tokenizer.token_bytes(token_id, token.is_first))
+        return names.name(token_id, token.is_first), list(names.tokenizer.token_bytes(token_id, token.is_first))
 
     content = []
     for token in tokens:
@@ -193,23 +218,27 @@ def build_chat_logprobs(tokens: Sequence[TokenLogprob], tokenizer: Tokenizer) ->
     return ChatLogprobs(content)
 
 
-def build_fingerprint(sequences: Sequence[FinishedSequence]) -> str:
+def build_fingerprint(sequences: Sequence[FinishedSequence], starts_in_reasoning: bool = False) -> str:
     """JSON object of lists with one entry per choice, for its G tokens as sampled: end token or stop string included.
 
     completion_ids: G ids. packed_chosen_logprobs: base64 of float32 [G]. packed_topk_indices, packed_topk_logprobs:
-    base64 of int32 and float32 [G, k]. Arrays are row-major and little-endian. A list is null if not requested.
+    base64 of int32 and float32 [G, k], -inf where fewer than k tokens are possible. Arrays are row-major and
+    little-endian. A list is null if not requested.
+    starts_in_reasoning: true if a chat's prompt ends within reasoning, which the choices continue; else it is left out.
     """
     chosen = [sequence.logprobs for sequence in sequences if sequence.logprobs is not None]
     tops = [sequence.top for sequence in sequences]
     top = [entry for entry in tops if entry is not None]
     assert len(chosen) in (0, len(sequences)), "either all sequences of an answer have logprobs or none"
     assert len(top) in (0, len(sequences)), "either all sequences of an answer have top-k logprobs or none"
-    fingerprint = {
+    fingerprint: dict[str, object] = {
         "completion_ids": [sequence.token_ids for sequence in sequences],
         "packed_chosen_logprobs": [_pack(np.array(logprobs, "<f4")) for logprobs in chosen] or None,
         "packed_topk_indices": [_pack(entry.token_ids.astype("<i4")) for entry in top] or None,
         "packed_topk_logprobs": [_pack(entry.logprobs.astype("<f4")) for entry in top] or None,
     }
+    if starts_in_reasoning:
+        fingerprint["starts_in_reasoning"] = True
     return orjson.dumps(fingerprint).decode()
 
 

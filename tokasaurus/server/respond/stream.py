@@ -6,13 +6,14 @@ The chunks of a choice, joined, are equal to the choice of the whole answer.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
 from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.server.errors import ApiError, error_response
 from tokasaurus.server.prepare.requests import Prepared
-from tokasaurus.server.protocol.answers import Usage
+from tokasaurus.server.protocol.answers import Usage, WeightSpan
 from tokasaurus.server.protocol.chat import (
     ChatChunkChoice,
     ChatChunkChoiceWithIds,
@@ -29,9 +30,12 @@ from tokasaurus.server.protocol.completions import (
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.respond.choice import CallDelta, CallStream, Choice, ChoiceDelta, UsageCounter
 from tokasaurus.server.respond.logprobs import build_chat_logprobs, build_completion_logprobs
-from tokasaurus.server.respond.whole import build_echo
+from tokasaurus.server.respond.versions import weight_spans
+from tokasaurus.server.respond.whole import build_echo, token_names
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.text.json_lines import write_json
+
+ChunkChoice = CompletionChunkChoice | ChatChunkChoice
 
 
 class AnswerStream(ABC):
@@ -48,6 +52,7 @@ class AnswerStream(ABC):
         self._prepared = prepared
         self._model = model
         self._options = options
+        self._names = token_names(prepared, model)
         self._head: dict[str, Any] = {
             "id": prepared.response_id,
             "object": self.object_name,
@@ -63,15 +68,18 @@ class AnswerStream(ABC):
     def events(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> bytes:
         """The events for new deltas; empty if nothing can be sent yet. deltas: (request index, delta)."""
         added = [
-            (self._choice_index(request_index, delta), self._add(request_index, delta))
+            (self._choice_index(request_index, delta), *self._add(request_index, delta))
             for request_index, delta in self._ready(deltas)
         ]
         usage = self._usage.usage() if self._options.continuous_usage_stats else None
         events: list[bytes] = []
         shows_ids = self._prepared.return_token_ids
-        for index, delta in added:
+        for index, delta, spans in added:
             if delta.text or delta.logprobs or delta.finish_reason is not None or (shows_ids and delta.token_ids):
-                events += [self._event([choice], usage) for choice in self._chunk_choices(index, delta)]
+                choices = self._chunk_choices(index, delta)
+                events += [self._event([choice], usage) for choice in (choices if spans is None else choices[:-1])]
+                if spans is not None:
+                    events.append(self._last_event(choices[-1], spans, usage))
         if not events:
             return b""
         return self.first_events(self.num_unsent_first) + b"".join(events)
@@ -104,7 +112,8 @@ class AnswerStream(ABC):
         """The deltas to process now: these, except any that must wait, and earlier ones whose wait is over."""
         return deltas
 
-    def _add(self, request_index: int, delta: SequenceDelta) -> ChoiceDelta:
+    def _add(self, request_index: int, delta: SequenceDelta) -> tuple[ChoiceDelta, list[WeightSpan] | None]:
+        """What the delta adds to its choice; if it is the last and with the flag rl, also the weights of all tokens."""
         self._usage.add(request_index, delta.sequence_index, delta)
         key = (request_index, delta.sequence_index)
         choice = self._choices.pop(key, None)
@@ -112,7 +121,10 @@ class AnswerStream(ABC):
             choice = Choice(self._prepared.requests[request_index], self._prepared, self._model)
         if delta.finish_reason is None:
             self._choices[key] = choice
-        return choice.add(delta)
+        added, spans = choice.add(delta), None
+        if delta.finish_reason is not None and self._model.rl:
+            spans = weight_spans(delta.weight_versions, choice.num_tokens)
+        return added, spans
 
     def _choice_index(self, request_index: int, delta: SequenceDelta) -> int:
         # All requests of a body have the same n.
@@ -125,6 +137,11 @@ class AnswerStream(ABC):
         if self._options.include_usage or self._options.continuous_usage_stats:
             chunk["usage"] = usage
         return b"data: %b\n\n" % write_json(chunk)
+
+    def _last_event(self, choice: ChunkChoice, spans: list[WeightSpan], usage: Usage | None) -> bytes:
+        """The last chunk of a choice, with the weights that its tokens are from."""
+        shown = {field.name: getattr(choice, field.name) for field in fields(choice)} | {"weight_versions": spans}
+        return self._event([shown], usage, {"weight_version": spans[-1].version})
 
     def _num_first_choices(self) -> int:
         """Number of choices that are sent before any text, each in a chunk of its own."""
@@ -139,7 +156,7 @@ class AnswerStream(ABC):
         return {}
 
     @abstractmethod
-    def _chunk_choices(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
+    def _chunk_choices(self, index: int, delta: ChoiceDelta) -> Sequence[ChunkChoice]:
         """The delta of one choice as choices of chunks, each sent in a chunk of its own."""
 
 
@@ -184,7 +201,7 @@ class CompletionStream(AnswerStream):
         logprobs = None
         if delta.logprobs is not None:
             asks_top = self._prepared.requests[0].num_top_logprobs > 0
-            logprobs = build_completion_logprobs(delta.logprobs, asks_top, self._model.tokenizer, len(echo))
+            logprobs = build_completion_logprobs(delta.logprobs, asks_top, self._names, len(echo))
         return [*chunks, self._chunk(index, delta, logprobs)]
 
     def _chunk(self, index: int, delta: ChoiceDelta, logprobs: CompletionLogprobs | None) -> CompletionChunkChoice:
@@ -226,7 +243,7 @@ class ChatStream(AnswerStream):
         return {"prompt_token_ids": self._prepared.requests[0].prompt_ids.tolist()}
 
     def _chunk_choices(self, index: int, delta: ChoiceDelta) -> list[ChatChunkChoice]:
-        logprobs = None if delta.logprobs is None else build_chat_logprobs(delta.logprobs, self._model.tokenizer)
+        logprobs = None if delta.logprobs is None else build_chat_logprobs(delta.logprobs, self._names)
         contents: list[CallDelta] = [ContentDelta(delta.text)]
         finish_reason: ChatFinishReason | None = delta.finish_reason
         if self._rules is not None:

@@ -28,6 +28,7 @@ from tokasaurus.server.protocol.completions import (
 )
 from tokasaurus.server.respond.choice import Choice, ChoiceDelta, UsageCounter, build_message
 from tokasaurus.server.respond.logprobs import (
+    TokenNames,
     build_chat_logprobs,
     build_completion_logprobs,
     build_echo_logprobs,
@@ -35,6 +36,7 @@ from tokasaurus.server.respond.logprobs import (
     build_prompt_logprobs,
     join_logprobs,
 )
+from tokasaurus.server.respond.versions import newest_version, weight_spans
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.text.json_lines import write_json
 
@@ -52,7 +54,7 @@ def build_completion(
         build_echo(request_index, prepared, row[0].prompt_logprobs, model) for request_index, row in enumerate(results)
     ]
     prompt_logprobs = [
-        _prompt_logprobs(request_index, prepared, row[0].prompt_logprobs, model)
+        write_prompt_logprobs(request_index, prepared, row[0].prompt_logprobs, model)
         for request_index, row in enumerate(results)
     ]
     prompt_ids = [request.prompt_ids.tolist() for request in prepared.requests] if prepared.return_token_ids else None
@@ -63,7 +65,7 @@ def build_completion(
         request_index = index // prepared.requests[0].num_sequences  # all requests of a body have the same n
         echo, logprobs = echoes[request_index]
         if whole.logprobs is not None:
-            own = build_completion_logprobs(whole.logprobs, asks_top, model.tokenizer, len(echo))
+            own = build_completion_logprobs(whole.logprobs, asks_top, token_names(prepared, model), len(echo))
             logprobs = own if logprobs is None else join_logprobs(logprobs, own)
         choice = (index, echo + whole.text, logprobs, whole.finish_reason)
         if prompt_ids is not None:
@@ -91,7 +93,7 @@ def build_chat_completion(
     choices: list[ChatChoice] = []
     for index, whole in enumerate(_whole_choices(prepared, results, model)):
         assert whole.finish_reason is not None, "its only delta is the last"
-        logprobs = None if whole.logprobs is None else build_chat_logprobs(whole.logprobs, model.tokenizer)
+        logprobs = None if whole.logprobs is None else build_chat_logprobs(whole.logprobs, token_names(prepared, model))
         message: AssistantMessage | CallingMessage = AssistantMessage(whole.text)
         finish_reason: ChatFinishReason = whole.finish_reason
         if prepared.calls is not None:
@@ -104,7 +106,7 @@ def build_chat_completion(
     object_name: Literal["chat.completion"] = "chat.completion"
     fingerprint, usage = _fingerprint(prepared, results, model), build_usage(prepared, results)
     fields = (prepared.response_id, object_name, int(time.time()), model.name, fingerprint, choices, usage)
-    prompt_logprobs = _prompt_logprobs(0, prepared, results[0][0].prompt_logprobs, model)
+    prompt_logprobs = write_prompt_logprobs(0, prepared, results[0][0].prompt_logprobs, model)
     prompt_ids = prepared.requests[0].prompt_ids.tolist() if prepared.return_token_ids else None
     if prompt_ids is not None or prompt_logprobs is not None:
         return ExtendedChatCompletion(*fields, prompt_ids, prompt_logprobs)
@@ -120,31 +122,53 @@ class WholeAnswer(Protocol):
     def usage(self) -> Usage: ...
 
 
-def write_answer(answer: WholeAnswer) -> bytes:
+def write_answer(answer: WholeAnswer, results: Sequence[Sequence[FinishedSequence]] | None = None) -> bytes:
     """The answer as JSON, which prompt logprobs may make hundreds of megabytes large.
+
+    results: of choices that also name the weights that their tokens are from.
 
     Serialised in parts, since each dumps() call holds the GIL, which blocks the event loop; join() releases it.
     """
     parts: list[bytes] = []
+    sequences = None if results is None else [sequence for row in results for sequence in row]
     for field in fields(answer):
+        if field.name == "choices" and sequences is not None:
+            parts += [b"," if parts else b"{", b'"weight_version":', orjson.dumps(newest_version(sequences))]
         parts += [b"," if parts else b"{", orjson.dumps(field.name), b":"]
         if field.name != "choices":
             parts.append(write_json(getattr(answer, field.name)))
             continue
-        choices: Sequence[CompletionChoice | ChatChoice] = getattr(answer, field.name)
+        choices: Sequence[WholeChoice] = getattr(answer, field.name)
         for index, choice in enumerate(choices):
-            parts += [b"," if index else b"[", _write_choice(choice)]
+            extra = {} if sequences is None else _weight_fields(sequences[index])
+            parts += [b"," if index else b"[", _write_choice(choice, extra)]
         parts.append(b"]")
     return b"".join([*parts, b"}"])
 
 
-def _write_choice(choice: CompletionChoice | ChatChoice) -> bytes:
+def _weight_fields(sequence: FinishedSequence) -> dict[str, object]:
+    """What a choice has with the flag rl."""
+    return {"weight_versions": weight_spans(sequence.weight_versions, len(sequence.token_ids))}
+
+
+class WholeChoice(Protocol):
+    """A dataclass, and its logprobs are one too."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def logprobs(self) -> Any: ...
+
+
+def _write_choice(choice: WholeChoice, extra: dict[str, object]) -> bytes:
+    """extra: further fields."""
     logprobs = choice.logprobs
-    if logprobs is None:
+    if logprobs is None and not extra:
         return write_json(choice)
-    lists = {field.name: getattr(logprobs, field.name) for field in fields(logprobs)}
-    shown = {field.name: getattr(choice, field.name) for field in fields(choice)}
-    shown["logprobs"] = {name: _write_list(values) for name, values in lists.items()}
+    shown = {field.name: getattr(choice, field.name) for field in fields(choice)} | extra
+    if logprobs is not None:
+        lists = {field.name: getattr(logprobs, field.name) for field in fields(logprobs)}
+        shown["logprobs"] = {name: _write_list(values) for name, values in lists.items()}
     return write_json(shown)
 
 
@@ -175,7 +199,13 @@ def build_echo(
         return echo.text, None
     assert prompt_logprobs is not None, "the engine returns logprobs if they are requested"
     num_top = request.num_top_logprobs
-    return echo.text, build_echo_logprobs(echo, request.prompt_ids, prompt_logprobs, num_top, model.tokenizer)
+    names = token_names(prepared, model)
+    return echo.text, build_echo_logprobs(echo, request.prompt_ids, prompt_logprobs, num_top, names)
+
+
+def token_names(prepared: Prepared, model: ServedModel) -> TokenNames:
+    """How the answer to a body names the tokens of logprobs."""
+    return TokenNames(model.tokenizer, prepared.return_tokens_as_token_ids)
 
 
 def build_usage(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]]) -> Usage:
@@ -187,7 +217,7 @@ def build_usage(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]
     return counter.usage()
 
 
-def _prompt_logprobs(
+def write_prompt_logprobs(
     request_index: int, prepared: Prepared, prompt_logprobs: PromptLogprobs | None, model: ServedModel
 ) -> orjson.Fragment | None:
     """The `prompt_logprobs` of one request as JSON; None if not requested. prompt_logprobs: as in `build_echo`."""
@@ -207,7 +237,8 @@ def _prompt_logprobs(
 def _fingerprint(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel) -> str:
     if not prepared.logprobs_in_fingerprint:
         return model.system_fingerprint
-    return build_fingerprint([sequence for sequences in results for sequence in sequences])
+    sequences = [sequence for sequences in results for sequence in sequences]
+    return build_fingerprint(sequences, prepared.starts_in_reasoning)
 
 
 def _whole_choices(

@@ -62,6 +62,10 @@ MAX_UNREAD_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 256 << 20
 # A line that found the queue full tries again after this time, even if no line of its connection has finished.
 QUEUE_RETRY_S = 1.0
+# Results that follow within this time go in one write: each write of a few results costs more than they do.
+WRITE_PAUSE_S = 0.002
+# Short lines that are parsed before they run: what they send to the managers goes in one write.
+LINES_PER_PASS = 8
 PROGRESS_S = 1.0
 """Time between two reports of progress."""
 
@@ -193,6 +197,8 @@ class BulkRun:
                     del self._results[0]
                     self._num_unsent_bytes -= len(content)
                     self._notice_room()
+                    if self._unanswered:
+                        await asyncio.sleep(WRITE_PAUSE_S)
             await starting
         finally:
             starting.cancel()
@@ -256,7 +262,8 @@ class BulkRun:
         self._unanswered[line] = None
         self._runner.start(line)
         self._notice_room()
-        await asyncio.sleep(0)  # let other tasks run: a chunk may contain thousands of lines
+        if self._num_lines % LINES_PER_PASS == 0:
+            await asyncio.sleep(0)  # let other tasks run: a chunk may contain thousands of lines
 
     async def _checked_line(self, content: bytes | TooLong) -> Line:
         if isinstance(content, TooLong):

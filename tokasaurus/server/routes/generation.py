@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
-from tokasaurus.server.access import client_of
+from tokasaurus.server.access import client_of, session_of
 from tokasaurus.server.endpoints import ENDPOINTS, Body, Endpoint
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
 from tokasaurus.server.prepare.requests import Origin
@@ -39,7 +39,8 @@ async def _answer(request: Request, body: Body, endpoint: Endpoint[Body]) -> Res
     """The response to `body`, streamed if it has stream=true.
 
     Raises ApiError; ClientGone if the client disconnects, after the engine was told to cancel the request."""
-    state, origin = state_of(request), Origin(num_body_bytes(request), client_of(request))
+    state = state_of(request)
+    origin = Origin(num_body_bytes(request), client_of(request), session=session_of(request) if state.model.rl else "")
     if body.stream:
         prepared = await run_while_connected(request.receive, endpoint.prepare(state, body, origin))
         return EventStream(endpoint.events(state, prepared, body.stream_options or StreamOptions()))

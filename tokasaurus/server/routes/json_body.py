@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 
 from tokasaurus.server.errors import BodyTooLarge, ClientGone, UnsupportedMediaType, shorten
 from tokasaurus.server.json_values import MAX_INLINE_BYTES, Body, parse_body
+from tokasaurus.server.protocol.fields import OptionalObject
 from tokasaurus.server.resources import RequestLimits
 from tokasaurus.server.state import state_of
 
@@ -38,6 +39,8 @@ async def _read_and_parse(request: Request, body_model: type[Body]) -> Body:
     with state.body_bytes.of_one_body() as count:
         content = await _read(request, state.limits, count)
         request.state.num_body_bytes = len(content)
+        if not content and issubclass(body_model, OptionalObject):
+            return body_model()
         if len(content) <= MAX_INLINE_BYTES:
             return parse_body(content, body_model, state.limits.max_json_values)
         threads, max_values = state.text_threads, state.limits.max_json_values

@@ -33,28 +33,31 @@ Tokens = dict[str, list[int]]
 """By the changed parameter, and DEFAULTS: the token of each row."""
 
 
-def draw_all(draw: Callable[[Tensor, SamplingRows], Sampled]) -> Tokens:
-    """Draws from the same logits with the defaults, and with each changed parameter."""
-    logits = torch.from_numpy(np.random.default_rng(0).normal(0, 1.5, (NUM_ROWS, VOCAB_SIZE)).astype(np.float32))
+def draw_all(draw: Callable[[Tensor, SamplingRows], Sampled], num_rows: int = NUM_ROWS) -> Tokens:
+    """Draws with the defaults, and with each changed parameter. The first rows are the same, however many there are."""
+    logits = torch.from_numpy(np.random.default_rng(0).normal(0, 1.5, (num_rows, VOCAB_SIZE)).astype(np.float32))
     defaults = SamplingParams()
     changes = {DEFAULTS: defaults}
     for name, value in CHANGES.items():
         changed: dict[str, Any] = defaults._asdict() | {name: value}
         changes[name] = SamplingParams(**changed)
-    return {name: draw(logits.clone(), make_changed_rows(params)).tokens.tolist() for name, params in changes.items()}
+    return {
+        name: draw(logits.clone(), make_changed_rows(params, num_rows)).tokens.tolist()
+        for name, params in changes.items()
+    }
 
 
-def make_changed_rows(params: SamplingParams) -> SamplingRows:
+def make_changed_rows(params: SamplingParams, num_rows: int) -> SamplingRows:
     """Each row has tokens of a prompt and as many generated ones, which penalties count."""
     rng = np.random.default_rng(1)
-    slots = list(range(1, NUM_ROWS + 1))
-    contexts = Contexts({slot: rng.integers(0, VOCAB_SIZE, 40).tolist() for slot in slots}, NUM_ROWS + 1)
+    slots = list(range(1, num_rows + 1))
+    contexts = Contexts({slot: rng.integers(0, VOCAB_SIZE, 40).tolist() for slot in slots}, num_rows + 1)
     contexts.sampling[:] = params
     rules = make_rules(dict.fromkeys(slots, Rule(20))) if params.has_penalties else None
     contexts.rules.open(int32(slots), rules, contexts.sampling)
-    keys = noise_keys([5] * NUM_ROWS, [0] * NUM_ROWS, [*range(NUM_ROWS)])
-    rows = make_rows([1.0] * NUM_ROWS, [1.0] * NUM_ROWS, keys)
-    columns = {name: np.full(NUM_ROWS, value) for name, value in params._asdict().items()}
+    keys = noise_keys([5] * num_rows, [0] * num_rows, [*range(num_rows)])
+    rows = make_rows([1.0] * num_rows, [1.0] * num_rows, keys)
+    columns = {name: np.full(num_rows, value) for name, value in params._asdict().items()}
     return dataclasses.replace(with_params(rows, **columns), rules=contexts.select(slots))
 
 
@@ -83,4 +86,4 @@ def draw_on_rank(rank: int, num_ranks: int, rendezvous: Path, answers: Connectio
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
-    print(json.dumps(draw_all(sample_by_triton)))
+    print(json.dumps(draw_all(sample_by_triton, num_rows=24)))

@@ -177,7 +177,7 @@ def check_passes() -> None:
 
 
 def main() -> None:
-    for seed, (block, size) in enumerate([(64, 1200), (16, 150), (256, 2100), (2048, 1)]):
+    for seed, (block, size) in enumerate([(64, 600), (16, 150), (256, 1300), (2048, 1)]):
         check_thresholds(block, size, seed)
     check_passes()
     check_logarithms()

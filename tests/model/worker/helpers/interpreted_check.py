@@ -113,7 +113,7 @@ def use_every_group(model: Decoder) -> set[str]:
 OF_GROUP = {"attention": {"merge_partial", "fill_lists"}, "sampling": {"draw"}, "layers": {"layers"}}
 
 
-def wrong_kernels() -> Iterator[tuple[str, Any, str, Kernel]]:
+def wrong_kernels() -> Iterator[tuple[triton_choice.KernelGroup, Any, str, Kernel]]:
     """(group, module, name, a kernel in its place) of one fault each."""
 
     def raises(*_: Any) -> Any:
@@ -190,6 +190,39 @@ def wrong_kernels() -> Iterator[tuple[str, Any, str, Kernel]]:
 original_draw = triton_sample.draw
 
 
+def check_is_found(
+    model: Decoder, shape: KVShape, group: triton_choice.KernelGroup, module: Any, kernel_name: str, wrong: Kernel
+) -> None:
+    """With `wrong` in a kernel's place, its group alone is switched off, with one line, and then not used."""
+    off = {"sampling"} - {group}
+    with on_pretended_cuda(*off):
+        with patch.object(module, kernel_name, wrong):
+            lines = check(model, shape)
+        assert left() == {*GROUPS} - {group} - off, (kernel_name, lines)
+        (line,) = lines
+        assert line.startswith(f"the Triton kernels of {group} are switched off: "), line
+        assert line.endswith("Triton needs a C compiler")
+        assert "\n" not in line
+        assert ("RuntimeError: Failed to find C compiler.;" in line) == (wrong.__name__ == "raises"), line
+        assert use_every_group(model) == set().union(*(OF_GROUP[other] for other in left()))
+
+
+def check_a_few() -> None:
+    """One model and cache: right kernels pass, wrong ones are found; of sampling, which is slow, one wrong draw."""
+    with tempfile.TemporaryDirectory() as name, torch.inference_mode():
+        save_tiny_model(Path(name), "qwen3")
+        model, info = load(Path(name))
+        shape = KVShape(2, info.num_heads, info.num_kv_heads, info.head_dim, 16, torch.float32, CPU)
+        with on_pretended_cuda():
+            assert (lines := check(model, shape)) == [], lines
+            assert left() == {*GROUPS}
+            assert use_every_group(model) == set().union(*OF_GROUP.values())
+        faults = [*wrong_kernels()]
+        wrong_draw = [fault for fault in faults if fault[0] == "sampling"][-1]
+        for fault in [wrong_draw, *(fault for fault in faults if fault[0] != "sampling")]:
+            check_is_found(model, shape, *fault)
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as name, torch.inference_mode():
         for family in FAMILIES:
@@ -215,18 +248,8 @@ def main() -> None:
         shape = dataclasses.replace(shape, dtype=torch.float32, page_size=16)
         with on_pretended_cuda():
             assert use_every_group(model) == set().union(*OF_GROUP.values())
-        for group, module, kernel_name, wrong in wrong_kernels():
-            off = {"sampling"} - {group}
-            with on_pretended_cuda(*off):
-                with patch.object(module, kernel_name, wrong):
-                    lines = check(model, shape)
-                assert left() == {*GROUPS} - {group} - off, (kernel_name, lines)
-                (line,) = lines
-                assert line.startswith(f"the Triton kernels of {group} are switched off: "), line
-                assert line.endswith("Triton needs a C compiler")
-                assert "\n" not in line
-                assert ("RuntimeError: Failed to find C compiler.;" in line) == (wrong.__name__ == "raises"), line
-                assert use_every_group(model) == set().union(*(OF_GROUP[other] for other in left()))
+        for fault in wrong_kernels():
+            check_is_found(model, shape, *fault)
         answers: list[bool] = []
 
         def disagree(works: bool) -> bool:

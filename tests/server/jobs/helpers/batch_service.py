@@ -12,9 +12,11 @@ import orjson
 import uvloop
 
 from tests.server.helpers.fake_engine import FakeEngine, hand_over
+from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import send_connection
 from tokasaurus.monitoring.metrics import LoopLag
 from tokasaurus.server.engine_client.client import NO_LIMITS, EngineClient, QueueLimits
+from tokasaurus.server.engine_client.rollouts import Rollouts
 from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.jobs.service import BatchService, TellTokens
 from tokasaurus.server.jobs.store.records import (
@@ -132,9 +134,8 @@ async def running_service(
     """is_engine_up: false: the test starts the engine. tell_tokens: of a private server."""
     engine = engine or FakeEngine()
     client = EngineClient(hand_over(engine), queue_limits=queue_limits)
-    state = ServerState(
-        model, client, GrammarChecker(model), TextThreads(), RequestLimits(), BodyBytes(1 << 30), LoopLag()
-    )
+    limits_of_text = TextThreads(), RequestLimits(), BodyBytes(1 << 30), LoopLag()
+    state = ServerState(model, client, GrammarChecker(model), *limits_of_text, Rollouts(client), ServerConfig())
     running = None
     try:
         with open_store(data_dir, "a test") as store, client.listening():

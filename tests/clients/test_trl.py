@@ -1,0 +1,142 @@
+"""TRL's AsyncGRPOTrainer trains the server's model, which gets new weights through examples/weight_transfer.py."""
+
+import json
+import math
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.conftest import PlainPost
+from tests.clients.trl_on_a_cpu import replaced_parts, share_of_even_ids
+
+pytest.importorskip("trl", reason="TRL is not installed: `make test-clients` has it")
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+from examples.weight_transfer import FileWeightTransfer
+
+NUM_UPDATES = 20
+NUM_GENERATIONS = 8
+PROMPTS = [[72, 101, 108, 108, 111], list(range(40, 90)), [7]]
+# TRL does not know the chat template of this tokenizer.
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|start|>assistant: ",
+    "fields": {"content": {"close_pattern": r"<\|eos\|>", "content": "text"}},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    versions: list[int]
+    """Of the server's weights: before the training, during each step and at the end."""
+    weights_left: list[str]
+    """Names in the directory for the weights, at the end."""
+    log: list[dict[str, float]]
+    """TRL's figures of each step."""
+    trained: Any
+    """The trained model, loaded anew by transformers."""
+
+
+@pytest.fixture(scope="module")
+def run(base_url: str, model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    url = base_url.removesuffix("/v1")
+    versions: list[int] = []
+
+    def note_version() -> None:
+        with urllib.request.urlopen(f"{url}/get_weight_version", timeout=60) as answer:
+            versions.append(int(json.load(answer)["weight_version"]))
+
+    class Noting(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
+            note_version()
+
+    tokenizer = AutoTokenizer.from_pretrained(model_directory)
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    questions = [{"prompt": [{"role": "user", "content": f"Question {number}"}]} for number in range(32)]
+    output, weights = tmp_path_factory.mktemp("trl"), tmp_path_factory.mktemp("weights")
+    config = AsyncGRPOConfig(
+        output_dir=str(output),
+        vllm_server_base_url=url,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        max_steps=NUM_UPDATES,
+        learning_rate=1e-2,
+        num_generations=NUM_GENERATIONS,
+        per_device_train_batch_size=NUM_GENERATIONS,
+        max_completion_length=16,
+        max_staleness=1,
+        queue_maxsize=2 * NUM_GENERATIONS,
+        save_strategy="no",
+        report_to=[],
+    )
+    note_version()
+    with replaced_parts():
+        trainer = AsyncGRPOTrainer(
+            model=str(model_directory),
+            reward_funcs=share_of_even_ids,
+            args=config,
+            train_dataset=Dataset.from_list(questions),
+            processing_class=tokenizer,
+            callbacks=[Noting()],
+            weight_transfer=FileWeightTransfer(url, str(weights), max_file_bytes=1 << 17),  # several files
+        )
+        trainer.train()
+    note_version()
+    trainer.save_model(str(output / "trained"))
+    trained = AutoModelForCausalLM.from_pretrained(output / "trained", dtype=torch.float32).eval()
+    weights_left = [path.name for path in weights.iterdir()]
+    return Run(versions, weights_left, [entry for entry in trainer.state.log_history if "loss" in entry], trained)
+
+
+def test_each_update_gives_the_server_the_next_version(run: Run) -> None:
+    before, *during, after = run.versions
+    # The first is sent before the first step.
+    assert during == list(range(before + 1, before + 1 + NUM_UPDATES))
+    assert after == before + 1 + NUM_UPDATES
+    assert len(run.weights_left) == 1  # of the newest, for an engine that starts again
+
+
+def test_losses_are_finite_and_the_reward_grows(run: Run) -> None:
+    assert len(run.log) == NUM_UPDATES
+    assert all(math.isfinite(entry[name]) for entry in run.log for name in ("loss", "grad_norm", "ratio", "kl"))
+    rewards = [entry["reward"] for entry in run.log]
+    assert sum(rewards[-5:]) > sum(rewards[:5])
+
+
+def test_log_probabilities_of_the_server_equal_the_trainers(run: Run) -> None:
+    """In the first step both have the same weights: TRL's ratio of probabilities is 1 at each token, and the mean of
+    ratio - 1 - log(ratio), which is positive elsewhere, is 0."""
+    first = run.log[0]
+    assert first["sample/staleness_max"] == 0
+    assert first["ratio"] == pytest.approx(1, abs=1e-4)
+    assert first["kl"] == pytest.approx(0, abs=1e-6)
+    assert all(entry["kl"] > 1e-4 for entry in run.log if entry["sample/staleness_mean"] == 1)
+
+
+def test_the_server_has_the_trained_weights(run: Run, model_directory: Path, plain_post: PlainPost) -> None:
+    untrained = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()
+    for prompt in PROMPTS:
+        body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        (choice,) = plain_post("completions", {**body, "logprobs": 0, "return_token_ids": True})["choices"]
+        given = torch.tensor(choice["logprobs"]["token_logprobs"])
+        expected = log_probabilities(run.trained, prompt, choice["token_ids"])
+        of_tokens = expected.gather(1, torch.tensor(choice["token_ids"])[:, None])[:, 0]
+        torch.testing.assert_close(given, of_tokens, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(of_tokens, expected.amax(1), atol=1e-4, rtol=0)  # greedy
+        earlier = log_probabilities(untrained, prompt, choice["token_ids"])
+        assert (earlier - expected).abs().max() > 1
+
+
+def log_probabilities(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """By transformers: [completion, vocabulary], float32."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    return logits.float().log_softmax(-1)

@@ -1,0 +1,149 @@
+"""New weights in a running server: its texts are those of a server that was started with them, and nothing in flight is
+lost."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.helpers.rollouts import (
+    NUM_TOKENS,
+    ByParity,
+    RolloutServer,
+    continued_by,
+    find_faults,
+    kill_in_update,
+    known_completions,
+    make_prompts,
+    rollout_server,
+)
+from tests.end_to_end.helpers.toka_process import wait_for
+from tokasaurus import Client, Sampling
+
+MODES = ["keep", "wait", "abort"]
+PROMPTS = make_prompts()
+
+
+@pytest.fixture(scope="session")
+def new(second: RolloutServer) -> list[list[int]]:
+    return second.all_greedy(PROMPTS, NUM_TOKENS)
+
+
+def assert_updates(
+    server: RolloutServer, second: RolloutServer, new: list[list[int]], models: list[Path], modes: list[str]
+) -> None:
+    """server: with the first model's weights, of version 0; it has them at the end too."""
+    old = server.all_greedy(PROMPTS, NUM_TOKENS)
+    assert all(one != other for one, other in zip(old, new, strict=True))
+    weights = {"0": known_completions(PROMPTS, old), "new": continued_by(second)}
+    for mode in modes:
+        with server.in_flight(PROMPTS) as answers:
+            assert server.update(models[1], version="new", mode=mode) == server.version == "new"
+            assert server.all_greedy(PROMPTS[:8], NUM_TOKENS) == new[:8]
+            details = [server.greedy(prompt, 1)["usage"]["prompt_tokens_details"] for prompt in PROMPTS[8:16]]
+        assert len(answers) == len(PROMPTS)
+        assert find_faults(PROMPTS, answers, weights) == []
+        reasons = {answer["choices"][0]["finish_reason"] for answer in answers}
+        versions = {span["version"] for answer in answers for span in answer["choices"][0]["weight_versions"]}
+        if mode == "keep":
+            assert (reasons, versions) == ({"length"}, {"0", "new"})
+        else:
+            assert versions == {"0"}
+            assert reasons == {"length"} if mode == "wait" else "abort" in reasons
+            assert [detail["cached_tokens"] for detail in details] == [0] * 8, "cached by old weights"
+        assert server.update(models[0], version="0") == "0"
+        assert server.all_greedy(PROMPTS[:8], NUM_TOKENS) == old[:8]
+
+
+def test_new_weights_give_the_texts_of_a_fresh_server_and_no_request_is_lost(
+    server: RolloutServer, second: RolloutServer, new: list[list[int]], models: list[Path]
+) -> None:
+    assert_updates(server, second, new, models, MODES)
+
+
+def test_a_pause_that_aborts_does_not_wait_behind_one_that_waits(server: RolloutServer) -> None:
+    """A trainer's second attempt, after a pause that took too long."""
+    with ThreadPoolExecutor(1) as pool, server.in_flight(PROMPTS[:8], 470) as answers:
+        waits = pool.submit(server.post, "/pause", mode="wait")
+        wait_for(lambda: server.http.get("/is_paused").json()["is_paused"], 60)
+        server.post("/pause", mode="abort")
+        waits.result()
+        server.post("/resume")
+    assert "abort" in {answer["choices"][0]["finish_reason"] for answer in answers}
+
+
+def test_lines_of_a_batch_that_are_aborted_run_again(server: RolloutServer) -> None:
+    body = {"model": "default", "prompt": "a", "max_tokens": 400, "n": 8, "ignore_eos": True}
+    line = {"url": "/v1/completions", "method": "POST", "body": body}
+    lines = [line | {"custom_id": str(number)} for number in range(4)]
+    content = "".join(json.dumps(line) + "\n" for line in lines)
+    file = server.http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("lines.jsonl", content)}).json()
+    before = server.toka.gauge("toka_generation_tokens_total")
+    asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = server.post("/v1/batches", asked)
+    wait_for(lambda: server.toka.gauge("toka_generation_tokens_total") > before, 60)
+    server.post("/pause", mode="abort")
+    assert server.toka.gauge("toka_generation_tokens_total") < before + 4 * 8 * 400
+    assert server.http.get(f"/v1/batches/{batch['id']}").json()["request_counts"]["completed"] < len(lines)
+    server.post("/resume")
+    wait_for(lambda: server.http.get(f"/v1/batches/{batch['id']}").json()["status"] == "completed", 120)
+    output = server.http.get(f"/v1/batches/{batch['id']}").json()["output_file_id"]
+    results = [json.loads(line) for line in server.http.get(f"/v1/files/{output}/content").text.splitlines()]
+    choices = [choice for result in results for choice in result["response"]["body"]["choices"]]
+    assert [choice["finish_reason"] for choice in choices] == ["length"] * 32
+
+
+def test_samples_of_the_library_name_their_weights(server: RolloutServer, models: list[Path]) -> None:
+    with Client(server.toka.url) as client:
+        for model, version in ((models[1], "new"), (models[0], "0")):
+            assert server.update(model, version=version) == version
+            (result,) = client.generate(["a"], Sampling(n=2, max_tokens=2))
+            assert [sample.weight_version for sample in result.samples] == [version] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flag", ["tp_size=2", "pp_size=2", "dp_size=2"])
+def test_ranks_stages_and_replicas_change_together(
+    second: RolloutServer, new: list[list[int]], models: list[Path], flag: str
+) -> None:
+    with rollout_server(models[0], flag) as ranks:
+        assert_updates(ranks, second, new, models, MODES)
+
+
+def test_a_worker_killed_in_an_update_comes_back_with_the_weights_that_its_version_names(
+    server: RolloutServer, second: RolloutServer, new: list[list[int]], models: list[Path]
+) -> None:
+    prompts = PROMPTS[:16]
+    old = server.all_greedy(prompts, NUM_TOKENS)
+    weights = ByParity({"0": known_completions(prompts, old), "1": continued_by(second)})
+    report = kill_in_update(server, models, 1, prompts, "toka-worker", after_s=0.01)
+    assert (report.status, server.version) == (200, "1")
+    assert find_faults(prompts, report.answers, weights) == []
+    assert server.all_greedy(prompts[:4], NUM_TOKENS) == new[:4]
+    server.update(models[0], version="0")
+    assert server.all_greedy(prompts[:4], NUM_TOKENS) == old[:4]
+
+
+def test_a_stream_that_crosses_an_update_names_both_weights_at_its_end(
+    server: RolloutServer, second: RolloutServer, models: list[Path]
+) -> None:
+    prompt = PROMPTS[0]
+    old = server.greedy_ids(prompt, 400)
+    body = {"model": "default", "prompt": prompt, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    choices: list[dict[str, Any]] = []
+    with server.http.stream("POST", "/v1/completions", json=body | {"stream": True, "return_token_ids": True}) as lines:
+        for line in lines.iter_lines():
+            if line.startswith("data: {"):
+                choices.append(json.loads(line.removeprefix("data: "))["choices"][0])
+                if len(choices) == 2:
+                    server.update(models[1], version="new")
+    ids = [token_id for choice in choices for token_id in choice["token_ids"]]
+    spans = choices[-1]["weight_versions"]
+    assert [span["version"] for span in spans] == ["0", "new"]
+    start = spans[1]["start"]
+    assert [spans[0]["end"], spans[1]["end"]] == [start, 400]
+    assert ids[:start] == old[:start]
+    assert ids[start:] == second.greedy_ids(prompt + ids[:start], 400 - start)
+    server.update(models[0], version="0")

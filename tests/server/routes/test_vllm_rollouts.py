@@ -1,0 +1,79 @@
+"""Which servers have the routes for roll-outs, and who may use them; tests/end_to_end/rollouts has what they do."""
+
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from tests.server.helpers.fake_engine import FakeEngine
+from tests.server.helpers.live_server import live_server
+from tokasaurus.server.served_model import ServedModel
+
+ROUTES = {
+    ("POST", "/abort_request"),
+    ("POST", "/continue_generation"),
+    ("POST", "/finish_weight_update"),
+    ("GET", "/flush_cache"),
+    ("POST", "/flush_cache"),
+    ("POST", "/generate"),
+    ("GET", "/get_server_info"),
+    ("GET", "/get_weight_version"),
+    ("GET", "/get_world_size"),
+    ("GET", "/health_generate"),
+    ("POST", "/inference/v1/generate"),
+    ("POST", "/init_weight_transfer_engine"),
+    ("GET", "/is_paused"),
+    ("POST", "/pause"),
+    ("POST", "/pause_generation"),
+    ("GET", "/is_sleeping"),
+    ("POST", "/release_memory_occupation"),
+    ("POST", "/reset_prefix_cache"),
+    ("POST", "/resume"),
+    ("POST", "/resume_memory_occupation"),
+    ("GET", "/server_info"),
+    ("POST", "/sleep"),
+    ("POST", "/start_weight_update"),
+    ("POST", "/update_weights"),
+    ("POST", "/update_weights_from_disk"),
+    ("GET", "/v1/loads"),
+    ("POST", "/wake_up"),
+}
+
+
+def test_the_routes_are_there_with_rl_alone_and_need_the_key(served_model: ServedModel) -> None:
+    paths = {}
+    for rl in (False, True):
+        with live_server(replace(served_model, rl=rl), FakeEngine(), api_key="key") as server:
+            page = server.http.get("/openapi.json").json()["paths"]
+            paths[rl] = {(method.upper(), path) for path, methods in page.items() for method in methods}
+            for method, path in ROUTES:
+                assert httpx.request(method, server.url + path).status_code == 401
+                if not rl:
+                    assert server.http.request(method, path).status_code == 404
+    assert paths[True] - paths[False] == ROUTES
+
+
+@pytest.mark.parametrize("path", ["/pause", "/generate", "/update_weights"])
+def test_they_are_refused_until_the_engine_is_up(served_model: ServedModel, path: str) -> None:
+    bodies = {"/generate": {"text": "a"}, "/update_weights": {"weight_dir": "a"}}
+    with live_server(replace(served_model, rl=True), FakeEngine(), start_engine=False) as server:
+        answer = server.http.post(path, json=bodies.get(path))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_not_ready")
+
+
+@pytest.mark.parametrize("header", ["X-Session-ID", "X-SMG-Routing-Key"])
+@pytest.mark.parametrize("rl", [False, True])
+def test_requests_carry_the_session_that_their_header_names(served_model: ServedModel, header: str, rl: bool) -> None:
+    fields = {"model": "default", "max_tokens": 1}
+    bodies = {
+        "/v1/completions": fields | {"prompt": [5]},
+        "/v1/chat/completions": fields | {"messages": [{"role": "user", "content": "a"}]},
+    }
+    if rl:
+        bodies["/inference/v1/generate"] = {"token_ids": [5], "sampling_params": {"max_tokens": 1}}
+        bodies["/generate"] = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
+    with live_server(replace(served_model, rl=rl), FakeEngine()) as server:
+        for path, body in bodies.items():
+            assert server.http.post(path, json=body, headers={header: f"of {path}"}).status_code == 200
+        sessions = [request.session for request in server.engine.requests]
+    assert sessions == [f"of {path}" if rl else "" for path in bodies]

@@ -1,0 +1,121 @@
+"""Commands that change a running engine, from the server to each manager and, where they concern the model, on to its
+workers; and their answers."""
+
+from dataclasses import dataclass
+
+FIRST_VERSION = "0"
+"""Name of the weights that the checkpoint has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Run no steps until Resume. Done when no step runs: every sequence then waits, with the tokens that it has."""
+
+    command_id: int
+    aborts: bool
+    """End all sequences with the tokens that they have, for the reason "abort"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Go on: waiting sequences are admitted. Does nothing if the engine is not paused."""
+
+    command_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequests:
+    """End these requests with the tokens that they have, for the reason "abort"; all others go on."""
+
+    command_id: int
+    request_ids: tuple[str, ...]
+    """Ids that are unknown, or whose sequences have all finished, are ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClearCache:
+    """Forget the KV of all prefixes that no running sequence uses."""
+
+    command_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What tells whether a file of weights is still the same."""
+
+    name: str
+    header: str
+    """Digest of the header, which names the tensors; of a GGUF file, of its beginning."""
+    changed_ns: int
+    """Time of its last change, in nanoseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateWeights:
+    """Replace weights in place. The engine must be paused."""
+
+    command_id: int
+    directory: str
+    """Contains safetensors files with the model's tensors."""
+    version: str
+    """Name of the weights from then on."""
+    is_partial: bool = False
+    """Tensors may be missing: they stay as they are."""
+    clears_cache: bool = True
+    """Forget the KV of all prefixes, and of the prefixes that waiting sequences will need."""
+    number: int = 0
+    """Of the server's updates, from 1 on: later updates have higher numbers."""
+    files: tuple[FileState, ...] = ()
+    """Only these may be read, also when the weights are read again later; () if any may."""
+
+    def replaces(self, earlier: "UpdateWeights") -> bool:
+        """Whether nothing of an earlier update is left after this one, as far as the files tell."""
+        if not self.is_partial:
+            return True
+        headers = {file.name: file.header for file in self.files}
+        is_known = self.directory == earlier.directory and earlier.is_partial and bool(earlier.files)
+        return is_known and all(headers.get(file.name) == file.header for file in earlier.files)
+
+
+def add_update(updates: list[UpdateWeights], update: UpdateWeights) -> None:
+    """Add one to those that lead from the checkpoint's weights to the newest, in order, and drop what it replaces."""
+    updates[:] = [*(earlier for earlier in updates if not update.replaces(earlier)), update]
+
+
+WeightVersions = tuple[tuple[int, str], ...]
+"""(index of the first token, version) of each span of a completion's tokens, in order; the first index is 0."""
+
+FIRST_VERSIONS: WeightVersions = ((0, FIRST_VERSION),)
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Give memory back to the system. The engine must be paused; all cached KV is lost."""
+
+    command_id: int
+    with_weights: bool
+    """Also that of the weights, which are read from their files again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Take the memory again, with the newest weights. Does nothing unless the engine sleeps, or lacks weights."""
+
+    command_id: int
+    may_lack_weights: bool = False
+    """If the weights cannot be read again, wake without: a whole update or another Wake must come before a step."""
+
+
+WorkerCommand = UpdateWeights | Sleep | Wake
+"""What a manager passes on to its workers."""
+
+EngineCommand = Pause | Resume | AbortRequests | ClearCache | WorkerCommand
+
+
+@dataclass(frozen=True, slots=True)
+class CommandDone:
+    """The command has been carried out, or refused without any change."""
+
+    command_id: int
+    error: str = ""
+    """Why it was refused, in one line; "" if it was carried out."""

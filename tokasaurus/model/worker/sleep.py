@@ -1,0 +1,78 @@
+"""Sleep: memory of KV and weights is given back to the system, at the same addresses, and taken again."""
+
+import threading
+
+import torch
+
+from tokasaurus.messages.commands import UpdateWeights
+from tokasaurus.messages.status import first_line
+from tokasaurus.model.attention.backend import AttentionBackend
+from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.weights import return_freed_memory
+from tokasaurus.model.worker.weight_update import WeightUpdates
+
+
+class Sleeper:
+    """Of one rank. The other ranks of the replica must get the same calls."""
+
+    def __init__(self, model: Decoder, backend: AttentionBackend, updates: WeightUpdates, device: torch.device) -> None:
+        """The cache's memory is touched in the background from now on, as after each `wake`."""
+        self._model = model
+        self._backend = backend
+        self._updates = updates
+        self._device = device
+        self._has_cache = self._has_weights = True
+        self._has_weight_memory = True
+        """It may lack weights all the same: see `wake`."""
+        self._touching: list[threading.Thread] = []
+        self._touch()
+
+    @torch.inference_mode()
+    def sleep(self, with_weights: bool) -> str:
+        """One line that says why it cannot be; "" if it sleeps."""
+        if self._device.type != "cpu":
+            return "sleep is implemented on CPUs only"
+        try:
+            if self._has_cache:
+                for thread in self._touching:  # they would take the memory again
+                    thread.join()
+                self._backend.give_back()
+                self._has_cache = False
+            if with_weights and self._has_weight_memory:
+                self._model.give_back()
+                self._has_weights = self._has_weight_memory = False
+        except OSError as error:
+            return first_line(error)
+        return_freed_memory()
+        return ""
+
+    @torch.inference_mode()
+    def wake(self, may_lack_weights: bool = False) -> str:
+        """One line that says why it cannot be, and goes on sleeping; "" if it is awake. may_lack_weights: it is awake
+        also if the weights cannot be read again; they must come by `update`, or at the next call."""
+        if not self._has_weights:
+            if not self._has_weight_memory:
+                self._model.take_again()
+            error = self._updates.apply_again()
+            self._has_weights = not error
+            if error and not may_lack_weights:
+                if not self._has_weight_memory:
+                    self._model.give_back()
+                return f"the weights cannot be read again: {error}"
+            self._has_weight_memory = True
+        if not self._has_cache:
+            self._backend.take_again()
+            self._has_cache = True
+            self._touch()
+        return ""
+
+    def update(self, update: UpdateWeights) -> str:
+        """As WeightUpdates.apply. Not while the weights' memory is given back."""
+        if not self._has_weights and update.is_partial:
+            return "the weights have not been read again: an update of all weights must come before one of a part"
+        error = self._updates.apply(update)
+        self._has_weights |= not error
+        return error
+
+    def _touch(self) -> None:
+        self._touching = self._backend.touch_in_background(max(1, torch.get_num_threads() // 2))

@@ -1,0 +1,77 @@
+"""New weights for a running model, in place: checked by every rank before any of them changes anything."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from tokasaurus.checkpoint import CheckpointError, ModelInfo, file_states, update_files
+from tokasaurus.checkpoint.gguf.model import is_gguf
+from tokasaurus.messages.commands import FIRST_VERSION, UpdateWeights, add_update
+from tokasaurus.messages.status import first_line
+from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.tensor_files import DEQUANTIZED_DTYPES
+from tokasaurus.model.decoder.weights import WeightShard, check_update, return_freed_memory, write_update
+from tokasaurus.model.parallel.collectives import least_of_ranks
+from tokasaurus.model.parallel.mesh import Mesh
+
+logger = logging.getLogger(__name__)
+
+
+class WeightUpdates:
+    """Of one rank's model. The other ranks of the replica must call `apply` with the same updates, in order."""
+
+    def __init__(self, model: Decoder, info: ModelInfo, directory: Path, mesh: Mesh, device: torch.device) -> None:
+        """directory: of the checkpoint."""
+        self._model = model
+        self._directory = directory
+        self._mesh = mesh
+        self._device = device
+        stored: torch.dtype = getattr(torch, info.dtype)
+        self._quantization = info.quantization
+        self._dtypes = {model.weight_dtype, stored}
+        self._applied: list[UpdateWeights] = []
+        """All that differs from the checkpoint: the last whole update, and the parts since."""
+
+    def _shards(self) -> Iterator[WeightShard]:
+        return iter(self._model.weight_shards())
+
+    @torch.inference_mode()  # what was made in it may be changed only in it
+    def apply(self, update: UpdateWeights) -> str:
+        """One line that says why nothing was changed; "" after the update. No step may be running.
+
+        Raises CheckpointError if a file that was readable just before is no longer: the weights are then a mixture, and
+        the process must end.
+        """
+        error, files = "", list[Path]()
+        # The checkpoint's own files may be quantised; new weights are plain numbers.
+        quantization = self._quantization if update.directory == str(self._directory) else None
+        try:
+            files = update_files(Path(update.directory))
+            if update.files and file_states(files) != update.files:
+                raise CheckpointError(f"files in {update.directory} have changed since the update was asked for")
+            dtypes = self._dtypes if quantization is None and not is_gguf(files[0]) else DEQUANTIZED_DTYPES
+            check_update(files, self._shards(), self._model.ignores, dtypes, update.is_partial, quantization)
+        except (CheckpointError, OSError) as refused:
+            error = first_line(refused)
+        if not least_of_ranks(int(not error), self._mesh, self._device):
+            return error or "another rank cannot use the new weights"
+        write_update(files, self._shards(), quantization)
+        return_freed_memory()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        add_update(self._applied, update)
+        return ""
+
+    def apply_again(self) -> str:
+        """Write all weights anew, after their memory was given back. As `apply`."""
+        before = [*self._applied]  # `apply` changes it
+        updates = before
+        if not updates or updates[0].is_partial:
+            updates = [UpdateWeights(0, str(self._directory), FIRST_VERSION), *updates]
+        for update in updates:
+            if error := self.apply(update):
+                self._applied = before  # all of them are still wanted at the next call
+                return error
+        return ""

@@ -1,0 +1,132 @@
+"""Pauses, new weights and aborts, as the routes for roll-outs ask for them, by whatever names. All may be repeated."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.server.engine_client.client import EngineClient, PauseMode, next_version
+from tokasaurus.server.engine_client.commands import CommandRefused
+from tokasaurus.server.errors import Conflict, InvalidRequest
+
+
+class Rollouts:
+    """One per server. Used by the event loop only."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self._started_version: str | None = None
+        """Of the weights that come in parts, from `start_update` to `finish_update`."""
+        self._paused_at_start = False
+        """`start_update` has paused the engine, so `finish_update` resumes it."""
+        self._named: dict[str, list[str]] = {}
+        """Ids of requests in the engine, by the names that clients have given them."""
+
+    @property
+    def weight_version(self) -> str:
+        return self._engine.weight_version
+
+    @property
+    def is_paused(self) -> bool:
+        return self._engine.is_paused
+
+    async def pause(self, mode: PauseMode, clears_cache: bool) -> None:
+        """As EngineClient.pause."""
+        await self._engine.pause(mode, clears_cache)
+
+    async def resume(self) -> None:
+        """As EngineClient.resume. An update that was started, and never finished, ends too. Raises Conflict while the
+        engine sleeps."""
+        self._started_version, self._paused_at_start = None, False
+        try:
+            await self._engine.resume()
+        except CommandRefused as error:
+            raise Conflict(str(error)) from None
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._engine.is_asleep
+
+    async def sleep(self, mode: PauseMode, with_weights: bool, refuses: bool) -> None:
+        """As EngineClient.sleep. Raises Conflict if it cannot sleep."""
+        try:
+            await self._engine.sleep(mode, with_weights=with_weights, refuses=refuses)
+        except CommandRefused as error:
+            raise Conflict(f"the engine goes on: {error}") from None
+
+    async def wake(self, stays_paused: bool = False) -> None:
+        """As EngineClient.wake. Raises Conflict if it goes on sleeping."""
+        try:
+            await self._engine.wake(stays_paused)
+        except CommandRefused as error:
+            raise Conflict(f"the engine goes on sleeping: {error}") from None
+
+    async def update(
+        self, directory: str, version: str | None, is_partial: bool, clears_cache: bool, mode: PauseMode, param: str
+    ) -> str:
+        """New weights for all replicas; returns their version. Arguments as of EngineClient.update_weights.
+
+        param: the body's field with the directory. Raises InvalidRequest if nothing was changed, and EngineDied."""
+        if version is None:
+            version = self._started_version
+        try:
+            return await self._engine.update_weights(
+                directory, version, is_partial=is_partial, clears_cache=clears_cache, mode=mode
+            )
+        except CommandRefused as error:
+            raise InvalidRequest(f"{param}: {error}", param) from None
+
+    async def start_update(self) -> None:
+        """The updates from now to `finish_update` are parts of one: they have one version, and no step runs between."""
+        if self._started_version is None:
+            self._started_version = next_version(self._engine.weight_version)
+        if not self._engine.is_paused:
+            self._paused_at_start = True
+            await self._engine.pause("keep")
+
+    async def finish_update(self) -> None:
+        """Does nothing unless an update was started."""
+        resumes = self._paused_at_start
+        self._started_version, self._paused_at_start = None, False
+        if resumes:
+            await self.resume()
+
+    @contextmanager
+    def named(self, name: str | None, requests: Sequence[GenerateRequest]) -> Iterator[None]:
+        """Within the context, `abort` knows the requests by their client's name; None has none."""
+        if name is None:
+            yield
+            return
+        ids = [request.request_id for request in requests]
+        self._named.setdefault(name, []).extend(ids)
+        try:
+            yield
+        finally:
+            self._named[name] = [one for one in self._named[name] if one not in ids]
+            if not self._named[name]:
+                del self._named[name]
+
+    async def abort(self, name: str | None) -> None:
+        """End requests of this name by "abort" with the tokens that they have, or all if None. An unknown one is
+        ignored."""
+        if name is None:
+            await self._engine.abort(lambda _: True)
+        else:
+            ids = set(self._named.get(name, ()))
+            await self._engine.abort(lambda request: request.request_id in ids)
+
+    async def clear_cache(self) -> None:
+        """Forget the KV of all prompts. Raises Conflict while sequences run."""
+        try:
+            await self._engine.clear_cache()
+        except CommandRefused as error:
+            raise Conflict(f"the cache was not cleared: {error}") from None
+
+    async def clear_cache_if_idle(self) -> bool:
+        """Forget the KV of all prompts; False, and nothing happens, while any request is unfinished."""
+        if self._engine.num_pending_requests:
+            return False
+        try:
+            await self._engine.clear_cache()
+        except CommandRefused:
+            return False
+        return True

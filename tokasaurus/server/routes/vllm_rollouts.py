@@ -1,0 +1,179 @@
+"""Roll-outs by vLLM's names: tokens in and out, pauses, new weights. Served with rl=T."""
+
+from functools import partial
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from tokasaurus.server.access import client_of, session_of
+from tokasaurus.server.endpoints import Endpoint
+from tokasaurus.server.errors import InvalidRequest, naming_fields
+from tokasaurus.server.openapi import BODY_ERRORS, error_responses
+from tokasaurus.server.prepare.completion import draft_completion
+from tokasaurus.server.prepare.requests import Origin
+from tokasaurus.server.prepare.rollouts import TOKENS_FIELDS, completion_of_tokens
+from tokasaurus.server.protocol.completions import CompletionRequest
+from tokasaurus.server.protocol.vllm_rollouts import (
+    FinishUpdateRequest,
+    InitTransferRequest,
+    Level,
+    PauseMode,
+    PauseState,
+    ResetCacheRequest,
+    SleepState,
+    StartUpdateRequest,
+    TokensAnswer,
+    TokensRequest,
+    UpdateWeightsRequest,
+    WeightsUpdate,
+    WeightVersion,
+    WorldSize,
+)
+from tokasaurus.server.respond.stream import CompletionStream
+from tokasaurus.server.respond.vllm_rollouts import build_tokens_answer
+from tokasaurus.server.routes.event_stream import run_while_connected
+from tokasaurus.server.routes.json_body import JsonBodyRoute
+from tokasaurus.server.state import ServerState, num_body_bytes, state_of
+
+router = APIRouter(route_class=JsonBodyRoute, tags=["roll-outs"])
+
+_GENERATION_ERRORS = error_responses(*BODY_ERRORS, 404, 429, 503)
+_draft = partial(draft_completion, default_tokens=None)
+
+
+@router.post("/inference/v1/generate", responses={200: {"model": TokensAnswer}, **_GENERATION_ERRORS})
+async def generate(request: Request, body: TokensRequest) -> Response:
+    """Continue the tokens of one prompt, `n` times."""
+    state = state_of(request)
+    origin = Origin(num_body_bytes(request), client_of(request), session=session_of(request))
+    endpoint = Endpoint(CompletionRequest, _draft, partial(build_tokens_answer, body), CompletionStream, False)
+    with naming_fields(TOKENS_FIELDS):
+        work = endpoint.answer(state, completion_of_tokens(body), origin)
+        answer = await run_while_connected(request.receive, work)
+    return Response(answer.content, media_type="application/json")
+
+
+@router.post("/pause", responses={200: {"model": PauseState}, **error_responses(400, 503)})
+async def pause(request: Request, mode: PauseMode = "abort", clear_cache: bool = True) -> JSONResponse:
+    """Returns when no step runs; new requests wait. mode: running requests are ended by "abort" with the tokens that
+    they have, waited for, or kept until /resume. clear_cache: forget the KV of all prompts."""
+    await _ready_state(request).rollouts.pause(mode, clear_cache)
+    return JSONResponse({"is_paused": True})
+
+
+@router.post("/resume", responses={200: {"model": PauseState}, **error_responses(503)})
+async def resume(request: Request) -> JSONResponse:
+    """Go on after /pause. Does nothing unless the engine is paused."""
+    await _ready_state(request).rollouts.resume()
+    return JSONResponse({"is_paused": False})
+
+
+@router.get("/is_paused", responses={200: {"model": PauseState}})
+async def is_paused(request: Request) -> JSONResponse:
+    return JSONResponse({"is_paused": state_of(request).rollouts.is_paused})
+
+
+@router.post("/sleep", responses={200: {"model": SleepState}, **error_responses(400, 409, 503)})
+async def sleep(request: Request, level: Level = "1", mode: PauseMode = "keep", refuse: bool = False) -> JSONResponse:
+    """Give memory back to the system until /wake_up: of the KV cache, and on level 2 of the weights, which are read
+    from their files again. mode: as for /pause. refuse: new requests get 503 meanwhile, instead of waiting."""
+    rollouts = _ready_state(request).rollouts
+    await rollouts.sleep(mode, with_weights=level == "2", refuses=refuse)
+    return JSONResponse({"is_sleeping": True})
+
+
+@router.post("/wake_up", responses={200: {"model": SleepState}, **error_responses(409, 503)})
+async def wake_up(request: Request) -> JSONResponse:
+    """Take the memory again, and go on. Does nothing unless the engine sleeps."""
+    await _ready_state(request).rollouts.wake()
+    return JSONResponse({"is_sleeping": False})
+
+
+@router.get("/is_sleeping", responses={200: {"model": SleepState}})
+async def is_sleeping(request: Request) -> JSONResponse:
+    return JSONResponse({"is_sleeping": state_of(request).rollouts.is_asleep})
+
+
+@router.post("/reset_prefix_cache", responses={200: {"model": PauseState}, **error_responses(*BODY_ERRORS, 409, 503)})
+async def reset_prefix_cache(request: Request, body: ResetCacheRequest) -> JSONResponse:  # noqa: ARG001  (it has been checked)
+    """Forget the KV of all prompts; 409 while requests run."""
+    rollouts = _ready_state(request).rollouts
+    await rollouts.clear_cache()
+    return JSONResponse({"is_paused": rollouts.is_paused})
+
+
+@router.post("/update_weights", responses={200: {"model": WeightVersion}, **error_responses(*BODY_ERRORS, 503)})
+async def update_weights(request: Request, body: UpdateWeightsRequest) -> JSONResponse:
+    """Replace the model's weights in place, on every replica."""
+    state = _ready_state(request)
+    update: WeightsUpdate = body if body.update_info is None else body.update_info
+    prefix = "" if body.update_info is None else "update_info."
+    if body.update_info is not None and body.weight_dir is not None:
+        raise InvalidRequest("weight_dir and update_info: only one of them may be given", "update_info")
+    if update.weight_dir is None:
+        raise InvalidRequest("weight_dir is required", "weight_dir")
+    arguments = (update.weight_dir, update.version, update.partial, update.clear_cache, update.mode)
+    version = await state.rollouts.update(*arguments, f"{prefix}weight_dir")
+    return JSONResponse({"weight_version": version})
+
+
+@router.post("/init_weight_transfer_engine", responses={200: {"model": WeightVersion}, **error_responses(*BODY_ERRORS)})
+async def init_weight_transfer_engine(request: Request, body: InitTransferRequest) -> JSONResponse:  # noqa: ARG001  (it has been checked)
+    """Whether weights can come as the trainer sends them: files in a directory can, and nothing has to be set up."""
+    return _version(state_of(request))
+
+
+@router.post("/start_weight_update", responses={200: {"model": WeightVersion}, **error_responses(*BODY_ERRORS, 503)})
+async def start_weight_update(request: Request, body: StartUpdateRequest) -> JSONResponse:  # noqa: ARG001  (it has been checked)
+    """The following /update_weights are parts of one update, until /finish_weight_update; no step runs meanwhile."""
+    state = _ready_state(request)
+    await state.rollouts.start_update()
+    return _version(state)
+
+
+@router.post("/finish_weight_update", responses={200: {"model": WeightVersion}, **error_responses(*BODY_ERRORS, 503)})
+async def finish_weight_update(request: Request, body: FinishUpdateRequest) -> JSONResponse:
+    """The end of the update; resumes an engine that /start_weight_update has paused."""
+    state = _ready_state(request)
+    version = state.rollouts.weight_version
+    if body.weight_version not in (None, version):
+        reason = f"weight_version must be {version!r}: update_info.version of /update_weights names the weights"
+        raise InvalidRequest(reason, "weight_version")
+    await state.rollouts.finish_update()
+    return _version(state)
+
+
+@router.get("/get_world_size", responses={200: {"model": WorldSize}, **error_responses(400)})
+async def get_world_size(request: Request, include_dp: bool = True) -> JSONResponse:
+    """How many workers there are."""
+    config = state_of(request).config
+    return JSONResponse({"world_size": config.tp_size * config.pp_size * (config.dp_size if include_dp else 1)})
+
+
+@router.get("/server_info", responses=error_responses(400, 503))
+async def server_info(request: Request, config_format: Literal["json"]) -> JSONResponse:  # noqa: ARG001  (the only form)
+    """What trainers read of vLLM's configuration."""
+    state = _ready_state(request)
+    config, limits = state.config, state.ready_limits()
+    model: dict[str, Any] = {
+        "model": state.model.name,
+        "dtype": f"torch.{limits.dtype}",
+        "max_model_len": limits.max_tokens_per_sequence,
+    }
+    parallel = {
+        "tensor_parallel_size": config.tp_size,
+        "pipeline_parallel_size": config.pp_size,
+        "data_parallel_size": config.dp_size,
+    }
+    return JSONResponse({"vllm_config": {"model_config": model, "parallel_config": parallel}})
+
+
+def _ready_state(request: Request) -> ServerState:
+    state = state_of(request)
+    state.ready_limits()
+    return state
+
+
+def _version(state: ServerState) -> JSONResponse:
+    return JSONResponse({"weight_version": state.rollouts.weight_version})
