@@ -67,9 +67,9 @@ gpu-kit: .venv/installed-dev  ## Packages that a GPU machine without a registry 
 test-neon: .venv/installed-dev  ## NEON kernels in an emulator: minutes
 	$(BIN)/python -m pytest -m neon $(LONG_LIMITS)
 
-# Slow tests, more cases of what `make test` checks on fewer, and all random cases
-test-long: .venv/installed-dev  ## What make test leaves out, and every random case
-	TOKA_NIGHTLY=1 $(PYTEST) -m "(long or hypothesis) and not neon" $(LONG_LIMITS)
+# Slow tests, more cases of what `make test` checks on fewer, all random cases, and larger sizes of many others
+test-long: .venv/installed-dev  ## All tests at their full sizes
+	TOKA_NIGHTLY=1 $(PYTEST) -m "not neon" $(LONG_LIMITS)
 
 # Our backend over the Python wrappers and the planners of both versions: 80 MB to fetch
 test-flashinfer: flashinfer-packages  ## FlashInfer's calls against the source of two versions

@@ -38,7 +38,7 @@ logits = torch.tensor([[0.0, 3.0, 1.0]])
 greedy = np.array([SamplingParams(temperature=0.0)], SAMPLING_DTYPE)
 params = params_to_device(greedy, torch.device("cpu"))
 token = torch.empty(1, dtype=torch.int64)
-load_kernels().sample(logits, params, torch.zeros((1, 2), dtype=torch.int64), None, None, token, None, None)
+load_kernels().sample(logits, params, torch.zeros((1, 2), dtype=torch.int64), None, None, None, token, None, None)
 print(token.item())
 """
 

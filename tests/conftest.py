@@ -1,14 +1,35 @@
 """Settings of all tests."""
 
+import atexit
+import gc
 import os
 import signal
 import tempfile
 import threading
+from collections.abc import Iterator
 
 import hypothesis
+import pytest
 import torch
 
+from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
 from tests.helpers.examples import IS_NIGHTLY
+
+# Modules and tests are a million objects that stay. The garbage collector would read them again and again while they
+# are made, for half of the time of the collection of tests, and whenever it looks at all objects, as it does thrice at
+# the end.
+gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+# Of what is still there at the end, the last of all, Triton's extension prints a list.
+atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
 
 # No deadline: the time of an example includes waiting for a core. The same examples in each `make test`, since few of
 # them may happen to lack what a test must see; `make test-long` draws others each time.
@@ -30,3 +51,15 @@ if threading.current_thread() is threading.main_thread():
     for _number in (signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(_number) is signal.SIG_IGN:
             signal.signal(_number, lambda *_: None)
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Iterator[TokaProcess]:
+    """The demo model behind a server in float32, shared by all files, since its start takes many seconds.
+
+    Steps have at most 64 tokens: longer prompts are split, and steps mix prefill and decode.
+    """
+    flags = ("kv_cache_num_tokens=16384", "max_tokens_per_forward=64", "max_seqs_per_forward=64")
+    with running_toka("dtype=float32", *flags) as process:
+        yield process
+        assert process.stop() == 0

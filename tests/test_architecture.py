@@ -29,6 +29,7 @@ OWN_FOLDERS = {
     "end_to_end/batches",
     "end_to_end/limits",
     "end_to_end/ranks",
+    "end_to_end/rollouts",
     "examples",
     "gpu",
     "server/http",
@@ -38,13 +39,13 @@ OWN_FOLDERS = {
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["ping", "download", "batch_command", "plan_command", "check_command", "map_command"],
+    ["ping", "download", "batch_command", "plan_command", "check_command", "map_command", "mismatch_command"],
     ["library"],
     ["processes"],
     ["startup_report"],
     ["server", "manager", "model"],
     ["text", "monitoring", "checkpoint"],
-    ["addresses"],
+    ["addresses", "random_ids"],
     ["messages", "config"],
     ["flags"],
 ]

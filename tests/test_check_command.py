@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.examples import few
 from tests.helpers.tiny_model import save_tiny_model
 from tokasaurus.cli import main
 from tokasaurus.model.cpu.bindings import Kernels
@@ -96,21 +95,28 @@ def test_what_was_found_before_an_error_is_shown(
     assert found["results"][-1]["failure"] == "RuntimeError: CUDA error: unspecified launch failure"
 
 
-@few(
-    2,
+@pytest.mark.parametrize(
+    ("word", "message"), [("no_such_flag=1", "no_such_flag"), ("port=1", "port"), ("page_size=0", "page_size=0")]
+)
+def test_a_wrong_flag_is_one_line(word: str, message: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", word, f"model={model}"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("toka check: ")
+    assert message in line
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["no_such_flag=1"], 2, "no_such_flag"),
-        (["port=1"], 2, "port"),
-        (["page_size=0"], 2, "page_size=0"),
         (["attention_backend=cpu", "cpu_isa=torch"], 2, "attention_backend=cpu"),
         (["model=/no/such/directory"], 1, "/no/such/directory"),
     ],
 )
 def test_what_cannot_be_checked_is_one_line(words: list[str], code: int, message: str, model: Path) -> None:
-    if not any(word.startswith("model=") for word in words):
-        words = [*words, f"model={model}"]
-    command = [sys.executable, "-m", "tokasaurus", "check", *words]
+    command = [sys.executable, "-m", "tokasaurus", "check", f"model={model}", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == code
     assert done.stdout == ""

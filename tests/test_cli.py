@@ -14,7 +14,10 @@ from pathlib import Path
 from socketserver import UnixStreamServer
 
 import pytest
+from gguf import GGMLQuantizationType
 
+from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
+from tests.helpers.examples import few
 from tokasaurus import __version__
 from tokasaurus.cli import download_main, main, ping_main
 from tokasaurus.config import ServerConfig
@@ -48,7 +51,8 @@ def test_help_is_quick_and_lists_every_flag() -> None:
         (["port=x"], "toka: port=x: must be a whole number from 0 to 65535"),
         (
             ["pong"],
-            "toka: pong: no such sub-command, there are ping, download, plan, check, batch, map; flags are name=value",
+            "toka: pong: no such sub-command, there are ping, download, plan, check, batch, map, mismatch; "
+            "flags are name=value",
         ),
         (["--port"], "toka: --port: not understood, flags are written name=value"),
         (["ping"], "toka ping: prompt is missing: toka ping prompt='tell me a joke'"),
@@ -87,7 +91,7 @@ def test_help_and_version_print_and_succeed(
     assert all(word in out for word in words)
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@few(1, "unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     "words",
     [
@@ -136,6 +140,20 @@ def test_download_of_an_absent_model_gives_one_line(tmp_path, capsys: pytest.Cap
     assert err.startswith("toka download: ")
     assert err.count("\n") == 1
     assert "absent.gguf" in err
+
+
+def test_download_writes_the_weights_of_a_gguf_file_if_asked_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "tiny.gguf", "llama", random_weights("llama", tied=True), GGMLQuantizationType.Q8_0)
+    directories = []
+    for words in ([], ["dequantized=T"]):
+        assert download_main([f"model={tmp_path / 'tiny.gguf'}", *words]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 1
+        directories.append(Path(lines[0]))
+    assert [(path / "model.safetensors").is_file() for path in directories] == [False, True]
 
 
 class ScriptedApi(BaseHTTPRequestHandler):

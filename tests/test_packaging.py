@@ -32,10 +32,11 @@ def test_the_version_is_written_once_and_the_changes_begin_with_it() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" not in project["project"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "tokasaurus.__version__"}
-    releases = re.findall(
-        r"^## (\S+?),? ?(not released yet)?$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE
-    )
+    releases = re.findall(r"^## ([^\s,]+)(?:, (.+))?$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert releases[0][0] == __version__
-    assert [release for release, is_open in releases if is_open] in ([], [__version__])
+    assert [release for release, when in releases if when == "not released yet"] in ([], [__version__])
+    assert all(
+        when in ("", "not released yet") or re.fullmatch(r"\d+ [A-Z][a-z]+ 20\d\d", when) for _, when in releases
+    )
     numbers = [tuple(map(int, release.split("."))) for release, _ in releases]
     assert numbers == sorted(set(numbers), reverse=True)

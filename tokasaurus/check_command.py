@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import sys
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -13,7 +12,7 @@ from rich.table import Table
 from tokasaurus.checkpoint import Checkpoint, read_model_info, resolve_checkpoint
 from tokasaurus.checkpoint.cache import expand_home
 from tokasaurus.checkpoint.info import read_config
-from tokasaurus.checkpoint.weight_files import weight_file_names
+from tokasaurus.checkpoint.weight_files import has_weights
 from tokasaurus.config import ServerConfig
 from tokasaurus.flags import flag
 from tokasaurus.messages.status import PhaseDone, UserError, first_line
@@ -31,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _OF_SERVER = (
     *("rope_scaling", "device", "trust_remote_code", "dtype", "kv_cache_dtype", "cpu_isa", "page_size"),
+    *("quantization", "quantized_compute"),
     *("max_tokens_per_forward", "max_seqs_per_forward", "max_num_tokens_per_request", "attention_backend"),
     *("torch_compile", "use_cudagraphs", "cudagraph_max_size", "cudagraph_step", "log_level"),
 )
@@ -87,7 +87,7 @@ def _find(config: ServerConfig) -> tuple[Checkpoint, bool]:
             return Checkpoint(
                 path.parent.name, path.parent, path.parent, read_config(path, rope_scaling=scaling)
             ), False
-        if path.is_dir() and not _has_weights(path):
+        if path.is_dir() and not has_weights(path):
             return Checkpoint(path.name, path, path, read_model_info(path, scaling)), False
 
     def show(line: str) -> None:
@@ -97,10 +97,6 @@ def _find(config: ServerConfig) -> tuple[Checkpoint, bool]:
         config.model, on_phase=show, rope_scaling=scaling, trust_remote_code=config.trust_remote_code
     )
     return checkpoint, True
-
-
-def _has_weights(directory: Path) -> bool:
-    return all((directory / name).is_file() for name in weight_file_names(directory))
 
 
 def _fill(model: Decoder, filled: FilledModules) -> None:

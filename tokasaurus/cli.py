@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
     from tokasaurus.flags import FlagConfig
     from tokasaurus.map_command.config import MapConfig
+    from tokasaurus.mismatch_command.config import MismatchConfig
     from tokasaurus.plan_command.config import PlanConfig
 
 AnyConfig = TypeVar("AnyConfig", bound="FlagConfig")
@@ -34,6 +35,7 @@ toka plan model=NAME [...]       how its memory would be divided on a GPU
 toka check model=NAME [...]      whether what computes it works here
 toka batch input=F output=F ...  run a file of requests, without a server
 toka map input=F output=DIR ...  answer every row of a data set
+toka mismatch model=NAME [...]   its log-probabilities beside a trainer's
 toka SUBCOMMAND --help, toka --version"""
 
 _PING_USAGE = "toka ping prompt=TEXT [name=value ...]   ask a running server"
@@ -64,6 +66,12 @@ answer every row of a data set; run again, it continues
       key=id n=8 temperature=0.7 max_tokens=2048
   toka map input=reviews.csv output=labels prompt='Which mood has: {text}' \\
       schema=mood.json base_url=http://127.0.0.1:10210"""
+
+
+_MISMATCH_USAGE = """\
+toka mismatch [model=NAME] [json=FILE] [picture=FILE] [name=value ...]
+sample in several ways, and compare the log-probabilities with those that a
+trainer's forward gives the same tokens"""
 
 
 @ends_in_one_line
@@ -145,6 +153,15 @@ def map_main(args: list[str] | None = None) -> int:
     return _run("toka map", _MAP_USAGE, MapConfig, words, lambda config: _run_map(config, words))
 
 
+@ends_in_one_line
+def mismatch_main(args: list[str] | None = None) -> int:
+    """`toka mismatch`. Returns the exit code."""
+    words = sys.argv[1:] if args is None else args
+    from tokasaurus.mismatch_command.config import MismatchConfig
+
+    return _run("toka mismatch", _MISMATCH_USAGE, MismatchConfig, words, lambda config: _run_mismatch(config, words))
+
+
 def _run(
     command: str, usage: str, config_type: type[AnyConfig], args: list[str] | None, run: Callable[[AnyConfig], int]
 ) -> int:
@@ -188,6 +205,13 @@ def _run_map(config: "MapConfig", words: list[str]) -> int:
     return run_map(config, words)
 
 
+def _run_mismatch(config: "MismatchConfig", words: list[str]) -> int:
+    """Raises FlagError."""
+    from tokasaurus.mismatch_command.run import run_mismatch
+
+    return run_mismatch(config, words)
+
+
 def _stored_batches(action: str, config: "StoredConfig", batch_id: str) -> int:
     """`toka batch list`, `show` and `cancel`. Raises FlagError."""
     from tokasaurus.batch_command.stored import cancel_stored, list_stored, show_stored
@@ -204,6 +228,7 @@ _SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "check": check_main,
     "batch": batch_main,
     "map": map_main,
+    "mismatch": mismatch_main,
 }
 
 

@@ -3,7 +3,9 @@
 "auto" is None.
 """
 
-from tokasaurus.flags import FlagConfig, at_least, at_most, count, excludes, flag, matches, needs
+from typing_extensions import Self
+
+from tokasaurus.flags import FlagConfig, FlagError, at_least, at_most, count, excludes, flag, matches, needs
 
 _PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 """The numbers from 1 to 65535. Of a larger one, the system would use the last 16 bits."""
@@ -30,8 +32,25 @@ class ServerConfig(FlagConfig):
         None,
         "instruction set of the CPU kernels, which this machine must support; auto is the best one, torch is "
         "plain PyTorch without our kernels",
-        choices=("avx2", "avx512", "avx512_bf16", "neon", "torch"),
+        choices=("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "neon", "torch"),
         none_means="auto",
+    )
+    quantization: str | None = flag(
+        None,
+        "quantise a plain checkpoint's linear layers while they are loaded; on CPUs only: int8 with a scale for each "
+        "output, int4 in groups of 64 inputs; embedding and LM head stay plain",
+        choices=("int8", "int4"),
+        none_means="off",
+        rules=(excludes("int8", device="cuda", cpu_isa="torch"), excludes("int4", device="cuda", cpu_isa="torch")),
+    )
+    quantized_compute: str | None = flag(
+        None,
+        "how the CPU kernels multiply by quantised weights: exact widens them, with the results of the dequantised "
+        "model; int8 quantises activations too and multiplies in integers, which is mostly faster; auto is int8 where "
+        "the checkpoint says so and with quantization=int8",
+        choices=("exact", "int8"),
+        none_means="auto",
+        rules=(excludes("int8", device="cuda", cpu_isa="torch"), excludes("exact", device="cuda")),
     )
     rope_scaling: dict | None = flag(  # type: ignore[type-arg]  # Pydra calls the annotation to cast
         None,
@@ -187,6 +206,12 @@ class ServerConfig(FlagConfig):
 
     enable_chosen_logprobs: bool = flag(True, "allow requests for log-probabilities", heading="output")
     max_topk_logprobs: int = count(20, "maximum top-k logprobs per token that a request may ask for", minimum=0)
+    logprobs_mode: str = flag(
+        "raw",
+        "log-probabilities of sampled tokens where a request does not say which: raw are the model's own, sampled are "
+        "those of the distribution that the token is drawn from, after penalties, masks, temperature and limits",
+        choices=("raw", "sampled"),
+    )
     stop_string_num_token_lookback: int = count(
         5, "number of latest tokens searched for stop strings; grows to cover the longest stop string"
     )
@@ -226,6 +251,10 @@ class ServerConfig(FlagConfig):
         None,
         "statsd server that receives the figures of the throughput log lines over UDP, as HOST:PORT",
         rules=(matches(rf"(udp://)?([^\s/?#@:\[\]]+|\[[\da-fA-F:.]+\]):{_PORT}", "HOST:PORT"),),
+    )
+    rl: bool = flag(
+        False,
+        "serve the routes for roll-outs: pauses, and new weights from directories of this machine, for every client",
     )
     data_dir: str | None = flag(
         None,
@@ -295,3 +324,50 @@ class ServerConfig(FlagConfig):
     max_stop_chars: int = count(1024, "maximum characters of a stop string")
     max_file_bytes: int = count(200 << 20, "maximum size of an uploaded file, in bytes")
     max_batch_lines: int = count(50_000, "maximum lines of a batch's input file")
+
+
+FLAGS_OF_ACCESS = ("host", "port", "unix_socket", "api_keys_file", "allowed_hosts", "data_dir")
+"""Flags of how others reach a server, or of what only they use: a program's own engine lacks them."""
+
+
+class CommandConfig(ServerConfig):
+    """The flags of a command that uses a running server or, with the flags of `toka`, starts one of its own.
+
+    A subclass declares base_url and api_key again, under its own heading."""
+
+    base_url: str | None = flag(
+        None,
+        f"URL of a running server, such as http://127.0.0.1:{ServerConfig.port}/v1; without it, one is started, with "
+        "the flags below",
+        heading="running server",
+    )
+
+    command_headings = tuple[str, ...]()
+    """Headings of the flags that are the command's own."""
+    set_by_command = tuple[str, ...]()
+    """Flags of the server that the command lacks."""
+    why_set = ""
+    """For the message about one of them."""
+
+    @classmethod
+    def parse(cls, words: list[str]) -> Self:
+        names = [word.partition("=")[0] for word in words]
+        for name in names:
+            if name in cls.set_by_command:
+                raise FlagError(f"{name}: {cls.why_set}; base_url= names a running server")
+        config = super().parse(words)
+        own = cls.own_flags()
+        of_server = [name for name in names if name not in own]
+        if config.base_url is not None and of_server:
+            raise FlagError(f"{of_server[0]}: a flag of the server, which runs already at base_url={config.base_url}")
+        return config
+
+    @classmethod
+    def own_flags(cls) -> list[str]:
+        """Names of the flags that are the command's own."""
+        return [name for name, flag in cls.flags.items() if flag.heading in cls.command_headings]
+
+    def read_environment(self) -> None:
+        """Only for a server at base_url: the variables are for its key."""
+        if self.base_url is not None:
+            super().read_environment()

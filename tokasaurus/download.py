@@ -2,30 +2,43 @@
 
 import sys
 
-from tokasaurus.checkpoint import CheckpointError, resolve_checkpoint
+from tokasaurus.checkpoint import CheckpointError, resolve_checkpoint, with_safetensors
 from tokasaurus.config import ServerConfig
+from tokasaurus.flags import flag
 
 
 class DownloadConfig(ServerConfig, only=("model", "tokenizer", "trust_remote_code")):
     """The flags of `toka download`."""
 
+    dequantized: bool = flag(
+        False,
+        "also write the weights of a GGUF file or of quantised safetensors as plain ones, for programs that read "
+        "nothing else, and print that directory",
+        heading="download",
+    )
+
 
 def download(config: DownloadConfig) -> int:
     """Download the model and print its directory, and the tokenizer's if it differs. Returns the exit code."""
+
+    def show(line: str) -> None:
+        print(line, file=sys.stderr)
+
     try:
         checkpoint = resolve_checkpoint(
             config.model,
             config.tokenizer,
-            lambda line: print(line, file=sys.stderr),
+            show,
             trust_remote_code=config.trust_remote_code,
         )
+        directory = with_safetensors(checkpoint.directory, show) if config.dequantized else checkpoint.directory
     except CheckpointError as error:
         print(f"toka download: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("toka download: stopped", file=sys.stderr)
         return 1
-    print(checkpoint.directory)
+    print(directory)
     if checkpoint.tokenizer_directory != checkpoint.directory:
         print(checkpoint.tokenizer_directory)
     return 0

@@ -37,8 +37,8 @@ class StartupReport:
     def show_line(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    def show_failure(self, failure: str) -> None:
-        """Why the launcher ends: the last line."""
+    def show_failure(self, failure: str, was_killed: bool = False) -> None:  # noqa: ARG002  # others tell it
+        """Why the launcher ends: the last line. was_killed: a signal has ended one of its processes."""
         self.show_line(f"toka: {failure}")
 
     def note_tokens(self, message: BatchTokens) -> None:

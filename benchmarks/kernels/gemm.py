@@ -32,10 +32,20 @@ NUM_MATRICES = 48
 """Weights multiplied one after the other, too large for any cache together, so that they come from memory."""
 
 TORCH_ENVIRONMENT = {
+    "avx2_vnni": {
+        "ONEDNN_MAX_CPU_ISA": "AVX2_VNNI",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+    },
     "avx2": {
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
         "ATEN_CPU_CAPABILITY": "avx2",
+    },
+    "avx512_vnni": {
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX512",
+        "ATEN_CPU_CAPABILITY": "avx512",
     },
     "avx512": {
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
@@ -48,6 +58,8 @@ TORCH_ENVIRONMENT = {
 
 OURS_FLOAT32, OURS_BFLOAT16 = "ours float32", "ours bfloat16"
 TORCH_FLOAT32, TORCH_BFLOAT16 = "torch float32", "torch bfloat16"
+BLOCK_TYPES = (("Q8_0", False), ("Q4_1", False), ("Q8_0", True), ("Q4_1", True), ("I8", True))
+"""Of quantised weights, and whether they are multiplied in integers; else they are widened to bfloat16."""
 
 MIN_OVER_TORCH = {8: 1.8, 64: 1.2, 512: 1.0}
 MIN_SHARE_OF_READ, MIN_OVER_TORCH_ONE_ROW = 0.85, 1.3
@@ -73,10 +85,19 @@ class Level:
 def measure(cpu_isa: str, num_rounds: int) -> Level:
     """Measure in this process. TORCH_ENVIRONMENT[cpu_isa] must have been set before torch was imported."""
     import torch
+    from gguf import GGMLQuantizationType, quantize
 
     from benchmarks.kernels.attention_cases import reads, time_interleaved
     from tokasaurus.model.cpu.bindings import load_kernels
-    from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedWeights
+    from tokasaurus.model.cpu.layer_executor import BlockRows, BlockWeight, LayerKernels, PackedWeights
+    from tokasaurus.model.decoder.quantize import quantized as quantized_at_load
+
+    def quantized(weight: torch.Tensor, kind: str, is_int8: bool) -> PackedWeights:
+        if kind == "I8":
+            rows = quantized_at_load(weight, "int8")
+        else:
+            rows = BlockRows(kind, torch.from_numpy(quantize(weight.numpy(), GGMLQuantizationType[kind])))
+        return PackedWeights(layer_kernels, BlockWeight(IN_SIZE, torch.bfloat16, (rows,), is_int8), None)
 
     kernels = load_kernels(cpu_isa)
     assert kernels is not None
@@ -85,7 +106,11 @@ def measure(cpu_isa: str, num_rounds: int) -> Level:
     rounded = [weight.bfloat16() for weight in plain]
     ours = [PackedWeights(layer_kernels, weight, None) for weight in plain]
     ours_rounded = [PackedWeights(layer_kernels, weight, None) for weight in rounded]
-    names = (OURS_FLOAT32, OURS_BFLOAT16, TORCH_FLOAT32, TORCH_BFLOAT16)
+    blocks = {
+        f"ours {kind}{' int8' if is_int8 else ''}": [quantized(weight, kind, is_int8) for weight in plain]
+        for kind, is_int8 in BLOCK_TYPES
+    }
+    names = (OURS_FLOAT32, OURS_BFLOAT16, *blocks, TORCH_FLOAT32, TORCH_BFLOAT16)
     gflops: dict[str, dict[int, float]] = {name: {} for name in names}
 
     def linear(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], object]:
@@ -104,6 +129,8 @@ def measure(cpu_isa: str, num_rounds: int) -> Level:
                 OURS_BFLOAT16: [packed(x.to(weight.activation_dtype), weight) for weight in ours_rounded],
                 TORCH_BFLOAT16: [linear(x.bfloat16(), weight) for weight in rounded],
             }
+            for name, weights in blocks.items():
+                candidates[name] = [packed(x.to(weight.activation_dtype), weight) for weight in weights]
             if num_rows == 1:
                 candidates["read"], read_bytes = reads(num_megabytes=256)
             seconds = time_interleaved(candidates, num_rounds)

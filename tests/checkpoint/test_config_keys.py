@@ -123,7 +123,6 @@ def test_a_key_of_a_new_version_would_be_noticed() -> None:
 REFUSED_VALUES: dict[str, Any] = {
     **{"is_causal": False, "partial_rotary_factor": 0.5, "attention_chunk_size": 64, "kv_sharing_modes": ["reuse"] * 3},
     **{"transformers_weights": "other.safetensors", "per_layer_config": {"0": {"head_dim": 4}}, "sliding_window": 64},
-    "quantization_config": {"quant_method": "fp8"},
 }
 
 
@@ -147,6 +146,8 @@ APPLIED_VALUES: dict[str, Any] = {
     **{"max_position_embeddings": 64, "rms_norm_eps": 0.1, "rope_theta": 5e5, "eos_token_id": 7},
     **{"tie_word_embeddings": True, "rope_scaling": {"type": "linear", "factor": 2}},
     **{"rope_parameters": {"rope_theta": 77.0}, "original_max_position_embeddings": 100},
+    "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128},
+    "compression_config": {"quant_method": "gptq", "bits": 4, "group_size": 128},
 }
 
 

@@ -58,7 +58,7 @@ LAYOUTS: dict[str, tuple[list[str], dict[str, Any], object]] = {
 }
 
 
-@few(4, "layout", sorted(LAYOUTS, key=lambda layout: "class" not in layout))
+@few(2, "layout", sorted(LAYOUTS, key=lambda layout: "class" not in layout))
 def test_the_end_token_is_that_of_autotokenizer(layout: str, tmp_path: Path) -> None:
     added, config, special_map = LAYOUTS[layout]
     write_tokenizer(tmp_path, added, config, special_map)

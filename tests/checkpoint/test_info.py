@@ -106,7 +106,7 @@ def test_eos_ids_are_the_union_of_both_files(
         ("qwen2", {"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ("llama", {"quantization_config": {"quant_method": "awq"}}, "'awq'"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "'fp8'"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ("qwen2", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope type 'longrope'"),

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.model.helpers.sampling_rows import make_rows, noise_keys, on_device, staged_masks, token_logprobs_of
-from tokasaurus.model.sampling.sample import sample
+from tests.model.sampling.helpers.drawn_logprobs import ALONE, check, make_case, mixes
+from tokasaurus.model.sampling.sample import Sampled, sample
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,6 +27,12 @@ def test_masked_draws_equal_the_cpu() -> None:
     drawn = sample(logits.to(DEVICE), on_device(rows, torch.device(DEVICE)), None).tokens.cpu()
     assert allowed[np.arange(100), drawn.numpy()].all()
     assert (drawn == sample(logits, rows, None).tokens).float().mean() >= 0.98
+
+
+def test_logprobs_of_the_distribution_drawn_from_are_exact() -> None:
+    case = make_case([*ALONE, *mixes(0, 100)])
+    sampled = sample(case.logits.to(DEVICE), on_device(case.rows, torch.device(DEVICE)), None)
+    check(case, Sampled(*(tensor.cpu() for tensor in sampled if tensor is not None)))
 
 
 def test_token_logprobs_equal_the_cpu() -> None:

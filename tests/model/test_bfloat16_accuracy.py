@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.model.helpers.steps import CPU, NOTHING, int32, open_greedy
-from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint, weight_files
+from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint, weight_files, with_safetensors
 from tokasaurus.messages.forward import ForwardInput, PromptLogprobsInput, SlotChanges
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
@@ -122,9 +122,10 @@ def demo() -> Checkpoint:
 def errors_of_transformers(demo: Checkpoint) -> tuple[list[np.ndarray], float]:
     """float32 logprobs of each text, and the mean error of transformers' bfloat16 logprobs."""
     texts = read_texts(Tokenizer.load(demo.tokenizer_directory))
-    exact_model = AutoModelForCausalLM.from_pretrained(demo.directory, dtype=torch.float32).eval()
+    directory = with_safetensors(demo.directory)
+    exact_model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     exact = [by_transformers(exact_model, *text) for text in texts]
-    rounded_model = AutoModelForCausalLM.from_pretrained(demo.directory, dtype=torch.bfloat16).eval()
+    rounded_model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
     rounded = [by_transformers(rounded_model, *text) for text in texts]
     return exact, float(np.abs(np.concatenate(rounded) - np.concatenate(exact)).mean())
 

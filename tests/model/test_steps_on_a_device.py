@@ -93,6 +93,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "repetition": {"rules": make_rules({1: Rule(2)}), "repetition_penalty": 1.3},
     "biases": {"rules": make_rules({1: Rule(biases=((7, 3.0, ALWAYS), (7, -1.0, 17)))})},
     "top logprobs": {"num_top": 4},
+    "drawn logprobs": {
+        "drawn_logprobs": True,
+        "num_top": 3,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "rules": make_rules({1: Rule(2)}),
+        "repetition_penalty": 1.3,
+    },
     "prompt logprobs": {"num_prompt_top": 3},
     "masks": {},
 }

@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 
 from tests.checkpoint.helpers.fake_hub import serve_repository
+from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
 from tests.plan_command.helpers.checkpoints import CONFIGS, save
+from tokasaurus.checkpoint import resolve_checkpoint, with_safetensors
 from tokasaurus.cli import main
+from tokasaurus.plan_command.command import read_info
 from tokasaurus.plan_command.config import parse_size
 
 GIB = 1 << 30
@@ -218,11 +222,24 @@ def test_a_plan_of_a_repository_fetches_no_weights(tmp_path: Path, monkeypatch: 
     assert weights_of(plan["workers"][0]) == 2 * 8_030_261_248
 
 
+def test_a_gguf_file_is_planned_as_its_weights_in_another_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "tiny.gguf", "qwen2", random_weights("qwen2", tied=False), GGMLQuantizationType.Q8_0)
+    directory = resolve_checkpoint(str(tmp_path / "tiny.gguf")).directory
+    plans = [read_info(str(model)) for model in (tmp_path / "tiny.gguf", directory, with_safetensors(directory))]
+    assert plans[0] == plans[1] == plans[2]
+    assert not plans[0][1], "not an estimate"
+
+
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").touch()
     (tmp_path / "model.gguf").touch()
     (tmp_path / "other.json").write_text("{}")
     for name, expected in (
-        ("model.gguf", "a directory in Hugging Face format or a config.json"),
+        ("model.bin", "a directory in Hugging Face format, a .gguf file or a config.json"),
+        ("model.gguf", "the file is empty"),
         ("other.json", "model_type"),
     ):
         done = toka_plan(f"model={tmp_path / name}")
@@ -257,7 +274,7 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         ("~no-such-user/x", "model=~no-such-user/x: there is no such home directory"),
         (
             tmp_path / "none" / "config.json",
-            "is neither a directory nor a config.json nor a Hugging Face repository id",
+            "is neither a directory nor a .gguf file nor a config.json nor a Hugging Face repository id",
         ),
     ):
         done = toka_plan(f"model={directory}")

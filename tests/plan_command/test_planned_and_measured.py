@@ -11,7 +11,11 @@ import pytest
 
 from tests.end_to_end.helpers.toka_process import running_toka
 from tests.helpers.tiny_model import save_tiny_model
-from tokasaurus.checkpoint import resolve_checkpoint
+from tokasaurus.checkpoint import resolve_checkpoint, with_safetensors
+from tokasaurus.cli import main
+from tokasaurus.config import ServerConfig
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.worker.entry import start_worker
 from tokasaurus.model.worker.memory import show_size
 
 HUGE_PAGES = 2 * (2 << 20)
@@ -55,7 +59,7 @@ def fixed_bytes(worker: dict[str, Any]) -> int:
 def test_the_demo_models_weights_and_kv_cache_take_what_is_planned(tp_size: int) -> None:
     """Measured weights are the growth of the process's own memory: each matrix is padded to whole panels, and huge
     pages are counted whole. That and the allocator's rest are within 5 %."""
-    directory = resolve_checkpoint(None).directory
+    directory = with_safetensors(resolve_checkpoint(None).directory)  # plain weights: the plan is one for CUDA
     words, num_blocks = ("dtype=float32", f"tp_size={tp_size}"), 128
     workers, lines = planned_workers(directory, *words), memory_lines(directory, num_blocks, *words)
     assert len(workers) == len(lines) == tp_size
@@ -67,6 +71,32 @@ def test_the_demo_models_weights_and_kv_cache_take_what_is_planned(tp_size: int)
         assert num_bytes == pytest.approx(right_bytes, rel=0.05)
         assert planned_kv == workers[0]["kv_bytes_per_token"]
         assert measured_kv == pytest.approx(planned_kv + HUGE_PAGES / num_tokens, abs=2)
+
+
+def test_the_kv_cache_of_a_worker_in_this_process_takes_what_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """64 MiB of plain torch, in another dtype than the weights. Memory of weights is measured in servers, by long
+    tests: here, what other tests free is among it."""
+    save_tiny_model(tmp_path, "qwen3")
+    words = (f"model={tmp_path}", "dtype=float32", "kv_cache_dtype=float16", "attention_backend=torch")
+    assert main(["plan", *words, "--json"]) == 0
+    (planned,) = json.loads(capsys.readouterr().out)["workers"]
+    small = ("device=cpu", "max_tokens_per_forward=64", "max_seqs_per_forward=8", "use_hydragen=F")
+    num_tokens = (64 << 20) // planned["kv_bytes_per_token"] // 16 * 16
+    config = ServerConfig.parse([*words, *small, f"kv_cache_num_tokens={num_tokens}"])
+    phases: dict[str, str] = {}
+    start_worker(
+        config, resolve_checkpoint(str(tmp_path)), Mesh(), 0, lambda done: phases.update({done.phase: done.detail})
+    )
+    assert phases["memory"].startswith(f"weights and rotary table {show_size(fixed_bytes(planned))} planned, ")
+    found = re.search(r"KV cache per token ([\d,]+) B planned, ([\d,]+) B measured$", phases["memory"])
+    assert found is not None, phases["memory"]
+    planned_kv, measured_kv = map(int, found.groups())
+    info = json.loads((tmp_path / "config.json").read_text())
+    by_hand = info["num_hidden_layers"] * 2 * info["num_key_value_heads"] * info["head_dim"] * 2
+    assert planned_kv == planned["kv_bytes_per_token"] == by_hand
+    assert measured_kv == pytest.approx(by_hand, abs=1), "a few pages of 4 KiB in 64 MiB"
 
 
 @pytest.mark.long

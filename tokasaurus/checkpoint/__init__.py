@@ -7,9 +7,15 @@ all three processes use it.
 from tokasaurus.checkpoint.cache import cache_directory
 from tokasaurus.checkpoint.info import ModelInfo, read_model_info
 from tokasaurus.checkpoint.json_files import CheckpointError
-from tokasaurus.checkpoint.resolve import Checkpoint, resolve_checkpoint
+from tokasaurus.checkpoint.resolve import Checkpoint, resolve_checkpoint, with_safetensors
 from tokasaurus.checkpoint.rope import RopeInfo
-from tokasaurus.checkpoint.weight_files import check_weight_sizes, fit_to_tensors, weight_files
+from tokasaurus.checkpoint.weight_files import (
+    check_weight_sizes,
+    file_states,
+    fit_to_tensors,
+    update_files,
+    weight_files,
+)
 
 __all__ = [
     "Checkpoint",
@@ -18,8 +24,11 @@ __all__ = [
     "RopeInfo",
     "cache_directory",
     "check_weight_sizes",
+    "file_states",
     "fit_to_tensors",
     "read_model_info",
     "resolve_checkpoint",
+    "update_files",
     "weight_files",
+    "with_safetensors",
 ]

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from tokasaurus.checkpoint.json_files import CheckpointError
+from tokasaurus.checkpoint.quantized.config import QUANTIZATION_KEYS
 
 
 class Use(Enum):
@@ -30,8 +31,8 @@ CONFIG_KEYS: dict[str, Use] = {
     **_keys(Use.APPLIED, "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "head_dim"),
     **_keys(Use.APPLIED, "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
     **_keys(Use.APPLIED, "rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"),
-    **_keys(Use.APPLIED, "tie_word_embeddings", "eos_token_id"),
-    **_keys(Use.REFUSED, "quantization_config", "partial_rotary_factor", "is_causal", "is_encoder_decoder"),
+    **_keys(Use.APPLIED, "tie_word_embeddings", "eos_token_id", *QUANTIZATION_KEYS),
+    **_keys(Use.REFUSED, "partial_rotary_factor", "is_causal", "is_encoder_decoder"),
     # Other weights than those that are read, and other layers than those that are built.
     **_keys(Use.REFUSED, "transformers_weights", "fusion_config", "per_layer_config"),
     # The cache of keys and values forgets some of them.
@@ -89,7 +90,7 @@ def refuse_keys(config: Mapping[str, Any], must_be_off: tuple[str, ...], family:
     refused = [name for name, use in CONFIG_KEYS.items() if use is Use.REFUSED]
     for name in (*must_be_off, *refused):
         allowed = _CHANGES_NOTHING.get(name)
-        if name not in config or name in ("quantization_config", "partial_rotary_factor"):  # have errors of their own
+        if name not in config or name == "partial_rotary_factor":  # has an error of its own
             continue
         if config[name] not in allowed if allowed is not None else config[name]:
             raise CheckpointError(f"{name} = {config[name]!r} is not supported for {family}")

@@ -12,6 +12,7 @@ from typing import Any
 
 from tokasaurus.checkpoint.config_keys import left_to_requests, refuse_keys
 from tokasaurus.checkpoint.json_files import CheckpointError, Fields, flag, positive_float, positive_int, read_json
+from tokasaurus.checkpoint.quantized.config import Quantization, parse_quantization
 from tokasaurus.checkpoint.rope import (
     MAX_CONTEXT,
     RopeInfo,
@@ -64,6 +65,8 @@ class ModelInfo:
     """Of the stored weights, such as "bfloat16"."""
     embedding_tensor: str = EMBEDDING
     """The stored tensor that is the embedding: HEAD where the two are tied and only the LM head is stored."""
+    quantization: Quantization | None = None
+    """Of weights in safetensors files; None: they are plain numbers. GGUF files say so themselves."""
 
     @property
     def head_layers(self) -> float:
@@ -98,7 +101,7 @@ def read_model_info(directory: Path, rope_scaling: Fields | None = None) -> Mode
     rope_scaling: the flag, which replaces the model's rotary scaling; raises FlagRefused if it is wrong.
 
     Raises CheckpointError, naming the file and the field, if a file is missing or malformed, or if this code would
-    compute the model wrongly (unknown family, unsupported rotary scaling, quantised weights).
+    compute the model wrongly (unknown family, unsupported rotary scaling or format of quantised weights).
     """
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
@@ -168,6 +171,7 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelInf
         tie_embeddings=flag(config, "tie_word_embeddings"),
         eos_ids=tuple(sorted(_eos_ids(config, vocab_size) | _eos_ids(generation, vocab_size))),
         dtype=_parse_dtype(config),
+        quantization=parse_quantization(config),
     )
 
 
@@ -176,9 +180,6 @@ def _refuse_unsupported(config: Mapping[str, Any], name: str, family: FamilyConf
     if architectures != [family.architecture]:
         raise CheckpointError(f"architectures {architectures} is not supported; {name} is {family.architecture}")
     refuse_keys(config, family.must_be_off, name)
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise CheckpointError(f"quantization_config (quant_method {method!r}): quantised weights are not supported")
     if config.get("hidden_act", "silu") not in ("silu", "swish"):  # two names of one function
         raise CheckpointError(f"hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
     layer_types = config.get("layer_types") or []

@@ -3,6 +3,7 @@
 CheckpointError is the error type of the whole package.
 """
 
+import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,14 @@ class CheckpointError(UserError):
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
+
+
+def unreadable(path: Path, file_format: str, error: Exception) -> CheckpointError:
+    """What to raise for a file that cannot be read. Raises `error` itself if it is a lack of memory or of open files,
+    which is not the file's fault."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+        raise error
+    return CheckpointError(f"{path} is not a readable {file_format} file: {error}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

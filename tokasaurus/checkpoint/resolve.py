@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokasaurus.addresses import proxies_for
 from tokasaurus.checkpoint.cache import CONVERSION_VERSION, build_once, cache_directory, expand_home, is_intact
+from tokasaurus.checkpoint.gguf.model import files_of_model, is_gguf, model_name
 from tokasaurus.checkpoint.info import ModelInfo, notes_on_settings, read_model_info
 from tokasaurus.checkpoint.json_files import CheckpointError, Fields
 from tokasaurus.checkpoint.tokenizer_files import CODE_PATTERN, TOKENIZER_PATTERNS, native_tokenizer, with_tokenizer_end
@@ -28,6 +29,7 @@ from tokasaurus.checkpoint.weight_files import (
     weight_file_names,
     weight_files,
 )
+from tokasaurus.messages.commands import FIRST_VERSION, UpdateWeights
 from tokasaurus.messages.status import UserError, first_line
 
 logger = logging.getLogger(__name__)
@@ -52,10 +54,21 @@ class Checkpoint:
     name: str
     """The model's own name, under which it is served by default."""
     directory: Path
-    """Contains config.json and the *.safetensors files."""
+    """Contains config.json; weight_files() says where the weights are."""
     tokenizer_directory: Path
     """Contains tokenizer.json and tokenizer_config.json, as AutoTokenizer reads the model's own files."""
     info: ModelInfo
+    weight_updates: tuple[UpdateWeights, ...] = ()
+    """New weights that the running server has been given since: those of a replica that is started again."""
+
+    @property
+    def weight_version(self) -> str:
+        return self.weight_updates[-1].version if self.weight_updates else FIRST_VERSION
+
+    @property
+    def update_number(self) -> int:
+        """Of the newest of these updates; 0 if there is none."""
+        return self.weight_updates[-1].number if self.weight_updates else 0
 
 
 def _ignore_phase(_: str) -> None: ...
@@ -69,7 +82,7 @@ def resolve_checkpoint(
     rope_scaling: Fields | None = None,
     trust_remote_code: bool = False,
 ) -> Checkpoint:
-    """Locate the model's files, downloading and converting them if necessary.
+    """Locate the model's files, downloading them if necessary.
 
     model: a directory in Hugging Face format, a .gguf file, or a Hugging Face repository id; None = the demo model.
     tokenizer: likewise, the model whose tokenizer to use; None = the model's own.
@@ -80,7 +93,7 @@ def resolve_checkpoint(
     """
     patterns = [*TOKENIZER_PATTERNS, *([CODE_PATTERN] if trust_remote_code else [])]
     if model is None:
-        name, directory = DEMO_NAME, demo_directory(on_phase)
+        name, directory = DEMO_NAME, gguf_directory(demo_gguf(on_phase), on_phase)
     else:
         name, directory = _locate(model, on_phase, patterns, rope_scaling)
     # What is wrong with the files raises here, in the parent, rather than in the worker.
@@ -90,7 +103,7 @@ def resolve_checkpoint(
             logger.warning(line)
     tokenizer_directory = directory if tokenizer is None else _locate_tokenizer(tokenizer, on_phase, patterns)
     named = model if tokenizer is None else tokenizer
-    is_converted = named is None or (named.lower().endswith(".gguf") and not Path(named).expanduser().is_dir())
+    is_converted = named is None or (is_gguf(Path(named)) and not Path(named).expanduser().is_dir())
     if not is_converted:  # the conversion of GGUF writes the tokenizer as it must be
         tokenizer_directory = native_tokenizer(tokenizer_directory, on_phase, trust_remote_code)
     return Checkpoint(name, directory, tokenizer_directory, with_tokenizer_end(info, tokenizer_directory))
@@ -101,7 +114,7 @@ def _locate(model: str, on_phase: OnPhase, patterns: list[str], rope_scaling: Fi
     local = _locate_local("model", model, on_phase)
     if local is not None:
         name = expand_home("model", model).resolve()
-        return (name.stem if name.is_file() else name.name), local
+        return (model_name(name) if name.is_file() else name.name), local
     on_phase(f"looking up {model}")
     # Configuration first, so that an unsupported model is refused before gigabytes are downloaded.
     directory = download_files(model, patterns)
@@ -128,15 +141,63 @@ def _locate_local(flag: str, name: str, on_phase: OnPhase) -> Path | None:
     path = expand_home(flag, name)
     if path.is_dir():
         return path.absolute()
-    if path.suffix.lower() == ".gguf":
-        from tokasaurus.checkpoint.gguf.conversion import convert_gguf  # imports NumPy, which other models do not need
-
-        return convert_gguf(path, on_phase)
+    if is_gguf(path):
+        return gguf_directory(path, on_phase)
     if path.exists():
         raise CheckpointError(f"{name} is a file, but not a .gguf file")
     if not is_repo_id(name):
         raise CheckpointError(f"{name!r} is neither a directory nor a .gguf file nor a Hugging Face repository id")
     return None
+
+
+def gguf_directory(path: Path, on_phase: OnPhase = _ignore_phase) -> Path:
+    """A directory in the cache with everything but the weights of the model, which stay in its GGUF files; written on
+    first use, and again if a file has changed or the directory is damaged.
+
+    path: see files_of_model. Raises CheckpointError if a file is missing, malformed or not supported.
+    """
+    files = files_of_model(path.absolute())
+
+    def convert(directory: Path) -> None:
+        from tokasaurus.checkpoint.gguf.conversion import write_hf_directory  # imports NumPy: skipped if cached
+
+        on_phase(f"reading the header of {path.name} (once)")
+        write_hf_directory(files, directory)
+
+    return build_once(cache_directory() / "converted" / f"{model_name(path)}-{_key(files)}", convert)
+
+
+def _key(files: Sequence[Path]) -> str:
+    """Of what is made of these files."""
+    identity = [str(CONVERSION_VERSION)]
+    for file in files:
+        stat = file.stat()
+        identity.append(f"{file} {stat.st_size} {stat.st_mtime_ns}")
+    return hashlib.sha256(" ".join(identity).encode()).hexdigest()[:16]
+
+
+def with_safetensors(directory: Path, on_phase: OnPhase = _ignore_phase) -> Path:
+    """`directory` of a Checkpoint, or if its weights are quantised or in GGUF files, a directory with plain ones in
+    model.safetensors, for programs that read nothing else. It is written into the cache on first use; quantised weights
+    become float32.
+
+    Raises CheckpointError."""
+    files = weight_files(directory)
+    if is_gguf(files[0]):
+        destination = directory.with_name(f"{directory.name}-dequantized")
+    elif read_model_info(directory).quantization is not None:
+        key = _key([path for path in directory.glob("*.json") if path.is_file()] + files)
+        destination = cache_directory() / "converted" / f"{directory.name}-{key}-dequantized"
+    else:
+        return directory
+
+    def write(unfinished: Path) -> None:
+        from tokasaurus.checkpoint.dequantized import write_dequantized
+
+        on_phase(f"writing the dequantised weights of {directory.name} (once)")
+        write_dequantized(directory, unfinished)
+
+    return build_once(destination, write)
 
 
 def is_repo_id(name: str) -> bool:
@@ -235,20 +296,6 @@ def _wrong_sizes(repo_id: str, directory: Path) -> dict[str, str]:
         for name, size in sizes.items()
         if name in listed and size != listed[name]
     }
-
-
-def demo_directory(on_phase: Callable[[str], None]) -> Path:
-    """Directory of the demo model in Hugging Face format; converted into the cache on first use."""
-    destination = cache_directory() / "converted" / f"{DEMO_NAME}-{_DEMO_SHA256[:12]}-v{CONVERSION_VERSION}"
-
-    def convert(directory: Path) -> None:
-        from tokasaurus.checkpoint.gguf.conversion import write_hf_directory  # imports NumPy: skipped if cached
-
-        gguf_path = demo_gguf(on_phase)
-        on_phase(f"converting {gguf_path.name} (once)")
-        write_hf_directory(gguf_path, directory)
-
-    return build_once(destination, convert)
 
 
 def demo_gguf(on_phase: Callable[[str], None]) -> Path:

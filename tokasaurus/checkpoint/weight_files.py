@@ -1,4 +1,4 @@
-"""Finds the safetensors files that contain a model's weights, and checks their headers.
+"""Finds the files that contain a model's weights, and checks their headers.
 
 Whether a checkpoint's LM head is its embedding is decided by the stored tensors, as in transformers. config.json only
 says whether the two may be one (tie_word_embeddings). They are where one of them is missing, or both are equal. Where
@@ -7,15 +7,23 @@ they differ, each is used as it is stored.
 Format: https://github.com/huggingface/safetensors#format
 """
 
+import hashlib
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TypeGuard
 
+from tokasaurus.checkpoint.gguf.model import is_gguf, read_model
+from tokasaurus.checkpoint.gguf.pointer import POINTER_NAME, read_pointer
 from tokasaurus.checkpoint.info import EMBEDDING, HEAD, ModelInfo
-from tokasaurus.checkpoint.json_files import CheckpointError, parse_json, read_json
+from tokasaurus.checkpoint.json_files import CheckpointError, parse_json, read_json, unreadable
+from tokasaurus.checkpoint.quantized.config import Quantization
+from tokasaurus.checkpoint.quantized.tensors import join_tensors
+from tokasaurus.checkpoint.stored_tensors import StoredTensor
+from tokasaurus.messages.commands import FileState
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +38,36 @@ _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16
 """By dtype, for the dtypes that checkpoints of the supported families contain. The size of others is not checked."""
 
 _CHUNK_BYTES = 1 << 24
+_GGUF_BYTES = 1 << 20
+"""Of a GGUF file's metadata: enough to tell files with the same time apart."""
 
 
 def weight_file_names(directory: Path) -> list[str]:
-    """Names of the files that are the model, in transformers' order of preference: the single file, else the shards in
-    the index, sorted. Opens no weight file. Raises CheckpointError if the index is malformed."""
+    """Names of the safetensors files that are the model, in transformers' order of preference: the single file, else
+    the shards in the index, sorted. Opens no weight file. Raises CheckpointError if the index is malformed."""
     if (directory / SINGLE_NAME).is_file() or not (directory / INDEX_NAME).exists():
         return [SINGLE_NAME]
     return _names_in_index(directory / INDEX_NAME)
+
+
+def update_files(directory: Path) -> list[Path]:
+    """Files of new weights: as of a checkpoint; without an index, all safetensors files. Raises CheckpointError if
+    there are none."""
+    if not (directory / INDEX_NAME).exists() and (files := sorted(directory.glob("*.safetensors"))):
+        return files
+    return weight_files(directory)
+
+
+def file_states(files: Sequence[Path]) -> tuple[FileState, ...]:
+    """Reads the files' headers; of a GGUF file, its beginning. Raises OSError."""
+    states = []
+    for path in files:
+        with path.open("rb") as file:
+            length = _GGUF_BYTES if is_gguf(path) else int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            num_bytes = min(MAX_HEADER_BYTES, length)
+            digest = hashlib.sha256(file.read(num_bytes)).hexdigest()
+            states.append(FileState(path.name, digest, os.fstat(file.fileno()).st_mtime_ns))
+    return tuple(states)
 
 
 def unread_index(directory: Path) -> str | None:
@@ -70,8 +100,16 @@ def _is_file_name(name: str) -> bool:
     return name.isprintable() and name not in ("", ".", "..") and not set("/\\") & set(name) and len(name) <= 200
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether all files are there that `weight_files` would return. Raises CheckpointError as it does."""
+    return _is_of_gguf(directory) or all((directory / name).is_file() for name in weight_file_names(directory))
+
+
 def weight_files(directory: Path) -> list[Path]:
-    """Paths of the safetensors files. Raises CheckpointError, naming the first one that does not exist."""
+    """Paths of the safetensors files, or of the GGUF files that the directory was made for. Raises CheckpointError,
+    naming the first one that does not exist."""
+    if _is_of_gguf(directory):
+        return read_pointer(directory)
     paths = [directory / name for name in weight_file_names(directory)]
     for path in paths:
         if path.is_file():
@@ -83,18 +121,10 @@ def weight_files(directory: Path) -> list[Path]:
     return paths
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor in a safetensors file, as the file's header describes it."""
-
-    file: Path
-    dtype: str
-    """In the format's spelling, such as "BF16"."""
-    shape: tuple[int, ...]
-    begin: int
-    """Offset of the first byte from the start of the file."""
-    end: int
-    """Offset after the last byte."""
+def _is_of_gguf(directory: Path) -> bool:
+    """Whether its weights are in GGUF files elsewhere. safetensors files in it come first."""
+    has_others = (directory / SINGLE_NAME).is_file() or (directory / INDEX_NAME).exists()
+    return not has_others and (directory / POINTER_NAME).is_file()
 
 
 def check_weight_sizes(files: Sequence[Path], info: ModelInfo) -> None:
@@ -104,7 +134,7 @@ def check_weight_sizes(files: Sequence[Path], info: ModelInfo) -> None:
     info: see fit_to_tensors. Compares embedding, LM head and the first layer, and that every layer
     exists. Other tensors are compared when they are loaded. Takes about a millisecond.
     """
-    check_tensor_sizes(read_tensors(files), info)
+    check_tensor_sizes(read_tensors(files, info.quantization), info)
 
 
 def check_tensor_sizes(tensors: Mapping[str, StoredTensor], info: ModelInfo) -> None:
@@ -137,15 +167,23 @@ def is_old_buffer(name: str) -> bool:
     return name.rpartition(".")[2] in ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "masked_bias")
 
 
-def read_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
-    """Name -> every tensor in the files. Raises CheckpointError if a header is not valid."""
+def read_tensors(files: Sequence[Path], quantization: Quantization | None = None) -> dict[str, StoredTensor]:
+    """Name in Hugging Face format -> every tensor in the files; each quantised weight is one tensor. Raises
+    CheckpointError if a header is not valid, or the parts of a quantised weight do not fit together.
+
+    files: all of a model's, if they are GGUF files or have quantised weights. quantization: of safetensors files."""
+    if is_gguf(files[0]):
+        return read_model(files).tensors
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         try:
-            tensors |= _read_header(file)
+            found = _read_header(file)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from None
-    return tensors
+            raise unreadable(file, "safetensors", error) from None
+        if twice := sorted(tensors.keys() & found.keys()):
+            raise CheckpointError(f"tensor {twice[0]} is in the checkpoint twice, the second time in {file.name}")
+        tensors |= found
+    return tensors if quantization is None else join_tensors(tensors, quantization)
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
@@ -194,7 +232,7 @@ def fit_to_tensors(
     on_phase: called before a comparison that may read both matrices. Raises CheckpointError if a header is malformed
     or the tensors do not have the sizes in config.json (see check_weight_sizes).
     """
-    tensors = read_tensors(files)
+    tensors = read_tensors(files, info.quantization)
     embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
     if info.tie_embeddings and head is not None:
         if embedding is None:

@@ -10,10 +10,11 @@ from rich.table import Table
 
 from tokasaurus.checkpoint import CheckpointError, ModelInfo, fit_to_tensors, read_model_info, weight_files
 from tokasaurus.checkpoint.cache import expand_home
+from tokasaurus.checkpoint.gguf.model import is_gguf
 from tokasaurus.checkpoint.info import read_config
 from tokasaurus.checkpoint.json_files import Fields
-from tokasaurus.checkpoint.resolve import download_files, is_repo_id
-from tokasaurus.checkpoint.weight_files import weight_file_names
+from tokasaurus.checkpoint.resolve import download_files, gguf_directory, is_repo_id
+from tokasaurus.checkpoint.weight_files import has_weights
 from tokasaurus.messages.status import UserError
 from tokasaurus.model.worker.memory import (
     WEIGHTS,
@@ -54,18 +55,22 @@ def read_info(model: str, rope_scaling: Fields | None = None) -> tuple[ModelInfo
     """The model's configuration, and whether config.json alone says so: otherwise it is compared with the headers of
     the weights, which decide whether the LM head is counted. Raises CheckpointError and FlagRefused."""
     path = expand_home("model", model)
+    if is_gguf(path) and not path.is_dir():
+        path = gguf_directory(path)
     if path.is_file():
         if path.suffix != ".json":
-            raise CheckpointError(f"{model}: toka plan reads a directory in Hugging Face format or a config.json")
+            raise CheckpointError(
+                f"{model}: toka plan reads a directory in Hugging Face format, a .gguf file or a config.json"
+            )
         return read_config(path, rope_scaling=rope_scaling), True
     if not path.is_dir():
         if not is_repo_id(model):
             raise CheckpointError(
-                f"{model!r} is neither a directory nor a config.json nor a Hugging Face repository id"
+                f"{model!r} is neither a directory nor a .gguf file nor a config.json nor a Hugging Face repository id"
             )
         return read_model_info(download_files(model, ["config.json", "generation_config.json"]), rope_scaling), True
     info = read_model_info(path, rope_scaling)
-    if not all((path / name).is_file() for name in weight_file_names(path)):
+    if not has_weights(path):
         return info, True
     return fit_to_tensors(info, weight_files(path)), False
 

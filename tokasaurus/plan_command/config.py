@@ -20,8 +20,8 @@ class PlanConfig(ServerConfig, only=_OF_SERVER, heading="flags of the server"):
 
     model: str | None = flag(
         None,
-        "directory in Hugging Face format, of which config.json and the tensors' headers are read; for an "
-        "estimate, one without weights, a config.json, or a Hugging Face repo id, of which that alone is read",
+        "directory in Hugging Face format, or a .gguf file, of which config and the tensors' headers are read; for an "
+        "estimate, a directory without weights, a config.json, or a Hugging Face repo id, of which that alone is read",
         none_means="required",
         heading="plan",
     )

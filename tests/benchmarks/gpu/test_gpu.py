@@ -19,7 +19,6 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.models import LLAMA_1B, LLAMA_8B, TINY, num_bytes, write_model
 from benchmarks.server.own_server import child_pids, own_server
 from benchmarks.throughput.client import ServerError
-from tests.helpers.examples import few
 
 PLAIN: list[str] = []
 SMALL = ["max_seqs_per_forward=8", "max_tokens_per_forward=256"]
@@ -37,7 +36,8 @@ MEASURED = {
 """By part of the program, what its dry run measures with which flags. `torch_compile=F` is the default on a CPU."""
 
 
-@few(1, "part", gpu.PART_NAMES)
+@pytest.mark.long
+@pytest.mark.parametrize("part", gpu.PART_NAMES)
 def test_the_dry_run_of_a_part_works_alone(part: str, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     assert gpu.main([part, "--dry-run", "--output", str(path), *SMALL]) == 0

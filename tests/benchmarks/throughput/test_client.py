@@ -98,7 +98,7 @@ def test_failed_requests_are_marked_and_not_retried(scripted_server: Any) -> Non
 
 
 def test_slow_answer_is_a_failure(scripted_server: Any) -> None:
-    scripted_server.latency_s = lambda _: 3.0
+    scripted_server.latency_s = lambda _: 1.0
     [result] = offer(scripted_server.base_url, [offered()], timeout_s=0.1)
     assert result.error == "no answer within 0.1 s"
 

@@ -79,9 +79,12 @@ def write_gguf(
     fields: dict[str, Any] | None = None,
     rope_factors: NDArray[np.float32] | None = None,
     tokenizer: dict[str, Any] | None = None,
+    tensors_of_part: int = 0,
 ) -> None:
-    """kind: type of matrices; vectors are float32. fields, tokenizer: overrides of metadata; None omits a key."""
-    writer = GGUFWriter(path, family)
+    """kind: type of matrices; vectors are float32. fields, tokenizer: overrides of metadata; None omits a key.
+
+    tensors_of_part: if not 0, a model in parts with so many tensors each: path-00001-of-0000N.gguf and so on."""
+    writer = GGUFWriter(path, family, split_max_tensors=tensors_of_part)
     metadata = {
         f"{family}.block_count": LAYERS,
         f"{family}.context_length": 256,

@@ -1,5 +1,6 @@
 """The Triton kernels of attention without a GPU: interpreted against slow oracles, and compiled for a GPU."""
 
+import pytest
 import torch
 
 from tests.helpers.examples import few
@@ -40,6 +41,7 @@ KERNELS = {
 
 @needs_triton
 @needs_interpreter
+@pytest.mark.long
 def test_interpreted_kernels_equal_slow_oracles() -> None:
     assert run_python("-m", "tests.model.attention.helpers.interpreted_attention") == "all equal\n"
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "attention/attention_layout.h"
+#include "gemm/blocks.h"
 #include "gemm/forward.h"
 #include "simd/element_type.h"
 
@@ -28,6 +29,9 @@ extern "C" {
 int64_t toka_has_bfloat16_arithmetic();
 void toka_set_num_threads(int64_t num_threads);
 void toka_pack(const PackedWeights* weights, const void* plain, void* panels);
+void toka_pack_blocks(const PackedWeights* weights, int64_t block_type, const void* rows, int64_t first_row,
+                      int64_t num_rows, void* panels);
+int64_t toka_block_panel_bytes(int64_t block_type, int64_t in_size);
 void toka_multiply(const PackedWeights* weights, const void* x, int64_t x_stride, int64_t num_rows,
                    const float* norm_weight, double eps, void* out);
 void toka_embed(const PackedWeights* weights, const int64_t* token_ids, int64_t num_tokens, void* out);
@@ -43,7 +47,7 @@ void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedF
                      const float* cos_sin, void* hidden);
 void toka_sample(int64_t logits_type, const void* logits, int64_t num_rows, int64_t vocab_size,
                  const SamplingParams* params, const int64_t* noise_keys, const void* rules, const void* masks,
-                 int64_t* tokens, float* logprobs, const void* top);
+                 const uint8_t* is_drawn, int64_t* tokens, float* logprobs, const void* top);
 }
 
 namespace {
@@ -169,6 +173,86 @@ void check_gemm() {
   for (int64_t id : ids)
     expected.insert(expected.end(), matrix.plain.begin() + id * kIn, matrix.plain.begin() + (id + 1) * kIn);
   compare(weights + " embedding", rows, expected, 0);
+}
+
+// Gemms with blocks in integers. plain: the weights.
+void check_int8(PackedWeights blocks, int64_t type, const vector<float>& plain) {
+  const int64_t in_size = blocks.in_size, out_size = blocks.out_size, part = type == kI8 ? in_size : 32;
+  blocks.is_int8 = 1;
+  for (int64_t num_rows : {1, 5, 40}) {
+    vector<float> x = as<float>(random_values(num_rows * in_size));
+    for (size_t i = 0; i < x.size(); ++i) x[i] += 0.01f * std::sin(i);  // no code is in the middle of two integers
+    vector<double> quantized(x.size()), expected;
+    for (size_t first = 0; first < x.size(); first += part) {
+      float most = 0;
+      for (int64_t i = 0; i < part; ++i) most = std::max(most, std::fabs(x[first + i]));
+      for (int64_t i = 0; i < part; ++i)
+        quantized[first + i] = std::nearbyint(x[first + i] * (127 / most)) * double(most / 127);
+    }
+    for (int64_t row = 0; row < num_rows; ++row)
+      for (int64_t output = 0; output < out_size; ++output) {
+        double total = 0;
+        for (int64_t i = 0; i < in_size; ++i) total += quantized[row * in_size + i] * plain[output * in_size + i];
+        expected.push_back(total);
+      }
+    vector<float> found(num_rows * out_size);
+    toka_multiply(&blocks, x.data(), in_size, num_rows, nullptr, 0, found.data());
+    compare("blocks of type " + std::to_string(type) + " in integers, rows: " + std::to_string(num_rows), found,
+            expected, 1e-4);
+  }
+}
+
+// Gemms with blocks equal those with the weights that toka_embed reads from them, which is plain scalar code.
+template <typename Weight>
+void check_blocks() {
+  typedef Activation<Weight> Element;
+  constexpr int64_t kIn = 512, kOut = 45;
+  for (int64_t type = kQ4_0; type <= kI8; ++type) {
+    vector<PanelBlocks> places;
+    PackedWeights blocks = {kElementType<Weight>, kIn, kOut, 0, nullptr, nullptr};
+    const int64_t panel_bytes = toka_block_panel_bytes(type, kIn), num_panels = blocks.num_panels();
+    for (int64_t panel = 0; panel < num_panels; ++panel) places.push_back({type, panel * panel_bytes});
+    vector<uint8_t> panels(num_panels * panel_bytes);
+    blocks.panels = panels.data();
+    blocks.blocks = places.data();
+    vector<uint8_t> rows;
+    dispatch_blocks(type, [&](auto constant) {
+      typedef FormatOf<constant.value> F;
+      const PanelSizes<constant.value> sizes(kIn);
+      rows.resize(kOut * sizes.num_blocks * sizes.block_bytes);
+      for (uint8_t& byte : rows) byte = generator();
+      for (size_t block = 0; block < rows.size(); block += sizes.block_bytes)
+        for (int number = 0; number < F::kNumbers; ++number) {  // from 1/64 to 1/16, of either sign
+          const uint16_t bits = 0x2400 + generator() % 0x800 + (generator() % 2 << 15);
+          const float value = to_float(float16{bits});
+          if (std::is_same_v<typename F::GroupNumber, float>)
+            std::memcpy(&rows[block + 4 * number], &value, sizeof value);
+          else
+            std::memcpy(&rows[block + (constant.value == kQ6_K ? 208 : 2 * number)], &bits, sizeof bits);
+        }
+    });
+    toka_pack_blocks(&blocks, type, rows.data(), 0, kOut, panels.data());
+    vector<int64_t> ids(kOut);
+    for (int64_t i = 0; i < kOut; ++i) ids[i] = i;
+    vector<Element> plain(kOut * kIn);
+    toka_embed(&blocks, ids.data(), kOut, plain.data());
+    PackedWeights whole = {kElementType<Element>, kIn, kOut, 0, nullptr, nullptr};
+    vector<Element> plain_panels(num_panels * kPanel * kIn);
+    whole.panels = plain_panels.data();
+    toka_pack(&whole, plain.data(), plain_panels.data());
+    for (int64_t num_rows : {1, 6, 40}) {
+      const vector<Element> x = as<Element>(random_values(num_rows * kIn));
+      vector<Element> found(num_rows * kOut), expected(num_rows * kOut);
+      toka_multiply(&blocks, x.data(), kIn, num_rows, nullptr, 0, found.data());
+      toka_multiply(&whole, x.data(), kIn, num_rows, nullptr, 0, expected.data());
+      vector<double> values;
+      for (Element value : expected) values.push_back(to_float(value));
+      compare(std::string(kNames[kElementType<Weight>]) + " blocks of type " + std::to_string(type) +
+                  ", rows: " + std::to_string(num_rows),
+              found, values, 0);
+    }
+    if constexpr (std::is_same_v<Weight, float>) check_int8(blocks, type, plain);
+  }
 }
 
 // --- Attention
@@ -375,7 +459,7 @@ void check_sampling() {
   vector<int64_t> tokens(kRows);
   vector<float> logprobs(kRows);
   toka_sample(kElementType<Element>, as<Element>(logits).data(), kRows, kVocab, params.data(), keys.data(), nullptr,
-              nullptr, tokens.data(), logprobs.data(), nullptr);
+              nullptr, nullptr, tokens.data(), logprobs.data(), nullptr);
   const std::string name = std::string("sampling from ") + kNames[kElementType<Element>];
   compare(name + ", tokens", vector<float>(tokens.begin(), tokens.end()), expected_tokens, 0);
   compare(name + ", logprobs", logprobs, expected_logprobs, 1e-6);
@@ -388,6 +472,8 @@ int main() {
   std::printf("dot products of bfloat16: %s\n", toka_has_bfloat16_arithmetic() ? "yes" : "no");
   check_gemm<float>();
   check_gemm<bfloat16>();
+  check_blocks<float>();
+  check_blocks<bfloat16>();
   check_attention<float, float>();
   check_attention<bfloat16, float>();
   check_attention<float16, float>();

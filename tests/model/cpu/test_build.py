@@ -31,9 +31,13 @@ PROCESSORS = [
     ("x86_64", AVX2, ["avx2"]),
     ("x86_64", f"{AVX2} avx512f", ["avx2"]),
     ("x86_64", AVX512, ["avx512", "avx2"]),
-    ("x86_64", f"{AVX512} avx512bf16", ["avx512_bf16", "avx512", "avx2"]),
+    ("x86_64", f"{AVX2} avxvnni", ["avx2_vnni", "avx2"]),
+    ("x86_64", f"{AVX512} avx512bf16", ["avx512", "avx2"]),
+    ("x86_64", f"{AVX512} avx512vnni", ["avx512_vnni", "avx512", "avx2"]),
+    ("x86_64", f"{AVX512} avx512bf16 avx512vnni", ["avx512_bf16", "avx512_vnni", "avx512", "avx2"]),
     ("aarch64", "neon", ["neon"]),
-    ("aarch64", "neon bf16", ["neon_bf16", "neon"]),
+    ("aarch64", "neon bf16", ["neon"]),
+    ("aarch64", "neon bf16 i8mm", ["neon_bf16", "neon"]),
     ("riscv64", AVX2, []),
 ]
 
@@ -84,6 +88,7 @@ def test_the_sets_of_this_machine_match_the_features_in_proc_cpuinfo() -> None:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     found = next(line for line in lines if line.startswith(("flags", "Features"))).split(":")[1].split()
     names = {"bmi1": "bmi", "abm": "lzcnt", "avx512_bf16": "avx512bf16", "asimd": "neon"}
+    names |= {"avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni"}
     assert machine_sets() == supported_sets(machine(), [names.get(name, name) for name in found])
 
 

@@ -49,7 +49,7 @@ def test_kernels_for_neon_equal_plain_loops(name: str, processor: str, tmp_path:
     assert sum(line.startswith("ok ") for line in lines) > 80
 
 
-@pytest.mark.parametrize(("processor", "features"), [(OLD, ["neon"]), (NEW, ["neon", "bf16"])])
+@pytest.mark.parametrize(("processor", "features"), [(OLD, ["neon"]), (NEW, ["neon", "bf16", "i8mm"])])
 def test_the_features_of_a_processor_are_found(processor: str, features: list[str], tmp_path: Path) -> None:
     source = tmp_path / "show.cpp"
     source.write_text(

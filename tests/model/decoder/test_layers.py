@@ -18,8 +18,10 @@ from tests.model.helpers.linear_layers import (
     make_norm,
     random_rows,
 )
+from tests.model.helpers.quantized_rows import random_block_rows
 from tokasaurus.checkpoint import read_model_info
-from tokasaurus.model.decoder.layers import GatedLinear, Linear, OutputShard, VocabShard
+from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
+from tokasaurus.model.decoder.layers import FusedColumnLinear, GatedLinear, Linear, OutputShard, VocabShard
 from tokasaurus.model.parallel.mesh import Mesh
 
 
@@ -168,3 +170,29 @@ def test_a_packed_embedding_returns_rows_of_its_weight_and_computes_logits(
     norm, hidden = make_norm(64, dtype), random_rows(3, 64, activation_dtype(dtype))
     expected = torch.nn.functional.linear(norm(hidden), weight.to(hidden.dtype))
     torch.testing.assert_close(shard.logits(hidden, norm), expected, atol=0.06, rtol=0.01)
+
+
+@pytest.mark.parametrize("choice", [ALWAYS_KERNELS, GemmChoice(2.0, 0.5), GemmChoice(0.5, 0.5)])
+@pytest.mark.parametrize("num_blocks", [2, 1])
+def test_blocks_in_place_of_rows_give_the_gemm_of_the_dequantised_weight(num_blocks: int, choice: GemmChoice) -> None:
+    """Of a fused layer whose parts come one by one. Where one part is plain, all of the layer is."""
+    outputs = [OutputShard("q", 64, 0, 64), OutputShard("k", 32, 0, 32)]
+    parts = [random_block_rows("Q4_1", 64, 2), random_block_rows("Q8_0", 32, 2)]
+    plain = torch.cat([part.dequantized() for part in parts])
+    layer = FusedColumnLinear(64, outputs, bias=True, dtype=torch.float32)
+    fill(layer)
+    layer.weight.copy_(plain)
+    shards = [shard for shard in layer.weight_shards("") if shard.source.endswith("weight")]
+    for shard, part in list(zip(shards, parts, strict=True))[:num_blocks]:
+        assert shard.target is not None
+        assert shard.take_blocks is not None
+        shard.target.fill_(torch.nan)
+        shard.take_blocks(part)
+    layer.pack(layer_kernels(), choice)
+    assert (layer.packed is None) == choice.always_torch
+    assert layer.packed is None or layer.packed.has_blocks == (num_blocks == 2)
+    are_kept = num_blocks == 2 and not choice.always_torch
+    assert layer.dequantised_types == (set() if are_kept else {part.type for part in parts[:num_blocks]})
+    for num_rows in (5, 64):
+        x = random_rows(num_rows, 64, torch.float32)
+        assert_close(layer(x), x.double() @ plain.double().T + layer.bias.double())

@@ -179,8 +179,8 @@ def test_a_plain_decode_step_launches_nothing_between_its_inputs_and_its_graph(
 def test_sampling_is_replayed_with_the_rows_parameters_and_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Limits, temperatures and seeds differ by row and change with each step; penalties and top log-probabilities are
-    not in the graph."""
+    """Limits, temperatures and seeds differ by row and change with each step. Penalties and top log-probabilities are
+    not in the graph, nor log-probabilities of the distribution that is drawn from, unless it is the model's own."""
     save_tiny_model(tmp_path, "llama")
     with one_thread():
         model, info = load(tmp_path)
@@ -193,8 +193,8 @@ def test_sampling_is_replayed_with_the_rows_parameters_and_noise(
         monkeypatch.setattr(ModelRunner, "_sample", count_calls(ModelRunner._sample, num_sampled))
         assert_same(decode_with_every_option(runner), decode_with_every_option(eager))
     of_graphs, of_eager = num_sampled.count(runner), num_sampled.count(eager)
-    assert of_eager == 5 + 20 + 4
-    assert of_graphs == 5 + 4, "prompts, and the steps with more than the graphs compute"
+    assert of_eager == 7 + 20 + 4 + 4
+    assert of_graphs == 7 + 4 + 2, "prompts, and the steps with more than the graphs compute"
 
 
 def test_only_decode_steps_above_the_largest_size_miss_all_graphs(tmp_path: Path) -> None:
@@ -231,7 +231,11 @@ def decode_with_every_option(runner: ModelRunner) -> list[Sampled]:
     steps += [driver.run(rng.sample([1, 2, 3, 4], rng.randint(1, 4)), []) for _ in range(20)]
     driver.open(5, [3, 1], num_top=2)
     steps.append(driver.run([], [(5, 2)]))
-    return steps + [driver.run([1, 5, 3], []) for _ in range(4)]
+    steps += [driver.run([1, 5, 3], []) for _ in range(4)]
+    for slot, temperature in ((6, 0.5), (7, 1.0)):
+        driver.open(slot, [3, slot], temperature, drawn_logprobs=True)
+        steps.append(driver.run([], [(slot, 2)]))
+    return steps + [driver.run([1, slot], []) for slot in (6, 6, 7, 7)]
 
 
 @few(1, "compiled", [False, True])

@@ -29,12 +29,14 @@ def load(
     packed: bool = False,
     rope_scaling: dict[str, Any] | None = None,
 ) -> tuple[Decoder, ModelInfo]:
-    """packed: pack weights for the kernels, as the server does; otherwise torch computes all but attention."""
+    """packed: pack weights for the kernels, as the server does, quantised ones as blocks; otherwise torch computes all
+    but attention, with dequantised weights."""
     files = weight_files(directory)
     model_info = fit_to_tensors(read_model_info(directory, rope_scaling), files)
     model = build_decoder(model_info, mesh or Mesh(), torch.float32)
     model.materialize(device, model_info.context_length)
-    load_weights(files, model.weight_shards(), model.ignores, lambda _: None)
+    quantization = model_info.quantization
+    load_weights(files, model.weight_shards(), model.ignores, may_keep_blocks=packed, quantization=quantization)
     if packed:
         model.pack(load_kernels())
     return model, model_info
@@ -74,10 +76,15 @@ def greedy_in_a_mixed_batch(
 
 
 def assert_equals_oracle(
-    directory: Path, oracle: PreTrainedModel, backend: str, seed: int, device: torch.device = CPU
+    directory: Path,
+    oracle: PreTrainedModel,
+    backend: str,
+    seed: int,
+    device: torch.device = CPU,
+    vocab_size: int = VOCAB_SIZE,
 ) -> None:
     rng = random.Random(seed)
-    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 2, 15, 16, 17, 33, 90]))] for _ in range(6)]
+    prompts = [[rng.randrange(vocab_size) for _ in range(rng.choice([1, 2, 15, 16, 17, 33, 90]))] for _ in range(6)]
     model, model_info = load(directory, device=device, packed=backend == "cpu")
     driver = StepDriver(make_runner(model, model_info, backend, device=device), seed=seed)
     tokens, logprobs = greedy_in_a_mixed_batch(driver, prompts, 20, rng)

@@ -1,6 +1,6 @@
 """Measure the memory of a checkpoint's largest forwards, on Linux.
 
-`python -m tests.model.helpers.largest_forward DIRECTORY DTYPE` prints JSON: the bytes reserved for these
+`python -m tests.model.helpers.largest_forward DIRECTORY DTYPE [int8]` prints JSON: the bytes reserved for these
 forwards, and by how many bytes they raise the peak memory of this process.
 """
 
@@ -18,6 +18,8 @@ from tokasaurus.checkpoint import read_model_info, weight_files
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups, TokenMasks
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.decoder.families import build_decoder
+from tokasaurus.model.decoder.layers import PLAIN
+from tokasaurus.model.decoder.quantize import Packing
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.sampling.rules import num_mask_words
@@ -36,16 +38,16 @@ NUM_THREADS = 2
 NUM_TOP = 20
 
 
-def main(directory: Path, dtype: torch.dtype) -> None:
+def main(directory: Path, dtype: torch.dtype, is_int8: bool) -> None:
     torch.set_num_threads(NUM_THREADS)
     info = read_model_info(directory)
     limits = ForwardLimits(max_tokens=4096, max_seqs=512, context_length=2048, vocab_size=info.vocab_size)
     model = build_decoder(info, Mesh(), dtype)
     model.materialize(CPU, limits.context_length)
     load_weights(weight_files(directory), model.weight_shards(), model.ignores, lambda _: None)
-    model.pack(load_kernels())
+    model.pack(load_kernels(), packing=Packing("int8", is_int8=True) if is_int8 else PLAIN)
     runner = make_runner(model, info, "cpu", PAGE_SIZE, num_blocks=600, num_slots=limits.max_seqs, dtype=dtype)
-    memory = largest_forward(info, limits, PAGE_SIZE, model.activation_dtype.itemsize, NUM_THREADS, NUM_TOP)
+    memory = largest_forward(info, limits, PAGE_SIZE, model.activation_dtype.itemsize, NUM_THREADS, NUM_TOP, is_int8)
     warm_up_small(runner, limits, PAGE_SIZE)  # loads the code that the measured forwards run
     before = reset_peak()
     reserve(memory, model, limits)
@@ -70,4 +72,4 @@ def largest_steps(limits: ForwardLimits) -> list[ForwardInput]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), getattr(torch, sys.argv[2]))
+    main(Path(sys.argv[1]), getattr(torch, sys.argv[2]), is_int8="int8" in sys.argv[3:])

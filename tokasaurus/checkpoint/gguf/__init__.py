@@ -1,4 +1,4 @@
-"""Converts GGUF files to directories in Hugging Face format.
+"""Reads GGUF files as models in Hugging Face format.
 
 Knows both formats. Does not know the models that read the result.
 """

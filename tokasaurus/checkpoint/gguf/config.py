@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tokasaurus.checkpoint.gguf.model import ARCHITECTURES
 from tokasaurus.checkpoint.json_files import CheckpointError
 
 Metadata = Mapping[str, Any]
-
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 # Keys that are read below, and keys that do not affect the computation. Any other key of the architecture is refused:
 # it may be a scale or an attention window that this code does not apply.
@@ -56,25 +55,20 @@ _TURN_ENDS = {
 _LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def architecture_of(metadata: Metadata) -> str:
-    """The architecture named in the metadata. Raises CheckpointError if it is not supported."""
-    architecture = metadata.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
-        supported = ", ".join(_ARCHITECTURES)
-        raise CheckpointError(f"architecture {architecture!r} is not supported; supported are {supported}")
-    return str(architecture)
-
-
 def model_config(
-    metadata: Metadata, vocab_size: int, tied: bool, dtype: str, rope_factors: NDArray[np.float32] | None
+    architecture: str,
+    metadata: Metadata,
+    vocab_size: int,
+    tied: bool,
+    dtype: str,
+    rope_factors: NDArray[np.float32] | None,
 ) -> dict[str, Any]:
     """The content of config.json.
 
-    vocab_size: rows of the embedding. tied: the LM head shares the embedding's weights. dtype: of the weights, such as
-    "float32". rope_factors: float32 [head size / 2], multipliers of the rotary wavelengths, from the file's
-    rope_freqs.weight; None if the file has no such tensor. Raises CheckpointError.
+    architecture: one of ARCHITECTURES. vocab_size: rows of the embedding. tied: the LM head shares the embedding's
+    weights. dtype: of the weights, such as "float32". rope_factors: float32 [head size / 2], multipliers of the rotary
+    wavelengths, from the file's rope_freqs.weight; None if the file has no such tensor. Raises CheckpointError.
     """
-    architecture = architecture_of(metadata)
     fields = {
         key.removeprefix(f"{architecture}."): value
         for key, value in metadata.items()
@@ -94,7 +88,7 @@ def model_config(
             raise CheckpointError(f"{architecture}.rope.scaling.type and rope_freqs.weight are not supported together")
         scaling = _llama3_scaling(theta, head_dim, rope_factors)
     return {
-        "architectures": [_ARCHITECTURES[architecture]],
+        "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
         "hidden_size": hidden_size,
         "intermediate_size": _number(architecture, fields, "feed_forward_length"),

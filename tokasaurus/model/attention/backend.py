@@ -146,6 +146,14 @@ class AttentionBackend(Protocol):
         Returns the running threads: none if the memory is there already or is left to be provided on first use.
         """
 
+    def give_back(self) -> None:
+        """Return the cache's memory to the system, until `take_again`; what it holds is lost. Only on a CPU.
+
+        Raises OSError."""
+
+    def take_again(self) -> None:
+        """The cache is as after `allocate`, and where it was. Raises OSError or RuntimeError."""
+
     def plan(self, layout: PagedLayout) -> None:
         """Prepare for the layers of one forward.
 
@@ -195,6 +203,15 @@ class TensorCache(ABC):
 
     def touch_in_background(self, _num_threads: int, /) -> list[threading.Thread]:
         return []
+
+    def give_back(self) -> None:
+        for cache in self.caches:
+            cache.untyped_storage().resize_(0)
+
+    def take_again(self) -> None:
+        for cache in self.caches:
+            cache.untyped_storage().resize_(cache.nbytes)
+            cache.zero_()
 
 
 @runtime_checkable

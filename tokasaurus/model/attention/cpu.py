@@ -15,6 +15,7 @@ from tokasaurus.model.cpu.bindings import (
     PagedPartStruct,
     allocate_huge_pages,
     cache_code,
+    give_back,
     touch_in_background,
 )
 
@@ -60,6 +61,12 @@ class CpuBackend:
     def touch_in_background(self, num_threads: int, /) -> list[threading.Thread]:
         """Make the system provide the cache's memory, low block ids first, since they are used first."""
         return touch_in_background(self._cache.flatten(1), self._kernels, num_threads)
+
+    def give_back(self) -> None:
+        give_back(self._cache)
+
+    def take_again(self) -> None:
+        """The system provides the memory at its next use."""
 
     def plan(self, layout: PagedLayout) -> None:
         self._layout = layout  # owns what the structs point to

@@ -8,7 +8,7 @@ import logging
 import math
 import mmap
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.messages.status import FlagRefused
 from tokasaurus.model.cpu.build import (
     PLAIN_TORCH,
+    InstructionSet,
     LibraryUnavailable,
     choose_set,
     find_or_build,
@@ -38,10 +39,18 @@ KV_CACHE_DTYPES = tuple(ELEMENT_CODES)
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of weights, activations and logits that the kernels support."""
 
+BLOCK_TYPES = {
+    **{"Q4_0": 1, "Q4_1": 2, "Q5_0": 3, "Q5_1": 4, "Q8_0": 5, "Q4_K": 6, "Q5_K": 7, "Q6_K": 8},
+    **{"I4_32": 9, "I4_64": 10, "I4_128": 11, "I8": 12},
+}
+"""The code by which the kernels know a type of quantised blocks (BlockType in blocks.h), which checkpoint/block_types
+describes."""
+
 _HUGE_PAGE = 2 * 1024 * 1024
 """With pages of 4 KiB, address translation alone takes a tenth of a step's time."""
 _CHUNK_BYTES = 64 * 1024 * 1024
 _ALIGNMENT = 64
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class PackedWeightsStruct(ctypes.Structure):
@@ -49,7 +58,8 @@ class PackedWeightsStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("weight_type", "in_size", "out_size", "is_gated")),
-        *((name, ctypes.c_void_p) for name in ("panels", "bias")),
+        *((name, ctypes.c_void_p) for name in ("panels", "bias", "blocks")),
+        ("is_int8", ctypes.c_int64),
     )
 
 
@@ -189,7 +199,7 @@ class Kernels:
         self._library.toka_write_kv.argtypes = [
             *(integer, integer, pointer, pointer, integer, integer, pointer, integer, pointer, *(integer,) * 3)
         ]
-        self._library.toka_sample.argtypes = [integer, pointer, integer, integer, *(pointer,) * 7]
+        self._library.toka_sample.argtypes = [integer, pointer, integer, integer, *(pointer,) * 8]
         self._library.toka_token_logprobs.argtypes = [
             *(integer, pointer, integer, integer, pointer, pointer, pointer, integer, pointer, pointer)
         ]
@@ -286,6 +296,7 @@ class Kernels:
         noise_keys: Tensor,
         rules: LogitRulesStruct | None,
         masks: tuple[Tensor, Tensor] | None,
+        is_drawn: Tensor | None,
         tokens: Tensor,
         logprobs: Tensor | None,
         top: tuple[Tensor, Tensor, Tensor] | None,
@@ -295,6 +306,8 @@ class Kernels:
         params, noise_keys: as device_params and noise_keys of SamplingRows, contiguous.
         masks: index_of_row int32 [R], each row's index among the A rows with a mask, or -1; and the masks, int32
         [A, words].
+        is_drawn: bool [R], rows whose logprobs are of the distribution that tokens are drawn from; None for no row.
+        Requires logprobs.
         top: index_of_row int32 [R], each row's index among the A rows that want top-k logprobs, or -1; and the outputs,
         ids int32 [A, K] and logprobs float32 [A, K]. Requires logprobs.
         """
@@ -302,6 +315,7 @@ class Kernels:
         masks_struct = None
         if masks is not None:
             masks_struct = TokenMasksStruct(*(tensor.data_ptr() for tensor in masks), masks[1].shape[1])
+        assert logprobs is not None or is_drawn is None, "these are logprobs"
         top_struct = None
         if top is not None:
             assert logprobs is not None, "top-k logprobs require logprobs of the sampled tokens"
@@ -311,6 +325,7 @@ class Kernels:
             *(activation_code(logits), logits.data_ptr(), num_rows, vocab_size),
             *(params.data_ptr(), noise_keys.data_ptr()),
             *(None if struct is None else ctypes.addressof(struct) for struct in (rules, masks_struct)),
+            None if is_drawn is None else is_drawn.data_ptr(),
             *(tokens.data_ptr(), 0 if logprobs is None else logprobs.data_ptr()),
             None if top_struct is None else ctypes.addressof(top_struct),
         )
@@ -341,15 +356,29 @@ def load_kernels(cpu_isa: str | None = None) -> Kernels | None:
     if cpu_isa == PLAIN_TORCH:
         return None
     try:
-        level = choose_set(cpu_isa, machine_sets())
-        if level is None:
+        supported = machine_sets()
+        chosen = choose_set(cpu_isa, supported)
+        if chosen is None:
             raise LibraryUnavailable("they need AVX2 and FMA, or NEON")
-        return Kernels(find_or_build(kernel_library(level)))
+        return _load_first([chosen] if cpu_isa is not None else supported)
     except LibraryUnavailable as error:
         if cpu_isa is not None:
             raise FlagRefused(f"cpu_isa={cpu_isa}: no CPU kernels: {error}") from error
         logger.warning("no CPU kernels; using plain torch, which is slower: %s", error)
         return None
+
+
+def _load_first(levels: Sequence[InstructionSet]) -> Kernels:
+    """Of the first one whose library can be built: an old compiler may not know the newest. Raises LibraryUnavailable,
+    for the first."""
+    first_error: LibraryUnavailable | None = None
+    for level in levels:
+        try:
+            return Kernels(find_or_build(kernel_library(level)))
+        except LibraryUnavailable as error:
+            first_error = first_error or error
+    assert first_error is not None
+    raise first_error
 
 
 def allocate_huge_pages(num_bytes: int) -> Tensor:
@@ -362,6 +391,15 @@ def allocate_huge_pages(num_bytes: int) -> Tensor:
         with contextlib.suppress(OSError):  # a Linux kernel built without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
+
+
+def give_back(memory: Tensor) -> None:
+    """Return the whole pages of `memory`, contiguous, to the system. They are zero afterwards, and provided again at
+    their next use. Raises OSError."""
+    page = mmap.PAGESIZE
+    start, end = -(-memory.data_ptr() // page) * page, (memory.data_ptr() + memory.nbytes) // page * page
+    if start < end and _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), "memory cannot be given back")
 
 
 def touch_in_background(memory: Tensor, kernels: Kernels, num_threads: int) -> list[threading.Thread]:

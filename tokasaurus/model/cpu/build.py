@@ -95,11 +95,17 @@ _NEON = frozenset({"neon"})
 
 INSTRUCTION_SETS = (
     InstructionSet(
-        "avx512_bf16", "avx512_bf16", "x86_64", ("-march=x86-64-v4", "-mavx512bf16"), _AVX512 | {"avx512bf16"}
+        *("avx512_bf16", "avx512_bf16", "x86_64"),
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+        _AVX512 | {"avx512bf16", "avx512vnni"},
+    ),
+    InstructionSet(
+        *("avx512_vnni", "avx512_vnni", "x86_64"), ("-march=x86-64-v4", "-mavx512vnni"), _AVX512 | {"avx512vnni"}
     ),
     InstructionSet("avx512", "avx512", "x86_64", ("-march=x86-64-v4",), _AVX512),
+    InstructionSet("avx2_vnni", "avx2_vnni", "x86_64", ("-march=x86-64-v3", "-mavxvnni"), _AVX2 | {"avxvnni"}),
     InstructionSet("avx2", "avx2", "x86_64", ("-march=x86-64-v3",), _AVX2),
-    InstructionSet("neon_bf16", "neon", "aarch64", ("-march=armv8.2-a+bf16",), _NEON | {"bf16"}),
+    InstructionSet("neon_bf16", "neon", "aarch64", ("-march=armv8.2-a+bf16+i8mm",), _NEON | {"bf16", "i8mm"}),
     InstructionSet("neon", "neon", "aarch64", (), _NEON),
 )
 """For each machine, the best set comes first."""

@@ -8,15 +8,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tokasaurus.checkpoint.block_types import dequantize_rows, inputs_of_row
 from tokasaurus.model.cpu.bindings import (
     ACTIVATION_DTYPES,
+    BLOCK_TYPES,
+    ELEMENT_CODES,
     HugePageTensors,
     Kernels,
     PackedLayerStruct,
     PackedWeightsStruct,
     PagedForwardStruct,
-    activation_code,
+    give_back,
 )
+
+_PART_BYTES = 1 << 20
+"""Of blocks that are dequantised at a time."""
 
 # T tokens, E hidden size or input size, O output size, D head size
 
@@ -32,6 +38,13 @@ class LayerKernels:
         library = kernels.library
         self.pack = library.toka_pack
         self.pack.argtypes = [pointer, pointer, pointer]
+        self.pack_rows = library.toka_pack_rows
+        self.pack_rows.argtypes = [pointer, pointer, integer, integer, pointer]
+        self.pack_blocks = library.toka_pack_blocks
+        self.pack_blocks.argtypes = [pointer, integer, pointer, integer, integer, pointer]
+        self.block_panel_bytes = library.toka_block_panel_bytes
+        self.block_panel_bytes.argtypes = [integer, integer]
+        self.block_panel_bytes.restype = integer
         self.multiply = library.toka_multiply
         self.multiply.argtypes = [pointer, pointer, integer, integer, pointer, ctypes.c_double, pointer]
         self.embed = library.toka_embed
@@ -42,35 +55,148 @@ class LayerKernels:
         self.reserve_forward.argtypes = [pointer, integer]
 
 
+@dataclass(frozen=True, slots=True)
+class BlockRows:
+    """Rows of a quantised weight, as checkpoint/block_types describes them."""
+
+    type: str
+    """Of BLOCK_TYPES."""
+    blocks: Tensor
+    """uint8 [rows, bytes of a row], contiguous."""
+
+    def dequantized(self) -> Tensor:
+        """float32 [rows, inputs]."""
+        num_rows, row_bytes = self.blocks.shape
+        whole = torch.empty((num_rows, inputs_of_row(self.type, row_bytes)))
+        step = max(1, _PART_BYTES // row_bytes)
+        for first in range(0, num_rows, step):
+            part = self.blocks[first : first + step]
+            whole[first : first + step] = torch.from_numpy(dequantize_rows(part.numpy(), self.type))
+        return whole
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeight:
+    """A quantised weight [O, E]: the rows of all its parts, in order."""
+
+    in_size: int
+    dtype: torch.dtype
+    """What weights are rounded to, where the processor multiplies numbers of this type."""
+    parts: tuple[BlockRows, ...]
+    is_int8: bool = False
+    """x is quantised too, and multiplied in integers."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(part.blocks) for part in self.parts)
+
+
 class PackedWeights:
     """The weight [O, E] of a linear layer, and its bias [O], copied into the layout that the kernels read.
 
     is_gated: the weight is [2 O, E], gate rows before up rows, and the layer computes silu(gate) * up, [O].
     """
 
-    def __init__(self, kernels: LayerKernels, weight: Tensor, bias: Tensor | None, is_gated: bool = False) -> None:
-        assert takes(weight)
+    def __init__(
+        self, kernels: LayerKernels, weight: Tensor | BlockWeight, bias: Tensor | None, is_gated: bool = False
+    ) -> None:
+        """A quantised weight must fit: see `fits`."""
         assert bias is None or not is_gated, "no model has a gated layer with a bias"
         self._kernels = kernels
         self.activation_dtype = kernels.activation_dtype(weight.dtype)
-        self._in_size = weight.shape[1]
-        self._out_size = weight.shape[0] // 2 if is_gated else weight.shape[0]
+        num_rows, self._in_size = (
+            (weight.num_rows, weight.in_size) if isinstance(weight, BlockWeight) else tuple(weight.shape)
+        )
+        self._out_size = num_rows // 2 if is_gated else num_rows
+        self.num_weights = num_rows * self._in_size
         panel_width = kernels.panel_size // 2 if is_gated else kernels.panel_size  # outputs of a panel
-        num_panels = -(-self._out_size // panel_width)
-        self._panels = kernels.weights.empty((num_panels * kernels.panel_size, self._in_size), weight.dtype)
+        self._num_panels = -(-self._out_size // panel_width)
         self._bias: Tensor | None = None
         if bias is not None:
             self._bias = functional.pad(bias.float(), (0, -self._out_size % panel_width))
+        self._blocks: Tensor | None = None
+        if isinstance(weight, BlockWeight):
+            self._blocks = self._place_blocks(weight, panel_width, is_gated)
+        else:
+            assert takes(weight)
+            self._panels = kernels.weights.empty((self._num_panels * kernels.panel_size, self._in_size), weight.dtype)
         self.struct = PackedWeightsStruct(
-            activation_code(weight),
+            ELEMENT_CODES[weight.dtype],
             self._in_size,
             self._out_size,
             is_gated,
             self._panels.data_ptr(),
             _pointer(self._bias),
+            _pointer(self._blocks),
+            isinstance(weight, BlockWeight) and weight.is_int8,
         )
-        plain = weight.contiguous()
-        kernels.pack(ctypes.byref(self.struct), plain.data_ptr(), self._panels.data_ptr())
+        if isinstance(weight, BlockWeight):
+            first_row = 0
+            for part in weight.parts:
+                self.write_blocks(first_row, part)
+                first_row += len(part.blocks)
+        else:
+            plain = weight.contiguous()
+            kernels.pack(ctypes.byref(self.struct), plain.data_ptr(), self._panels.data_ptr())
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the weight is quantised."""
+        return self._blocks is not None
+
+    @property
+    def block_types(self) -> set[str]:
+        """Types of a quantised weight's blocks; none of a plain one's."""
+        codes = set() if self._blocks is None else set(self._blocks[:, 0].tolist())
+        return {name for name, code in BLOCK_TYPES.items() if code in codes}
+
+    @property
+    def num_bytes(self) -> int:
+        return self._panels.nbytes
+
+    @staticmethod
+    def fits(weight: BlockWeight, panel_size: int, is_gated: bool = False) -> bool:
+        """Whether each panel has rows of a single type, and activations can be quantised in the same way for all."""
+        types = [part.type for part in weight.parts for _ in range(len(part.blocks))]
+        if weight.is_int8 and "I8" in types and len(set(types)) > 1:
+            return False  # activations would need one scale for a token, and one for each block
+        if is_gated:
+            return types[: len(types) // 2] == types[len(types) // 2 :] and len(set(types)) == 1
+        return all(len(set(types[row : row + panel_size])) == 1 for row in range(0, len(types), panel_size))
+
+    def _place_blocks(self, weight: BlockWeight, panel_width: int, is_gated: bool) -> Tensor:
+        """Allocates the panels, of zeros, and returns the type and the offset of each, int64 [panels, 2]."""
+        types = [BLOCK_TYPES[part.type] for part in weight.parts for _ in range(len(part.blocks))][: self._out_size]
+        assert self.fits(weight, self._kernels.panel_size, is_gated)
+        blocks = torch.empty((self._num_panels, 2), dtype=torch.int64)
+        offset = 0
+        for panel, block_type in enumerate(types[::panel_width]):
+            blocks[panel, 0], blocks[panel, 1] = block_type, offset
+            offset += self._kernels.block_panel_bytes(block_type, self._in_size)
+        self._panels = self._kernels.weights.empty((offset,), torch.uint8).zero_()
+        return blocks
+
+    def write(self, first_row: int, rows: Tensor) -> None:
+        """Replace the weight's rows from `first_row` on. rows [n, E], in the weight's dtype; gate rows come before up
+        rows."""
+        rows = rows.to(self._panels.dtype).contiguous()
+        pointers = ctypes.byref(self.struct), rows.data_ptr()
+        self._kernels.pack_rows(*pointers, first_row, len(rows), self._panels.data_ptr())
+
+    def write_blocks(self, first_row: int, rows: BlockRows) -> None:
+        """As `write`, of a quantised weight. rows: of the type that the weight has there."""
+        assert rows.blocks.is_contiguous()
+        pointers = ctypes.byref(self.struct), BLOCK_TYPES[rows.type], rows.blocks.data_ptr()
+        self._kernels.pack_blocks(*pointers, first_row, len(rows.blocks), self._panels.data_ptr())
+
+    def write_bias(self, first: int, values: Tensor) -> None:
+        """Replace the bias from output `first` on. values [n]."""
+        assert self._bias is not None
+        self._bias[first : first + len(values)] = values
+
+    def give_back(self) -> None:
+        """Return the weight's memory to the system; `write` takes it again."""
+        give_back(self._panels)
 
     def multiply(self, x: Tensor, norm: tuple[Tensor, float] | None = None, out: Tensor | None = None) -> Tensor:
         """x [T, E] in the activation dtype, any row stride -> [T, O].

@@ -18,6 +18,7 @@ from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
 from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedLayer, PackedLayers
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.layers import (
+    PLAIN,
     FusedColumnLinear,
     GatedMLP,
     Linear,
@@ -26,6 +27,7 @@ from tokasaurus.model.decoder.layers import (
     RowLinear,
     VocabShard,
 )
+from tokasaurus.model.decoder.quantize import Packing
 from tokasaurus.model.decoder.weights import WeightShard, allocate_parameters, whole
 from tokasaurus.model.parallel.mesh import Mesh
 
@@ -103,8 +105,8 @@ class Attention(nn.Module):
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         shards = self.qkv.weight_shards(prefix) + self.out.weight_shards(prefix)
         if self.query_norm is not None and self.key_norm is not None:
-            shards.append(whole(f"{prefix}q_norm.weight", self.query_norm.weight))
-            shards.append(whole(f"{prefix}k_norm.weight", self.key_norm.weight))
+            shards.append(whole(f"{prefix}q_norm.weight", self.query_norm.weight, self.query_norm.write))
+            shards.append(whole(f"{prefix}k_norm.weight", self.key_norm.weight, self.key_norm.write))
         return shards
 
 
@@ -163,9 +165,9 @@ class DecoderLayer(nn.Module):
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         return [
-            whole(f"{prefix}input_layernorm.weight", self.attention_norm.weight),
+            whole(f"{prefix}input_layernorm.weight", self.attention_norm.weight, self.attention_norm.write),
             *self.attention.weight_shards(f"{prefix}self_attn."),
-            whole(f"{prefix}post_attention_layernorm.weight", self.mlp_norm.weight),
+            whole(f"{prefix}post_attention_layernorm.weight", self.mlp_norm.weight, self.mlp_norm.write),
             *self.mlp.weight_shards(f"{prefix}mlp."),
         ]
 
@@ -203,19 +205,27 @@ class Decoder(nn.Module):
         self._rotary = RotaryTable(self._info.rope, self._info.head_dim, num_positions, device)
 
     def pack(
-        self, kernels: Kernels | None, choice: GemmChoice = ALWAYS_KERNELS, compiler: Compiler | None = None
+        self,
+        kernels: Kernels | None,
+        choice: GemmChoice = ALWAYS_KERNELS,
+        compiler: Compiler | None = None,
+        packing: Packing = PLAIN,
     ) -> None:
         """Convert the loaded weights to the layouts of the device's gemms.
 
         Equivalent to begin_packing, pack_module for each module, then end_packing.
         """
-        self.begin_packing(kernels, choice, compiler)
+        self.begin_packing(kernels, choice, compiler, packing)
         for module in self.modules():
             self.pack_module(module)
         self.end_packing()
 
     def begin_packing(
-        self, kernels: Kernels | None, choice: GemmChoice = ALWAYS_KERNELS, compiler: Compiler | None = None
+        self,
+        kernels: Kernels | None,
+        choice: GemmChoice = ALWAYS_KERNELS,
+        compiler: Compiler | None = None,
+        packing: Packing = PLAIN,
     ) -> None:
         """Set how pack_module packs.
 
@@ -231,14 +241,22 @@ class Decoder(nn.Module):
         self._layer_kernels = None if kernels is None else LayerKernels(kernels)
         self.gemm_choice = choice
         self._compiler = compiler
+        self._packing = packing
 
     def pack_module(self, module: nn.Module) -> None:
-        """Pack one module, once its own weights are loaded. Frees plain weights that have been packed."""
+        """Pack one module, once its own weights are loaded. Frees plain weights that have been packed.
+
+        Raises CannotQuantize."""
+        stored = Packing(is_int8=self._packing.is_int8)  # embedding and LM head stay as they are stored
         if module is self._head:
             assert isinstance(module, VocabShard)
-            module.pack(self._layer_kernels, self.gemm_choice, keep_weight=module is self.embedding)
+            module.pack(self._layer_kernels, self.gemm_choice, module is self.embedding, stored)
+        elif module is self.embedding:  # plain numbers stay as they are: rows of packed ones are not contiguous
+            assert isinstance(module, VocabShard)
+            if module.has_blocks:
+                module.pack(self._layer_kernels, packing=stored)
         elif isinstance(module, Linear) and not isinstance(module, VocabShard) and self._compiler is None:
-            module.pack(self._layer_kernels, self.gemm_choice)
+            module.pack(self._layer_kernels, self.gemm_choice, packing=self._packing)
 
     def end_packing(self) -> None:
         """Pack the layers, once every module is packed, or compile the LM head where it is not."""
@@ -251,6 +269,11 @@ class Decoder(nn.Module):
     @property
     def vocab_size(self) -> int:
         return self._info.vocab_size
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the loaded weights, also where they are packed."""
+        return self._dtype
 
     @property
     def hidden_size(self) -> int:
@@ -331,6 +354,45 @@ class Decoder(nn.Module):
         assert self.final_norm is not None
         return head.logits(hidden, self.final_norm)
 
+    @property
+    def saved_bytes(self) -> int:
+        """What this rank's quantised weights take less than weights of their dtype."""
+        return sum(linear.saved_bytes for linear in self._linears())
+
+    @property
+    def block_types(self) -> list[str]:
+        """Types of this rank's quantised weights."""
+        packed = [linear.packed for linear in self._linears() if linear.packed is not None]
+        return sorted({block_type for weights in packed for block_type in weights.block_types})
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether activations are quantised, once the model is packed."""
+        return self._packing.is_int8
+
+    @property
+    def dequantised_types(self) -> set[str]:
+        """Types of blocks that came, but could not be packed."""
+        return {block_type for linear in self._linears() for block_type in linear.dequantised_types}
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether quantised weights may come as blocks, once packing has begun."""
+        return self._layer_kernels is not None and self._compiler is None and not self.gemm_choice.always_torch
+
+    def give_back(self) -> None:
+        """Return the memory of all large weights to the system, until `take_again`. Only on a CPU. Raises OSError."""
+        for linear in self._linears():
+            linear.give_back()
+
+    def take_again(self) -> None:
+        """All weights can be written again. Raises RuntimeError if memory does not suffice."""
+        for linear in self._linears():
+            linear.take_again()
+
+    def _linears(self) -> Iterator[Linear]:
+        return (module for module in self.modules() if isinstance(module, Linear))
+
     def weight_shards(self) -> list[WeightShard]:
         """Every tensor of the checkpoint, with a target if this stage has it."""
         info, mesh = self._info, self._mesh
@@ -351,7 +413,7 @@ class Decoder(nn.Module):
         if not info.tie_embeddings:
             shards += _vocab_shards(self.lm_head, HEAD, vocab_shape)
         if self.final_norm is not None:
-            shards.append(whole("model.norm.weight", self.final_norm.weight))
+            shards.append(whole("model.norm.weight", self.final_norm.weight, self.final_norm.write))
         else:
             shards.append(WeightShard("model.norm.weight", (info.hidden_size,), (), None))
         return shards

@@ -4,18 +4,23 @@ LM head. All are sharded over the tensor-parallel ranks, and fused where they sh
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tokasaurus.checkpoint import ModelInfo
-from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice, torch_gemm
-from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedWeights, takes
+from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice, TorchGemm
+from tokasaurus.model.cpu.layer_executor import BlockRows, BlockWeight, LayerKernels, PackedWeights, takes
 from tokasaurus.model.decoder.compile import Compiler
+from tokasaurus.model.decoder.quantize import Packing, quantized
 from tokasaurus.model.decoder.weights import WeightShard
 from tokasaurus.model.parallel.collectives import sum_over_shards
 from tokasaurus.model.parallel.mesh import Mesh
+
+PLAIN = Packing()
+"""Plain weights stay plain, and quantised ones are widened."""
 
 # T tokens, R rows whose logits are wanted, E hidden size
 
@@ -32,6 +37,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, (self._size,), self.weight.to(x.dtype), self.eps)
+
+    def write(self, values: Tensor) -> None:
+        """Replace the weight. values [size]."""
+        self.weight.data.copy_(values)
+        if self._float_weight is not None:  # kernels have its address
+            self._float_weight.copy_(self.weight.data)
 
     @property
     def float_weight(self) -> Tensor:
@@ -69,7 +80,23 @@ class Linear(nn.Module):
         self.packed: PackedWeights | None = None
         self._choice = ALWAYS_KERNELS
         self._is_always_packed = True
-        self._torch_gemm: Callable[[Tensor], Tensor] | None = None
+        self._torch_gemm: TorchGemm | None = None
+        self._blocks: dict[int, BlockRows] = {}
+        """Quantised rows by the number of the first one, until they are packed."""
+        self.dequantised_types: set[str] = set()
+        """Of blocks that could not be packed."""
+        self._quantization: str | None = None
+        """What plain weights are quantised to, as in Packing."""
+
+    def take_blocks(self, first_row: int, rows: BlockRows) -> None:
+        """In place of filling the weight's rows from `first_row` on: `pack` packs them as they are. It reads them from
+        `rows` then."""
+        self._blocks[first_row] = rows
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether rows of the weight have come as blocks, which are not packed yet."""
+        return bool(self._blocks)
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """norm: applied to x first."""
@@ -82,25 +109,95 @@ class Linear(nn.Module):
         return self.packed is not None and (self._is_always_packed or self._choice.uses_kernels(num_rows))
 
     def pack(
-        self, kernels: LayerKernels | None, choice: GemmChoice = ALWAYS_KERNELS, keep_weight: bool = False
+        self,
+        kernels: LayerKernels | None,
+        choice: GemmChoice = ALWAYS_KERNELS,
+        keep_weight: bool = False,
+        packing: Packing = PLAIN,
     ) -> None:
         """Pack the weight, and free the plain one.
 
         kernels: None if there are none. keep_weight: keep the plain weight if the kernels do not pack it, because other
-        code, such as the embedding, reads it.
+        code, such as the embedding, reads it. Raises CannotQuantize.
         """
         if self.weight.device.type != "cpu":
             return
-        weight, is_taken = self.weight.data, kernels is not None and takes(self.weight)
-        if kernels is not None and is_taken and not choice.always_torch:
-            self.packed = self._pack(kernels)
+        weight = self.weight.data
+        by_kernels = kernels if takes(self.weight) and not choice.always_torch else None
+        if packing.quantization is not None:
+            assert not self._blocks, "the weights are plain"
+            self._blocks[0] = quantized(weight, packing.quantization)
+            assert by_kernels is not None, "the start refuses what the kernels do not multiply by"
+            self._quantization = packing.quantization
+        blocks = None if by_kernels is None else self._whole_blocks(by_kernels, packing.is_int8)
+        if blocks is None:
+            self.dequantised_types = {rows.type for rows in self._blocks.values()}
+        if blocks is None or not choice.always_kernels:
+            for first_row, rows in self._blocks.items():
+                weight[first_row : first_row + len(rows.blocks)] = rows.dequantized()
+        if by_kernels is not None:
+            self.packed = self._pack(by_kernels, blocks or weight)
             self._choice, self._is_always_packed = choice, choice.always_kernels
         if self.packed is None or not choice.always_kernels:
             dtype = weight.dtype if kernels is None else kernels.activation_dtype(weight.dtype)
             bias = None if self.bias is None else self.bias.data.to(dtype)
-            self._torch_gemm = torch_gemm(weight.to(dtype), bias)
+            self._torch_gemm = TorchGemm(weight.to(dtype), bias)
         if self.packed is not None or not keep_weight:
             self.weight.data = weight.new_empty(0)
+        self._blocks.clear()
+
+    def _whole_blocks(self, kernels: LayerKernels, is_int8: bool) -> BlockWeight | None:
+        """The weight, if all of it has come as blocks that fit into panels."""
+        num_rows, in_size = self.weight.shape
+        parts = tuple(self._blocks[first_row] for first_row in sorted(self._blocks))
+        blocks = BlockWeight(in_size, self.weight.dtype, parts, is_int8)
+        return blocks if blocks.num_rows == num_rows and self._fits(blocks, kernels) else None
+
+    def write_weight(self, first_row: int, rows: Tensor) -> None:
+        """Replace the weight's rows from `first_row` on, in each layout that it has. rows [n, in], in any dtype."""
+        rows = rows.to(self.weight.dtype)
+        blocks = None if self._quantization is None else quantized(rows, self._quantization)
+        if blocks is not None:
+            rows = blocks.dequantized().to(self.weight.dtype)
+        if self.weight.numel():
+            self.weight.data[first_row : first_row + len(rows)] = rows
+        if self.packed is not None and blocks is not None:
+            self.packed.write_blocks(first_row, blocks)
+        elif self.packed is not None:
+            self.packed.write(first_row, rows)
+        if self._torch_gemm is not None:
+            self._torch_gemm.write(first_row, rows)
+
+    def write_bias(self, first: int, values: Tensor) -> None:
+        """Replace the bias from output `first` on. values [n], in any dtype."""
+        assert self.bias is not None
+        self.bias.data[first : first + len(values)] = values
+        if self.packed is not None:
+            self.packed.write_bias(first, self.bias.data[first : first + len(values)])
+        if self._torch_gemm is not None:
+            self._torch_gemm.write_bias(first, self.bias.data[first : first + len(values)])
+
+    def give_back(self) -> None:
+        """Return the weight's memory to the system in each layout that it has, until `take_again`. Not the bias."""
+        self.weight.untyped_storage().resize_(0)
+        if self.packed is not None:
+            self.packed.give_back()
+        if self._torch_gemm is not None:
+            self._torch_gemm.give_back()
+
+    def take_again(self) -> None:
+        """The weight has its layouts again, with unspecified numbers."""
+        self.weight.untyped_storage().resize_(self.weight.nbytes)
+        if self._torch_gemm is not None:
+            self._torch_gemm.take_again()
+
+    @property
+    def saved_bytes(self) -> int:
+        """What a quantised weight takes less than one of its dtype; below 0 where torch has a plain one beside it."""
+        if self.packed is None or not self.packed.has_blocks:
+            return 0
+        plain_bytes = self.packed.num_weights * self.weight.itemsize if self._torch_gemm is None else 0
+        return plain_bytes - self.packed.num_bytes
 
     @property
     def is_packed(self) -> bool:
@@ -113,8 +210,11 @@ class Linear(nn.Module):
             return functional.linear(x, self.weight.to(x.dtype), bias)
         return self._torch_gemm(x)
 
-    def _pack(self, kernels: LayerKernels) -> PackedWeights:
-        return PackedWeights(kernels, self.weight.data, self.bias)
+    def _pack(self, kernels: LayerKernels, weight: Tensor | BlockWeight) -> PackedWeights:
+        return PackedWeights(kernels, weight, self.bias)
+
+    def _fits(self, weight: BlockWeight, kernels: LayerKernels) -> bool:
+        return PackedWeights.fits(weight, kernels.panel_size)
 
 
 class FusedColumnLinear(Linear):
@@ -134,9 +234,11 @@ class FusedColumnLinear(Linear):
             row += output.length
             name = f"{prefix}{output.source}"
             shape = (output.size, self._in_size)
-            shards.append(WeightShard(f"{name}.weight", shape, (features, slice(None)), self.weight[rows]))
+            functions = partial(self.write_weight, rows.start), partial(self.take_blocks, rows.start)
+            shards.append(WeightShard(f"{name}.weight", shape, (features, slice(None)), self.weight[rows], *functions))
             if self.bias is not None:
-                shards.append(WeightShard(f"{name}.bias", (output.size,), (features,), self.bias[rows]))
+                write = partial(self.write_bias, rows.start)
+                shards.append(WeightShard(f"{name}.bias", (output.size,), (features,), self.bias[rows], write))
         return shards
 
 
@@ -160,8 +262,11 @@ class GatedLinear(FusedColumnLinear):
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
 
-    def _pack(self, kernels: LayerKernels) -> PackedWeights:
-        return PackedWeights(kernels, self.weight.data, None, is_gated=True)
+    def _pack(self, kernels: LayerKernels, weight: Tensor | BlockWeight) -> PackedWeights:
+        return PackedWeights(kernels, weight, None, is_gated=True)
+
+    def _fits(self, weight: BlockWeight, kernels: LayerKernels) -> bool:
+        return PackedWeights.fits(weight, kernels.panel_size, is_gated=True)
 
 
 class RowLinear(Linear):
@@ -172,18 +277,17 @@ class RowLinear(Linear):
     ):
         super().__init__(shard[1], out_size, bias=False, dtype=dtype)
         self._source = source
-        self._in_size = in_size
-        self._start = shard[0]
+        self._in_size, self._out_size = in_size, out_size
+        self._columns = slice(shard[0], sum(shard))
         self._mesh = mesh
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         return sum_over_shards(super().forward(x, norm), self._mesh)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
-        out_size, length = self.weight.shape
-        columns = slice(self._start, self._start + length)
-        shape = (out_size, self._in_size)
-        return [WeightShard(f"{prefix}{self._source}.weight", shape, (slice(None), columns), self.weight)]
+        source, shape = f"{prefix}{self._source}.weight", (self._out_size, self._in_size)
+        functions = partial(self.write_weight, 0), partial(self.take_blocks, 0)
+        return [WeightShard(source, shape, (slice(None), self._columns), self.weight, *functions)]
 
 
 class GatedMLP(nn.Module):
@@ -254,4 +358,5 @@ class VocabShard(Linear):
 
     def weight_shards(self, source: str) -> list[WeightShard]:
         rows = slice(self._start, self._start + self._length)
-        return [WeightShard(source, self._shape, (rows, slice(None)), self.weight)]
+        functions = partial(self.write_weight, 0), partial(self.take_blocks, 0)
+        return [WeightShard(source, self._shape, (rows, slice(None)), self.weight, *functions)]

@@ -1,16 +1,22 @@
-"""Load a checkpoint's tensors from safetensors files directly into the model's parameters."""
+"""Load a checkpoint's tensors from its files directly into the model's parameters."""
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from tokasaurus.checkpoint import CheckpointError
+from tokasaurus.checkpoint.quantized.config import Quantization
+from tokasaurus.model.cpu.layer_executor import BlockRows
+from tokasaurus.model.decoder.tensor_files import TensorFile, open_files, read_shard
+
+_CHECKED_NUMBERS = 1 << 20
+"""Largest part of a tensor that is looked at at once for numbers that are not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +33,19 @@ class WeightShard:
     """The part of the tensor that this rank has."""
 
     target: Tensor | None
-    """A view into a parameter, of the shard's shape; None if another pipeline stage has the tensor."""
+    """A view into a parameter, of the shard's shape until the parameter is packed; None if another pipeline stage has
+    the tensor."""
+
+    write: Callable[[Tensor], None] | None = None
+    """Replaces the shard in every layout that it has, in place; None if another pipeline stage has the tensor."""
+
+    take_blocks: Callable[[BlockRows], None] | None = None
+    """Takes the shard's quantised rows in place of a target that is filled; None where that is not possible."""
 
 
-def whole(source: str, target: Tensor) -> WeightShard:
+def whole(source: str, target: Tensor, write: Callable[[Tensor], None]) -> WeightShard:
     """The whole tensor, which every rank has."""
-    return WeightShard(source, tuple(target.shape), tuple(slice(None) for _ in target.shape), target)
+    return WeightShard(source, tuple(target.shape), tuple(slice(None) for _ in target.shape), target, write)
 
 
 def allocate_parameters(module: nn.Module, device: torch.device) -> None:
@@ -72,26 +85,86 @@ def load_weights(
     ignored: Callable[[str], bool],
     on_bytes: Callable[[int], None] = lambda _: None,
     on_filled: Callable[[Tensor], None] = lambda _: None,
-) -> None:
-    """Fill the target of every shard from the safetensors files, one tensor in memory at a time.
+    may_keep_blocks: bool = False,
+    quantization: Quantization | None = None,
+) -> set[str]:
+    """Fill the target of every shard from the files, one tensor in memory at a time.
 
     shards: pass an iterator to keep no target in memory after it is filled.
     ignored: whether to skip a tensor that no shard names; any other unnamed tensor is an error.
-    on_bytes: called with the size of each tensor read. on_filled: called with each target when it is filled.
+    on_bytes: called with the size of each shard read. on_filled: called with each target when it is filled.
+    may_keep_blocks: shards take quantised rows as blocks where they can, in place of filled targets.
+    quantization: of weights in safetensors files.
+    Returns the types of quantised tensors that were dequantised.
     Raises CheckpointError naming the first missing, surplus or misshapen tensor, before any is read.
     """
     expected = _by_source(shards)
-    file = files[0]
-    try:
-        seen: set[str] = set()
-        for file in files:
-            _check_names(file, expected, seen, ignored)
-        if missing := sorted(expected.keys() - seen):
-            raise CheckpointError(f"the checkpoint lacks tensor {missing[0]}{_and_more(len(missing) - 1)}")
-        for file in files:
-            _load_file(file, expected, on_bytes, on_filled)
-    except SafetensorError as error:
-        raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from error
+    seen: set[str] = set()
+    for file in open_files(files, quantization):
+        _check_names(file, expected, seen, ignored)
+    if missing := sorted(expected.keys() - seen):
+        raise CheckpointError(f"the checkpoint lacks tensor {missing[0]}{_and_more(len(missing) - 1)}")
+    dequantised: set[str] = set()
+    for file in open_files(files, quantization):
+        dequantised |= _load_file(file, expected, on_bytes, on_filled, may_keep_blocks)
+    return dequantised
+
+
+def check_update(
+    files: Sequence[Path],
+    shards: Iterable[WeightShard],
+    ignored: Callable[[str], bool],
+    dtypes: Container[torch.dtype],
+    is_partial: bool,
+    quantization: Quantization | None = None,
+) -> None:
+    """Whether `write_update` may be called. dtypes: those that tensors may have. is_partial: tensors may be missing.
+    quantization: of weights in safetensors files.
+
+    Reads this rank's shard of every tensor. Raises CheckpointError naming the first tensor that is missing, surplus,
+    misshapen, of another dtype or not finite.
+    """
+    expected = _by_source(shards)
+    seen = set[str]()
+    for file in open_files(files, quantization):
+        _check_names(file, expected, seen, ignored)
+    missing = sorted(expected.keys() - seen)
+    if missing and not is_partial:
+        raise CheckpointError(f"tensor {missing[0]} is missing{_and_more(len(missing) - 1)}")
+    for name, data, _ in _shards_in(files, expected, quantization):
+        if data.dtype not in dtypes:
+            raise CheckpointError(f"tensor {name} has dtype {str(data.dtype).removeprefix('torch.')}")
+        if not _is_finite(data):
+            raise CheckpointError(f"tensor {name} has numbers that are not finite")
+
+
+def _is_finite(data: Tensor) -> bool:
+    """By parts, since torch's intermediate results have nearly the size of what they are computed from."""
+    rows_of_part = max(1, _CHECKED_NUMBERS // max(1, data[0].numel())) if data.numel() else 1
+    return all(bool(part.isfinite().all()) for part in torch.split(data, rows_of_part))
+
+
+def write_update(
+    files: Sequence[Path], shards: Iterable[WeightShard], quantization: Quantization | None = None
+) -> None:
+    """Replace the weights that the files have, in place. One tensor's shard is in memory at a time. quantization: of
+    weights in safetensors files.
+
+    Raises CheckpointError if a file that was readable just before is no longer."""
+    for _, data, shard in _shards_in(files, _by_source(shards), quantization):
+        assert shard.write is not None
+        shard.write(data)
+
+
+def _shards_in(
+    files: Sequence[Path], expected: dict[str, list[WeightShard]], quantization: Quantization | None
+) -> Iterator[tuple[str, Tensor, WeightShard]]:
+    """The tensors of which this rank has shards: name, data of the shard, shard; in the files' order."""
+    for file in open_files(files, quantization):
+        for name in file.names():
+            for shard in expected.get(name, ()):
+                if shard.target is not None:
+                    yield name, read_shard(file, name, shard.shard), shard
 
 
 def fill_randomly(shards: Iterable[WeightShard], on_filled: Callable[[Tensor], None] = lambda _: None) -> None:
@@ -125,45 +198,52 @@ def _by_source(shards: Iterable[WeightShard]) -> dict[str, list[WeightShard]]:
 
 
 def _check_names(
-    file: Path, expected: dict[str, list[WeightShard]], seen: set[str], ignored: Callable[[str], bool]
+    file: TensorFile, expected: dict[str, list[WeightShard]], seen: set[str], ignored: Callable[[str], bool]
 ) -> None:
     """Check the tensors of one file by its header, and add their names to `seen`."""
-    with safe_open(file, framework="pt", device="cpu") as tensors:
-        for name in tensors.offset_keys():
-            if name in seen:
-                raise CheckpointError(f"tensor {name} is in the checkpoint twice, the second time in {file.name}")
-            seen.add(name)
-            if name not in expected:
-                if ignored(name):
-                    continue
-                raise CheckpointError(f"{file.name} has tensor {name}, which this model has no place for")
-            shape = tuple(tensors.get_slice(name).get_shape())
-            for shard in expected[name]:
-                if shape != shard.shape:
-                    raise CheckpointError(f"tensor {name} has shape {shape}, but config.json makes it {shard.shape}")
+    for name in file.names():
+        if name in seen:
+            raise CheckpointError(f"tensor {name} is in the checkpoint twice, the second time in {file.path.name}")
+        seen.add(name)
+        if name not in expected:
+            if ignored(name):
+                continue
+            raise CheckpointError(f"{file.path.name} has tensor {name}, which this model has no place for")
+        shape = file.shape(name)
+        for shard in expected[name]:
+            if shape != shard.shape:
+                raise CheckpointError(f"tensor {name} has shape {shape}, but config.json makes it {shard.shape}")
 
 
 def _load_file(
-    file: Path,
+    file: TensorFile,
     expected: dict[str, list[WeightShard]],
     on_bytes: Callable[[int], None],
     on_filled: Callable[[Tensor], None],
-) -> None:
-    """Load one file, which has been checked. Removes the tensors it loads from `expected`."""
-    with safe_open(file, framework="pt", device="cpu") as tensors:
-        # In file order, so that the disk is read sequentially.
-        for name in tensors.offset_keys():
-            if name not in expected:
+    may_keep_blocks: bool,
+) -> set[str]:
+    """Load one file, which has been checked. Removes the tensors it loads from `expected`. Returns what `load_weights`
+    does."""
+    dequantised = set()
+    for name in file.names():  # in this order, the disk is read sequentially
+        for shard in expected.pop(name, ()):
+            if shard.target is None:
                 continue
-            view = tensors.get_slice(name)
-            for shard in expected.pop(name):
-                if shard.target is None:
-                    continue
-                data = view[shard.shard]
-                with torch.no_grad():
-                    shard.target.copy_(data)  # by all torch threads, each of which reads its part of the file
-                on_bytes(data.nbytes)
+            blocks = file.shard_blocks(name, shard.shard) if may_keep_blocks and shard.take_blocks is not None else None
+            if blocks is not None:
+                assert shard.take_blocks is not None
+                shard.take_blocks(blocks)
+                on_bytes(blocks.blocks.nbytes)
                 on_filled(shard.target)
+                continue
+            if (block_type := file.block_type(name)) is not None:
+                dequantised.add(block_type)
+            with torch.no_grad():
+                for indices, part in file.parts(name, shard.shard):
+                    shard.target[indices].copy_(part)  # by all torch threads, each of which reads its part of the file
+            on_bytes(file.num_bytes(name) * shard.target.numel() // max(1, prod(shard.shape)))
+            on_filled(shard.target)
+    return dequantised
 
 
 def _and_more(count: int) -> str:

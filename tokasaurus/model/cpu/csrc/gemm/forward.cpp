@@ -135,5 +135,7 @@ TOKA_EXPORT void toka_reserve_forward(const PackedLayer* layers, int64_t num_row
     typedef Activation<TypeOf<decltype(tag)>> Element;
     scratch(layer_scratch<Element>(), num_rows * scratch_row_size(*layers));
     reserve_normed_rows<Element>(num_rows, layers->qkv.in_size);
+    for (const PackedWeights* weights : {&layers->qkv, &layers->out, &layers->gate_up, &layers->down})
+      reserve_int8_rows(*weights, num_rows);
   });
 }

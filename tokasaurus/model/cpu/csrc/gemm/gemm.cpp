@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "gemm/blocks.h"
+#include "gemm/int8_tile.h"
 #include "gemm/rms_norm.h"
 #include "simd/element_type.h"
 #include "simd/phases.h"
@@ -59,27 +61,83 @@ inline void epilogue(const Gemm<Weight>& gemm, int64_t row, int64_t panel, float
     from_float(out + i, residual == nullptr ? sums[i] : rounded<Element>(sums[i]) + to_float(residual[i]));
 }
 
+// A panel as it is stored.
+struct StoredPanel {
+  const char* start;
+  int64_t num_bytes;
+};
+
+int64_t block_panel_bytes(int64_t block_type, int64_t in_size) {
+  int64_t num_bytes = 0;
+  dispatch_blocks(block_type, [&](auto type) { num_bytes = PanelSizes<type.value>(in_size).end; });
+  return num_bytes;
+}
+
+template <typename Weight>
+StoredPanel stored_panel(const PackedWeights& weights, int64_t panel) {
+  const char* const panels = (const char*)weights.panels;
+  if (weights.blocks == nullptr) {
+    const int64_t num_bytes = weights.in_size * kPanel * sizeof(Weight);
+    return {panels + panel * num_bytes, num_bytes};
+  }
+  return {panels + weights.blocks[panel].offset, block_panel_bytes(weights.blocks[panel].type, weights.in_size)};
+}
+
 // Multiplies the rows [first_row, end_row) by one panel, tile by tile. panel_weights: the panel as stored, or widened.
 template <typename Weight, typename Widened>
 void multiply_tiles(const Gemm<Weight>& gemm, int64_t panel, const Widened* panel_weights, int64_t first_row,
                     int64_t end_row) {
   const int64_t in_size = gemm.weights.in_size, num_rows = end_row - first_row;
-  const int64_t panel_bytes = in_size * kPanel * sizeof(Weight);
-  const char* const own = (const char*)gemm.weights.panels + panel * panel_bytes;
+  const auto [own, panel_bytes] = stored_panel<Weight>(gemm.weights, panel);
   const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   const int64_t num_prefetching = std::min(num_tiles, kMaxPrefetchingTiles);
   alignas(64) float sums[kTileRows * kPanel];
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     Prefetches prefetches{own + kStreamAheadBytes, int64_t(kPanel * kPair<Weight> * sizeof(Weight))};
-    if (num_tiles > 1) {
+    if (gemm.weights.blocks != nullptr) {  // what follows is prefetched while the panel is widened
+      prefetches.step = 0;
+    } else if (num_tiles > 1) {
       prefetches.next = own + panel_bytes + panel_bytes * tile / num_prefetching;
       prefetches.step = tile < num_prefetching ? prefetches.step / num_prefetching : 0;
     }
     // Rows are divided evenly among the tiles: a tile of fewer than four rows takes as long as one of four, because
     // each sum waits for its previous addition.
     const int64_t begin = first_row + num_rows * tile / num_tiles, end = first_row + num_rows * (tile + 1) / num_tiles;
+    std::fill(sums, sums + (end - begin) * kPanel, 0.0f);
     multiply_rows(int(end - begin), gemm.x + begin * gemm.x_stride, gemm.x_stride, panel_weights, in_size, prefetches,
                   sums);
+    for (int64_t row = begin; row < end; ++row) epilogue(gemm, row, panel, sums + (row - begin) * kPanel);
+  }
+}
+
+// Inputs that are widened at a time for a single tile, so that they stay in the first-level cache.
+constexpr int64_t kWidenedInputs = 256;
+
+// The rows of a single tile times a panel of blocks.
+template <int bits, typename Weight>
+void multiply_blocks(const Gemm<Weight>& gemm, int64_t panel, const uint8_t* codes, const Groups& groups,
+                     int64_t first_row, int64_t end_row) {
+  const int64_t in_size = gemm.weights.in_size;
+  alignas(64) Activation<Weight> widened[kWidenedInputs * kPanel];
+  alignas(64) float sums[kTileRows * kPanel] = {};
+  for (int64_t first = 0; first < in_size; first += kWidenedInputs) {
+    const int64_t count = std::min(kWidenedInputs, in_size - first);
+    widen_codes<bits>(codes, groups, first, first + count, widened);
+    multiply_rows(int(end_row - first_row), gemm.x + first_row * gemm.x_stride + first, gemm.x_stride, widened, count,
+                  Prefetches{(const char*)widened, 0}, sums);
+  }
+  for (int64_t row = first_row; row < end_row; ++row) epilogue(gemm, row, panel, sums + (row - first_row) * kPanel);
+}
+
+// The rows [first_row, end_row) times a panel of codes, in integers.
+template <int bits, typename Weight>
+void multiply_int8(const Gemm<Weight>& gemm, const Int8Rows& x, int64_t panel, const uint8_t* codes,
+                   const Groups& groups, int64_t first_row, int64_t end_row) {
+  const int64_t num_rows = end_row - first_row, num_tiles = (num_rows + kInt8Rows - 1) / kInt8Rows;
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    const int64_t begin = first_row + num_rows * tile / num_tiles, end = first_row + num_rows * (tile + 1) / num_tiles;
+    alignas(64) float sums[kInt8Rows * kPanel] = {};
+    multiply_code_rows<bits>(int(end - begin), x, begin, codes, groups, sums);
     for (int64_t row = begin; row < end; ++row) epilogue(gemm, row, panel, sums + (row - begin) * kPanel);
   }
 }
@@ -87,9 +145,28 @@ void multiply_tiles(const Gemm<Weight>& gemm, int64_t panel, const Widened* pane
 // From this many tiles on, widening a panel once costs less than widening it for each tile.
 constexpr int64_t kMinTilesToWiden = 12;
 
+// x: the quantized rows, if the weights are multiplied in integers.
 template <typename Weight>
-void multiply_panel(const Gemm<Weight>& gemm, int64_t panel, int64_t first_row, int64_t end_row) {
-  const int64_t panel_size = gemm.weights.in_size * kPanel;
+void multiply_panel(const Gemm<Weight>& gemm, const Int8Rows* x, int64_t panel, int64_t first_row, int64_t end_row) {
+  const int64_t in_size = gemm.weights.in_size, panel_size = in_size * kPanel;
+  if (gemm.weights.blocks != nullptr) {
+    const uint8_t* const from = (const uint8_t*)stored_panel<Weight>(gemm.weights, panel).start;
+    return dispatch_blocks(gemm.weights.blocks[panel].type, [&](auto type) {
+      constexpr int bits = FormatOf<type.value>::kBits;
+      const PanelSizes<type.value> sizes(in_size);
+      static thread_local std::vector<float> numbers;
+      const Groups groups = read_groups<type.value>(from, in_size, scratch(numbers, 2 * sizes.num_groups * kPanel));
+      const uint8_t* const codes = from + sizes.codes;
+      if (x != nullptr)
+        return multiply_int8<FormatOf<type.value>::kCodeBits>(gemm, *x, panel, codes, groups, first_row, end_row);
+      if (end_row - first_row <= kTileRows)
+        return multiply_blocks<bits>(gemm, panel, codes, groups, first_row, end_row);
+      static thread_local std::vector<Activation<Weight>> widened;
+      Activation<Weight>* const to = scratch(widened, panel_size);
+      widen_codes<bits>(codes, groups, 0, in_size, to);
+      multiply_tiles(gemm, panel, to, first_row, end_row);
+    });
+  }
   const Weight* weights = (const Weight*)gemm.weights.panels + panel * panel_size;
   if constexpr (std::is_same_v<Activation<Weight>, float> && !std::is_same_v<Weight, float>) {
     if (end_row - first_row > (kMinTilesToWiden - 1) * kTileRows) {
@@ -107,6 +184,63 @@ template <typename Element>
 std::vector<Element>& norm_scratch() {
   static std::vector<Element> memory;
   return memory;
+}
+
+// Memory for rows of x in 8 bits.
+struct Int8Scratch {
+  std::vector<int8_t> codes;
+  std::vector<int16_t> pairs;
+  std::vector<float> scales, sums, half_sums;
+  std::vector<int32_t> totals;
+
+  Int8Rows reserve(int64_t num_rows, int64_t in_size) {
+    const int64_t num_blocks = num_rows * in_size / kInputBlock;
+    return {scratch(codes, num_rows * in_size),
+            kHasPairs ? scratch(pairs, num_rows * in_size) : nullptr,
+            scratch(scales, num_blocks),
+            scratch(sums, num_blocks),
+            scratch(half_sums, num_rows * in_size / kInputSum),
+            scratch(totals, num_rows),
+            in_size};
+  }
+};
+
+Int8Scratch& int8_scratch() {
+  static Int8Scratch memory;
+  return memory;
+}
+
+// Rows that a thread claims at a time to quantize them.
+constexpr int64_t kQuantizedRows = 8;
+
+// The rows of x in 8 bits. With weights of kI8, which no other type is mixed with, a row has a single scale.
+template <typename Weight>
+Int8Rows quantize_rows(const Gemm<Weight>& gemm) {
+  const int64_t in_size = gemm.weights.in_size, num_blocks = in_size / kInputBlock;
+  const int64_t count = gemm.weights.blocks[0].type == kI8 ? in_size : kInputBlock;
+  Int8Scratch& memory = int8_scratch();
+  const Int8Rows rows = memory.reserve(gemm.num_rows, in_size);
+  Team::get().parallel_for(gemm.num_rows, kQuantizedRows, [&](int64_t row) {
+    int8_t* const codes = memory.codes.data() + row * in_size;
+    float* const half_sums = memory.half_sums.data() + row * in_size / kInputSum;
+    int32_t total = 0;
+    for (int64_t first = 0; first < in_size; first += count) {
+      const float scale =
+          quantize(gemm.x + row * gemm.x_stride + first, count, codes + first, half_sums + first / kInputSum, &total);
+      std::fill_n(memory.scales.data() + row * num_blocks + first / kInputBlock, count / kInputBlock, scale);
+    }
+    memory.totals[row] = total;
+    for (int64_t b = 0; b < num_blocks; ++b)
+      memory.sums[row * num_blocks + b] = half_sums[2 * b] + half_sums[2 * b + 1];
+    if constexpr (kHasPairs) {
+      int16_t* const pairs = memory.pairs.data() + row * in_size;
+      for (int64_t i = 0; i < in_size; i += 4) {
+        pairs[i] = codes[i], pairs[i + 1] = codes[i + 2];
+        pairs[i + 2] = codes[i + 1], pairs[i + 3] = codes[i + 3];
+      }
+    }
+  });
+  return rows;
 }
 
 // The row of the unpacked weights [rows, in_size] that is output `output` of panel `panel`, or -1 for padding.
@@ -130,6 +264,37 @@ void pack(const PackedWeights& weights, const Weight* unpacked, Weight* panels) 
   });
 }
 
+// The inverse: rows [num_rows, in_size] replace those from `first_row` on.
+template <typename Weight>
+void pack_rows(const PackedWeights& weights, const Weight* rows, int64_t first_row, int64_t num_rows, Weight* panels) {
+  constexpr int64_t kRows = 16;  // a thread claims so many at a time
+  constexpr int64_t P = kPair<Weight>;
+  const int64_t in_size = weights.in_size, width = weights.panel_width();
+  Team::get().parallel_for(num_rows, kRows, [&](int64_t number) {
+    const int64_t row = first_row + number, part = row / weights.out_size, index = row % weights.out_size;
+    const int64_t output = part * width + index % width;
+    const Weight* from = rows + number * in_size;
+    Weight* to = panels + index / width * in_size * kPanel + output * P;
+    for (int64_t i = 0; i < in_size; i += P, to += kPanel * P)
+      for (int64_t j = 0; j < P; ++j) to[j] = from[i + j];
+  });
+}
+
+// Quantized rows, of one type, in place of those from `first_row` on. rows: as a file has them.
+template <BlockType type>
+void pack_block_rows(const PackedWeights& weights, const uint8_t* rows, int64_t first_row, int64_t num_rows,
+                     uint8_t* panels) {
+  constexpr int64_t kRows = 16;  // a thread claims so many at a time
+  const PanelSizes<type> sizes(weights.in_size);
+  const int64_t width = weights.panel_width(), row_bytes = sizes.num_blocks * sizes.block_bytes;
+  Team::get().parallel_for(num_rows, kRows, [&](int64_t number) {
+    const int64_t row = first_row + number, part = row / weights.out_size, index = row % weights.out_size;
+    const int64_t output = part * width + index % width;
+    pack_blocks<type>(rows + number * row_bytes, weights.in_size, output,
+                      panels + weights.blocks[index / width].offset);
+  });
+}
+
 template <typename Weight>
 void embed(const PackedWeights& weights, const int64_t* token_ids, int64_t num_tokens, Activation<Weight>* out) {
   constexpr int64_t kTokens = 16;  // a thread claims so many at a time
@@ -137,6 +302,13 @@ void embed(const PackedWeights& weights, const int64_t* token_ids, int64_t num_t
   const int64_t in_size = weights.in_size;
   Team::get().parallel_for(num_tokens, kTokens, [&](int64_t index) {
     const int64_t token = token_ids[index];
+    if (weights.blocks != nullptr) {
+      const PanelBlocks& blocks = weights.blocks[token / kPanel];
+      const uint8_t* const panel = (const uint8_t*)weights.panels + blocks.offset;
+      return dispatch_blocks(blocks.type, [&](auto type) {
+        read_output<type.value>(panel, in_size, token % kPanel, out + index * in_size);
+      });
+    }
     const Weight* from = (const Weight*)weights.panels + token / kPanel * in_size * kPanel + token % kPanel * P;
     Activation<Weight>* to = out + index * in_size;
     for (int64_t i = 0; i < in_size; i += P, from += kPanel * P)
@@ -170,9 +342,12 @@ void multiply(const Gemm<Weight>& gemm, const float* norm_weight, double eps) {
     normed.x = rows;
     normed.x_stride = in_size;
   }
+  Int8Rows rows;
+  if (gemm.weights.is_int8) rows = quantize_rows(normed);
+  const Int8Rows* const x = gemm.weights.is_int8 ? &rows : nullptr;
   Team::get().parallel_for_ranges(num_items, [&](int64_t item) {
     const int64_t first = item / num_panels * block_rows;
-    multiply_panel(normed, item % num_panels, first, std::min(first + block_rows, num_rows));
+    multiply_panel(normed, x, item % num_panels, first, std::min(first + block_rows, num_rows));
   });
 }
 
@@ -187,6 +362,10 @@ void reserve_normed_rows(int64_t num_rows, int64_t in_size) {
 template void reserve_normed_rows<float>(int64_t, int64_t);
 template void reserve_normed_rows<bfloat16>(int64_t, int64_t);
 
+void reserve_int8_rows(const PackedWeights& weights, int64_t num_rows) {
+  if (weights.is_int8) int8_scratch().reserve(num_rows, weights.in_size);
+}
+
 // Number of outputs of a panel.
 TOKA_EXPORT int64_t toka_panel_size() { return kPanel; }
 
@@ -199,6 +378,28 @@ TOKA_EXPORT void toka_pack(const PackedWeights* weights, const void* unpacked, v
     typedef TypeOf<decltype(tag)> Weight;
     pack(*weights, (const Weight*)unpacked, (Weight*)panels);
   });
+}
+
+// rows [num_rows, in_size] -> the rows from `first_row` on of what toka_pack has packed; the others stay.
+TOKA_EXPORT void toka_pack_rows(const PackedWeights* weights, const void* rows, int64_t first_row, int64_t num_rows,
+                                void* panels) {
+  dispatch_activation_type(weights->weight_type, [&](auto tag) {
+    typedef TypeOf<decltype(tag)> Weight;
+    pack_rows(*weights, (const Weight*)rows, first_row, num_rows, (Weight*)panels);
+  });
+}
+
+// rows: num_rows rows of blocks of one BlockType -> the rows from `first_row` on of quantized weights.
+TOKA_EXPORT void toka_pack_blocks(const PackedWeights* weights, int64_t block_type, const void* rows, int64_t first_row,
+                                  int64_t num_rows, void* panels) {
+  dispatch_blocks(block_type, [&](auto type) {
+    pack_block_rows<type.value>(*weights, (const uint8_t*)rows, first_row, num_rows, (uint8_t*)panels);
+  });
+}
+
+// Bytes of a panel of in_size inputs in blocks of this type.
+TOKA_EXPORT int64_t toka_block_panel_bytes(int64_t block_type, int64_t in_size) {
+  return block_panel_bytes(block_type, in_size);
 }
 
 // out = x times weights, plus bias; SwiGLU if the weights are gated. If norm_weight is not null, x is normalized first.

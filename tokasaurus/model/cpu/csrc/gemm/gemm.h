@@ -5,13 +5,20 @@
 
 #include "gemm/gemm_tile.h"
 
+// Where a panel of quantized weights is.
+struct PanelBlocks {
+  int64_t type, offset;  // a BlockType, and bytes from the start of all panels
+};
+
 // Packed weights. Filled by Python: structs.PackedWeightsStruct.
 struct PackedWeights {
-  int64_t weight_type;  // an ElementType, not float16
+  int64_t weight_type;  // an ElementType, not float16; of quantized weights, what they are rounded to
   int64_t in_size, out_size;
-  int64_t is_gated;    // a panel has the gates of kPanel / 2 outputs, then their ups; out_size counts outputs
-  const void* panels;  // see gemm_tile.h; padded with outputs of zeros to whole panels
-  const float* bias;   // float32 [panels * kPanel] in the order of the panels, or null
+  int64_t is_gated;           // a panel has the gates of kPanel / 2 outputs, then their ups; out_size counts outputs
+  const void* panels;         // see gemm_tile.h; padded with outputs of zeros to whole panels
+  const float* bias;          // float32 [panels * kPanel] in the order of the panels, or null
+  const PanelBlocks* blocks;  // of each panel, see blocks.h; null if the weights are not quantized
+  int64_t is_int8;            // x is quantized too: see int8_tile.h. Only with blocks.
 
   // Outputs per panel.
   int64_t panel_width() const { return is_gated ? kPanel / 2 : kPanel; }
@@ -42,6 +49,9 @@ void reserve_normed_rows(int64_t num_rows, int64_t in_size);
 
 extern template void reserve_normed_rows<float>(int64_t, int64_t);
 extern template void reserve_normed_rows<bfloat16>(int64_t, int64_t);
+
+// Allocates and touches the memory for num_rows rows of x in 8 bits, if these weights want them.
+void reserve_int8_rows(const PackedWeights& weights, int64_t num_rows);
 
 // At least `size` elements of `memory`, which is kept between calls and grows as needed.
 template <typename Element>

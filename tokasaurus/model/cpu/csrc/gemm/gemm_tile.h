@@ -24,8 +24,8 @@ struct Prefetches {
   int64_t step;
 };
 
-// sums [M][kPanel] = M rows of x times the panel. Each sum adds in the order of x, so a row's result does not depend on
-// the number of rows. kPrefetches: whether there is something to prefetch.
+// sums [M][kPanel] += M rows of x times the panel. Each sum adds in the order of x, so a row's result does not depend
+// on the number of rows, nor on whether the panel comes in parts. kPrefetches: whether there is something to prefetch.
 // Not inlined: beside the caller's variables, the compiler would run out of registers.
 template <int M, bool kPrefetches, typename Weight>
 TOKA_NOINLINE void multiply_tile(const Activation<Weight>* x, int64_t x_stride, const Weight* panel, int64_t in_size,
@@ -36,7 +36,10 @@ TOKA_NOINLINE void multiply_tile(const Activation<Weight>* x, int64_t x_stride, 
   const Activation<Weight>* rows[kPointers];
   repeat<kPointers>([&](auto i) TOKA_LAMBDA { rows[i] = x + i * kReach * x_stride; });
   const Weight* const end = panel + in_size * kPanel;
-  Floats total[M][kPanelVectors] = {};
+  Floats total[M][kPanelVectors];
+  repeat<M>([&](auto i) TOKA_LAMBDA {
+    repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { total[i][v] = load(sums + i * kPanel + v * kLanes); });
+  });
   // If GCC 12 unrolls this loop, the AVX2 tiles lose a third of their speed.
 #pragma GCC unroll 1
   for (; panel < end; panel += kStep) {

@@ -1,6 +1,7 @@
 // Samples from rows of logits. One pass over each row: temperature, hashed Gumbel noise, argmax; a second one for
-// logprobs and a third for top-k logprobs. Before them, three for top-p, top-k or min-p, and one for biases, penalties
-// and masks. gumbel_noise in sampling/noise.py defines the noise.
+// logprobs and a third for top-k logprobs, of the logits as they are or as tokens are drawn from them. Before them,
+// three for top-p, top-k or min-p, and one for biases, penalties and masks. gumbel_noise in sampling/noise.py defines
+// the noise.
 
 #include <algorithm>
 #include <cmath>
@@ -191,23 +192,6 @@ SampledToken apply_limits(const Element* row, int64_t vocab_size, float scale, c
   return best;
 }
 
-// The result's `largest` is the largest of the row's logits, not scaled.
-template <typename Element>
-SampledToken sample_row(const Element* row, int64_t vocab_size, const SamplingParams& params, const int64_t* keys) {
-  static thread_local std::vector<float> masked;
-  if (params.temperature <= 0) return draw(row, vocab_size, 1, nullptr);
-  const float scale = 1 / params.temperature;
-  SampledToken sampled;
-  if (params.top_p < 1 || params.top_k > 0 || params.min_p > 0) {
-    sampled = apply_limits(row, vocab_size, scale, params, masked);
-    if (sampled.token >= 0) sampled.token = draw(masked.data(), vocab_size, 1, keys).token;
-  } else {
-    sampled = draw(row, vocab_size, scale, keys);
-  }
-  sampled.largest /= scale;
-  return sampled;
-}
-
 // Top-k logprobs of some rows, in descending order: ids and logprobs [rows with top-k logprobs, count]. index_of_row: a
 // row's index in these, or -1 for rows without. Filled by Python: structs.TopLogprobsStruct.
 struct TopLogprobs {
@@ -217,6 +201,61 @@ struct TopLogprobs {
   float* logprobs;
 };
 
+// Where the logprobs of one row go.
+struct RowLogprobs {
+  float* chosen;
+  int64_t num_top;  // 0 for no top-k logprobs
+  int32_t* top_ids;
+  float* top_logprobs;
+
+  RowLogprobs(float* logprobs, const TopLogprobs* top, int64_t index) : chosen(logprobs + index) {
+    const int64_t top_index = top == nullptr ? -1 : top->index_of_row[index];
+    num_top = top_index < 0 ? 0 : top->count;
+    top_ids = num_top == 0 ? nullptr : top->ids + top_index * num_top;
+    top_logprobs = num_top == 0 ? nullptr : top->logprobs + top_index * num_top;
+  }
+
+  // Those of logit * scale. sampled: its largest is that of logit * scale. Without a token, top is not written.
+  template <typename Element>
+  void write(const Element* row, int64_t vocab_size, float scale, const SampledToken& sampled) const {
+    *chosen = NAN;
+    if (sampled.token < 0) return;
+    const float log_sum = std::log(sum_exp(row, vocab_size, scale, sampled.largest, nullptr));
+    *chosen = to_float(row[sampled.token]) * scale - sampled.largest - log_sum;
+    if (num_top > 0) find_top_k(row, vocab_size, num_top, top_ids, top_logprobs);
+    for (int64_t i = 0; i < num_top; ++i) top_logprobs[i] = top_logprobs[i] * scale - sampled.largest - log_sum;
+  }
+
+  // Those of a token that is drawn whatever the noise.
+  void write_certain(int64_t token) const {
+    *chosen = 0;
+    std::fill(top_ids, top_ids + num_top, 0);
+    std::fill(top_logprobs, top_logprobs + num_top, -INFINITY);
+    if (num_top > 0) top_ids[0] = int32_t(token), top_logprobs[0] = 0;
+  }
+};
+
+// The result's `largest` is the largest of the row's logits, not scaled. drawn: where the logprobs of the distribution
+// go that the token is drawn from, or null.
+template <typename Element>
+SampledToken sample_row(const Element* row, int64_t vocab_size, const SamplingParams& params, const int64_t* keys,
+                        const RowLogprobs* drawn) {
+  static thread_local std::vector<float> masked;
+  const bool is_greedy = params.temperature <= 0;
+  const float scale = is_greedy ? 1 : 1 / params.temperature;
+  SampledToken sampled;
+  if (!is_greedy && (params.top_p < 1 || params.top_k > 0 || params.min_p > 0)) {
+    sampled = apply_limits(row, vocab_size, scale, params, masked);
+    if (sampled.token >= 0) sampled.token = draw(masked.data(), vocab_size, 1, keys).token;
+    if (drawn != nullptr) drawn->write(masked.data(), vocab_size, 1, sampled);
+  } else {
+    sampled = draw(row, vocab_size, scale, is_greedy ? nullptr : keys);
+    if (drawn != nullptr) drawn->write(row, vocab_size, scale, sampled);
+  }
+  sampled.largest /= scale;
+  return sampled;
+}
+
 // The inputs of toka_sample.
 struct SamplingInputs {
   int64_t num_rows, vocab_size;
@@ -224,6 +263,7 @@ struct SamplingInputs {
   const int64_t* noise_keys;
   const LogitRules* rules;
   const TokenMasks* masks;
+  const uint8_t* is_drawn;  // [num_rows], whether logprobs are those of the distribution that tokens are drawn from
 };
 
 template <typename Element>
@@ -237,35 +277,30 @@ void sample(const Element* logits, const SamplingInputs& inputs, int64_t* tokens
     const SamplingParams& params = inputs.params[index];
     const int64_t rule = inputs.rules == nullptr ? -1 : inputs.rules->rule_of_row[index];
     const uint32_t* mask = inputs.masks == nullptr ? nullptr : inputs.masks->of_row(index);
+    const bool is_drawn = inputs.is_drawn != nullptr && inputs.is_drawn[index];
+    const RowLogprobs own(logprobs, top, logprobs == nullptr ? 0 : index);
+    const RowLogprobs* drawn = is_drawn ? &own : nullptr;
     SampledToken sampled;
     if (rule < 0 && mask == nullptr) {
-      sampled = sample_row(row, vocab_size, params, keys);
+      sampled = sample_row(row, vocab_size, params, keys, drawn);
     } else {
       if (rule >= 0) apply_logit_rules(*inputs.rules, rule, params.penalties, row, vocab_size, changed);
       if (mask == nullptr) {
-        sampled = sample_row(changed.data(), vocab_size, params, keys);
+        sampled = sample_row(changed.data(), vocab_size, params, keys, drawn);
       } else {
         if (rule >= 0)
           mask_logits(mask, changed.data(), vocab_size, allowed);
         else
           mask_logits(mask, row, vocab_size, allowed);
-        sampled = sample_row(allowed.data(), vocab_size, params, keys);
+        sampled = sample_row(allowed.data(), vocab_size, params, keys, drawn);
         if (sampled.token >= 0 && !allows(mask, sampled.token)) sampled.token = first_allowed(mask);
+        // Other rules exclude all that the mask allows.
+        if (drawn != nullptr && sampled.token >= 0 && sampled.largest == -INFINITY) drawn->write_certain(sampled.token);
       }
-      if (logprobs != nullptr) sampled.largest = draw(row, vocab_size, 1, nullptr).largest;
+      if (logprobs != nullptr && !is_drawn) sampled.largest = draw(row, vocab_size, 1, nullptr).largest;
     }
     tokens[index] = sampled.token;
-    if (logprobs != nullptr) logprobs[index] = NAN;
-    if (logprobs != nullptr && sampled.token >= 0) {
-      const float log_sum = std::log(sum_exp(row, vocab_size, 1, sampled.largest, nullptr));
-      logprobs[index] = to_float(row[sampled.token]) - sampled.largest - log_sum;
-      const int64_t top_index = top == nullptr ? -1 : top->index_of_row[index];
-      if (top_index >= 0) {
-        float* values = top->logprobs + top_index * top->count;
-        find_top_k(row, vocab_size, top->count, top->ids + top_index * top->count, values);
-        for (int64_t i = 0; i < top->count; ++i) values[i] = values[i] - sampled.largest - log_sum;
-      }
-    }
+    if (logprobs != nullptr && !is_drawn) own.write(row, vocab_size, 1, sampled);
   });
 }
 
@@ -277,13 +312,15 @@ TOKA_STRUCT_SIZE(TokenMasks)
 TOKA_STRUCT_SIZE(TopLogprobs)
 
 // logits [num_rows, vocab_size]; params [num_rows]; noise_keys [num_rows, 2]; rules and masks, or null -> tokens
-// [num_rows] and, if not null, logprobs [num_rows] and top, both before rules, masks, temperature and limits. top needs
-// logprobs. Rows with a logit that is NaN or positive infinity get token -1 and logprob NaN; their top is not written.
+// [num_rows] and, if not null, logprobs [num_rows] and top, both before rules, masks, temperature and limits, or after
+// all of these in the rows of is_drawn [num_rows], unless it is null. top and is_drawn need logprobs. Rows with a logit
+// that is NaN or positive infinity get token -1 and logprob NaN; their top is not written.
 TOKA_EXPORT void toka_sample(int64_t logits_type, const void* logits, int64_t num_rows, int64_t vocab_size,
                              const SamplingParams* params, const int64_t* noise_keys, const LogitRules* rules,
-                             const TokenMasks* masks, int64_t* tokens, float* logprobs, const TopLogprobs* top) {
+                             const TokenMasks* masks, const uint8_t* is_drawn, int64_t* tokens, float* logprobs,
+                             const TopLogprobs* top) {
   const PhaseTimer timer(kSampling);
-  const SamplingInputs inputs = {num_rows, vocab_size, params, noise_keys, rules, masks};
+  const SamplingInputs inputs = {num_rows, vocab_size, params, noise_keys, rules, masks, is_drawn};
   dispatch_activation_type(
       logits_type, [&](auto tag) { sample((const TypeOf<decltype(tag)>*)logits, inputs, tokens, logprobs, top); });
 }

@@ -44,8 +44,11 @@ void add_all() {
     add("movbe", c >> 22 & 1);
   }
   if (__get_cpuid(0x80000001, &a, &b, &c, &d)) add("lzcnt", c >> 5 & 1);
-  // Used only by oneDNN: torch's gemms may be faster with it.
-  if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) add("amx_bf16", d >> 22 & 1);
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
+    add("avx512vnni", c >> 11 & 1);
+    add("amx_bf16", d >> 22 & 1);  // used only by oneDNN: torch's gemms may be faster with it
+  }
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) add("avxvnni", a >> 4 & 1);
 }
 
 #elif defined(__APPLE__)
@@ -55,14 +58,18 @@ void add_all() {
   size_t size = sizeof value;
   add("neon", true);
   add("bf16", sysctlbyname("hw.optional.arm.FEAT_BF16", &value, &size, nullptr, 0) == 0 && value != 0);
+  size = sizeof value;
+  add("i8mm", sysctlbyname("hw.optional.arm.FEAT_I8MM", &value, &size, nullptr, 0) == 0 && value != 0);
 }
 
 #elif defined(__aarch64__)
 
 void add_all() {
   constexpr unsigned long kBfloat16 = 1ul << 14;  // HWCAP2_BF16, which older headers do not define
+  constexpr unsigned long kI8mm = 1ul << 13;      // HWCAP2_I8MM
   add("neon", true);
   add("bf16", getauxval(AT_HWCAP2) & kBfloat16);
+  add("i8mm", getauxval(AT_HWCAP2) & kI8mm);
 }
 
 #else

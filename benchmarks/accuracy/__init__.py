@@ -1,0 +1,1 @@
+"""What quantised weights, and computing in 8 bits, cost in log-probabilities and perplexity."""

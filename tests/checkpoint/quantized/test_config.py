@@ -1,0 +1,157 @@
+"""What config.json says of quantised weights: each supported form, and one line that names every other one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.helpers.configs import BASE, write
+from tokasaurus.checkpoint import CheckpointError, read_model_info
+from tokasaurus.checkpoint.quantized.config import Layout, Quantization
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def compressed(
+    weights: dict[str, Any] | None = None, group: dict[str, Any] | None = None, **fields: Any
+) -> dict[str, Any]:
+    scheme = {"targets": ["Linear"], "weights": {**WEIGHTS, **(weights or {})}, "input_activations": None}
+    shared = {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"]}
+    return {**shared, "config_groups": {"group_0": {**scheme, **(group or {})}}, **fields}
+
+
+GROUPED = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (AWQ, Quantization(Layout.AWQ, 4, 128, has_zeros=True)),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, Quantization(Layout.AWQ, 4, 64, has_zeros=True)),
+        (
+            {**AWQ, "version": "GEMM", "modules_to_not_convert": ["lm_head"]},
+            Quantization(Layout.AWQ, 4, 128, has_zeros=True, ignored=frozenset({"lm_head"})),
+        ),
+        (GPTQ, Quantization(Layout.GPTQ, 4, 128, has_zeros=True, stored_zero_offset=1)),
+        (
+            {**GPTQ, "checkpoint_format": "gptq_v2", "bits": 8, "group_size": -1, "dynamic": None},
+            Quantization(Layout.GPTQ, 8, None, has_zeros=True),
+        ),
+        (
+            {**GPTQ, "format": "gptq_v2", "desc_act": True},
+            Quantization(Layout.GPTQ, 4, 128, has_zeros=True, has_order=True),
+        ),
+        (
+            compressed(group={"input_activations": ACTIVATIONS}),
+            Quantization(Layout.INT8, 8, None, quantizes_activations=True, ignored=frozenset({"lm_head"})),
+        ),
+        (
+            compressed({"strategy": "tensor"}, ignore=["lm_head", "re:.*router"], kv_cache_scheme=None),
+            Quantization(Layout.INT8, 8, None, is_per_tensor=True, ignored=frozenset({"lm_head"})),
+        ),
+        (
+            compressed(GROUPED, format="pack-quantized", ignore=[], quantization_status="compressed"),
+            Quantization(Layout.PACKED, 4, 32, has_zeros=True),
+        ),
+        *(
+            (
+                compressed({**GROUPED, "actorder": order}, format="pack-quantized", ignore=None),
+                Quantization(Layout.PACKED, 4, 32, has_zeros=True, has_order=order not in ("weight", "static")),
+            )
+            for order in ("group", "dynamic", True, "weight", "static")
+        ),
+        (
+            compressed(group={"format": "int-quantized"}, format="mixed-precision", ignore=None),
+            Quantization(Layout.INT8, 8, None),
+        ),
+    ],
+)
+def test_each_supported_form_is_read(fields: dict[str, Any], expected: Quantization, tmp_path: Path) -> None:
+    for key in ("quantization_config", "compression_config"):
+        info = read_model_info(write(tmp_path, {"model_type": "llama", **BASE, key: fields}))
+        assert info.quantization == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ("awq", "must be an object"),
+        ([1], "must be an object"),
+        ({}, None),
+        ({"bits": 4}, "quant_method None"),
+        *(
+            ({"quant_method": method}, f"quant_method '{method}' is not supported; supported are compressed-tensors")
+            for method in ("fp8", "bitsandbytes", "hqq", "quark", "torchao", "modelopt", "marlin", "eetq", "fbgemm_fp8")
+        ),
+        ({"quant_method": ["awq"]}, "quant_method"),
+        ({**AWQ, "version": "gemv"}, "version 'gemv'"),
+        ({**AWQ, "version": 3}, "version 3"),
+        ({**AWQ, "bits": 3}, "bits 3"),
+        ({**AWQ, "bits": True}, "bits True"),
+        ({**AWQ, "bits": 4.0}, "bits 4.0"),
+        ({**AWQ, "group_size": 1 << 70}, "group_size"),
+        ({**AWQ, "group_size": -1}, "group_size -1"),
+        ({**AWQ, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
+        ({**AWQ, "modules_to_not_convert": [[]]}, "modules_to_not_convert"),
+        ({**GPTQ, "bits": 2}, "bits 2"),
+        ({**GPTQ, "bits": None}, "bits None"),
+        ({**GPTQ, "group_size": 48}, "group_size 48"),
+        ({**GPTQ, "group_size": [128]}, "group_size"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ({**GPTQ, "format": "bitblas"}, "format 'bitblas'"),
+        ({**GPTQ, "is_marlin_format": True}, "is_marlin_format"),
+        ({**GPTQ, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
+        ({**GPTQ, "pack_dtype": "int16"}, "pack_dtype 'int16'"),
+        (compressed(format="float-quantized"), "format 'float-quantized'"),
+        (compressed(format="nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized'"),
+        (compressed(format="marlin-24"), "format 'marlin-24'"),
+        (compressed(format=None), "format None"),
+        (compressed(quantization_status="frozen"), "quantization_status 'frozen'"),
+        (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+        (compressed(transform_config={"config_groups": {}}), "transform_config"),
+        (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),
+        (compressed(config_groups={}), "0 schemes"),
+        (compressed(config_groups=3), "config_groups must be an object"),
+        (compressed(config_groups={"group_0": 3}), "group_0 must be an object"),
+        (
+            compressed(config_groups={"a": {"weights": WEIGHTS}, "b": {"weights": {**WEIGHTS, "strategy": "tensor"}}}),
+            "2 schemes",
+        ),
+        (compressed(group={"weights": None}), "type None"),
+        (compressed({"type": "float"}), "type 'float'"),
+        (compressed({"num_bits": 4}), "num_bits 4"),
+        (compressed({"num_bits": 3}, format="pack-quantized"), "num_bits 3"),
+        (compressed({"strategy": "block"}), "strategy 'block'"),
+        (compressed({"strategy": "group", "group_size": 16}), "group_size 16"),
+        (compressed({"strategy": "group"}), "group_size None"),
+        (compressed({"dynamic": True}), "dynamic True"),
+        (compressed({"symmetric": "yes"}), "symmetric"),
+        (compressed({"actorder": "other"}), "actorder 'other'"),
+        (compressed(group={"output_activations": ACTIVATIONS}), "output_activations"),
+        (
+            compressed(group={"input_activations": {**ACTIVATIONS, "dynamic": False}}),
+            "input_activations: dynamic False",
+        ),
+        (
+            compressed(group={"input_activations": {**ACTIVATIONS, "strategy": "tensor"}}),
+            "input_activations: strategy 'tensor'",
+        ),
+        (compressed(group={"input_activations": {**ACTIVATIONS, "symmetric": False}}), "symmetric False"),
+        (
+            compressed(GROUPED, {"input_activations": ACTIVATIONS}, format="pack-quantized"),
+            "input_activations are not supported with format pack-quantized",
+        ),
+    ],
+)
+def test_every_other_form_is_named_in_one_line(fields: object, message: str | None, tmp_path: Path) -> None:
+    directory = write(tmp_path, {"model_type": "qwen2", **BASE, "quantization_config": fields})
+    if message is None:
+        assert read_model_info(directory).quantization is None
+        return
+    with pytest.raises(CheckpointError, match="quantization_config") as raised:
+        read_model_info(directory)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)

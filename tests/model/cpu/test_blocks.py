@@ -1,0 +1,153 @@
+"""Gemms with quantised weights: those of the dequantised weights, which the gguf library computes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.model.helpers.linear_layers import DTYPES, assert_close, random_rows
+from tests.model.helpers.quantized_rows import block_size, plain_rows, random_block_rows, set_codes
+from tokasaurus.model.cpu.bindings import BLOCK_TYPES, load_kernels
+from tokasaurus.model.cpu.build import INSTRUCTION_SETS, machine_sets
+from tokasaurus.model.cpu.layer_executor import BlockRows, BlockWeight, LayerKernels, PackedWeights
+
+NUM_ROWS = [1, 3, 31, 150]
+
+
+@pytest.fixture(scope="module", params=dict.fromkeys(level.cpu_isa for level in INSTRUCTION_SETS))
+def kernels(request: pytest.FixtureRequest) -> LayerKernels:
+    if request.param not in [level.cpu_isa for level in machine_sets()]:
+        pytest.skip("this processor does not have it")
+    loaded = load_kernels(request.param)
+    assert loaded is not None, "the tests need a C++ compiler"
+    return LayerKernels(loaded)
+
+
+def check(
+    kernels: LayerKernels,
+    parts: list[BlockRows],
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    is_gated: bool = False,
+) -> None:
+    """Bit for bit the results of the dequantised weights, packed: rounded to the dtype only if the kernels multiply
+    numbers of that type."""
+    plain = torch.cat([plain_rows(part) for part in parts])
+    in_size = plain.shape[1]
+    weight = BlockWeight(in_size, dtype, tuple(parts))
+    assert PackedWeights.fits(weight, kernels.panel_size, is_gated)
+    quantized = PackedWeights(kernels, weight, bias, is_gated)
+    activation_dtype = kernels.activation_dtype(dtype)
+    packed = PackedWeights(kernels, plain.to(activation_dtype), bias, is_gated)
+    for num_rows in NUM_ROWS:
+        x = random_rows(num_rows, in_size, activation_dtype)
+        product = quantized.multiply(x)
+        assert product.dtype == activation_dtype
+        assert torch.equal(product, packed.multiply(x))
+        if not is_gated and dtype == torch.float32:
+            expected = x.double() @ plain.double().T + (0 if bias is None else bias.double())
+            assert_close(product, expected)
+    if bias is None and not is_gated:
+        indices = torch.tensor([0, len(plain) - 1, len(plain) // 2])
+        assert torch.equal(quantized.rows(indices), plain[indices].to(activation_dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_type", BLOCK_TYPES)
+def test_each_type_of_blocks_equals_its_dequantised_weights(
+    kernels: LayerKernels, block_type: str, dtype: torch.dtype
+) -> None:
+    num_blocks = 5 if block_size(block_type) == 32 else 2
+    check(kernels, [random_block_rows(block_type, 77, num_blocks)], dtype)  # not a multiple of a panel
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_layers_of_several_types_with_a_bias(kernels: LayerKernels, dtype: torch.dtype) -> None:
+    parts = [random_block_rows(kind, 64, 1, seed) for seed, kind in enumerate(["Q4_K", "Q4_K", "Q6_K"])]
+    check(kernels, parts, dtype, torch.randn(192))
+
+
+@pytest.mark.parametrize("block_type", ["Q4_1", "Q6_K"])
+def test_gated_layers(kernels: LayerKernels, block_type: str) -> None:
+    check(kernels, [random_block_rows(block_type, 45, 3, seed) for seed in (1, 2)], torch.float32, is_gated=True)
+
+
+def test_panels_of_two_types_do_not_fit(kernels: LayerKernels) -> None:
+    size = kernels.panel_size
+    q4, q8 = (random_block_rows(kind, 2 * size, 1) for kind in ("Q4_0", "Q8_0"))
+    odd = BlockRows("Q4_0", q4.blocks[: size + 1])
+    assert PackedWeights.fits(BlockWeight(32, torch.float32, (q4, q8)), size)
+    assert not PackedWeights.fits(BlockWeight(32, torch.float32, (odd, q8)), size)
+    assert not PackedWeights.fits(BlockWeight(32, torch.float32, (q4, q8)), size, is_gated=True)
+
+
+def quantized_rows(x: Tensor, block: int) -> Tensor:
+    """x [R, inputs] as the kernels quantise it: codes of 8 bits, and a scale for `block` adjacent inputs. float64."""
+    blocks = x.float().unflatten(1, (-1, block))
+    most = blocks.abs().amax(2, keepdim=True)
+    codes = (blocks * (127 / most)).nan_to_num(0).round()
+    return (codes.double() * (most / 127).double()).flatten(1)
+
+
+def rows_without_ties(num_rows: int, in_size: int) -> Tensor:
+    """Random rows of which no number lies in the middle between two codes, where rounding errors would decide."""
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(-126, 127, (num_rows, in_size), generator=generator).float()
+    codes += torch.rand(codes.shape, generator=generator) * 0.4 - 0.2
+    codes[:, ::32] = 127
+    return codes * torch.rand((num_rows, 1), generator=generator)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_blocks", [1, 5])
+@pytest.mark.parametrize("block_type", BLOCK_TYPES)
+def test_products_in_integers_are_those_of_quantised_activations(
+    kernels: LayerKernels, block_type: str, num_blocks: int, dtype: torch.dtype
+) -> None:
+    rows = random_block_rows(block_type, 77, num_blocks)
+    plain, bias = plain_rows(rows), torch.randn(77)
+    in_size = plain.shape[1]
+    weights = PackedWeights(kernels, BlockWeight(in_size, dtype, (rows,), is_int8=True), bias)
+    x = rows_without_ties(150, in_size).to(kernels.activation_dtype(dtype))
+    x[3] = 0
+    x[4, 32:64] = 0
+    together = weights.multiply(x)
+    expected = quantized_rows(x, in_size if block_type == "I8" else 32) @ plain.double().T + bias.double()
+    error = float((together.double() - expected).abs().max() / expected.abs().max())
+    # codes and mins have products of opposite signs, which are larger than their sum
+    assert error < (2e-5 if together.dtype == torch.float32 else 2**-8)
+    for num_rows in (1, 2, 5, 31):  # a row's result does not depend on the others
+        assert torch.equal(weights.multiply(x[:num_rows]), together[:num_rows])
+
+
+@pytest.mark.parametrize("byte", [0x00, 0xFF])
+@pytest.mark.parametrize("block_type", BLOCK_TYPES)
+def test_products_of_the_largest_numbers_fit(kernels: LayerKernels, block_type: str, byte: int) -> None:
+    """All codes are the least or the largest that the type has, all activations of a row the largest of one sign."""
+    rows = random_block_rows(block_type, 40, 3)
+    codes = set_codes(rows, byte)
+    plain = plain_rows(codes)
+    weights = PackedWeights(kernels, BlockWeight(plain.shape[1], torch.float32, (codes,), is_int8=True), None)
+    x = torch.ones(2, plain.shape[1])
+    x[1] = -1
+    expected = x.double() @ plain.double().T
+    magnitude = plain.double().abs().sum(1).max()
+    assert float((weights.multiply(x).double() - expected).abs().max()) < 1e-5 * float(magnitude)
+
+
+def test_types_whose_activations_have_other_scales_do_not_mix(kernels: LayerKernels) -> None:
+    size = kernels.panel_size
+    parts = random_block_rows("Q8_0", size, 1), random_block_rows("I8", size, 1)
+    assert PackedWeights.fits(BlockWeight(32, torch.float32, parts), size)
+    assert not PackedWeights.fits(BlockWeight(32, torch.float32, parts, is_int8=True), size)
+
+
+@pytest.mark.parametrize("block_type", ["Q4_1", "Q6_K", "I8"])
+def test_rows_that_are_not_finite_stay_so_in_integers(kernels: LayerKernels, block_type: str) -> None:
+    rows = random_block_rows(block_type, 40, 3)
+    in_size = plain_rows(rows).shape[1]
+    weights = PackedWeights(kernels, BlockWeight(in_size, torch.float32, (rows,), is_int8=True), None)
+    x = random_rows(5, in_size, torch.float32)
+    x[1, 40], x[2, 95] = torch.nan, torch.inf
+    found = weights.multiply(x)
+    assert found[1:3].isnan().all()
+    assert torch.equal(found[3:], weights.multiply(x[3:]))

@@ -1,0 +1,57 @@
+"""Models of GGUF files whose weights stay quantised, against transformers with the dequantised weights, in float32."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.checkpoint.helpers.gguf_files import VOCAB, random_weights, write_gguf
+from tests.model.helpers.greedy_decoding import assert_equals_oracle, load
+from tokasaurus.checkpoint import resolve_checkpoint, weight_files
+from tokasaurus.checkpoint.dequantized import write_dequantized
+from tokasaurus.model.decoder.weights import load_weights
+
+
+def quantised(directory: Path, family: str, kind: str, tied: bool = False) -> tuple[Path, PreTrainedModel]:
+    """The checkpoint's directory, and transformers' model of it."""
+    path = directory / "model.gguf"
+    weights = {name: array / 8 for name, array in random_weights(family, tied).items()}
+    write_gguf(path, family, weights, GGMLQuantizationType[kind])
+    checkpoint = resolve_checkpoint(str(path)).directory
+    plain = directory / "plain"
+    plain.mkdir()
+    write_dequantized(checkpoint, plain)
+    return checkpoint, AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "tied"),
+    [
+        ("llama", "Q4_0", False),
+        ("llama", "Q4_1", True),
+        ("qwen2", "Q5_0", False),
+        ("qwen2", "Q5_1", True),
+        ("qwen3", "Q8_0", False),
+    ],
+)
+def test_a_quantised_model_gives_the_tokens_of_the_dequantised_one(
+    family: str, kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    directory, oracle = quantised(tmp_path, family, kind, tied)
+    model, _ = load(directory, packed=True)
+    assert model.block_types == [kind]
+    assert model.saved_bytes > 0
+    assert all(linear.packed is not None and linear.packed.has_blocks for linear in model._linears())
+    assert_equals_oracle(directory, oracle, "cpu", seed=3, vocab_size=VOCAB)
+
+
+def test_without_the_kernels_a_quantised_model_is_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    directory, oracle = quantised(tmp_path, "llama", "Q4_1")
+    model, _ = load(directory)
+    assert model.block_types == []
+    assert load_weights(weight_files(directory), model.weight_shards(), model.ignores) == {"Q4_1"}
+    assert_equals_oracle(directory, oracle, "torch", seed=3, vocab_size=VOCAB)

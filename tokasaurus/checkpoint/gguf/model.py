@@ -1,0 +1,183 @@
+"""The tensors of a GGUF model under their names in Hugging Face format, from one file or several parts."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokasaurus.checkpoint.gguf.header import Header, TensorEntry, read_header
+from tokasaurus.checkpoint.json_files import CheckpointError, unreadable
+from tokasaurus.checkpoint.stored_tensors import StoredTensor
+
+SUFFIX = ".gguf"
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+}
+_FAMILY_LAYER_NAMES = {
+    "llama": {},
+    "qwen2": {f"attn_{each}.bias": f"self_attn.{each}_proj.bias" for each in "qkv"},
+    "qwen3": {f"attn_{each}_norm.weight": f"self_attn.{each}_norm.weight" for each in "qk"},
+}
+_IN_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(.+)")
+_INTERLEAVED = ("attn_q.weight", "attn_k.weight")
+"""Matrices of the architecture llama, whose rows are for another order of rotary dimensions."""
+NOT_WEIGHTS = ("Q8_1", "Q8_K", "Q1_0", "I8", "I16", "I32", "I64", "F64")
+"""Types of intermediate results and of tables, and those that the gguf library cannot dequantise."""
+_ROPE_FACTORS = "rope_freqs.weight"
+
+_PART_NAME = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
+_MAX_PARTS = 1000
+
+_KEYS_OF_TENSORS = ("block_count", "embedding_length", "attention.head_count", "attention.key_length")
+"""After the architecture's name and a dot."""
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFModel:
+    """A model's files, as their headers describe them."""
+
+    architecture: str
+    metadata: dict[str, Any]
+    """Of the first file."""
+    tensors: dict[str, StoredTensor]
+    """By the name in Hugging Face format, in the files' order."""
+    rope_factors: StoredTensor | None
+    """Multipliers of the rotary wavelengths, which Hugging Face format has in config.json."""
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == SUFFIX
+
+
+def model_name(path: Path) -> str:
+    """The file's name without its ending, and without the number of a part."""
+    part = _PART_NAME.fullmatch(path.name)
+    return path.stem if part is None else part[1]
+
+
+def files_of_model(path: Path) -> list[Path]:
+    """`path`, or all parts of the model if it is named as the first part. Raises CheckpointError if one is missing."""
+    part = _PART_NAME.fullmatch(path.name)
+    if part is None:
+        files = [path]
+    else:
+        name, number, count = part[1], int(part[2]), int(part[3])
+        if not 1 <= number <= count <= _MAX_PARTS:
+            raise CheckpointError(f"{path} is named as part {number} of {count}; a model has up to {_MAX_PARTS} parts")
+        files = [path.with_name(f"{name}-{each:05}-of-{count:05}{SUFFIX}") for each in range(1, count + 1)]
+        if number != 1:
+            raise CheckpointError(
+                f"{path} is part {number} of {count} of a model; name its first part, {files[0].name}"
+            )
+    for number, file in enumerate(files, start=1):
+        if not file.is_file():
+            which = "" if len(files) == 1 else f", part {number} of {len(files)} of the model"
+            raise CheckpointError(f"there is no file {file}{which}")
+    return files
+
+
+def read_model(files: Sequence[Path], wanted: Callable[[str], bool] | None = None) -> GGUFModel:
+    """files: all parts. wanted: which keys of the metadata to read; None: those that say what the tensors are.
+
+    Raises CheckpointError if a file is malformed or cut off, or a tensor does not belong in the model."""
+    headers: list[Header] = []
+    for file in files:
+        try:
+            headers.append(read_header(file, _says_what_tensors_are if wanted is None else wanted))
+        except (OSError, ValueError) as error:
+            raise unreadable(file, "GGUF", error) from None
+    metadata = headers[0].fields
+    try:
+        _check_parts(headers)
+        architecture = _architecture_of(metadata)
+        num_layers = metadata.get(f"{architecture}.block_count")
+        if type(num_layers) is not int:
+            raise CheckpointError(f"{architecture}.block_count is missing")
+        head_size = _head_size(architecture, metadata)
+        tensors: dict[str, StoredTensor] = {}
+        rope_factors: StoredTensor | None = None
+        for file, header in zip(files, headers, strict=True):
+            for entry in header.tensors:
+                if entry.name == _ROPE_FACTORS:
+                    rope_factors = _stored(file, entry)
+                    continue
+                name = _hf_name(architecture, num_layers, entry.name)
+                if name is None:
+                    raise CheckpointError(f"tensor {entry.name} does not belong in a {architecture} model")
+                if name in tensors:
+                    raise CheckpointError(f"tensor {entry.name} is in {tensors[name].file.name} and {file.name}")
+                if entry.type_name in NOT_WEIGHTS:
+                    raise CheckpointError(f"tensor {entry.name} has type {entry.type_name}, which is not supported")
+                is_interleaved = architecture == "llama" and entry.name.endswith(_INTERLEAVED)
+                if is_interleaved and (head_size < 1 or entry.shape[0] % head_size or head_size % 2):
+                    raise CheckpointError(f"tensor {entry.name} has {entry.shape[0]} rows, but heads have {head_size}")
+                tensors[name] = _stored(file, entry, head_size if is_interleaved else 0)
+    except CheckpointError as error:
+        raise CheckpointError(f"{files[0]}: {error}") from None
+    return GGUFModel(architecture, metadata, tensors, rope_factors)
+
+
+def _stored(file: Path, entry: TensorEntry, interleaved_head: int = 0) -> StoredTensor:
+    return StoredTensor(file, entry.type_name, entry.shape, entry.begin, entry.end, interleaved_head)
+
+
+def _says_what_tensors_are(key: str) -> bool:
+    return key == "general.architecture" or key.startswith("split.") or key.endswith(_KEYS_OF_TENSORS)
+
+
+def _check_parts(headers: Sequence[Header]) -> None:
+    """Raises CheckpointError unless they are all parts of one model, in order."""
+    counts = (0, 1) if len(headers) == 1 else (len(headers),)
+    for index, header in enumerate(headers):
+        count, number = header.fields.get("split.count", 0), header.fields.get("split.no", index)
+        if count not in counts or number != index:
+            said = f"split.no is {number} and split.count {count}"
+            where = f"file {index + 1} of {len(headers)}"
+            raise CheckpointError(f"in {where}, {said}; files are named as parts: name-00001-of-00003{SUFFIX}")
+    stated, found = headers[0].fields.get("split.tensors.count"), sum(len(header.tensors) for header in headers)
+    if stated is not None and stated != found:
+        raise CheckpointError(f"the model has {found} tensors, but split.tensors.count is {stated}")
+
+
+def _architecture_of(metadata: dict[str, Any]) -> str:
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
+        raise CheckpointError(f"architecture {architecture!r} is not supported; supported are {supported}")
+    return architecture
+
+
+def _head_size(architecture: str, metadata: dict[str, Any]) -> int:
+    head_size = metadata.get(f"{architecture}.attention.key_length")
+    if type(head_size) is int and head_size > 0:
+        return head_size
+    hidden_size = metadata.get(f"{architecture}.embedding_length")
+    num_heads = metadata.get(f"{architecture}.attention.head_count")
+    if type(hidden_size) is not int or type(num_heads) is not int or num_heads < 1:
+        raise CheckpointError(f"{architecture}.embedding_length or {architecture}.attention.head_count is missing")
+    return hidden_size // num_heads
+
+
+def _hf_name(architecture: str, num_layers: int, name: str) -> str | None:
+    """None if such a model has no such tensor."""
+    in_layer = _IN_LAYER.fullmatch(name)
+    if in_layer is None:
+        return _TOP_NAMES.get(name)
+    found = {**_LAYER_NAMES, **_FAMILY_LAYER_NAMES[architecture]}.get(in_layer[2])
+    return None if found is None or int(in_layer[1]) >= num_layers else f"model.layers.{in_layer[1]}.{found}"

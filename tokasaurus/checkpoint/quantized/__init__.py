@@ -1,0 +1,5 @@
+"""Quantised weights in safetensors files: compressed-tensors, AWQ and GPTQ.
+
+Knows what config.json says of them, how several stored tensors are one weight, and its numbers. Does not know which
+weights a model has.
+"""

@@ -1,0 +1,259 @@
+// The gemm microkernel for activations of 8 bits: up to kInt8Rows rows times the codes of one panel (blocks.h).
+//
+// Activations are quantized in blocks of kInputBlock inputs, x = scale * code with codes from -127 to 127, so that a
+// part of a sum is an integer: sum(w x) over inputs of one group and one block is
+//   weight scale * x scale * sum((weight code - offset) * x code) + min * x scale * sum(x code).
+// Source of the scheme: llama.cpp's Q8_0 and Q8_1 activations.
+#pragma once
+
+#include "gemm/blocks.h"
+
+constexpr int kInputBlock = 32, kInputSum = 16;
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
+#define TOKA_INT8_DOT 1
+#else
+#define TOKA_INT8_DOT 0
+#endif
+
+// Their sums, the codes of four inputs and those of x fit into the registers.
+constexpr int kInt8Rows = kRegisters == 32 ? kTileRows : TOKA_INT8_DOT ? 6 : 4;
+
+// Quantized rows of x. in_size is a multiple of kInputBlock.
+struct Int8Rows {
+  const int8_t* codes;     // [rows][in_size]
+  const int16_t* pairs;    // the same, each four codes in the order 0, 2, 1, 3; null where kHasPairs is false
+  const float* scales;     // [rows][in_size / kInputBlock]
+  const float* sums;       // [rows][in_size / kInputBlock]: scale * sum of the block's codes
+  const float* half_sums;  // [rows][in_size / kInputSum], likewise
+  const int32_t* totals;   // [rows]: sum of all codes
+  int64_t in_size;
+};
+
+static TOKA_INLINE Ints broadcast_four(const void* from) {
+  int32_t four;
+  std::memcpy(&four, from, sizeof four);
+  return Ints{} + four;
+}
+
+static TOKA_INLINE void prefetch_codes(const uint8_t* codes) {
+  repeat<kPanel * 4 / kCacheLineBytes>(
+      [&](auto line) TOKA_LAMBDA { __builtin_prefetch(codes + kAheadBytes + line * kCacheLineBytes, 0, 2); });
+}
+
+#if TOKA_INT8_DOT || !defined(__AVX2__)
+
+constexpr bool kHasPairs = false;
+
+// Of each lane: sum + the products of its four unsigned codes with four signed ones.
+static TOKA_INLINE Ints dot_four(Ints sum, Ints codes, Ints x) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
+#elif defined(__AVXVNNI__)
+  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  return (Ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)codes, (int8x16_t)x);
+#else
+  for (int i = 0; i < 4; ++i) sum += (Ints)((UInts)codes >> 8 * i & 255) * (x << (24 - 8 * i) >> 24);
+  return sum;
+#endif
+}
+
+// total += the products of the inputs [first, first + count) of M rows from `row` on. codes: those of the panel, from
+// `first` on.
+template <int M, int bits>
+static TOKA_INLINE void add_products(const Int8Rows& x, int64_t row, int64_t first, int64_t count, const uint8_t* codes,
+                                     Ints (&total)[M][kPanelVectors]) {
+  const int8_t* const own = x.codes + row * x.in_size;
+  for (int64_t in = first; in < first + count; in += bits == 4 ? 8 : 4, codes += kPanel * 4) {
+    if constexpr (M <= 4) prefetch_codes(codes);
+    repeat<bits == 4 ? 2 : 1>([&](auto half) TOKA_LAMBDA {
+      Ints weights[kPanelVectors];
+      repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA {
+        weights[v] = load_vector<Ints>(codes + v * kLanes * 4);
+        if constexpr (bits == 4) weights[v] = (Ints)((UInts)weights[v] >> 4 * half) & 0x0F0F0F0F;
+      });
+      repeat<M>([&](auto i) TOKA_LAMBDA {
+        const Ints four = broadcast_four(own + i * x.in_size + in + 4 * half);
+        repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { total[i][v] = dot_four(total[i][v], weights[v], four); });
+      });
+    });
+  }
+}
+
+#else
+
+// Without dot products of bytes, products are added in pairs: in 16 bits where they fit, else in 32.
+constexpr bool kHasPairs = true;
+
+typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
+
+// Unsigned bytes times signed ones, each two adjacent products added: at most 65535 / 2 in magnitude, or they saturate.
+static TOKA_INLINE Shorts multiply_bytes(Ints codes, Ints x) {
+#if defined(__AVX512F__)
+  return (Shorts)_mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
+#else
+  return (Shorts)_mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
+#endif
+}
+
+static TOKA_INLINE Ints multiply_shorts(Shorts first, Shorts second) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_madd_epi16((__m512i)first, (__m512i)second);
+#else
+  return (Ints)_mm256_madd_epi16((__m256i)first, (__m256i)second);
+#endif
+}
+
+// As the other add_products. The products of 32 inputs and codes of 4 bits add up in 16 bits, since 16 * 15 * 127 is
+// less than 32768 in each half of a lane; of 8 inputs and codes of 6 bits, likewise: 4 * 63 * 127.
+template <int M, int bits>
+static TOKA_INLINE void add_products(const Int8Rows& x, int64_t row, int64_t first, int64_t count, const uint8_t* codes,
+                                     Ints (&total)[M][kPanelVectors]) {
+  const int64_t in_size = x.in_size;
+  const Shorts ones = Shorts{} + 1;
+  if constexpr (bits == 4) {
+    const int8_t* const own = x.codes + row * in_size;
+    Shorts sums[M][kPanelVectors] = {};
+    for (int64_t in = first; in < first + count; in += 8, codes += kPanel * 4) {
+      if constexpr (M <= 4) prefetch_codes(codes);
+      repeat<2>([&](auto half) TOKA_LAMBDA {
+        Ints weights[kPanelVectors];
+        repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA {
+          weights[v] = (Ints)(load_vector<UInts>(codes + v * kLanes * 4) >> 4 * half) & 0x0F0F0F0F;
+        });
+        repeat<M>([&](auto i) TOKA_LAMBDA {
+          const Ints four = broadcast_four(own + i * in_size + in + 4 * half);
+          repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { sums[i][v] += multiply_bytes(weights[v], four); });
+        });
+      });
+    }
+    repeat<M>([&](auto i) TOKA_LAMBDA {
+      repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { total[i][v] += multiply_shorts(sums[i][v], ones); });
+    });
+  } else if constexpr (bits == 6) {
+    const int8_t* const own = x.codes + row * in_size;
+    for (int64_t in = first; in < first + count; in += 8, codes += 2 * kPanel * 4) {
+      if constexpr (M <= 4) prefetch_codes(codes), prefetch_codes(codes + kPanel * 4);
+      repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA {
+        const Ints low = load_vector<Ints>(codes + v * kLanes * 4);
+        const Ints high = load_vector<Ints>(codes + (kPanel + v * kLanes) * 4);
+        repeat<M>([&](auto i) TOKA_LAMBDA {
+          const int8_t* const eight = own + i * in_size + in;
+          const Shorts sums =
+              multiply_bytes(low, broadcast_four(eight)) + multiply_bytes(high, broadcast_four(eight + 4));
+          total[i][v] += multiply_shorts(sums, ones);
+        });
+      });
+    }
+  } else {
+    const int16_t* const own = x.pairs + row * in_size;
+    for (int64_t in = first; in < first + count; in += 4, codes += kPanel * 4) {
+      if constexpr (M <= 4) prefetch_codes(codes);
+      repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA {
+        const UInts all = load_vector<UInts>(codes + v * kLanes * 4);
+        const Shorts even = (Shorts)(all & 0x00FF00FF), odd = (Shorts)((all >> 8) & 0x00FF00FF);
+        repeat<M>([&](auto i) TOKA_LAMBDA {
+          const int16_t* const four = own + i * in_size + in;
+          total[i][v] += multiply_shorts(even, (Shorts)broadcast_four(four));
+          total[i][v] += multiply_shorts(odd, (Shorts)broadcast_four(four + 2));
+        });
+      });
+    }
+  }
+}
+
+#endif
+
+// sums [M][kPanel] += rows [row, row + M) of x times a panel whose groups have several blocks of x, or half of one.
+// x_sums [rows][parts], as in Int8Rows. part: inputs that have both one group and one block.
+template <int M, int bits, int part>
+static TOKA_INLINE void multiply_parts(const Int8Rows& x, int64_t row, const uint8_t* codes, const Groups& groups,
+                                       const float* x_sums, float* sums) {
+  const int64_t num_parts = x.in_size / part, num_blocks = x.in_size / kInputBlock;
+  const int64_t group_parts = groups.inputs / part;
+  const float *scales = groups.scales, *mins = groups.mins, *x_scales = x.scales + row * num_blocks;
+  x_sums += row * num_parts;
+  for (int64_t first_part = 0; first_part < num_parts; first_part += group_parts, scales += kPanel, mins += kPanel)
+    for (int64_t number = first_part; number < first_part + group_parts;
+         ++number, codes += part * kPanel * (bits == 4 ? 4 : 8) / 8) {
+      Ints total[M][kPanelVectors] = {};
+      add_products<M, bits>(x, row, number * part, part, codes, total);
+      repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA {
+        const Floats scale = load(scales + v * kLanes), min = load(mins + v * kLanes);
+        const float *x_scale = x_scales + number * part / kInputBlock, *x_sum = x_sums + number;
+        repeat<M>([&](auto i) TOKA_LAMBDA {
+          float* const sum = sums + i * kPanel + v * kLanes;
+          const Floats with_min = load(sum) + min * broadcast(*x_sum);
+          store(sum, with_min + to_floats(total[i][v]) * (scale * broadcast(*x_scale)));
+          x_scale += num_blocks;
+          x_sum += num_parts;
+        });
+      });
+    }
+}
+
+// Adds rows [row, row + M) of x times a panel to sums [M][kPanel], which are zeros before. Each sum adds its parts in
+// the order of x, so a row's result does not depend on the number of rows.
+template <int M, int bits>
+TOKA_NOINLINE void multiply_codes(const Int8Rows& x, int64_t row, const uint8_t* codes, const Groups& groups,
+                                  float* sums) {
+  if (groups.inputs < kInputBlock) return multiply_parts<M, bits, kInputSum>(x, row, codes, groups, x.half_sums, sums);
+  if (!groups.has_all) return multiply_parts<M, bits, kInputBlock>(x, row, codes, groups, x.sums, sums);
+  Ints total[M][kPanelVectors];
+  repeat<M>([&](auto i) TOKA_LAMBDA {
+    repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { total[i][v] = Ints{} - groups.offset * x.totals[row + i]; });
+  });
+  add_products<M, bits>(x, row, 0, x.in_size, codes, total);
+  repeat<M>([&](auto i) TOKA_LAMBDA {
+    const float scale = x.scales[(row + i) * x.in_size / kInputBlock];
+    repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA {
+      store(sums + i * kPanel + v * kLanes, to_floats(total[i][v]) * (load(groups.scales + v * kLanes) * scale));
+    });
+  });
+}
+
+// multiply_codes for 1 to kInt8Rows rows, a number known at run time.
+template <int bits, int M = kInt8Rows>
+void multiply_code_rows(int num_rows, const Int8Rows& x, int64_t row, const uint8_t* codes, const Groups& groups,
+                        float* sums) {
+  if (num_rows == M) return multiply_codes<M, bits>(x, row, codes, groups, sums);
+  if constexpr (M > 1) multiply_code_rows<bits, M - 1>(num_rows, x, row, codes, groups, sums);
+}
+
+// The largest magnitude of x [count]; NaN if a number is not finite.
+template <typename Element>
+float largest(const Element* x, int64_t count) {
+  Floats most{};
+  Ints finite = ~Ints{};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Floats part = load(x + i);
+    finite &= is_finite(part);
+    most = max(part > 0.0f ? part : -part, most);
+  }
+  return -sum(finite) == kLanes ? max(most) : NAN;
+}
+
+// Rounds x [count], a multiple of kInputSum, to codes; returns their scale. Numbers that are not finite make it NaN.
+// half_sums: scale * sum of each kInputSum codes. total += the sum of all codes.
+template <typename Element>
+float quantize(const Element* x, int64_t count, int8_t* codes, float* half_sums, int32_t* total) {
+  const float most = largest(x, count), inverse = most > 1e-30f ? 127 / most : 0, scale = most / 127;
+  for (int64_t i = 0; i < count; i += kInputSum) {
+    Ints all{};
+    repeat<kInputSum / kLanes>([&](auto v) TOKA_LAMBDA {
+      const Floats scaled = load(x + i + v * kLanes) * inverse;
+      // Adding and subtracting it rounds to the nearest integer, ties to even.
+      constexpr float kRounding = 12582912;
+      const Ints rounded = __builtin_convertvector(scaled + kRounding - kRounding, Ints);
+      typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+      const Bytes narrow = __builtin_convertvector(rounded, Bytes);
+      std::memcpy(codes + i + v * kLanes, &narrow, sizeof narrow);
+      all += rounded;
+    });
+    const int32_t sum_of_codes = int32_t(sum(all));
+    half_sums[i / kInputSum] = scale * float(sum_of_codes);
+    *total += sum_of_codes;
+  }
+  return scale;
+}
