@@ -33,7 +33,8 @@ SHOWN_LENGTHS = (1024, 4096, 32_768)
 
 
 def plan(config: PlanConfig) -> int:
-    """Print the plan; returns the exit code: 1 if the model cannot be read, 2 if it does not fit."""
+    """Print the plan; returns the exit code: 1 if the model cannot be fetched, 2 if it cannot be read or does
+    not fit."""
     assert config.model is not None, "checked by finalize"
     try:
         info, is_estimate = read_info(config.model, config.rope_scaling)
