@@ -17,6 +17,7 @@ from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tools.parser import CallRules
+from tokasaurus.server.tools.reasoning import ReasoningRules
 from tokasaurus.text.tokenizer import TextTooLong
 
 # Per body: n times the number of prompts.
@@ -103,7 +104,9 @@ class Prepared:
     ask the engine for more, for the echo."""
     starts_in_reasoning: bool = False
     """Whether the prompt ends within reasoning, which the answer continues. Only looked for where it is told: with
-    `logprobs_in_fingerprint`, or with `calls`."""
+    `logprobs_in_fingerprint`, `calls` or `reasoning`."""
+    reasoning: ReasoningRules | None = None
+    """How the answer's reasoning is found and shown; None if the model has none, and for completions."""
 
 
 def num_prompt_values(prepared: Prepared) -> int:
