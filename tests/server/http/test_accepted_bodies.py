@@ -75,6 +75,10 @@ NEUTRAL_CHAT: dict[str, list[object]] = {
     "add_generation_prompt": [True, False, None],
     "continue_final_message": [True, False, None],
     "chat_template_kwargs": [None, {}, {"enable_thinking": False}],
+    "enable_thinking": [None, False, True],
+    "reasoning_effort": [None, "none", "minimal", "low", "medium", "high", "xhigh"],
+    "include_reasoning": [None, False, True],
+    "separate_reasoning": [None, False, True],
     "apply_chat_template_overrides": [None, {}, {"add_generation_prompt": False}],
 }
 
