@@ -1,15 +1,17 @@
 """Exceptions for user mistakes and server states, and the handlers that answer them with OpenAI's error object."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import get_args
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
+from tokasaurus.server.protocol.known_fields import advice
 from tokasaurus.text.json_lines import write_json
 
 # Longest field or model name from a client that error messages repeat.
@@ -63,7 +65,7 @@ class ApiError(Exception):
         return ErrorObject(self.message, self.type, self.param, self.code)
 
 
-class InvalidRequest(ApiError, status=400, type="invalid_request_error"):
+class InvalidRequest(ApiError, status=400, type="invalid_request_error", code="invalid_value"):
     pass
 
 
@@ -75,8 +77,24 @@ class TooMany(ApiError, status=429, type="rate_limit_error", headers={"Retry-Aft
     pass
 
 
-class Unsupported(InvalidRequest, code="not_implemented"):
-    """A field of OpenAI's API that is not implemented, with a value other than its neutral ones."""
+class Unsupported(InvalidRequest, code="unsupported_value"):
+    """A value that OpenAI or another server allows, and this one does not implement."""
+
+
+class UnsupportedField(Unsupported, code="unsupported_parameter"):
+    """A known field that is not implemented, with a value other than its neutral ones."""
+
+
+class UnknownField(InvalidRequest, code="unknown_parameter"):
+    pass
+
+
+class MissingField(InvalidRequest, code="missing_required_parameter"):
+    pass
+
+
+class WrongType(InvalidRequest, code="invalid_type"):
+    pass
 
 
 class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
@@ -209,9 +227,38 @@ def internal_error() -> ApiError:
     return ApiError("internal error; the server's log has the details")
 
 
-def invalid_body(error: ValidationError) -> InvalidRequest:
-    """The first error that pydantic found in a body, with the field's name."""
-    return _from_details(error.errors(include_url=False, include_context=False, include_input=False)[0])
+def invalid_body(error: ValidationError, body_model: type[BaseModel]) -> InvalidRequest:
+    """The first error that pydantic found in a body, with the field's name. A misspelt field comes before the missing
+    one that it stands for."""
+    details, *others = error.errors(include_url=False, include_context=False, include_input=False)
+    if details["type"] == "missing":
+        beside = [other for other in others if other["loc"][:-1] == details["loc"][:-1]]
+        details = next((other for other in beside if other["type"] == "extra_forbidden"), details)
+    if details["type"] == "extra_forbidden":
+        *path, name = details["loc"]
+        return unknown_field(str(name), _fields_at(body_model, path), _field_name(details["loc"]))
+    return _from_details(details)
+
+
+def _fields_at(model: type[BaseModel], path: Sequence[int | str]) -> Collection[str]:
+    """The fields of the object at this place of a body; none where they cannot be told."""
+    found: Collection[str] = model.model_fields
+    for part in path:
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part)
+        models = [] if field is None else _models_in(field.annotation)
+        if len(models) != 1:
+            return ()
+        (model,) = models
+        found = model.model_fields
+    return found
+
+
+def _models_in(annotation: object) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _models_in(inner)]
 
 
 @contextmanager
@@ -227,9 +274,10 @@ def naming_fields(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def unknown_field(name: str) -> InvalidRequest:
-    name = shorten(name)
-    return InvalidRequest(f"unknown field {name!r}", name)
+def unknown_field(name: str, fields: Collection[str], param: str | None = None) -> UnknownField:
+    """fields: of the object that has it. param: its place, where it is not in the body itself."""
+    shown = shorten(name) if param is None else param
+    return UnknownField(f"unknown field {shown!r}{advice(name, fields)}", shown)
 
 
 def error_response(error: ApiError) -> Response:
@@ -279,17 +327,20 @@ def _respond(status: int, error: ErrorObject, headers: Mapping[str, str] | None)
 def _from_details(details: ErrorDetails) -> InvalidRequest:
     param = _field_name(details["loc"])
     match details["type"]:
-        case "extra_forbidden":
-            return unknown_field(str(param))
+        case "extra_forbidden":  # of a query
+            return unknown_field(str(param), ())
         case "missing":
-            return InvalidRequest(f"{param} is required", param)
+            return MissingField(f"{param} is required", param)
         case "not_implemented":
             return Unsupported(f"{param} {details['msg']}", param)
+        case "field_not_implemented":
+            return UnsupportedField(f"{param} {details['msg']}", param)
         case "value_not_allowed":  # messages of our own validators follow the field's name
             return InvalidRequest(f"{param} {details['msg']}", param)
         case "model_type" | "dataclass_type" if param is None:
-            return InvalidRequest("the body must be a JSON object")
-    return InvalidRequest(f"{param}: {details['msg']}", param)
+            return WrongType("the body must be a JSON object")
+    kind = WrongType if details["type"].endswith("_type") else InvalidRequest
+    return kind(f"{param}: {details['msg']}", param)
 
 
 def _field_name(location: tuple[int | str, ...]) -> str | None:

@@ -48,11 +48,11 @@ def validate_body(value: object, body_model: type[Body]) -> Body:
         known = body_model.model_fields
         for name in value:
             if name not in known:
-                raise unknown_field(name)
+                raise unknown_field(name, known)
     try:
         return body_model.model_validate(value)
     except ValidationError as error:
-        raise invalid_body(error) from None
+        raise invalid_body(error, body_model) from None
 
 
 def has_too_many_values(content: bytes | bytearray, max_work: int) -> bool:

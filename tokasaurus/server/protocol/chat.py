@@ -9,7 +9,16 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInf
 
 from tokasaurus.messages.generation import FinishReason
 from tokasaurus.server.protocol.answers import Usage, WrittenPromptLogprobs
-from tokasaurus.server.protocol.fields import NullMeans, Only, StrictObject, missing, not_implemented, value_error
+from tokasaurus.server.protocol.fields import (
+    WHOLE_FLOATS,
+    NullMeans,
+    Only,
+    StrictObject,
+    missing,
+    not_implemented,
+    value_error,
+)
+from tokasaurus.server.protocol.known_fields import with_known_fields
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.protocol.tools import MessageToolCall, ToolCall, ToolCallFunction, ToolChoiceField, Tools
 
@@ -141,6 +150,7 @@ class ChatMessage(StrictObject):
         return name
 
 
+@with_known_fields("chat")
 class ChatCompletionRequest(SamplingFields, TemplateFields):
     """logprobs: return the log-probability of each sampled token.
     top_logprobs: number of most likely tokens whose log-probabilities are also returned.
@@ -151,25 +161,15 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1), WHOLE_FLOATS] = None
     logprobs: Annotated[bool, NullMeans(False)] = False
-    top_logprobs: Annotated[int | None, Field(ge=0)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0), WHOLE_FLOATS] = None
 
     tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoiceField = None
     parallel_tool_calls: Annotated[bool, NullMeans(True)] = True
     separate_reasoning: Annotated[bool, NullMeans(True)] = True
     include_reasoning: Annotated[bool, NullMeans(True)] = True
-    functions: Annotated[Any, Only(None, [])] = None
-    function_call: Annotated[Any, Only(None, "none", "auto")] = None
-    modalities: Annotated[Any, Only(None, ["text"])] = None
-    audio: Annotated[Any, Only(None)] = None
-    prediction: Annotated[Any, Only(None)] = None
-    moderation: Annotated[Any, Only(None)] = None
-    prompt_cache_options: Annotated[Any, Only(None)] = None
-    prompt_cache_retention: Annotated[Any, Only(None)] = None
-    verbosity: Annotated[Any, Only(None)] = None
-    web_search_options: Annotated[Any, Only(None)] = None
 
 
 ChatFinishReason = FinishReason | Literal["tool_calls"]
