@@ -1,17 +1,14 @@
 """Exceptions for user mistakes and server states, and the handlers that answer them with OpenAI's error object."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import get_args
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
-from tokasaurus.server.protocol.known_fields import advice
 from tokasaurus.text.json_lines import write_json
 
 # Longest field or model name from a client that error messages repeat.
@@ -227,38 +224,32 @@ def internal_error() -> ApiError:
     return ApiError("internal error; the server's log has the details")
 
 
-def invalid_body(error: ValidationError, body_model: type[BaseModel]) -> InvalidRequest:
-    """The first error that pydantic found in a body, with the field's name. A misspelt field comes before the missing
-    one that it stands for."""
-    details, *others = error.errors(include_url=False, include_context=False, include_input=False)
-    if details["type"] == "missing":
-        beside = [other for other in others if other["loc"][:-1] == details["loc"][:-1]]
-        details = next((other for other in beside if other["type"] == "extra_forbidden"), details)
-    if details["type"] == "extra_forbidden":
-        *path, name = details["loc"]
-        return unknown_field(str(name), _fields_at(body_model, path), _field_name(details["loc"]))
-    return _from_details(details)
+def invalid_value(details: ErrorDetails) -> InvalidRequest:
+    """For one of the errors that pydantic found, with the field's name."""
+    param = field_name(details["loc"])
+    match details["type"]:
+        case "extra_forbidden":
+            return unknown_field(str(param))
+        case "missing":
+            return MissingField(f"{param} is required", param)
+        case "not_implemented":
+            return Unsupported(f"{param} {details['msg']}", param)
+        case "field_not_implemented":
+            return UnsupportedField(f"{param} {details['msg']}", param)
+        case "value_not_allowed":  # messages of our own validators follow the field's name
+            return InvalidRequest(f"{param} {details['msg']}", param)
+        case "model_type" | "dataclass_type" if param is None:
+            return WrongType("the body must be a JSON object")
+    kind = WrongType if details["type"].endswith("_type") else InvalidRequest
+    return kind(f"{param}: {details['msg']}", param)
 
 
-def _fields_at(model: type[BaseModel], path: Sequence[int | str]) -> Collection[str]:
-    """The fields of the object at this place of a body; none where they cannot be told."""
-    found: Collection[str] = model.model_fields
-    for part in path:
-        if isinstance(part, int):
-            continue
-        field = model.model_fields.get(part)
-        models = [] if field is None else _models_in(field.annotation)
-        if len(models) != 1:
-            return ()
-        (model,) = models
-        found = model.model_fields
-    return found
-
-
-def _models_in(annotation: object) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for inner in get_args(annotation) for model in _models_in(inner)]
+def field_name(location: Sequence[int | str]) -> str | None:
+    """("messages", 0, "role") -> "messages[0].role"; None for the body itself."""
+    name = ""
+    for part in location:
+        name += f"[{part}]" if isinstance(part, int) else f".{shorten(part)}"
+    return name.removeprefix(".") or None
 
 
 @contextmanager
@@ -274,10 +265,9 @@ def naming_fields(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def unknown_field(name: str, fields: Collection[str], param: str | None = None) -> UnknownField:
-    """fields: of the object that has it. param: its place, where it is not in the body itself."""
-    shown = shorten(name) if param is None else param
-    return UnknownField(f"unknown field {shown!r}{advice(name, fields)}", shown)
+def unknown_field(name: str, advice: str = "") -> UnknownField:
+    """advice: what may be meant, to be read after the name."""
+    return UnknownField(f"unknown field {name!r}{advice}", name)
 
 
 def error_response(error: ApiError) -> Response:
@@ -303,7 +293,7 @@ def add_error_handlers(app: FastAPI) -> None:
         """Errors in path and query parameters; bodies are parsed by `json_body`."""
         assert isinstance(error, RequestValidationError)
         details = error.errors()[0]
-        return error_response(_from_details(details | {"loc": details["loc"][1:]}))  # without "query" or "path"
+        return error_response(invalid_value(details | {"loc": details["loc"][1:]}))  # without "query" or "path"
 
     async def on_client_gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=499)  # nginx's status for a closed connection; nobody reads it
@@ -322,30 +312,3 @@ def add_error_handlers(app: FastAPI) -> None:
 def _respond(status: int, error: ErrorObject, headers: Mapping[str, str] | None) -> Response:
     content = write_json(ErrorResponse(error))
     return Response(content, status_code=status, headers=headers, media_type="application/json")
-
-
-def _from_details(details: ErrorDetails) -> InvalidRequest:
-    param = _field_name(details["loc"])
-    match details["type"]:
-        case "extra_forbidden":  # of a query
-            return unknown_field(str(param), ())
-        case "missing":
-            return MissingField(f"{param} is required", param)
-        case "not_implemented":
-            return Unsupported(f"{param} {details['msg']}", param)
-        case "field_not_implemented":
-            return UnsupportedField(f"{param} {details['msg']}", param)
-        case "value_not_allowed":  # messages of our own validators follow the field's name
-            return InvalidRequest(f"{param} {details['msg']}", param)
-        case "model_type" | "dataclass_type" if param is None:
-            return WrongType("the body must be a JSON object")
-    kind = WrongType if details["type"].endswith("_type") else InvalidRequest
-    return kind(f"{param}: {details['msg']}", param)
-
-
-def _field_name(location: tuple[int | str, ...]) -> str | None:
-    """("messages", 0, "role") -> "messages[0].role"; None for the body itself."""
-    name = ""
-    for part in location:
-        name += f"[{part}]" if isinstance(part, int) else f".{shorten(part)}"
-    return name.removeprefix(".") or None
