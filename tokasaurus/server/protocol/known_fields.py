@@ -122,6 +122,16 @@ KNOWN_FIELDS: Mapping[str, KnownField] = {
     "chat_template_kwargs": KnownField(
         _BOTH_ENGINES, (None, {}), CHAT, **_built("variables of the chat template", {"enable_thinking": False})
     ),
+    "reasoning_effort": KnownField(
+        ("OpenAI", "vLLM"), endpoints=CHAT, **_built("how long the model thinks, if its template knows it", "low")
+    ),
+    "enable_thinking": KnownField(
+        ("vLLM", "SGLang"), endpoints=CHAT, **_built("whether the model thinks, if its template knows it", False)
+    ),
+    "separate_reasoning": KnownField(
+        _SGLANG, (None, True), CHAT, **_built("reasoning is split off the content, if the model has any", False)
+    ),
+    "include_reasoning": KnownField(_VLLM, (None, True), CHAT, **_built("returns the reasoning", False)),
     "documents": KnownField(_VLLM, (None, []), CHAT, instead='chat_template_kwargs={"documents": …} passes them on'),
     "media_io_kwargs": KnownField(_VLLM, (None, {}), CHAT, instead=_NO_MEDIA),
     "mm_processor_kwargs": KnownField(_VLLM, (None, {}), CHAT, instead=_NO_MEDIA),
