@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import functools
 import itertools
 import logging
 import select
@@ -15,6 +16,7 @@ from typing import Any
 
 import httptools
 from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -341,6 +343,8 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._active = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = functools.partial(_answer_without_chunks, app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -486,6 +490,25 @@ class ConnectionProtocol(HttpToolsProtocol):
         if self._stuck_s > self._limits.write_timeout_seconds:
             logger.warning("closed a connection whose client reads none of its answer (write_timeout_seconds)")
             self.transport.abort()
+
+
+async def _answer_without_chunks(
+    app: ASGIApp, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """For HTTP/1.0, whose clients know no chunks: an answer without content-length ends where the connection does."""
+    is_until_close = False
+
+    async def send_plainly(message: Message) -> None:
+        nonlocal is_until_close
+        if message["type"] == "http.response.start":
+            is_until_close = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if is_until_close:
+                cycle.chunked_encoding = False
+        elif is_until_close:
+            cycle.expected_content_length = len(message.get("body", b""))  # it checks that it gets no more
+        await send(message)
+
+    await app(scope, receive, send_plainly)
 
 
 def _refusal_response(
