@@ -1,7 +1,6 @@
 """Logprob entries of echoed prompts: the expected entries, and the entries of an answer."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,17 +35,13 @@ def expected_entries(request: GenerateRequest, num_top: int, tokenizer: Tokenize
         if position == 0:
             entries.append((tokenizer.token_text(token_id), None, None))
             continue
-        top: dict[str, float] | None = None
+        pairs = [(token_id, float(computed.logprobs[position]))]
         if num_top:
             assert computed.top is not None
-            pairs = list(
-                zip(computed.top.token_ids[position].tolist(), computed.top.logprobs[position].tolist(), strict=True)
-            )
-            pairs.append((token_id, float(computed.logprobs[position])))
-            top = {}
-            # Ascending: of tokens with the same text, the most likely is kept.
-            for other_id, value in sorted(pairs, key=lambda pair: pair[1]):
-                top[tokenizer.token_text(other_id)] = value
+            rows = (computed.top.token_ids[position].tolist(), computed.top.logprobs[position].tolist())
+            pairs += zip(*rows, strict=True)
+        # Ascending: of tokens with the same text, the most likely is kept.
+        top = {tokenizer.token_text(other_id): value for other_id, value in sorted(pairs, key=lambda pair: pair[1])}
         entries.append((tokenizer.token_text(token_id), float(computed.logprobs[position]), top))
     return entries
 
@@ -55,5 +50,4 @@ def entries_of(choice: CompletionChoice) -> list[tuple[Any, ...]]:
     logprobs = choice.logprobs
     assert logprobs is not None
     assert logprobs.tokens is not None
-    tops: Sequence[dict[str, float] | None] = logprobs.top_logprobs or [None] * len(logprobs.tokens)
-    return list(zip(logprobs.tokens, logprobs.token_logprobs or [], tops, strict=True))
+    return list(zip(logprobs.tokens, logprobs.token_logprobs or [], logprobs.top_logprobs or [], strict=True))

@@ -121,7 +121,7 @@ def test_top_logprobs_keep_the_most_likely_of_tokens_with_the_same_text(served_m
         TokenLogprob(0xE2, -3.0, 0, False, [(0xFF, -0.5), (97, -1.0), (0xE3, -2.0)]),
         TokenLogprob(0xFF, -0.5, 0, False, [(0xFF, -0.5), (0xE2, -3.0)]),
     ]
-    built = build_completion_logprobs(tokens, True, TokenNames(served_model.tokenizer))
+    built = build_completion_logprobs(tokens, TokenNames(served_model.tokenizer))
     assert built.top_logprobs == [{"\ufffd": -0.5, "a": -1.0}, {"\ufffd": -0.5}]
     assert built.token_logprobs == [-3.0, -0.5]
 

@@ -69,7 +69,8 @@ def test_logprobs_entries_of_the_prompt_precede_the_entries_of_the_completion(
         assert without.logprobs is not None
         offsets, own = choice.logprobs.text_offset or [], without.logprobs.text_offset or []
         assert offsets[len(expected) :] == [len(prompt) + offset for offset in own]
-        assert (choice.logprobs.top_logprobs is None) == (num_top == 0)
+        tops = choice.logprobs.top_logprobs or []
+        assert [top is None for top in tops] == [True] + [False] * (len(tops) - 1)
 
 
 def test_logprob_of_the_most_likely_token_equals_the_largest_top_logprob(client: openai.OpenAI) -> None:
@@ -91,13 +92,13 @@ def test_logprob_of_the_most_likely_token_equals_the_largest_top_logprob(client:
 
 @pytest.mark.parametrize("stop_token_ids", [[], [65]])
 def test_stop_token_has_a_logprobs_entry(server: LiveServer, client: openai.OpenAI, stop_token_ids: list[int]) -> None:
-    end = stop_token_ids[0] if stop_token_ids else IM_END
+    end, name = (65, "A") if stop_token_ids else (IM_END, "<|im_end|>")
     server.engine.script = lambda _request, _index: Reply([end], [-0.125])
     asked: dict[str, Any] = {"model": "default", "prompt": "ab", "max_tokens": 1, "logprobs": 0}
     asked["extra_body"] = {"stop_token_ids": stop_token_ids}
     (choice,) = client.completions.create(**asked, echo=True).choices
     assert (choice.text, choice.finish_reason) == ("ab", "stop")
-    assert entries_of(choice)[2:] == [("A" if stop_token_ids else "<|im_end|>", -0.125, None)]
+    assert entries_of(choice)[2:] == [(name, -0.125, {name: -0.125})]
     assert choice.logprobs is not None
     assert choice.logprobs.text_offset == [0, 1, 2]
     streamed = list(client.completions.create(**asked, echo=True, stream=True))

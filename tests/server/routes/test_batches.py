@@ -172,7 +172,8 @@ def test_what_is_wrong_with_a_file_is_told_line_by_line(server: LiveServer) -> N
 
 def test_pages_join_to_the_whole_list(served_model: ServedModel, tmp_path: Path) -> None:
     with live_server(served_model, FakeEngine(), data_dir=tmp_path) as server:
-        assert server.http.get(BATCHES).json() == {"object": "list", "data": [], "has_more": False}
+        empty = {"object": "list", "data": [], "has_more": False, "first_id": None, "last_id": None}
+        assert server.http.get(BATCHES).json() == empty
         assert server.store is not None
         ids = [f"batch_{number}" for number in range(23)]
         now = int(time.time())

@@ -86,7 +86,7 @@ def test_pages_join_to_the_whole_list(server: LiveServer) -> None:
                 has_more = page["has_more"]
             assert seen == expected
     empty = server.http.get(FILES, params={"purpose": "fine-tune"}).json()
-    assert empty == {"object": "list", "data": [], "has_more": False}
+    assert empty == {"object": "list", "data": [], "has_more": False, "first_id": None, "last_id": None}
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def batch_object(record: BatchRecord, progress: BatchProgress | None = None) -> 
             record.input_tokens,
             InputTokensDetails(record.cached_tokens),
             record.output_tokens,
-            OutputTokensDetails(record.reasoning_tokens),
+            OutputTokensDetails(),
             record.input_tokens + record.output_tokens,
         ),
         metadata=None if record.metadata is None else orjson.loads(record.metadata),
@@ -85,6 +85,11 @@ def batch_list(records: list[BatchRecord], has_more: bool) -> BatchList:
 def to_json(value: object) -> bytes:
     """value: a dataclass; fields that are None are left out, at any depth."""
     return write_json(_without_nulls(value))
+
+
+def page_to_json(page: FileList | BatchList) -> bytes:
+    """As `to_json`, but fields of the page itself are null if they are None: those of an empty page are."""
+    return write_json({field.name: _without_nulls(getattr(page, field.name)) for field in fields(page)})
 
 
 def json_response(value: object) -> Response:

@@ -107,13 +107,13 @@ def likely_tokens(top: TopLogprobs | None, num_tokens: int) -> Sequence[list[tup
 
 
 def build_completion_logprobs(
-    tokens: Sequence[TokenLogprob], asks_top: bool, names: TokenNames, first_offset: int = 0
+    tokens: Sequence[TokenLogprob], names: TokenNames, first_offset: int = 0
 ) -> CompletionLogprobs:
     """Logprobs in the completions format. first_offset: start of the completion in the text of its choice."""
     return CompletionLogprobs(
         tokens=[names.name(token.token_id, token.is_first) for token in tokens],
         token_logprobs=[token.logprob for token in tokens],
-        top_logprobs=[_by_name(token, names) for token in tokens] if asks_top else None,
+        top_logprobs=[_by_name(token, names) for token in tokens],
         text_offset=[first_offset + token.offset for token in tokens],
     )
 
@@ -128,22 +128,21 @@ def build_echo_logprobs(
     token_ids, tops = prompt_ids.tolist(), _prompt_tops(prompt_logprobs.top, len(prompt_ids), num_top)
     rows = zip(token_ids, prompt_logprobs.logprobs.tolist(), echo.offsets, tops, strict=True)
     tokens = [TokenLogprob(token_id, logprob, offset, False, top) for token_id, logprob, offset, top in rows]
-    later = build_completion_logprobs(tokens[1:], num_top > 0, names)
+    later = build_completion_logprobs(tokens[1:], names)
     return CompletionLogprobs(
         tokens=[names.name(token_ids[0], is_first=True), *later.tokens],
         token_logprobs=[None, *later.token_logprobs],
-        top_logprobs=None if later.top_logprobs is None else [None, *later.top_logprobs],
+        top_logprobs=[None, *later.top_logprobs],
         text_offset=echo.offsets,
     )
 
 
 def join_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """The logprobs of both texts. Either both have top-k logprobs or neither."""
-    has_top = first.top_logprobs is not None and second.top_logprobs is not None
+    """The logprobs of both texts."""
     return CompletionLogprobs(
         tokens=first.tokens + second.tokens,
         token_logprobs=first.token_logprobs + second.token_logprobs,
-        top_logprobs=[*(first.top_logprobs or ()), *(second.top_logprobs or ())] if has_top else None,
+        top_logprobs=first.top_logprobs + second.top_logprobs,
         text_offset=first.text_offset + second.text_offset,
     )
 

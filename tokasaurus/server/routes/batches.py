@@ -7,7 +7,7 @@ import orjson
 from fastapi import APIRouter, Query, Request, Response
 
 from tokasaurus.server.errors import Conflict, NotFound, shorten
-from tokasaurus.server.jobs.objects import batch_list, batch_object, json_response, to_json
+from tokasaurus.server.jobs.objects import batch_list, batch_object, json_response, page_to_json
 from tokasaurus.server.jobs.service import batches_of
 from tokasaurus.server.jobs.store.ledger import first_results
 from tokasaurus.server.jobs.store.records import BatchRecord, get_batch, list_batches, new_batch
@@ -52,7 +52,7 @@ async def list_all_batches(request: Request, query: Annotated[ListBatches, Query
             page = list_batches(connection, query.after, query.limit)
         except KeyError:
             raise NotFound(f"after: there is no batch with the id {shorten(query.after or '')!r}", "after") from None
-        return to_json(batch_list(*page))
+        return page_to_json(batch_list(*page))
 
     return Response(await batches_of(request).store.database.read(read), media_type="application/json")
 
