@@ -59,9 +59,10 @@ INNER_LAYERS = {
         ["state", "openapi", "respond", "connections"],
         ["prepare"],
         ["grammars", "engine_client"],
-        ["served_model", "resources", "access"],
+        ["served_model", "resources", "access", "compressed_bodies"],
         ["tools", "json_values"],
         ["protocol", "errors"],
+        ["paths", "unknown_paths"],
     ],
     # planning: pure functions over arrays and numbers, which know no engine state.
     "manager": [["loop"], ["engine"], ["state"], ["planning", "kv_cache"]],

@@ -10,6 +10,10 @@ from tokasaurus.flags import FlagConfig, FlagError, at_least, at_most, count, ex
 _PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 """The numbers from 1 to 65535. Of a larger one, the system would use the last 16 bits."""
 
+ORIGIN = r"(null|[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9._:\[\]-]+)"
+"""The site of a web page as browsers name it, such as http://localhost:3000; null is that of a file."""
+_ORIGINS = rf"\s*(\*|{ORIGIN}(\s*,\s*{ORIGIN})*)\s*"
+
 
 class ServerConfig(FlagConfig):
     """The flags of one server, checked by `finalize`. Plain values only: the config is sent to every process."""
@@ -59,6 +63,10 @@ class ServerConfig(FlagConfig):
         none_means="model's",
     )
     served_model_name: str | None = flag(None, "the model's name in the API", none_means="model")
+    model_aliases: str | None = flag(
+        None, "further names that requests may call the model by, separated by commas; /v1/models lists them"
+    )
+    any_model: bool = flag(False, "serve requests whatever model they name")
     device: str | None = flag(
         None, "device to run on; auto is cuda if available", choices=("cpu", "cuda"), none_means="auto"
     )
@@ -273,6 +281,13 @@ class ServerConfig(FlagConfig):
         "written as numbers; by default any, but none on a loopback address; * allows any",
         none_means="by address",
     )
+    cors_origins: str | None = flag(
+        None,
+        "web pages that may use the server from a browser: their origins, such as http://localhost:3000, separated by "
+        "commas; * allows every page",
+        none_means="off",
+        rules=(matches(_ORIGINS, "*, or origins such as http://localhost:3000, without a path, separated by commas"),),
+    )
     drain_seconds: int = count(30, "time for open requests to finish after the first stop signal", minimum=0)
     watchdog_seconds: int = count(60, "longest time without progress before a process is killed and started again")
     max_restarts: int = count(5, "consecutive failed restarts of the engine before the server exits", minimum=0)
@@ -326,7 +341,10 @@ class ServerConfig(FlagConfig):
     max_batch_lines: int = count(50_000, "maximum lines of a batch's input file")
 
 
-FLAGS_OF_ACCESS = ("host", "port", "unix_socket", "api_keys_file", "allowed_hosts", "data_dir")
+FLAGS_OF_ACCESS = (
+    *("host", "port", "unix_socket", "api_keys_file", "allowed_hosts", "cors_origins", "data_dir"),
+    *("model_aliases", "any_model"),
+)
 """Flags of how others reach a server, or of what only they use: a program's own engine lacks them."""
 
 

@@ -276,6 +276,11 @@ def allowed_values(flag: Flag) -> str:
     return f"{allowed}, or None ({flag.none_means})" if flag.is_optional else allowed
 
 
+def split_list(text: str | None) -> list[str]:
+    """The words of a flag with words separated by commas; none of None."""
+    return [word for part in (text or "").split(",") if (word := part.strip())]
+
+
 def _as_kind(value: Any, kind: type) -> Any:
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)

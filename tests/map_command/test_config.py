@@ -62,7 +62,8 @@ def test_flags_of_the_engine_are_checked_and_passed_on() -> None:
 
 
 def test_every_flag_of_the_server_is_one_of_map_or_of_how_others_reach_it() -> None:
-    left_out = {"host", "port", "unix_socket", "api_keys_file", "allowed_hosts", "data_dir", "rl"}
+    left_out = {"host", "port", "unix_socket", "api_keys_file", "allowed_hosts", "cors_origins", "data_dir", "rl"}
+    left_out |= {"model_aliases", "any_model"}
     assert set(ServerConfig.flags) - set(MapConfig.flags) == left_out
 
 

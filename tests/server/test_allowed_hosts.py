@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from tests.helpers.examples import seeds
+from tests.server.helpers.bodies_and_errors import assert_openai_error
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.helpers.raw_http import ask
@@ -49,6 +50,38 @@ def test_only_known_names_are_served(named: LiveServer, hosts: list[str], status
     assert answer.status == status
     if status == 421:
         assert answer.error_code == "misdirected_request"
+
+
+@pytest.mark.parametrize(
+    ("host", "hint"),
+    [
+        ("host.docker.internal", "allowed_hosts=host.docker.internal"),
+        ("Host.Docker.Internal:10210", "allowed_hosts=host.docker.internal"),
+        ("toka_1", "allowed_hosts=toka_1"),
+        ("a b", None),
+        ("x,y", None),
+        ("x" * 300, None),
+    ],
+)
+def test_a_refusal_says_the_value_of_the_flag_that_serves_the_name(
+    served_model: ServedModel, named: LiveServer, host: str, hint: str | None
+) -> None:
+    def message(server: LiveServer) -> str:
+        head = f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+        answer = ask(server.url, head.encode())
+        assert answer.status == 421
+        return str(assert_openai_error(answer.body)["message"])
+
+    with live_server(served_model, FakeEngine(), start_engine=False, allowed_hosts="localhost") as server:
+        assert ("start the server with" in message(server)) == (hint is not None)
+        assert hint is None or message(server).endswith(hint)
+    if hint is not None:
+        assert message(named).endswith(hint.replace("=", "=…,"))
+        assert "llm.example" not in message(named), "strangers need not know the other names"
+        with live_server(
+            served_model, FakeEngine(), start_engine=False, allowed_hosts=hint.partition("=")[2]
+        ) as server:
+            assert server.http.get("/health", headers={"Host": host}).status_code == 200
 
 
 ADDRESSES = (

@@ -10,6 +10,7 @@ import openai
 import orjson
 import pytest
 
+from tests.server.helpers import raw_http
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server
@@ -85,6 +86,52 @@ def test_server_answers_a_request_with_the_key(guarded: LiveServer) -> None:
         client.with_options(api_key="wrong").models.list()
     assert refused.value.code == "invalid_api_key"
     assert ask(guarded, "GET", "/v1/models", f"bearer  {KEY} ")[0].status == 200
+
+
+def status_and_message(server: LiveServer, headers: list[tuple[str, str]]) -> tuple[int, str]:
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
+    head = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{lines}\r\n"
+    answer = raw_http.ask(server.url, head.encode())
+    return answer.status, "" if answer.status == 200 else assert_openai_error(answer.body)["message"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("api-key", KEY)],
+        [("X-API-Key", KEY)],
+        [("x-api-key", f" {KEY} ")],
+        [("Authorization", "Bearer wrong"), ("x-api-key", KEY)],
+        [("Authorization", "Basic eDp5"), ("api-key", KEY)],
+        [("Authorization", f"Bearer {KEY}"), ("x-api-key", "wrong"), ("api-key", "")],
+    ],
+)
+def test_a_key_may_be_in_each_header_that_clients_use(guarded: LiveServer, headers: list[tuple[str, str]]) -> None:
+    assert status_and_message(guarded, headers) == (200, "")
+
+
+@pytest.mark.parametrize(
+    ("headers", "reason"),
+    [
+        ([], "requires a key in the header Authorization: Bearer KEY (or api-key or x-api-key)"),
+        ([("Authorization", KEY)], "Authorization must be 'Bearer KEY'"),
+        ([("Authorization", f"Basic {KEY}")], "Authorization must be 'Bearer KEY'"),
+        ([("Authorization", "Bearer ")], "Authorization must be 'Bearer KEY'"),
+        ([("Authorization", f"Bearer:{KEY}")], "Authorization must be 'Bearer KEY'"),
+        ([("Authorization", "Bearer wrong")], "the key in the header authorization is not known"),
+        ([("api-key", "wrong")], "the key in the header api-key is not known"),
+        ([("x-api-key", f"Bearer {KEY}")], "the key in the header x-api-key is not known"),
+        ([("Authorization", KEY), ("x-api-key", "wrong")], "the key in the header x-api-key is not known"),
+        ([("x-api-key", "")], "the header x-api-key is empty"),
+    ],
+)
+def test_a_refusal_says_what_is_wrong_with_the_key(
+    guarded: LiveServer, headers: list[tuple[str, str]], reason: str
+) -> None:
+    status, message = status_and_message(guarded, headers)
+    assert status == 401
+    assert reason in message
+    assert KEY not in message
 
 
 @pytest.mark.parametrize("header", ["Bearer ", "Bearer", "Bearer anything", "Basic x"])

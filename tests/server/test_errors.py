@@ -15,9 +15,10 @@ CONTEXT = LIMITS.max_tokens_per_sequence
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/nowhere", 404, None),
-        ("POST", "/", 404, None),
-        ("GET", "/health/", 404, None),
+        ("GET", "/nowhere", 404, "unknown_url"),
+        ("POST", "/", 404, "unknown_url"),
+        ("GET", "/v1", 404, "unknown_url"),
+        ("GET", "/health/more", 404, "unknown_url"),
         ("GET", COMPLETIONS, 405, None),
         ("DELETE", CHAT, 405, None),
         ("POST", "/health", 405, None),

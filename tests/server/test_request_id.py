@@ -46,7 +46,7 @@ def guarded(served_model: ServedModel) -> Iterator[LiveServer]:
         ("POST", CHAT, {"json": minimal_body(CHAT) | {"model": "other"}}, 404),
         ("GET", CHAT, {}, 405),
         ("POST", CHAT, {"content": " " * 1001}, 413),
-        ("POST", CHAT, {"content": "{}", "headers": {"Content-Type": "text/plain"}}, 415),
+        ("POST", CHAT, {"content": "hi", "headers": {"Content-Type": "text/plain"}}, 415),
         ("POST", COMPLETIONS, {"json": minimal_body(COMPLETIONS) | {"logprobs": 0}}, 500),
     ],
 )

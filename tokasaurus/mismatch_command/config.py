@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from tokasaurus.config import ServerConfig
+from tokasaurus.config import FLAGS_OF_ACCESS, ServerConfig
 from tokasaurus.flags import FlagError, count, flag
 
 # How others reach a server, and what the modes set themselves.
 _NOT_HERE = (
-    *("host", "port", "unix_socket", "api_key", "api_keys_file", "allowed_hosts", "data_dir", "rl", "logprobs_mode"),
+    *(*FLAGS_OF_ACCESS, "api_key", "rl", "logprobs_mode"),
     *("use_hydragen", "hydragen_min_group_size", "hydragen_min_prefix_len"),
 )
 

@@ -1,10 +1,11 @@
-"""Who may send a request, and who does: API keys, host names, request ids, and the client's name."""
+"""Who may send a request, and who does: API keys, host names, web pages, request ids, and the client's name."""
 
 import hashlib
 import hmac
 import ipaddress
 import re
 import socket
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import cast
@@ -14,20 +15,27 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokasaurus.checkpoint.cache import expand_home
+from tokasaurus.config import ORIGIN
+from tokasaurus.flags import split_list
 from tokasaurus.messages.status import UserError
 from tokasaurus.random_ids import random_id
-from tokasaurus.server.errors import MisdirectedRequest, WrongApiKey, error_response, shorten
+from tokasaurus.server.errors import CrossSite, MisdirectedRequest, WrongApiKey, error_response, shorten
 
 # Load balancers check these without the key.
 OPEN_PATHS = frozenset({"/health", "/ready"})
 _KEY = re.compile("[!-~]+")
+KEY_HEADERS = ("authorization", "api-key", "x-api-key")
+"""Where clients send a key: the first is OpenAI's, as `Bearer KEY`, the others are Azure's and Anthropic's."""
 
 # A port may be empty. A zone, such as eth0, follows the address after a percent sign.
 _NUMBER = "(?:0x[0-9a-f]*|[0-9]+)"
 _IPV4 = re.compile(rf"({_NUMBER}(?:\.{_NUMBER}){{0,3}})\.?(?::[0-9]*)?", re.ASCII | re.IGNORECASE)
 _IPV6 = re.compile(r"\[([0-9a-f:.]+)(?:%[^\s\]]+)?\](?::[0-9]*)?", re.ASCII | re.IGNORECASE)
+_MAX_NAME_CHARS = 253
+_HOST_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*\.?", re.ASCII)
 _BARE_IPV6 = re.compile(r"([0-9a-f:.]+)(?:%\S+)?", re.ASCII | re.IGNORECASE)
 
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _CLIENT_ID = "client_id"
 # Of the request that runs in this context. A context variable, since the lines of a bulk request run in tasks of
 # their own.
@@ -86,7 +94,7 @@ def _make_key(key: str, name: str | None) -> ApiKey:
 
 
 class ApiKeyMiddleware:
-    """Answers 401, without reading the body, to requests without `Authorization: Bearer <key>`.
+    """Answers 401, without reading the body, to requests without a key in one of KEY_HEADERS.
 
     Notes the client that a key belongs to. salt_by_key: requests share cached prompts only with the same client's.
     """
@@ -100,27 +108,51 @@ class ApiKeyMiddleware:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        key = self._find(Headers(scope=scope))
+        sent = _keys_in(Headers(scope=scope))
+        key = self._find(sent)
         if key is not None:
             # With a single key, everybody has it: connections tell more about who asks.
             set_client(scope, key.name if len(self._salts) > 1 else None, self._salts[key.name])
             await self._app(scope, receive, send)
             return
-        error = WrongApiKey("this server requires a key in the header Authorization: Bearer <key>, which is missing")
-        if "authorization" in Headers(scope=scope):
-            error = WrongApiKey("the key in the header Authorization: Bearer <key> is not known to this server")
-        await error_response(error)(scope, receive, send)
+        await error_response(WrongApiKey(_why_refused(sent)))(scope, receive, send)
 
-    def _find(self, headers: Headers) -> ApiKey | None:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            return None
-        digest = _digest(key.strip().encode("latin-1"))
+    def _find(self, sent: Mapping[str, str | None]) -> ApiKey | None:
         found = None
-        for known in self._keys:  # all of them: the time does not tell which one matches
-            if hmac.compare_digest(digest, known.digest):
-                found = known
+        for key in sent.values():
+            if key is None:
+                continue
+            digest = _digest(key.encode("latin-1"))
+            for known in self._keys:  # all of them: the time does not tell which one matches
+                if hmac.compare_digest(digest, known.digest):
+                    found = known
         return found
+
+
+def _keys_in(headers: Headers) -> dict[str, str | None]:
+    """The key in each of KEY_HEADERS that the request has; None if the header has another form."""
+    sent: dict[str, str | None] = {}
+    for name in KEY_HEADERS:
+        value = headers.get(name)
+        if value is not None and name == "authorization":
+            scheme, _, value = value.strip().partition(" ")
+            sent[name] = value.strip() if scheme.lower() == "bearer" else None
+        elif value is not None:
+            sent[name] = value.strip()
+    return {name: key or None for name, key in sent.items()}
+
+
+def _why_refused(sent: Mapping[str, str | None]) -> str:
+    """sent: as `_keys_in` returns it; no key among them is known."""
+    names = [name for name, key in sent.items() if key is not None]
+    if names:
+        return f"the key in the header {' or '.join(names)} is not known to this server"
+    if "authorization" in sent:
+        return "Authorization must be 'Bearer KEY': the header has another form"
+    if sent:
+        return f"the header {next(iter(sent))} is empty: this server requires a key"
+    others = " or ".join(KEY_HEADERS[1:])
+    return f"this server requires a key in the header Authorization: Bearer KEY (or {others}), which is missing"
 
 
 def _digest(key: bytes) -> bytes:
@@ -133,7 +165,7 @@ def allowed_hosts(address: str | None, listed: str | None) -> frozenset[str] | N
     address: what the server listens on; None for a Unix socket, which no browser connects to. listed: the flag, names
     separated by commas; * allows all.
     """
-    names = frozenset(name.strip().lower() for name in (listed or "").split(",")) - {""}
+    names = frozenset(map(str.lower, split_list(listed)))
     if "*" in names or (listed is None and (address is None or not _is_loopback(address))):
         return None
     return names | {"localhost"}
@@ -159,12 +191,18 @@ class AllowedHostsMiddleware:
         if hosts and all(self._is_allowed(host) for host in hosts):
             await self._app(scope, receive, send)
             return
-        shown = repr(shorten(hosts[0])) if hosts else "missing"
-        error = MisdirectedRequest(
-            f"the Host header is {shown}, which this server does not serve: it must be localhost, an address written "
-            "as numbers, or a name in allowed_hosts"
-        )
-        await error_response(error)(scope, receive, send)
+        await error_response(MisdirectedRequest(self._why_refused(hosts)))(scope, receive, send)
+
+    def _why_refused(self, hosts: Sequence[str]) -> str:
+        refused = next((host for host in hosts if not self._is_allowed(host)), None)
+        if refused is None:
+            return "the request has no Host header, which this server requires"
+        allowed = "it must be localhost, an address written as numbers, or a name in allowed_hosts"
+        name = _without_port(refused).lower()
+        if len(name) <= _MAX_NAME_CHARS and _HOST_NAME.fullmatch(name):
+            has_others = self._names > {"localhost"}  # which a stranger need not know
+            allowed += f"; to serve it, start the server with allowed_hosts={'…,' if has_others else ''}{name}"
+        return f"the Host header is {shorten(refused)!r}, which this server does not serve: {allowed}"
 
     def _is_allowed(self, host: str) -> bool:
         name = _without_port(host).lower()
@@ -200,6 +238,52 @@ def _is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
+
+
+class CrossSiteMiddleware:
+    """Answers 403 to what a page of another site makes a browser send, unless `origins` lists the page.
+
+    A browser keeps answers from such a page, but sends its requests all the same, without asking first if their body is
+    said to be text or a form. Only methods that may change something are refused, and the browser's question before it
+    sends them. Browsers say in Sec-Fetch-Site where a request comes from (a proxy changes Host, and not this header);
+    older ones say it in Origin alone. Other clients send neither. Rules: Go's http.CrossOriginProtection.
+    """
+
+    def __init__(self, app: ASGIApp, origins: frozenset[str]) -> None:
+        """origins: see `allowed_origins`."""
+        self._app = app
+        self._origins = origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            is_question = scope["method"] == "OPTIONS" and "access-control-request-method" in headers
+            if (is_question or scope["method"] not in _SAFE_METHODS) and not self._is_allowed(headers):
+                origin = headers.get("origin", "")
+                is_site = origin != "null" and re.fullmatch(ORIGIN, origin)
+                flag = f"cors_origins={shorten(origin)}" if is_site else "cors_origins"
+                error = CrossSite(
+                    f"the request comes from a web page of another site ({shorten(origin)!r}), which this server does "
+                    f"not serve; to serve it, start the server with {flag}"
+                )
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _is_allowed(self, headers: Headers) -> bool:
+        origins = headers.getlist("origin")
+        if "*" in self._origins or (origins and self._origins.issuperset(origins)):
+            return True
+        site = headers.get("sec-fetch-site")
+        if site is not None:
+            return site in ("same-origin", "none")
+        host = headers.get("host", "").lower()
+        return all(origin.partition("://")[2].lower() == host for origin in origins)
+
+
+def allowed_origins(listed: str | None) -> frozenset[str]:
+    """Origins of the flag cors_origins, as browsers write them; * allows all."""
+    return frozenset(origin.lower() for origin in split_list(listed))
 
 
 def set_client(scope: Scope, client_id: str | None, key_salt: str = "") -> None:

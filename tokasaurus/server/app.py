@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import logging
 import resource
@@ -11,18 +10,21 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
-from typing import cast
+from functools import cache, partial, reduce
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from tokasaurus import __version__
 from tokasaurus.addresses import url_of
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.config import ServerConfig
+from tokasaurus.flags import split_list
 from tokasaurus.messages.channel import Sender
 from tokasaurus.messages.generation import LogprobsMode
 from tokasaurus.messages.status import STOP_AT_ONCE, BatchTokens, Failed, PhaseDone, Ready, UserError
@@ -33,10 +35,13 @@ from tokasaurus.server.access import (
     AllowedHostsMiddleware,
     ApiKey,
     ApiKeyMiddleware,
+    CrossSiteMiddleware,
     RequestIdMiddleware,
     allowed_hosts,
+    allowed_origins,
     read_api_keys,
 )
+from tokasaurus.server.compressed_bodies import CompressedBodyMiddleware
 from tokasaurus.server.connections.protocol import ConnectionProtocol, watch_for_lost_peers
 from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.engine_client.client import EngineClient, QueueLimits
@@ -47,6 +52,7 @@ from tokasaurus.server.jobs.service import BatchService, TellTokens
 from tokasaurus.server.jobs.store.data_dir import StorageFull, StoreError
 from tokasaurus.server.jobs.store.store import PRIVATE_OWNER, Store, opened_data_dir
 from tokasaurus.server.openapi import DescribedApp
+from tokasaurus.server.paths import PathMiddleware, paths_of
 from tokasaurus.server.resources import (
     BatchLimits,
     BodyBytes,
@@ -70,6 +76,13 @@ logger = logging.getLogger(__name__)
 GRACE_S = 2
 LISTEN_BACKLOG = 4096
 _TICKS_PER_SWEEP = 10
+# For pages of the flag cors_origins. No credentials: the server has no cookies, and scripts add keys themselves.
+CORS_RULES: Mapping[str, Any] = {
+    "allow_methods": ("*",),
+    "allow_headers": ("*",),
+    "allow_private_network": True,
+    "expose_headers": ("X-Request-Id", "Retry-After", "X-Should-Retry"),
+}
 
 
 def run_server(
@@ -211,16 +224,25 @@ def create_app(
     app.state.batches = batches
     add_error_handlers(app)
     app.add_exception_handler(StoreError, _on_store_error)
-    if api_keys:
-        app.add_middleware(ApiKeyMiddleware, keys=list(api_keys), salt_by_key=salt_by_key)
-    if hosts is not None:
-        app.add_middleware(AllowedHostsMiddleware, names=hosts)
     served = [generation, bulk, files, batch_routes, model_routes, health]
     for routes in [*served, vllm_rollouts, sglang_rollouts] if model.rl else served:
         # Not include_router, which builds each route again at the first request of the app: a fifth of a second.
         app.router.routes.extend(routes.router.routes)
-    # Not by add_middleware: the answer to an internal error would lack the id.
-    return RequestIdMiddleware(HeadMiddleware(app))
+    origins = allowed_origins(state.config.cors_origins)
+    # From the outside in. Not by add_middleware: the answer to an internal error would lack the id and CORS headers.
+    layers: list[Callable[[ASGIApp], ASGIApp]] = [
+        RequestIdMiddleware,
+        HeadMiddleware,
+        # before all that looks at the path
+        partial(PathMiddleware, routes=paths_of(app.router.routes)),
+        partial(CrossSiteMiddleware, origins=origins),
+        # before the key: browsers ask without one
+        *([partial(CORSMiddleware, **CORS_RULES, allow_origins=origins)] if origins else []),
+        *([] if hosts is None else [partial(AllowedHostsMiddleware, names=hosts)]),
+        *([partial(ApiKeyMiddleware, keys=list(api_keys), salt_by_key=salt_by_key)] if api_keys else []),
+        CompressedBodyMiddleware,
+    ]
+    return reduce(lambda inner, layer: layer(inner), reversed(layers), cast(ASGIApp, app))
 
 
 async def _on_store_error(_request: Request, error: Exception) -> Response:
@@ -243,16 +265,19 @@ def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedMod
         allow_logprobs=config.enable_chosen_logprobs,
         max_top_logprobs=config.max_topk_logprobs,
         logprobs_mode=cast(LogprobsMode, config.logprobs_mode),  # the flag has no other values
-        find_tools=functools.cache(lambda: find_tool_support(tokenizer, config.tool_call_format)),
+        find_tools=cache(lambda: find_tool_support(tokenizer, config.tool_call_format)),
         rl=config.rl,
         model_flag=config.model,
+        aliases=tuple(split_list(config.model_aliases)),
+        takes_any_name=config.any_model,
+        source=checkpoint.name,
     )
 
 
 def http_config(app: ASGIApp, connections: ConnectionTable) -> uvicorn.Config:
     """How uvicorn serves `app`. connections: empty; also needed by `HttpServer`."""
     log_level = connections.config.uvicorn_log_level
-    protocol = functools.partial(ConnectionProtocol, connections)
+    protocol = partial(ConnectionProtocol, connections)
     return uvicorn.Config(
         app,
         loop="uvloop",

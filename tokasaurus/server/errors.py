@@ -1,14 +1,17 @@
 """Exceptions for user mistakes and server states, and the handlers that answer them with OpenAI's error object."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
+from tokasaurus.server.paths import paths_of
+from tokasaurus.server.unknown_paths import what_to_use
 from tokasaurus.text.json_lines import write_json
 
 # Longest field or model name from a client that error messages repeat.
@@ -62,7 +65,7 @@ class ApiError(Exception):
         return ErrorObject(self.message, self.type, self.param, self.code)
 
 
-class InvalidRequest(ApiError, status=400, type="invalid_request_error", code="invalid_value"):
+class InvalidRequest(ApiError, status=400, type="invalid_request_error"):
     pass
 
 
@@ -74,24 +77,8 @@ class TooMany(ApiError, status=429, type="rate_limit_error", headers={"Retry-Aft
     pass
 
 
-class Unsupported(InvalidRequest, code="unsupported_value"):
-    """A value that OpenAI or another server allows, and this one does not implement."""
-
-
-class UnsupportedField(Unsupported, code="unsupported_parameter"):
-    """A known field that is not implemented, with a value other than its neutral ones."""
-
-
-class UnknownField(InvalidRequest, code="unknown_parameter"):
-    pass
-
-
-class MissingField(InvalidRequest, code="missing_required_parameter"):
-    pass
-
-
-class WrongType(InvalidRequest, code="invalid_type"):
-    pass
+class Unsupported(InvalidRequest, code="not_implemented"):
+    """A field of OpenAI's API that is not implemented, with a value other than its neutral ones."""
 
 
 class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
@@ -131,6 +118,10 @@ class BodyTooLarge(InvalidRequest, status=413, code="request_too_large", headers
     """The rest of the body is not read, so the connection cannot be reused."""
 
 
+class NotJson(InvalidRequest):
+    """The body is no JSON."""
+
+
 class TooManyValues(InvalidRequest, code="too_many_values"):
     """The body has so many numbers, strings, lists and objects that parsing it would block all other requests."""
 
@@ -155,8 +146,16 @@ class MisdirectedRequest(InvalidRequest, status=421, code="misdirected_request")
     """The Host header names another server."""
 
 
+class CrossSite(InvalidRequest, status=403, code="cross_site_request"):
+    """A web page of a site that is not allowed made a browser send the request."""
+
+
 class UnsupportedMediaType(InvalidRequest, status=415, code="unsupported_media_type"):
     pass
+
+
+class UnsupportedEncoding(UnsupportedMediaType, headers={"Accept-Encoding": "gzip, deflate"}):
+    """The body is compressed in a way that is not known here. The header: RFC 7694."""
 
 
 class QueueFull(TooMany, code="queue_full"):
@@ -224,32 +223,9 @@ def internal_error() -> ApiError:
     return ApiError("internal error; the server's log has the details")
 
 
-def invalid_value(details: ErrorDetails) -> InvalidRequest:
-    """For one of the errors that pydantic found, with the field's name."""
-    param = field_name(details["loc"])
-    match details["type"]:
-        case "extra_forbidden":
-            return unknown_field(str(param))
-        case "missing":
-            return MissingField(f"{param} is required", param)
-        case "not_implemented":
-            return Unsupported(f"{param} {details['msg']}", param)
-        case "field_not_implemented":
-            return UnsupportedField(f"{param} {details['msg']}", param)
-        case "value_not_allowed":  # messages of our own validators follow the field's name
-            return InvalidRequest(f"{param} {details['msg']}", param)
-        case "model_type" | "dataclass_type" if param is None:
-            return WrongType("the body must be a JSON object")
-    kind = WrongType if details["type"].endswith("_type") else InvalidRequest
-    return kind(f"{param}: {details['msg']}", param)
-
-
-def field_name(location: Sequence[int | str]) -> str | None:
-    """("messages", 0, "role") -> "messages[0].role"; None for the body itself."""
-    name = ""
-    for part in location:
-        name += f"[{part}]" if isinstance(part, int) else f".{shorten(part)}"
-    return name.removeprefix(".") or None
+def invalid_body(error: ValidationError) -> InvalidRequest:
+    """The first error that pydantic found in a body, with the field's name."""
+    return _from_details(error.errors(include_url=False, include_context=False, include_input=False)[0])
 
 
 @contextmanager
@@ -265,9 +241,9 @@ def naming_fields(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def unknown_field(name: str, advice: str = "") -> UnknownField:
-    """advice: what may be meant, to be read after the name."""
-    return UnknownField(f"unknown field {name!r}{advice}", name)
+def unknown_field(name: str) -> InvalidRequest:
+    name = shorten(name)
+    return InvalidRequest(f"unknown field {name!r}", name)
 
 
 def error_response(error: ApiError) -> Response:
@@ -284,16 +260,22 @@ def add_error_handlers(app: FastAPI) -> None:
     async def on_http_error(request: Request, error: Exception) -> Response:
         """Errors raised by the router: unknown route, wrong method."""
         assert isinstance(error, HTTPException)
-        route = f"{request.method} {shorten(request.url.path)}"
-        message = {404: f"unknown route: {route}", 405: f"method not allowed: {route}"}.get(error.status_code)
-        body = ErrorObject(message or str(error.detail), "invalid_request_error", None, None)
-        return _respond(error.status_code, body, error.headers)
+        path, status = request.url.path, error.status_code
+        route = f"{request.method} {shorten(path)}"
+        message, code = str(error.detail), None
+        if status == 405:
+            message = f"method not allowed: {route}"
+        elif status == 404:
+            advice = what_to_use(path, paths_of(app.router.routes))
+            message = f"unknown route: {route}" if advice is None else f"unknown route: {route}: {advice}"
+            code = "unknown_url"  # as OpenAI names it
+        return _respond(status, ErrorObject(message, "invalid_request_error", None, code), error.headers)
 
     async def on_validation_error(_request: Request, error: Exception) -> Response:
         """Errors in path and query parameters; bodies are parsed by `json_body`."""
         assert isinstance(error, RequestValidationError)
         details = error.errors()[0]
-        return error_response(invalid_value(details | {"loc": details["loc"][1:]}))  # without "query" or "path"
+        return error_response(_from_details(details | {"loc": details["loc"][1:]}))  # without "query" or "path"
 
     async def on_client_gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=499)  # nginx's status for a closed connection; nobody reads it
@@ -312,3 +294,27 @@ def add_error_handlers(app: FastAPI) -> None:
 def _respond(status: int, error: ErrorObject, headers: Mapping[str, str] | None) -> Response:
     content = write_json(ErrorResponse(error))
     return Response(content, status_code=status, headers=headers, media_type="application/json")
+
+
+def _from_details(details: ErrorDetails) -> InvalidRequest:
+    param = _field_name(details["loc"])
+    match details["type"]:
+        case "extra_forbidden":
+            return unknown_field(str(param))
+        case "missing":
+            return InvalidRequest(f"{param} is required", param)
+        case "not_implemented":
+            return Unsupported(f"{param} {details['msg']}", param)
+        case "value_not_allowed":  # messages of our own validators follow the field's name
+            return InvalidRequest(f"{param} {details['msg']}", param)
+        case "model_type" | "dataclass_type" if param is None:
+            return InvalidRequest("the body must be a JSON object")
+    return InvalidRequest(f"{param}: {details['msg']}", param)
+
+
+def _field_name(location: tuple[int | str, ...]) -> str | None:
+    """("messages", 0, "role") -> "messages[0].role"; None for the body itself."""
+    name = ""
+    for part in location:
+        name += f"[{part}]" if isinstance(part, int) else f".{shorten(part)}"
+    return name.removeprefix(".") or None

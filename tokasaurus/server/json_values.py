@@ -4,14 +4,12 @@ FastAPI's own parsing answers 500 to a lone surrogate and accepts NaN; orjson re
 1,024. Parsing is one C call, which blocks the event loop: how long it would take is estimated from the bytes before.
 """
 
-from collections.abc import Collection, Sequence
-from typing import TypeVar, get_args
+from typing import TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from tokasaurus.server.errors import InvalidRequest, TooManyValues, field_name, invalid_value, shorten, unknown_field
-from tokasaurus.server.protocol.known_fields import advice
+from tokasaurus.server.errors import NotJson, TooManyValues, invalid_body, unknown_field
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -25,11 +23,13 @@ _KEY_WORK = 3
 
 
 def parse_body(content: bytes | bytearray, body_model: type[Body], max_values: int) -> Body:
-    """Raises InvalidRequest unless `content` is a JSON object that matches the model. max_values: as in `load_json`."""
+    """Raises InvalidRequest unless `content` is a JSON object that matches the model, NotJson if it is no JSON.
+
+    max_values: as in `load_json`."""
     try:
         value = load_json(content, max_values)
     except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error.msg} (character {error.pos})") from None
+        raise NotJson(f"the body is not valid JSON: {error.msg} (character {error.pos})") from None
     return validate_body(value, body_model)
 
 
@@ -50,44 +50,11 @@ def validate_body(value: object, body_model: type[Body]) -> Body:
         known = body_model.model_fields
         for name in value:
             if name not in known:
-                raise unknown_field(shorten(name), advice(name, known))
+                raise unknown_field(name)
     try:
         return body_model.model_validate(value)
     except ValidationError as error:
-        raise _first_error(error, body_model) from None
-
-
-def _first_error(error: ValidationError, body_model: type[BaseModel]) -> InvalidRequest:
-    """The first that pydantic found. A misspelt field comes before the missing one that it stands for."""
-    details, *others = error.errors(include_url=False, include_context=False, include_input=False)
-    if details["type"] == "missing":
-        beside = [other for other in others if other["loc"][:-1] == details["loc"][:-1]]
-        details = next((other for other in beside if other["type"] == "extra_forbidden"), details)
-    if details["type"] != "extra_forbidden":
-        return invalid_value(details)
-    *place, name = details["loc"]
-    return unknown_field(str(field_name(details["loc"])), advice(str(name), _fields_at(body_model, place)))
-
-
-def _fields_at(model: type[BaseModel], place: Sequence[int | str]) -> Collection[str]:
-    """The fields of the object at this place of a body; none where they cannot be told."""
-    found: Collection[str] = model.model_fields
-    for part in place:
-        if isinstance(part, int):
-            continue
-        field = model.model_fields.get(part)
-        models = [] if field is None else _models_in(field.annotation)
-        if len(models) != 1:
-            return ()
-        (model,) = models
-        found = model.model_fields
-    return found
-
-
-def _models_in(annotation: object) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for inner in get_args(annotation) for model in _models_in(inner)]
+        raise invalid_body(error) from None
 
 
 def has_too_many_values(content: bytes | bytearray, max_work: int) -> bool:

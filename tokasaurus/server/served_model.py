@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 from tokasaurus.messages.generation import LogprobsMode
 from tokasaurus.server.errors import ModelNotFound
+from tokasaurus.server.paths import squeeze_slashes
 from tokasaurus.server.tools.formats import NO_TOOLS_IN_TEMPLATE, ToolSupport
 from tokasaurus.text.tokenizer import Tokenizer
 
-# Also accepted as the served model's name.
-DEFAULT_ALIAS = "default"
+# Also accepted as the served model's name. Hugging Face's clients send the last two where no model is named.
+ALWAYS_ACCEPTED = ("default", "tgi", "dummy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,38 @@ class ServedModel:
     """The flag rl: answers name the weights that their tokens are from."""
     model_flag: str | None = None
     """The flag model= as given, a path or repository id; also accepted as the model's name. None: not given."""
+    aliases: tuple[str, ...] = ()
+    """The flag model_aliases: further names, which GET /v1/models lists."""
+    takes_any_name: bool = False
+    """The flag any_model: every name is one of this model."""
+    source: str | None = None
+    """The checkpoint's own name, whatever it is served as; None: `name`."""
 
     @property
     def tools(self) -> ToolSupport:
         return self.find_tools()
 
-    def check_name(self, name: str) -> None:
-        """Raises ModelNotFound unless `name` is the served model's name or another that is accepted for it."""
-        if name not in (self.name, DEFAULT_ALIAS, self.model_flag):
+    @property
+    def listed_names(self) -> list[str]:
+        """Its name and its aliases."""
+        return list(dict.fromkeys((self.name, *self.aliases)))
+
+    def check_name(self, name: str | None) -> None:
+        """Raises ModelNotFound unless `name` is the served model's name or another that is accepted for it.
+
+        name: None or empty if a request names no model, which is this one."""
+        if name and name not in self._accepted_names and not self.takes_any_name:
             raise ModelNotFound(name)
+
+    def name_in_path(self, name: str) -> str:
+        """The listed name that `name`, the end of a path, stands for. In paths, several slashes are one, and the last
+        one is dropped. Raises ModelNotFound."""
+        found = next((one for one in self._accepted_names if squeeze_slashes(f"/{one}") == f"/{name}"), None)
+        if found is None and not self.takes_any_name:
+            raise ModelNotFound(name)
+        return found if found in self.aliases else self.name
+
+    @property
+    def _accepted_names(self) -> list[str]:
+        others = ALWAYS_ACCEPTED if self.model_flag is None else (*ALWAYS_ACCEPTED, self.model_flag)
+        return [*self.listed_names, *others]

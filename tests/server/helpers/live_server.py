@@ -54,10 +54,7 @@ class _Server(HttpServer):
 def http_server(app: ASGIApp, engine: EngineClient | None = None, **flags: Any) -> Iterator[str]:
     """Runs the server's own HTTP server in a thread; yields what `url_of` says. flags: of ServerConfig; with
     unix_socket, it has no port."""
-    config = ServerConfig()
-    for name, value in flags.items():
-        assert hasattr(config, name)
-        setattr(config, name, value)
+    config = _config_with(flags)
     connections = ConnectionTable(config)
     server = _Server(http_config(app, connections), engine or EngineClient(socket.socketpair()[0]), connections)
     with bind("127.0.0.1", 0) if config.unix_socket is None else listening_at(Path(config.unix_socket)) as listener:
@@ -74,6 +71,14 @@ def http_server(app: ASGIApp, engine: EngineClient | None = None, **flags: Any) 
             thread.join(timeout=60)
 
 
+def _config_with(flags: dict[str, Any]) -> ServerConfig:
+    config = ServerConfig()
+    for name, value in flags.items():
+        assert hasattr(config, name)
+        setattr(config, name, value)
+    return config
+
+
 @contextmanager
 def live_server(
     model: ServedModel,
@@ -87,7 +92,7 @@ def live_server(
     batch_limits: BatchLimits | None = None,
     **flags: Any,
 ) -> Iterator[LiveServer]:
-    """data_dir: None for a server without files and batches. flags: of ServerConfig, for the connections."""
+    """data_dir: None for a server without files and batches. flags: of ServerConfig, for connections and routes."""
     client = EngineClient(hand_over(engine), queue_limits=queue_limits)
     if limits is None:
         limits = RequestLimits(max_request_bytes=max_request_bytes)
@@ -100,7 +105,9 @@ def live_server(
     with ExitStack() as stack:
         store = None if data_dir is None else stack.enter_context(open_store(data_dir, "a test"))
         salt_by_key = flags.get("cache_salt_per_key", False)
-        app = create_app(model, client, keys, limits, names, salt_by_key, store, batch_limits)
+        app = create_app(
+            model, client, keys, limits, names, salt_by_key, store, batch_limits, config=_config_with(flags)
+        )
         url = stack.enter_context(http_server(app, client, **flags))
         path = socket_of(url)
         transport = None if path is None else httpx.HTTPTransport(uds=path)

@@ -16,7 +16,7 @@ def sync_client(server: LiveServer) -> openai.OpenAI:
 
 
 OUR_FIELDS = {
-    "Model": {"max_model_len"},
+    "Model": {"max_model_len", "root"},
     "PromptTokensDetails": {"computed_tokens", "shared_tokens", "recomputed_tokens"},
 }
 

@@ -161,21 +161,49 @@ def test_body_larger_than_the_limit_of_all_is_413(served_model: ServedModel) -> 
         ({"Content-Type": "Application/JSON; charset=utf-8"}, 200),
         ({"Content-Type": "application/vnd.api+json"}, 200),
         ({"Content-Encoding": "identity"}, 200),
-        ({"Content-Type": "text/plain"}, 415),
-        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
-        ({"Content-Type": "multipart/form-data; boundary=x"}, 415),
-        ({"Content-Type": ""}, 415),
-        ({"Content-Type": "x" * 3000}, 415),
-        ({"Content-Encoding": "gzip"}, 415),
+        ({"Content-Type": "text/plain"}, 200),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 200),
+        ({"Content-Type": "multipart/form-data; boundary=x"}, 200),
+        ({"Content-Type": ""}, 200),
+        ({"Content-Type": "x" * 3000}, 200),
+        ({"Content-Encoding": "br"}, 415),
+        ({"Content-Encoding": "zstd"}, 415),
+        ({"Content-Encoding": "gzip, gzip"}, 415),
     ],
 )
-@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
-def test_only_uncompressed_json_is_read(
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT, "/tokenize"])
+def test_json_is_read_whatever_its_content_type(
     shared_server: LiveServer, route: str, headers: dict[str, str], status: int
 ) -> None:
-    response = shared_server.http.post(route, content=orjson.dumps(minimal_body(route)), headers=headers)
+    body = {"prompt": "a"} if route == "/tokenize" else minimal_body(route)
+    response = shared_server.http.post(route, content=orjson.dumps(body), headers=headers)
     assert response.status_code == status
     if status == 415:
         error = assert_openai_error(response.content)
         assert error["code"] == "unsupported_media_type"
-        assert len(error["message"]) < 300
+        assert headers["Content-Encoding"] in error["message"]
+        assert response.headers["accept-encoding"] == "gzip, deflate"
+
+
+@pytest.mark.parametrize(
+    ("content_type", "content", "status"),
+    [
+        ("application/x-www-form-urlencoded", b"prompt=hello&max_tokens=2", 415),
+        ("text/plain", b"hello", 415),
+        ("multipart/form-data; boundary=x", b"--x--", 415),
+        ("x" * 3000, b"hello", 415),
+        ("text/plain", b'"hello"', 400),
+        ("application/json", b"hello", 400),
+        (None, b"hello", 400),
+    ],
+)
+def test_what_is_no_json_is_refused_by_its_type(
+    shared_server: LiveServer, content_type: str | None, content: bytes, status: int
+) -> None:
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    response = shared_server.http.post(COMPLETIONS, content=content, headers=headers)
+    error = assert_openai_error(response.content)
+    assert response.status_code == status
+    assert len(error["message"]) < 400
+    if status == 415:
+        assert (content_type or "")[:30] in error["message"]

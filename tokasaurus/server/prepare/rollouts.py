@@ -7,7 +7,6 @@ from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.protocol.sampling_fields import SamplingNumbers
 from tokasaurus.server.protocol.sglang_rollouts import DEFAULT_NEW_TOKENS, GenerateRequest
 from tokasaurus.server.protocol.vllm_rollouts import TokensRequest
-from tokasaurus.server.served_model import DEFAULT_ALIAS
 
 _NUMBERS = tuple(SamplingNumbers.model_fields)
 
@@ -28,7 +27,7 @@ def completion_of_tokens(body: TokensRequest) -> CompletionRequest:
     if body.cache_salt and sampling.cache_salt and body.cache_salt != sampling.cache_salt:
         raise InvalidRequest("cache_salt and sampling_params.cache_salt differ: one of them is enough", "cache_salt")
     return CompletionRequest.model_construct(
-        model=DEFAULT_ALIAS if body.model is None else body.model,
+        model=body.model,
         prompt=[body.token_ids],
         cache_salt=body.cache_salt or sampling.cache_salt,
         priority=body.priority,
@@ -82,7 +81,7 @@ def completion_of_generate(body: GenerateRequest) -> CompletionRequest:
         raise InvalidRequest(f"{name} may be 0 only to score the prompt, with logprob_start_len", name)
     prompt: str | list[int] = body.text if body.text is not None else body.input_ids or []
     return CompletionRequest.model_construct(
-        model=DEFAULT_ALIAS if body.model is None else body.model,
+        model=body.model,
         prompt=[prompt],
         cache_salt=body.cache_salt,
         stream=body.stream,

@@ -111,7 +111,7 @@ class InputTokensDetails:
 
 @dataclass(frozen=True, slots=True)
 class OutputTokensDetails:
-    reasoning_tokens: int
+    reasoning_tokens: Literal[0] = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,13 @@ class ModelObject:
     """created: start of the server, as Unix time in seconds.
 
     max_model_len: most tokens of a request's prompt and completion together on this server, by the model, the KV cache
-    or a flag; null while the model is loading.
+    or a flag; null while the model is loading. root: the checkpoint that all names in the list stand for.
     """
 
     id: str
     created: int
     max_model_len: int | None
+    root: str
     object: Literal["model"] = "model"
     owned_by: str = "tokasaurus"
 
@@ -34,7 +35,7 @@ class ModelList:
 class TokenizeRequest(TemplateFields):
     """Exactly one of prompt and messages is required.
 
-    model: optional; must be the served model.
+    model: as in other bodies.
     add_special_tokens: add the tokenizer's special tokens, such as bos, to a prompt; chat templates write their own.
     return_token_strs: also return each token as spelled in the vocabulary.
     tools: as in a chat body; only with messages.

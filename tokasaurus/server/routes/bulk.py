@@ -40,7 +40,6 @@ from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.protocol.batches import BulkProgress
 from tokasaurus.server.routes.event_stream import HEADERS, run_while_connected
-from tokasaurus.server.routes.json_body import check_type
 from tokasaurus.server.state import ServerState, state_of
 from tokasaurus.text.json_lines import write_json
 
@@ -48,8 +47,6 @@ logger = logging.getLogger(__name__)
 router = APIRouter(tags=["generation"])
 
 NDJSON = "application/x-ndjson"
-# Media types that clients use for NDJSON; some send the last for any body.
-MEDIA_TYPES = (NDJSON, "application/ndjson", "application/jsonl", "application/x-jsonlines", "application/json")
 
 # Per connection: enough for a large batch and a queue behind it.
 MAX_LINES_IN_FLIGHT = 4096
@@ -335,9 +332,9 @@ class BulkStream(Response):
             await run_while_connected(body.receive, answer())
         except ClientGone:
             return
-        except ServerStopping as stopping:
+        except (ServerStopping, InvalidRequest) as error:  # the second: the rest of a compressed body is damaged
             # If lines are still unread, the response is cut off without a final chunk.
-            await write(self._run.results_of_rest(stopping), is_last=self._run.has_read_all)
+            await write(self._run.results_of_rest(error), is_last=self._run.has_read_all)
             return
         await write(b"", is_last=True)
 
@@ -365,7 +362,6 @@ async def bulk(request: Request, progress: bool = False) -> Response:
     """Run any number of lines, each a body for a generation route; results are sent as they finish, in any order.
 
     progress: once a second, also send how far the client's unfinished requests are."""
-    check_type(request, MEDIA_TYPES)
     state = state_of(request)
     state.ready_limits()
     client = client_of(request)

@@ -20,7 +20,8 @@ async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, Result
     """The result of `work`, which is cancelled and awaited if the client disconnects first.
 
     receive: the ASGI receive callable of a request whose whole body has been read.
-    Raises ClientGone if the client disconnected, ServerStopping if the HTTP server cancels its tasks.
+    Raises ClientGone if the client disconnected, ServerStopping if the HTTP server cancels its tasks, and what
+    `receive` raises.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_wait_for_disconnect(receive))
@@ -28,6 +29,7 @@ async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, Result
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
+        watching.result()
         raise ClientGone
     except asyncio.CancelledError:
         # Only the HTTP server cancels us, when its grace period is over; there is just enough time for a response.

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from tokasaurus.server.errors import ClientGone, NotFound, ServerStopping, shorten
+from tokasaurus.server.errors import ClientGone, NotFound, ServerStopping, UnsupportedMediaType, shorten
 from tokasaurus.server.jobs.files import (
     Upload,
     check_upload_size,
@@ -17,7 +17,7 @@ from tokasaurus.server.jobs.files import (
     find_file,
     open_file,
 )
-from tokasaurus.server.jobs.objects import file_list, file_object, json_response, to_json
+from tokasaurus.server.jobs.objects import file_list, file_object, json_response, page_to_json
 from tokasaurus.server.jobs.service import BatchService, batches_of
 from tokasaurus.server.jobs.store.data_dir import StoreError
 from tokasaurus.server.jobs.store.database import run_blocking
@@ -32,7 +32,6 @@ from tokasaurus.server.protocol.files import (
     ListFiles,
 )
 from tokasaurus.server.routes.event_stream import run_while_connected
-from tokasaurus.server.routes.json_body import check_type
 from tokasaurus.server.state import is_head
 
 logger = logging.getLogger(__name__)
@@ -84,7 +83,9 @@ class FileContent(Response):
 async def upload_file(request: Request) -> Response:
     """Store a file for batches. When this answers, the file survives a crash of the server and of the machine."""
     service = batches_of(request)
-    check_type(request, (FORM,))
+    named = request.headers.get("content-type", FORM)  # without one, it lacks a boundary
+    if named.partition(";")[0].strip().lower() != FORM:
+        raise UnsupportedMediaType(f"the body must be {FORM}, not {shorten(named)!r}")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal():
         check_upload_size(int(announced), service.limits.max_file_bytes)
@@ -122,7 +123,7 @@ async def list_all_files(request: Request, query: Annotated[ListFiles, Query()])
             page = list_files(connection, query.purpose, query.after, query.limit, query.order == "desc")
         except KeyError:
             raise NotFound(f"after: there is no file with the id {shorten(query.after or '')!r}", "after") from None
-        return to_json(file_list(*page))
+        return page_to_json(file_list(*page))
 
     return Response(await batches_of(request).store.database.read(read), media_type="application/json")
 

@@ -1,7 +1,10 @@
 """Routes whose JSON body we parse ourselves. The endpoint still declares its body's model, so that the OpenAPI page
-shows it."""
+shows it.
 
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+The content-type is not asked: many clients send JSON as a form or as text, as `curl -d` does. A browser sends those
+without asking the server first, so a page of another site is refused before (`CrossSiteMiddleware`)."""
+
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, cast, get_type_hints
 
 from fastapi import Request, Response
@@ -9,7 +12,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
-from tokasaurus.server.errors import BodyTooLarge, ClientGone, UnsupportedMediaType, shorten
+from tokasaurus.server.errors import BodyTooLarge, ClientGone, NotJson, UnsupportedMediaType, shorten
 from tokasaurus.server.json_values import MAX_INLINE_BYTES, Body, parse_body
 from tokasaurus.server.protocol.fields import OptionalObject
 from tokasaurus.server.resources import RequestLimits
@@ -26,9 +29,17 @@ class JsonBodyRoute(APIRoute):
             return super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            check_type(request)
-            # a call of its own: the content's memory is free while the endpoint runs
-            return await endpoint(request, await _read_and_parse(request, body_model))
+            try:
+                # a call of its own: the content's memory is free while the endpoint runs
+                body = await _read_and_parse(request, body_model)
+            except NotJson as error:
+                named = request.headers.get("content-type", "")
+                if "json" in named.lower() or not named:
+                    raise
+                raise UnsupportedMediaType(
+                    f"the body must be JSON, whatever its content-type, which is {shorten(named)!r}: {error.message}"
+                ) from None
+            return await endpoint(request, body)
 
         return handle
 
@@ -45,17 +56,6 @@ async def _read_and_parse(request: Request, body_model: type[Body]) -> Body:
             return parse_body(content, body_model, state.limits.max_json_values)
         threads, max_values = state.text_threads, state.limits.max_json_values
         return await threads.run(len(content), parse_body, content, body_model, max_values)
-
-
-def check_type(request: Request, media_types: Sequence[str] = ("application/json",)) -> None:
-    """Raises UnsupportedMediaType. A request without content-type is assumed to have the first of `media_types`."""
-    named = request.headers.get("content-type", media_types[0])
-    media_type = named.partition(";")[0].strip().lower()
-    if media_type not in media_types and not media_type.endswith("+json"):
-        raise UnsupportedMediaType(f"the body must be {media_types[0]}, not {shorten(named)!r}")
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.lower() != "identity":
-        raise UnsupportedMediaType(f"the body may not be compressed ({shorten(encoding)!r})")
 
 
 async def _read(request: Request, limits: RequestLimits, count: Callable[[int], None]) -> bytearray:

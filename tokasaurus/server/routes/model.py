@@ -26,8 +26,9 @@ router = APIRouter(route_class=JsonBodyRoute)
 
 @router.get("/v1/models", tags=["models"], responses={200: {"model": ModelList}})
 async def list_models(request: Request) -> Response:
-    """The served model."""
-    return _json(write_json(ModelList([_model_object(state_of(request))])))
+    """The served model, once under each of its names; its own name comes first."""
+    state = state_of(request)
+    return _json(write_json(ModelList([_model_object(state, name) for name in state.model.listed_names])))
 
 
 # a path, since names such as org/name contain slashes
@@ -35,14 +36,13 @@ async def list_models(request: Request) -> Response:
 async def retrieve_model(request: Request, name: str) -> Response:
     """The model with this name; "default" and the flag model= are other names of the served model."""
     state = state_of(request)
-    state.model.check_name(name)
-    return _json(write_json(_model_object(state)))
+    return _json(write_json(_model_object(state, state.model.name_in_path(name))))
 
 
-def _model_object(state: ServerState) -> ModelObject:
-    limits = state.engine.limits
+def _model_object(state: ServerState, name: str) -> ModelObject:
+    limits, model = state.engine.limits, state.model
     max_model_len = None if limits is None else limits.max_tokens_per_sequence
-    return ModelObject(id=state.model.name, created=state.model.created, max_model_len=max_model_len)
+    return ModelObject(name, model.created, max_model_len, root=model.name if model.source is None else model.source)
 
 
 @router.post(
@@ -53,8 +53,7 @@ def _model_object(state: ServerState) -> ModelObject:
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """The token ids of a prompt, or of messages formatted with the model's chat template."""
     state = state_of(request)
-    if body.model is not None:
-        state.model.check_name(body.model)
+    state.model.check_name(body.model)
     limits = state.ready_limits()
     size = num_body_bytes(request)
     content = await state.text_threads.run(size, _tokenize, body, state, size, limits.max_tokens_per_sequence)
@@ -69,8 +68,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """The text of token ids, including the names of special tokens."""
     state = state_of(request)
-    if body.model is not None:
-        state.model.check_name(body.model)
+    state.model.check_name(body.model)
     if len(body.tokens) > state.limits.max_tokenize_chars:
         raise InvalidRequest(
             f"tokens has {len(body.tokens)} token ids: there may be at most {state.limits.max_tokenize_chars} "

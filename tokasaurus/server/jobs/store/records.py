@@ -68,7 +68,6 @@ class BatchRecord:
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    reasoning_tokens: int = 0
 
 
 class LineState(IntEnum):
@@ -118,7 +117,6 @@ class LineResult:
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    reasoning_tokens: int = 0
 
 
 Record = TypeVar("Record", BatchRecord, FileRecord)

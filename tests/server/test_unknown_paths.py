@@ -1,0 +1,91 @@
+"""Paths of other servers: a 404 says what to use in their place, and that is there."""
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error
+from tests.server.helpers.live_server import LiveServer
+from tokasaurus.server.unknown_paths import OTHER_SERVERS
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/v1/embeddings", "no embeddings"),
+        ("/embeddings", "no embeddings"),
+        ("/v1/engines/small/embeddings", "no embeddings"),
+        ("/v1/audio/speech", "text only"),
+        ("/v1/audio/transcriptions", "text only"),
+        ("/v1/images/generations", "text only"),
+        ("/v1/moderations", "response_format"),
+        ("/v1/fine_tuning/jobs", "trains no models"),
+        ("/v1/uploads", "/v1/files"),
+        ("/v1/threads/t/messages", CHAT),
+        ("/v1/vector_stores", CHAT),
+        ("/v1/edits", CHAT),
+        ("/openai/deployments/gpt-4/chat/completions", CHAT),
+        ("/v1/complete", COMPLETIONS),
+        ("/v1beta/models/gemini-pro:generateContent", CHAT),
+        ("/v2/chat", CHAT),
+        ("/api/chat", CHAT),
+        ("/api/generate", COMPLETIONS),
+        ("/api/tags", "/v1/models"),
+        ("/api/show", "/v1/models"),
+        ("/api/ps", "/v1/models"),
+        ("/api/embed", "no embeddings"),
+        ("/api/version", "/version"),
+        ("/api/pull", "one model"),
+        ("/v1/api/chat", CHAT),
+        ("/api/v1/chat/completions", CHAT),
+        ("/v1/fim/completions", COMPLETIONS),
+        ("/infill", COMPLETIONS),
+        ("/v1/rerank", "text only"),
+        ("/rerank", "text only"),
+        ("/v2/rerank", "text only"),
+        ("/score", COMPLETIONS),
+        ("/completion", COMPLETIONS),
+        ("/props", "/v1/models"),
+        ("/slots/0", "/metrics"),
+        ("/apply-template", "/tokenize"),
+        ("/generate_stream", "stream=true"),
+        ("/info", "/v1/models"),
+        ("/invocations", CHAT),
+        ("/generate", "rl=T"),
+        ("/update_weights", "rl=T"),
+        ("/", "/docs"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/v1/modles", "did you mean /v1/models?"),
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_path_of_another_server_says_what_to_use(
+    shared_server: LiveServer, method: str, path: str, expected: str
+) -> None:
+    answer = shared_server.http.request(method, path)
+    error = assert_openai_error(answer.content)
+    assert (answer.status_code, error["code"], error["type"]) == (404, "unknown_url", "invalid_request_error")
+    assert expected in error["message"]
+    assert f"{method} {path}" in error["message"]
+
+
+def test_what_is_advised_is_there(shared_server: LiveServer) -> None:
+    paths: dict[str, Any] = shared_server.http.get("/openapi.json").json()["paths"]
+    routes = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods} | {"GET /docs"}
+    named = [route for *_, advice in OTHER_SERVERS for route in re.findall(r"(?:GET|POST) /[\w/]*\w", advice)]
+    assert len(named) >= len(OTHER_SERVERS) // 2
+    assert set(named) <= routes
+
+
+def test_no_known_route_is_called_another_servers(shared_server: LiveServer) -> None:
+    """Those of roll-outs are served with rl=T."""
+    for path in shared_server.http.get("/openapi.json").json()["paths"]:
+        assert not any(re.fullmatch(pattern, path.removeprefix("/")) for _, pattern, _ in OTHER_SERVERS), path
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/v1/nothing/at/all", "/" + "x" * 5000])
+def test_other_unknown_paths_are_named_alone(shared_server: LiveServer, path: str) -> None:
+    error = assert_openai_error(shared_server.http.get(path).content)
+    assert error["message"].startswith("unknown route: GET /")
+    assert len(error["message"]) < 200
