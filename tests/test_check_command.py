@@ -112,7 +112,7 @@ def test_a_wrong_flag_is_one_line(word: str, message: str, model: Path, capsys: 
     ("words", "code", "message"),
     [
         (["attention_backend=cpu", "cpu_isa=torch"], 2, "attention_backend=cpu"),
-        (["model=/no/such/directory"], 1, "/no/such/directory"),
+        (["model=/no/such/directory"], 2, "/no/such/directory"),
     ],
 )
 def test_what_cannot_be_checked_is_one_line(words: list[str], code: int, message: str, model: Path) -> None:

@@ -134,7 +134,7 @@ def test_output_to_a_full_disk_is_one_line(unbuffered: str) -> None:
 
 
 def test_download_of_an_absent_model_gives_one_line(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert download_main([f"model={tmp_path / 'absent.gguf'}"]) == 1
+    assert download_main([f"model={tmp_path / 'absent.gguf'}"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("toka download: ")

@@ -5,7 +5,7 @@ import inspect
 import re
 from pathlib import Path
 
-from tests.helpers import flags_page, library_page
+from tests.helpers import fields_page, flags_page, library_page
 from tokasaurus.batch_command.config import RunConfig, StoredConfig
 from tokasaurus.config import ServerConfig
 from tokasaurus.library.client import Client
@@ -125,6 +125,10 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 def test_the_page_of_flags_is_made_from_their_declarations() -> None:
     assert flags_page.PATH.read_text() == flags_page.page(), "python -m tests.helpers.flags_page writes it anew"
+
+
+def test_the_page_of_fields_is_made_from_their_table() -> None:
+    assert fields_page.PATH.read_text() == fields_page.page(), "python -m tests.helpers.fields_page writes it anew"
 
 
 def test_the_reference_of_the_library_is_made_from_its_docstrings() -> None:

@@ -50,7 +50,7 @@ class CheckConfig(ServerConfig, only=_OF_SERVER, heading="flags of the server"):
 
 def check(config: CheckConfig) -> int:
     """Run all checks and print their results; returns the exit code: 1 if something is wrong or the model cannot be
-    loaded, 2 if a flag asks for what does not work here."""
+    fetched, 2 if it cannot be read, or a flag asks for what does not work here."""
     setup_logging(config, "check")
     phases, checks, code = Phases(_show_phase), Checks(is_thorough=True), 0
     try:

@@ -34,7 +34,7 @@ def download(config: DownloadConfig) -> int:
         directory = with_safetensors(checkpoint.directory, show) if config.dequantized else checkpoint.directory
     except CheckpointError as error:
         print(f"toka download: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code
     except KeyboardInterrupt:
         print("toka download: stopped", file=sys.stderr)
         return 1

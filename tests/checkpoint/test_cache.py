@@ -16,7 +16,7 @@ import pytest
 from tests.helpers.damage import DAMAGE
 from tokasaurus.checkpoint import cache, resolve_checkpoint
 from tokasaurus.checkpoint.cache import build_once, cache_directory, is_intact
-from tokasaurus.checkpoint.json_files import CheckpointError
+from tokasaurus.checkpoint.json_files import CheckpointError, CheckpointUnavailable
 
 
 def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_a_temporary_directory_that_others_could_have_made_is_refused(temporary:
         path.chmod(0o777)
     else:
         path.touch()
-    with pytest.raises(CheckpointError, match=r"not this user's alone; set .TOKA_CACHE"):
+    with pytest.raises(CheckpointUnavailable, match=r"not this user's alone; set .TOKA_CACHE"):
         cache_directory()
 
 
@@ -130,7 +130,7 @@ build_once(Path(sys.argv[1]), build)
 
 def test_an_unwritable_directory_gives_an_error_that_names_toka_cache(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"cannot write .*TOKA_CACHE"):
+    with pytest.raises(CheckpointUnavailable, match=r"cannot write .*TOKA_CACHE"):
         build_once(tmp_path / "file" / "below", lambda _: None)
 
 

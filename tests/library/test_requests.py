@@ -25,25 +25,35 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize(
-    ("text", "opened", "reasoning"),
+    ("text", "opened", "reasoning", "rest"),
     [
-        ("So it is.</think>Yes", True, "So it is."),
-        ("So it is.</think>Yes", False, None),
-        ("The mark </think> ends it, as <think> begins it", False, None),
-        ("<think>So.</think>Yes", False, "So."),
-        ("<think>So.</think>Yes", True, "So."),
-        ("\n<think>cut", False, "cut"),
-        ("cut", True, "cut"),
-        ("[THINK]a [/THINK]b", False, "a"),
-        ("Yes", False, None),
+        ("So it is.</think>Yes", True, "So it is.", "Yes"),
+        ("So it is.</think>Yes", False, None, "So it is.</think>Yes"),
+        ("The mark </think> ends it", False, None, "The mark </think> ends it"),
+        ("<think>So.</think>Yes", False, "So.", "Yes"),
+        ("<think>So.</think>Yes", True, "So.", "Yes"),
+        ("\n<think>cut", False, "cut", ""),
+        ("cut", True, "cut", ""),
+        ("Yes", False, None, "Yes"),
     ],
 )
 def test_reasoning_counts_where_the_text_or_the_template_begins_it(
-    client: Client, text: str, opened: bool, reasoning: str | None
+    client: Client, text: str, opened: bool, reasoning: str | None, rest: str
 ) -> None:
+    """In a chat it is split off the text. A prompt that is a text has no template, and its completion is whole."""
     sampling = Sampling(max_tokens=len(text))
     messages = [{"role": "user", "content": text}]
     (result,) = client.chat([messages], sampling, chat_template_kwargs={"enable_thinking": opened})
-    assert (result.text, result.samples[0].reasoning) == (text, reasoning)
+    assert (result.text, result.samples[0].reasoning) == (rest, reasoning)
     if not opened:
-        assert client.generate([text], sampling)[0].samples[0].reasoning == reasoning
+        (result,) = client.generate([text], sampling)
+        assert (result.text, result.samples[0].reasoning) == (text, reasoning)
+
+
+def test_reasoning_in_marks_that_the_template_lacks_is_found_in_completions_alone(client: Client) -> None:
+    text = "[THINK]a [/THINK]b"
+    sampling = Sampling(max_tokens=len(text))
+    (chat,) = client.chat([[{"role": "user", "content": text}]], sampling)
+    (completion,) = client.generate([text], sampling)
+    assert (chat.text, chat.samples[0].reasoning) == (text, None)
+    assert (completion.text, completion.samples[0].reasoning) == (text, "a")

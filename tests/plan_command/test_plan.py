@@ -243,7 +243,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
         ("other.json", "model_type"),
     ):
         done = toka_plan(f"model={tmp_path / name}")
-        assert (done.returncode, done.stdout) == (1, "")
+        assert (done.returncode, done.stdout) == (2, "")
         assert expected in done.stderr
 
 
@@ -278,7 +278,7 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         ),
     ):
         done = toka_plan(f"model={directory}")
-        assert (done.returncode, done.stdout) == (1, "")
+        assert (done.returncode, done.stdout) == (2, "")
         assert expected in done.stderr
         assert done.stderr.count("\n") == 1
 

@@ -338,7 +338,7 @@ def test_a_unix_socket_takes_the_place_of_the_port(launch) -> None:
 
 def test_missing_model_is_one_line(launch, tmp_path: Path) -> None:
     launcher = launch("run_worker", f"model={tmp_path / 'absent.gguf'}")
-    assert launcher.exit_code() == 1
+    assert launcher.exit_code() == 2
     (line,) = (
         line for line in launcher.lines if line.startswith("toka: ")
     )  # other lines report the phases of the start

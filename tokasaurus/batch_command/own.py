@@ -216,7 +216,7 @@ class OwnServer:
         except BaseException as error:
             self._server.stop()
             if isinstance(error, ServerEnded):
-                raise CommandError(f"the server did not start: {error}") from None
+                raise CommandError(f"the server did not start: {error}", error.exit_code) from None
             raise
         return self
 

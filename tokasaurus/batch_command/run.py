@@ -56,14 +56,15 @@ class Batch(Protocol):
 def run_batch(config: RunConfig, words: list[str]) -> int:
     """Run the batch to its end; call from the main thread. Returns the exit code.
 
-    0: the output is complete. 1: it is not; one line on stderr says why. 128 + N: stopped by signal N."""
+    0: the output is complete. 1: it is not; one line on stderr says why. 2: the server refused a flag or
+    the model. 128 + N: stopped by signal N."""
     run = _Run(config, words)
     try:
         with signals_raise():
             summary = run.run()
     except CommandError as error:
         print(f"toka batch: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code
     except Stopped as stopped:
         print(f"toka batch: stopped; {run.what_goes_on()}{run.how_to_continue()}", file=sys.stderr)
         return 128 + stopped.number

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from tokasaurus.checkpoint.json_files import CheckpointError
+from tokasaurus.checkpoint.json_files import CheckpointError, CheckpointUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def cache_directory() -> Path:
     """$TOKA_CACHE, else $XDG_CACHE_HOME/tokasaurus, else ~/.cache/tokasaurus. It need not exist.
 
     Without a home directory, as in a container whose user has no entry in /etc/passwd: a directory for temporary files
-    that is only this user's. Raises CheckpointError if that belongs to somebody else.
+    that is only this user's. Raises CheckpointUnavailable if that belongs to somebody else.
     """
     if own := os.environ.get("TOKA_CACHE"):
         return expand_home("TOKA_CACHE", own).absolute()
@@ -55,7 +55,8 @@ def expand_home(name: str, path: str) -> Path:
 
 
 def _private_directory(path: Path) -> Path:
-    """Creates it if needed. Raises CheckpointError unless it is this user's alone: programs are loaded from it."""
+    """Creates it if needed. Raises CheckpointUnavailable unless only this user can write it: programs are loaded
+    from it."""
     try:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -64,9 +65,11 @@ def _private_directory(path: Path) -> Path:
             )
         found = path.lstat()
     except OSError as error:
-        raise CheckpointError(f"there is no home directory, and {path}: {error.strerror}; set $TOKA_CACHE") from None
+        raise CheckpointUnavailable(
+            f"there is no home directory, and {path}: {error.strerror}; set $TOKA_CACHE"
+        ) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise CheckpointError(f"there is no home directory, and {path} is not this user's alone; set $TOKA_CACHE")
+        raise CheckpointUnavailable(f"there is no home directory, and {path} is not this user's alone; set $TOKA_CACHE")
     return path
 
 
@@ -76,7 +79,7 @@ def build_once(destination: Path, build: Callable[[Path], None]) -> Path:
     `build` is given an empty directory next to it. Once it is complete, it gets checksums, is flushed to the disk and
     renamed. A second process waits for the first; the remains of a killed process are removed by the next one. A
     damaged directory is logged and built again; files of it that another process has open stay readable. Raises
-    CheckpointError if the directory cannot be written.
+    CheckpointUnavailable if the directory cannot be written.
     """
     if is_intact(destination):
         return destination
@@ -88,7 +91,7 @@ def build_once(destination: Path, build: Callable[[Path], None]) -> Path:
                 log_damage(destination)
                 _build_and_rename(destination, build)
     except OSError as error:
-        raise CheckpointError(
+        raise CheckpointUnavailable(
             f"cannot write {destination}: {error}; set $TOKA_CACHE to use another directory"
         ) from error
     return destination

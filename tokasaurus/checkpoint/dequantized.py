@@ -19,7 +19,7 @@ from tokasaurus.checkpoint.gguf.model import is_gguf
 from tokasaurus.checkpoint.gguf.pointer import POINTER_NAME
 from tokasaurus.checkpoint.info import read_model_info
 from tokasaurus.checkpoint.json_files import read_json, write_json
-from tokasaurus.checkpoint.quantized.config import QUANTIZATION_KEYS
+from tokasaurus.checkpoint.quantized.config import QUANTIZATION_KEYS, SETTINGS_FILES
 from tokasaurus.checkpoint.quantized.numbers import QuantizedReader
 from tokasaurus.checkpoint.quantized.tensors import QuantizedTensor
 from tokasaurus.checkpoint.stored_tensors import StoredTensor
@@ -29,7 +29,7 @@ from tokasaurus.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME, read_ten
 _PLAIN_GGUF = ("F32", "F16", "BF16")
 _COPIED = (*TOKENIZER_PATTERNS, "additional_chat_templates/*.jinja")
 """Patterns for the names of files, which include config.json and generation_config.json."""
-_LEFT_OUT = (POINTER_NAME, CHECKSUMS, INDEX_NAME)
+_LEFT_OUT = (POINTER_NAME, CHECKSUMS, INDEX_NAME, *SETTINGS_FILES)
 _FLOAT_BYTES = 4
 _PART_NUMBERS = 1 << 22
 

@@ -6,13 +6,13 @@ key; both spellings of transformers 4 and 5 are read (torch_dtype and dtype; rop
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tokasaurus.checkpoint.config_keys import left_to_requests, refuse_keys
 from tokasaurus.checkpoint.json_files import CheckpointError, Fields, flag, positive_float, positive_int, read_json
-from tokasaurus.checkpoint.quantized.config import Quantization, parse_quantization
+from tokasaurus.checkpoint.quantized.config import Quantization, parse_quantization, quantization_beside
 from tokasaurus.checkpoint.rope import (
     MAX_CONTEXT,
     RopeInfo,
@@ -111,7 +111,8 @@ def read_model_info(directory: Path, rope_scaling: Fields | None = None) -> Mode
 def read_config(
     path: Path, generation: Mapping[str, Any] | None = None, rope_scaling: Fields | None = None
 ) -> ModelInfo:
-    """As read_model_info, of one config.json. generation: the content of generation_config.json."""
+    """As read_model_info, of one config.json and files of SETTINGS_FILES beside it. generation: the content of
+    generation_config.json."""
     config: Fields = read_json(path)
     if rope_scaling is not None:
         try:
@@ -119,9 +120,10 @@ def read_config(
         except CheckpointError as error:
             raise FlagRefused(f"rope_scaling={one_line(json.dumps(rope_scaling))}: {error}") from None
     try:
-        return _parse(config, {} if generation is None else generation)
+        info = _parse(config, {} if generation is None else generation)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
+    return replace(info, quantization=quantization_beside(path.parent)) if info.quantization is None else info
 
 
 def notes_on_settings(directory: Path, rope_scaling: Fields | None = None) -> list[str]:

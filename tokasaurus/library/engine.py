@@ -43,6 +43,11 @@ _ROOM_BYTES = len(f"/{_PREFIX}12345678/{_SOCKET_NAME}")
 class EngineError(Exception):
     """The processes did not start, or have died for good. The message is one line that says why."""
 
+    def __init__(self, why: str, exit_code: int = 1) -> None:
+        """exit_code: of a command that needs them: 2 if they have refused a flag or the model."""
+        super().__init__(why)
+        self.exit_code = exit_code
+
 
 class EngineNotUp(EngineError):
     """It does not serve yet, but may later."""
@@ -204,7 +209,7 @@ class _Supervisor:
         try:
             server.wait_until_serving()
         except ServerEnded as ended:
-            raise (_KilledAtStart if ended.was_killed else EngineError)(str(ended)) from None
+            raise (_KilledAtStart if ended.was_killed else EngineError)(str(ended), ended.exit_code) from None
         with self._changed:
             self.model = server.model
             self._is_serving = not self._is_closing

@@ -164,12 +164,14 @@ class RequestFormat:
             if answer.line.url == CHAT:
                 message = choice["message"]
                 text = message["content"] or ""
+                reasoning = message.get("reasoning_content")
                 calls = tuple(
                     ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
                     for call in message.get("tool_calls") or ()
                 )
             else:
                 text = choice["text"]
+                reasoning = find_reasoning(text)
             parsed, parse_error = (None, None) if self._schema is None or calls else self._parse(text)
             if parse_error is not None and choice["finish_reason"] == "length":
                 parse_error = f"the text was cut at its limit of tokens: {parse_error}"
@@ -186,7 +188,7 @@ class RequestFormat:
                     parsed,
                     parse_error,
                     calls,
-                    find_reasoning(text, packed.get("starts_in_reasoning") is True),
+                    reasoning,
                     usage["prompt_tokens"],
                     cached_tokens,
                     _rows(_unpack(packed["packed_topk_indices"], index, np.int32), len(token_ids)),
@@ -263,21 +265,16 @@ def _unreadable(answer: Answer, error: Exception) -> RowError:
     return RowError("bad_answer", reason, None, answer.status)
 
 
-def find_reasoning(text: str, starts_in_reasoning: bool = False) -> str | None:
-    """The reasoning at the start of a text; None if there is none, wherever else in the text such marks are.
-
-    starts_in_reasoning: the prompt ends with a mark that begins reasoning, as some chat templates have it."""
-    if not starts_in_reasoning and not text.lstrip().startswith(("<", "[")):
+def find_reasoning(text: str) -> str | None:
+    """The reasoning at the start of a completion, whose prompt has no template that names its marks; None if there is
+    none, wherever else in the text such marks are."""
+    if not text.lstrip().startswith(("<", "[")):
         return None
-    from tokasaurus.server.tools.parser import THINKING_MARKS  # here, since it imports tokenizers
+    from tokasaurus.server.tools.reasoning import REASONING_MARKS, ReasoningReader  # here: it imports tokenizers
 
-    start = next((start for start in THINKING_MARKS if text.lstrip().startswith(start)), None)
-    if start is not None:
-        return text.lstrip().removeprefix(start).partition(THINKING_MARKS[start])[0].strip()
-    if not starts_in_reasoning:
-        return None
-    ends = [index for index in map(text.find, THINKING_MARKS.values()) if index >= 0]
-    return text[: min(ends, default=None)].strip()
+    reader = ReasoningReader(REASONING_MARKS, "before")
+    reasoning = reader.add(text)[0] + reader.finish()[0]
+    return reasoning if reader.num_characters else None
 
 
 # Fields that follow from the arguments, or that results are read from.

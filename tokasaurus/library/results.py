@@ -27,7 +27,8 @@ class Sample:
     """One completion of a prompt."""
 
     text: str
-    """The whole completion, without the text of tool calls."""
+    """All of the completion if the prompt is a text or token ids. In a chat, the content of the message, without tool
+    calls and reasoning."""
     token_ids: NDArray[np.int32]
     """[T]: the tokens as sampled, with the end token and the tokens of a stop string."""
     logprobs: NDArray[np.float32] | None
@@ -46,8 +47,9 @@ class Sample:
     tool_calls: tuple[ToolCall, ...] = ()
     """Only of a chat with tools."""
     reasoning: str | None = None
-    """The text between the marks of reasoning, such as `<think>` and `</think>`; None if there is none. It counts only
-    at the start of the text, or from there on if the prompt itself has begun it, as some chat templates do."""
+    """The text between the marks of reasoning, such as `<think>` and `</think>`; None if there is none. In a chat it is
+    what the server splits off the text, if the model's chat template has such marks. Else it counts where the text
+    begins with a mark, and remains in the text."""
     prompt_tokens: int = 0
     """Tokens of the prompt."""
     cached_tokens: int = 0

@@ -20,7 +20,8 @@ from tokasaurus.processes.stop_signals import Stopped, signals_raise
 def run_map(config: MapConfig, words: list[str]) -> int:
     """Run the job to its end; call from the main thread. Returns the exit code. Raises FlagError.
 
-    0: every row is in the output. 1: not; one line on stderr says why. 128 + N: stopped by signal N."""
+    0: every row is in the output. 1: not; one line on stderr says why. 2: the engine refused a flag or
+    the model. 128 + N: stopped by signal N."""
     sampling = _sampling(config)
     try:
         with signals_raise():
@@ -29,7 +30,7 @@ def run_map(config: MapConfig, words: list[str]) -> int:
         raise
     except (ServerError, EngineError, ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
         print(f"toka map: {_one_line(error)}", file=sys.stderr)
-        return 1
+        return error.exit_code if isinstance(error, EngineError) else 1
     except Stopped as stopped:
         print("toka map: stopped; the same command continues where it was", file=sys.stderr)
         return 128 + stopped.number

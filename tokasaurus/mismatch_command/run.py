@@ -74,7 +74,8 @@ MODES = (
 def run_mismatch(config: MismatchConfig, words: list[str]) -> int:
     """Compare, print a table, and write the files; call from the main thread. Returns the exit code. Raises FlagError.
 
-    0: compared, whatever the differences are. 1: not; one line on stderr says why. 128 + N: stopped by signal N."""
+    0: compared, whatever the differences are. 1: not; one line on stderr says why. 2: a flag or the model is
+    refused. 128 + N: stopped by signal N."""
     try:
         with signals_raise():
             _run(config, engine_flags(config, words))
@@ -82,7 +83,7 @@ def run_mismatch(config: MismatchConfig, words: list[str]) -> int:
         raise
     except (ServerError, EngineError, UserError, OSError, RuntimeError, ValueError) as error:
         print(f"toka mismatch: {str(error).partition(chr(10))[0]}", file=sys.stderr)
-        return 1
+        return error.exit_code if isinstance(error, EngineError | UserError) else 1
     except Stopped as stopped:
         print("toka mismatch: stopped", file=sys.stderr)
         return 128 + stopped.number

@@ -13,6 +13,7 @@ from tokasaurus.checkpoint.cache import expand_home
 from tokasaurus.checkpoint.gguf.model import is_gguf
 from tokasaurus.checkpoint.info import read_config
 from tokasaurus.checkpoint.json_files import Fields
+from tokasaurus.checkpoint.quantized.config import SETTINGS_FILES
 from tokasaurus.checkpoint.resolve import download_files, gguf_directory, is_repo_id
 from tokasaurus.checkpoint.weight_files import has_weights
 from tokasaurus.messages.status import UserError
@@ -33,7 +34,8 @@ SHOWN_LENGTHS = (1024, 4096, 32_768)
 
 
 def plan(config: PlanConfig) -> int:
-    """Print the plan; returns the exit code: 1 if the model cannot be read, 2 if it does not fit."""
+    """Print the plan; returns the exit code: 1 if the model cannot be fetched, 2 if it cannot be read or does
+    not fit."""
     assert config.model is not None, "checked by finalize"
     try:
         info, is_estimate = read_info(config.model, config.rope_scaling)
@@ -68,7 +70,8 @@ def read_info(model: str, rope_scaling: Fields | None = None) -> tuple[ModelInfo
             raise CheckpointError(
                 f"{model!r} is neither a directory nor a .gguf file nor a config.json nor a Hugging Face repository id"
             )
-        return read_model_info(download_files(model, ["config.json", "generation_config.json"]), rope_scaling), True
+        names = ["config.json", "generation_config.json", *SETTINGS_FILES]
+        return read_model_info(download_files(model, names), rope_scaling), True
     info = read_model_info(path, rope_scaling)
     if not has_weights(path):
         return info, True

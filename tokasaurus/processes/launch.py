@@ -45,7 +45,8 @@ def serve(
     report: None for lines on stderr. is_private: without a port; the server runs the batches in data_dir and leaves
     their results in the ledger.
 
-    0: stopped on request. 1: start failed or a process failed; one line on stderr says why. 2: a worker refused a flag.
+    0: stopped on request. 1: start failed or a process failed; one line on stderr says why. 2: a flag or the model was
+    refused.
     """
     report = report or StartupReport()
     report.num_replicas = config.dp_size

@@ -54,10 +54,11 @@ os.register_at_fork(
 class ServerEnded(Exception):
     """The server has ended without being asked to. The message is one line that says why."""
 
-    def __init__(self, why: str, was_killed: bool = False) -> None:
-        """was_killed: a signal has ended it, or one of its processes."""
+    def __init__(self, why: str, was_killed: bool = False, exit_code: int = 1) -> None:
+        """was_killed: a signal has ended it, or one of its processes. exit_code: of a command that needs the server."""
         super().__init__(why)
         self.was_killed = was_killed
+        self.exit_code = exit_code
 
 
 class PrivateServer:
@@ -207,5 +208,5 @@ class PrivateServer:
         death = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
         death += hint_at_memory(-code if code < 0 else None)
         if self._failure is not None:
-            return ServerEnded(self._failure.message, self._failure.was_killed)
+            return ServerEnded(self._failure.message, self._failure.was_killed, max(code, 1))
         return ServerEnded(self._last_words or death, was_killed=code < 0)

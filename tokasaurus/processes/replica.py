@@ -162,7 +162,7 @@ class ReplicaProcesses:
                 match message:
                     case Failed():
                         failed.append(message)
-                        self.exit_code = message.exit_code
+                        self.exit_code = max(self.exit_code, message.exit_code)
                     case PhaseDone():
                         report.show_phase(child.description.label, message)
                     case WeightsChanged():

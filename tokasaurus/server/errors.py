@@ -1,12 +1,11 @@
 """Exceptions for user mistakes and server states, and the handlers that answer them with OpenAI's error object."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
@@ -65,7 +64,7 @@ class ApiError(Exception):
         return ErrorObject(self.message, self.type, self.param, self.code)
 
 
-class InvalidRequest(ApiError, status=400, type="invalid_request_error"):
+class InvalidRequest(ApiError, status=400, type="invalid_request_error", code="invalid_value"):
     pass
 
 
@@ -77,8 +76,24 @@ class TooMany(ApiError, status=429, type="rate_limit_error", headers={"Retry-Aft
     pass
 
 
-class Unsupported(InvalidRequest, code="not_implemented"):
-    """A field of OpenAI's API that is not implemented, with a value other than its neutral ones."""
+class Unsupported(InvalidRequest, code="unsupported_value"):
+    """A value that OpenAI or another server allows, and this one does not implement."""
+
+
+class UnsupportedField(Unsupported, code="unsupported_parameter"):
+    """A known field that is not implemented, with a value other than its neutral ones."""
+
+
+class UnknownField(InvalidRequest, code="unknown_parameter"):
+    pass
+
+
+class MissingField(InvalidRequest, code="missing_required_parameter"):
+    pass
+
+
+class WrongType(InvalidRequest, code="invalid_type"):
+    pass
 
 
 class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
@@ -223,9 +238,32 @@ def internal_error() -> ApiError:
     return ApiError("internal error; the server's log has the details")
 
 
-def invalid_body(error: ValidationError) -> InvalidRequest:
-    """The first error that pydantic found in a body, with the field's name."""
-    return _from_details(error.errors(include_url=False, include_context=False, include_input=False)[0])
+def invalid_value(details: ErrorDetails) -> InvalidRequest:
+    """For one of the errors that pydantic found, with the field's name."""
+    param = field_name(details["loc"])
+    match details["type"]:
+        case "extra_forbidden":
+            return unknown_field(str(param))
+        case "missing":
+            return MissingField(f"{param} is required", param)
+        case "not_implemented":
+            return Unsupported(f"{param} {details['msg']}", param)
+        case "field_not_implemented":
+            return UnsupportedField(f"{param} {details['msg']}", param)
+        case "value_not_allowed":  # messages of our own validators follow the field's name
+            return InvalidRequest(f"{param} {details['msg']}", param)
+        case "model_type" | "dataclass_type" if param is None:
+            return WrongType("the body must be a JSON object")
+    kind = WrongType if details["type"].endswith("_type") else InvalidRequest
+    return kind(f"{param}: {details['msg']}", param)
+
+
+def field_name(location: Sequence[int | str]) -> str | None:
+    """("messages", 0, "role") -> "messages[0].role"; None for the body itself."""
+    name = ""
+    for part in location:
+        name += f"[{part}]" if isinstance(part, int) else f".{shorten(part)}"
+    return name.removeprefix(".") or None
 
 
 @contextmanager
@@ -241,9 +279,9 @@ def naming_fields(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def unknown_field(name: str) -> InvalidRequest:
-    name = shorten(name)
-    return InvalidRequest(f"unknown field {name!r}", name)
+def unknown_field(name: str, advice: str = "") -> UnknownField:
+    """advice: what may be meant, to be read after the name."""
+    return UnknownField(f"unknown field {name!r}{advice}", name)
 
 
 def error_response(error: ApiError) -> Response:
@@ -275,7 +313,7 @@ def add_error_handlers(app: FastAPI) -> None:
         """Errors in path and query parameters; bodies are parsed by `json_body`."""
         assert isinstance(error, RequestValidationError)
         details = error.errors()[0]
-        return error_response(_from_details(details | {"loc": details["loc"][1:]}))  # without "query" or "path"
+        return error_response(invalid_value(details | {"loc": details["loc"][1:]}))  # without "query" or "path"
 
     async def on_client_gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=499)  # nginx's status for a closed connection; nobody reads it
@@ -294,27 +332,3 @@ def add_error_handlers(app: FastAPI) -> None:
 def _respond(status: int, error: ErrorObject, headers: Mapping[str, str] | None) -> Response:
     content = write_json(ErrorResponse(error))
     return Response(content, status_code=status, headers=headers, media_type="application/json")
-
-
-def _from_details(details: ErrorDetails) -> InvalidRequest:
-    param = _field_name(details["loc"])
-    match details["type"]:
-        case "extra_forbidden":
-            return unknown_field(str(param))
-        case "missing":
-            return InvalidRequest(f"{param} is required", param)
-        case "not_implemented":
-            return Unsupported(f"{param} {details['msg']}", param)
-        case "value_not_allowed":  # messages of our own validators follow the field's name
-            return InvalidRequest(f"{param} {details['msg']}", param)
-        case "model_type" | "dataclass_type" if param is None:
-            return InvalidRequest("the body must be a JSON object")
-    return InvalidRequest(f"{param}: {details['msg']}", param)
-
-
-def _field_name(location: tuple[int | str, ...]) -> str | None:
-    """("messages", 0, "role") -> "messages[0].role"; None for the body itself."""
-    name = ""
-    for part in location:
-        name += f"[{part}]" if isinstance(part, int) else f".{shorten(part)}"
-    return name.removeprefix(".") or None

@@ -4,12 +4,22 @@ FastAPI's own parsing answers 500 to a lone surrogate and accepts NaN; orjson re
 1,024. Parsing is one C call, which blocks the event loop: how long it would take is estimated from the bytes before.
 """
 
-from typing import TypeVar
+from collections.abc import Collection, Sequence
+from typing import TypeVar, get_args
 
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from tokasaurus.server.errors import NotJson, TooManyValues, invalid_body, unknown_field
+from tokasaurus.server.errors import (
+    InvalidRequest,
+    NotJson,
+    TooManyValues,
+    field_name,
+    invalid_value,
+    shorten,
+    unknown_field,
+)
+from tokasaurus.server.protocol.known_fields import advice
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -50,11 +60,44 @@ def validate_body(value: object, body_model: type[Body]) -> Body:
         known = body_model.model_fields
         for name in value:
             if name not in known:
-                raise unknown_field(name)
+                raise unknown_field(shorten(name), advice(name, known))
     try:
         return body_model.model_validate(value)
     except ValidationError as error:
-        raise invalid_body(error) from None
+        raise _first_error(error, body_model) from None
+
+
+def _first_error(error: ValidationError, body_model: type[BaseModel]) -> InvalidRequest:
+    """The first that pydantic found. A misspelt field comes before the missing one that it stands for."""
+    details, *others = error.errors(include_url=False, include_context=False, include_input=False)
+    if details["type"] == "missing":
+        beside = [other for other in others if other["loc"][:-1] == details["loc"][:-1]]
+        details = next((other for other in beside if other["type"] == "extra_forbidden"), details)
+    if details["type"] != "extra_forbidden":
+        return invalid_value(details)
+    *place, name = details["loc"]
+    return unknown_field(str(field_name(details["loc"])), advice(str(name), _fields_at(body_model, place)))
+
+
+def _fields_at(model: type[BaseModel], place: Sequence[int | str]) -> Collection[str]:
+    """The fields of the object at this place of a body; none where they cannot be told."""
+    found: Collection[str] = model.model_fields
+    for part in place:
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part)
+        models = [] if field is None else _models_in(field.annotation)
+        if len(models) != 1:
+            return ()
+        (model,) = models
+        found = model.model_fields
+    return found
+
+
+def _models_in(annotation: object) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _models_in(inner)]
 
 
 def has_too_many_values(content: bytes | bytearray, max_work: int) -> bool:

@@ -5,6 +5,7 @@
 
 import functools
 import inspect
+import re
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -209,6 +210,16 @@ class Tokenizer(TokenDecoder):
         found = self._load_chat_tokenizer().chat_template
         template: str | None = found.get("default") if isinstance(found, dict) else found
         return template
+
+    @functools.cached_property
+    def template_text(self) -> str:
+        """All of the model's chat templates, as text to search in; empty if it has none."""
+        found = self._load_chat_tokenizer().chat_template or ""
+        return "\n".join(found.values()) if isinstance(found, dict) else found
+
+    def template_knows(self, variable: str) -> bool:
+        """Whether the chat templates mention a variable with this name."""
+        return re.search(rf"\b{re.escape(variable)}\b", self.template_text) is not None
 
     @property
     def added_tokens(self) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """What config.json says of quantised weights: each supported form, and one line that names every other one."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from tests.checkpoint.helpers.configs import BASE, write
 from tokasaurus.checkpoint import CheckpointError, read_model_info
+from tokasaurus.checkpoint.info import read_config
 from tokasaurus.checkpoint.quantized.config import Layout, Quantization
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
@@ -155,3 +157,58 @@ def test_every_other_form_is_named_in_one_line(fields: object, message: str | No
         read_model_info(directory)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+OLD_AWQ = {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}
+OLD_GPTQ = {"bits": 8, "group_size": 32, "damp_percent": 0.1, "desc_act": True, "sym": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "expected"),
+    [
+        ("quant_config.json", OLD_AWQ, Quantization(Layout.AWQ, 4, 64, has_zeros=True)),
+        ("quant_config.json", {**OLD_AWQ, "quant_method": "awq"}, Quantization(Layout.AWQ, 4, 64, has_zeros=True)),
+        (
+            "quantize_config.json",
+            OLD_GPTQ,
+            Quantization(Layout.GPTQ, 8, 32, has_zeros=True, stored_zero_offset=1, has_order=True),
+        ),
+    ],
+)
+def test_a_file_of_settings_beside_config_json_is_read_where_that_says_nothing(
+    name: str, fields: dict[str, Any], expected: Quantization, tmp_path: Path
+) -> None:
+    write(tmp_path, {"model_type": "llama", **BASE})
+    (tmp_path / name).write_text(json.dumps(fields))
+    assert read_model_info(tmp_path).quantization == expected
+    assert read_config(tmp_path / "config.json").quantization == expected
+    write(tmp_path, {"model_type": "llama", **BASE, "quantization_config": AWQ})
+    assert read_model_info(tmp_path).quantization == Quantization(Layout.AWQ, 4, 128, has_zeros=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        *(
+            (name, {key: fields[key] for key in fields if key != lacking}, f"{lacking} is missing")
+            for name, fields, needed in (
+                ("quant_config.json", OLD_AWQ, OLD_AWQ),
+                ("quantize_config.json", OLD_GPTQ, ("bits", "group_size", "desc_act", "sym")),
+            )
+            for lacking in needed
+        ),
+        ("quant_config.json", {**OLD_AWQ, "version": "GEMV"}, "version 'GEMV' is not supported"),
+        ("quant_config.json", {**OLD_AWQ, "w_bit": 3}, "w_bit 3 is not supported"),
+        ("quant_config.json", {"quant_method": "hqq"}, "quant_method 'hqq' is not supported; supported are 'awq'"),
+        ("quantize_config.json", {**OLD_GPTQ, "bits": 2}, "bits 2 is not supported"),
+        ("quantize_config.json", {**OLD_GPTQ, "is_marlin_format": True}, "is_marlin_format = True is not supported"),
+    ],
+)
+def test_a_file_of_settings_that_lacks_one_or_has_another_is_refused_by_name(
+    name: str, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write(tmp_path, {"model_type": "llama", **BASE})
+    (tmp_path / name).write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError) as raised:
+        read_model_info(tmp_path)
+    assert str(raised.value).startswith(f"{tmp_path / name}: {message}")

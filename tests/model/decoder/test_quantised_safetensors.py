@@ -1,5 +1,6 @@
 """Models of compressed-tensors, AWQ and GPTQ, against transformers with the weights that they mean, in float32."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +10,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.checkpoint.helpers.quantised_models import save_quantised_model
+from tests.checkpoint.helpers.quantised_models import change_quantization, save_quantised_model
 from tests.checkpoint.helpers.quantised_weights import Format, by_compressed_tensors, quantise
 from tests.model.helpers.greedy_decoding import assert_equals_oracle, load, run_stages, run_whole_prompt
 from tests.model.helpers.quantized_rows import plain_rows
-from tokasaurus.checkpoint import read_model_info, resolve_checkpoint, weight_files, with_safetensors
+from tokasaurus.checkpoint import CheckpointError, read_model_info, resolve_checkpoint, weight_files, with_safetensors
 from tokasaurus.checkpoint.quantized.config import parse_quantization
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import FlagRefused, PhaseDone
@@ -177,6 +178,34 @@ def test_the_copy_for_other_programs_has_the_same_weights(
     assert with_safetensors(directory) == with_safetensors(copy) == copy
     found = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32).state_dict()
     assert found.keys() == oracle.state_dict().keys()
+    assert all(torch.equal(found[name], weight) for name, weight in oracle.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("how", "name", "fields"),
+    [
+        (Format("awq"), "quant_config.json", {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}),
+        (
+            Format("gptq", has_order=True),
+            "quantize_config.json",
+            {"bits": 4, "group_size": 32, "desc_act": True, "sym": False},
+        ),
+    ],
+)
+def test_an_old_folder_with_its_settings_in_a_file_of_their_own(
+    how: Format, name: str, fields: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
+    directory = tmp_path / "model"
+    oracle = save_quantised_model(directory, "llama", how, num_layers=1)
+    change_quantization(directory, None)
+    with pytest.raises(CheckpointError, match="lacks tensor"):
+        load(directory)
+    (directory / name).write_text(json.dumps(fields))
+    assert_equals_oracle(directory, oracle, "torch", seed=3)
+    copy = with_safetensors(directory)
+    assert read_model_info(copy).quantization is None
+    found = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32).state_dict()
     assert all(torch.equal(found[name], weight) for name, weight in oracle.state_dict().items())
     assert read_model_info(copy) == replace(read_model_info(directory), quantization=None)
     assert (copy / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()

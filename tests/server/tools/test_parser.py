@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.helpers.examples import IS_NIGHTLY, examples
 from tests.server.helpers.tool_texts import FRAGMENTS, NAMES
 from tokasaurus.server.tools.formats import FORMATS, HERMES, LLAMA3, ToolCallFormat
-from tokasaurus.server.tools.parser import THINKING_MARKS, CallFragment, CallReader, CallRules
+from tokasaurus.server.tools.parser import CallFragment, CallReader, CallRules
+from tokasaurus.server.tools.reasoning import REASONING_MARKS
 
 Calls = list[tuple[str, str]]
 
@@ -232,7 +233,7 @@ def test_parsing_takes_time_linear_in_the_text_length() -> None:
 
 
 @pytest.mark.parametrize("format_", FORMATS.values())
-@pytest.mark.parametrize(("start", "end"), THINKING_MARKS.items())
+@pytest.mark.parametrize(("start", "end"), REASONING_MARKS.items())
 @pytest.mark.parametrize("seed", [None, *range(8)])
 def test_calls_inside_reasoning_are_content(format_: ToolCallFormat, start: str, end: str, seed: int | None) -> None:
     name = min(NAMES)

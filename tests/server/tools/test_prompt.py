@@ -17,7 +17,7 @@ from tests.server.helpers.tool_templates import (
 )
 from tokasaurus.config import ServerConfig
 from tokasaurus.server.errors import InvalidRequest
-from tokasaurus.server.prepare.chat import encode_messages, opens_thinking
+from tokasaurus.server.prepare.chat import encode_messages, reasoning_start
 from tokasaurus.server.protocol.chat import ChatCompletionRequest, ChatMessage
 from tokasaurus.server.protocol.tools import Tool
 from tokasaurus.server.served_model import ServedModel
@@ -29,8 +29,8 @@ from tokasaurus.server.tools.formats import (
     ToolSupport,
     find_tool_support,
 )
-from tokasaurus.server.tools.parser import THINKING_MARKS
 from tokasaurus.server.tools.prompt import template_input
+from tokasaurus.server.tools.reasoning import REASONING_MARKS
 from tokasaurus.text import tokenizer as tokenizer_module
 from tokasaurus.text.time_limit import TimeLimit
 from tokasaurus.text.token_decoder import TokenizerError
@@ -217,16 +217,19 @@ def test_tool_result_must_match_an_earlier_call() -> None:
     assert refused.value.param == "messages[3].tool_call_id"
 
 
-@pytest.mark.parametrize("mark", THINKING_MARKS)
+@pytest.mark.parametrize("mark", REASONING_MARKS)
 @pytest.mark.parametrize("after", ["", "\n", "\n\n"])
-def test_a_template_may_open_the_reasoning(mark: str, after: str, served_model: ServedModel, tmp_path: Path) -> None:
-    opened, closed = mark + after, f"{mark}\n\n{THINKING_MARKS[mark]}\n\n"
+def test_a_template_may_begin_and_end_reasoning(
+    mark: str, after: str, served_model: ServedModel, tmp_path: Path
+) -> None:
+    opened, closed = mark + after, f"{mark}\n\n{REASONING_MARKS[mark]}\n\n"
     template = HERMES_TEMPLATE.replace("assistant\n' }}{% endif", "assistant\n' + (opening or '') }}{% endif")
     assert template != HERMES_TEMPLATE
     tokenizer = Tokenizer.load(save_tokenizer_with(template, tmp_path))
     model = dataclasses.replace(served_model, tokenizer=tokenizer)
-    for question, opening, is_open in (("Hi", opened, True), ("Hi", closed, False), (f"What is {mark}", None, False)):
+    cases = (("Hi", opened, "inside"), ("Hi", closed, "after"), (f"What is {mark}", None, "before"))
+    for question, opening, start in cases:
         fields = {"messages": [{"role": "user", "content": question}], "chat_template_kwargs": {"opening": opening}}
         body = ChatCompletionRequest.model_validate({"model": "default", **fields})
         prompt_ids = encode_messages(body.messages, body, model)
-        assert opens_thinking(body.messages, body, prompt_ids, model) == is_open
+        assert reasoning_start(body.messages, body, prompt_ids, model) == start

@@ -1,4 +1,4 @@
-"""Reads quantization_config of config.json.
+"""Reads quantization_config of config.json, and the files of AutoAWQ and AutoGPTQ that came before it.
 
 Which modules are quantised is decided by the stored tensors. Sources: the classes QuantizationConfig and
 QuantizationArgs of compressed-tensors; AwqConfig and GPTQConfig of transformers; QuantizeConfig of gptqmodel.
@@ -7,12 +7,20 @@ QuantizationArgs of compressed-tensors; AwqConfig and GPTQConfig of transformers
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
-from tokasaurus.checkpoint.json_files import CheckpointError, Fields, flag, json_object
+from tokasaurus.checkpoint.json_files import CheckpointError, Fields, flag, json_object, read_json
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 """Two names of one key of config.json; the first one that is there counts."""
+
+SETTINGS_FILES = {
+    "quant_config.json": ("awq", ("w_bit", "q_group_size", "zero_point", "version")),
+    "quantize_config.json": ("gptq", ("bits", "group_size", "desc_act", "sym")),
+}
+"""Files that old versions of AutoAWQ and AutoGPTQ wrote beside a config.json that says nothing: the quant_method, and
+the fields without which such a file does not say how the weights are stored."""
 
 _GROUP_SIZES = (32, 64, 128)
 _STORED_ORDERS = (True, "group", "dynamic")
@@ -72,6 +80,26 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
             return _PARSERS[method](fields)
         except CheckpointError as error:
             raise CheckpointError(f"{key} ({method}): {error}") from None
+    return None
+
+
+def quantization_beside(directory: Path) -> Quantization | None:
+    """What one of SETTINGS_FILES in the model's directory says; None if it has none. Of two, the first one counts.
+
+    Raises CheckpointError, naming the file and what it lacks or what is not supported."""
+    for name, (method, needed) in SETTINGS_FILES.items():
+        path = directory / name
+        if not path.is_file():
+            continue
+        fields = read_json(path)
+        try:
+            _only({"quant_method": method, **fields}, "quant_method", method)
+            for each in needed:
+                if fields.get(each) is None:
+                    raise CheckpointError(f"{each} is missing")
+            return _PARSERS[method](fields)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
     return None
 
 

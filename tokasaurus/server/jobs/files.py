@@ -88,7 +88,7 @@ class Upload:
 
     def add_field(self, name: str, value: str) -> None:
         if name not in _FIELDS:
-            raise unknown_field(name)
+            raise unknown_field(shorten(name))
         if name in self._fields:
             raise InvalidRequest(f"{name} is given twice", name)
         self._fields[name] = value

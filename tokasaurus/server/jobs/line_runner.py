@@ -212,8 +212,15 @@ class LineRunner:
     def _result(self, line: Line, answer: Answer) -> LineResult:
         content = answered_line(self._sink.id_prefix, line.custom_id, answer.content)
         usage = answer.usage
-        tokens = (usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
-        return LineResult(line.number, False, content, *tokens)
+        return LineResult(
+            line.number,
+            False,
+            content,
+            usage.prompt_tokens,
+            usage.prompt_tokens_details.cached_tokens,
+            usage.completion_tokens,
+            usage.completion_tokens_details.reasoning_tokens,
+        )
 
     def _leave_engine(self, line: Line) -> None:
         """Others may take its share."""

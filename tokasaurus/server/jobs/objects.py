@@ -64,7 +64,7 @@ def batch_object(record: BatchRecord, progress: BatchProgress | None = None) -> 
             record.input_tokens,
             InputTokensDetails(record.cached_tokens),
             record.output_tokens,
-            OutputTokensDetails(),
+            OutputTokensDetails(record.reasoning_tokens),
             record.input_tokens + record.output_tokens,
         ),
         metadata=None if record.metadata is None else orjson.loads(record.metadata),

@@ -27,14 +27,35 @@ from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.tools import Tool, ToolChoice
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tools.grammar import write_calls_or_json, write_forced_calls, write_free_calls
-from tokasaurus.server.tools.parser import THINKING_MARKS, CallRules, is_in_thinking
+from tokasaurus.server.tools.parser import CallRules
 from tokasaurus.server.tools.prompt import template_input
+from tokasaurus.server.tools.reasoning import (
+    REASONING_MARKS,
+    ReasoningRules,
+    ReasoningStart,
+    is_in_reasoning,
+    marks_in,
+)
 from tokasaurus.text.tokenizer import ChatTemplateError, TemplateVariableError, TextTooLong
 
 _MAX_REASON_CHARS = 300
 # More than a start of reasoning and the white space after it have.
 _MAX_MARK_TOKENS = 32
 _FLAGS = ("add_generation_prompt", "continue_final_message")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """How one chat answer uses tools."""
+
+    shown: Sequence[Tool] = ()
+    """The tools that the prompt describes."""
+    rules: CallRules | None = None
+    """Which calls the answer may contain; None if all of it is content."""
+    grammar: GrammarSource | None = None
+    """What the whole answer must match; None for any text."""
+    constrains_content: bool = False
+    """Whether the grammar allows no other text than what the body asks for."""
 
 
 def draft_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:
@@ -56,17 +77,30 @@ def draft_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLi
     requests = make_requests(response_id, body, [(prompt_ids, max_new_tokens)], *tops, model, origin)
     if body.return_token_ids and body.stream:  # the first chunk of each choice repeats the prompt's ids
         check_prompt_values(requests, 0, "return_token_ids")
-    is_told = body.logprobs_in_fingerprint or tool_use.rules is not None
-    in_reasoning = is_told and opens_thinking(body.messages, body, prompt_ids, model)
+    marks = marks_in(model.tokenizer.template_text)
+    start: ReasoningStart = "before"
+    if body.logprobs_in_fingerprint or tool_use.rules is not None or marks:
+        start = reasoning_start(body.messages, body, prompt_ids, model)
+    reasoning = None
+    if marks:
+        reasoning = ReasoningRules(
+            marks, _start_of_answer(start, tool_use), body.separate_reasoning, body.include_reasoning
+        )
+    rules = tool_use.rules
+    if rules is not None:
+        is_in_content = reasoning is None or not reasoning.is_separate
+        starts_inside = is_in_content and _start_of_answer(start, tool_use) == "inside"
+        rules = replace(rules, starts_in_thinking=starts_inside)
     prepared = Prepared(
         response_id,
         requests,
         body.logprobs_in_fingerprint,
         body.return_token_ids,
         body.return_tokens_as_token_ids,
-        calls=tool_use.rules and replace(tool_use.rules, starts_in_thinking=in_reasoning),
+        calls=rules,
         num_top_prompt_logprobs=num_prompt_top,
-        starts_in_reasoning=in_reasoning,
+        starts_in_reasoning=start == "inside",
+        reasoning=reasoning,
     )
     return Draft(prepared, tool_use.grammar)
 
@@ -99,6 +133,7 @@ def encode_messages(
             "continue_final_message and add_generation_prompt: only one of them may be true",
             "continue_final_message",
         )
+    _add_reasoning_variables(variables, fields, model)
     shown_messages, shown_tools = template_input(messages, tools, model.tools)
     try:
         return model.tokenizer.encode_chat(
@@ -118,14 +153,29 @@ def encode_messages(
         raise too_long("messages", error, limits) from None
 
 
-def opens_thinking(
+def reasoning_start(
     messages: Sequence[ChatMessage], fields: TemplateFields, prompt_ids: Sequence[int], model: ServedModel
-) -> bool:
-    """Whether the answer continues reasoning that the template, or the final message that it continues, has begun."""
+) -> ReasoningStart:
+    """Where the prompt ends: inside or after reasoning that the template, or the final message that the answer
+    continues, has begun; else before any."""
     if _take_flag(_merged(fields), "continue_final_message"):
-        return is_in_thinking(messages[-1].content or "")
+        content = messages[-1].content or ""
+        if is_in_reasoning(content):
+            return "inside"
+        if content.strip():
+            return "after"
     end = model.tokenizer.decode(prompt_ids[-_MAX_MARK_TOKENS:], skip_special_tokens=False).rstrip()
-    return end.endswith(tuple(THINKING_MARKS))
+    if end.endswith(tuple(REASONING_MARKS)):
+        return "inside"
+    return "after" if end.endswith(tuple(REASONING_MARKS.values())) else "before"
+
+
+def _start_of_answer(start: ReasoningStart, tool_use: ToolUse) -> ReasoningStart:
+    """Where the answer begins. A grammar for the whole answer describes content or calls, and not reasoning that the
+    prompt has begun. start: by `reasoning_start`."""
+    if tool_use.rules is not None and tool_use.rules.is_forced:
+        return "after"
+    return "before" if start == "inside" and tool_use.constrains_content else start
 
 
 def _reason(error: ChatTemplateError) -> str:
@@ -154,6 +204,23 @@ def _merged(fields: TemplateFields) -> dict[str, Any]:
     return said | fields.apply_chat_template_overrides
 
 
+def _add_reasoning_variables(variables: dict[str, Any], fields: TemplateFields, model: ServedModel) -> None:
+    """Adds enable_thinking and reasoning_effort where the body has them, the template knows them, and they are not in
+    `variables`."""
+    effort = fields.reasoning_effort
+    asked: dict[str, Any] = {}
+    if fields.enable_thinking is not None:
+        asked["enable_thinking"] = fields.enable_thinking
+    elif effort is not None:
+        asked["enable_thinking"] = effort != "none"
+    knows = model.tokenizer.template_knows
+    if effort is not None and (effort != "none" or not knows("enable_thinking")):
+        asked["reasoning_effort"] = effort
+    for name, value in asked.items():
+        if name not in variables and knows(name):
+            variables[name] = value
+
+
 def _take_flag(variables: dict[str, Any], name: str) -> bool | None:
     """Removes a flag from the variables and returns its value; None if it is not given."""
     value = variables.pop(name, None)
@@ -164,29 +231,18 @@ def _take_flag(variables: dict[str, Any], name: str) -> bool | None:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """How one chat answer uses tools."""
-
-    shown: Sequence[Tool] = ()
-    """The tools that the prompt describes."""
-    rules: CallRules | None = None
-    """Which calls the answer may contain; None if all of it is content."""
-    grammar: GrammarSource | None = None
-    """What the whole answer must match; None for any text."""
-
-
 def resolve_tools(body: ChatCompletionRequest, model: ServedModel, content: GrammarSource | None) -> ToolUse:
     """content: the grammar that the body asks for, which applies to the content. Raises InvalidRequest."""
     support = model.tools
     choice = body.tool_choice or ToolChoice("auto")
     names = check_names(body.tools)
+    plain = ToolUse(grammar=content, constrains_content=content is not None)
     if not body.tools:
         if choice.mode in ("required", "named") or choice.names is not None:
             raise InvalidRequest("tool_choice asks for a call, but there are no tools", "tool_choice")
-        return ToolUse(grammar=content)
+        return plain
     if choice.mode == "none":
-        return ToolUse(grammar=content)
+        return plain
     unknown = next((name for name in choice.names or () if name not in names), None)
     if unknown is not None:
         raise InvalidRequest(f"tool_choice names {shorten(unknown)!r}, which is not one of the tools", "tool_choice")
@@ -202,7 +258,8 @@ def resolve_tools(body: ChatCompletionRequest, model: ServedModel, content: Gram
         is_named=choice.mode == "named",
         is_forced=choice.mode in ("required", "named"),
     )
-    return ToolUse(body.tools, rules, _grammar(body.tools, rules, model, content))
+    grammar = _grammar(body.tools, rules, model, content)
+    return ToolUse(body.tools, rules, grammar, constrains_content=content is not None or rules.is_forced)
 
 
 def _grammar(

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.random_ids import random_id
-from tokasaurus.server.errors import InvalidRequest, Unsupported
+from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.prepare.requests import (
     Draft,
     Echo,
@@ -43,8 +43,6 @@ def draft_completion(
 
     default_tokens: most new tokens if the body does not say, or as many as there is room for; None is all of it.
     may_only_score: max_tokens may be 0 without an echo, for prompt_logprobs."""
-    if body.best_of is not None and body.best_of != body.n:
-        raise Unsupported("best_of other than n is not implemented", "best_of")
     if body.max_tokens == 0 and not body.echo and not may_only_score:
         raise InvalidRequest("max_tokens must be at least 1, unless echo is true", "max_tokens")
     check_fields(body, model)

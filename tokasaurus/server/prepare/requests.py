@@ -12,11 +12,12 @@ from tokasaurus.messages.generation import GenerateRequest, SamplingParams
 from tokasaurus.messages.status import EngineLimits, SequenceLimit
 from tokasaurus.random_ids import random_seed
 from tokasaurus.server.access import key_salt
-from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest, Unsupported, shorten
+from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest, Unsupported, UnsupportedField, shorten
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tools.parser import CallRules
+from tokasaurus.server.tools.reasoning import ReasoningRules
 from tokasaurus.text.tokenizer import TextTooLong
 
 # Per body: n times the number of prompts.
@@ -35,7 +36,15 @@ _UINT64_MASK = 2**64 - 1
 # Between the seeds of a body's prompts, if its origin gives one: odd, and with bits everywhere.
 _SEED_STEP = 0x9E3779B97F4A7C15
 _GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-_GRAMMAR_FIELDS = ("response_format", "structured_outputs", *_GUIDED_FIELDS)
+_GRAMMAR_FIELDS = (
+    "response_format",
+    "structured_outputs",
+    *_GUIDED_FIELDS,
+    "json_schema",
+    "regex",
+    "ebnf",
+    "grammar",
+)
 _REASONS: Mapping[SequenceLimit, str] = {
     "model": "",
     "max_num_tokens_per_request": " on this server, a limit set by its flag max_num_tokens_per_request=",
@@ -103,7 +112,9 @@ class Prepared:
     ask the engine for more, for the echo."""
     starts_in_reasoning: bool = False
     """Whether the prompt ends within reasoning, which the answer continues. Only looked for where it is told: with
-    `logprobs_in_fingerprint`, or with `calls`."""
+    `logprobs_in_fingerprint`, `calls` or `reasoning`."""
+    reasoning: ReasoningRules | None = None
+    """How the answer's reasoning is found and shown; None if the model has none, and for completions."""
 
 
 def num_prompt_values(prepared: Prepared) -> int:
@@ -148,6 +159,12 @@ def asked_grammar(body: SamplingFields) -> GrammarSource | None:
 
 
 def check_fields(body: SamplingFields, model: ServedModel) -> None:
+    if body.best_of is not None and body.best_of != body.n:
+        raise UnsupportedField(
+            "best_of is a field of OpenAI and vLLM that is not implemented here: only null and the value of n are "
+            "accepted; n samples with logprobs can be ranked by the client",
+            "best_of",
+        )
     if body.num_sequences > MAX_SEQUENCES:
         raise InvalidRequest(f"n times the number of prompts may be at most {MAX_SEQUENCES}", "n")
     if body.logprobs_in_fingerprint and body.stream:

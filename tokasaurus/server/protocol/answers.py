@@ -26,6 +26,13 @@ class PromptTokensDetails:
 
 
 @dataclass(frozen=True, slots=True)
+class CompletionTokensDetails:
+    """reasoning_tokens: over all choices, the tokens of reasoning and of its marks. 0 for completions."""
+
+    reasoning_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """prompt_tokens: each prompt once, for any n. completion_tokens: over all choices, including eos."""
 
@@ -33,6 +40,7 @@ class Usage:
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails(0)
 
 
 @dataclass(frozen=True, slots=True)

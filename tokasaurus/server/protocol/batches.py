@@ -111,7 +111,7 @@ class InputTokensDetails:
 
 @dataclass(frozen=True, slots=True)
 class OutputTokensDetails:
-    reasoning_tokens: Literal[0] = 0
+    reasoning_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,31 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInf
 
 from tokasaurus.messages.generation import FinishReason
 from tokasaurus.server.protocol.answers import Usage, WrittenPromptLogprobs
-from tokasaurus.server.protocol.fields import NullMeans, Only, StrictObject, missing, not_implemented, value_error
+from tokasaurus.server.protocol.fields import (
+    WHOLE_FLOATS,
+    NullMeans,
+    Only,
+    StrictObject,
+    missing,
+    not_implemented,
+    value_error,
+)
+from tokasaurus.server.protocol.known_fields import with_known_fields
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.protocol.tools import MessageToolCall, ToolCall, ToolCallFunction, ToolChoiceField, Tools
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def _parse_reasoning_effort(value: object) -> object:
+    if value is not None and value not in get_args(ReasoningEffort):
+        raise value_error("must be " + ", ".join([f'"{effort}"' for effort in get_args(ReasoningEffort)]))
+    return value
+
+
+AskedReasoningEffort = Annotated[
+    ReasoningEffort | None, PlainValidator(_parse_reasoning_effort, ReasoningEffort | None)
+]
 
 TemplateVariables = Annotated[dict[str, Any], NullMeans({})]
 
@@ -21,6 +43,9 @@ class TemplateFields(BaseModel):
     continue_final_message is set.
     continue_final_message: leave the final message open, so that the model continues it.
     chat_template_kwargs: variables of the template, such as enable_thinking. Clients cannot send a template.
+    enable_thinking: this variable, for templates that know it.
+    reasoning_effort: this variable, for templates that know it; in templates that know enable_thinking, "none" turns
+    reasoning off and the others turn it on. Variables in chat_template_kwargs win.
     apply_chat_template_overrides: all of the above in one object.
     """
 
@@ -30,6 +55,8 @@ class TemplateFields(BaseModel):
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateVariables = {}
     apply_chat_template_overrides: TemplateVariables = {}
+    enable_thinking: bool | None = None
+    reasoning_effort: AskedReasoningEffort = None
 
 
 def _parse_content(value: object, info: ValidationInfo) -> str:
@@ -123,32 +150,26 @@ class ChatMessage(StrictObject):
         return name
 
 
+@with_known_fields("chat")
 class ChatCompletionRequest(SamplingFields, TemplateFields):
     """logprobs: return the log-probability of each sampled token.
     top_logprobs: number of most likely tokens whose log-probabilities are also returned.
     max_tokens: the older name of max_completion_tokens.
     ignore_eos (our extension): generate max_completion_tokens tokens even if the model samples eos.
+    separate_reasoning (SGLang's extension): split reasoning off the content, if the model has any.
+    include_reasoning (vLLM's extension): return the reasoning that is split off.
     """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1), WHOLE_FLOATS] = None
     logprobs: Annotated[bool, NullMeans(False)] = False
-    top_logprobs: Annotated[int | None, Field(ge=0)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0), WHOLE_FLOATS] = None
 
     tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoiceField = None
     parallel_tool_calls: Annotated[bool, NullMeans(True)] = True
-    functions: Annotated[Any, Only(None, [])] = None
-    function_call: Annotated[Any, Only(None, "none", "auto")] = None
-    modalities: Annotated[Any, Only(None, ["text"])] = None
-    audio: Annotated[Any, Only(None)] = None
-    prediction: Annotated[Any, Only(None)] = None
-    reasoning_effort: Annotated[Any, Only(None)] = None
-    moderation: Annotated[Any, Only(None)] = None
-    prompt_cache_options: Annotated[Any, Only(None)] = None
-    prompt_cache_retention: Annotated[Any, Only(None)] = None
-    verbosity: Annotated[Any, Only(None)] = None
-    web_search_options: Annotated[Any, Only(None)] = None
+    separate_reasoning: Annotated[bool, NullMeans(True)] = True
+    include_reasoning: Annotated[bool, NullMeans(True)] = True
 
 
 ChatFinishReason = FinishReason | Literal["tool_calls"]
@@ -197,9 +218,29 @@ class CallingMessage:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningMessage(AssistantMessage):
+    """An answer of a model with reasoning. content: null also if there is nothing but reasoning.
+
+    reasoning_content, reasoning: the same text, under the names that SGLang and DeepSeek, and vLLM, have for it; null
+    if there is none, or if it is not included.
+    """
+
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningCallingMessage(CallingMessage):
+    """As ReasoningMessage, with calls."""
+
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ChatChoice:
     index: int
-    message: AssistantMessage | CallingMessage
+    message: AssistantMessage | CallingMessage | ReasoningMessage | ReasoningCallingMessage
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
 
@@ -245,6 +286,14 @@ class ContentDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """Both fields have the same text, as in ReasoningMessage."""
+
+    reasoning_content: str
+    reasoning: str
+
+
+@dataclass(frozen=True, slots=True)
 class ArgumentsFragment:
     arguments: str
 
@@ -282,7 +331,7 @@ class ChatChunkChoice:
     """delta, logprobs: new since the previous chunk. finish_reason: only on the last chunk of the choice."""
 
     index: int
-    delta: RoleDelta | ContentDelta | ToolCallsDelta | EmptyDelta
+    delta: RoleDelta | ReasoningDelta | ContentDelta | ToolCallsDelta | EmptyDelta
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
 

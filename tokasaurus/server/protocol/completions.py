@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from tokasaurus.messages.generation import FinishReason
 from tokasaurus.server.protocol.answers import Usage, WrittenPromptLogprobs
-from tokasaurus.server.protocol.fields import NullMeans, Only, Text, TokenId, value_error
+from tokasaurus.server.protocol.fields import WHOLE_FLOATS, NullMeans, Text, TokenId, as_integers, value_error
+from tokasaurus.server.protocol.known_fields import with_known_fields
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 
 Prompt = str | list[int]
@@ -26,10 +27,12 @@ def _parse_prompts(value: object) -> list[Prompt]:
         prompts = [value]
     elif not isinstance(value, list):
         raise _wrong_prompt()
-    elif set(map(type, value)) <= {int}:  # refuses bool, a subclass of int
-        prompts = [value]
-    elif all(isinstance(item, str) for item in value) or all(_is_token_ids(item) for item in value):
+    elif _is_token_ids(value):
+        prompts = [as_integers(value)]
+    elif all(isinstance(item, str) for item in value):
         prompts = value
+    elif all(_is_token_ids(item) for item in value):
+        prompts = list(map(as_integers, value))
     else:
         raise _wrong_prompt()
     if not all(prompts):
@@ -38,7 +41,11 @@ def _parse_prompts(value: object) -> list[Prompt]:
 
 
 def _is_token_ids(value: object) -> bool:
-    return isinstance(value, list) and set(map(type, value)) <= {int}
+    """Refuses bool, a subclass of int."""
+    if not isinstance(value, list):
+        return False
+    types = set(map(type, value))
+    return types <= {int} or (types <= {int, float} and set(map(type, as_integers(value))) <= {int})
 
 
 _TokenIds = Annotated[list[TokenId], Field(min_length=1)]
@@ -47,6 +54,7 @@ _PromptList = Annotated[list[Text], Field(min_length=1)] | Annotated[list[_Token
 Prompts = Annotated[list[Prompt], PlainValidator(_parse_prompts, Text | _TokenIds | _PromptList)]
 
 
+@with_known_fields("completions")
 class CompletionRequest(SamplingFields):
     """prompt: one or more prompts.
     logprobs: return the log-probability of each sampled token and of this many most likely tokens.
@@ -56,12 +64,9 @@ class CompletionRequest(SamplingFields):
     """
 
     prompt: Prompts
-    logprobs: Annotated[int | None, Field(ge=0)] = None
+    logprobs: Annotated[int | None, Field(ge=0), WHOLE_FLOATS] = None
     echo: Annotated[bool, NullMeans(False)] = False
-    max_tokens: Annotated[int | None, Field(ge=0)] = None
-
-    best_of: Annotated[int | None, Field(ge=1)] = None  # must equal n
-    suffix: Annotated[Any, Only(None)] = None
+    max_tokens: Annotated[int | None, Field(ge=0), WHOLE_FLOATS] = None
 
     @property
     def num_sequences(self) -> int:

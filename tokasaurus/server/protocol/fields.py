@@ -5,10 +5,18 @@ Null means the default for every optional field: OpenAI's clients send it. An un
 validator of our own parses a field, `PlainValidator`'s second argument is its form on the OpenAPI page.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -45,6 +53,11 @@ def not_implemented(message: str) -> PydanticCustomError:
     return PydanticCustomError("not_implemented", "{message}", {"message": message})
 
 
+def field_not_implemented(message: str) -> PydanticCustomError:
+    """As `not_implemented`, for a field as a whole."""
+    return PydanticCustomError("field_not_implemented", "{message}", {"message": message})
+
+
 def missing() -> PydanticCustomError:
     return PydanticCustomError("missing", "is required")
 
@@ -66,7 +79,23 @@ class Only:
         if any(type(value) is type(neutral) and value == neutral for neutral in self._neutral):
             return value
         allowed = " and ".join(orjson.dumps(neutral).decode() for neutral in self._neutral)
-        raise not_implemented(f"is not implemented beyond {allowed}")
+        raise field_not_implemented(f"is not implemented beyond {allowed}")
+
+
+def as_integer(value: object) -> object:
+    """16 for 16.0, since some clients write every number with a point; other values as they are.
+
+    Beyond 2^53 a float may stand for several integers: JSON's -9223372036854775809 is read as one."""
+    return int(value) if type(value) is float and value.is_integer() and abs(value) <= 2**53 else value
+
+
+WHOLE_FLOATS = BeforeValidator(as_integer)
+"""Metadata of an integer, after its bounds: accepts 16.0 for 16."""
+
+
+def as_integers(values: list[Any]) -> list[Any]:
+    """As `as_integer`, for each value of a list."""
+    return values if float not in set(map(type, values)) else list(map(as_integer, values))
 
 
 class NullMeans:

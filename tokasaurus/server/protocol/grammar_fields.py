@@ -1,4 +1,5 @@
-"""Fields that constrain the format of the text: OpenAI's response_format, vLLM's structured_outputs and guided_*.
+"""Fields that constrain the format of the text: OpenAI's response_format, vLLM's structured_outputs and guided_*,
+SGLang's json_schema, regex and ebnf, and llama.cpp's grammar.
 
 Each is parsed to a GrammarSource, or None if it sets no constraint. The grammar itself is validated later, by
 `server.grammars`.
@@ -119,14 +120,23 @@ def _parse_response_format(value: object) -> GrammarSource | None:
         _check_keys(value, ("type",), "")
         return None
     if kind == "json_object":
-        _check_keys(value, ("type",), "")
-        return _json_source(dict(ANY_OBJECT), "response_format")
+        _check_keys(value, ("type", "schema"), "")
+        schema = value.get("schema")  # llama.cpp's and together.ai's
+        return _json_source(dict(ANY_OBJECT) if schema is None else schema, "response_format")
     if kind == "json_schema":
-        _check_keys(value, ("type", "json_schema"), "")
+        given = [name for name in ("json_schema", "schema", "value") if value.get(name) is not None]
+        _check_keys(value, ("type", "json_schema", "schema", "value"), "")
+        if len(given) > 1:
+            raise value_error(f"must have just one of json_schema, schema and value; it has {' and '.join(given)}")
+        if given in (["schema"], ["value"]):  # llama.cpp's and together.ai's; TGI's
+            return _json_source(value[given[0]], "response_format")
         return _parse_json_schema(value.get("json_schema"))
+    if kind in ("json", "regex"):  # TGI's
+        _check_keys(value, ("type", "value"), "")
+        return _SOURCES[kind](value.get("value"), "response_format")
     if kind == "structural_tag":
         raise not_implemented("of type structural_tag is not implemented")
-    raise value_error('must have "text", "json_object" or "json_schema" as its "type"')
+    raise value_error('must have "text", "json_object", "json_schema", "json" or "regex" as its "type"')
 
 
 def _parse_json_schema(value: object) -> GrammarSource:
@@ -146,8 +156,12 @@ def _parse_json_schema(value: object) -> GrammarSource:
     return _json_source(value["schema"], "response_format")
 
 
+BACKENDS = (None, "auto", "guidance")
+"""Names of what follows grammars here, as vLLM has them."""
+
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
-_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "structural_tag")
+_REFUSED_OPTIONS = ("disable_additional_properties", "whitespace_pattern", "structural_tag")
+_OPTIONS = ("disable_any_whitespace", *_REFUSED_OPTIONS, "backend")
 
 
 def _parse_structured_outputs(value: object) -> GrammarSource | None:
@@ -159,9 +173,11 @@ def _parse_structured_outputs(value: object) -> GrammarSource | None:
     for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
         if not isinstance(value.get(name), bool | None):
             raise value_error(f"must have true or false as its {name}")
-    for name in ("disable_additional_properties", "whitespace_pattern", "structural_tag"):
+    for name in _REFUSED_OPTIONS:
         if value.get(name) not in (None, False):
             raise not_implemented(f"contains {name}, which is not implemented")
+    if value.get("backend") not in BACKENDS:
+        raise not_implemented('has a backend that is not implemented: only null, "auto" and "guidance" are accepted')
     asked = [kind for kind in _KINDS if value.get(kind) not in (None, False)]
     if len(asked) != 1:
         found = " and ".join(asked) or "none"
@@ -191,7 +207,38 @@ _Choices = Annotated[list[str], Field(min_length=1)]
 
 
 class PlainFormat(StrictObject):
-    type: Literal["text", "json_object"]
+    type: Literal["text"]
+
+
+_Schema = dict[str, Any] | Text
+
+
+class ObjectFormat(StrictObject):
+    """schema: of llama.cpp and together.ai."""
+
+    type: Literal["json_object"]
+    schema_: Annotated[_Schema | None, Field(alias="schema")] = None
+
+
+class ValueFormat(StrictObject):
+    """TGI's."""
+
+    type: Literal["json", "json_schema"]
+    value: _Schema
+
+
+class RegexFormat(StrictObject):
+    """TGI's."""
+
+    type: Literal["regex"]
+    value: Text
+
+
+class SchemaFormat(StrictObject):
+    """Of llama.cpp and together.ai."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[_Schema, Field(alias="schema")]
 
 
 class NamedSchema(StrictObject):
@@ -217,6 +264,7 @@ class StructuredOutputsForm(StrictObject):
     grammar: Text | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool | None = None
+    backend: Literal["auto", "guidance"] | None = None
 
 
 def _guided(kind: str, form: Any) -> PlainValidator:
@@ -224,9 +272,8 @@ def _guided(kind: str, form: Any) -> PlainValidator:
     return PlainValidator(lambda value: None if value is None else _SOURCES[kind](value, param), form | None)
 
 
-ResponseFormat = Annotated[
-    GrammarSource | None, PlainValidator(_parse_response_format, PlainFormat | JsonSchemaFormat | None)
-]
+_Formats = PlainFormat | ObjectFormat | JsonSchemaFormat | ValueFormat | SchemaFormat | RegexFormat
+ResponseFormat = Annotated[GrammarSource | None, PlainValidator(_parse_response_format, _Formats | None)]
 StructuredOutputs = Annotated[
     GrammarSource | None, PlainValidator(_parse_structured_outputs, StructuredOutputsForm | None)
 ]
@@ -234,3 +281,16 @@ GuidedJson = Annotated[GrammarSource | None, _guided("json", dict[str, Any] | Te
 GuidedRegex = Annotated[GrammarSource | None, _guided("regex", Text)]
 GuidedChoice = Annotated[GrammarSource | None, _guided("choice", _Choices)]
 GuidedGrammar = Annotated[GrammarSource | None, _guided("grammar", Text)]
+
+
+def _top(param: str, kind: str, form: Any) -> PlainValidator:
+    """A field of its own, which clients also send empty for no grammar."""
+    return PlainValidator(
+        lambda value: None if value is None or value in ("", {}) else _SOURCES[kind](value, param), form | None
+    )
+
+
+TopJsonSchema = Annotated[GrammarSource | None, _top("json_schema", "json", dict[str, Any] | str)]
+TopRegex = Annotated[GrammarSource | None, _top("regex", "regex", str)]
+TopEbnf = Annotated[GrammarSource | None, _top("ebnf", "grammar", str)]
+TopGrammar = Annotated[GrammarSource | None, _top("grammar", "grammar", str)]

@@ -11,7 +11,7 @@ from pydantic import (
 )
 
 from tokasaurus.messages.generation import LOGPROBS_MODES, MAX_STOP_TOKEN_IDS, LogprobsMode
-from tokasaurus.server.protocol.fields import NullMeans, Only, Text, TokenId, value_error
+from tokasaurus.server.protocol.fields import WHOLE_FLOATS, NullMeans, Only, Text, TokenId, as_integers, value_error
 from tokasaurus.server.protocol.grammar_fields import (
     GuidedChoice,
     GuidedGrammar,
@@ -19,6 +19,10 @@ from tokasaurus.server.protocol.grammar_fields import (
     GuidedRegex,
     ResponseFormat,
     StructuredOutputs,
+    TopEbnf,
+    TopGrammar,
+    TopJsonSchema,
+    TopRegex,
 )
 
 MAX_CACHE_SALT_BYTES = 1024  # in UTF-8
@@ -41,11 +45,18 @@ StopStrings = Annotated[tuple[str, ...], PlainValidator(_parse_stop, Text | list
 
 
 def _parse_stop_token_ids(value: object) -> tuple[int, ...]:
+    return _parse_ids(value, MAX_STOP_TOKEN_IDS)
+
+
+def _parse_ids(value: object, most: int) -> tuple[int, ...]:
     ids = [] if value is None else value
-    if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
+    if not isinstance(ids, list):
         raise value_error("must be a list of token ids")
-    if len(ids) > MAX_STOP_TOKEN_IDS:
-        raise value_error(f"may have at most {MAX_STOP_TOKEN_IDS} token ids")
+    if len(ids) > most:
+        raise value_error(f"may have at most {most} token ids")
+    ids = as_integers(ids)
+    if not set(map(type, ids)) <= {int}:
+        raise value_error("must be a list of token ids")
     return tuple(ids)
 
 
@@ -131,8 +142,8 @@ def _parse_logprobs_mode(value: object) -> object:
 AskedLogprobsMode = Annotated[LogprobsMode | None, PlainValidator(_parse_logprobs_mode, LogprobsMode | None)]
 
 
-Seed = Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)]  # signed or unsigned 64 bits
-Priority = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), NullMeans(0)]
+Seed = Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1), WHOLE_FLOATS]  # signed or unsigned 64 bits
+Priority = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE_FLOATS, NullMeans(0)]
 
 
 class SamplingNumbers(BaseModel):
@@ -142,7 +153,7 @@ class SamplingNumbers(BaseModel):
 
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False), NullMeans(1.0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), NullMeans(1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=-1), NullMeans(-1)] = -1  # -1 and 0: no limit
+    top_k: Annotated[int, Field(ge=-1), WHOLE_FLOATS, NullMeans(-1)] = -1  # -1 and 0: no limit
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), NullMeans(0.0)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -171,14 +182,18 @@ class SamplingFields(SamplingNumbers):
     response_format, structured_outputs and guided_* (the last two are vLLM's): the format of the text, see
     grammar_fields.
 
-    Accepted without effect, since they do not concern the generated text: user, metadata, store=false, service_tier
-    auto or default, safety_identifier, prompt_cache_key.
+    json_schema, regex, ebnf (SGLang's), grammar (llama.cpp's): the same.
+    best_of: must equal n.
+
+    Accepted without effect, since they do not concern the generated text: user, metadata, safety_identifier,
+    prompt_cache_key, spaces_between_special_tokens. `with_known_fields` adds those with neutral values only.
     """
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1), NullMeans(1)] = 1
-    max_tokens: Annotated[int | None, Field(ge=1)] = None
-    min_tokens: Annotated[int, Field(ge=0), NullMeans(0)] = 0
+    n: Annotated[int, Field(ge=1), WHOLE_FLOATS, NullMeans(1)] = 1
+    best_of: Annotated[int | None, Field(ge=1), WHOLE_FLOATS] = None
+    max_tokens: Annotated[int | None, Field(ge=1), WHOLE_FLOATS] = None
+    min_tokens: Annotated[int, Field(ge=0), WHOLE_FLOATS, NullMeans(0)] = 0
     seed: Seed = None
     cache_salt: CacheSalt = ""
     priority: Priority = 0
@@ -186,14 +201,13 @@ class SamplingFields(SamplingNumbers):
     logprobs_in_fingerprint: Annotated[bool, NullMeans(False)] = False
     return_token_ids: Annotated[bool, NullMeans(False)] = False
     return_tokens_as_token_ids: Annotated[bool, NullMeans(False)] = False
-    prompt_logprobs: Annotated[int | None, Field(ge=0)] = None
+    prompt_logprobs: Annotated[int | None, Field(ge=0), WHOLE_FLOATS] = None
 
     user: str | None = None
     metadata: Metadata = None
-    store: Annotated[Any, Only(None, False)] = None
-    service_tier: Annotated[Any, Only(None, "auto", "default")] = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    spaces_between_special_tokens: bool | None = None
 
     stream: Annotated[bool, NullMeans(False)] = False
     stream_options: StreamOptions | None = None
@@ -204,9 +218,10 @@ class SamplingFields(SamplingNumbers):
     guided_regex: GuidedRegex = None
     guided_choice: GuidedChoice = None
     guided_grammar: GuidedGrammar = None
-    guided_decoding_backend: Annotated[Any, Only(None)] = None
-    guided_whitespace_pattern: Annotated[Any, Only(None)] = None
-    structural_tag: Annotated[Any, Only(None)] = None
+    json_schema: TopJsonSchema = None
+    regex: TopRegex = None
+    ebnf: TopEbnf = None
+    grammar: TopGrammar = None
 
     @property
     def num_sequences(self) -> int:

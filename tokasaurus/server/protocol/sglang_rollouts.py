@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator
 
 from tokasaurus.server.protocol.answers import Usage
-from tokasaurus.server.protocol.fields import NullMeans, Only, OptionalObject, StrictObject, Text, TokenId
+from tokasaurus.server.protocol.fields import WHOLE_FLOATS, NullMeans, Only, OptionalObject, StrictObject, Text, TokenId
 from tokasaurus.server.protocol.sampling_fields import CacheSalt, SamplingNumbers, Seed
 from tokasaurus.server.protocol.vllm_rollouts import VersionName, parse_token_ids
 
@@ -32,8 +32,8 @@ class TextSampling(SamplingNumbers):
     Without effect, as for the tokenizers that are served: spaces_between_special_tokens.
     """
 
-    max_new_tokens: Annotated[int | None, Field(ge=0)] = DEFAULT_NEW_TOKENS
-    min_new_tokens: Annotated[int, Field(ge=0), NullMeans(0)] = 0
+    max_new_tokens: Annotated[int | None, Field(ge=0), WHOLE_FLOATS] = DEFAULT_NEW_TOKENS
+    min_new_tokens: Annotated[int, Field(ge=0), WHOLE_FLOATS, NullMeans(0)] = 0
     sampling_seed: Seed = None
     skip_special_tokens: Annotated[bool, NullMeans(True)] = True
     no_stop_trim: Annotated[bool, NullMeans(False)] = False
@@ -69,8 +69,8 @@ class GenerateRequest(StrictObject):
     rid: Text | None = None
     session_id: str | None = None
     return_logprob: Annotated[bool, NullMeans(False)] = False
-    logprob_start_len: Annotated[int, Field(ge=-1), NullMeans(-1)] = -1
-    top_logprobs_num: Annotated[int, Field(ge=0), NullMeans(0)] = 0
+    logprob_start_len: Annotated[int, Field(ge=-1), WHOLE_FLOATS, NullMeans(-1)] = -1
+    top_logprobs_num: Annotated[int, Field(ge=0), WHOLE_FLOATS, NullMeans(0)] = 0
     return_text_in_logprobs: Annotated[bool, NullMeans(False)] = False
     return_prompt_token_ids: Annotated[bool, NullMeans(False)] = False
     stream: Annotated[bool, NullMeans(False)] = False

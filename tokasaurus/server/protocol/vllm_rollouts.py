@@ -9,12 +9,14 @@ from pydantic import Field, PlainValidator
 from tokasaurus.messages.generation import FinishReason
 from tokasaurus.server.protocol.answers import Usage, WrittenPromptLogprobs
 from tokasaurus.server.protocol.fields import (
+    WHOLE_FLOATS,
     NullMeans,
     Only,
     OptionalObject,
     StrictObject,
     Text,
     TokenId,
+    as_integers,
     not_implemented,
     value_error,
 )
@@ -29,6 +31,8 @@ VersionName = Annotated[str, Field(min_length=1, max_length=256)]
 
 def parse_token_ids(value: object) -> list[int]:
     """For validators: a list with at least one token id. Ids are compared with the vocabulary later."""
+    if isinstance(value, list):
+        value = as_integers(value)
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:  # refuses bool, a subclass of int
         raise value_error("must be a list of token ids")
     if not value:
@@ -50,12 +54,12 @@ class TokensSampling(SamplingNumbers):
     object: output_kind. Without effect, since no routed experts are returned: routed_experts_prompt_start.
     """
 
-    n: Annotated[int, Field(ge=1), NullMeans(1)] = 1
-    max_tokens: Annotated[int | None, Field(ge=1)] = None
-    min_tokens: Annotated[int, Field(ge=0), NullMeans(0)] = 0
+    n: Annotated[int, Field(ge=1), WHOLE_FLOATS, NullMeans(1)] = 1
+    max_tokens: Annotated[int | None, Field(ge=1), WHOLE_FLOATS] = None
+    min_tokens: Annotated[int, Field(ge=0), WHOLE_FLOATS, NullMeans(0)] = 0
     seed: Seed = None
-    logprobs: Annotated[int | None, Field(ge=0)] = None
-    prompt_logprobs: Annotated[int | None, Field(ge=0)] = None
+    logprobs: Annotated[int | None, Field(ge=0), WHOLE_FLOATS] = None
+    prompt_logprobs: Annotated[int | None, Field(ge=0), WHOLE_FLOATS] = None
     structured_outputs: StructuredOutputs = None
     cache_salt: CacheSalt = ""
 
@@ -63,8 +67,8 @@ class TokensSampling(SamplingNumbers):
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     detokenize: bool | None = None
-    output_kind: Annotated[int | None, Field(ge=0, le=2)] = None
-    routed_experts_prompt_start: Annotated[int | None, Field(ge=0)] = None
+    output_kind: Annotated[int | None, Field(ge=0, le=2), WHOLE_FLOATS] = None
+    routed_experts_prompt_start: Annotated[int | None, Field(ge=0), WHOLE_FLOATS] = None
 
     bad_words: Annotated[Any, Only(None, [])] = None
     allowed_token_ids: Annotated[Any, Only(None)] = None

@@ -12,7 +12,7 @@ from tokasaurus.messages.generation import FinishReason, GenerateRequest, Sequen
 from tokasaurus.random_ids import random_id
 from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.prepare.requests import Prepared
-from tokasaurus.server.protocol.answers import PromptTokensDetails, Usage
+from tokasaurus.server.protocol.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from tokasaurus.server.protocol.chat import (
     ArgumentsFragment,
     AssistantMessage,
@@ -20,6 +20,9 @@ from tokasaurus.server.protocol.chat import (
     ChatFinishReason,
     ContentDelta,
     EmptyDelta,
+    ReasoningCallingMessage,
+    ReasoningDelta,
+    ReasoningMessage,
     ToolCallFragment,
     ToolCallsDelta,
     ToolCallStart,
@@ -28,6 +31,7 @@ from tokasaurus.server.protocol.tools import ToolCall, ToolCallFunction
 from tokasaurus.server.respond.logprobs import TokenLogprob, TokenOffsets, build_token_logprobs
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tools.parser import CallFragment, CallReader, CallRules
+from tokasaurus.server.tools.reasoning import ReasoningReader, ReasoningRules
 from tokasaurus.text.detokenizer import make_detokenizer
 from tokasaurus.text.stop_strings import StopScanner
 from tokasaurus.text.token_decoder import PROMPT_TAIL_TOKENS
@@ -38,7 +42,7 @@ class ChoiceDelta:
     """What a delta of the sequence adds to its choice."""
 
     text: str
-    """New text that is safe to send."""
+    """New text that is safe to send, without reasoning that is split off."""
     finish_reason: FinishReason | None
     """Set on the last delta only."""
     token_ids: list[int]
@@ -47,6 +51,36 @@ class ChoiceDelta:
     """With return_token_ids, one per token of `token_ids`. Otherwise tokens whose text begins in the text returned so
     far, each returned once, without all tokens from the start of a stop string on and, unless the prompt is echoed, the
     end token. None if logprobs were not requested or are in the fingerprint."""
+    reasoning: str = ""
+    """New reasoning that is split off the text and safe to send."""
+    num_reasoning_tokens: int = 0
+    """Tokens, of this delta or earlier ones, that have become known to be of reasoning or of its marks."""
+
+
+class _ReasoningSplit:
+    """Splits a choice's reasoning off its text, and counts its tokens."""
+
+    def __init__(self, rules: ReasoningRules, offsets: TokenOffsets) -> None:
+        """offsets: of the choice's tokens, from the first on."""
+        self._rules = rules
+        self._reader = ReasoningReader(rules.marks, rules.start)
+        self._token_offsets = offsets
+        self._uncounted: list[int] = []  # offsets of tokens that may be of reasoning
+
+    def add(self, text: str, token_ids: list[int], is_last: bool) -> tuple[str, str, int]:
+        """(new reasoning, new content, tokens newly known to be of reasoning). text: all new text. token_ids: all new
+        tokens but the end token."""
+        if not self._reader.is_over or self._uncounted:
+            self._uncounted += [self._token_offsets.next(token_id)[0] for token_id in token_ids]
+        reasoning, content = self._reader.add(text)
+        if is_last:
+            rest, rest_of_content = self._reader.finish()
+            reasoning, content = reasoning + rest, content + rest_of_content
+        num_tokens = bisect_left(self._uncounted, self._reader.num_characters)  # offsets never decrease
+        self._uncounted = [] if self._reader.is_over else self._uncounted[num_tokens:]
+        if not self._rules.is_separate:
+            return "", text, num_tokens
+        return reasoning if self._rules.is_included else "", content, num_tokens
 
 
 class Choice:
@@ -72,6 +106,9 @@ class Choice:
         self._stops = StopScanner(request.stop_strings)
         self._buffered_tokens: list[TokenLogprob] = []
         self._num_characters = 0
+        self._reasoning: _ReasoningSplit | None = None
+        if prepared.reasoning is not None:
+            self._reasoning = _ReasoningSplit(prepared.reasoning, TokenOffsets(model.tokenizer, self._tail))
         self._first_ids: list[int] = []  # collected until there are `min_tokens`
         self._num_exempt = 0 if request.min_tokens == 0 else None
         self._has_stopped = False
@@ -86,14 +123,18 @@ class Choice:
         decode = self._detokenizer.finish if is_last else self._detokenizer.add
         text = self._cut_text(decode(token_ids), token_ids, is_last)
         self._num_characters += len(text)
+        reasoning: tuple[str, int] = ("", 0)
+        if self._reasoning is not None:
+            new_reasoning, text, num_tokens = self._reasoning.add(text, token_ids, is_last)
+            reasoning = (new_reasoning, num_tokens)
         finish_reason: FinishReason | None = "stop" if is_last and self._has_stopped else delta.finish_reason
         if not self._wants_logprobs:
-            return ChoiceDelta(text, finish_reason, delta.token_ids, None)
+            return ChoiceDelta(text, finish_reason, delta.token_ids, None, *reasoning)
         assert delta.logprobs is not None, "the engine returns logprobs if they are requested"
         if self._has_end_logprobs or self._is_parallel_to_ids:
             token_ids = delta.token_ids
         self._buffered_tokens += build_token_logprobs(token_ids, delta.logprobs, delta.top, self._offsets)
-        return ChoiceDelta(text, finish_reason, delta.token_ids, self._remove_sent_tokens(is_last))
+        return ChoiceDelta(text, finish_reason, delta.token_ids, self._remove_sent_tokens(is_last), *reasoning)
 
     def _without_end_token(self, token_ids: list[int]) -> list[int]:
         """The last delta's tokens without the eos or stop token that ended the sequence, which has no text."""
@@ -155,6 +196,7 @@ class UsageCounter:
         self._prepared = prepared
         self._prompt_tokens = sum(len(request.prompt_ids) for request in prepared.requests)
         self._completion_tokens = self._cached = self._computed = self._shared = self._recomputed = 0
+        self._reasoning_tokens = 0
         self._requests: dict[int, _RequestCount] = {}  # by request index, from the first delta on
         # (request index, sequence index) -> (computed, shared, recomputed) so far of an unfinished sequence
         self._counted: dict[tuple[int, int], tuple[int, int, int]] = {}
@@ -173,6 +215,10 @@ class UsageCounter:
         self._shared += now[1] - before[1]
         self._recomputed += now[2] - before[2]
 
+    def add_reasoning(self, num_tokens: int) -> None:
+        """num_tokens: of a `ChoiceDelta`."""
+        self._reasoning_tokens += num_tokens
+
     def _add_cached(self, request_index: int, num_cached: int) -> None:
         """Of a request's samples, the one with the fewest cached tokens computed all that earlier requests had not
         cached. The other samples may have read some of that from the cache, which is not counted.
@@ -190,21 +236,44 @@ class UsageCounter:
         """The counts of all that was added."""
         details = PromptTokensDetails(self._cached, self._computed, self._shared, self._recomputed)
         total = self._prompt_tokens + self._completion_tokens
-        return Usage(self._prompt_tokens, self._completion_tokens, total, details)
+        completion_details = CompletionTokensDetails(self._reasoning_tokens)
+        return Usage(self._prompt_tokens, self._completion_tokens, total, details, completion_details)
 
 
-CallDelta = ContentDelta | ToolCallsDelta | EmptyDelta
+MessageDelta = ReasoningDelta | ContentDelta | ToolCallsDelta | EmptyDelta
 
 
 def build_message(
-    text: str, finish_reason: FinishReason, rules: CallRules
-) -> tuple[AssistantMessage | CallingMessage, ChatFinishReason]:
-    """The message of one sequence, and its finish reason."""
+    whole: ChoiceDelta, prepared: Prepared
+) -> tuple[AssistantMessage | CallingMessage | ReasoningMessage | ReasoningCallingMessage, ChatFinishReason]:
+    """The message of one choice, and its finish reason. whole: the only delta of the choice."""
+    assert whole.finish_reason is not None, "its only delta is the last"
+    content: str | None = whole.text
+    calls: list[ToolCall] = []
+    finish_reason: ChatFinishReason = whole.finish_reason
+    if prepared.calls is not None:
+        content, calls = _read_calls(whole.text, prepared.calls)
+        if calls:
+            finish_reason = _finish_reason(whole.finish_reason, prepared.calls)
+    if prepared.reasoning is None:
+        return (CallingMessage(content, calls) if calls else AssistantMessage(content)), finish_reason
+    if whole.reasoning:
+        content = content or None
+    reasoning = whole.reasoning or None
+    if calls:
+        message = ReasoningCallingMessage(content, calls, reasoning_content=reasoning, reasoning=reasoning)
+        return message, finish_reason
+    return ReasoningMessage(content, reasoning_content=reasoning, reasoning=reasoning), finish_reason
+
+
+def _read_calls(text: str, rules: CallRules) -> tuple[str | None, list[ToolCall]]:
+    """The content and the calls of one answer. The content is null if it is empty and there are calls, or if it was cut
+    before the first of the calls that it had to make."""
     reader = CallReader(rules)
     output = [*reader.add(text), *reader.finish()]
     content = "".join(item for item in output if isinstance(item, str))
     if reader.num_calls == 0:
-        return AssistantMessage(None if rules.is_forced else content), finish_reason
+        return None if rules.is_forced else content, []
     names: list[str] = []
     arguments: list[list[str]] = []
     for item in output:
@@ -217,43 +286,63 @@ def build_message(
         ToolCall(_new_id(), ToolCallFunction(name, "".join(parts)))
         for name, parts in zip(names, arguments, strict=True)
     ]
-    return CallingMessage(content or None, calls), _finish_reason(finish_reason, rules)
+    return content or None, calls
 
 
-class CallStream:
-    """Turns the new text of one streamed sequence into deltas, which together make up the message of a whole answer."""
+class MessageStream:
+    """Turns the deltas of one streamed choice into deltas of its message, which together make up the message of a whole
+    answer."""
 
-    def __init__(self, rules: CallRules) -> None:
-        self._rules = rules
-        self._reader = CallReader(rules)
+    def __init__(self, prepared: Prepared) -> None:
+        self._rules = prepared.calls
+        self._reader = None if prepared.calls is None else CallReader(prepared.calls)
+        self._has_reasoning = False
         self._has_content = False
 
-    def add(self, text: str, is_last: bool) -> list[CallDelta]:
-        """The deltas for more text; at least one if `is_last`."""
-        output = self._reader.add(text)
-        if is_last:
-            output += self._reader.finish()
-        deltas: list[CallDelta] = []
-        for item in output:
+    @staticmethod
+    def starts_with_content(prepared: Prepared) -> bool:
+        """Whether the first delta has the content "", which cannot be withdrawn. An answer with calls, or with nothing
+        but reasoning, may have none."""
+        return prepared.calls is None and prepared.reasoning is None
+
+    def add(self, delta: ChoiceDelta) -> list[MessageDelta]:
+        """The deltas for the choice's next delta; at least one if it is the last."""
+        is_last = delta.finish_reason is not None
+        deltas: list[MessageDelta] = []
+        if delta.reasoning:
+            self._has_reasoning = True
+            deltas.append(ReasoningDelta(delta.reasoning, delta.reasoning))
+        for item in self._read(delta.text, is_last):
             if isinstance(item, str):
                 self._has_content = True
                 deltas.append(ContentDelta(item))
             else:
                 deltas += _call_deltas(item)
-        if is_last and not deltas:
-            # an answer without calls has content, even if it is empty, unless its calls were forced
-            needs_content = self._reader.num_calls == 0 and not self._has_content and not self._rules.is_forced
-            deltas.append(ContentDelta("") if needs_content else EmptyDelta())
-        return deltas
+        if is_last and not self._has_content and not self._may_lack_content():
+            deltas.append(ContentDelta(""))
+        return deltas or ([EmptyDelta()] if is_last else [])
+
+    def _read(self, text: str, is_last: bool) -> list[str | CallFragment]:
+        if self._reader is None:
+            return [text] if text else []
+        return [*self._reader.add(text), *(self._reader.finish() if is_last else [])]
+
+    def _may_lack_content(self) -> bool:
+        """Whether an answer without content has null as its content, and not an empty text."""
+        if self._rules is not None and self._reader is not None and (self._reader.num_calls or self._rules.is_forced):
+            return True
+        return self._has_reasoning
 
     def finish_reason(self, finish_reason: FinishReason) -> ChatFinishReason:
-        """The choice's finish reason, after the last text has been added."""
-        return _finish_reason(finish_reason, self._rules) if self._reader.num_calls else finish_reason
+        """The choice's finish reason, after the last delta has been added."""
+        if self._rules is None or self._reader is None or self._reader.num_calls == 0:
+            return finish_reason
+        return _finish_reason(finish_reason, self._rules)
 
 
-def _call_deltas(fragment: CallFragment) -> list[CallDelta]:
+def _call_deltas(fragment: CallFragment) -> list[MessageDelta]:
     """Each delta contains one fragment: clients join fragments of one index across deltas, not within a delta."""
-    deltas: list[CallDelta] = []
+    deltas: list[MessageDelta] = []
     if fragment.name is not None:
         start = ToolCallStart(fragment.index, _new_id(), ToolCallFunction(fragment.name, ""))
         deltas.append(ToolCallsDelta([start]))

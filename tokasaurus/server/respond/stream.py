@@ -28,7 +28,7 @@ from tokasaurus.server.protocol.completions import (
     CompletionLogprobs,
 )
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
-from tokasaurus.server.respond.choice import CallDelta, CallStream, Choice, ChoiceDelta, UsageCounter
+from tokasaurus.server.respond.choice import Choice, ChoiceDelta, MessageDelta, MessageStream, UsageCounter
 from tokasaurus.server.respond.logprobs import build_chat_logprobs, build_completion_logprobs
 from tokasaurus.server.respond.versions import weight_spans
 from tokasaurus.server.respond.whole import build_echo, token_names
@@ -75,7 +75,8 @@ class AnswerStream(ABC):
         events: list[bytes] = []
         shows_ids = self._prepared.return_token_ids
         for index, delta, spans in added:
-            if delta.text or delta.logprobs or delta.finish_reason is not None or (shows_ids and delta.token_ids):
+            has_text = delta.text != "" or delta.reasoning != ""
+            if has_text or delta.logprobs or delta.finish_reason is not None or (shows_ids and delta.token_ids):
                 choices = self._chunk_choices(index, delta)
                 events += [self._event([choice], usage) for choice in (choices if spans is None else choices[:-1])]
                 if spans is not None:
@@ -122,6 +123,7 @@ class AnswerStream(ABC):
         if delta.finish_reason is None:
             self._choices[key] = choice
         added, spans = choice.add(delta), None
+        self._usage.add_reasoning(added.num_reasoning_tokens)
         if delta.finish_reason is not None and self._model.rl:
             spans = weight_spans(delta.weight_versions, choice.num_tokens)
         return added, spans
@@ -220,11 +222,9 @@ class ChatStream(AnswerStream):
 
     def __init__(self, prepared: Prepared, model: ServedModel, options: StreamOptions) -> None:
         super().__init__(prepared, model, options)
-        rules = prepared.calls
-        self._rules = rules
-        self._call_streams: dict[int, CallStream] = {}  # by choice, as `_choices`
-        # With tools the content starts as null: an answer with calls may have none, and "" cannot be withdrawn.
-        self._role = RoleDelta(content="" if rules is None else None)
+        self._messages: dict[int, MessageStream] = {}  # by choice, as `_choices`
+        self._is_plain = MessageStream.starts_with_content(prepared)
+        self._role = RoleDelta(content="" if self._is_plain else None)
 
     def shows_prompts(self, _deltas: Sequence[tuple[int, SequenceDelta]]) -> bool:
         return self._prepared.return_token_ids and self.num_unsent_first > 0
@@ -243,15 +243,15 @@ class ChatStream(AnswerStream):
 
     def _chunk_choices(self, index: int, delta: ChoiceDelta) -> list[ChatChunkChoice]:
         logprobs = None if delta.logprobs is None else build_chat_logprobs(delta.logprobs, self._names)
-        contents: list[CallDelta] = [ContentDelta(delta.text)]
+        contents: list[MessageDelta] = [ContentDelta(delta.text)]
         finish_reason: ChatFinishReason | None = delta.finish_reason
-        if self._rules is not None:
-            calls = self._call_streams.pop(index, None) or CallStream(self._rules)
+        if not self._is_plain:
+            message = self._messages.pop(index, None) or MessageStream(self._prepared)
             if delta.finish_reason is None:
-                self._call_streams[index] = calls
-            contents = calls.add(delta.text, is_last=delta.finish_reason is not None)
+                self._messages[index] = message
+            contents = message.add(delta)
             if delta.finish_reason is not None:
-                finish_reason = calls.finish_reason(delta.finish_reason)
+                finish_reason = message.finish_reason(delta.finish_reason)
             elif not contents and (delta.logprobs or self._prepared.return_token_ids):
                 contents = [EmptyDelta()]
         choices: list[ChatChunkChoice] = []

@@ -12,12 +12,9 @@ from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.answers import Usage
 from tokasaurus.server.protocol.chat import (
-    AssistantMessage,
-    CallingMessage,
     ChatChoice,
     ChatChoiceWithIds,
     ChatCompletion,
-    ChatFinishReason,
     ExtendedChatCompletion,
 )
 from tokasaurus.server.protocol.completions import (
@@ -90,20 +87,18 @@ def build_chat_completion(
 ) -> ChatCompletion:
     """The answer to a body. results: the sequences of each of `prepared.requests`, in order."""
     choices: list[ChatChoice] = []
-    for index, whole in enumerate(_whole_choices(prepared, results, model)):
-        assert whole.finish_reason is not None, "its only delta is the last"
+    wholes = _whole_choices(prepared, results, model)
+    for index, whole in enumerate(wholes):
         logprobs = None if whole.logprobs is None else build_chat_logprobs(whole.logprobs, token_names(prepared, model))
-        message: AssistantMessage | CallingMessage = AssistantMessage(whole.text)
-        finish_reason: ChatFinishReason = whole.finish_reason
-        if prepared.calls is not None:
-            message, finish_reason = build_message(whole.text, whole.finish_reason, prepared.calls)
+        message, finish_reason = build_message(whole, prepared)
         choice = (index, message, logprobs, finish_reason)
         if prepared.return_token_ids:
             choices.append(ChatChoiceWithIds(*choice, whole.token_ids))
         else:
             choices.append(ChatChoice(*choice))
     object_name: Literal["chat.completion"] = "chat.completion"
-    fingerprint, usage = _fingerprint(prepared, results, model), build_usage(prepared, results)
+    num_reasoning_tokens = sum(whole.num_reasoning_tokens for whole in wholes)
+    fingerprint, usage = _fingerprint(prepared, results, model), build_usage(prepared, results, num_reasoning_tokens)
     fields = (prepared.response_id, object_name, int(time.time()), model.name, fingerprint, choices, usage)
     prompt_logprobs = write_prompt_logprobs(0, prepared, results[0][0].prompt_logprobs, model)
     prompt_ids = prepared.requests[0].prompt_ids.tolist() if prepared.return_token_ids else None
@@ -207,9 +202,12 @@ def token_names(prepared: Prepared, model: ServedModel) -> TokenNames:
     return TokenNames(model.tokenizer, prepared.return_tokens_as_token_ids)
 
 
-def build_usage(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]]) -> Usage:
+def build_usage(
+    prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], num_reasoning_tokens: int = 0
+) -> Usage:
     """The token counts of a whole answer."""
     counter = UsageCounter(prepared)
+    counter.add_reasoning(num_reasoning_tokens)
     for request_index, sequences in enumerate(results):
         for sequence_index, sequence in enumerate(sequences):
             counter.add(request_index, sequence_index, sequence)

@@ -7,11 +7,12 @@ buffered, so that text that turns out to be no call becomes content exactly as i
 """
 
 import re
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from tokasaurus.server.tools.formats import ToolCallFormat
+from tokasaurus.server.tools.reasoning import REASONING_MARKS, Marks
 from tokasaurus.text.stop_strings import buffered_length
 
 _SPACE = " \t\n\r"
@@ -152,20 +153,6 @@ class JsonScanner:
 
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
-THINKING_MARKS = {
-    "<think>": "</think>",
-    "<thinking>": "</thinking>",
-    "<thought>": "</thought>",
-    "<reasoning>": "</reasoning>",
-    "<seed:think>": "</seed:think>",
-    "[THINK]": "[/THINK]",
-}
-"""Start of reasoning → its end. No call begins in between; what is there is content."""
-
-
-def is_in_thinking(text: str) -> bool:
-    """Whether reasoning has begun in the text and has not ended."""
-    return any(text.rfind(start) > text.rfind(end) for start, end in THINKING_MARKS.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,15 +195,6 @@ class _State(Enum):
     BRACE = auto()  # after the arguments, before the closing brace of the call
     END_MARK = auto()
     FINISHED = auto()  # all further text is dropped
-
-
-class _Marks:
-    """Marks to look for, of which none contains the beginning of another."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self.texts = list(texts)
-        self.longest = max(map(len, self.texts))
-        self.pattern = re.compile("|".join(map(re.escape, self.texts)))
 
 
 class _Reading(Enum):
@@ -317,9 +295,9 @@ class CallReader:
         self._start, self._end = rules.format.start_mark, rules.format.end_mark
         self._ignored = rules.format.ignored
         # Forced calls are not preceded by reasoning; its marks may occur in their arguments only.
-        self._content_marks = _Marks([self._start, *([] if rules.is_forced else THINKING_MARKS)])
-        self._thinking_ends = _Marks(THINKING_MARKS.values())
-        self._end_marks = _Marks([self._end])
+        self._content_marks = Marks([self._start, *([] if rules.is_forced else REASONING_MARKS)])
+        self._thinking_ends = Marks(REASONING_MARKS.values())
+        self._end_marks = Marks([self._end])
         is_thinking = rules.starts_in_thinking and not rules.is_forced
         self._state = _State.THINKING if is_thinking else _State.CONTENT
         self._buffered: list[str] = []  # text that may be content or part of a call
@@ -382,7 +360,7 @@ class CallReader:
             before, end, mark = found
             self._buffered = []
             self._show(before + mark)
-            self._thinking_ends = _Marks([THINKING_MARKS[mark]])
+            self._thinking_ends = Marks([REASONING_MARKS[mark]])
             self._state = _State.THINKING
             return end
         before, end = found[:2] if found else ("".join(self._buffered) + text[position:], len(text))
@@ -412,7 +390,7 @@ class CallReader:
         self._buffered = [before[len(shown) :]]
         return len(text)
 
-    def _find_mark(self, marks: _Marks, text: str, position: int) -> tuple[str, int, str] | None:
+    def _find_mark(self, marks: Marks, text: str, position: int) -> tuple[str, int, str] | None:
         """The first mark in the buffered and new text: (the text before it, its end in `text`, the mark); None if there
         is none."""
         buffered = "".join(self._buffered)

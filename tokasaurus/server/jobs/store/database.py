@@ -316,6 +316,7 @@ MIGRATIONS = (
         content BLOB NOT NULL
     ) STRICT;
     """,
+    "ALTER TABLE batches ADD COLUMN reasoning_tokens INTEGER NOT NULL DEFAULT 0",
 )
 
 

@@ -108,14 +108,15 @@ def record_results(connection: apsw.Connection, batch: int, results: Sequence[Li
     )
     connection.execute(
         "UPDATE batches SET num_completed = num_completed + ?, num_failed = num_failed + ?, "
-        "input_tokens = input_tokens + ?, cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ? "
-        "WHERE number = ?",
+        "input_tokens = input_tokens + ?, cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?, "
+        "reasoning_tokens = reasoning_tokens + ? WHERE number = ?",
         (
             sum(not result.has_failed for result in new),
             sum(result.has_failed for result in new),
             sum(result.input_tokens for result in new),
             sum(result.cached_tokens for result in new),
             sum(result.output_tokens for result in new),
+            sum(result.reasoning_tokens for result in new),
             batch,
         ),
     )

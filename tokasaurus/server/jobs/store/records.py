@@ -68,6 +68,7 @@ class BatchRecord:
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 class LineState(IntEnum):
@@ -117,6 +118,7 @@ class LineResult:
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 Record = TypeVar("Record", BatchRecord, FileRecord)

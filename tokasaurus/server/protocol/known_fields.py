@@ -1,0 +1,297 @@
+"""Fields of bodies that OpenAI and other servers know beyond the plain ones: which values are accepted here, and why
+others are refused.
+
+One table: bodies get their fields without effect from it (`with_known_fields`), errors their sentences, docs/fields.md
+its rows, and the tests their cases.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import orjson
+from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+from tokasaurus.server.protocol.fields import field_not_implemented
+
+Model = TypeVar("Model", bound=BaseModel)
+
+Endpoint = Literal["chat", "completions"]
+
+BOTH: tuple[Endpoint, ...] = ("chat", "completions")
+CHAT: tuple[Endpoint, ...] = ("chat",)
+COMPLETIONS: tuple[Endpoint, ...] = ("completions",)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownField:
+    """One row. Exactly one of `effect` and `instead` may be given; with neither, no value has an effect."""
+
+    servers: tuple[str, ...]
+    """Whose field it is."""
+    neutral: tuple[object, ...] = (None,)
+    """Values that are accepted and have no effect. Of a field without any effect, examples."""
+    endpoints: tuple[Endpoint, ...] = BOTH
+    effect: str = ""
+    """What the other values do here; "" if they are refused."""
+    examples: tuple[object, ...] = ()
+    """Values with that effect."""
+    instead: str = ""
+    """What refused values could be replaced by, or why they are refused; a clause after a semicolon."""
+    is_ignored: bool = False
+    """No value has an effect: the field does not concern the answers of this server."""
+
+    @property
+    def is_neutral_only(self) -> bool:
+        """All values but the neutral ones are refused."""
+        return not self.effect and not self.is_ignored
+
+
+def _built(effect: str, *examples: object) -> dict[str, Any]:
+    return {"effect": effect, "examples": examples}
+
+
+_OPENAI, _VLLM, _SGLANG, _TGI, _LLAMA = ("OpenAI",), ("vLLM",), ("SGLang",), ("TGI",), ("llama.cpp",)
+_BOTH_ENGINES = ("vLLM", "SGLang")
+_NO_MEDIA = "the models served here read and write text alone"
+_NO_BEAMS = "n samples with logprobs can be ranked by the client"
+_NO_ROUTING = "this server routes requests itself"
+
+KNOWN_FIELDS: Mapping[str, KnownField] = {
+    # OpenAI
+    "audio": KnownField(_OPENAI, endpoints=CHAT, instead=_NO_MEDIA),
+    "function_call": KnownField(_OPENAI, (None, "none", "auto"), CHAT, instead="tool_choice is its newer form"),
+    "functions": KnownField(_OPENAI, (None, []), CHAT, instead="tools is its newer form"),
+    "metadata": KnownField(_OPENAI, (None, {"a": "b"}), is_ignored=True),
+    "modalities": KnownField(_OPENAI, (None, ["text"]), CHAT, instead=_NO_MEDIA),
+    "moderation": KnownField(_OPENAI, endpoints=CHAT),
+    "prediction": KnownField(_OPENAI, endpoints=CHAT),
+    "prompt_cache_key": KnownField(_OPENAI, (None, "x"), is_ignored=True),
+    "prompt_cache_options": KnownField(_OPENAI, endpoints=CHAT, instead="cached prompts are found without it"),
+    "prompt_cache_retention": KnownField(_OPENAI, endpoints=CHAT, instead="prompts are cached while there is room"),
+    "safety_identifier": KnownField(_OPENAI, (None, "x"), is_ignored=True),
+    "service_tier": KnownField(_OPENAI, (None, "auto", "default"), instead="priority orders requests here"),
+    "store": KnownField(_OPENAI, (None, False), instead="answers are not kept"),
+    "suffix": KnownField(
+        _OPENAI, (None, ""), COMPLETIONS, instead="write the model's own marks for filling a gap into the prompt"
+    ),
+    "user": KnownField(_OPENAI, (None, "me"), is_ignored=True),
+    "verbosity": KnownField(_OPENAI, (None, "medium"), CHAT, instead="ask for short or long answers in a message"),
+    "web_search_options": KnownField(_OPENAI, endpoints=CHAT, instead="give the model a tool that searches"),
+    "best_of": KnownField(
+        ("OpenAI", "vLLM", "SGLang", "TGI"), (None, 1), **_built("accepted if it equals n, which it then repeats")
+    ),
+    # vLLM and SGLang: sampling
+    "top_k": KnownField(_BOTH_ENGINES, (None, -1, 0), **_built("keeps the most likely tokens", 3, 20.0)),
+    "min_p": KnownField(_BOTH_ENGINES, (None, 0), **_built("keeps tokens that are likely enough", 0.2)),
+    "repetition_penalty": KnownField(_BOTH_ENGINES, (None, 1), **_built("makes tokens that occurred less likely", 1.2)),
+    "min_tokens": KnownField(_BOTH_ENGINES, (None, 0), **_built("fewest tokens", 2, 2.0)),
+    "ignore_eos": KnownField(_BOTH_ENGINES, (None, False), **_built("the end token does not end the text", True)),
+    "stop_token_ids": KnownField(_BOTH_ENGINES, (None, []), **_built("token ids that end the text", [5])),
+    "use_beam_search": KnownField(_VLLM, (None, False), instead=_NO_BEAMS),
+    "length_penalty": KnownField(_VLLM, (None, 1), instead=_NO_BEAMS),
+    "logits_processors": KnownField(_VLLM, (None, []), instead="code of a client does not run on this server"),
+    "watermarking": KnownField(_VLLM, (None, False)),
+    "repetition_detection": KnownField(_VLLM),
+    "custom_logit_processor": KnownField(_SGLANG, instead="code of a client does not run on this server"),
+    "custom_params": KnownField(_SGLANG, (None, {})),
+    "stop_regex": KnownField(_SGLANG, (None, "", []), instead="stop has texts, and regex says what a whole text is"),
+    # vLLM and SGLang: the text
+    "spaces_between_special_tokens": KnownField(_BOTH_ENGINES, (None, True, False), is_ignored=True),
+    # vLLM and SGLang: log-probabilities and tokens
+    "prompt_logprobs": KnownField(_VLLM, **_built("log-probabilities of the prompt's tokens", 1)),
+    "return_token_ids": KnownField(_BOTH_ENGINES, (None, False), **_built("token ids of prompts and choices", True)),
+    "return_tokens_as_token_ids": KnownField(
+        _VLLM, (None, False), **_built("log-probabilities name tokens by their ids", True)
+    ),
+    "logprob_token_ids": KnownField(_VLLM),
+    "return_token_offsets": KnownField(_VLLM, (None, False)),
+    "return_prompt_text": KnownField(_VLLM, (None, False), CHAT, instead="/detokenize gives it for prompt_token_ids"),
+    "prompt_embeds": KnownField(_VLLM, endpoints=COMPLETIONS, instead="prompts are texts or token ids"),
+    # vLLM and SGLang: chat templates
+    "add_generation_prompt": KnownField(
+        _VLLM, (None, True), CHAT, **_built("whether the start of an answer is written", False)
+    ),
+    "continue_final_message": KnownField(
+        _BOTH_ENGINES, (None, False), CHAT, **_built("the answer continues the final message", True)
+    ),
+    "chat_template_kwargs": KnownField(
+        _BOTH_ENGINES, (None, {}), CHAT, **_built("variables of the chat template", {"enable_thinking": False})
+    ),
+    "reasoning_effort": KnownField(
+        ("OpenAI", "vLLM"), endpoints=CHAT, **_built("how long the model thinks, if its template knows it", "low")
+    ),
+    "enable_thinking": KnownField(
+        ("vLLM", "SGLang"), endpoints=CHAT, **_built("whether the model thinks, if its template knows it", False)
+    ),
+    "separate_reasoning": KnownField(
+        _SGLANG, (None, True), CHAT, **_built("reasoning is split off the content, if the model has any", False)
+    ),
+    "include_reasoning": KnownField(_VLLM, (None, True), CHAT, **_built("returns the reasoning", False)),
+    "documents": KnownField(_VLLM, (None, []), CHAT, instead='chat_template_kwargs={"documents": …} passes them on'),
+    "media_io_kwargs": KnownField(_VLLM, (None, {}), CHAT, instead=_NO_MEDIA),
+    "mm_processor_kwargs": KnownField(_VLLM, (None, {}), CHAT, instead=_NO_MEDIA),
+    "return_mm_kwargs": KnownField(_VLLM, (None, True), CHAT, instead=_NO_MEDIA),
+    "images_config": KnownField(_SGLANG, (None, {}), instead=_NO_MEDIA),
+    # vLLM and SGLang: the format of the text
+    "structured_outputs": KnownField(_VLLM, **_built("a grammar of the text", {"choice": ["a"], "backend": "auto"})),
+    "guided_json": KnownField(_VLLM, **_built("a JSON schema of the text", {"type": "object"})),
+    "guided_regex": KnownField(_VLLM, **_built("a regular expression of the text", "a+")),
+    "guided_choice": KnownField(_VLLM, **_built("the texts that are possible", ["a", "b"])),
+    "guided_grammar": KnownField(_VLLM, **_built("a grammar of the text", 'start: "a"')),
+    "guided_decoding_backend": KnownField(
+        _VLLM, (None, "auto", "guidance"), instead="llguidance is the only one, and is chosen always"
+    ),
+    "guided_whitespace_pattern": KnownField(
+        _VLLM, instead="structured_outputs has disable_any_whitespace for JSON without white space"
+    ),
+    "structural_tag": KnownField(_BOTH_ENGINES, (None, "")),
+    "json_schema": KnownField(
+        ("SGLang", "llama.cpp"), (None, "", {}), **_built("a JSON schema of the text", '{"type": "object"}')
+    ),
+    "regex": KnownField(_SGLANG, (None, ""), **_built("a regular expression of the text", "a+")),
+    "ebnf": KnownField(_SGLANG, (None, ""), **_built("a grammar of the text, as in guided_grammar", 'root ::= "a"')),
+    "grammar": KnownField(_LLAMA, (None, ""), **_built("a grammar of the text, as in guided_grammar", 'root ::= "a"')),
+    # vLLM and SGLang: scheduling
+    "priority": KnownField(_BOTH_ENGINES, (None, 0), **_built("orders the waiting requests of a client", 3)),
+    "cache_salt": KnownField(_BOTH_ENGINES, **_built("cached prompts are shared among requests with equal salts", "x")),
+    "thinking_token_budget": KnownField(_VLLM),
+    "stream_interval": KnownField(_VLLM, instead="chunks are as long as the engine's steps make them"),
+    "session_id": KnownField(_BOTH_ENGINES, instead="the header X-Session-ID names a session, with rl=T"),
+    "session_params": KnownField(_SGLANG, (None, {})),
+    "lora_path": KnownField(_SGLANG, instead="adapters are not served"),
+    "kv_transfer_params": KnownField(_VLLM, (None, {}), instead="prefill and decode are in one process"),
+    "ec_transfer_params": KnownField(_VLLM, (None, {}), instead=_NO_MEDIA),
+    "vllm_xargs": KnownField(_VLLM, (None, {}), instead="they are for extensions of vLLM"),
+    "routed_experts_prompt_start": KnownField(_VLLM, (None, 0)),
+    "return_hidden_states": KnownField(_SGLANG, (None, False)),
+    "return_routed_experts": KnownField(_SGLANG, (None, False)),
+    "routed_experts_start_len": KnownField(_SGLANG, (None, 0)),
+    "return_cached_tokens_details": KnownField(
+        _SGLANG, (None, False), instead="usage.prompt_tokens_details always has them"
+    ),
+    "bootstrap_host": KnownField(_SGLANG, instead="prefill and decode are in one process"),
+    "bootstrap_port": KnownField(_SGLANG, instead="prefill and decode are in one process"),
+    "bootstrap_room": KnownField(_SGLANG, instead="prefill and decode are in one process"),
+    "routed_dp_rank": KnownField(_SGLANG, instead=_NO_ROUTING),
+    "disagg_prefill_dp_rank": KnownField(_SGLANG, instead=_NO_ROUTING),
+    "data_parallel_rank": KnownField(_SGLANG, instead=_NO_ROUTING),
+    "extra_key": KnownField(_SGLANG, (None, ""), instead="cache_salt keeps cached prompts apart"),
+    "ngram_corpus_id": KnownField(_SGLANG),
+    "custom_labels": KnownField(_SGLANG, (None, {})),
+    # TGI and llama.cpp
+    "max_new_tokens": KnownField(("SGLang", "TGI"), instead="max_tokens is its name here"),
+    "n_predict": KnownField(_LLAMA, (None, -1), instead="max_tokens is its name here"),
+    "repeat_penalty": KnownField(_LLAMA, (None, 1), instead="repetition_penalty is its name here"),
+    "repeat_last_n": KnownField(_LLAMA, (None, 64, 0, -1), instead="repetition_penalty covers the whole context"),
+    "typical_p": KnownField(("TGI", "llama.cpp"), (None, 1)),
+    "watermark": KnownField(_TGI, (None, False)),
+    "do_sample": KnownField(_TGI, (None, True), instead="temperature=0 is greedy"),
+    "details": KnownField(_TGI, (None, False), instead="logprobs and return_token_ids give them"),
+    "decoder_input_details": KnownField(_TGI, (None, False), instead="prompt_logprobs gives them"),
+    "return_full_text": KnownField(_TGI, (None, False), instead="echo is its name here"),
+    "top_n_tokens": KnownField(_TGI, (None, 0), instead="logprobs and top_logprobs are its names here"),
+    "truncate": KnownField(_TGI, instead="truncate_prompt_tokens is its name here"),
+    "adapter_id": KnownField(_TGI, (None, ""), instead="adapters are not served"),
+    "tool_prompt": KnownField(_TGI, endpoints=CHAT, instead="the chat template describes the tools"),
+    "guideline": KnownField(_TGI, endpoints=CHAT, instead="write it into a message"),
+    "cache_prompt": KnownField(_LLAMA, (None, True), instead="a cache_salt of its own keeps a request from the cache"),
+    "mirostat": KnownField(_LLAMA, (None, 0)),
+    "mirostat_tau": KnownField(_LLAMA, (None, 5.0)),
+    "mirostat_eta": KnownField(_LLAMA, (None, 0.1)),
+    "dry_multiplier": KnownField(_LLAMA, (None, 0)),
+    "xtc_probability": KnownField(_LLAMA, (None, 0)),
+    "xtc_threshold": KnownField(_LLAMA, (None, 0.1)),
+    "dynatemp_range": KnownField(_LLAMA, (None, 0)),
+    "dynatemp_exponent": KnownField(_LLAMA, (None, 1)),
+    "top_n_sigma": KnownField(_LLAMA, (None, -1)),
+    "samplers": KnownField(_LLAMA, instead="the rules of sampling apply in vLLM's order"),
+    "n_probs": KnownField(_LLAMA, (None, 0), instead="logprobs and top_logprobs are its names here"),
+    "post_sampling_probs": KnownField(_LLAMA, (None, False), instead='logprobs_mode="sampled" gives them'),
+    "n_keep": KnownField(_LLAMA, (None, 0), instead="a context is never shifted"),
+    "min_keep": KnownField(_LLAMA, (None, 0)),
+    "id_slot": KnownField(_LLAMA, (None, -1), instead=_NO_ROUTING),
+    "t_max_predict_ms": KnownField(_LLAMA, (None, 0), instead="close the connection to end a request"),
+    "timings_per_token": KnownField(_LLAMA, (None, False)),
+    "return_progress": KnownField(_LLAMA, (None, False)),
+    "return_tokens": KnownField(_LLAMA, (None, False), instead="return_token_ids is its name here"),
+    "response_fields": KnownField(_LLAMA, (None, [])),
+    "lora": KnownField(_LLAMA, (None, []), instead="adapters are not served"),
+}
+
+
+class Neutral:
+    """Metadata of a field that the table has with neutral values only: accepts these, and refuses all others."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._field = KNOWN_FIELDS[name]
+
+    def __get_pydantic_core_schema__(self, _source: object, _handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"enum": list(self._field.neutral), "description": f"Not implemented: {accepted(self._field)}."}
+
+    def _check(self, value: object) -> object:
+        if any(is_same(value, neutral) for neutral in self._field.neutral):
+            return value
+        raise field_not_implemented(refusal(self._field))
+
+
+def is_same(value: object, neutral: object) -> bool:
+    """Whether two JSON values are equal; true and 1 are not, while 1 and 1.0 are."""
+    if isinstance(value, bool) or isinstance(neutral, bool):
+        return value is neutral
+    if isinstance(value, int | float) and isinstance(neutral, int | float):
+        return value == neutral
+    return type(value) is type(neutral) and value == neutral
+
+
+def refusal(field: KnownField) -> str:
+    """To be read after the field's name."""
+    reason = f"; {field.instead}" if field.instead else ""
+    return f"is a field of {_listed(field.servers)} that is not implemented here: {accepted(field)}{reason}"
+
+
+def accepted(field: KnownField) -> str:
+    values = [orjson.dumps(value).decode() for value in field.neutral]
+    return f"only {_listed(values)} {'is' if len(values) == 1 else 'are'} accepted"
+
+
+def _listed(words: Collection[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def with_known_fields(endpoint: Endpoint) -> Callable[[type[Model]], type[Model]]:
+    """Decorator of a body: adds all fields of the table that have no effect at this endpoint, and are not declared."""
+
+    def add(model: type[Model]) -> type[Model]:
+        added: dict[str, Any] = {
+            name: (Annotated[Any, Neutral(name)], None)
+            for name, field in KNOWN_FIELDS.items()
+            if field.is_neutral_only and endpoint in field.endpoints and name not in model.model_fields
+        }
+        return create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **added)
+
+    return add
+
+
+def advice(name: str, fields: Collection[str]) -> str:
+    """For a field that a body does not have, after its name: what may be meant, as ": did you mean …?", or "".
+
+    fields: of the body. Only the first characters of `name` are read."""
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name[:100]).lower().replace("-", "_").replace(" ", "_")
+    if snake in fields:
+        return f": did you mean {snake!r}?"
+    known = KNOWN_FIELDS.get(name)
+    if known is not None:
+        return f": it belongs to bodies of {_listed(known.endpoints)}"
+    close = difflib.get_close_matches(snake, fields, n=1, cutoff=0.75)
+    return f": did you mean {close[0]!r}?" if close else ""
