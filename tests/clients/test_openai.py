@@ -155,3 +155,26 @@ def test_arguments_of_a_forced_tool_call_are_parsed_into_its_class(client: opena
     )
     assert last.choices[0].message.content
     assert not last.choices[0].message.tool_calls
+
+
+def test_an_agent_goes_on_after_a_call_that_was_cut(client: openai.OpenAI) -> None:
+    """The cut call goes back as the server returned it, with an error as its result."""
+    fields: dict[str, Any] = {
+        "model": "default",
+        "tools": [openai.pydantic_function_tool(Animal)],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 0,
+    }
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    lengths = []
+    for max_tokens in range(12, 40, 4):
+        cut = client.chat.completions.create(**fields, messages=messages, max_tokens=max_tokens).choices[0]
+        assert cut.finish_reason in ("length", "tool_calls")
+        calls: Any = cut.message.tool_calls or []
+        lengths += [len(call.function.arguments) for call in calls if cut.finish_reason == "length"]
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "no JSON: try again"} for call in calls]
+        again = client.chat.completions.create(**fields, messages=[*messages, cut.message, *results], max_tokens=80)
+        (call,) = again.choices[0].message.tool_calls or []
+        assert Animal.model_validate_json(call.function.arguments)
+    assert len(set(lengths)) > 2, "calls were cut at several places within their arguments"

@@ -215,19 +215,37 @@ ONE_ROUTE_REFUSES: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": "a", "mood": "x"}]}, "messages[0].mood"),
     (CHAT, {"messages": [{"role": "user", "content": "a", "name": 5}]}, "messages[0].name"),
+    (CHAT, {"messages": [{"role": "user", "content": "a", "name": ""}]}, "messages[0].name"),
     *(
-        (CHAT, {"messages": [{"role": role, "content": "a", "name": name}]}, "messages[0].name")
-        for role, name in (
-            ("user", ""),
-            ("system", "Ann Lee"),
-            ("developer", "Ann\n"),
-            ("assistant", "Ann\u00a0"),
-            ("user", "<Ann"),
-            ("user", "Ann>"),
-            ("user", "a|b"),
-            ("user", "a/b"),
-            ("user", "a\\b"),
-            ("user", "a" * 65),
+        (CHAT, {"messages": [{"role": role, "content": "a", name: value}]}, f"messages[0].{name}")
+        for role, name, value in (
+            ("assistant", "reasoning", 5),
+            ("assistant", "reasoning_content", ["a"]),
+            ("assistant", "thinking_blocks", "a"),
+            ("assistant", "thinking_blocks", ["a"]),
+            ("user", "reasoning", "a"),
+            ("tool", "reasoning_content", "a"),
+            ("user", "thinking_blocks", [{"type": "thinking", "thinking": "a"}]),
+            ("assistant", "refusal", True),
+            ("assistant", "annotations", {}),
+            ("assistant", "audio", {"id": "a"}),
+            ("assistant", "cache_control", "ephemeral"),
+            ("assistant", "id", 5),
+            ("assistant", "images", [{"type": "image_url"}]),
+        )
+    ),
+    *(
+        (CHAT, {"messages": [{"role": "user", "content": [part]}]}, "messages[0].content")
+        for part in (
+            5,
+            {"text": "a"},
+            {"type": "text", "text": "a", "mood": "x"},
+            {"type": "input_text"},
+            {"type": "refusal", "text": "a"},
+            {"type": ["text"], "text": "a"},
+            {"type": "input_image", "image_url": "a"},
+            {"type": "input_audio", "input_audio": {}},
+            {"type": "file", "file": {}},
         )
     ),
     (CHAT, {"messages": [{"role": "user", "content": "refuse me"}]}, "messages"),

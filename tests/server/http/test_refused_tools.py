@@ -1,7 +1,6 @@
 """Bodies with wrong tools, or wrong calls in messages, are refused with a 400 that names the field."""
 
 import functools
-import json
 from typing import Any
 
 import pytest
@@ -45,13 +44,8 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
             ({"function": {"name": "f"}}, "function.arguments"),
             ({"function": {"name": "", "arguments": "{}"}}, "function.name"),
             ({"function": {"name": "f", "arguments": {}}}, "function.arguments"),
-            ({"function": {"name": "f", "arguments": "[]"}}, "function.arguments"),
-            ({"function": {"name": "f", "arguments": "{"}}, "function.arguments"),
-            ({"function": {"name": "f", "arguments": '{"a": NaN}'}}, "function.arguments"),
-            ({"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}, "function.arguments"),
-            ({"function": {"name": "f", "arguments": '{"a":' * 5000}}, "function.arguments"),
-            ({"function": {"name": "f", "arguments": json.dumps(NESTED)}}, "function.arguments"),
-            ({"function": {"name": "f", "arguments": '{"a": %s}' % ("1" * 5000)}}, "function.arguments"),
+            ({"more": 1}, "more"),
+            ({"function": {"name": "f", "arguments": "{}", "more": 1}}, "function.more"),
         )
     ),
 ]
@@ -73,7 +67,8 @@ WRONG_TOOLS: list[tuple[dict[str, Any], str]] = [
         for name, change in (
             ("name", {"name": None}),
             ("name", {"name": ""}),
-            ("name", {"name": "a b"}),
+            ("name", {"name": " a"}),
+            ("name", {"name": "a "}),
             ("name", {"name": "f\n"}),
             ("name", {"name": "é"}),
             ("name", {"name": "f" * 65}),

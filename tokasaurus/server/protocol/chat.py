@@ -1,6 +1,5 @@
 """Bodies of /v1/chat/completions, and choices in the chunks of its streams, as OpenAI's reference documents them."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
@@ -62,34 +61,63 @@ class TemplateFields(BaseModel):
 def _parse_content(value: object, info: ValidationInfo) -> str:
     """A string, or the concatenated texts of its parts. Null or absent: "", which only an assistant message may have.
 
-    OpenAI answers with null content for tool calls, refusals and cut answers, and clients send these messages back.
+    OpenAI answers with null content for tool calls, refusals and cut answers, and clients send these messages back. The
+    text of a refusal takes the place of null.
     """
     if isinstance(value, str):
         return value
     if value is None:
         if info.data.get("role") == "assistant":
-            return ""
+            return info.data.get("refusal") or ""
         raise missing()
     if not isinstance(value, list):
         raise value_error("must be a string or a list of text parts")
     return "".join(_parse_part(part) for part in value)
 
 
+# The type of a part → the field with its text. "input_text" and "output_text" are those of /v1/responses.
+_MAX_KEY_CHARS = 40  # of an unknown key, in an error
+_PART_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
 def _parse_part(part: object) -> str:
-    if isinstance(part, dict) and part.get("type", "text") != "text":
+    if not isinstance(part, dict):
+        raise value_error("must be a string or a list of text parts")
+    type_ = part.get("type", "text")
+    name = _PART_TEXTS.get(type_) if isinstance(type_, str) else None
+    if name is None:
         raise not_implemented("contains a part that is not text, which is not implemented")
-    if not isinstance(part, dict) or part.keys() != {"type", "text"} or not isinstance(part["text"], str):
-        raise value_error('must contain parts with just "type": "text" and a string as "text"')
-    return part["text"]
+    text = part.get(name)
+    if "type" not in part or not isinstance(text, str):
+        raise value_error(f'must contain parts with a "type" and a string as "{name}"')
+    unknown = next((key for key in part if key not in ("type", name) and key not in _PartExtras.model_fields), None)
+    if unknown is not None:
+        raise value_error(f"contains a part with the unknown field {str(unknown)[:_MAX_KEY_CHARS]!r}")
+    return text
 
 
-class TextPart(StrictObject):
-    type: Literal["text"]
+class _PartExtras(StrictObject):
+    """What clients add to parts; without effect."""
+
+    id: Any = None
+    annotations: Any = None
+    cache_control: Any = None
+    citations: Any = None
+    logprobs: Any = None
+    prompt_cache_breakpoint: Any = None
+
+
+class TextPart(_PartExtras):
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-Content = Annotated[str, PlainValidator(_parse_content, str | list[TextPart] | None)]
-_PARTICIPANT = re.compile(r"[^\s<|\\/>]{1,64}")  # OpenAI's rule for names of participants
+class RefusalPart(_PartExtras):
+    type: Literal["refusal"]
+    refusal: str
+
+
+Content = Annotated[str, PlainValidator(_parse_content, str | list[TextPart | RefusalPart] | None)]
 _Roles = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -105,18 +133,42 @@ def _parse_role(value: object) -> str:
 Role = Annotated[str, PlainValidator(_parse_role, _Roles)]
 
 
+def _parse_thinking_blocks(value: object) -> str:
+    """The texts of Anthropic's thinking blocks, which litellm adds to messages; "" for null."""
+    blocks = [] if value is None else value
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise value_error("must be a list of objects")
+    texts = [block.get("thinking") for block in blocks]
+    return "".join(text for text in texts if isinstance(text, str))  # redacted blocks have none
+
+
+ThinkingBlocks = Annotated[str, PlainValidator(_parse_thinking_blocks, list[dict[str, Any]] | None)]
+
+
 class ChatMessage(StrictObject):
     """One message. Accepts every field of an assistant message in a response: clients send those back unchanged.
 
     tool_call_id: the call that a tool message answers; only in tool messages.
     name: the participant's name, for the chat template; in tool messages, the tool's name.
-    parsed, provider_specific_fields: added by OpenAI's client and litellm; no effect.
+    reasoning_content, reasoning, thinking_blocks: the message's reasoning, for the chat template; the first that has
+    any text counts.
+    refusal: the text of a message without content.
+    annotations, cache_control, id, images, parsed, provider_specific_fields, reasoning_details, reasoning_signature:
+    added by clients and other servers; no effect.
     """
 
     role: Role
-    refusal: Annotated[Any, Only(None)] = None
-    annotations: Annotated[Any, Only(None, [])] = None
+    refusal: str | None = None
+    annotations: Annotated[list[Any] | None, Field(fail_fast=True)] = None
     audio: Annotated[Any, Only(None)] = None
+    cache_control: dict[str, Any] | None = None
+    id: str | None = None
+    images: Annotated[Any, Only(None, [])] = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking_blocks: ThinkingBlocks = ""
+    reasoning_details: Any = None
+    reasoning_signature: Any = None
     function_call: Annotated[Any, Only(None)] = None
     tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True), NullMeans([])] = Field(default_factory=list)
     tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
@@ -124,6 +176,18 @@ class ChatMessage(StrictObject):
     parsed: Any = None
     provider_specific_fields: Any = None
     content: Annotated[Content, Field(validate_default=True)] = None  # type: ignore[assignment]  # the validator's
+
+    @property
+    def reasoning_text(self) -> str:
+        """Empty for a message without reasoning."""
+        return self.reasoning_content or self.reasoning or self.thinking_blocks
+
+    @field_validator("reasoning_content", "reasoning", "thinking_blocks")
+    @classmethod
+    def _check_reasoning(cls, text: str | None, info: ValidationInfo) -> str | None:
+        if text and info.data.get("role") != "assistant":
+            raise value_error('goes with the role "assistant"')
+        return text
 
     @field_validator("tool_calls")
     @classmethod
@@ -145,8 +209,8 @@ class ChatMessage(StrictObject):
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str | None, info: ValidationInfo) -> str | None:
-        if name is not None and info.data.get("role") != "tool" and not _PARTICIPANT.fullmatch(name):
-            raise value_error("must be 1 to 64 characters, without white space and without < | \\ / >")
+        if name == "" and info.data.get("role") != "tool":
+            raise value_error("must not be empty")
         return name
 
 

@@ -12,7 +12,8 @@ from tokasaurus.server.protocol.fields import NullMeans, StrictObject, not_imple
 
 MAX_TOOLS = 1024
 _MAX_DEPTH = 200
-_NAME_PATTERN = "^[a-zA-Z0-9_-]{1,64}$"
+# OpenAI's, and the inner characters that other servers allow: spaces, and separators of namespaces.
+_NAME_PATTERN = "^[a-zA-Z0-9_-]([a-zA-Z0-9_ .:/-]{0,62}[a-zA-Z0-9_-])?$"
 
 
 def _only_functions() -> PydanticCustomError:
@@ -43,7 +44,24 @@ def _is_deep(value: object) -> bool:
     return bool(level)
 
 
-class FunctionDefinition(StrictObject):
+class _ToolExtras(StrictObject):
+    """What clients add to tools and functions; without effect. The model does not see it."""
+
+    annotations: Any = None
+    cache_control: Any = None
+    defer_loading: Any = None
+    eager_input_streaming: Any = None
+    id: Any = None
+    input_examples: Any = None
+    metadata: Any = None
+    output_schema: Any = None
+    outputSchema: Any = None
+    response: Any = None
+    returns: Any = None
+    title: Any = None
+
+
+class FunctionDefinition(_ToolExtras):
     """parameters: a JSON schema of an object; null: the function has no parameters.
     strict: arguments match the schema even if the model decides by itself whether to call.
     """
@@ -61,9 +79,12 @@ class FunctionDefinition(StrictObject):
         return parameters
 
 
-class Tool(StrictObject):
+class Tool(_ToolExtras):
+    """strict: no effect here; it belongs into `function`."""
+
     type: FunctionType
     function: FunctionDefinition
+    strict: Any = None
 
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), NullMeans([])]
@@ -145,8 +166,11 @@ ToolChoiceField = Annotated[
 ]
 
 
-def _parse_arguments(value: object) -> dict[str, Any]:
-    """Arguments of a tool call in a message as a dict, the form chat templates expect; {} for blank text."""
+def _parse_arguments(value: object) -> dict[str, Any] | str:
+    """Arguments of a tool call in a message as a dict, the form chat templates expect; {} for blank text.
+
+    Text that is not a JSON object remains text: of a call that was cut, or in which the model made a mistake.
+    """
     if not isinstance(value, str):
         raise value_error("must be a string")
     if not value.strip():
@@ -155,20 +179,19 @@ def _parse_arguments(value: object) -> dict[str, Any]:
         orjson.loads(value)  # only to refuse NaN and lone surrogates: it turns large integers into floats
         arguments = json.loads(value)
     except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise value_error("must be the JSON text of an object")
-    if _is_deep(arguments):
-        raise value_error("is nested too deeply")
-    return arguments
+        return value
+    return arguments if isinstance(arguments, dict) and not _is_deep(arguments) else value
 
 
 class CalledFunction(StrictObject):
-    """parsed_arguments: added by OpenAI's client; no effect."""
+    """arguments: a dict, or the text if it is not the JSON of an object.
+    parsed_arguments, provider_specific_fields: added by OpenAI's client and litellm; no effect.
+    """
 
     name: Annotated[str, Field(min_length=1)]
-    arguments: Annotated[dict[str, Any], PlainValidator(_parse_arguments, str)]
+    arguments: Annotated[dict[str, Any] | str, PlainValidator(_parse_arguments, str)]
     parsed_arguments: Any = None
+    provider_specific_fields: Any = None
 
 
 class MessageToolCall(StrictObject):
@@ -176,12 +199,16 @@ class MessageToolCall(StrictObject):
 
     id: repeated as tool_call_id in the tool message with the result.
     index: the call's index in a stream; no effect.
+    cache_control, extra_content, provider_specific_fields: added by clients; no effect.
     """
 
     id: Annotated[str, Field(min_length=1)]
     type: FunctionType
     function: CalledFunction
     index: int | None = None
+    cache_control: Any = None
+    extra_content: Any = None
+    provider_specific_fields: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,10 @@ class ToolCallFormat:
         """The text of a call between `start` and the arguments."""
         return f'{{"name": {json.dumps(name)}, "{self.arguments_key}": '
 
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """A call as models are trained to write it."""
-        return f"{self.start}{self.opening(name)}{json.dumps(arguments, ensure_ascii=False)}}}{self.end}"
+    def write(self, name: str, arguments: Mapping[str, Any] | str) -> str:
+        """A call as models are trained to write it. arguments: a text, which may not be JSON, is written as it is."""
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return f"{self.start}{self.opening(name)}{text}}}{self.end}"
 
 
 HERMES = ToolCallFormat("hermes", "<tool_call>\n", "\n</tool_call>", "\n", "arguments", " \t\n\r")
@@ -57,6 +58,10 @@ class ToolSupport:
     needs_list: bool = False
     """Whether the template shows the calls in messages only if it gets a list of tools, even an empty one: some models
     have a separate template for tool use."""
+    takes_objects: bool = True
+    """Whether the template shows arguments of calls that are objects. If not, it needs their JSON text."""
+    takes_text: bool = True
+    """Whether the template shows arguments of calls that are a text, as it is or as a JSON string."""
 
 
 NO_TOOLS_IN_TEMPLATE = ToolSupport(HERMES, in_template=False)
@@ -72,6 +77,7 @@ _TOOL = {
     },
 }
 _ARGUMENTS = {"word": "tree"}
+_CUT_ARGUMENTS = '{"word": "tree'
 _CALL = {
     "role": "assistant",
     "content": "",
@@ -97,7 +103,21 @@ def find_tool_support(tokenizer: Tokenizer, format_name: str | None) -> ToolSupp
     shows_call, shows_call_with_list = (
         _TOOL_NAME in _render(tokenizer, [_QUESTION, _CALL], no_tools) for no_tools in (None, list[Any]())
     )
-    return ToolSupport(chosen, in_template=True, needs_list=shows_call_with_list and not shows_call)
+    takes_objects, takes_text = (_shows(tokenizer, arguments) for arguments in (_ARGUMENTS, _CUT_ARGUMENTS))
+    return ToolSupport(
+        chosen,
+        in_template=True,
+        needs_list=shows_call_with_list and not shows_call,
+        takes_objects=takes_objects or not takes_text,
+        takes_text=takes_text,
+    )
+
+
+def _shows(tokenizer: Tokenizer, arguments: Mapping[str, Any] | str) -> bool:
+    """Whether the template shows a call's arguments."""
+    call = {"id": "call00000", "type": "function", "function": {"name": _TOOL_NAME, "arguments": arguments}}
+    rendered = _render(tokenizer, [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}], [_TOOL])
+    return _ARGUMENTS["word"] in rendered  # a text may be escaped
 
 
 def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:

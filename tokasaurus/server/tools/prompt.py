@@ -21,7 +21,7 @@ def template_input(
     if support.in_template:
         has_calls = any(message.tool_calls or message.role == "tool" for message in messages)
         no_tools: list[dict[str, Any]] | None = [] if has_calls and support.needs_list else None
-        return [_as_dict(message) for message in messages], definitions or no_tools
+        return [_as_dict(message, support) for message in messages], definitions or no_tools
     format_ = support.format or HERMES
     written = _write_messages(messages, format_)
     if definitions:
@@ -54,15 +54,15 @@ def _definition(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": shown}
 
 
-def _as_dict(message: ChatMessage) -> dict[str, Any]:
-    """A message as templates expect it, with the arguments of calls as objects."""
-    shown: dict[str, Any] = {"role": message.role, "content": message.content}
+def _as_dict(message: ChatMessage, support: ToolSupport) -> dict[str, Any]:
+    """A message as the template expects it."""
+    shown: dict[str, Any] = {"role": message.role, "content": message.content, **_reasoning(message)}
     if message.tool_calls:
         shown["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.function.name, "arguments": call.function.arguments},
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, support)},
             }
             for call in message.tool_calls
         ]
@@ -71,6 +71,19 @@ def _as_dict(message: ChatMessage) -> dict[str, Any]:
     if message.name is not None:
         shown["name"] = message.name
     return shown
+
+
+def _reasoning(message: ChatMessage) -> dict[str, str]:
+    """The message's reasoning under the names that templates know."""
+    text = message.reasoning_text
+    return {"reasoning_content": text, "reasoning": text} if text else {}
+
+
+def _arguments(arguments: dict[str, Any] | str, support: ToolSupport) -> dict[str, Any] | str:
+    """A call's arguments in a form that the template can show."""
+    if isinstance(arguments, str):
+        return arguments if support.takes_text else {"arguments": arguments}
+    return arguments if support.takes_objects else json.dumps(arguments, ensure_ascii=False)
 
 
 def _write_messages(messages: Sequence[ChatMessage], format_: ToolCallFormat) -> list[dict[str, Any]]:
@@ -87,7 +100,8 @@ def _write_messages(messages: Sequence[ChatMessage], format_: ToolCallFormat) ->
         if is_result and was_result:
             written[-1]["content"] += f"\n{content}"
         else:
-            written.append({"role": "user" if is_result else message.role, "content": content})
+            role = "user" if is_result else message.role
+            written.append({"role": role, "content": content, **_reasoning(message)})
             if message.name is not None and not is_result:
                 written[-1]["name"] = message.name
         was_result = is_result
