@@ -19,6 +19,27 @@ I8_INPUTS = 32
 _FLOAT_BYTES = 4
 
 
+_ORDERED = " in the order of activations"
+
+
+def ordered(type_name: str) -> str:
+    """For the user: the name of a type whose inputs are in groups in an order of their own."""
+    return type_name + _ORDERED
+
+
+def why_dequantised(type_name: str) -> str:
+    """What the CPU kernels need that weights of this type lack, where they multiply by others."""
+    if type_name.endswith(_ORDERED):
+        return "the kernels need groups of adjacent inputs"
+    if type_name.startswith(f"{I8}_"):
+        return "the kernels need one scale for each output"
+    if type_name == I8:
+        return f"the kernels need 8 bits without zero points, and inputs by the {I8_INPUTS}"
+    if type_name in GGUF_TYPES:
+        return "the kernels need types that they multiply by, in whole blocks on each rank"
+    return f"the kernels need groups of {min(I4_GROUPS.values())} inputs or more, whole on each rank"
+
+
 def bytes_of_row(type_name: str, num_inputs: int) -> int:
     """Bytes of a row in blocks of I4 or I8."""
     if type_name == I8:

@@ -21,7 +21,7 @@ class Format:
     """How weights are quantised and stored."""
 
     name: str
-    """ "awq", "gptq", "gptq_v2", "int-quantized" or "pack-quantized"."""
+    """ "awq", "gptq", "gptq_v2", "int-quantized", "pack-quantized" or "torchao"."""
     num_bits: int = 4
     group_size: int | None = 32
     """None: one scale for each output."""
@@ -42,6 +42,13 @@ class Format:
             group_size = -1 if self.group_size is None else self.group_size
             of_gptq = {"sym": self.is_symmetric, "desc_act": self.has_order, "checkpoint_format": self.name}
             return {"quant_method": "gptq", "bits": self.num_bits, "group_size": group_size, **of_gptq}
+        if self.name == "torchao":
+            kind = "PerTensor" if self.is_per_tensor else "PerRow" if self.group_size is None else "PerGroup"
+            details = {"PerTensor": {}, "PerRow": {"dim": -1}, "PerGroup": {"group_size": self.group_size}}[kind]
+            data = {"granularity": {"_type": kind, "_data": details}, "act_mapping_type": {"_data": "SYMMETRIC"}}
+            name = "Int8DynamicActivationInt8WeightConfig" if self.quantizes_activations else "Int8WeightOnlyConfig"
+            default = {"_type": name, "_version": 2, "_data": data}
+            return {"quant_method": "torchao", "quant_type": {"default": default}, "modules_to_not_convert": None}
         shared = {"quant_method": "compressed-tensors", "format": self.name, "quantization_status": "compressed"}
         return {**shared, "ignore": ["lm_head", "re:visual.*"], "config_groups": {"group_0": self.scheme}}
 
@@ -102,6 +109,15 @@ def by_compressed_tensors(stored: dict[str, Tensor], how: Format) -> Tensor:
 def _store(how: Format, codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
     """codes int32 [O, I], zeros int32 and scales [O, G]."""
     middle = 1 << (how.num_bits - 1)
+    if how.name == "torchao":  # in which zeros are also stored where they are 0
+        if how.is_per_tensor:
+            scales, zeros = scales[:1, :1], zeros[:1, :1]
+        parts = {
+            "qdata": (codes - middle).to(torch.int8),
+            "scale": scales,
+            "zero_point": (zeros - middle).to(torch.int8),
+        }
+        return {f"_weight_{part}": tensor for part, tensor in parts.items()}
     if how.name == "int-quantized":
         if how.is_per_tensor:
             scales, zeros = scales[:1, 0], zeros[:1, 0]

@@ -25,6 +25,21 @@ def compressed(
     return {**shared, "config_groups": {"group_0": {**scheme, **(group or {})}}, **fields}
 
 
+W8A8 = "Int8DynamicActivationInt8WeightConfig"
+
+
+def per(kind: str, **fields: Any) -> dict[str, Any]:
+    """A granularity of torchao."""
+    return {"_type": kind, "_version": 1, "_data": {"dim": -1, **fields} if kind == "PerRow" else fields}
+
+
+def torchao(kind: object, data: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    of_activations = {"act_mapping_type": {"_data": "SYMMETRIC", "_type": "MappingType"}, "reduce_range": False}
+    known = {"granularity": per("PerRow"), **(of_activations if kind == W8A8 else {"group_size": None})}
+    default = {"_type": kind, "_version": 2, "_data": {**known, **(data or {})}, **fields}
+    return {"quant_method": "torchao", "quant_type": {"default": default}, "modules_to_not_convert": None}
+
+
 GROUPED = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
 
 
@@ -45,6 +60,19 @@ GROUPED = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": Fa
         (
             {**GPTQ, "format": "gptq_v2", "desc_act": True},
             Quantization(Layout.GPTQ, 4, 128, has_zeros=True, has_order=True),
+        ),
+        (torchao("Int8WeightOnlyConfig"), Quantization(Layout.TORCHAO, 8, None)),
+        (
+            torchao("Int8WeightOnlyConfig", {"granularity": per("PerTensor")}),
+            Quantization(Layout.TORCHAO, 8, None, is_per_tensor=True),
+        ),
+        (
+            {**torchao("Int8WeightOnlyConfig", {"granularity": per("PerGroup", group_size=64)})},
+            Quantization(Layout.TORCHAO, 8, 64),
+        ),
+        (
+            {**torchao(W8A8), "modules_to_not_convert": ["lm_head"]},
+            Quantization(Layout.TORCHAO, 8, None, quantizes_activations=True, ignored=frozenset({"lm_head"})),
         ),
         (
             compressed(group={"input_activations": ACTIVATIONS}),
@@ -86,7 +114,7 @@ def test_each_supported_form_is_read(fields: dict[str, Any], expected: Quantizat
         ({"bits": 4}, "quant_method None"),
         *(
             ({"quant_method": method}, f"quant_method '{method}' is not supported; supported are compressed-tensors")
-            for method in ("fp8", "bitsandbytes", "hqq", "quark", "torchao", "modelopt", "marlin", "eetq", "fbgemm_fp8")
+            for method in ("fp8", "bitsandbytes", "hqq", "quark", "modelopt", "marlin", "eetq", "fbgemm_fp8")
         ),
         ({"quant_method": ["awq"]}, "quant_method"),
         ({**AWQ, "version": "gemv"}, "version 'gemv'"),
@@ -107,6 +135,23 @@ def test_each_supported_form_is_read(fields: dict[str, Any], expected: Quantizat
         ({**GPTQ, "is_marlin_format": True}, "is_marlin_format"),
         ({**GPTQ, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
         ({**GPTQ, "pack_dtype": "int16"}, "pack_dtype 'int16'"),
+        (
+            torchao("Int4WeightOnlyConfig"),
+            "_type 'Int4WeightOnlyConfig' is not supported; supported are 'Int8WeightOnly",
+        ),
+        (torchao(["Int8WeightOnlyConfig"]), "_type ["),
+        (torchao("Int8WeightOnlyConfig", _version=1), "_version 1"),
+        (torchao("Int8WeightOnlyConfig", {"group_size": 32}), "group_size 32"),
+        (torchao("Int8WeightOnlyConfig", {"granularity": per("PerBlock")}), "Int8WeightOnlyConfig: _type 'PerBlock'"),
+        (torchao("Int8WeightOnlyConfig", {"granularity": per("PerRow", dim=0)}), "dim 0"),
+        (torchao("Int8WeightOnlyConfig", {"granularity": per("PerGroup", group_size=16)}), "group_size 16"),
+        (torchao("Int8WeightOnlyConfig", {"granularity": [per("PerRow")] * 2}), "granularity must be an object"),
+        (torchao(W8A8, {"granularity": per("PerTensor")}), f"{W8A8}: _type 'PerTensor'"),
+        (torchao(W8A8, {"act_mapping_type": {"_data": "ASYMMETRIC"}}), "_data 'ASYMMETRIC'"),
+        (torchao(W8A8, {"reduce_range": True}), "reduce_range"),
+        ({**torchao(W8A8), "include_input_output_embeddings": True}, "include_input_output_embeddings"),
+        ({**torchao(W8A8), "quant_type": "int8_weight_only"}, "quant_type must be an object"),
+        ({**torchao(W8A8), "quant_type": {"default": {}, "a": {}}}, "only one with 'default'"),
         (compressed(format="float-quantized"), "format 'float-quantized'"),
         (compressed(format="nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized'"),
         (compressed(format="marlin-24"), "format 'marlin-24'"),

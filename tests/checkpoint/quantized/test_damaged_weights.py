@@ -18,6 +18,7 @@ from tokasaurus.model.decoder.tensor_files import open_files, read_shard
 Tensors = dict[str, Tensor]
 AWQ, GPTQ, ORDERED = Format("awq"), Format("gptq"), Format("gptq", has_order=True)
 INT8 = Format("int-quantized", num_bits=8, group_size=None, is_symmetric=True)
+TORCHAO = Format("torchao", num_bits=8, group_size=None, is_symmetric=True, scale_dtype=torch.float32)
 PACKED, CHANNEL = Format("pack-quantized"), Format("pack-quantized", group_size=None)
 
 
@@ -55,6 +56,10 @@ def without(name: str) -> Callable[[Tensors], Tensors]:
         *((how, without("scales"), "its scales is missing") for how in (AWQ, GPTQ)),
         *((how, without("qzeros"), "its qzeros is missing") for how in (AWQ, GPTQ)),
         (INT8, without("weight_scale"), "its weight_scale is missing"),
+        (TORCHAO, without("_weight_scale"), "its _weight_scale is missing"),
+        (TORCHAO, put("_weight_qdata", lambda codes: codes.int()), "its _weight_qdata is I32"),
+        (TORCHAO, put("_weight_scale", lambda scales: scales[:, 0]), "its _weight_scale is F32 [64], not"),
+        (TORCHAO, put("_weight_scale", filled(torch.nan)), "scales that are not finite"),
         *(
             (PACKED, without(f"weight_{part}"), f"its weight_{part} is missing")
             for part in ("scale", "zero_point", "shape")

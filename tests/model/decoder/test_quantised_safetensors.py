@@ -1,4 +1,4 @@
-"""Models of compressed-tensors, AWQ and GPTQ, against transformers with the weights that they mean, in float32."""
+"""Models of compressed-tensors, AWQ, GPTQ and torchao: transformers with the weights that they mean, in float32."""
 
 import json
 from dataclasses import replace
@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
 from tests.checkpoint.helpers.quantised_models import change_quantization, save_quantised_model
 from tests.checkpoint.helpers.quantised_weights import Format, by_compressed_tensors, quantise
+from tests.helpers.tiny_model import save_tiny_model
 from tests.model.helpers.greedy_decoding import assert_equals_oracle, load, run_stages, run_whole_prompt
 from tests.model.helpers.quantized_rows import plain_rows
 from tokasaurus.checkpoint import CheckpointError, read_model_info, resolve_checkpoint, weight_files, with_safetensors
@@ -39,6 +40,9 @@ FORMATS = [
     Format("int-quantized", num_bits=8, group_size=None, is_symmetric=True, is_per_tensor=True),
     Format("int-quantized", num_bits=8, group_size=None),
     Format("int-quantized", num_bits=8, group_size=32),
+    Format("torchao", num_bits=8, group_size=None, is_symmetric=True, scale_dtype=torch.float32),
+    Format("torchao", num_bits=8, group_size=None, is_symmetric=True, is_per_tensor=True, scale_dtype=torch.float32),
+    Format("torchao", num_bits=8, group_size=64, scale_dtype=torch.float32),
     Format("pack-quantized", is_symmetric=True, scale_dtype=torch.bfloat16),
     Format("pack-quantized", group_size=64),
     Format("pack-quantized", group_size=128, scale_dtype=torch.float32),
@@ -144,7 +148,7 @@ def test_a_quantised_model_gives_the_tokens_of_the_weights_that_it_means(
     dequantised = load_weights(
         weight_files(tmp_path), plain.weight_shards(), plain.ignores, quantization=info.quantization
     )
-    assert dequantised == {"I4_32 in the order of activations" if kind is None else kind}
+    assert dequantised == {"I4_32 in the order of activations" if kind is None else kind: 14}
 
 
 @pytest.mark.parametrize("how", [Format("awq"), Format("gptq", has_order=True), Format("pack-quantized")], ids=named)
@@ -230,6 +234,34 @@ def read_weight(directory: Path, stored: dict[str, torch.Tensor], how: Format) -
     for file in open_files([path], parse_quantization({"quantization_config": how.config})):
         return read_shard(file, "a.weight", (slice(None), slice(None)))
     raise AssertionError("there is one file")
+
+
+@pytest.mark.parametrize("kind", ["weights by row", "weights by tensor", "weights by group", "weights and activations"])
+def test_a_model_that_transformers_saves_with_torchao_has_the_weights_that_torchao_means(
+    kind: str, tmp_path: Path
+) -> None:
+    torchao = pytest.importorskip("torchao.quantization", reason="no test installs it: pip install --no-deps torchao")
+    how = {
+        "weights by row": torchao.Int8WeightOnlyConfig(),
+        "weights by tensor": torchao.Int8WeightOnlyConfig(granularity=torchao.PerTensor()),
+        "weights by group": torchao.Int8WeightOnlyConfig(granularity=torchao.PerGroup(32)),
+        "weights and activations": torchao.Int8DynamicActivationInt8WeightConfig(),
+    }[kind]
+    save_tiny_model(tmp_path / "plain", "qwen3", num_layers=1)
+    quantised = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", dtype=torch.float32, quantization_config=TorchAoConfig(how)
+    )
+    quantised.save_pretrained(tmp_path / "quantised")
+    info = read_model_info(tmp_path / "quantised")
+    assert info.quantization is not None
+    assert info.quantization.quantizes_activations == (kind == "weights and activations")
+    num_compared = 0
+    for file in open_files(weight_files(tmp_path / "quantised"), info.quantization):
+        for name, stored in quantised.state_dict().items():
+            meant = stored.dequantize(torch.float32) if isinstance(stored, torchao.Int8Tensor) else stored
+            num_compared += isinstance(stored, torchao.Int8Tensor)
+            assert torch.equal(read_shard(file, name, tuple(slice(None) for _ in file.shape(name))), meant)
+    assert num_compared == 7
 
 
 @pytest.mark.parametrize("how", [how for how in FORMATS if "quantized" in how.name and not how.has_order], ids=named)
@@ -323,12 +355,51 @@ def test_activations_of_8_bits_err_as_compressed_tensors_ones_do(family: str, tm
     ("flags", "line"),
     [
         (["quantized_compute=exact"], "quantised as I8, widened to float32"),
-        (["rl=T"], "I8 dequantised, whose activations are not quantised"),
+        (
+            ["rl=T"],
+            "14 weights of I8 dequantised (with rl=T, all weights are plain numbers), whose activations are not",
+        ),
     ],
 )
 def test_activations_of_8_bits_are_left_out_where_asked(flags: list[str], line: str, tmp_path: Path) -> None:
     save_quantised_model(tmp_path, "llama", W8A8)
     assert line in start(tmp_path, *flags)[1]
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        (
+            Format("gptq", has_order=True),
+            "14 weights of I4_32 in the order of activations dequantised (the kernels need groups of adjacent inputs)",
+        ),
+        *(
+            (how, f"14 weights of I8_{how.group_size} dequantised (the kernels need one scale for each output)")
+            for how in (
+                Format("gptq", num_bits=8, group_size=64),
+                Format("int-quantized", num_bits=8),
+                Format("pack-quantized", num_bits=8, group_size=128),
+                Format("torchao", num_bits=8, group_size=32, scale_dtype=torch.float32),
+            )
+        ),
+        (
+            Format("int-quantized", num_bits=8, group_size=None),
+            "14 weights of I8 dequantised (the kernels need 8 bits without zero points, and inputs by the 32)",
+        ),
+    ],
+    ids=lambda value: named(value) if isinstance(value, Format) else "",
+)
+def test_the_start_says_how_many_weights_are_dequantised_and_why(how: Format, line: str, tmp_path: Path) -> None:
+    save_quantised_model(tmp_path, "llama", how)
+    assert start(tmp_path)[1].endswith(line)
+
+
+def test_the_start_without_kernels_says_what_quantised_weights_need(tmp_path: Path) -> None:
+    save_quantised_model(tmp_path, "llama", Format("awq"))
+    assert (
+        "14 weights of I4_32 dequantised (only the CPU kernels multiply by blocks)"
+        in start(tmp_path, "cpu_isa=torch")[1]
+    )
 
 
 @pytest.mark.parametrize("flags", [["quantization=int8"], ["quantization=int4", "rl=T"]])

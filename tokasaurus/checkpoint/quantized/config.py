@@ -1,7 +1,8 @@
 """Reads quantization_config of config.json, and the files of AutoAWQ and AutoGPTQ that came before it.
 
 Which modules are quantised is decided by the stored tensors. Sources: the classes QuantizationConfig and
-QuantizationArgs of compressed-tensors; AwqConfig and GPTQConfig of transformers; QuantizeConfig of gptqmodel.
+QuantizationArgs of compressed-tensors; AwqConfig, GPTQConfig and TorchAoConfig of transformers; QuantizeConfig of
+gptqmodel; config_to_dict, Int8WeightOnlyConfig and Int8DynamicActivationInt8WeightConfig of torchao.
 """
 
 from collections.abc import Mapping
@@ -39,6 +40,13 @@ class Layout(Enum):
     """Words [in, out / 8], of outputs in the order of AWQ_ORDER."""
     GPTQ = "gptq"
     """Words [in / codes of a word, out], of adjacent inputs."""
+    TORCHAO = "torchao"
+    """int8 [out, in], of its Int8Tensor."""
+
+    @property
+    def has_int8(self) -> bool:
+        """Whether codes and zeros are stored as int8, from -128 on."""
+        return self in (Layout.INT8, Layout.TORCHAO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +198,49 @@ def _parse_gptq(fields: Fields) -> Quantization:
     )
 
 
-_PARSERS = {"compressed-tensors": _parse_compressed, "awq": _parse_awq, "gptq": _parse_gptq}
+def _parse_torchao(fields: Fields) -> Quantization:
+    _off(fields, "include_input_output_embeddings")
+    types = json_object(fields, "quant_type")
+    if types.keys() != {"default"}:
+        raise CheckpointError(f"quant_type {dict(types)!r} is not supported, only one with 'default'")
+    default = json_object(types, "default")
+    name = _only(default, "_type", "Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig")
+    try:
+        _only(default, "_version", 2)
+        data = json_object(default, "_data")
+        scheme = _parse_int8_tensor(data, quantizes_activations=name != "Int8WeightOnlyConfig")
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from None
+    return _with_ignored(scheme, fields, "modules_to_not_convert")
+
+
+def _parse_int8_tensor(data: Fields, *, quantizes_activations: bool) -> Quantization:
+    _only(data, "group_size", None)
+    for unsupported in ("weight_only_decode", "reduce_range"):
+        _off(data, unsupported)
+    if quantizes_activations:
+        _only(json_object(data, "act_mapping_type"), "_data", "SYMMETRIC")
+    granularity = json_object(data, "granularity")
+    allowed = ("PerRow",) if quantizes_activations else ("PerRow", "PerTensor", "PerGroup")
+    kind = _only(granularity, "_type", *allowed)
+    details = json_object(granularity, "_data")
+    if kind == "PerRow":
+        _only(details, "dim", None, -1)
+    return Quantization(
+        Layout.TORCHAO,
+        num_bits=8,
+        group_size=_only(details, "group_size", *_GROUP_SIZES) if kind == "PerGroup" else None,
+        is_per_tensor=kind == "PerTensor",
+        quantizes_activations=quantizes_activations,
+    )
+
+
+_PARSERS = {
+    "compressed-tensors": _parse_compressed,
+    "awq": _parse_awq,
+    "gptq": _parse_gptq,
+    "torchao": _parse_torchao,
+}
 
 
 def _with_ignored(scheme: Quantization, fields: Fields, name: str) -> Quantization:

@@ -17,6 +17,7 @@ from tokasaurus.checkpoint.block_types import (
     I8,
     I8_INPUTS,
     bytes_of_row,
+    ordered,
     pack_i4_rows,
     pack_i8_rows,
     unpack_4_bits,
@@ -138,7 +139,7 @@ class QuantizedReader:
     def block_type(self, name: str, tensor: QuantizedTensor) -> str:
         """For the user."""
         is_ordered = self._groups_of_inputs(name, tensor) is not None
-        return f"{tensor.dtype} in the order of activations" if is_ordered else tensor.dtype
+        return ordered(tensor.dtype) if is_ordered else tensor.dtype
 
     def _for_parts(self, compute: Callable[[slice], None], num_rows: int, row_size: int) -> None:
         """Call `compute` in threads with all rows, some at a time."""
@@ -174,7 +175,7 @@ class QuantizedReader:
         if tensor.zeros is None:
             return np.full(shape, 1 << (quantization.num_bits - 1), np.uint8)
         stored = self._content(tensor.zeros)
-        if quantization.layout is Layout.INT8:
+        if quantization.layout.has_int8:
             zeros = _unsigned(stored).reshape(-1, tensor.num_groups)
             return np.broadcast_to(zeros, shape)
         if quantization.layout is Layout.PACKED:
@@ -209,7 +210,7 @@ class QuantizedReader:
         """[outputs from first until last, bytes]: the codes of adjacent inputs, from the lowest bits on. There may be
         padding at the end."""
         layout, stored = tensor.quantization.layout, self._content(tensor.codes)
-        if layout is Layout.INT8:
+        if layout.has_int8:
             return _unsigned(stored[first:last])
         if layout is Layout.PACKED:
             return _as_bytes(stored[first:last])

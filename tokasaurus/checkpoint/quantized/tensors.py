@@ -1,7 +1,7 @@
 """Joins the stored tensors of each quantised weight into one logical tensor, and checks them by the files' headers.
 
 Source of names and shapes: the compressors of compressed-tensors; WQLinear_GEMM of autoawq; QuantLinear of AutoGPTQ and
-gptqmodel.
+gptqmodel; flatten_tensor_state_dict of torchao, by which transformers names the parts of a tensor.
 """
 
 from collections.abc import Mapping
@@ -34,6 +34,7 @@ _SUFFIXES = {
     Layout.PACKED: _Suffixes("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
     Layout.AWQ: _Suffixes("qweight", "scales", "qzeros", None),
     Layout.GPTQ: _Suffixes("qweight", "scales", "qzeros", "g_idx"),
+    Layout.TORCHAO: _Suffixes("_weight_qdata", "_weight_scale", "_weight_zero_point", None),
 }
 
 
@@ -106,7 +107,7 @@ def _join(quantization: Quantization, suffixes: _Suffixes, found: Mapping[str, S
         is_stored = {suffixes.group_indices: quantization.has_order, suffixes.zeros: quantization.has_zeros}
         if suffix not in found and is_stored.get(suffix, True):
             raise CheckpointError(f"its {suffix} is missing")
-    if codes.dtype != ("I8" if quantization.layout is Layout.INT8 else "I32") or len(codes.shape) != 2:
+    if codes.dtype != ("I8" if quantization.layout.has_int8 else "I32") or len(codes.shape) != 2:
         raise CheckpointError(f"its {suffixes.codes} is {codes.dtype} {list(codes.shape)}")
     num_outputs, num_inputs = _shape(quantization, codes, None if suffixes.shape is None else found[suffixes.shape])
     if not num_outputs or not num_inputs:
@@ -144,7 +145,7 @@ def _shape(quantization: Quantization, codes: StoredTensor, shape: StoredTensor 
     """[out, in] of the weight."""
     in_word = _WORD_BITS // quantization.num_bits
     first, second = codes.shape
-    if quantization.layout is Layout.INT8:
+    if quantization.layout.has_int8:
         return first, second
     if quantization.layout is Layout.AWQ:
         return second * in_word, first
@@ -182,6 +183,6 @@ def _zero_shapes(quantization: Quantization, num_outputs: int, num_groups: int) 
     num_words = -(-num_outputs * quantization.num_bits // _WORD_BITS)
     if quantization.layout in (Layout.AWQ, Layout.GPTQ):
         return ((num_groups, num_words),)
-    if quantization.layout is Layout.INT8:
+    if quantization.layout.has_int8:
         return _scale_shapes(quantization, num_outputs, num_groups)
     return ((num_words, num_groups),)

@@ -2,6 +2,7 @@
 `DecoderOptions` (see families)."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -371,9 +372,9 @@ class Decoder(nn.Module):
         return self._packing.is_int8
 
     @property
-    def dequantised_types(self) -> set[str]:
-        """Types of blocks that came, but could not be packed."""
-        return {block_type for linear in self._linears() for block_type in linear.dequantised_types}
+    def dequantised(self) -> Counter[str]:
+        """How many weights of each type came as blocks, but could not be packed."""
+        return Counter(block_type for linear in self._linears() for block_type in linear.dequantised_types)
 
     @property
     def takes_blocks(self) -> bool:

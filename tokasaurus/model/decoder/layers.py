@@ -83,8 +83,8 @@ class Linear(nn.Module):
         self._torch_gemm: TorchGemm | None = None
         self._blocks: dict[int, BlockRows] = {}
         """Quantised rows by the number of the first one, until they are packed."""
-        self.dequantised_types: set[str] = set()
-        """Of blocks that could not be packed."""
+        self.dequantised_types: list[str] = []
+        """Of weights whose blocks could not be packed."""
         self._quantization: str | None = None
         """What plain weights are quantised to, as in Packing."""
 
@@ -131,7 +131,7 @@ class Linear(nn.Module):
             self._quantization = packing.quantization
         blocks = None if by_kernels is None else self._whole_blocks(by_kernels, packing.is_int8)
         if blocks is None:
-            self.dequantised_types = {rows.type for rows in self._blocks.values()}
+            self.dequantised_types = [rows.type for rows in self._blocks.values()]
         if blocks is None or not choice.always_kernels:
             for first_row, rows in self._blocks.items():
                 weight[first_row : first_row + len(rows.blocks)] = rows.dequantized()

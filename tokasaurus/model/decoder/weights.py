@@ -87,7 +87,7 @@ def load_weights(
     on_filled: Callable[[Tensor], None] = lambda _: None,
     may_keep_blocks: bool = False,
     quantization: Quantization | None = None,
-) -> set[str]:
+) -> Counter[str]:
     """Fill the target of every shard from the files, one tensor in memory at a time.
 
     shards: pass an iterator to keep no target in memory after it is filled.
@@ -95,7 +95,7 @@ def load_weights(
     on_bytes: called with the size of each shard read. on_filled: called with each target when it is filled.
     may_keep_blocks: shards take quantised rows as blocks where they can, in place of filled targets.
     quantization: of weights in safetensors files.
-    Returns the types of quantised tensors that were dequantised.
+    Returns how many quantised tensors of each type were dequantised.
     Raises CheckpointError naming the first missing, surplus or misshapen tensor, before any is read.
     """
     expected = _by_source(shards)
@@ -104,9 +104,9 @@ def load_weights(
         _check_names(file, expected, seen, ignored)
     if missing := sorted(expected.keys() - seen):
         raise CheckpointError(f"the checkpoint lacks tensor {missing[0]}{_and_more(len(missing) - 1)}")
-    dequantised: set[str] = set()
+    dequantised = Counter[str]()
     for file in open_files(files, quantization):
-        dequantised |= _load_file(file, expected, on_bytes, on_filled, may_keep_blocks)
+        dequantised += _load_file(file, expected, on_bytes, on_filled, may_keep_blocks)
     return dequantised
 
 
@@ -221,10 +221,10 @@ def _load_file(
     on_bytes: Callable[[int], None],
     on_filled: Callable[[Tensor], None],
     may_keep_blocks: bool,
-) -> set[str]:
+) -> Counter[str]:
     """Load one file, which has been checked. Removes the tensors it loads from `expected`. Returns what `load_weights`
     does."""
-    dequantised = set()
+    dequantised = Counter[str]()
     for name in file.names():  # in this order, the disk is read sequentially
         for shard in expected.pop(name, ()):
             if shard.target is None:
@@ -237,7 +237,7 @@ def _load_file(
                 on_filled(shard.target)
                 continue
             if (block_type := file.block_type(name)) is not None:
-                dequantised.add(block_type)
+                dequantised[block_type] += 1
             with torch.no_grad():
                 for indices, part in file.parts(name, shard.shard):
                     shard.target[indices].copy_(part)  # by all torch threads, each of which reads its part of the file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from tokasaurus.checkpoint import Checkpoint, ModelInfo, check_weight_sizes, weight_files
+from tokasaurus.checkpoint.block_types import why_dequantised
 from tokasaurus.messages.channel import Receiver, Sender
 from tokasaurus.messages.commands import CommandDone, Sleep, UpdateWeights, Wake, WorkerCommand
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
@@ -536,10 +538,9 @@ def _load_model(
             files = weight_files(checkpoint.directory) if fill is None else []
             _check_quantizable(model, checkpoint.info, files, config.quantization, compiler)
         filled = FilledModules(model, model.pack_module)
-        dequantised: set[str] = set()
+        dequantised, may_keep_blocks = Counter[str](), model.takes_blocks and not config.rl
         try:
             if fill is None:
-                may_keep_blocks = model.takes_blocks and not config.rl
                 dequantised = _load_weights(model, checkpoint, filled, phases.console, may_keep_blocks)
             else:
                 fill(model, filled)
@@ -551,11 +552,12 @@ def _load_model(
             how = "multiplied in integers" if is_int8 else f"widened to {str(platform.dtype)[6:]}"
             details.append(f"quantised as {', '.join(model.block_types)}, {how}")
             memory.replan(WEIGHTS, -model.saved_bytes)
-        dequantised |= model.dequantised_types
-        if dequantised:
-            details.append(f"{', '.join(sorted(dequantised))} dequantised")
-            if stored is not None and stored.quantizes_activations:
-                details.append("whose activations are not quantised")
+        dequantised += model.dequantised
+        for block_type in sorted(dequantised):
+            why = why_dequantised(block_type) if may_keep_blocks else _why_all_plain(config, compiler)
+            details.append(f"{dequantised[block_type]} weights of {block_type} dequantised ({why})")
+        if dequantised and stored is not None and stored.quantizes_activations:
+            details.append("whose activations are not quantised")
         if config.quantized_compute == "int8" and not model.block_types:
             raise FlagRefused(f"quantized_compute=int8: {_why_no_blocks(config, dequantised, compiler)}")
     return model
@@ -582,11 +584,16 @@ def _check_quantizable(
         raise FlagRefused(f"quantization={quantization}: {reason}")
 
 
-def _why_no_blocks(config: ServerConfig, dequantised: set[str], compiler: Compiler | None) -> str:
+def _why_all_plain(config: ServerConfig, compiler: Compiler | None) -> str:
+    """Why no weights may stay quantised."""
     if compiler is not None:
         return "compiled layers have plain weights: torch_compile=F"
-    if config.rl:
-        return "with rl=T, all weights are plain numbers"
+    return "with rl=T, all weights are plain numbers" if config.rl else "only the CPU kernels multiply by blocks"
+
+
+def _why_no_blocks(config: ServerConfig, dequantised: Counter[str], compiler: Compiler | None) -> str:
+    if compiler is not None or config.rl:
+        return _why_all_plain(config, compiler)
     if dequantised:
         return f"the weights, {', '.join(sorted(dequantised))}, are dequantised here"
     return "the checkpoint's weights are not quantised; quantization=int8 quantises them"
@@ -662,7 +669,7 @@ def _build_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype) -> Deco
 
 def _load_weights(
     model: Decoder, checkpoint: Checkpoint, filled: FilledModules, console: Console, may_keep_blocks: bool
-) -> set[str]:
+) -> Counter[str]:
     """Returns as load_weights."""
     files = weight_files(checkpoint.directory)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
