@@ -10,6 +10,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import httpx
+import orjson
 import pytest
 
 from tests.helpers.small_tokenizer import EOS_IDS, VOCAB_SIZE
@@ -21,6 +22,7 @@ from tokasaurus.messages.status import Failed, PhaseDone, Ready, UserError
 from tokasaurus.server.app import run_server
 
 KEY = "some-key"
+PAGE = "http://localhost:3000"
 INFO = ModelInfo(
     family="llama",
     num_layers=1,
@@ -49,6 +51,8 @@ class ServerProcess:
         config = ServerConfig()
         config.model = "models/small.gguf"
         config.served_model_name = "nickname"
+        config.model_aliases = "gpt-4o, team/best"
+        config.cors_origins = PAGE
         config.api_key = KEY
         config.max_request_bytes = 10_000
         config.max_queued_requests = 1
@@ -101,7 +105,19 @@ def test_process_reports_ready_serves_requests_and_exits_with_0_on_sigterm(serve
         engine.start()
         assert server_process.wait_ready()[-1] == Ready("server")
         assert http.get("/ready").status_code == 200
-        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["nickname"]
+        models = http.get("/v1/models").json()["data"]
+        assert [(model["id"], model["root"]) for model in models] == [
+            (name, "org/small") for name in ("nickname", "gpt-4o", "team/best")
+        ]
+        for name in ("gpt-4o", "team/best", None):
+            answer = http.post("/completions/", content=orjson.dumps({"model": name, "prompt": "hello"}))
+            assert (answer.status_code, answer.json()["model"]) == (200, "nickname")
+        for origin, status in ((PAGE, 200), ("https://evil.example", 403)):
+            answer = http.post("/v1/completions", json={"prompt": "hello"}, headers={"Origin": origin})
+            assert (answer.status_code, answer.headers.get("access-control-allow-origin") == PAGE) == (
+                status,
+                status == 200,
+            )
         for name, status in (("models/small.gguf", 200), ("small", 404), ("org/small", 404)):
             answer = http.post("/v1/completions", json={"model": name, "prompt": "hello", "max_tokens": 9})
             assert answer.status_code == status

@@ -187,7 +187,6 @@ def test_names_that_are_far_from_all_others_get_no_advice() -> None:
         ({"max_tokens": 0}, "invalid_value"),
         ({"temperature": "1"}, "invalid_type"),
         ({"stop": 5}, "invalid_value"),
-        ({"model": ...}, "missing_required_parameter"),
         ({"response_format": {"type": "structural_tag"}}, "unsupported_value"),
         ({"structured_outputs": {"regex": "a", "backend": "xgrammar"}}, "unsupported_value"),
     ],
@@ -196,9 +195,15 @@ def test_names_that_are_far_from_all_others_get_no_advice() -> None:
 def test_errors_about_fields_have_a_code(
     shared_server: LiveServer, route: str, change: dict[str, Any], code: str
 ) -> None:
-    body = {name: value for name, value in (minimal_body(route) | change).items() if value is not ...}
-    error = assert_openai_error(shared_server.http.post(route, json=body).content)
+    error = assert_openai_error(shared_server.http.post(route, json=minimal_body(route) | change).content)
     assert (error["code"], error["param"]) == (code, next(iter(change)))
+
+
+@pytest.mark.parametrize(("route", "name"), [(COMPLETIONS, "prompt"), (CHAT, "messages")])
+def test_a_missing_field_has_a_code(shared_server: LiveServer, route: str, name: str) -> None:
+    body = {field: value for field, value in minimal_body(route).items() if field != name}
+    error = assert_openai_error(shared_server.http.post(route, json=body).content)
+    assert (error["code"], error["param"]) == ("missing_required_parameter", name)
 
 
 def test_numbers_are_compared_by_value_and_truth_values_apart() -> None:
