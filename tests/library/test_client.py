@@ -509,8 +509,11 @@ def test_every_sampling_field_of_the_api_can_be_set() -> None:
         *("model", "logprobs_in_fingerprint", "return_token_ids", "stream", "stream_options", "prompt_logprobs"),
         *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         "return_tokens_as_token_ids",
-        *("guided_decoding_backend", "guided_whitespace_pattern", "structural_tag", "cache_salt"),
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("json_schema", "regex", "ebnf", "grammar", "cache_salt", "best_of", "request_id", "rid"),
+        *("user", "metadata", "safety_identifier", "prompt_cache_key", "spaces_between_special_tokens"),
+        # options: of the text and of the prompt
+        *("skip_special_tokens", "include_stop_str_in_output", "no_stop_trim"),
+        *("truncate_prompt_tokens", "add_special_tokens"),
     }
     assert own == set(SamplingFields.model_fields) - elsewhere
 

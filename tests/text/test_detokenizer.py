@@ -128,3 +128,31 @@ def test_sentencepiece_last_ids_can_be_given_to_finish(
 def test_sentencepiece_text_comes_token_by_token_except_for_runs_of_bytes(sentencepiece: Tokenizer) -> None:
     detokenizer = make_detokenizer(sentencepiece)
     assert [detokenizer.add([token_id]) for token_id in [1, 1, 2, 5, 6, 7, 2]] == ["the", " the", "t", "", "", "", "€t"]
+
+
+@given(BYTE_LEVEL_IDS, CUTS)
+@example([*EURO[:2], IM_END, EURO[2]], [])
+def test_byte_level_deltas_with_special_tokens_join_to_the_bytes_of_all_tokens(
+    byte_level: Tokenizer, token_ids: list[int], lengths: list[int]
+) -> None:
+    detokenizer = make_detokenizer(byte_level.with_special())
+    text = "".join([detokenizer.add(chunk) for chunk in cut(token_ids, lengths)]) + detokenizer.finish()
+    assert text == b"".join(map(byte_level.token_bytes, token_ids)).decode(errors="replace")
+    assert text == make_detokenizer(byte_level.with_special()).finish(token_ids)
+
+
+@given(SENTENCEPIECE_IDS, CUTS)
+@example([1, 5, SPECIAL_ID, 6, 5000, 7], [])
+def test_sentencepiece_deltas_with_special_tokens_join_to_the_librarys_text(
+    sentencepiece: Tokenizer, token_ids: list[int], lengths: list[int]
+) -> None:
+    detokenizer = make_detokenizer(sentencepiece.with_special())
+    text = "".join([detokenizer.add(chunk) for chunk in cut(token_ids, lengths)]) + detokenizer.finish()
+    assert text == sentencepiece.decode(token_ids, skip_special_tokens=False)
+
+
+def test_special_tokens_are_still_left_out_of_the_tokenizers_own_text(byte_level: Tokenizer) -> None:
+    assert byte_level.with_special().decode([97, IM_END]) == "a<|im_end|>"
+    assert byte_level.decode([97, IM_END]) == "a"
+    assert byte_level.with_special().special_ids == frozenset()
+    assert IM_END in byte_level.special_ids

@@ -100,6 +100,28 @@ def test_scanner_ignores_stops_in_the_exempt_characters(parts: list[str], stops:
     assert returned == text if parts else not returned
 
 
+@examples(1000)
+@given(
+    st.lists(st.text("aab", max_size=6), max_size=8),
+    st.lists(st.text("aab", min_size=1, max_size=7), max_size=3),
+    st.just(0) | st.integers(0, 20),
+)
+def test_scanner_that_keeps_the_stop_returns_all_text_up_to_its_end_at_once(
+    parts: list[str], stops: list[str], num_exempt: int
+) -> None:
+    scanner, text, returned = StopScanner(stops, keeps_stop=True), "", ""
+    for number, part in enumerate(parts):
+        text += part
+        new, has_stopped = scanner.add(part, num_exempt - len(returned), number == len(parts) - 1)
+        returned += new
+        stop = find_first_stop(text, stops, num_exempt)
+        assert has_stopped == (stop is not None)
+        if stop is not None:
+            assert returned == text[: stop[0] + len(stop[1])]
+            return
+        assert returned == text
+
+
 def test_time_of_the_scanner_is_linear_in_the_new_text() -> None:
     """A search that compares every prefix of the stop string after each part would take minutes."""
     stop = "a" * 100_000 + "b"

@@ -288,6 +288,7 @@ _OWN_FIELDS = (
 _GRAMMAR_FIELDS = (
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("json_schema", "regex", "ebnf", "grammar"),
 )
 
 

@@ -364,6 +364,8 @@ def engine_options(
         decode_text=decoder.decode,
         prompt_tail=decoder.prompt_tail,
         special_ids=decoder.special_ids,
+        decode_special=decoder.with_special().decode,
+        special_tail=decoder.with_special().prompt_tail,
         stop_string_num_token_lookback=config.stop_string_num_token_lookback,
         stop_tokens=stop_tokens,
         step_limit=make_step_limit(config.max_step_seconds, limits.seconds_per_step),

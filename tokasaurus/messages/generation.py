@@ -121,6 +121,8 @@ class GenerateRequest:
     every 64 others. Not counted in the server's limits of the queue."""
     reports_progress: bool = False
     """The manager reports about once a second how far its running sequences are, see SequenceProgress."""
+    shows_special: bool = False
+    """The text has the special tokens, so stop strings may contain them."""
     session: str = ""
     """Requests of one session go to the same replica, while it is not much busier than others; "" is none."""
 

@@ -58,18 +58,24 @@ class StopScanner:
     no stop string is empty.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
+        """keeps_stop: the text ends with the stop string, so nothing needs to be buffered."""
         self._stops = stops
+        self._keeps_stop = keeps_stop
         self._num_matched = [0] * len(stops)  # for each stop string, the length of its prefix that the text ends with
-        self._buffered = ""
+        self._buffered = ""  # may begin a stop string; returned already with keeps_stop
 
     def add(self, new_text: str, num_exempt: int, is_last: bool) -> tuple[str, bool]:
         """(text that contains no part of a stop string, whether a stop string follows it).
+
+        With keeps_stop: (new text, up to the end of a stop string, whether one ends there).
 
         num_exempt: stop strings that end within this many characters after all returned text are ignored.
         is_last: no further text follows, so nothing is buffered.
         """
         text, num_old = self._buffered + new_text, len(self._buffered)
+        num_returned = num_old if self._keeps_stop else 0
+        num_exempt += num_returned
         found: list[tuple[int, int]] = []
         for stop in self._stops:
             # Only occurrences that end in the new text: earlier parts were searched when they came.
@@ -77,14 +83,15 @@ class StopScanner:
             if start >= 0:
                 found.append((start + len(stop), start))
         if found:
-            return text[: min(found)[1]], True
+            end, start = min(found)
+            return text[num_returned : end if self._keeps_stop else start], True
         if is_last:
-            return text, False
+            return text[num_returned:], False
         for index, stop in enumerate(self._stops):
             self._num_matched[index] = _advance(stop, self._num_matched[index], new_text)
         num_sent = len(text) - max(self._num_matched, default=0)
         self._buffered = text[num_sent:]
-        return text[:num_sent], False
+        return (new_text if self._keeps_stop else text[:num_sent]), False
 
 
 def _advance(stop: str, num_matched: int, new_text: str) -> int:

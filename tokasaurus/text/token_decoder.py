@@ -5,15 +5,19 @@ first "▁world" keeps its space, and bytes that complete the prompt's last char
 """
 
 import codecs
+import copy
 import json
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from tokenizers import Tokenizer as BaseTokenizer
 
 from tokasaurus.messages.status import UserError, one_line
 from tokasaurus.text.token_bytes import TokenBytes
+
+Decoder = TypeVar("Decoder", bound="TokenDecoder")
 
 # Some models declare these as special tokens, but the tool-call parser needs them in the text.
 CALL_MARKS = ("<tool_call>", "</tool_call>")
@@ -67,6 +71,13 @@ class TokenDecoder:
         self.special_ids = frozenset(id_ for id_, content in special.items() if content not in CALL_MARKS)
         # The library would skip CALL_MARKS as well if they are special.
         self._skips_special_itself = len(self.special_ids) < len(special)
+
+    def with_special(self: Decoder) -> Decoder:
+        """The same tokens, with special tokens as part of the text: its `special_ids` are empty."""
+        shown = copy.copy(self)
+        shown.special_ids = frozenset()
+        shown._skips_special_itself = True
+        return shown
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The exact text, with no clean-up of spaces. Incomplete UTF-8 becomes U+FFFD; ids without a token are dropped.

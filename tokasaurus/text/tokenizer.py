@@ -94,6 +94,18 @@ class Tokenizer(TokenDecoder):
         encoded = self._base.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [list(one.ids) for one in encoded]
 
+    def with_added_tokens(self, ids: Sequence[int]) -> list[int]:
+        """The ids, with the tokens that tokenizer.json puts around a text."""
+        return [*self._added_around[0], *ids, *self._added_around[1]]
+
+    @functools.cached_property
+    def _added_around(self) -> tuple[list[int], list[int]]:
+        """The ids before and after a text."""
+        plain, whole = self.encode("a", add_special_tokens=False), self.encode("a", add_special_tokens=True)
+        starts = range(len(whole) - len(plain) + 1)
+        start = next(start for start in starts if whole[start : start + len(plain)] == plain)
+        return whole[:start], whole[start + len(plain) :]
+
     def token_starts(self, text: str, add_special_tokens: bool) -> list[int]:
         """Start of each token of `encode` in `text`, in characters; for a token not in the text, the next one's start.
 

@@ -18,14 +18,18 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
     assert request.request_id not in state.unfinished, f"request id {request.request_id} is in use"
     stop_matcher, stop_row = None, 0
     if request.stop_strings and request.max_new_tokens > 0:
+        decode, prompt_tail, special_ids = options.decode_text, options.prompt_tail, options.special_ids
+        if request.shows_special and options.decode_special is not None and options.special_tail is not None:
+            decode, prompt_tail, special_ids = options.decode_special, options.special_tail, frozenset()
         stop_matcher = StopMatcher(
-            options.decode_text,
+            decode,
             request.stop_strings,
-            options.special_ids,
+            special_ids,
             options.stop_string_num_token_lookback,
-            options.prompt_tail(request.prompt_ids[-PROMPT_TAIL_TOKENS:].tolist()),
+            prompt_tail(request.prompt_ids[-PROMPT_TAIL_TOKENS:].tolist()),
         )
-        if options.stop_tokens is not None:
+        # the texts of `stop_tokens` are without special tokens
+        if options.stop_tokens is not None and not request.shows_special:
             stop_row = options.stop_tokens.row(request.stop_strings)
     prompt, salt = make_prompt(request.prompt_ids), request.cache_salt.encode()
 

@@ -83,6 +83,10 @@ class EngineOptions:
     """Fewest trailing tokens that are decoded when looking for a stop string."""
     stop_tokens: StopTokens | None = None
     """Which tokens may end a stop string; None: any token may."""
+    decode_special: Callable[[TokenIds[int]], str] | None = None
+    """As `decode_text`, but with special tokens; None: there are none."""
+    special_tail: Callable[[TokenIds[int]], PromptTail] | None = None
+    """As `prompt_tail`, for `decode_special`."""
     step_limit: StepLimit = StepLimit()  # noqa: RUF009  (it is frozen)
     """How long the steps of a round, one of each microbatch, may take together if they have prompts."""
     prefill_round_up_multiple: int | None = None

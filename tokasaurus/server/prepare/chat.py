@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokasaurus.messages.status import EngineLimits
-from tokasaurus.random_ids import random_id
 from tokasaurus.server.errors import InvalidRequest, Unsupported, shorten
 from tokasaurus.server.prepare.requests import (
     Draft,
@@ -19,8 +18,10 @@ from tokasaurus.server.prepare.requests import (
     checked_top,
     make_requests,
     prompt_top,
+    response_id_of,
     room_after,
     too_long,
+    truncate,
 )
 from tokasaurus.server.protocol.chat import ChatCompletionRequest, ChatMessage, TemplateFields
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
@@ -62,17 +63,21 @@ def draft_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLi
     """The requests of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
     check_fields(body, model)
     tool_use = resolve_tools(body, model, asked_grammar(body))
-    prompt_ids = encode_messages(body.messages, body, model, limits, tool_use.shown)
+    may_truncate = body.truncate_prompt_tokens is not None
+    prompt_ids = encode_messages(body.messages, body, model, None if may_truncate else limits, tool_use.shown)
+    if body.add_special_tokens:
+        prompt_ids = model.tokenizer.with_added_tokens(prompt_ids)
+    asked = _asked_chat_tokens(body)
+    prompt_ids = truncate(prompt_ids, body, None if asked is None else asked[0], limits)
     check_vocabulary(prompt_ids, model, "messages")
     room = room_after(prompt_ids, limits, "messages")
     max_new_tokens = room
-    asked = _asked_chat_tokens(body)
     if asked is not None:
         max_new_tokens = check_max_tokens(*asked, prompt_ids, limits)
     num_top, num_prompt_top = checked_top(body.top_logprobs or 0, "top_logprobs", model), prompt_top(body, model)
     if num_top and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
-    response_id = f"chatcmpl-{random_id()}"
+    response_id = response_id_of(body, "chatcmpl")
     tops = (num_top if body.logprobs else None, num_prompt_top)
     requests = make_requests(response_id, body, [(prompt_ids, max_new_tokens)], *tops, model, origin)
     if body.return_token_ids and body.stream:  # the first chunk of each choice repeats the prompt's ids
@@ -100,6 +105,7 @@ def draft_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLi
         calls=rules,
         num_top_prompt_logprobs=num_prompt_top,
         starts_in_reasoning=start == "inside",
+        keeps_stop=body.include_stop_str_in_output or body.no_stop_trim,
         reasoning=reasoning,
     )
     return Draft(prepared, tool_use.grammar)

@@ -4,7 +4,6 @@ import codecs
 from collections.abc import Iterator, Sequence
 
 from tokasaurus.messages.status import EngineLimits
-from tokasaurus.random_ids import random_id
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.prepare.requests import (
     Draft,
@@ -19,8 +18,10 @@ from tokasaurus.server.prepare.requests import (
     checked_top,
     make_requests,
     prompt_top,
+    response_id_of,
     room_after,
     too_long,
+    truncate,
 )
 from tokasaurus.server.protocol.completions import CompletionRequest, Prompt
 from tokasaurus.server.served_model import ServedModel
@@ -57,16 +58,21 @@ def draft_completion(
             f"together there may be {MAX_GRAMMAR_CHARS_OF_PROMPTS}",
             grammar.param,
         )
-    response_id = f"cmpl-{random_id()}"
+    response_id = response_id_of(body, "cmpl")
     prompts, echoes = [], []
-    for prompt, prompt_ids in zip(body.prompt, _tokenize(body.prompt, model, limits), strict=True):
+    adds_special = body.add_special_tokens is not False
+    for given, all_ids in zip(body.prompt, _tokenize(body, adds_special, model, limits), strict=True):
+        prompt_ids = truncate(all_ids, body, body.max_tokens, limits)
+        prompt = given if len(prompt_ids) == len(all_ids) else prompt_ids
+        if len(prompt_ids) <= limits.max_tokens_per_sequence:  # a longer one is refused for its length, in less time
+            check_vocabulary(prompt_ids, model, "prompt")
         room = room_after(prompt_ids, limits, "prompt", fewest=0 if body.max_tokens == 0 else 1)
         max_new_tokens = room if default_tokens is None else min(default_tokens, room)
         if body.max_tokens is not None:
             max_new_tokens = check_max_tokens(body.max_tokens, "max_tokens", prompt_ids, limits)
         prompts.append((prompt_ids, max_new_tokens))
         if body.echo:
-            echoes.append(make_echo(prompt, prompt_ids, model.tokenizer, wants_offsets=num_top is not None))
+            echoes.append(make_echo(prompt, prompt_ids, model.tokenizer, num_top is not None, adds_special))
     requests = make_requests(response_id, body, prompts, *tops, model, origin)
     if body.echo:
         check_prompt_values(requests, num_top or 0, "echo")
@@ -81,30 +87,33 @@ def draft_completion(
         body.return_token_ids,
         body.return_tokens_as_token_ids,
         echoes=echoes,
+        keeps_stop=body.include_stop_str_in_output or body.no_stop_trim,
         num_top_prompt_logprobs=num_prompt_top,
     )
     return Draft(prepared, grammar)
 
 
-def _tokenize(prompts: list[Prompt], model: ServedModel, limits: EngineLimits) -> list[list[int]]:
-    """The ids of each prompt. Raises InvalidRequest."""
+def _tokenize(body: CompletionRequest, adds_special: bool, model: ServedModel, limits: EngineLimits) -> list[list[int]]:
+    """The ids of each prompt. adds_special: the tokenizer adds its tokens to texts. Raises InvalidRequest."""
+    prompts = body.prompt
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    max_tokens = limits.max_tokens_per_sequence
+    max_tokens = limits.max_tokens_per_sequence if body.truncate_prompt_tokens is None else None
     try:
-        encoded = iter(model.tokenizer.encode_batch(texts, add_special_tokens=True, max_tokens=max_tokens))
+        encoded = iter(model.tokenizer.encode_batch(texts, adds_special, max_tokens))
     except TextTooLong as error:
         raise too_long("prompt", error, limits) from None
     prompts_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
     for prompt_ids in prompts_ids:
         if not prompt_ids:
             raise InvalidRequest("prompt has no tokens", "prompt")
-        if len(prompt_ids) <= max_tokens:  # the caller refuses a longer one for its length, which takes less time
-            check_vocabulary(prompt_ids, model, "prompt")
     return prompts_ids
 
 
-def make_echo(prompt: Prompt, prompt_ids: Sequence[int], tokenizer: Tokenizer, wants_offsets: bool) -> Echo:
-    """prompt_ids: the tokens of the prompt; for a text, with the special tokens that the tokenizer adds."""
+def make_echo(
+    prompt: Prompt, prompt_ids: Sequence[int], tokenizer: Tokenizer, wants_offsets: bool, adds_special: bool = True
+) -> Echo:
+    """prompt_ids: the tokens of the prompt; for a text, with the special tokens that the tokenizer adds if
+    `adds_special`."""
     is_text = isinstance(prompt, str)
     text = prompt if isinstance(prompt, str) else _text_of_ids(prompt_ids, tokenizer)
     if not wants_offsets:
@@ -114,7 +123,7 @@ def make_echo(prompt: Prompt, prompt_ids: Sequence[int], tokenizer: Tokenizer, w
         token_texts.append(token_text)
         offsets.append(offsets[-1] + len(token_text))
     if is_text and "".join(token_texts) != text:  # the tokenizer normalised the text
-        return Echo(text, tokenizer.token_starts(text, add_special_tokens=True))
+        return Echo(text, tokenizer.token_starts(text, adds_special))
     return Echo(text, [min(offset, len(text)) for offset in offsets[:-1]])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from tokasaurus.messages.generation import GenerateRequest, SamplingParams
 from tokasaurus.messages.status import EngineLimits, SequenceLimit
-from tokasaurus.random_ids import random_seed
+from tokasaurus.random_ids import random_id, random_seed
 from tokasaurus.server.access import key_salt
 from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest, Unsupported, UnsupportedField, shorten
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
@@ -92,7 +92,7 @@ class Prepared:
     """One body, ready for the engine, and how its answer is written."""
 
     response_id: str
-    """The id of the answer."""
+    """The id of the answer; a client may have chosen it, so it need not be unique."""
     requests: list[GenerateRequest]
     """One per prompt, in order; all have the same `num_sequences`."""
     logprobs_in_fingerprint: bool = False
@@ -113,6 +113,8 @@ class Prepared:
     starts_in_reasoning: bool = False
     """Whether the prompt ends within reasoning, which the answer continues. Only looked for where it is told: with
     `logprobs_in_fingerprint`, `calls` or `reasoning`."""
+    keeps_stop: bool = False
+    """The text keeps the stop string, or the token, that ended it."""
     reasoning: ReasoningRules | None = None
     """How the answer's reasoning is found and shown; None if the model has none, and for completions."""
 
@@ -211,6 +213,26 @@ def check_vocabulary(token_ids: Sequence[int], model: ServedModel, param: str) -
             raise InvalidRequest(f"{param} has {token}; valid ids are 0 to {model.vocab_size - 1}", param)
 
 
+def response_id_of(body: SamplingFields, prefix: str) -> str:
+    """The id of the answer. prefix: names the kind of answer. Raises InvalidRequest."""
+    if body.rid is not None and body.request_id is not None:
+        raise InvalidRequest("request_id and rid: only one of them may be given", "rid")
+    if body.rid is not None:
+        return body.rid
+    return f"{prefix}-{random_id() if body.request_id is None else body.request_id}"
+
+
+def truncate(prompt_ids: list[int], body: SamplingFields, max_tokens: int | None, limits: EngineLimits) -> list[int]:
+    """The last tokens of a prompt, as many as truncate_prompt_tokens keeps. max_tokens: most new tokens that the body
+    asks for, if it does."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return prompt_ids
+    if most == -1:
+        most = max(1, limits.max_tokens_per_sequence - (1 if max_tokens is None else max_tokens))
+    return prompt_ids[-most:]
+
+
 def make_requests(
     response_id: str,
     body: SamplingFields,
@@ -220,7 +242,9 @@ def make_requests(
     model: ServedModel,
     origin: Origin,
 ) -> list[GenerateRequest]:
-    """One for each prompt. prompts: (token ids, most new tokens).
+    """One for each prompt. Their ids are unique, also where a client chose the response's.
+
+    prompts: (token ids, most new tokens).
 
     num_top_logprobs, num_top_prompt_logprobs: of sampled and of prompt tokens. None for no logprobs, 0 for those of the
     tokens themselves only. Raises InvalidRequest.
@@ -231,9 +255,11 @@ def make_requests(
     if body.min_tokens > fewest:
         raise InvalidRequest(f"min_tokens is {body.min_tokens}: it may be at most {fewest}", "min_tokens")
     sampling = _sampling(body, model)
+    is_unique = body.request_id is None and body.rid is None
+    unique_id = response_id if is_unique else f"{response_id}-{random_id()}"
     return [
         GenerateRequest(
-            request_id=f"{response_id}-{index}",
+            request_id=f"{unique_id}-{index}",
             prompt_ids=np.array(prompt_ids, dtype=np.int32),
             num_sequences=body.n,
             max_new_tokens=max_new_tokens,
@@ -255,6 +281,7 @@ def make_requests(
             priority=body.priority,
             is_background=origin.is_background,
             reports_progress=origin.reports_progress,
+            shows_special=not body.skip_special_tokens,
             session=origin.session,
         )
         for index, (prompt_ids, max_new_tokens) in enumerate(prompts)

@@ -86,6 +86,8 @@ def completion_of_generate(body: GenerateRequest) -> CompletionRequest:
         cache_salt=body.cache_salt,
         stream=body.stream,
         return_token_ids=body.return_prompt_token_ids,
+        skip_special_tokens=sampling.skip_special_tokens,
+        no_stop_trim=sampling.no_stop_trim,
         **{name: getattr(sampling, name) for name in _NUMBERS},
         max_tokens=sampling.max_new_tokens if "max_new_tokens" in sampling.model_fields_set else None,
         min_tokens=sampling.min_new_tokens,

@@ -101,6 +101,13 @@ KNOWN_FIELDS: Mapping[str, KnownField] = {
     "custom_params": KnownField(_SGLANG, (None, {})),
     "stop_regex": KnownField(_SGLANG, (None, "", []), instead="stop has texts, and regex says what a whole text is"),
     # vLLM and SGLang: the text
+    "skip_special_tokens": KnownField(_BOTH_ENGINES, (None, True), **_built("the text has the special tokens", False)),
+    "include_stop_str_in_output": KnownField(
+        _VLLM, (None, False), **_built("the text keeps the stop string or token that ended it", True)
+    ),
+    "no_stop_trim": KnownField(
+        _SGLANG, (None, False), **_built("the text keeps the stop string or token that ended it", True)
+    ),
     "spaces_between_special_tokens": KnownField(_BOTH_ENGINES, (None, True, False), is_ignored=True),
     # vLLM and SGLang: log-probabilities and tokens
     "prompt_logprobs": KnownField(_VLLM, **_built("log-probabilities of the prompt's tokens", 1)),
@@ -112,6 +119,15 @@ KNOWN_FIELDS: Mapping[str, KnownField] = {
     "return_token_offsets": KnownField(_VLLM, (None, False)),
     "return_prompt_text": KnownField(_VLLM, (None, False), CHAT, instead="/detokenize gives it for prompt_token_ids"),
     "prompt_embeds": KnownField(_VLLM, endpoints=COMPLETIONS, instead="prompts are texts or token ids"),
+    # vLLM and SGLang: prompts
+    "truncate_prompt_tokens": KnownField(
+        _VLLM, **_built("keeps the last tokens of a prompt; -1: as many as leave room for the answer", 1, -1, 3.0)
+    ),
+    "truncation_side": KnownField(_VLLM, (None, "left"), instead="the last tokens are kept"),
+    "add_special_tokens": KnownField(
+        _VLLM,
+        **_built("whether the tokenizer adds bos and the like; null: for completions, not for chats", True, False),
+    ),
     # vLLM and SGLang: chat templates
     "add_generation_prompt": KnownField(
         _VLLM, (None, True), CHAT, **_built("whether the start of an answer is written", False)
@@ -157,6 +173,8 @@ KNOWN_FIELDS: Mapping[str, KnownField] = {
     "ebnf": KnownField(_SGLANG, (None, ""), **_built("a grammar of the text, as in guided_grammar", 'root ::= "a"')),
     "grammar": KnownField(_LLAMA, (None, ""), **_built("a grammar of the text, as in guided_grammar", 'root ::= "a"')),
     # vLLM and SGLang: scheduling
+    "request_id": KnownField(_VLLM, **_built("ends the id of the answer, after cmpl- or chatcmpl-", "mine")),
+    "rid": KnownField(_SGLANG, **_built("is the id of the answer", "mine")),
     "priority": KnownField(_BOTH_ENGINES, (None, 0), **_built("orders the waiting requests of a client", 3)),
     "cache_salt": KnownField(_BOTH_ENGINES, **_built("cached prompts are shared among requests with equal salts", "x")),
     "thinking_token_budget": KnownField(_VLLM),

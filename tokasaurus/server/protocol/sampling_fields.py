@@ -1,7 +1,7 @@
 """Fields shared by completions and chat bodies. Token ids are compared with the vocabulary later."""
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -11,7 +11,16 @@ from pydantic import (
 )
 
 from tokasaurus.messages.generation import LOGPROBS_MODES, MAX_STOP_TOKEN_IDS, LogprobsMode
-from tokasaurus.server.protocol.fields import WHOLE_FLOATS, NullMeans, Only, Text, TokenId, as_integers, value_error
+from tokasaurus.server.protocol.fields import (
+    WHOLE_FLOATS,
+    NullMeans,
+    Only,
+    Text,
+    TokenId,
+    as_integer,
+    as_integers,
+    value_error,
+)
 from tokasaurus.server.protocol.grammar_fields import (
     GuidedChoice,
     GuidedGrammar,
@@ -146,6 +155,31 @@ Seed = Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1), WHOLE_FLOATS]  # 
 Priority = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE_FLOATS, NullMeans(0)]
 
 
+def _parse_prompt_tokens(value: object) -> object:
+    number = as_integer(value)
+    if number is not None and (type(number) is not int or (number < 1 and number != -1)):
+        raise value_error("must be -1 or a whole number from 1")
+    return number
+
+
+PromptTokens = Annotated[
+    int | None, PlainValidator(_parse_prompt_tokens, Annotated[int, Field(ge=1)] | Literal[-1] | None)
+]
+
+_REQUEST_ID = re.compile("[ -~]{1,200}")  # as the header X-Request-Id
+
+
+def _parse_request_id(value: object) -> object:
+    if value is not None and not (isinstance(value, str) and _REQUEST_ID.fullmatch(value)):
+        raise value_error("must be 1 to 200 characters of printable ASCII")
+    return value
+
+
+RequestId = Annotated[
+    str | None, PlainValidator(_parse_request_id, Annotated[str, Field(pattern=f"^{_REQUEST_ID.pattern}$")] | None)
+]
+
+
 class SamplingNumbers(BaseModel):
     """How tokens are sampled, and what ends a text, by the names that all protocols have."""
 
@@ -182,6 +216,14 @@ class SamplingFields(SamplingNumbers):
     response_format, structured_outputs and guided_* (the last two are vLLM's): the format of the text, see
     grammar_fields.
 
+    skip_special_tokens (vLLM's and SGLang's): false shows special tokens in the text.
+    include_stop_str_in_output (vLLM's), no_stop_trim (SGLang's): the text keeps the stop string, or the text of the
+    token, that ended it.
+    truncate_prompt_tokens (vLLM's): keep the last so many tokens of a prompt; -1: as many as leave room for the
+    answer.
+    add_special_tokens (vLLM's): the tokenizer adds its special tokens, such as bos, to prompts of text. null: yes, but
+    not for chats, whose templates write them.
+    request_id (vLLM's): ends the answer's id. rid (SGLang's): is the answer's id.
     json_schema, regex, ebnf (SGLang's), grammar (llama.cpp's): the same.
     best_of: must equal n.
 
@@ -202,6 +244,13 @@ class SamplingFields(SamplingNumbers):
     return_token_ids: Annotated[bool, NullMeans(False)] = False
     return_tokens_as_token_ids: Annotated[bool, NullMeans(False)] = False
     prompt_logprobs: Annotated[int | None, Field(ge=0), WHOLE_FLOATS] = None
+    skip_special_tokens: Annotated[bool, NullMeans(True)] = True
+    include_stop_str_in_output: Annotated[bool, NullMeans(False)] = False
+    no_stop_trim: Annotated[bool, NullMeans(False)] = False
+    truncate_prompt_tokens: PromptTokens = None
+    add_special_tokens: bool | None = None
+    request_id: RequestId = None
+    rid: RequestId = None
 
     user: str | None = None
     metadata: Metadata = None

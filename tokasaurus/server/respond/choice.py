@@ -100,15 +100,18 @@ class Choice:
         # Evaluations, which echo their prompts, expect an entry for each token, including the last.
         self._has_end_logprobs = len(prepared.echoes) > 0
         # The text begins where the prompt's ends: its first tokens are decoded after the prompt's last.
-        self._tail = model.tokenizer.prompt_tail(request.prompt_ids[-PROMPT_TAIL_TOKENS:].tolist())
-        self._detokenizer = make_detokenizer(model.tokenizer, self._tail)
-        self._offsets = TokenOffsets(model.tokenizer, self._tail)
-        self._stops = StopScanner(request.stop_strings)
+        tokenizer = model.tokenizer.with_special() if request.shows_special else model.tokenizer
+        self._tokenizer = tokenizer
+        self._tail = tokenizer.prompt_tail(request.prompt_ids[-PROMPT_TAIL_TOKENS:].tolist())
+        self._detokenizer = make_detokenizer(tokenizer, self._tail)
+        self._offsets = TokenOffsets(tokenizer, self._tail)
+        self._keeps_stop = prepared.keeps_stop
+        self._stops = StopScanner(request.stop_strings, prepared.keeps_stop)
         self._buffered_tokens: list[TokenLogprob] = []
         self._num_characters = 0
         self._reasoning: _ReasoningSplit | None = None
         if prepared.reasoning is not None:
-            self._reasoning = _ReasoningSplit(prepared.reasoning, TokenOffsets(model.tokenizer, self._tail))
+            self._reasoning = _ReasoningSplit(prepared.reasoning, TokenOffsets(tokenizer, self._tail))
         self._first_ids: list[int] = []  # collected until there are `min_tokens`
         self._num_exempt = 0 if request.min_tokens == 0 else None
         self._has_stopped = False
@@ -137,13 +140,16 @@ class Choice:
         return ChoiceDelta(text, finish_reason, delta.token_ids, self._remove_sent_tokens(is_last), *reasoning)
 
     def _without_end_token(self, token_ids: list[int]) -> list[int]:
-        """The last delta's tokens without the eos or stop token that ended the sequence, which has no text."""
+        """The last delta's tokens without the eos or stop token that ended the sequence, unless the text keeps it."""
         request = self._request
+        if self._keeps_stop:
+            return token_ids
         ends = request.stop_token_ids if request.ignore_eos else (*request.stop_token_ids, *self._model.eos_ids)
         return token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
 
     def _cut_text(self, new_text: str, token_ids: list[int], is_last: bool) -> str:
-        """The part of the buffered and new text that can be sent. A stop string and all text after it are dropped.
+        """The part of the buffered and new text that can be sent. A stop string, unless it is kept, and all text
+        after it are dropped.
 
         token_ids: the tokens that `new_text` comes from.
         """
@@ -164,7 +170,7 @@ class Choice:
             min_tokens = self._request.min_tokens
             self._first_ids += token_ids[: min_tokens - len(self._first_ids)]
             if len(self._first_ids) == min_tokens:
-                self._num_exempt = len(self._model.tokenizer.decode_after(self._tail, self._first_ids))
+                self._num_exempt = len(self._tokenizer.decode_after(self._tail, self._first_ids))
         return sys.maxsize if self._num_exempt is None else self._num_exempt
 
     def _remove_sent_tokens(self, is_last: bool) -> list[TokenLogprob]:

@@ -1,7 +1,6 @@
 """Finished sequences, or deltas → the answers of /generate: text and tokens."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from tokasaurus.messages.generation import FinishReason, PromptLogprobs, SequenceDelta
@@ -69,8 +68,8 @@ class _Answer:
         self._name = model.tokenizer.token_text if body.return_text_in_logprobs else lambda _: None
 
     def build(self, sequence: FinishedSequence, text: str, reason: FinishReason | None) -> GenerateAnswer:
-        """text: without special tokens, and without what ended it. reason: None before the end."""
-        body, sampling = self._body, self._body.sampling_params
+        """text: of all tokens. reason: None before the end."""
+        body = self._body
         spans = weight_spans(sequence.weight_versions, len(sequence.token_ids))
         matched = None if reason != "stop" else self._matched(sequence.token_ids)
         usage = build_usage(self._prepared, [[sequence]])
@@ -85,8 +84,6 @@ class _Answer:
             meta_info |= {"weight_version": spans[-1].version, "weight_versions": spans}
         if sequence.logprobs is not None:
             meta_info |= self._logprobs(sequence)
-        if sampling.no_stop_trim or not sampling.skip_special_tokens:
-            text = self._whole_text(sequence.token_ids, matched)
         prompt_ids = self._request.prompt_ids.tolist() if body.return_prompt_token_ids else None
         return GenerateAnswer(text, sequence.token_ids, prompt_ids, meta_info, usage)
 
@@ -96,24 +93,10 @@ class _Answer:
         ends = request.stop_token_ids if request.ignore_eos else (*request.stop_token_ids, *self._model.eos_ids)
         if token_ids and token_ids[-1] in ends:
             return token_ids[-1]
-        text = self._decode(token_ids, True)
+        tokenizer = self._model.tokenizer.with_special() if request.shows_special else self._model.tokenizer
+        tail = tokenizer.prompt_tail(request.prompt_ids[-PROMPT_TAIL_TOKENS:].tolist())
+        text = tokenizer.decode_after(tail, token_ids)
         return max((stop for stop in request.stop_strings if stop in text), key=text.rfind, default=None)
-
-    def _decode(self, token_ids: Sequence[int], skips_special: bool) -> str:
-        """The text that the tokens add to the prompt."""
-        tokenizer = self._model.tokenizer
-        tail = tokenizer.prompt_tail(self._request.prompt_ids[-PROMPT_TAIL_TOKENS:].tolist())
-        return tail.text_after(partial(tokenizer.decode, skip_special_tokens=skips_special), token_ids)
-
-    def _whole_text(self, token_ids: Sequence[int], matched: int | str | None) -> str:
-        """With special tokens, or with what ended it, as the body asks."""
-        sampling = self._body.sampling_params
-        if not sampling.no_stop_trim and isinstance(matched, int):
-            token_ids = token_ids[:-1]
-        text = self._decode(token_ids, sampling.skip_special_tokens)
-        if not sampling.no_stop_trim and isinstance(matched, str):
-            text = text[: text.rfind(matched)]
-        return text
 
     def _logprobs(self, sequence: FinishedSequence) -> dict[str, Any]:
         body, prompt = self._body, sequence.prompt_logprobs
