@@ -177,7 +177,7 @@ void check_gemm() {
 
 // Gemms with blocks in integers. plain: the weights.
 void check_int8(PackedWeights blocks, int64_t type, const vector<float>& plain) {
-  const int64_t in_size = blocks.in_size, out_size = blocks.out_size, part = type == kI8 ? in_size : 32;
+  const int64_t in_size = blocks.in_size, out_size = blocks.out_size, part = type == kI8 ? 128 : 32;
   blocks.is_int8 = 1;
   for (int64_t num_rows : {1, 5, 40}) {
     vector<float> x = as<float>(random_values(num_rows * in_size));

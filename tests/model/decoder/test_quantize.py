@@ -53,9 +53,10 @@ def rounded(numbers: Tensor, made: str) -> Tensor:
 
 
 def round_inputs(_: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-    """Each token's largest number gets the code 127."""
-    scale = inputs[0].abs().amax(-1, keepdim=True) / 127
-    return (inputs[0] / scale).round() * scale
+    """The largest of each 128 numbers of a token gets the code 127."""
+    parts = inputs[0].split(128, -1)
+    scales = [part.abs().amax(-1, keepdim=True) / 127 for part in parts]
+    return torch.cat([(part / scale).round() * scale for part, scale in zip(parts, scales, strict=True)], -1)
 
 
 def oracle_logits(oracle: PreTrainedModel, made: str, is_int8: bool) -> Tensor:

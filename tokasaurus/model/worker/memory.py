@@ -88,8 +88,8 @@ _PARTITIONS_PER_THREAD = 16
 
 _FLOAT = 4
 _INDEX = 8
-_INT8_BYTES_PER_INPUT = 3.5
-"""Int8Rows of int8_tile.h: a code of 8 bits, perhaps another of 16 bits, and half a byte for scales and sums."""
+_INT8_BYTES_PER_INPUT = 3.5 + 1 / 32
+"""Int8Rows of int8_tile.h: a code of 8 bits, perhaps another of 16 bits, and the rest for scales and sums."""
 
 _HOST_INDICES_PER_TOKEN = 24
 _HOST_INDICES_PER_ROW = 64

@@ -200,7 +200,7 @@ struct Int8Scratch {
             scratch(scales, num_blocks),
             scratch(sums, num_blocks),
             scratch(half_sums, num_rows * in_size / kInputSum),
-            scratch(totals, num_rows),
+            scratch(totals, num_rows * num_wide_blocks(in_size)),
             in_size};
   }
 };
@@ -213,23 +213,25 @@ Int8Scratch& int8_scratch() {
 // Rows that a thread claims at a time to quantize them.
 constexpr int64_t kQuantizedRows = 8;
 
-// The rows of x in 8 bits. With weights of kI8, which no other type is mixed with, a row has a single scale.
+// The rows of x in 8 bits. With weights of kI8, which no other type is mixed with, blocks are wide.
 template <typename Weight>
 Int8Rows quantize_rows(const Gemm<Weight>& gemm) {
   const int64_t in_size = gemm.weights.in_size, num_blocks = in_size / kInputBlock;
-  const int64_t count = gemm.weights.blocks[0].type == kI8 ? in_size : kInputBlock;
+  const bool is_wide = gemm.weights.blocks[0].type == kI8;
   Int8Scratch& memory = int8_scratch();
   const Int8Rows rows = memory.reserve(gemm.num_rows, in_size);
   Team::get().parallel_for(gemm.num_rows, kQuantizedRows, [&](int64_t row) {
     int8_t* const codes = memory.codes.data() + row * in_size;
     float* const half_sums = memory.half_sums.data() + row * in_size / kInputSum;
-    int32_t total = 0;
-    for (int64_t first = 0; first < in_size; first += count) {
+    int32_t* const totals = memory.totals.data() + row * num_wide_blocks(in_size);
+    for (int64_t first = 0, count; first < in_size; first += count) {
+      count = is_wide ? std::min(kWideBlock, in_size - first) : kInputBlock;
+      int32_t total = 0;
       const float scale =
           quantize(gemm.x + row * gemm.x_stride + first, count, codes + first, half_sums + first / kInputSum, &total);
       std::fill_n(memory.scales.data() + row * num_blocks + first / kInputBlock, count / kInputBlock, scale);
+      if (is_wide) totals[first / kWideBlock] = total;
     }
-    memory.totals[row] = total;
     for (int64_t b = 0; b < num_blocks; ++b)
       memory.sums[row * num_blocks + b] = half_sums[2 * b] + half_sums[2 * b + 1];
     if constexpr (kHasPairs) {
