@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
 from tests.end_to_end.helpers.toka_process import running_toka
 from tests.helpers.tiny_model import save_tiny_model
@@ -50,6 +52,17 @@ def measured(line: str) -> tuple[str, float, int, int]:
     return found[1], float(found[2]) * UNITS[found[3]], planned_kv, measured_kv
 
 
+def take_freed_memory(num_bytes: int) -> list[torch.Tensor]:
+    """Addresses are what is measured, and the allocator makes an allocation out of memory that other tests have freed,
+    without new ones. This takes what has room for num_bytes, until it has to ask the system; keep the result."""
+    taken: list[torch.Tensor] = []
+    while True:
+        before = psutil.Process().memory_info().vms
+        taken.append(torch.empty(num_bytes, dtype=torch.uint8))  # its memory is not touched
+        if psutil.Process().memory_info().vms - before >= num_bytes:
+            return taken
+
+
 def fixed_bytes(worker: dict[str, Any]) -> int:
     return sum(part["bytes"] for part in worker["parts"] if part["name"] in ("weights", "rotary table"))
 
@@ -76,8 +89,10 @@ def test_the_demo_models_weights_and_kv_cache_take_what_is_planned(tp_size: int)
 def test_the_kv_cache_of_a_worker_in_this_process_takes_what_is_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """64 MiB of plain torch, in another dtype than the weights. Memory of weights is measured in servers, by long
-    tests: here, what other tests free is among it."""
+    """64 MiB of plain torch, in another dtype than the weights: two tensors. Memory of weights is measured in servers,
+    by long tests: here, what other tests free is among it."""
+    small_parts = [torch.empty(100_000, dtype=torch.uint8) for _ in range(1000)]
+    del small_parts  # in any order of tests, some memory is free
     save_tiny_model(tmp_path, "qwen3")
     words = (f"model={tmp_path}", "dtype=float32", "kv_cache_dtype=float16", "attention_backend=torch")
     assert main(["plan", *words, "--json"]) == 0
@@ -86,6 +101,7 @@ def test_the_kv_cache_of_a_worker_in_this_process_takes_what_is_planned(
     num_tokens = (64 << 20) // planned["kv_bytes_per_token"] // 16 * 16
     config = ServerConfig.parse([*words, *small, f"kv_cache_num_tokens={num_tokens}"])
     phases: dict[str, str] = {}
+    taken = take_freed_memory(32 << 20)
     start_worker(
         config, resolve_checkpoint(str(tmp_path)), Mesh(), 0, lambda done: phases.update({done.phase: done.detail})
     )
@@ -97,6 +113,7 @@ def test_the_kv_cache_of_a_worker_in_this_process_takes_what_is_planned(
     by_hand = info["num_hidden_layers"] * 2 * info["num_key_value_heads"] * info["head_dim"] * 2
     assert planned_kv == planned["kv_bytes_per_token"] == by_hand
     assert measured_kv == pytest.approx(by_hand, abs=1), "a few pages of 4 KiB in 64 MiB"
+    del taken
 
 
 @pytest.mark.long
