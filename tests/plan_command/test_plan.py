@@ -15,6 +15,9 @@ from gguf import GGMLQuantizationType
 
 from tests.checkpoint.helpers.fake_hub import serve_repository
 from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
+from tests.checkpoint.helpers.quantised_models import save_quantised_model
+from tests.checkpoint.helpers.quantised_weights import Format
+from tests.helpers.tiny_model import save_tiny_model
 from tests.plan_command.helpers.checkpoints import CONFIGS, save
 from tokasaurus.checkpoint import resolve_checkpoint, with_safetensors
 from tokasaurus.cli import main
@@ -231,6 +234,27 @@ def test_a_gguf_file_is_planned_as_its_weights_in_another_format(
     plans = [read_info(str(model)) for model in (tmp_path / "tiny.gguf", directory, with_safetensors(directory))]
     assert plans[0] == plans[1] == plans[2]
     assert not plans[0][1], "not an estimate"
+
+
+@pytest.mark.parametrize("kind", ["gptq", "config alone", "GGUF", "plain GGUF", "plain"])
+def test_a_plan_says_that_quantised_weights_are_dequantised(kind: str, tmp_path: Path) -> None:
+    model = tmp_path
+    if kind in ("gptq", "config alone"):
+        save_quantised_model(tmp_path, "llama", Format("gptq", has_order=True), num_layers=1)
+        if kind == "config alone":
+            model = tmp_path / "alone"
+            model.mkdir()
+            (tmp_path / "config.json").rename(model / "config.json")
+    elif kind == "plain":
+        save_tiny_model(tmp_path, "llama", num_layers=1)
+    else:
+        model = tmp_path / "tiny.gguf"
+        stored = GGMLQuantizationType["Q4_0" if kind == "GGUF" else "F16"]
+        write_gguf(model, "llama", random_weights("llama", tied=True), stored)
+    is_quantised = not kind.startswith("plain")
+    assert planned(f"model={model}")["dequantised"] == is_quantised
+    line = "the weights are quantised in the files; on CUDA they are dequantised to float16, as counted\n"
+    assert toka_plan(f"model={model}", "dtype=float16").stdout.endswith(line) == is_quantised
 
 
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:

@@ -65,9 +65,9 @@ def _write_header(output: BinaryIO, tensors: Mapping[str, StoredTensor]) -> None
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():
-        is_plain = _is_plain(tensor)
-        end = offset + (tensor.end - tensor.begin if is_plain else _FLOAT_BYTES * prod(tensor.shape))
-        dtype = tensor.dtype if is_plain else "F32"
+        is_copied = is_plain(tensor)
+        end = offset + (tensor.end - tensor.begin if is_copied else _FLOAT_BYTES * prod(tensor.shape))
+        dtype = tensor.dtype if is_copied else "F32"
         header[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header).encode()
@@ -75,7 +75,8 @@ def _write_header(output: BinaryIO, tensors: Mapping[str, StoredTensor]) -> None
     output.write(len(encoded).to_bytes(8, "little") + encoded)
 
 
-def _is_plain(tensor: StoredTensor) -> bool:
+def is_plain(tensor: StoredTensor) -> bool:
+    """Whether its numbers are stored as such. tensor: of `read_tensors`."""
     if is_gguf(tensor.file):
         return tensor.dtype in _PLAIN_GGUF
     return not isinstance(tensor, QuantizedTensor)
@@ -86,7 +87,7 @@ def _parts_of_gguf(path: Path, tensors: Mapping[str, StoredTensor]) -> Iterator[
     with closing(MappedTensors(path, tensors, os.cpu_count() or 1)) as mapped:
         for name, tensor in tensors.items():
             for rows in _row_parts(tensor):
-                if _is_plain(tensor):
+                if is_plain(tensor):
                     yield np.ascontiguousarray(mapped.stored_rows(name, rows))
                 else:
                     yield mapped.dequantized(name, rows, slice(None))

@@ -10,12 +10,13 @@ from rich.table import Table
 
 from tokasaurus.checkpoint import CheckpointError, ModelInfo, fit_to_tensors, read_model_info, weight_files
 from tokasaurus.checkpoint.cache import expand_home
+from tokasaurus.checkpoint.dequantized import is_plain
 from tokasaurus.checkpoint.gguf.model import is_gguf
 from tokasaurus.checkpoint.info import read_config
 from tokasaurus.checkpoint.json_files import Fields
 from tokasaurus.checkpoint.quantized.config import SETTINGS_FILES
 from tokasaurus.checkpoint.resolve import download_files, gguf_directory, is_repo_id
-from tokasaurus.checkpoint.weight_files import has_weights
+from tokasaurus.checkpoint.weight_files import has_weights, read_tensors
 from tokasaurus.messages.status import UserError
 from tokasaurus.model.worker.memory import (
     WEIGHTS,
@@ -40,6 +41,7 @@ def plan(config: PlanConfig) -> int:
     try:
         info, is_estimate = read_info(config.model, config.rope_scaling)
         result = plan_memory(info, planned_sizes(config, info))
+        is_dequantised = is_quantised(config.model, info)
     except UserError as error:
         print(f"toka plan: {error}", file=sys.stderr)
         return error.exit_code
@@ -47,9 +49,11 @@ def plan(config: PlanConfig) -> int:
         print(f"toka plan: {error}", file=sys.stderr)
         return 2
     if config.json:
-        print(json.dumps(as_json(result, is_estimate), indent=2))
+        print(json.dumps(as_json(result, is_estimate, is_dequantised), indent=2))
     else:
         _print_plan(config.model, result, is_estimate)
+        if is_dequantised:
+            print(f"the weights are quantised in the files; on CUDA they are dequantised to {config.dtype}, as counted")
     return 0
 
 
@@ -84,8 +88,20 @@ def planned_sizes(config: PlanConfig, info: ModelInfo) -> Sizes:
     return sizes_of(config, info, parse_size(config.device_memory), dtype, kv_cache_dtype)
 
 
-def as_json(result: MemoryPlan, is_estimate: bool) -> dict[str, Any]:
-    """All sizes in bytes. is_estimate: see read_info."""
+def is_quantised(model: str, info: ModelInfo) -> bool:
+    """Whether the files' weights are quantised: by their tensors, or where there are none, by config.json. Arguments
+    and errors as of `read_info`, which has read the model."""
+    path = expand_home("model", model)
+    if is_gguf(path) and not path.is_dir():
+        path = gguf_directory(path)
+    if path.is_dir() and has_weights(path):
+        tensors = read_tensors(weight_files(path), info.quantization)
+        return not all(map(is_plain, tensors.values()))
+    return info.quantization is not None
+
+
+def as_json(result: MemoryPlan, is_estimate: bool, is_dequantised: bool) -> dict[str, Any]:
+    """All sizes in bytes. is_estimate: see read_info. is_dequantised: see is_quantised; on CUDA weights are plain."""
     workers = [
         {
             "pp_rank": worker.pp_rank,
@@ -106,6 +122,7 @@ def as_json(result: MemoryPlan, is_estimate: bool) -> dict[str, Any]:
     ]
     return {
         "estimated_from_config": is_estimate,
+        "dequantised": is_dequantised,
         "device_memory": result.sizes.device_bytes,
         "tp_size": result.sizes.tp_size,
         "pp_size": result.sizes.pp_size,
