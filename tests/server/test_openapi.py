@@ -112,7 +112,8 @@ def test_page_describes_request_bodies_and_error_statuses(shared_server: LiveSer
         assert set(schema["properties"]) == set(model.model_fields)
         assert {"type": "string", "minLength": 1, "maxLength": 1024} in schema["properties"]["cache_salt"]["anyOf"]
         assert "cache_salt" not in schema["required"]
-        assert set(operation["responses"]) == {"200", "400", "401", "404", "413", "415", "429", "500", "503"}
+        assert set(operation["responses"]) == {"200", "400", "401", "403", "404", "413", "415", "429", "500", "503"}
+        assert "403" not in page["paths"]["/v1/models"]["get"]["responses"]
         for name in ("n", "temperature", "stream", "cache_salt", "stop"):
             assert {"type": "null"} in schema["properties"][name]["anyOf"]
     assert "401" not in page["paths"]["/health"]["get"]["responses"]

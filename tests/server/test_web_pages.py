@@ -1,6 +1,7 @@
 """Web pages: a page of another site can use the server only if cors_origins allows it, and then in all ways."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import httpx
 import orjson
@@ -90,6 +91,13 @@ def test_pages_of_other_sites_may_read_nothing_but_are_answered(shared_server: L
     answer = shared_server.http.get("/v1/models", headers={"Origin": OTHER, "Sec-Fetch-Site": "cross-site"})
     assert answer.status_code == 200
     assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("path", ["/flush_cache", "//flush_cache/", "/v1/health_generate"])
+def test_pages_of_other_sites_may_not_get_what_does_something(served_model: ServedModel, path: str) -> None:
+    with live_server(replace(served_model, rl=True), FakeEngine()) as server:
+        for headers, status in (({}, 200), ({"Sec-Fetch-Site": "cross-site"}, 403), ({"Origin": OTHER}, 403)):
+            assert httpx.get(f"{server.url}{path}", headers=headers).status_code == status
 
 
 def preflight(server: LiveServer, path: str, origin: str, **headers: str) -> httpx.Response:

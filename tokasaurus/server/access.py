@@ -36,6 +36,7 @@ _HOST_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*\.?", re.ASCII)
 _BARE_IPV6 = re.compile(r"([0-9a-f:.]+)(?:%\S+)?", re.ASCII | re.IGNORECASE)
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_GETS_WITH_EFFECT = frozenset({"/flush_cache", "/health_generate"})  # SGLang's, with rl=T
 _CLIENT_ID = "client_id"
 # Of the request that runs in this context. A context variable, since the lines of a bulk request run in tasks of
 # their own.
@@ -258,7 +259,8 @@ class CrossSiteMiddleware:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             is_question = scope["method"] == "OPTIONS" and "access-control-request-method" in headers
-            if (is_question or scope["method"] not in _SAFE_METHODS) and not self._is_allowed(headers):
+            is_safe = scope["method"] in _SAFE_METHODS and scope["path"] not in _GETS_WITH_EFFECT
+            if (is_question or not is_safe) and not self._is_allowed(headers):
                 origin = headers.get("origin", "")
                 is_site = origin != "null" and re.fullmatch(ORIGIN, origin)
                 flag = f"cors_origins={shorten(origin)}" if is_site else "cors_origins"

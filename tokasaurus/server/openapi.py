@@ -13,7 +13,8 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def error_responses(*statuses: int) -> Responses:
-    """Value for a route's `responses`; DescribedApp adds 500 to every route and 401 to those that need the key."""
+    """Value for a route's `responses`; DescribedApp adds 500 to every route, 401 to those that need the key, and 403
+    to those that web pages may not use."""
     return {status: {"model": ErrorResponse, "description": HTTPStatus(status).phrase} for status in statuses}
 
 
@@ -41,10 +42,12 @@ class DescribedApp(FastAPI):
             page = super().openapi()
             error = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}}
             for path, operations in page["paths"].items():
-                for operation in operations.values():
+                for method, operation in operations.items():
                     responses = operation["responses"]
                     responses.pop("422", None)  # for FastAPI's own body parsing, which we do not use
                     responses["500"] = {"description": "internal server error", **error}
+                    if method != "get":
+                        responses["403"] = {"description": "a web page of another site sent the request", **error}
                     if path not in OPEN_PATHS:
                         responses["401"] = {"description": "the server's API key is missing or wrong", **error}
             _drop_unused_schemas(page)

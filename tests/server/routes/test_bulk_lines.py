@@ -39,11 +39,15 @@ def test_split_lines_do_not_depend_on_chunk_boundaries(
         whole.pop()  # no line follows the last newline
     splitter = LineSplitter(max_bytes)
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    found: list[bytes | TooLong] = []
+    found: list[tuple[int, bytes | TooLong]] = []
     for start, end in itertools.pairwise(borders):
         found += splitter.add(text[start:end])
     found += splitter.finish()
-    assert found == [line if len(line) <= max_bytes else TooLong(line) for line in whole]
+    assert found == [
+        (number, line if len(line) <= max_bytes else TooLong(line))
+        for number, line in enumerate(whole, 1)
+        if line.strip()
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 1000, 10 * START_BYTES])
@@ -52,7 +56,26 @@ def test_the_start_of_a_line_that_is_too_long_is_kept(size: int) -> None:
     text = line + b"\nb\n"
     splitter = LineSplitter(100)
     found = [part for start in range(0, len(text), size) for part in splitter.add(text[start : start + size])]
-    assert found == [TooLong(line[:START_BYTES]), b"b"]
+    assert found == [(1, TooLong(line[:START_BYTES])), (2, b"b")]
+
+
+def test_blank_lines_are_not_handled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gigabyte of them is a megabyte of a compressed body."""
+    num_ended = 0
+    end = LineSplitter._end
+
+    def counted_end(splitter: LineSplitter, part: bytes) -> list[tuple[int, bytes | TooLong]]:
+        nonlocal num_ended
+        num_ended += 1
+        return end(splitter, part)
+
+    monkeypatch.setattr(LineSplitter, "_end", counted_end)
+    splitter = LineSplitter(100)
+    for _ in range(4):
+        assert splitter.add(b"\n" * 100_000) == []
+        assert splitter.add(b" \r\n\t" * 100_000) == []
+    assert splitter.add(b"a\n") == [(800_001, b"\ta")]
+    assert num_ended == 9, "one for each chunk"
 
 
 def messages_of(chunks: Chunks) -> Callable[[], Awaitable[Message]]:
