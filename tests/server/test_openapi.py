@@ -6,10 +6,11 @@ import pytest
 from hypothesis import HealthCheck, given
 
 from tests.helpers.examples import examples
-from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS
+from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, RESPONSES
 from tests.server.helpers.live_server import LiveServer
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
+from tokasaurus.server.protocol.responses import ResponsesRequest
 
 schemathesis = pytest.importorskip("schemathesis")
 openapi_checks = pytest.importorskip("schemathesis.specs.openapi.checks")
@@ -24,6 +25,7 @@ CHECKS = [
 ]
 OPERATIONS = [
     ("DELETE", "/v1/files/{file_id}"),
+    ("DELETE", "/v1/responses/{response_id}"),
     ("GET", "/health"),
     ("GET", "/metrics"),
     ("GET", "/ping"),
@@ -37,6 +39,8 @@ OPERATIONS = [
     ("GET", "/v1/files/{file_id}/content"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"),
+    ("GET", "/v1/responses/{response_id}"),
+    ("GET", "/v1/responses/{response_id}/input_items"),
     ("GET", "/version"),
     ("POST", "/detokenize"),
     ("POST", "/tokenize"),
@@ -46,13 +50,16 @@ OPERATIONS = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/files"),
+    ("POST", "/v1/responses"),
+    ("POST", "/v1/responses/{response_id}/cancel"),
 ]
 
 # The others have no body and no query. /v1/bulk answers 200 to an invalid line too: its result contains the error.
 CAN_BE_INVALID = {("GET", "/v1/batches"), ("GET", "/v1/batches/{batch_id}/results"), ("GET", "/v1/files")} | {
     (method, path)
     for method, path in OPERATIONS
-    if method == "POST" and path not in ("/v1/bulk", "/v1/batches/{batch_id}/cancel")
+    if method == "POST"
+    and path not in ("/v1/bulk", "/v1/batches/{batch_id}/cancel", "/v1/responses/{response_id}/cancel")
 }
 
 
@@ -105,7 +112,11 @@ def test_every_response_conforms_to_the_page_and_none_is_a_server_error(
 
 def test_page_describes_request_bodies_and_error_statuses(shared_server: LiveServer) -> None:
     page = shared_server.http.get("/openapi.json").json()
-    for route, model in ((COMPLETIONS, CompletionRequest), (CHAT, ChatCompletionRequest)):
+    for route, model in (
+        (COMPLETIONS, CompletionRequest),
+        (CHAT, ChatCompletionRequest),
+        (RESPONSES, ResponsesRequest),
+    ):
         operation = page["paths"][route]["post"]
         reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         schema = page["components"]["schemas"][reference.rpartition("/")[2]]

@@ -5,6 +5,7 @@ To add one: its body in `protocol`, its draft in `prepare`, its answers in `resp
 """
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from tokasaurus.server.engine_client.collectors import (
 )
 from tokasaurus.server.errors import (
     AnswerTooLargeError,
+    ApiError,
     GrammarTooComplex,
     InvalidRequest,
     NumericalError,
@@ -27,13 +29,15 @@ from tokasaurus.server.errors import (
 from tokasaurus.server.prepare.chat import draft_chat
 from tokasaurus.server.prepare.completion import draft_completion
 from tokasaurus.server.prepare.requests import Draft, Origin, Prepared, num_prompt_values
-from tokasaurus.server.protocol.answers import Usage
+from tokasaurus.server.prepare.responses import draft_response
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
+from tokasaurus.server.protocol.responses import ResponsesRequest
 from tokasaurus.server.protocol.sampling_fields import SamplingFields, StreamOptions
 from tokasaurus.server.resources import RequestLimits
-from tokasaurus.server.respond.stream import AnswerStream, ChatStream, CompletionStream
-from tokasaurus.server.respond.whole import WholeAnswer, build_chat_completion, build_completion, write_answer
+from tokasaurus.server.respond.responses import ResponseEvents, write_response
+from tokasaurus.server.respond.stream import AnswerEvents, ChatStream, CompletionStream
+from tokasaurus.server.respond.whole import Answer, WholeAnswer, build_chat_completion, build_completion, write_answer
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
 
@@ -45,23 +49,14 @@ MAX_FIRST_CHOICES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The whole response to a body."""
-
-    content: bytes
-    """JSON."""
-    usage: Usage
-
-
-@dataclass(frozen=True, slots=True)
 class Endpoint(Generic[Body]):
     """How one route's bodies become requests, and their sequences an answer."""
 
     body_model: type[Body]
     draft: Callable[[Body, ServedModel, EngineLimits, Origin], Draft]
-    build: Callable[[Prepared, Sequence[Sequence[FinishedSequence]], ServedModel], WholeAnswer]
-    """Builds the whole answer."""
-    stream: Callable[[Prepared, ServedModel, StreamOptions], AnswerStream]
+    build: Callable[[Prepared, Sequence[Sequence[FinishedSequence]], ServedModel], WholeAnswer | Answer]
+    """Builds the whole answer, or writes it."""
+    stream: Callable[[Prepared, ServedModel, StreamOptions], AnswerEvents]
     """Makes what turns deltas into the events of a streamed answer."""
     renders_template: bool
     """Whether a draft runs the model's chat template."""
@@ -94,24 +89,36 @@ class Endpoint(Generic[Body]):
 
         def write() -> Answer:
             answer = self.build(prepared, results, state.model)
+            if isinstance(answer, Answer):
+                return answer
             return Answer(write_answer(answer, results if state.model.rl else None), answer.usage)
 
         return await state.text_threads.run_short(size, write)
 
-    async def events(
-        self, state: ServerState, prepared: Prepared, options: StreamOptions
-    ) -> AsyncGenerator[bytes, None]:
-        """The events of a stream. If closed before its end, the requests are cancelled in the engine.
 
-        Raises ApiError.
-        """
+class StreamedAnswer:
+    """The events of one stream, and how it tells that it failed."""
+
+    def __init__(self, endpoint: Endpoint[Any], state: ServerState, prepared: Prepared, options: StreamOptions) -> None:
+        self._state = state
+        self._prepared = prepared
+        self._make = functools.partial(endpoint.stream, prepared, state.model, options)
+        self._answer = self._make()
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last events, if `events` raised the error after it had yielded some."""
+        return self._answer.failure(error)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events. If closed before its end, the requests are cancelled in the engine. Raises ApiError."""
+        state, prepared = self._state, self._prepared
         num_values = num_prompt_values(prepared)
-        answer = self.stream(prepared, state.model, options)
+        answer = self._answer
         with _raising_api_errors(prepared):
             async with state.engine.stream(prepared.requests) as collector:
                 while deltas := await collector.read(MAX_VALUES_AT_ONCE):
                     if collector.begins_anew:
-                        answer = self.stream(prepared, state.model, options)
+                        answer = self._answer = self._make()
                     while answer.num_unsent_first > MAX_FIRST_CHOICES:
                         collector.note_sent()
                         if answer.shows_prompts(deltas):  # prompts may be long
@@ -128,12 +135,14 @@ class Endpoint(Generic[Body]):
                     else:
                         collector.note_nothing_sent()
                         await asyncio.sleep(0)
-        yield answer.end()
+        if last := answer.end():
+            yield last
 
 
 ENDPOINTS: Mapping[str, Endpoint[Any]] = {
     "/v1/completions": Endpoint(CompletionRequest, draft_completion, build_completion, CompletionStream, False),
     "/v1/chat/completions": Endpoint(ChatCompletionRequest, draft_chat, build_chat_completion, ChatStream, True),
+    "/v1/responses": Endpoint(ResponsesRequest, draft_response, write_response, ResponseEvents, True),
 }
 
 

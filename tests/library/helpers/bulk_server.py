@@ -12,10 +12,10 @@ import orjson
 from fastapi import FastAPI, Request, Response
 
 from tests.server.helpers.live_server import http_server
-from tokasaurus.server.endpoints import Answer
 from tokasaurus.server.errors import ServiceUnavailable
 from tokasaurus.server.jobs.line_runner import Line
 from tokasaurus.server.protocol.answers import PromptTokensDetails, Usage
+from tokasaurus.server.respond.whole import Answer
 from tokasaurus.server.routes.bulk import BulkRun, BulkStream
 
 _USAGE = Usage(1, 1, 2, PromptTokensDetails(0, 0, 0, 0))

@@ -9,12 +9,14 @@ import orjson
 
 from tests.server.helpers.live_server import LiveServer
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 
 
 def minimal_body(route: str) -> dict[str, Any]:
     if route == COMPLETIONS:
         return {"model": "default", "prompt": "hello", "max_tokens": 2}
+    if route == RESPONSES:
+        return {"model": "default", "input": "hello", "max_output_tokens": 2}
     return {"model": "default", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 
 

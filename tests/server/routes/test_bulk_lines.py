@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from tokasaurus.server.endpoints import Answer
 from tokasaurus.server.errors import QueueFull, ServerStopping
 from tokasaurus.server.jobs.line_runner import START_BYTES, Line
 from tokasaurus.server.protocol.answers import PromptTokensDetails, Usage
+from tokasaurus.server.respond.whole import Answer
 from tokasaurus.server.routes import bulk
 from tokasaurus.server.routes.bulk import BulkRun, IncomingBody, LineSplitter, TooLong
 

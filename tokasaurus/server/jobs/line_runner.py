@@ -15,7 +15,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from tokasaurus.random_ids import random_id
-from tokasaurus.server.endpoints import ENDPOINTS, Answer, Endpoint
+from tokasaurus.server.endpoints import ENDPOINTS, Endpoint
 from tokasaurus.server.errors import ApiError, ErrorObject, InvalidRequest, error_response, internal_error
 from tokasaurus.server.jobs.store.records import LineResult
 from tokasaurus.server.jobs.validation_process import MAX_CUSTOM_ID_CHARS
@@ -23,6 +23,7 @@ from tokasaurus.server.json_values import load_json, validate_body
 from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.protocol.batches import EndpointUrl
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
+from tokasaurus.server.respond.whole import Answer
 from tokasaurus.server.state import ServerState
 from tokasaurus.text.json_lines import write_json
 

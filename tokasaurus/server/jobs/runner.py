@@ -12,7 +12,6 @@ from typing import BinaryIO
 import apsw
 
 from tokasaurus.server.access import use_key_salt
-from tokasaurus.server.endpoints import Answer
 from tokasaurus.server.errors import AnswerTooLargeError, ApiError, EngineDied, GrammarValidatorFailed, internal_error
 from tokasaurus.server.jobs.line_runner import (
     BATCH_PREFIX,
@@ -31,6 +30,7 @@ from tokasaurus.server.jobs.store.records import BatchRecord, LineResult, Pendin
 from tokasaurus.server.json_values import MAX_INLINE_BYTES
 from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.resources import BatchLimits
+from tokasaurus.server.respond.whole import Answer
 from tokasaurus.server.state import ServerState
 
 logger = logging.getLogger(__name__)

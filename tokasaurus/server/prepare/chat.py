@@ -59,8 +59,16 @@ class ToolUse:
     """Whether the grammar allows no other text than what the body asks for."""
 
 
-def draft_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:
-    """The requests of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
+def draft_chat(
+    body: ChatCompletionRequest,
+    model: ServedModel,
+    limits: EngineLimits,
+    origin: Origin,
+    id_prefix: str = "chatcmpl-",
+) -> Draft:
+    """The requests of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest.
+
+    id_prefix: of the answer's id."""
     check_fields(body, model)
     tool_use = resolve_tools(body, model, asked_grammar(body))
     may_truncate = body.truncate_prompt_tokens is not None
@@ -77,7 +85,7 @@ def draft_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLi
     num_top, num_prompt_top = checked_top(body.top_logprobs or 0, "top_logprobs", model), prompt_top(body, model)
     if num_top and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
-    response_id = response_id_of(body, "chatcmpl")
+    response_id = response_id_of(body, id_prefix)
     tops = (num_top if body.logprobs else None, num_prompt_top)
     requests = make_requests(response_id, body, [(prompt_ids, max_new_tokens)], *tops, model, origin)
     if body.return_token_ids and body.stream:  # the first chunk of each choice repeats the prompt's ids

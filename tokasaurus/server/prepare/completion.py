@@ -58,7 +58,7 @@ def draft_completion(
             f"together there may be {MAX_GRAMMAR_CHARS_OF_PROMPTS}",
             grammar.param,
         )
-    response_id = response_id_of(body, "cmpl")
+    response_id = response_id_of(body, "cmpl-")
     prompts, echoes = [], []
     adds_special = body.add_special_tokens is not False
     for given, all_ids in zip(body.prompt, _tokenize(body, adds_special, model, limits), strict=True):

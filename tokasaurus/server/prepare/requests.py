@@ -5,6 +5,7 @@ Requests are drafted in a thread, then wait until their grammar is validated.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -110,6 +111,8 @@ class Prepared:
     num_top_prompt_logprobs: int | None = None
     """Top-k logprobs per prompt token that `prompt_logprobs` returns; None if the body does not set it. `requests` may
     ask the engine for more, for the echo."""
+    repeated: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the answer that repeat the body's, for endpoints whose answers do."""
     starts_in_reasoning: bool = False
     """Whether the prompt ends within reasoning, which the answer continues. Only looked for where it is told: with
     `logprobs_in_fingerprint`, `calls` or `reasoning`."""
@@ -219,7 +222,7 @@ def response_id_of(body: SamplingFields, prefix: str) -> str:
         raise InvalidRequest("request_id and rid: only one of them may be given", "rid")
     if body.rid is not None:
         return body.rid
-    return f"{prefix}-{random_id() if body.request_id is None else body.request_id}"
+    return f"{prefix}{random_id() if body.request_id is None else body.request_id}"
 
 
 def truncate(prompt_ids: list[int], body: SamplingFields, max_tokens: int | None, limits: EngineLimits) -> list[int]:

@@ -90,13 +90,13 @@ def _parse_part(part: object) -> str:
     text = part.get(name)
     if "type" not in part or not isinstance(text, str):
         raise value_error(f'must contain parts with a "type" and a string as "{name}"')
-    unknown = next((key for key in part if key not in ("type", name) and key not in _PartExtras.model_fields), None)
+    unknown = next((key for key in part if key not in ("type", name) and key not in PartExtras.model_fields), None)
     if unknown is not None:
         raise value_error(f"contains a part with the unknown field {str(unknown)[:_MAX_KEY_CHARS]!r}")
     return text
 
 
-class _PartExtras(StrictObject):
+class PartExtras(StrictObject):
     """What clients add to parts; without effect."""
 
     id: Any = None
@@ -107,12 +107,12 @@ class _PartExtras(StrictObject):
     prompt_cache_breakpoint: Any = None
 
 
-class TextPart(_PartExtras):
+class TextPart(PartExtras):
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-class RefusalPart(_PartExtras):
+class RefusalPart(PartExtras):
     type: Literal["refusal"]
     refusal: str
 

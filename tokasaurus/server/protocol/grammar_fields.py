@@ -110,7 +110,8 @@ def _grammar_source(value: object, param: str) -> GrammarSource:
     return GrammarSource("gbnf" if _GBNF_RULE.search(value) else "lark", value, param)
 
 
-def _parse_response_format(value: object) -> GrammarSource | None:
+def parse_response_format(value: object, param: str = "response_format") -> GrammarSource | None:
+    """The grammar of an OpenAI response format; None for any text. param: of the result. Raises PydanticCustomError."""
     if value is None:
         return None
     if not isinstance(value, dict):
@@ -122,24 +123,24 @@ def _parse_response_format(value: object) -> GrammarSource | None:
     if kind == "json_object":
         _check_keys(value, ("type", "schema"), "")
         schema = value.get("schema")  # llama.cpp's and together.ai's
-        return _json_source(dict(ANY_OBJECT) if schema is None else schema, "response_format")
+        return _json_source(dict(ANY_OBJECT) if schema is None else schema, param)
     if kind == "json_schema":
         given = [name for name in ("json_schema", "schema", "value") if value.get(name) is not None]
         _check_keys(value, ("type", "json_schema", "schema", "value"), "")
         if len(given) > 1:
             raise value_error(f"must have just one of json_schema, schema and value; it has {' and '.join(given)}")
         if given in (["schema"], ["value"]):  # llama.cpp's and together.ai's; TGI's
-            return _json_source(value[given[0]], "response_format")
-        return _parse_json_schema(value.get("json_schema"))
+            return _json_source(value[given[0]], param)
+        return _parse_json_schema(value.get("json_schema"), param)
     if kind in ("json", "regex"):  # TGI's
         _check_keys(value, ("type", "value"), "")
-        return _SOURCES[kind](value.get("value"), "response_format")
+        return _SOURCES[kind](value.get("value"), param)
     if kind == "structural_tag":
         raise not_implemented("of type structural_tag is not implemented")
     raise value_error('must have "text", "json_object", "json_schema", "json" or "regex" as its "type"')
 
 
-def _parse_json_schema(value: object) -> GrammarSource:
+def _parse_json_schema(value: object, param: str) -> GrammarSource:
     """strict: no effect, the schema is always followed. name, description: checked, but not shown to the model."""
     if not isinstance(value, dict):
         raise value_error("must have an object as its json_schema")
@@ -153,7 +154,7 @@ def _parse_json_schema(value: object) -> GrammarSource:
         raise value_error("must have a string as its json_schema.description")
     if not isinstance(value.get("schema"), dict):
         raise value_error("must have a JSON schema, which is an object, as its json_schema.schema")
-    return _json_source(value["schema"], "response_format")
+    return _json_source(value["schema"], param)
 
 
 BACKENDS = (None, "auto", "guidance")
@@ -273,7 +274,9 @@ def _guided(kind: str, form: Any) -> PlainValidator:
 
 
 _Formats = PlainFormat | ObjectFormat | JsonSchemaFormat | ValueFormat | SchemaFormat | RegexFormat
-ResponseFormat = Annotated[GrammarSource | None, PlainValidator(_parse_response_format, _Formats | None)]
+ResponseFormat = Annotated[
+    GrammarSource | None, PlainValidator(lambda value: parse_response_format(value), _Formats | None)
+]
 StructuredOutputs = Annotated[
     GrammarSource | None, PlainValidator(_parse_structured_outputs, StructuredOutputsForm | None)
 ]

@@ -183,13 +183,16 @@ def _parse_arguments(value: object) -> dict[str, Any] | str:
     return arguments if isinstance(arguments, dict) and not _is_deep(arguments) else value
 
 
+CallArguments = Annotated[dict[str, Any] | str, PlainValidator(_parse_arguments, str)]
+
+
 class CalledFunction(StrictObject):
     """arguments: a dict, or the text if it is not the JSON of an object.
     parsed_arguments, provider_specific_fields: added by OpenAI's client and litellm; no effect.
     """
 
     name: Annotated[str, Field(min_length=1)]
-    arguments: Annotated[dict[str, Any] | str, PlainValidator(_parse_arguments, str)]
+    arguments: CallArguments
     parsed_arguments: Any = None
     provider_specific_fields: Any = None
 

@@ -117,6 +117,9 @@ class Choice:
         self._has_stopped = False
         self.num_tokens = 0
         """As sampled, of all deltas."""
+        self.content_start: int | None = None
+        """Where the text of the deltas begins in all text, in characters: behind the reasoning that is split off. None
+        while there is none."""
 
     def add(self, delta: SequenceDelta | FinishedSequence) -> ChoiceDelta:
         """What the sequence's next delta adds to the choice. A FinishedSequence is the only delta of its choice."""
@@ -130,6 +133,8 @@ class Choice:
         if self._reasoning is not None:
             new_reasoning, text, num_tokens = self._reasoning.add(text, token_ids, is_last)
             reasoning = (new_reasoning, num_tokens)
+        if text and self.content_start is None:
+            self.content_start = self._num_characters - len(text)
         finish_reason: FinishReason | None = "stop" if is_last and self._has_stopped else delta.finish_reason
         if not self._wants_logprobs:
             return ChoiceDelta(text, finish_reason, delta.token_ids, None, *reasoning)

@@ -38,8 +38,37 @@ from tokasaurus.text.json_lines import write_json
 ChunkChoice = CompletionChunkChoice | ChatChunkChoice
 
 
-class AnswerStream(ABC):
-    """Turns the deltas of one body's sequences into server-sent events.
+class AnswerEvents(ABC):
+    """Turns the deltas of one body's sequences into the server-sent events of its answer."""
+
+    @property
+    def num_unsent_first(self) -> int:
+        """Events that must be sent before the first `events`, which otherwise returns them with its own."""
+        return 0
+
+    def first_events(self, _count: int) -> bytes:
+        """The next `count` events that come before any text."""
+        return b""
+
+    def shows_prompts(self, _deltas: Sequence[tuple[int, SequenceDelta]]) -> bool:
+        """Whether the events for these deltas contain prompts: their text or their ids."""
+        return False
+
+    @abstractmethod
+    def events(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> bytes:
+        """The events for new deltas; empty if nothing can be sent yet. deltas: (request index, delta)."""
+
+    @abstractmethod
+    def end(self) -> bytes:
+        """The events after the last delta."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last events of a stream that fails."""
+        return error_event(error)
+
+
+class AnswerStream(AnswerEvents):
+    """The events of OpenAI's completions: chunks, each with deltas of choices.
 
     With `include_usage` every chunk has a `usage` field: null, except in an additional last chunk without choices. With
     `continuous_usage_stats` each chunk has the usage of the answer so far.

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol
 
 import orjson
@@ -107,6 +107,15 @@ def build_chat_completion(
     return ChatCompletion(*fields)
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The whole response to a body, written."""
+
+    content: bytes
+    """JSON."""
+    usage: Usage
+
+
 class WholeAnswer(Protocol):
     """A dataclass: an answer as it is on the wire."""
 
@@ -162,11 +171,11 @@ def _write_choice(choice: WholeChoice, extra: dict[str, object]) -> bytes:
     shown = {field.name: getattr(choice, field.name) for field in fields(choice)} | extra
     if logprobs is not None:
         lists = {field.name: getattr(logprobs, field.name) for field in fields(logprobs)}
-        shown["logprobs"] = {name: _write_list(values) for name, values in lists.items()}
+        shown["logprobs"] = {name: write_list(values) for name, values in lists.items()}
     return write_json(shown)
 
 
-def _write_list(values: list[Any] | None) -> Any:
+def write_list(values: list[Any] | None) -> Any:
     """A list as JSON, serialised in slices if it is long."""
     if values is None or len(values) <= _SLICE_TOKENS:
         return values

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from tokasaurus.server.access import client_of
-from tokasaurus.server.endpoints import Answer
 from tokasaurus.server.engine_client.client import PendingRequest
 from tokasaurus.server.errors import (
     ApiError,
@@ -40,6 +39,7 @@ from tokasaurus.server.json_values import MAX_INLINE_BYTES
 from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.protocol.batches import BulkProgress
+from tokasaurus.server.respond.whole import Answer
 from tokasaurus.server.routes.event_stream import HEADERS, run_while_connected
 from tokasaurus.server.state import ServerState, state_of
 from tokasaurus.text.json_lines import write_json

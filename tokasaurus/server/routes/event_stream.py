@@ -1,7 +1,7 @@
 """Answers that end when the client disconnects: work for one, and the server-sent events of stream=true."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -48,15 +48,19 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 class EventStream(Response):
     """Sends what `events` yields. The response starts with the first event: an earlier error gets its own status.
 
-    A later error is sent as the last event. `events` is closed at the end and when the client disconnects.
+    A later error is sent as the last event, by `write_error`. `events` is closed at the end and when the client
+    disconnects.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], write_error: Callable[[ApiError], bytes] = error_event
+    ) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._events = events
+        self._write_error = write_error
         self._has_started = False
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,7 +72,7 @@ class EventStream(Response):
             if not self._has_started:
                 raise
             known = error if isinstance(error, ApiError) else internal_error()
-            await send({"type": "http.response.body", "body": error_event(known), "more_body": False})
+            await send({"type": "http.response.body", "body": self._write_error(known), "more_body": False})
             if known is not error:
                 raise  # for the log
 

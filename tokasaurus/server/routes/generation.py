@@ -1,13 +1,16 @@
-"""POST /v1/completions and /v1/chat/completions: whole and streamed answers, cancelled if the client disconnects."""
+"""POST /v1/completions, /v1/chat/completions and /v1/responses: whole and streamed answers, cancelled if the client
+disconnects."""
 
 from fastapi import APIRouter, Request, Response
 
 from tokasaurus.server.access import client_of, session_of
-from tokasaurus.server.endpoints import ENDPOINTS, Body, Endpoint
+from tokasaurus.server.endpoints import ENDPOINTS, Body, Endpoint, StreamedAnswer
+from tokasaurus.server.errors import ResponseNotStored
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
 from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from tokasaurus.server.protocol.completions import Completion, CompletionRequest
+from tokasaurus.server.protocol.responses import ResponseObject, ResponsesRequest
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.routes.event_stream import EventStream, run_while_connected
 from tokasaurus.server.routes.json_body import JsonBodyRoute
@@ -35,6 +38,24 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
     return await _answer(request, body, ENDPOINTS["/v1/chat/completions"])
 
 
+@router.post("/v1/responses", responses={200: {"model": ResponseObject, "content": _STREAMED}, **_ERROR_RESPONSES})
+async def create_response(request: Request, body: ResponsesRequest) -> Response:
+    """Answer a conversation given as items. Nothing is stored."""
+    return await _answer(request, body, ENDPOINTS["/v1/responses"])
+
+
+_NOTHING_STORED = {**error_responses(404)}
+
+
+@router.get("/v1/responses/{response_id}", responses=_NOTHING_STORED)
+@router.delete("/v1/responses/{response_id}", responses=_NOTHING_STORED)
+@router.post("/v1/responses/{response_id}/cancel", responses=_NOTHING_STORED)
+@router.get("/v1/responses/{response_id}/input_items", responses=_NOTHING_STORED)
+async def find_response(response_id: str) -> Response:
+    """There is none: responses are not stored."""
+    raise ResponseNotStored(response_id)
+
+
 async def _answer(request: Request, body: Body, endpoint: Endpoint[Body]) -> Response:
     """The response to `body`, streamed if it has stream=true.
 
@@ -43,6 +64,7 @@ async def _answer(request: Request, body: Body, endpoint: Endpoint[Body]) -> Res
     origin = Origin(num_body_bytes(request), client_of(request), session=session_of(request) if state.model.rl else "")
     if body.stream:
         prepared = await run_while_connected(request.receive, endpoint.prepare(state, body, origin))
-        return EventStream(endpoint.events(state, prepared, body.stream_options or StreamOptions()))
+        streamed = StreamedAnswer(endpoint, state, prepared, body.stream_options or StreamOptions())
+        return EventStream(streamed.events(), streamed.failure)
     answer = await run_while_connected(request.receive, endpoint.answer(state, body, origin))
     return Response(answer.content, media_type="application/json")

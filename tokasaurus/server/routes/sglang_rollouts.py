@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 
 from tokasaurus import __version__
 from tokasaurus.server.access import client_of, session_of
-from tokasaurus.server.endpoints import Endpoint
+from tokasaurus.server.endpoints import Endpoint, StreamedAnswer
 from tokasaurus.server.errors import Conflict, EngineNotReady, InvalidRequest, naming_fields
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
 from tokasaurus.server.prepare.completion import draft_completion
@@ -91,7 +91,7 @@ async def _named_events(
     endpoint: Endpoint[CompletionRequest], state: ServerState, body: GenerateRequest, prepared: Prepared
 ) -> AsyncGenerator[bytes, None]:
     with state.rollouts.named(body.rid, prepared.requests):
-        async with aclosing(endpoint.events(state, prepared, StreamOptions())) as events:
+        async with aclosing(StreamedAnswer(endpoint, state, prepared, StreamOptions()).events()) as events:
             async for event in events:
                 yield event
 

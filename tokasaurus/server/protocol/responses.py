@@ -1,0 +1,596 @@
+"""Bodies and answers of /v1/responses, as OpenAI's reference documents them. Nothing is stored between requests."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, TypeAdapter
+from pydantic_core import PydanticCustomError
+
+from tokasaurus.server.protocol.chat import AskedReasoningEffort, ChatTokenLogprob, PartExtras, TemplateFields
+from tokasaurus.server.protocol.fields import (
+    WHOLE_FLOATS,
+    NullMeans,
+    Only,
+    StrictObject,
+    Text,
+    not_implemented,
+    value_error,
+)
+from tokasaurus.server.protocol.grammar_fields import GrammarSource, PlainFormat, parse_response_format
+from tokasaurus.server.protocol.known_fields import with_known_fields
+from tokasaurus.server.protocol.sampling_fields import SamplingFields, StreamOptions
+from tokasaurus.server.protocol.tools import (
+    MAX_TOOLS,
+    CallArguments,
+    FunctionDefinition,
+    ToolChoice,
+)
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+AskedStatus = ItemStatus | None
+
+# Parts and items of OpenAI's models and tools that are not served here.
+_OTHER_PARTS = frozenset({"input_image", "input_file", "input_audio", "image_url", "computer_screenshot"})
+_OTHER_ITEMS = frozenset(
+    {
+        "additional_tools",
+        "apply_patch_call",
+        "apply_patch_call_output",
+        "code_interpreter_call",
+        "compaction",
+        "compaction_trigger",
+        "computer_call",
+        "computer_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "file_search_call",
+        "image_generation_call",
+        "local_shell_call",
+        "local_shell_call_output",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_call",
+        "mcp_list_tools",
+        "program",
+        "program_output",
+        "shell_call",
+        "shell_call_output",
+        "tool_search_call",
+        "tool_search_output",
+        "web_search_call",
+    }
+)
+_MAX_ECHO_CHARS = 100
+
+
+class InputText(PartExtras):
+    type: Literal["input_text", "text"]
+    text: str
+
+
+class OutputTextPart(PartExtras):
+    """parsed: added by OpenAI's client; no effect."""
+
+    type: Literal["output_text"]
+    text: str
+    parsed: Any = None
+
+
+class RefusalPart(PartExtras):
+    type: Literal["refusal"]
+    refusal: str
+
+
+_PART_MODELS: Mapping[object, type[InputText | OutputTextPart | RefusalPart]] = {
+    "input_text": InputText,
+    "text": InputText,
+    "output_text": OutputTextPart,
+    "refusal": RefusalPart,
+}
+
+
+def _parse_part(value: object) -> str:
+    """The text of a part."""
+    if not isinstance(value, dict):
+        raise value_error("must be an object")
+    kind = value.get("type")
+    if not isinstance(kind, str):
+        raise value_error("must have a string as its type")
+    if kind in _OTHER_PARTS:
+        raise not_implemented(f"is of type {kind}, which is not implemented: the served models read text alone")
+    if kind not in _PART_MODELS:
+        raise value_error(f"must be of type {', '.join(map(str, _PART_MODELS))}")
+    part = _PART_MODELS[kind].model_validate(value)
+    return part.refusal if isinstance(part, RefusalPart) else part.text
+
+
+_Part = Annotated[str, PlainValidator(_parse_part, InputText | OutputTextPart | RefusalPart)]
+_PARTS = TypeAdapter(Annotated[list[_Part], Field(fail_fast=True)])
+
+
+def _parse_content(value: object) -> str:
+    """A string, or the concatenated texts of its parts."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise value_error("must be a string or a list of text parts")
+    return "".join(_PARTS.validate_python(value))
+
+
+ItemContent = Annotated[str, PlainValidator(_parse_content, str | list[InputText | OutputTextPart | RefusalPart])]
+
+_MessageRoles = Literal["system", "developer", "user", "assistant"]
+
+
+def _parse_role(value: object) -> str:
+    if value not in get_args(_MessageRoles):
+        raise value_error('must be "system", "developer", "user" or "assistant"')
+    return "system" if value == "developer" else str(value)
+
+
+class MessageItem(StrictObject):
+    """A message, with or without `"type": "message"`. id, status, phase: of an answer that is sent back; no effect."""
+
+    role: Annotated[str, PlainValidator(_parse_role, _MessageRoles)]
+    content: ItemContent
+    type: Literal["message"] | None = None
+    id: str | None = None
+    status: AskedStatus = None
+    phase: Any = None
+
+
+class FunctionCallItem(StrictObject):
+    """A call that the model made. id, status, parsed_arguments, caller: no effect."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: CallArguments
+    id: str | None = None
+    status: AskedStatus = None
+    parsed_arguments: Any = None
+    caller: Any = None
+    namespace: Annotated[Any, Only(None)] = None
+
+
+class FunctionCallOutputItem(StrictObject):
+    """What a function returned. id, status, name, caller: no effect."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: ItemContent
+    id: str | None = None
+    status: AskedStatus = None
+    name: str | None = None
+    caller: Any = None
+    namespace: Annotated[Any, Only(None)] = None
+
+
+class SummaryPart(StrictObject):
+    type: Literal["summary_text"]
+    text: str
+
+
+class ReasoningPart(StrictObject):
+    type: Literal["reasoning_text", "text"]
+    text: str
+
+
+class ReasoningInputItem(StrictObject):
+    """Reasoning of the model. id, status, summary, encrypted_content: no effect; only `content` is read."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: Annotated[list[SummaryPart], Field(fail_fast=True), NullMeans([])] = Field(default_factory=list)
+    content: Annotated[list[ReasoningPart], Field(fail_fast=True), NullMeans([])] = Field(default_factory=list)
+    encrypted_content: str | None = None
+    status: AskedStatus = None
+
+
+InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningInputItem
+_ITEM_MODELS: Mapping[str, type[InputItem]] = {
+    "message": MessageItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionCallOutputItem,
+    "reasoning": ReasoningInputItem,
+}
+
+
+def _parse_item(value: object) -> InputItem:
+    if not isinstance(value, dict):
+        raise value_error("must be an object")
+    kind = value.get("type")
+    if kind is None and "role" in value:
+        kind = "message"
+    if kind == "item_reference" or (kind is None and value.keys() == {"id"}):
+        raise not_implemented(
+            "is a reference to a stored item, and nothing is stored here: send the item itself, as clients do with "
+            "store=false"
+        )
+    if not isinstance(kind, str):
+        raise value_error("must have a role, or a type")
+    if kind in _OTHER_ITEMS:
+        raise not_implemented(f"is of type {kind}, which is not implemented")
+    if kind not in _ITEM_MODELS:
+        raise value_error(f"has the unknown type {kind[:_MAX_ECHO_CHARS]!r}")
+    return _ITEM_MODELS[kind].model_validate(value)
+
+
+_Item = Annotated[InputItem, PlainValidator(_parse_item, InputItem)]
+
+
+def _listed(value: object) -> object:
+    """A list of items: a string is the message of a user."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise value_error("must be a string or a list of items")
+    return value
+
+
+InputItems = Annotated[
+    Annotated[list[_Item], Field(min_length=1, fail_fast=True)],
+    BeforeValidator(_listed, json_schema_input_type=str | Annotated[list[_Item], Field(min_length=1)]),
+]
+
+
+class ResponsesTool(FunctionDefinition):
+    """A function. strict: as in chat; null: false."""
+
+    type: Literal["function"]
+    allowed_callers: Annotated[Any, Only(None, ["direct"])] = None
+
+
+def _parse_tool(value: object) -> ResponsesTool:
+    if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "function":
+        raise not_implemented(
+            f"is of type {kind[:_MAX_ECHO_CHARS]}, which is not implemented: only functions are, which the client runs"
+        )
+    return ResponsesTool.model_validate(value)
+
+
+_Tool = Annotated[ResponsesTool, PlainValidator(_parse_tool, ResponsesTool)]
+ResponsesTools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), NullMeans([])]
+
+
+def _parse_tool_choice(value: object) -> ToolChoice | None:
+    match value:
+        case None:
+            return None
+        case "none" | "auto" | "required":
+            return ToolChoice(value)
+        case {"type": "function", "name": str(name), **more} if not more:
+            return ToolChoice("named", (name,))
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(tools), **more} if (
+            tools and not more
+        ):
+            return ToolChoice(mode, tuple(_allowed_name(tool) for tool in tools))
+        case {"type": str(kind)} if kind not in ("function", "allowed_tools"):
+            raise not_implemented(f"asks for {kind[:_MAX_ECHO_CHARS]}, which is not implemented: only functions are")
+    raise value_error(
+        'must be "none", "auto", "required", an object that names a function, or one with the allowed tools'
+    )
+
+
+def _allowed_name(tool: object) -> str:
+    match tool:
+        case {"type": "function", "name": str(name)}:
+            return name
+        case {"type": str(kind)} if kind != "function":
+            raise not_implemented(f"allows {kind[:_MAX_ECHO_CHARS]}, which is not implemented: only functions are")
+    raise value_error("must contain allowed tools that name a function each")
+
+
+class NamedFunctionChoice(StrictObject):
+    """The model must call this function."""
+
+    type: Literal["function"]
+    name: str
+
+
+class AllowedFunctionName(BaseModel):
+    type: Literal["function"]
+    name: str
+
+
+class AllowedFunctionsChoice(StrictObject):
+    """The model may or must call some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedFunctionName], Field(min_length=1)]
+
+
+ResponsesToolChoice = Annotated[
+    ToolChoice | None,
+    PlainValidator(
+        _parse_tool_choice,
+        Literal["none", "auto", "required"] | NamedFunctionChoice | AllowedFunctionsChoice | None,
+    ),
+]
+
+
+def write_tool_choice(choice: ToolChoice | None) -> object:
+    """The choice as answers repeat it."""
+    if choice is None:
+        return "auto"
+    if choice.names is None:
+        return choice.mode
+    if choice.mode == "named":
+        return {"type": "function", "name": choice.names[0]}
+    tools = [{"type": "function", "name": name} for name in choice.names]
+    return {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
+
+
+@dataclass(frozen=True, slots=True)
+class TextFormat:
+    """The format that the text must have."""
+
+    grammar: GrammarSource | None = None
+    """None for any text."""
+    asked: Mapping[str, Any] | None = None
+    """The format as the body has it; None: the body has none."""
+
+
+_FORMAT_PARAM = "text.format"
+
+
+def _parse_text_format(value: object) -> TextFormat:
+    """The chat field response_format in another form: what json_schema has there is beside the type here."""
+    if value is None:
+        return TextFormat()
+    if not isinstance(value, dict) or value.get("type") not in ("text", "json_object", "json_schema"):
+        raise value_error('must have "text", "json_object" or "json_schema" as its "type"')
+    nested: object = value
+    if value["type"] == "json_schema":
+        inner = {name: field for name, field in value.items() if name != "type"}
+        nested = {"type": "json_schema", "json_schema": inner}
+    try:
+        grammar = parse_response_format(nested, _FORMAT_PARAM)
+    except PydanticCustomError as error:
+        message = error.message().replace("json_schema.", "")
+        raise PydanticCustomError(error.type, "{message}", {"message": message}) from None
+    return TextFormat(grammar, value)
+
+
+class JsonSchemaTextFormat(StrictObject):
+    type: Literal["json_schema"]
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextConfig(StrictObject):
+    format: Annotated[TextFormat, PlainValidator(_parse_text_format, PlainFormat | JsonSchemaTextFormat | None)] = (
+        Field(default_factory=TextFormat)
+    )
+    verbosity: Annotated[Any, Only(None, "medium")] = None
+
+
+class ReasoningConfig(StrictObject):
+    """effort: as the chat field reasoning_effort. The other fields have no effect: reasoning is returned as it is, and
+    not summarised."""
+
+    effort: AskedReasoningEffort = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: str | None = None
+    mode: str | None = None
+
+
+def _named_here(name: str) -> PlainValidator:
+    """Of a field that has another name here."""
+
+    def check(value: object) -> None:
+        if value is not None:
+            raise not_implemented(f"is a field of /v1/chat/completions: here it is {name}")
+
+    return PlainValidator(check, None)
+
+
+Includable = Literal[
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+]
+
+
+class ResponsesStreamOptions(StreamOptions):
+    """include_usage: no effect, since the last event has the usage."""
+
+    continuous_usage_stats: Annotated[Any, Only(None, False)] = None
+
+
+@with_known_fields("chat")
+class ResponsesRequest(SamplingFields, TemplateFields):
+    """input: a string, the message of a user, or a list of items: messages, function calls and their outputs, and
+    reasoning.
+    instructions: the first system message.
+    include: "message.output_text.logprobs" returns log-probabilities, as top_logprobs above 0 does; the others have no
+    effect, since there is nothing that they could add.
+    max_tool_calls: no effect, since it does not count calls of functions.
+    Fields of chat that OpenAI's /v1/responses lacks, such as stop, seed and top_k, mean the same here.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    input: InputItems
+    instructions: str | None = None
+    max_output_tokens: Annotated[int | None, Field(ge=1), WHOLE_FLOATS] = None
+    top_logprobs: Annotated[int | None, Field(ge=0), WHOLE_FLOATS] = None
+    include: Annotated[list[Includable], Field(max_length=64), NullMeans([])] = Field(default_factory=list)
+    text: Annotated[TextConfig, NullMeans(TextConfig())] = Field(default_factory=TextConfig)
+    tools: ResponsesTools = Field(default_factory=list)
+    tool_choice: ResponsesToolChoice = None
+    parallel_tool_calls: Annotated[bool, NullMeans(True)] = True
+    reasoning: Annotated[ReasoningConfig, NullMeans(ReasoningConfig())] = Field(default_factory=ReasoningConfig)
+    max_tool_calls: Annotated[int | None, WHOLE_FLOATS] = None
+    separate_reasoning: Annotated[bool, NullMeans(True)] = True
+    include_reasoning: Annotated[bool, NullMeans(True)] = True
+    truncation: Annotated[Any, Only(None, "disabled")] = None
+    stream_options: ResponsesStreamOptions | None = None
+
+    previous_response_id: Annotated[Any, Only(None)] = None
+    conversation: Annotated[Any, Only(None)] = None
+    background: Annotated[Any, Only(None, False)] = None
+    background_options: Annotated[Any, Only(None)] = None
+    prompt: Annotated[Any, Only(None)] = None
+    context_management: Annotated[Any, Only(None, [])] = None
+
+    # Of chat, under another name here, or without a place in the answer.
+    n: Annotated[Literal[1], WHOLE_FLOATS, NullMeans(1)] = 1
+    max_tokens: Annotated[None, _named_here("max_output_tokens")] = None
+    response_format: Annotated[None, _named_here("text.format")] = None
+    return_token_ids: Annotated[Literal[False], NullMeans(False)] = False
+    prompt_logprobs: Annotated[None, Only(None)] = None
+    logprobs_in_fingerprint: Annotated[Literal[False], NullMeans(False)] = False
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in self.include
+
+
+# A list, of which the long ones are written beforehand, in slices.
+WrittenLogprobs = Annotated[
+    Any,
+    PlainValidator(lambda value: value),
+    PlainSerializer(lambda value: value, return_type=list[ChatTokenLogprob]),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputText:
+    """logprobs: empty if not requested."""
+
+    text: str
+    logprobs: WrittenLogprobs
+    annotations: tuple[()] = ()
+    type: Literal["output_text"] = "output_text"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputMessage:
+    """A text of the answer."""
+
+    id: str
+    status: ItemStatus
+    content: list[OutputText]
+    role: Literal["assistant"] = "assistant"
+    type: Literal["message"] = "message"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFunctionCall:
+    """A call. arguments: JSON text as generated. call_id: repeated by the item with the function's output."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str
+    type: Literal["function_call"] = "function_call"
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningText:
+    text: str
+    type: Literal["reasoning_text"] = "reasoning_text"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputReasoning:
+    """Reasoning of the answer, as the model wrote it."""
+
+    id: str
+    status: ItemStatus
+    content: list[ReasoningText]
+    summary: tuple[()] = ()
+    type: Literal["reasoning"] = "reasoning"
+
+
+OutputItem = OutputMessage | OutputFunctionCall | OutputReasoning
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseInputDetails:
+    """cached_tokens: as in chat. cache_write_tokens: 0, since OpenAI's field counts what is billed."""
+
+    cached_tokens: int
+    cache_write_tokens: Literal[0] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseOutputDetails:
+    reasoning_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseUsage:
+    input_tokens: int
+    input_tokens_details: ResponseInputDetails
+    output_tokens: int
+    output_tokens_details: ResponseOutputDetails
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class IncompleteDetails:
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFailure:
+    """Why a stream failed."""
+
+    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+    message: str
+
+
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseObject:
+    """The answer. Fields that are not described repeat the body.
+
+    incomplete_details: set if the answer was cut by max_output_tokens or by the context's length.
+    usage: null until the answer is complete.
+    """
+
+    id: str
+    created_at: int
+    model: str
+    status: ResponseStatus
+    output: list[OutputItem]
+    usage: ResponseUsage | None
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None
+    completed_at: int | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    reasoning: dict[str, Any]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    user: str | None
+    prompt_cache_key: str | None
+    safety_identifier: str | None
+    background: Literal[False] = False
+    previous_response_id: None = None
+    service_tier: Literal["default"] = "default"
+    store: Literal[False] = False
+    truncation: Literal["disabled"] = "disabled"
+    object: Literal["response"] = "response"
