@@ -14,7 +14,7 @@ import pytest
 from openai.types.responses import ResponseFunctionToolCall
 
 from tests.helpers.small_tokenizer import IM_END
-from tests.server.helpers.bodies_and_errors import assert_openai_error
+from tests.server.helpers.bodies_and_errors import assert_openai_error, minimal_body
 from tests.server.helpers.fake_engine import FakeEngine, Reply
 from tests.server.helpers.grammar_script import follow_grammars
 from tests.server.helpers.live_server import LiveServer, live_server
@@ -28,6 +28,7 @@ from tests.server.helpers.response_events import (
 from tests.server.helpers.tool_answers import TOOLS as CHAT_TOOLS
 from tests.server.helpers.tool_answers import GetWeather, say, tool_server, write_calls
 from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.server.protocol.known_fields import KNOWN_FIELDS
 from tokasaurus.server.served_model import ServedModel
 
 ROUTE = "/v1/responses"
@@ -479,3 +480,18 @@ def test_lines_of_bulk_requests_and_batches_have_the_live_answers(served_model: 
         streamed = {"custom_id": "b", "url": ROUTE, "body": body | {"stream": True}}
         refused = orjson.loads(server.http.post("/v1/bulk", content=orjson.dumps(streamed)).content)
         assert refused["error"]["param"] == "stream"
+
+
+# Fields of chat that have another name here, or no place in the answer.
+ELSEWHERE = {"n", "best_of", "max_tokens", "response_format", "return_token_ids", "prompt_logprobs"}
+SHARED = {name: field for name, field in KNOWN_FIELDS.items() if "chat" in field.endpoints and name not in ELSEWHERE}
+
+
+def test_fields_of_other_servers_are_those_of_chat(shared_server: LiveServer) -> None:
+    for name, field in SHARED.items():
+        for value in (*field.neutral, *field.examples):
+            answer = shared_server.http.post(ROUTE, json=minimal_body(ROUTE) | {name: value})
+            assert answer.status_code == 200, (name, value, answer.text)
+        if field.is_neutral_only:
+            answer = shared_server.http.post(ROUTE, json=minimal_body(ROUTE) | {name: "no value of any field"})
+            assert (answer.status_code, assert_openai_error(answer.content)["param"]) == (400, name)
