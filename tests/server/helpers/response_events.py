@@ -47,7 +47,7 @@ def assert_required_fields(value: Any) -> None:
         for item in value:
             assert_required_fields(item)
     elif isinstance(value, dict):
-        kind = value.get("object") or value.get("type")
+        kind = str(value.get("object") or value.get("type"))
         is_choice = value.keys() == {"type", "name"}
         assert is_choice or REQUIRED.get(kind, set()) <= value.keys(), value
         for name, inner in value.items():
