@@ -25,6 +25,9 @@ SENTENCEPIECE_IDS = st.lists(st.sampled_from([*range(len(TOKENS)), SPECIAL_ID, 5
 CUTS = st.lists(st.integers(0, 3), max_size=14)
 
 
+MARKS = [("<tool_call>", "</tool_call>"), ("<think>", "</think>"), ("[THINK]", "[/THINK]")]
+
+
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(save_small_tokenizer(tmp_path_factory.mktemp("byte level")))
@@ -37,18 +40,21 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def with_special_call_marks(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """As in Hermes models: the marks around tool calls are special tokens."""
-    directory = save_small_tokenizer(tmp_path_factory.mktemp("call marks"))
+def with_special_marks(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """As in Hermes models and in Magistral: the marks around tool calls and reasoning are special tokens."""
+    directory = save_small_tokenizer(tmp_path_factory.mktemp("marks"))
     base = BaseTokenizer.from_file(str(directory / "tokenizer.json"))
-    base.add_special_tokens([AddedToken(mark, special=True) for mark in ("<tool_call>", "</tool_call>")])
+    base.add_special_tokens([AddedToken(mark, special=True) for pair in MARKS for mark in pair])
     base.save(str(directory / "tokenizer.json"))
     return Tokenizer.load(directory)
 
 
-def test_special_tool_call_marks_are_decoded_as_text(with_special_call_marks: Tokenizer) -> None:
-    tokenizer = with_special_call_marks
-    text = "a<tool_call>hello</tool_call>€"
+@pytest.mark.parametrize(("start", "end"), MARKS)
+def test_special_marks_of_calls_and_reasoning_are_decoded_as_text(
+    with_special_marks: Tokenizer, start: str, end: str
+) -> None:
+    tokenizer = with_special_marks
+    text = f"a{start}hello{end}€"
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     assert len(token_ids) == 1 + 3 + 3
     shown = [*token_ids[:1], IM_START, *token_ids[1:], IM_END]

@@ -270,7 +270,9 @@ def find_reasoning(text: str) -> str | None:
     none, wherever else in the text such marks are."""
     if not text.lstrip().startswith(("<", "[")):
         return None
-    from tokasaurus.server.tools.reasoning import REASONING_MARKS, ReasoningReader  # here: it imports tokenizers
+    # here, since they import tokenizers
+    from tokasaurus.server.tools.reasoning import ReasoningReader
+    from tokasaurus.text.token_decoder import REASONING_MARKS
 
     reader = ReasoningReader(REASONING_MARKS, "before")
     reasoning = reader.add(text)[0] + reader.finish()[0]

@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from tokasaurus.text.token_bytes import BYTE_OF_CHARACTER
-from tokasaurus.text.token_decoder import CALL_MARKS, TokenizerError
+from tokasaurus.text.token_decoder import SHOWN_MARKS, TokenizerError
 
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 """Limits for one grammar, beside llguidance's defaults. So many lexer states take up to 100 MB."""
@@ -65,7 +65,7 @@ def load_grammar_vocabulary(directory: Path, vocab_size: int, eos_ids: Iterable[
     try:
         state = orjson.loads(path.read_bytes())
         added = [token for token in state.get("added_tokens") or () if token["id"] < vocab_size]
-        special_ids = {token["id"] for token in added if token["special"] and token["content"] not in CALL_MARKS}
+        special_ids = {token["id"] for token in added if token["special"] and token["content"] not in SHOWN_MARKS}
         ending_ids = sorted(eos_ids) or sorted(special_ids)[:1]
         hidden_ids = frozenset(special_ids.union(ending_ids))
         added_tokens = {token["content"]: token["id"] for token in added}

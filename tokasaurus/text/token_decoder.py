@@ -7,7 +7,7 @@ first "▁world" keeps its space, and bytes that complete the prompt's last char
 import codecs
 import copy
 import json
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -19,8 +19,18 @@ from tokasaurus.text.token_bytes import TokenBytes
 
 Decoder = TypeVar("Decoder", bound="TokenDecoder")
 
-# Some models declare these as special tokens, but the tool-call parser needs them in the text.
-CALL_MARKS = ("<tool_call>", "</tool_call>")
+REASONING_MARKS: Mapping[str, str] = {
+    "<think>": "</think>",
+    "<thinking>": "</thinking>",
+    "<thought>": "</thought>",
+    "<reasoning>": "</reasoning>",
+    "<seed:think>": "</seed:think>",
+    "[THINK]": "[/THINK]",
+}
+"""Start of reasoning → its end."""
+
+SHOWN_MARKS = frozenset(("<tool_call>", "</tool_call>", *REASONING_MARKS, *REASONING_MARKS.values()))
+"""Some models declare these as special tokens, but the readers of calls and of reasoning need them in the text."""
 
 PROMPT_TAIL_TOKENS = 64
 """Most tokens that are read at the end of a prompt."""
@@ -68,8 +78,8 @@ class TokenDecoder:
         """The text is the concatenation of the tokens' bytes, decoded as UTF-8. Other decoders may, for instance, drop
         the first space."""
         special = {id_: token.content for id_, token in base.get_added_tokens_decoder().items() if token.special}
-        self.special_ids = frozenset(id_ for id_, content in special.items() if content not in CALL_MARKS)
-        # The library would skip CALL_MARKS as well if they are special.
+        self.special_ids = frozenset(id_ for id_, content in special.items() if content not in SHOWN_MARKS)
+        # The library would skip SHOWN_MARKS as well if they are special.
         self._skips_special_itself = len(self.special_ids) < len(special)
 
     def with_special(self: Decoder) -> Decoder:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +20,14 @@ from tests.server.helpers.openai_client import sync_client
 from tests.server.helpers.reasoning_templates import QWEN3_TEMPLATE, R1_TEMPLATE
 from tests.server.helpers.tool_answers import LIMITS, TOOLS, say, tool_server
 from tests.server.helpers.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, save_tokenizer_with
+from tests.server.helpers.tool_texts import FRAGMENTS as CALL_FRAGMENTS
+from tests.server.helpers.tool_texts import NAMES
 from tests.server.jobs.helpers.uploads import upload
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tools.formats import HERMES, LLAMA3, find_tool_support
 
 QUESTION: list[Any] = [{"role": "user", "content": "Warm there?"}]
+NAMED_TOOLS = [{"type": "function", "function": {"name": name}} for name in sorted(NAMES)]
 # Shows arguments one by one, so they must be objects.
 ITEMS_TEMPLATE = HERMES_TEMPLATE.replace(
     "(call.function.arguments | tojson)",
@@ -236,6 +240,28 @@ def test_an_answer_with_reasoning_and_calls_can_be_sent_back(qwen: LiveServer) -
     assert second.startswith(first)
     assert second[len(first) :].startswith(b"<think>\nIt is May.\n</think>\n\n")
     assert answer.model_extra == {"reasoning_content": "It is May.", "reasoning": "It is May."}
+
+
+def test_whatever_the_server_answers_can_be_sent_back(qwen: LiveServer) -> None:
+    """Random texts of reasoning, calls and parts of both, with a result for each call."""
+    rng = random.Random(0)
+    call = HERMES.write("f", {"a": ["b"]})
+    body: dict[str, Any] = {"model": "default", "messages": QUESTION, "tools": NAMED_TOOLS}
+    kinds: set[tuple[bool, bool]] = set()
+    for _ in range(60):
+        cut_call = call[: rng.randint(30, 45)]
+        fragments = ["<think>", "</think>", "\n", "so", call, cut_call, *rng.choices(CALL_FRAGMENTS, k=2)]
+        text = rng.choice(["", "<think>so</think>"]) + "".join(rng.choices(fragments, k=rng.randint(0, 6)))
+        qwen.engine.script = say(text, finish_reason=rng.choice(["stop", "length"]) if text else "stop")
+        answer = qwen.http.post(CHAT, json=body).json()["choices"][0]["message"]
+        calls = answer.get("tool_calls", [])
+        results = [{"role": "tool", "tool_call_id": called["id"], "content": "?"} for called in calls]
+        qwen.engine.script = say("Yes.")
+        again = qwen.http.post(CHAT, json=body | {"messages": [*QUESTION, answer, *results]})
+        assert again.status_code == 200, (text, again.text)
+        assert again.json()["choices"][0]["message"]["content"] == "Yes."
+        kinds.add((bool(calls), answer["reasoning"] is not None))
+    assert len(kinds) == 4, "answers with and without calls, with and without reasoning"
 
 
 def test_bulk_lines_and_batches_take_the_same_histories(qwen: LiveServer) -> None:

@@ -12,7 +12,7 @@ from tests.helpers.examples import IS_NIGHTLY, examples
 from tests.server.helpers.tool_texts import FRAGMENTS, NAMES
 from tokasaurus.server.tools.formats import FORMATS, HERMES, LLAMA3, ToolCallFormat
 from tokasaurus.server.tools.parser import CallFragment, CallReader, CallRules
-from tokasaurus.server.tools.reasoning import REASONING_MARKS
+from tokasaurus.text.token_decoder import REASONING_MARKS
 
 Calls = list[tuple[str, str]]
 

@@ -30,10 +30,9 @@ from tokasaurus.server.tools.formats import (
     find_tool_support,
 )
 from tokasaurus.server.tools.prompt import template_input
-from tokasaurus.server.tools.reasoning import REASONING_MARKS
 from tokasaurus.text import tokenizer as tokenizer_module
 from tokasaurus.text.time_limit import TimeLimit
-from tokasaurus.text.token_decoder import TokenizerError
+from tokasaurus.text.token_decoder import REASONING_MARKS, TokenizerError
 from tokasaurus.text.tokenizer import Tokenizer
 
 WEATHER: dict[str, Any] = {

@@ -10,7 +10,8 @@ from tests.helpers.examples import examples
 from tests.server.helpers.reasoning_templates import EFFORT_TEMPLATE, QWEN3_TEMPLATE, R1_TEMPLATE
 from tests.server.helpers.reasoning_texts import THINK, read_whole
 from tests.server.helpers.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE
-from tokasaurus.server.tools.reasoning import REASONING_MARKS, ReasoningReader, ReasoningStart, marks_in
+from tokasaurus.server.tools.reasoning import ReasoningReader, ReasoningStart, marks_in
+from tokasaurus.text.token_decoder import REASONING_MARKS
 
 TWO = THINK | {"[THINK]": "[/THINK]"}
 FRAGMENTS = st.sampled_from(

@@ -31,12 +31,12 @@ from tokasaurus.server.tools.grammar import write_calls_or_json, write_forced_ca
 from tokasaurus.server.tools.parser import CallRules
 from tokasaurus.server.tools.prompt import template_input
 from tokasaurus.server.tools.reasoning import (
-    REASONING_MARKS,
     ReasoningRules,
     ReasoningStart,
     is_in_reasoning,
     marks_in,
 )
+from tokasaurus.text.token_decoder import REASONING_MARKS
 from tokasaurus.text.tokenizer import ChatTemplateError, TemplateVariableError, TextTooLong
 
 _MAX_REASON_CHARS = 300

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from tokasaurus.server.tools.formats import ToolCallFormat
-from tokasaurus.server.tools.reasoning import REASONING_MARKS, Marks
+from tokasaurus.server.tools.reasoning import Marks
 from tokasaurus.text.stop_strings import buffered_length
+from tokasaurus.text.token_decoder import REASONING_MARKS
 
 _SPACE = " \t\n\r"
 _SCALAR_CHARACTERS = frozenset("-+.0123456789Eaeflnrstu")

@@ -10,17 +10,9 @@ from enum import Enum, auto
 from typing import Literal
 
 from tokasaurus.text.stop_strings import buffered_length
+from tokasaurus.text.token_decoder import REASONING_MARKS
 
 _SPACE = " \t\n\r"
-REASONING_MARKS: Mapping[str, str] = {
-    "<think>": "</think>",
-    "<thinking>": "</thinking>",
-    "<thought>": "</thought>",
-    "<reasoning>": "</reasoning>",
-    "<seed:think>": "</seed:think>",
-    "[THINK]": "[/THINK]",
-}
-"""Start of reasoning → its end. No tool call begins in between."""
 
 ReasoningStart = Literal["before", "inside", "after"]
 """Where an answer begins: before reasoning, if it has any; inside reasoning that the prompt has begun; after reasoning
