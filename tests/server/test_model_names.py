@@ -12,11 +12,13 @@ from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_ope
 from tests.server.helpers.fake_engine import LIMITS, FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.helpers.openai_client import sync_client
+from tokasaurus.server.endpoints import ENDPOINTS
 from tokasaurus.server.served_model import ServedModel
 
 BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "hello", "max_tokens": 2},
     CHAT: {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 16},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [97]},
 }
@@ -41,7 +43,7 @@ def status_of(server: LiveServer, path: str, fields: dict[str, Any]) -> int:
     """The status of a body with these fields; in bulk, if it is an endpoint of lines, it is the same."""
     body = BODIES[path] | fields
     answer = server.http.post(path, json=body)
-    if path in (COMPLETIONS, CHAT):
+    if path in ENDPOINTS:
         line = orjson.dumps({"custom_id": "1", "url": path, "body": body})
         result = orjson.loads(server.http.post("/v1/bulk", content=line).content)
         assert result["response"]["status_code"] == answer.status_code
