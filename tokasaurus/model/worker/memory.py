@@ -88,7 +88,7 @@ _PARTITIONS_PER_THREAD = 16
 
 _FLOAT = 4
 _INDEX = 8
-_INT8_BYTES_PER_INPUT = 3.5 + 1 / 32
+_INT8_BYTES_PER_INPUT = 3.625
 """Int8Rows of int8_tile.h: a code of 8 bits, perhaps another of 16 bits, and the rest for scales and sums."""
 
 _HOST_INDICES_PER_TOKEN = 24

@@ -228,7 +228,8 @@ struct Groups {
   float *scales, *mins;  // [groups][kPanel]; the offset's share is in the min
   int64_t inputs;        // of a group
   int offset;            // of codes
-  bool has_all;          // a single group has all inputs, and no min but the offset's
+  bool has_min;          // besides the offset's share
+  bool has_all;          // a single group has all inputs
 };
 
 static TOKA_INLINE Floats load_numbers(const float16* from) { return load(from); }
@@ -251,7 +252,8 @@ Groups read_groups(const uint8_t* panel, int64_t in_size, float* numbers) {
   const PanelSizes<type> sizes(in_size);
   const auto* const stored = (const typename F::GroupNumber*)(panel + sizes.groups);
   const int64_t block_groups = sizes.num_groups / sizes.num_blocks;
-  Groups groups{numbers, numbers + sizes.num_groups * kPanel, sizes.group_inputs, F::kOffset, F::kSize == 0};
+  Groups groups{numbers,      numbers + sizes.num_groups * kPanel, sizes.group_inputs, F::kOffset, F::kHasMin,
+                F::kSize == 0};
   for (int64_t g = 0; g < sizes.num_groups; ++g) {
     const auto* const own = stored + g * F::kNumbers * kPanel;
     const float16* const outer = (const float16*)panel + g / block_groups * F::kNumbers * kPanel;

@@ -136,7 +136,7 @@ void multiply_int8(const Gemm<Weight>& gemm, const Int8Rows& x, int64_t panel, c
   const int64_t num_rows = end_row - first_row, num_tiles = (num_rows + kInt8Rows - 1) / kInt8Rows;
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const int64_t begin = first_row + num_rows * tile / num_tiles, end = first_row + num_rows * (tile + 1) / num_tiles;
-    alignas(64) float sums[kInt8Rows * kPanel] = {};
+    alignas(64) float sums[kInt8Rows * kPanel];
     multiply_code_rows<bits>(int(end - begin), x, begin, codes, groups, sums);
     for (int64_t row = begin; row < end; ++row) epilogue(gemm, row, panel, sums + (row - begin) * kPanel);
   }
@@ -190,8 +190,8 @@ std::vector<Element>& norm_scratch() {
 struct Int8Scratch {
   std::vector<int8_t> codes;
   std::vector<int16_t> pairs;
-  std::vector<float> scales, sums, half_sums;
-  std::vector<int32_t> totals;
+  std::vector<float> scales, sums;
+  std::vector<int32_t> code_sums, half_sums;
 
   Int8Rows reserve(int64_t num_rows, int64_t in_size) {
     const int64_t num_blocks = num_rows * in_size / kInputBlock;
@@ -199,8 +199,8 @@ struct Int8Scratch {
             kHasPairs ? scratch(pairs, num_rows * in_size) : nullptr,
             scratch(scales, num_blocks),
             scratch(sums, num_blocks),
+            scratch(code_sums, num_blocks),
             scratch(half_sums, num_rows * in_size / kInputSum),
-            scratch(totals, num_rows * num_wide_blocks(in_size)),
             in_size};
   }
 };
@@ -222,18 +222,17 @@ Int8Rows quantize_rows(const Gemm<Weight>& gemm) {
   const Int8Rows rows = memory.reserve(gemm.num_rows, in_size);
   Team::get().parallel_for(gemm.num_rows, kQuantizedRows, [&](int64_t row) {
     int8_t* const codes = memory.codes.data() + row * in_size;
-    float* const half_sums = memory.half_sums.data() + row * in_size / kInputSum;
-    int32_t* const totals = memory.totals.data() + row * num_wide_blocks(in_size);
+    float* const scales = memory.scales.data() + row * num_blocks;
+    int32_t* const code_sums = memory.code_sums.data() + row * num_blocks;
+    int32_t* const half_sums = memory.half_sums.data() + row * in_size / kInputSum;
     for (int64_t first = 0, count; first < in_size; first += count) {
       count = is_wide ? std::min(kWideBlock, in_size - first) : kInputBlock;
-      int32_t total = 0;
-      const float scale =
-          quantize(gemm.x + row * gemm.x_stride + first, count, codes + first, half_sums + first / kInputSum, &total);
-      std::fill_n(memory.scales.data() + row * num_blocks + first / kInputBlock, count / kInputBlock, scale);
-      if (is_wide) totals[first / kWideBlock] = total;
+      const int64_t block = first / kInputBlock;
+      const float scale = quantize(gemm.x + row * gemm.x_stride + first, count, codes + first, code_sums + block,
+                                   half_sums + first / kInputSum);
+      std::fill_n(scales + block, count / kInputBlock, scale);
     }
-    for (int64_t b = 0; b < num_blocks; ++b)
-      memory.sums[row * num_blocks + b] = half_sums[2 * b] + half_sums[2 * b + 1];
+    for (int64_t b = 0; b < num_blocks; ++b) memory.sums[row * num_blocks + b] = scales[b] * float(code_sums[b]);
     if constexpr (kHasPairs) {
       int16_t* const pairs = memory.pairs.data() + row * in_size;
       for (int64_t i = 0; i < in_size; i += 4) {

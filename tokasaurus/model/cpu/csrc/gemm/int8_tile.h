@@ -16,25 +16,24 @@ constexpr int kInputBlock = 32, kInputSum = 16;
 // and make all others of their block coarse. Measured with the demo model: a single block costs 2.5 % of perplexity.
 constexpr int64_t kWideBlock = 128;
 
-constexpr int64_t num_wide_blocks(int64_t in_size) { return (in_size + kWideBlock - 1) / kWideBlock; }
-
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
 #define TOKA_INT8_DOT 1
 #else
 #define TOKA_INT8_DOT 0
 #endif
 
-// Their sums, the codes of four inputs and those of x fit into the registers.
-constexpr int kInt8Rows = kRegisters == 32 ? kTileRows : TOKA_INT8_DOT ? 6 : 4;
+// With 32 registers, the sums of integers and of floats fit into them, with the codes of four inputs and those of x;
+// more rows were measured to be slower. With 16, sums of floats go to memory and back.
+constexpr int kInt8Rows = kRegisters == 16 && !TOKA_INT8_DOT ? 4 : 6;
 
 // Quantized rows of x. in_size is a multiple of kInputBlock.
 struct Int8Rows {
-  const int8_t* codes;     // [rows][in_size]
-  const int16_t* pairs;    // the same, each four codes in the order 0, 2, 1, 3; null where kHasPairs is false
-  const float* scales;     // [rows][in_size / kInputBlock]
-  const float* sums;       // [rows][in_size / kInputBlock]: scale * sum of the block's codes
-  const float* half_sums;  // [rows][in_size / kInputSum], likewise
-  const int32_t* totals;   // [rows][num_wide_blocks(in_size)]: sum of a wide block's codes
+  const int8_t* codes;       // [rows][in_size]
+  const int16_t* pairs;      // the same, each four codes in the order 0, 2, 1, 3; null where kHasPairs is false
+  const float* scales;       // [rows][in_size / kInputBlock]
+  const float* sums;         // [rows][in_size / kInputBlock]: scale * sum of the block's codes
+  const int32_t* code_sums;  // [rows][in_size / kInputBlock]: sum of the block's codes
+  const int32_t* half_sums;  // [rows][in_size / kInputSum], likewise
   int64_t in_size;
 };
 
@@ -173,70 +172,81 @@ static TOKA_INLINE void add_products(const Int8Rows& x, int64_t row, int64_t fir
 
 #endif
 
-// sums [M][kPanel] += rows [row, row + M) of x times a panel whose groups have several blocks of x, or half of one.
-// x_sums [rows][parts], as in Int8Rows. part: inputs that have both one group and one block.
-template <int M, int bits, int part>
+// Rows [row, row + M) of x times a panel -> sums [M][kPanel]. part: inputs that have both one group and one block.
+// code_sums [rows][parts], as in Int8Rows.
+template <int M, int bits, int part, bool has_min>
 static TOKA_INLINE void multiply_parts(const Int8Rows& x, int64_t row, const uint8_t* codes, const Groups& groups,
-                                       const float* x_sums, float* sums) {
+                                       const int32_t* code_sums, float* sums) {
   const int64_t num_parts = x.in_size / part, num_blocks = x.in_size / kInputBlock;
   const int64_t group_parts = groups.inputs / part;
-  const float *scales = groups.scales, *mins = groups.mins, *x_scales = x.scales + row * num_blocks;
-  x_sums += row * num_parts;
+  const float *scales = groups.scales, *mins = groups.mins;
+  const float *x_scales = x.scales + row * num_blocks, *x_sums = x.sums + row * num_blocks;
+  code_sums += row * num_parts;
+  Floats sum[M][kPanelVectors] = {};
   for (int64_t first_part = 0; first_part < num_parts; first_part += group_parts, scales += kPanel, mins += kPanel)
     for (int64_t number = first_part; number < first_part + group_parts;
          ++number, codes += part * kPanel * (bits == 4 ? 4 : 8) / 8) {
-      Ints total[M][kPanelVectors] = {};
+      Ints total[M][kPanelVectors];
+      repeat<M>([&](auto i) TOKA_LAMBDA {
+        const Ints start = has_min ? Ints{} : Ints{} - groups.offset * code_sums[i * num_parts + number];
+        repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { total[i][v] = start; });
+      });
       add_products<M, bits>(x, row, number * part, part, codes, total);
+      const int64_t block = number * part / kInputBlock;
       repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA {
         const Floats scale = load(scales + v * kLanes), min = load(mins + v * kLanes);
-        const float *x_scale = x_scales + number * part / kInputBlock, *x_sum = x_sums + number;
         repeat<M>([&](auto i) TOKA_LAMBDA {
-          float* const sum = sums + i * kPanel + v * kLanes;
-          const Floats with_min = load(sum) + min * broadcast(*x_sum);
-          store(sum, with_min + to_floats(total[i][v]) * (scale * broadcast(*x_scale)));
-          x_scale += num_blocks;
-          x_sum += num_parts;
+          if constexpr (has_min) sum[i][v] += min * broadcast(x_sums[i * num_blocks + block]);
+          sum[i][v] += to_floats(total[i][v]) * (scale * broadcast(x_scales[i * num_blocks + block]));
         });
       });
     }
+  repeat<M>([&](auto i) TOKA_LAMBDA {
+    repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { store(sums + i * kPanel + v * kLanes, sum[i][v]); });
+  });
 }
 
 // As multiply_parts, of a panel whose single group has all inputs, and no min but the offset's.
 template <int M, int bits>
 static TOKA_INLINE void multiply_wide(const Int8Rows& x, int64_t row, const uint8_t* codes, const Groups& groups,
                                       float* sums) {
-  const int64_t in_size = x.in_size, num_wide = num_wide_blocks(in_size), num_blocks = in_size / kInputBlock;
-  for (int64_t first = 0, number = 0; first < in_size; first += kWideBlock, ++number, codes += kWideBlock * kPanel) {
+  const int64_t in_size = x.in_size, num_blocks = in_size / kInputBlock;
+  const int32_t* const code_sums = x.code_sums + row * num_blocks;
+  const float* const x_scales = x.scales + row * num_blocks;
+  Floats sum[M][kPanelVectors] = {};
+  for (int64_t first = 0; first < in_size; first += kWideBlock, codes += kWideBlock * kPanel) {
+    const int64_t end = std::min(first + kWideBlock, in_size), block = first / kInputBlock;
     Ints total[M][kPanelVectors];
     repeat<M>([&](auto i) TOKA_LAMBDA {
-      const Ints offsets = Ints{} - groups.offset * x.totals[(row + i) * num_wide + number];
-      repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { total[i][v] = offsets; });
+      int32_t code_sum = 0;
+      for (int64_t b = block; b < end / kInputBlock; ++b) code_sum += code_sums[i * num_blocks + b];
+      repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { total[i][v] = Ints{} - groups.offset * code_sum; });
     });
-    add_products<M, bits>(x, row, first, std::min(kWideBlock, in_size - first), codes, total);
+    add_products<M, bits>(x, row, first, end - first, codes, total);
     repeat<M>([&](auto i) TOKA_LAMBDA {
-      const Floats scale = broadcast(x.scales[(row + i) * num_blocks + first / kInputBlock]);
-      repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA {
-        float* const sum = sums + i * kPanel + v * kLanes;
-        store(sum, load(sum) + to_floats(total[i][v]) * scale);
-      });
+      const Floats scale = broadcast(x_scales[i * num_blocks + block]);
+      repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { sum[i][v] += to_floats(total[i][v]) * scale; });
     });
   }
   repeat<M>([&](auto i) TOKA_LAMBDA {
     repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA {
-      float* const sum = sums + i * kPanel + v * kLanes;
-      store(sum, load(sum) * load(groups.scales + v * kLanes));
+      store(sums + i * kPanel + v * kLanes, sum[i][v] * load(groups.scales + v * kLanes));
     });
   });
 }
 
-// Adds rows [row, row + M) of x times a panel to sums [M][kPanel], which are zeros before. Each sum adds its parts in
-// the order of x, so a row's result does not depend on the number of rows.
+// Rows [row, row + M) of x times a panel -> sums [M][kPanel]. Each sum adds its parts in the order of x, so a row's
+// result does not depend on the number of rows.
 template <int M, int bits>
 TOKA_NOINLINE void multiply_codes(const Int8Rows& x, int64_t row, const uint8_t* codes, const Groups& groups,
                                   float* sums) {
-  if (groups.inputs < kInputBlock) return multiply_parts<M, bits, kInputSum>(x, row, codes, groups, x.half_sums, sums);
-  if (!groups.has_all) return multiply_parts<M, bits, kInputBlock>(x, row, codes, groups, x.sums, sums);
-  if constexpr (bits == 8) multiply_wide<M, bits>(x, row, codes, groups, sums);
+  if constexpr (bits == 8)
+    if (groups.has_all) return multiply_wide<M, bits>(x, row, codes, groups, sums);
+  if constexpr (bits == 6)
+    if (groups.inputs < kInputBlock)
+      return multiply_parts<M, bits, kInputSum, false>(x, row, codes, groups, x.half_sums, sums);
+  if (groups.has_min) return multiply_parts<M, bits, kInputBlock, true>(x, row, codes, groups, x.code_sums, sums);
+  multiply_parts<M, bits, kInputBlock, false>(x, row, codes, groups, x.code_sums, sums);
 }
 
 // multiply_codes for 1 to kInt8Rows rows, a number known at run time.
@@ -260,10 +270,10 @@ float largest(const Element* x, int64_t count) {
   return -sum(finite) == kLanes ? max(most) : NAN;
 }
 
-// Rounds x [count], a multiple of kInputSum, to codes; returns their scale. Numbers that are not finite make it NaN.
-// half_sums: scale * sum of each kInputSum codes. total += the sum of all codes.
+// Rounds x [count], a multiple of kInputBlock, to codes; returns their scale. Numbers that are not finite make it NaN.
+// code_sums: the sums of each kInputBlock codes, half_sums of each kInputSum.
 template <typename Element>
-float quantize(const Element* x, int64_t count, int8_t* codes, float* half_sums, int32_t* total) {
+float quantize(const Element* x, int64_t count, int8_t* codes, int32_t* code_sums, int32_t* half_sums) {
   const float most = largest(x, count), inverse = most > 1e-30f ? 127 / most : 0, scale = most / 127;
   for (int64_t i = 0; i < count; i += kInputSum) {
     Ints all{};
@@ -277,9 +287,8 @@ float quantize(const Element* x, int64_t count, int8_t* codes, float* half_sums,
       std::memcpy(codes + i + v * kLanes, &narrow, sizeof narrow);
       all += rounded;
     });
-    const int32_t sum_of_codes = int32_t(sum(all));
-    half_sums[i / kInputSum] = scale * float(sum_of_codes);
-    *total += sum_of_codes;
+    half_sums[i / kInputSum] = int32_t(sum(all));
   }
+  for (int64_t b = 0; b < count / kInputBlock; ++b) code_sums[b] = half_sums[2 * b] + half_sums[2 * b + 1];
   return scale;
 }
