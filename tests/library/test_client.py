@@ -513,7 +513,7 @@ def test_every_sampling_field_of_the_api_can_be_set() -> None:
         *("user", "metadata", "safety_identifier", "prompt_cache_key", "spaces_between_special_tokens"),
         # options: of the text and of the prompt
         *("skip_special_tokens", "include_stop_str_in_output", "no_stop_trim"),
-        *("truncate_prompt_tokens", "add_special_tokens"),
+        *("truncate_prompt_tokens", "add_special_tokens", "allowed_token_ids", "bad_words"),
     }
     assert own == set(SamplingFields.model_fields) - elsewhere
 

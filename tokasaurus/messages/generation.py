@@ -69,6 +69,19 @@ SAMPLING_DTYPE = np.dtype(
 
 
 @dataclass(frozen=True, slots=True)
+class TokenFilter:
+    """Which tokens a sequence may sample. Where none is left, it finishes with "stop"."""
+
+    vocab_size: int
+    """Of the model."""
+    allowed_ids: tuple[int, ...] | None = None
+    """The only tokens that may be sampled, at least one; None: all."""
+    bad_sequences: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that do not occur in the completion: the last token of one is not sampled after the others.
+    None of them is empty."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """`num_sequences` independent completions of one prompt. Already validated: it fits the model and the KV cache."""
 
@@ -121,6 +134,8 @@ class GenerateRequest:
     every 64 others. Not counted in the server's limits of the queue."""
     reports_progress: bool = False
     """The manager reports about once a second how far its running sequences are, see SequenceProgress."""
+    token_filter: TokenFilter | None = None
+    """Applies beside a grammar, too."""
     shows_special: bool = False
     """The text has the special tokens, so stop strings may contain them."""
     session: str = ""

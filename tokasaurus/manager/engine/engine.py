@@ -245,10 +245,10 @@ def ready_to_decode(state: EngineState) -> NDArray[np.int64]:
     """Decoding slots whose next token can be sampled, in queue order. The caller must not modify the array.
 
     A sequence with a grammar awaits its matcher, and cannot decode, from the step that samples its next token until the
-    matcher has read that token.
+    matcher has read that token. One whose token filter depends on its tokens awaits the step's result.
     """
     decoding = state.queues.decoding()
-    if not state.slots.num_with_grammars:
+    if not state.slots.num_with_masks:
         return decoding
     return decoding[~state.slots.awaits_matcher[decoding]]
 
@@ -333,16 +333,17 @@ def _is_better_later(state: EngineState, ready: NDArray[np.int64], decoding: NDA
     """Whether to delay a step in which only the slots `ready` decode, out of `decoding`, and wait for slots that await
     their matcher.
 
-    Sequences with grammars cannot run ahead of their results. If every ready sequence has a grammar, decoding half of
-    them in every other step would take twice the time of decoding all in each. If any ready sequence has no grammar,
-    the step is sent now. No step waits for slow grammars, unless the grammars of all decoding sequences are slow.
+    Sequences with grammars cannot run ahead of their results, nor those with bad words of several tokens. If every
+    ready sequence is such, decoding half of them in every other step would take twice the time of decoding all in each.
+    If any is not, the step is sent now. No step waits for slow grammars, unless the grammars of all decoding sequences
+    are slow.
     """
-    if not state.slots.num_with_grammars or not len(ready):
+    if not state.slots.num_with_masks or not len(ready):
         return False
     slots = state.slots
     is_slow = slots.is_slow[decoding]
     is_worth_it = slots.awaits_matcher[decoding] & (~is_slow | is_slow.all())
-    return bool(slots.has_grammar[ready].all() and is_worth_it.any())
+    return bool(slots.needs_results[ready].all() and is_worth_it.any())
 
 
 def make_room(state: EngineState, microbatch: int = 0) -> NDArray[np.int64]:

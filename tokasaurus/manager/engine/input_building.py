@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.manager.engine.lifecycle import count_computed, count_shared, count_start
+from tokasaurus.manager.engine.lifecycle import count_computed, count_shared, count_start, next_mask
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk, build_prompt_logprobs_input
 from tokasaurus.manager.planning.prefix_groups import OPTIMISM, GroupTrial, group_by_prefix, saved_by_step
 from tokasaurus.manager.planning.step_times import step_cost, step_features
@@ -81,7 +81,7 @@ def start_step(
         ),
         groups=groups,
         prompt_logprobs=build_prompt_logprobs_input(logprob_chunks),
-        masks=_build_masks(state, sampled) if state.slots.num_with_grammars else None,
+        masks=_build_masks(state, sampled) if state.slots.num_with_masks else None,
         microbatch=microbatch,
     )
     num_kv_tokens = state.slots.num_kv_tokens[message.slots]
@@ -199,7 +199,7 @@ def _in_groups(
     if shared is not None and not has_prefill and not _repay_their_step(shared, group_costs(state), page_size):
         return decode, None
     # With grammars or microbatches, count in every step: some members of a group are not in this one.
-    if state.groups.are_new or state.slots.num_with_grammars or state.options.num_microbatches > 1:
+    if state.groups.are_new or state.slots.num_with_masks or state.options.num_microbatches > 1:
         count_shared(state, decode, groups)
         state.groups.are_new = False
     return decode[order], shared
@@ -271,19 +271,16 @@ def _build_logprob_chunks(
 
 
 def _build_masks(state: EngineState, sampled: NDArray[np.int64]) -> TokenMasks | None:
-    """Token masks for the step being built, in which the slots `sampled` sample; None if none has a grammar.
+    """Token masks for the step being built, in which the slots `sampled` sample; None if none has a grammar or a
+    token filter.
 
-    The slots with grammars await their matchers from now on.
+    The slots whose masks depend on their tokens await these from now on.
     """
-    rows = np.flatnonzero(state.slots.has_grammar[sampled])
+    rows = np.flatnonzero(state.slots.has_mask[sampled])
     if not len(rows):
         return None
-    masks = []
-    for slot in sampled[rows].tolist():
-        grammar_matcher = state.slots.sequence(slot).grammar_matcher
-        assert grammar_matcher is not None
-        masks.append(grammar_matcher.mask)
-    state.slots.awaits_matcher[sampled[rows]] = True
+    masks = [next_mask(state, state.slots.sequence(slot)) for slot in sampled[rows].tolist()]
+    state.slots.awaits_matcher[sampled[rows]] = state.slots.needs_results[sampled[rows]]
     return TokenMasks(rows.astype(np.int32), np.stack(masks))
 
 

@@ -97,6 +97,31 @@ def all_tokens(state: EngineState, sequence: Sequence) -> list[int]:
     return sequence.kept_token_ids + token_ids
 
 
+def last_tokens(state: EngineState, sequence: Sequence, count: int) -> list[int]:
+    """The last `count` known tokens that a sequence has sampled, or all if it has fewer; it may be waiting."""
+    if count == 0:
+        return []
+    token_ids: list[int] = []
+    if sequence.phase is not Phase.WAITING:
+        token_ids = sampled_tokens(state, sequence, count).tolist()
+    num_missing = count - len(token_ids)
+    return sequence.kept_token_ids[-num_missing:] + token_ids if num_missing > 0 else token_ids
+
+
+def next_mask(state: EngineState, sequence: Sequence) -> NDArray[np.uint32]:
+    """[words], which tokens may follow all known ones: by its grammar, its token filter, or both.
+
+    Precondition: it has one of them."""
+    filtered = None
+    if sequence.token_masks is not None:
+        filtered = sequence.token_masks.mask(last_tokens(state, sequence, sequence.token_masks.num_read_tokens))
+    if not sequence.has_grammar:
+        assert filtered is not None
+        return filtered
+    assert sequence.grammar_matcher is not None
+    return sequence.grammar_matcher.mask if filtered is None else sequence.grammar_matcher.mask & filtered
+
+
 def all_logprobs(state: EngineState, sequence: Sequence) -> list[float]:
     """Logprobs of `all_tokens`. Precondition: the request wants logprobs."""
     assert state.blocks.sampled_logprobs is not None, "a sequence wants logprobs, but none are stored"

@@ -16,6 +16,8 @@ from tokasaurus.manager.engine.lifecycle import (
     all_logprobs,
     all_tokens,
     keep_prompt_logprobs,
+    last_tokens,
+    next_mask,
     release,
     sampled_tokens,
 )
@@ -93,6 +95,8 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     if state.slots.num_with_stop_tokens:
         stops |= (state.slots.stop_token_ids[slots] == token_ids[:, None]).any(axis=1)
     is_last = num_known > state.slots.max_kv_tokens[slots]
+    if state.slots.num_with_masks:
+        stops |= _apply_filters(state, slots) & ~is_last
     if state.slots.num_with_grammars:
         is_last &= ~_note_grammar_tokens(state, slots, token_ids, stops)
     ends = np.flatnonzero(stops | is_last)
@@ -277,7 +281,7 @@ def apply_grammars(state: EngineState) -> None:
         if error:
             abort(state, sequence, error)
         else:
-            state.queues.unblock(sequence)
+            begin_or_end(state, sequence, is_blocked=True)
     for sequence in read:
         if sequence.phase is not Phase.FINISHED:
             _resume_or_end(state, sequence)
@@ -291,8 +295,39 @@ def _resume_or_end(state: EngineState, sequence: Sequence) -> None:
         end_sequence(state, slot, is_stop=True, error=grammar_matcher.error)
     elif not grammar_matcher.wants_mask:
         end_sequence(state, slot, is_stop=False)
+    elif sequence.token_masks is not None and not next_mask(state, sequence).any():
+        end_sequence(state, slot, is_stop=True)
     else:
         arrays.awaits_matcher[slot] = False
+
+
+def begin_or_end(state: EngineState, sequence: Sequence, is_blocked: bool = False) -> None:
+    """Queue a sequence whose grammar is compiled, or end it if its token filter allows no token that the grammar does.
+
+    is_blocked: it is among the blocked sequences."""
+    if sequence.token_masks is not None and not next_mask(state, sequence).any():
+        if not is_blocked:
+            state.queues.block(sequence)  # from where it is released
+        end_waiting(state, sequence, "stop")
+    elif is_blocked:
+        state.queues.unblock(sequence)
+    else:
+        state.queues.add_waiting(sequence)
+
+
+def _apply_filters(state: EngineState, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Lets the sequences sample again whose token filters depend on their tokens; returns bool [R], where no token is
+    left. Those with a grammar still await their matchers. slots: int64 [R]."""
+    arrays = state.slots
+    leaves_none = np.zeros(len(slots), np.bool_)
+    for row in np.flatnonzero(arrays.needs_results[slots] & ~arrays.has_grammar[slots]).tolist():
+        slot = int(slots[row])
+        sequence = arrays.sequence(slot)
+        assert sequence.token_masks is not None
+        newest = last_tokens(state, sequence, sequence.token_masks.num_read_tokens)
+        leaves_none[row] = sequence.token_masks.leaves_none(newest)
+        arrays.awaits_matcher[slot] = False
+    return leaves_none
 
 
 def end_sequence(state: EngineState, slot: int, is_stop: bool, error: str = "") -> None:

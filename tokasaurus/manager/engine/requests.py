@@ -1,9 +1,10 @@
 """Add and cancel requests."""
 
 from tokasaurus.manager.engine.lifecycle import release
-from tokasaurus.manager.engine.outputs import MAX_RELEASED, abort
+from tokasaurus.manager.engine.outputs import MAX_RELEASED, abort, begin_or_end
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import KeptTop, Phase, Samples, Sequence, make_prompt
+from tokasaurus.manager.state.token_filter import FilterMasks
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.text.stop_strings import StopMatcher
 from tokasaurus.text.token_decoder import PROMPT_TAIL_TOKENS
@@ -33,8 +34,12 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
             stop_row = options.stop_tokens.row(request.stop_strings)
     prompt, salt = make_prompt(request.prompt_ids), request.cache_salt.encode()
 
+    token_masks = None
+    if request.token_filter is not None and request.max_new_tokens > 0:
+        token_masks = FilterMasks(request.token_filter)
+
     def make_sequence(index: int) -> Sequence:
-        sequence = Sequence(request, index, prompt, salt, stop_matcher, stop_row)
+        sequence = Sequence(request, index, prompt, salt, stop_matcher, stop_row, token_masks=token_masks)
         if request.num_top_logprobs:
             sequence.kept_top = KeptTop(request.num_top_logprobs)
         sequence.needs_prompt_logprobs = request.want_prompt_logprobs and index == 0
@@ -64,7 +69,7 @@ def _add_with_grammar(state: EngineState, samples: Samples) -> None:
     sequences = list(samples.sequences)
     if state.grammars is not None and state.grammars.begin(sequences):
         for sequence in sequences:
-            state.queues.add_waiting(sequence)
+            begin_or_end(state, sequence)
         return
     for sequence in sequences:
         state.queues.block(sequence)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
 from tokasaurus.manager.state.grammar_matcher import GrammarMatcher
+from tokasaurus.manager.state.token_filter import FilterMasks
 from tokasaurus.messages.commands import WeightVersions
 from tokasaurus.messages.generation import GenerateRequest, PromptLogprobs, TopLogprobs
 from tokasaurus.text.stop_strings import StopMatcher
@@ -130,6 +131,8 @@ class Sequence:
     """Set once known, until a delta carries them."""
     weight_versions: WeightVersions = ()
     """Set if `kept_token_ids` has tokens of earlier weights than the present ones."""
+    token_masks: FilterMasks | None = None
+    """Of the request's token filter; None without one."""
     grammar_matcher: GrammarMatcher | None = None
     """None without a grammar, or until it is compiled."""
 
@@ -139,12 +142,17 @@ class Sequence:
         request = self.request
         if request.max_new_tokens == 0:
             return False
-        may_end_anywhere = not request.ignore_eos or self.stop_matcher is not None or self.has_grammar
+        may_end_anywhere = not request.ignore_eos or self.stop_matcher is not None or self.needs_results
         return may_end_anywhere or len(request.stop_token_ids) > 0
 
     @property
     def has_grammar(self) -> bool:
         return self.request.grammar != "" and self.request.max_new_tokens > 0
+
+    @property
+    def needs_results(self) -> bool:
+        """Each mask depends on the token before, so that no step may run ahead of the results."""
+        return self.has_grammar or (self.token_masks is not None and self.token_masks.num_read_tokens > 0)
 
     @property
     def max_sampled_tokens(self) -> int:

@@ -40,6 +40,7 @@ class SlotArrays:
         self.num_with_stop_tokens = 0
         """Running sequences with stop token ids."""
         self.num_with_grammars = 0
+        self.num_with_masks = 0
         """Running sequences with a grammar."""
         self.num_background = 0
         """Running sequences of background requests."""
@@ -69,6 +70,10 @@ class SlotArrays:
         self.want_logprobs = false()
         """Its request asks for logprobs."""
         self.has_grammar = false()
+        self.has_mask = false()
+        """It has a grammar or a token filter."""
+        self.needs_results = false()
+        """Each of its masks depends on the token before."""
         """Each of its tokens needs a mask."""
         self.is_slow = false()
         """Its grammar is slow (see CompiledGrammar.is_slow)."""
@@ -92,8 +97,8 @@ class SlotArrays:
         self.is_decoding = false()
         """A running sequence past its prefill: decodes in every step, unless it awaits its matcher."""
         self.awaits_matcher = false()
-        """It has a grammar and its next mask is not ready: a token is being sampled, or its grammar matcher is reading
-        one."""
+        """Its masks depend on its tokens and the next one is not ready: a token is being sampled, or its grammar
+        matcher is reading one."""
         self.groups = zeros()
         """Number of its prefix group; 0 for none."""
         self.num_shared_tokens = zeros()
@@ -154,6 +159,8 @@ class SlotArrays:
         self.stop_rows[slot] = sequence.stop_row
         self.want_logprobs[slot] = request.want_logprobs
         self.has_grammar[slot] = sequence.has_grammar
+        self.has_mask[slot] = sequence.has_grammar or sequence.token_masks is not None
+        self.needs_results[slot] = sequence.needs_results
         self.is_slow[slot] = sequence.grammar_matcher is not None and sequence.grammar_matcher.compiled_grammar.is_slow
         self.num_covered_tokens[slot] = len(blocks) * page_size
         self.block_tables[slot, : len(blocks)] = blocks
@@ -177,6 +184,7 @@ class SlotArrays:
         self.opened_at[slot] = NEVER
         self.is_running[slot] = self.is_decoding[slot] = self.is_ending[slot] = False
         self.has_grammar[slot] = self.awaits_matcher[slot] = self.is_streamed[slot] = False
+        self.has_mask[slot] = self.needs_results[slot] = False
         if sequence.request.stop_token_ids:
             self.stop_token_ids[slot] = -1
         self.sequences[slot] = None
@@ -193,6 +201,7 @@ class SlotArrays:
         self.num_with_stops += change * (sequence.stop_matcher is not None)
         self.num_with_stop_tokens += change * bool(request.stop_token_ids)
         self.num_with_grammars += change * sequence.has_grammar
+        self.num_with_masks += change * (sequence.has_grammar or sequence.token_masks is not None)
         self.num_background += change * request.is_background
         self.num_reporting += change * request.reports_progress
         self.num_streamed += change * request.is_streamed

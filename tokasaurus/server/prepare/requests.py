@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tokasaurus.messages.generation import GenerateRequest, SamplingParams
+from tokasaurus.messages.generation import GenerateRequest, SamplingParams, TokenFilter
 from tokasaurus.messages.status import EngineLimits, SequenceLimit
 from tokasaurus.random_ids import random_id, random_seed
 from tokasaurus.server.access import key_salt
@@ -178,6 +178,34 @@ def check_fields(body: SamplingFields, model: ServedModel) -> None:
         raise InvalidRequest("prompt_logprobs cannot be streamed", "prompt_logprobs")
     check_vocabulary([token_id for token_id, _ in body.logit_bias], model, "logit_bias")
     check_vocabulary(body.stop_token_ids, model, "stop_token_ids")
+    check_vocabulary(body.allowed_token_ids or (), model, "allowed_token_ids")
+
+
+def token_filter(body: SamplingFields, model: ServedModel) -> TokenFilter | None:
+    """What allowed_token_ids and bad_words forbid; None if nothing. Tokenizes. Raises InvalidRequest."""
+    if body.allowed_token_ids is None and not body.bad_words:
+        return None
+    sequences = _bad_sequences(body.bad_words, model)
+    single = {ids[0] for ids in sequences if len(ids) == 1}
+    allowed = range(model.vocab_size) if body.allowed_token_ids is None else body.allowed_token_ids
+    if single.issuperset(allowed):
+        raise InvalidRequest("bad_words leaves no token that may be sampled", "bad_words")
+    return TokenFilter(model.vocab_size, body.allowed_token_ids, tuple(sequences))
+
+
+def _bad_sequences(words: Sequence[str], model: ServedModel) -> list[tuple[int, ...]]:
+    """The tokens of each word as it begins a text, and as it stands after a space if those are as many and begin with
+    another token: vLLM's rule."""
+    bare = [word.lstrip() for word in words]
+    encoded = model.tokenizer.encode_batch([*bare, *(f" {word}" for word in bare)], add_special_tokens=False)
+    found: list[tuple[int, ...]] = []
+    for plain, spaced in zip(encoded[: len(bare)], encoded[len(bare) :], strict=True):
+        found += [tuple(plain)] if plain else []
+        if spaced and plain and spaced[0] != plain[0] and len(spaced) == len(plain):
+            found.append(tuple(spaced))
+    for ids in found:
+        check_vocabulary(ids, model, "bad_words")
+    return list(dict.fromkeys(found))
 
 
 def checked_top(asked: int, param: str, model: ServedModel) -> int:
@@ -257,7 +285,7 @@ def make_requests(
     fewest = min(max_new_tokens for _, max_new_tokens in prompts)
     if body.min_tokens > fewest:
         raise InvalidRequest(f"min_tokens is {body.min_tokens}: it may be at most {fewest}", "min_tokens")
-    sampling = _sampling(body, model)
+    sampling, filtered = _sampling(body, model), token_filter(body, model)
     is_unique = body.request_id is None and body.rid is None
     unique_id = response_id if is_unique else f"{response_id}-{random_id()}"
     return [
@@ -284,6 +312,7 @@ def make_requests(
             priority=body.priority,
             is_background=origin.is_background,
             reports_progress=origin.reports_progress,
+            token_filter=filtered,
             shows_special=not body.skip_special_tokens,
             session=origin.session,
         )

@@ -15,7 +15,10 @@ TOKENS_FIELDS: Mapping[str, str] = {
     **{name: f"sampling_params.{name}" for name in _NUMBERS},
     **{
         name: f"sampling_params.{name}"
-        for name in ("n", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "structured_outputs")
+        for name in (
+            *("n", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "structured_outputs"),
+            *("allowed_token_ids", "bad_words"),
+        )
     },
 }
 """Fields of TokensRequest, by those of a completions body that they become."""
@@ -37,6 +40,8 @@ def completion_of_tokens(body: TokensRequest) -> CompletionRequest:
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
         seed=sampling.seed,
+        allowed_token_ids=sampling.allowed_token_ids,
+        bad_words=sampling.bad_words,
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
         structured_outputs=sampling.structured_outputs,

@@ -92,6 +92,10 @@ KNOWN_FIELDS: Mapping[str, KnownField] = {
     "min_tokens": KnownField(_BOTH_ENGINES, (None, 0), **_built("fewest tokens", 2, 2.0)),
     "ignore_eos": KnownField(_BOTH_ENGINES, (None, False), **_built("the end token does not end the text", True)),
     "stop_token_ids": KnownField(_BOTH_ENGINES, (None, []), **_built("token ids that end the text", [5])),
+    "allowed_token_ids": KnownField(_VLLM, **_built("the only tokens that may be sampled", [5, 6.0])),
+    "bad_words": KnownField(
+        _VLLM, (None, []), **_built("words that do not occur, with or without a space before", ["hello", "how are"])
+    ),
     "use_beam_search": KnownField(_VLLM, (None, False), instead=_NO_BEAMS),
     "length_penalty": KnownField(_VLLM, (None, 1), instead=_NO_BEAMS),
     "logits_processors": KnownField(_VLLM, (None, []), instead="code of a client does not run on this server"),

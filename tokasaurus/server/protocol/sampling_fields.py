@@ -155,6 +155,46 @@ Seed = Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1), WHOLE_FLOATS]  # 
 Priority = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE_FLOATS, NullMeans(0)]
 
 
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+
+
+def _parse_allowed_token_ids(value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if value == []:
+        raise value_error("must not be empty")
+    return tuple(dict.fromkeys(_parse_ids(value, MAX_ALLOWED_TOKENS)))
+
+
+MAX_ALLOWED_TOKENS = 1 << 20
+"""More than any vocabulary has."""
+
+AllowedTokenIds = Annotated[
+    tuple[int, ...] | None,
+    PlainValidator(_parse_allowed_token_ids, Annotated[list[TokenId], Field(min_length=1)] | None),
+]
+
+
+def _parse_bad_words(value: object) -> tuple[str, ...]:
+    words = [] if value is None else value
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise value_error("must be a list of strings")
+    if len(words) > MAX_BAD_WORDS:
+        raise value_error(f"may have at most {MAX_BAD_WORDS} words")
+    if any(not word.strip() for word in words):
+        raise value_error("must not contain an empty word")
+    if any(len(word) > MAX_BAD_WORD_CHARS for word in words):
+        raise value_error(f"may have words of at most {MAX_BAD_WORD_CHARS} characters")
+    return tuple(words)
+
+
+_BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS, pattern=r"\S")]
+BadWords = Annotated[
+    tuple[str, ...], PlainValidator(_parse_bad_words, Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS)] | None)
+]
+
+
 def _parse_prompt_tokens(value: object) -> object:
     number = as_integer(value)
     if number is not None and (type(number) is not int or (number < 1 and number != -1)):
@@ -216,6 +256,8 @@ class SamplingFields(SamplingNumbers):
     response_format, structured_outputs and guided_* (the last two are vLLM's): the format of the text, see
     grammar_fields.
 
+    allowed_token_ids (vLLM's): the only tokens that may be sampled.
+    bad_words (vLLM's): words whose tokens, with or without a space before, never follow each other in the completion.
     skip_special_tokens (vLLM's and SGLang's): false shows special tokens in the text.
     include_stop_str_in_output (vLLM's), no_stop_trim (SGLang's): the text keeps the stop string, or the text of the
     token, that ended it.
@@ -244,6 +286,8 @@ class SamplingFields(SamplingNumbers):
     return_token_ids: Annotated[bool, NullMeans(False)] = False
     return_tokens_as_token_ids: Annotated[bool, NullMeans(False)] = False
     prompt_logprobs: Annotated[int | None, Field(ge=0), WHOLE_FLOATS] = None
+    allowed_token_ids: AllowedTokenIds = None
+    bad_words: BadWords = ()
     skip_special_tokens: Annotated[bool, NullMeans(True)] = True
     include_stop_str_in_output: Annotated[bool, NullMeans(False)] = False
     no_stop_trim: Annotated[bool, NullMeans(False)] = False

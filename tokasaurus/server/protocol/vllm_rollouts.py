@@ -21,7 +21,14 @@ from tokasaurus.server.protocol.fields import (
     value_error,
 )
 from tokasaurus.server.protocol.grammar_fields import StructuredOutputs
-from tokasaurus.server.protocol.sampling_fields import CacheSalt, Priority, SamplingNumbers, Seed
+from tokasaurus.server.protocol.sampling_fields import (
+    AllowedTokenIds,
+    BadWords,
+    CacheSalt,
+    Priority,
+    SamplingNumbers,
+    Seed,
+)
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -62,6 +69,8 @@ class TokensSampling(SamplingNumbers):
     prompt_logprobs: Annotated[int | None, Field(ge=0), WHOLE_FLOATS] = None
     structured_outputs: StructuredOutputs = None
     cache_salt: CacheSalt = ""
+    allowed_token_ids: AllowedTokenIds = None
+    bad_words: BadWords = ()
 
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -70,8 +79,6 @@ class TokensSampling(SamplingNumbers):
     output_kind: Annotated[int | None, Field(ge=0, le=2), WHOLE_FLOATS] = None
     routed_experts_prompt_start: Annotated[int | None, Field(ge=0), WHOLE_FLOATS] = None
 
-    bad_words: Annotated[Any, Only(None, [])] = None
-    allowed_token_ids: Annotated[Any, Only(None)] = None
     logits_processors: Annotated[Any, Only(None, [])] = None
     truncate_prompt_tokens: Annotated[Any, Only(None)] = None
     logprob_token_ids: Annotated[Any, Only(None)] = None
