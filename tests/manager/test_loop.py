@@ -69,6 +69,9 @@ class Decoder:
     decode = staticmethod(decode_text)
     prompt_tail = staticmethod(prompt_tail)
 
+    def with_special(self) -> "Decoder":
+        return self
+
 
 def options_for(limits: EngineLimits = LIMITS, **flags: object) -> EngineOptions:
     config = ServerConfig()
@@ -130,6 +133,7 @@ def test_limits_eos_and_special_ids_of_the_model_reach_the_engine_options():
     assert options.limits is LIMITS
     assert (options.eos_ids, options.special_ids) == ({1, 2}, {3})
     assert (options.decode_text, options.prompt_tail) == (decode_text, prompt_tail)
+    assert (options.decode_special, options.special_tail) == (decode_text, prompt_tail)  # of the Decoder above
 
 
 def test_hydragen_min_prefix_len_in_tokens_is_rounded_up_to_whole_blocks():
@@ -175,9 +179,10 @@ def test_hydragen_is_on_if_the_worker_measured_a_benefit_or_a_flag_asks_for_it(m
 def test_default_flags_give_the_default_engine_options():
     default = options_for()
     assert default.early_stopping == LengthPredictorOptions()
+    # hydragen depends on the page size, step_limit on the warm-up, and the others are the tokenizer's
+    others = ("hydragen", "step_limit", "decode_special", "special_tail")
     for field in dataclasses.fields(EngineOptions):
-        # hydragen depends on the page size, and step_limit on the warm-up.
-        if field.default is not dataclasses.MISSING and field.name not in ("hydragen", "step_limit"):
+        if field.default is not dataclasses.MISSING and field.name not in others:
             assert getattr(default, field.name) == field.default
 
 
