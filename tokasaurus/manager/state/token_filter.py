@@ -34,7 +34,7 @@ class FilterMasks:
         forbidden = self._forbidden(last_tokens)
         if not forbidden:
             return self._first
-        mask = self._first.copy()
+        mask: NDArray[np.uint32] = self._first.copy()
         for token_id in forbidden:
             mask[token_id // _BITS] &= ~np.uint32(1 << token_id % _BITS)
         return mask
