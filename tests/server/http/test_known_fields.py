@@ -134,6 +134,23 @@ def run_batch(http: httpx.Client, route: str, numbers: list[int]) -> list[dict[s
     return found
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_echoed_chat_begins_with_the_assistants_last_message(shared_server: LiveServer, streams: bool) -> None:
+    texts = []
+    for role, echo in (("assistant", False), ("assistant", True), ("user", True)):
+        messages = [{"role": "user", "content": "hello"}, {"role": role, "content": "Once upon"}]
+        fields = {"messages": messages, "echo": echo, "n": 2, "seed": 1, "stream": streams}
+        answer = shared_server.http.post(CHAT, json=minimal_body(CHAT) | fields).text
+        objects = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+        contents = ["", ""]
+        for choice in [choice for body in objects or [json.loads(answer)] for choice in body["choices"]]:
+            contents[choice["index"]] += choice["delta" if streams else "message"].get("content") or ""
+        texts.append(contents)
+    plain, echoed, other = texts
+    assert echoed == ["Once upon" + text for text in plain]
+    assert not any(text.startswith("Once upon") for text in other)
+
+
 @pytest.mark.parametrize(
     ("name", "meant"),
     [

@@ -113,10 +113,16 @@ def draft_chat(
         calls=rules,
         num_top_prompt_logprobs=num_prompt_top,
         starts_in_reasoning=start == "inside",
+        content_start=_echoed(body),
         keeps_stop=body.include_stop_str_in_output or body.no_stop_trim,
         reasoning=reasoning,
     )
     return Draft(prepared, tool_use.grammar)
+
+
+def _echoed(body: ChatCompletionRequest) -> str:
+    last = body.messages[-1]
+    return last.content or "" if body.echo and last.role == "assistant" else ""
 
 
 def _asked_chat_tokens(body: ChatCompletionRequest) -> tuple[int, str] | None:

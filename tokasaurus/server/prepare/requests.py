@@ -116,6 +116,8 @@ class Prepared:
     starts_in_reasoning: bool = False
     """Whether the prompt ends within reasoning, which the answer continues. Only looked for where it is told: with
     `logprobs_in_fingerprint`, `calls` or `reasoning`."""
+    content_start: str = ""
+    """What the content of a chat's answer begins with, before what the model writes."""
     keeps_stop: bool = False
     """The text keeps the stop string, or the token, that ended it."""
     reasoning: ReasoningRules | None = None

@@ -220,6 +220,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     top_logprobs: number of most likely tokens whose log-probabilities are also returned.
     max_tokens: the older name of max_completion_tokens.
     ignore_eos (our extension): generate max_completion_tokens tokens even if the model samples eos.
+    echo (vLLM's extension): the content begins with the final message, if it is the assistant's.
     separate_reasoning (SGLang's extension): split reasoning off the content, if the model has any.
     include_reasoning (vLLM's extension): return the reasoning that is split off.
     """
@@ -232,6 +233,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoiceField = None
     parallel_tool_calls: Annotated[bool, NullMeans(True)] = True
+    echo: Annotated[bool, NullMeans(False)] = False
     separate_reasoning: Annotated[bool, NullMeans(True)] = True
     include_reasoning: Annotated[bool, NullMeans(True)] = True
 

@@ -152,6 +152,12 @@ KNOWN_FIELDS: Mapping[str, KnownField] = {
         _SGLANG, (None, True), CHAT, **_built("reasoning is split off the content, if the model has any", False)
     ),
     "include_reasoning": KnownField(_VLLM, (None, True), CHAT, **_built("returns the reasoning", False)),
+    "chat_template": KnownField(_VLLM, endpoints=CHAT, instead="templates of clients do not run on this server"),
+    "echo": KnownField(
+        ("OpenAI", "vLLM", "SGLang"),
+        (None, False),
+        **_built("the text begins with the prompt; of a chat, with the final message if it is the assistant's", True),
+    ),
     "documents": KnownField(_VLLM, (None, []), CHAT, instead='chat_template_kwargs={"documents": …} passes them on'),
     "media_io_kwargs": KnownField(_VLLM, (None, {}), CHAT, instead=_NO_MEDIA),
     "mm_processor_kwargs": KnownField(_VLLM, (None, {}), CHAT, instead=_NO_MEDIA),

@@ -253,7 +253,7 @@ class ChatStream(AnswerStream):
         super().__init__(prepared, model, options)
         self._messages: dict[int, MessageStream] = {}  # by choice, as `_choices`
         self._is_plain = MessageStream.starts_with_content(prepared)
-        self._role = RoleDelta(content="" if self._is_plain else None)
+        self._role = RoleDelta(content=prepared.content_start or ("" if self._is_plain else None))
 
     def shows_prompts(self, _deltas: Sequence[tuple[int, SequenceDelta]]) -> bool:
         return self._prepared.return_token_ids and self.num_unsent_first > 0

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Protocol
 
 import orjson
@@ -91,6 +91,8 @@ def build_chat_completion(
     for index, whole in enumerate(wholes):
         logprobs = None if whole.logprobs is None else build_chat_logprobs(whole.logprobs, token_names(prepared, model))
         message, finish_reason = build_message(whole, prepared)
+        if prepared.content_start:
+            message = replace(message, content=prepared.content_start + (message.content or ""))
         choice = (index, message, logprobs, finish_reason)
         if prepared.return_token_ids:
             choices.append(ChatChoiceWithIds(*choice, whole.token_ids))
