@@ -1,5 +1,6 @@
 """Every row of the table of known fields holds at every endpoint, live, in a bulk request and in a batch."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ from tokasaurus.server.endpoints import ENDPOINTS
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.protocol.known_fields import KNOWN_FIELDS, KnownField, advice, is_same
+from tokasaurus.server.protocol.responses import ResponsesRequest
 from tokasaurus.server.served_model import ServedModel
 
+RESPONSES = "/v1/responses"
 ROUTES = {"chat": CHAT, "completions": COMPLETIONS}
+WITHOUT_PLACE = {"prompt_logprobs", "return_token_ids", "echo"}
+"""Fields of chat whose results have no place in the answer of /v1/responses."""
 OTHER = "no value of any field"
 """A value that no field of the table accepts, whose other values are refused."""
 
@@ -31,8 +36,26 @@ def bodies(values_of: Any) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-ACCEPTED = bodies(lambda field: (*field.neutral, *field.examples))
-REFUSED = bodies(lambda field: [OTHER] if field.is_neutral_only else [])
+def bodies_of_responses(values_of: Any) -> list[tuple[str, dict[str, Any]]]:
+    minimal = {"model": "default", "input": "hello", "max_output_tokens": 2}
+    return [
+        (RESPONSES, minimal | {name: value})
+        for name, field in KNOWN_FIELDS.items()
+        if "chat" in field.endpoints and name in ResponsesRequest.model_fields and name not in WITHOUT_PLACE
+        for value in values_of(field)
+    ]
+
+
+def accepted_values(field: KnownField) -> tuple[object, ...]:
+    return (*field.neutral, *field.examples)
+
+
+def refused_values(field: KnownField) -> list[object]:
+    return [OTHER] if field.is_neutral_only else []
+
+
+ACCEPTED = [*bodies(accepted_values), *bodies_of_responses(accepted_values)]
+REFUSED = [*bodies(refused_values), *bodies_of_responses(refused_values)]
 
 
 def field_of(body: dict[str, Any]) -> str:
@@ -41,6 +64,8 @@ def field_of(body: dict[str, Any]) -> str:
 
 def test_the_table_has_only_fields_that_the_bodies_have() -> None:
     models = {"chat": ChatCompletionRequest, "completions": CompletionRequest}
+    chats = {name for name, field in KNOWN_FIELDS.items() if "chat" in field.endpoints}
+    assert chats - set(ResponsesRequest.model_fields) <= WITHOUT_PLACE
     for name, field in KNOWN_FIELDS.items():
         assert not (field.effect and field.instead), name
         for endpoint, model in models.items():
@@ -53,6 +78,23 @@ def test_neutral_and_implemented_values_are_accepted(
 ) -> None:
     response = shared_server.http.post(route, json=body)
     assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(field_of(body), body[field_of(body)]) for _, body in bodies_of_responses(accepted_values)]
+)
+def test_the_engine_gets_the_same_request_from_responses_as_from_a_chat(
+    shared_server: LiveServer, name: str, value: object
+) -> None:
+    found = []
+    for route, body in (
+        (CHAT, minimal_body(CHAT)),
+        (RESPONSES, {"model": "default", "input": "hello", "max_output_tokens": 2}),
+    ):
+        assert shared_server.http.post(route, json={**body, "seed": 1, name: value}).status_code == 200
+        request = shared_server.engine.requests[-1]
+        found.append(dataclasses.asdict(request) | {"request_id": "", "prompt_ids": request.prompt_ids.tolist()})
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("field", [name for name, field in KNOWN_FIELDS.items() if field.is_neutral_only])
