@@ -17,8 +17,9 @@ bodies and error messages are made from too; a test compares the two.
 
 Clients that were written for other servers send fields that OpenAI's API does not have. They are accepted in
 `/v1/completions`, `/v1/chat/completions` and `/v1/responses`, and so in the lines of `/v1/bulk` and of batches; those
-marked (chat) or (completions) have one of these endpoints only, where responses count as chats. [The API](api.md#fields) has what the implemented ones mean in detail. Integers may be written with a point
-(`"top_k": 20.0`).
+marked (chat) or (completions) have one of these endpoints only, where responses
+count as chats. [The API](api.md#fields) has what the implemented ones mean in detail. Integers may be written with a
+point (`"top_k": 20.0`).
 
 Errors about fields are 400s whose `param` is the field, and whose `code` is `unsupported_parameter` for a known field
 with a value that is not accepted, `unsupported_value` for a part of a value that is not implemented,
