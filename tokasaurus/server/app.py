@@ -51,6 +51,7 @@ from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.jobs.service import BatchService, TellTokens
 from tokasaurus.server.jobs.store.data_dir import StorageFull, StoreError
 from tokasaurus.server.jobs.store.store import PRIVATE_OWNER, Store, opened_data_dir
+from tokasaurus.server.messages_errors import MessagesErrorsMiddleware
 from tokasaurus.server.openapi import DescribedApp
 from tokasaurus.server.paths import PathMiddleware, paths_of
 from tokasaurus.server.resources import (
@@ -235,6 +236,7 @@ def create_app(
         HeadMiddleware,
         # before all that looks at the path
         partial(PathMiddleware, routes=paths_of(app.router.routes)),
+        MessagesErrorsMiddleware,
         partial(CrossSiteMiddleware, origins=origins),
         # before the key: browsers ask without one
         *([partial(CORSMiddleware, **CORS_RULES, allow_origins=origins)] if origins else []),

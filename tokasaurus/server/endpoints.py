@@ -28,13 +28,16 @@ from tokasaurus.server.errors import (
 )
 from tokasaurus.server.prepare.chat import draft_chat
 from tokasaurus.server.prepare.completion import draft_completion
+from tokasaurus.server.prepare.messages import draft_message
 from tokasaurus.server.prepare.requests import Draft, Origin, Prepared, num_prompt_values
 from tokasaurus.server.prepare.responses import draft_response
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
+from tokasaurus.server.protocol.messages import MessagesRequest
 from tokasaurus.server.protocol.responses import ResponsesRequest
 from tokasaurus.server.protocol.sampling_fields import SamplingFields, StreamOptions
 from tokasaurus.server.resources import RequestLimits
+from tokasaurus.server.respond.messages import MessageEvents, write_message
 from tokasaurus.server.respond.responses import ResponseEvents, write_response
 from tokasaurus.server.respond.stream import AnswerEvents, ChatStream, CompletionStream
 from tokasaurus.server.respond.whole import Answer, WholeAnswer, build_chat_completion, build_completion, write_answer
@@ -142,6 +145,7 @@ class StreamedAnswer:
 ENDPOINTS: Mapping[str, Endpoint[Any]] = {
     "/v1/completions": Endpoint(CompletionRequest, draft_completion, build_completion, CompletionStream, False),
     "/v1/chat/completions": Endpoint(ChatCompletionRequest, draft_chat, build_chat_completion, ChatStream, True),
+    "/v1/messages": Endpoint(MessagesRequest, draft_message, write_message, MessageEvents, True),
     "/v1/responses": Endpoint(ResponsesRequest, draft_response, write_response, ResponseEvents, True),
 }
 
@@ -154,18 +158,19 @@ def _checked_limits(state: ServerState, body: SamplingFields, origin: Origin) ->
         state.engine.check_queue(origin.client, body.num_sequences)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options goes with stream=true", "stream_options")
-    _check_stops(body.stop, state.limits)
+    _check_stops(*body.stops, state.limits)
     return limits
 
 
-def _check_stops(stops: Sequence[str], limits: RequestLimits) -> None:
+def _check_stops(stops: Sequence[str], param: str, limits: RequestLimits) -> None:
     if len(stops) > limits.max_stop_strings:
-        raise InvalidRequest(f"stop may have at most {limits.max_stop_strings} strings (max_stop_strings)", "stop")
+        raise InvalidRequest(f"{param} may have at most {limits.max_stop_strings} strings (max_stop_strings)", param)
     longest = max(map(len, stops), default=0)
     if longest > limits.max_stop_chars:
         raise InvalidRequest(
-            f"stop has a string of {longest} characters: there may be at most {limits.max_stop_chars} (max_stop_chars)",
-            "stop",
+            f"{param} has a string of {longest} characters: there may be at most {limits.max_stop_chars} "
+            "(max_stop_chars)",
+            param,
         )
 
 

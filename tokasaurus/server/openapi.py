@@ -40,8 +40,9 @@ class DescribedApp(FastAPI):
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
             page = super().openapi()
-            error = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}}
             for path, operations in page["paths"].items():
+                schema = "MessagesError" if path.startswith("/v1/messages") else "ErrorResponse"
+                error = {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}}
                 for method, operation in operations.items():
                     responses = operation["responses"]
                     responses.pop("422", None)  # for FastAPI's own body parsing, which we do not use

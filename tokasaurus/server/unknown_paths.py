@@ -34,6 +34,7 @@ OTHER_SERVERS: tuple[tuple[str, str, str], ...] = (
     ),
     ("OpenAI: older routes", "(v1/)?(edits|engines(/.*)?)", f"use {_CHAT}; {_MODELS} lists what is served"),
     ("Azure", "openai/.*", _CHAT_OF_BASE_URL),
+    ("Anthropic: batches", "(v1/)?messages/batches(/.*)?", "use POST /v1/bulk, or POST /v1/batches of OpenAI's API"),
     ("Anthropic: older route", "(v1/)?complete", f"use {_COMPLETIONS}"),
     ("Gemini", "v1beta/.*", _CHAT_OF_BASE_URL),
     ("Cohere", "v[12]/(chat|generate)", _CHAT_OF_BASE_URL),

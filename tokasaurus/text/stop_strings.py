@@ -64,6 +64,8 @@ class StopScanner:
         self._keeps_stop = keeps_stop
         self._num_matched = [0] * len(stops)  # for each stop string, the length of its prefix that the text ends with
         self._buffered = ""  # may begin a stop string; returned already with keeps_stop
+        self.found = ""
+        """The stop string, once `add` has found one."""
 
     def add(self, new_text: str, num_exempt: int, is_last: bool) -> tuple[str, bool]:
         """(text that contains no part of a stop string, whether a stop string follows it).
@@ -84,6 +86,7 @@ class StopScanner:
                 found.append((start + len(stop), start))
         if found:
             end, start = min(found)
+            self.found = text[start:end]
             return text[num_returned : end if self._keeps_stop else start], True
         if is_last:
             return text[num_returned:], False

@@ -24,6 +24,7 @@ from tokasaurus.server.prepare.requests import (
     truncate,
 )
 from tokasaurus.server.protocol.chat import ChatCompletionRequest, ChatMessage, TemplateFields
+from tokasaurus.server.protocol.chat_forms import ChatForm
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.tools import Tool, ToolChoice
 from tokasaurus.server.served_model import ServedModel
@@ -123,6 +124,13 @@ def draft_chat(
 def _echoed(body: ChatCompletionRequest) -> str:
     last = body.messages[-1]
     return last.content or "" if body.echo and last.role == "assistant" else ""
+
+
+def chat_of(form: ChatForm, **fields: Any) -> ChatCompletionRequest:
+    """The chat body that asks for the same as a body of another form: with these fields, and those of equal names."""
+    shared = ChatCompletionRequest.model_fields.keys() & type(form).model_fields.keys() - fields.keys()
+    # no validation: each of its fields was parsed as in a chat body
+    return ChatCompletionRequest.model_construct(**{name: getattr(form, name) for name in shared}, **fields)
 
 
 def _asked_chat_tokens(body: ChatCompletionRequest) -> tuple[int, str] | None:

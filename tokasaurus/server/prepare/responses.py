@@ -6,9 +6,9 @@ from typing import Any
 
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.errors import InvalidRequest, naming_fields
-from tokasaurus.server.prepare.chat import draft_chat
+from tokasaurus.server.prepare.chat import chat_of, draft_chat
 from tokasaurus.server.prepare.requests import Draft, Origin
-from tokasaurus.server.protocol.chat import ChatCompletionRequest, ChatMessage
+from tokasaurus.server.protocol.chat import ChatMessage
 from tokasaurus.server.protocol.responses import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -28,25 +28,18 @@ _NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "re
 
 def draft_response(body: ResponsesRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:
     """The request of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
-    chat = _chat_body(body)
+    chat = chat_of(
+        body,
+        messages=to_messages(body.instructions, body.input),
+        max_completion_tokens=body.max_output_tokens,
+        logprobs=body.wants_logprobs,
+        tools=[_chat_tool(tool) for tool in body.tools],
+        response_format=body.text.format.grammar,
+        reasoning_effort=body.reasoning_effort if body.reasoning.effort is None else body.reasoning.effort,
+    )
     with naming_fields(_NAMES):
         draft = draft_chat(chat, model, limits, origin, "resp_")
     return replace(draft, prepared=replace(draft.prepared, repeated=repeated_fields(body)))
-
-
-def _chat_body(body: ResponsesRequest) -> ChatCompletionRequest:
-    """The chat body that asks for the same. Fields of one name have one meaning."""
-    shared = ChatCompletionRequest.model_fields.keys() & ResponsesRequest.model_fields.keys()
-    fields: dict[str, Any] = {name: getattr(body, name) for name in shared}
-    fields |= {
-        "messages": to_messages(body.instructions, body.input),
-        "max_completion_tokens": body.max_output_tokens,
-        "logprobs": body.wants_logprobs,
-        "tools": [_chat_tool(tool) for tool in body.tools],
-        "response_format": body.text.format.grammar,
-        "reasoning_effort": body.reasoning_effort if body.reasoning.effort is None else body.reasoning.effort,
-    }
-    return ChatCompletionRequest.model_construct(**fields)  # the fields are valid: each was parsed as there
 
 
 def _chat_tool(tool: ResponsesTool) -> Tool:

@@ -12,7 +12,7 @@ from tokasaurus.server.protocol.files import ExpiresAfter
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
-EndpointUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+EndpointUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]
 """Of an endpoint that lines may have: those of ENDPOINTS."""
 MAX_WINDOW_SECONDS = 30 * 86_400
 _WINDOW = re.compile(r"([1-9][0-9]{0,6})([smhd])")

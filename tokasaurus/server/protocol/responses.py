@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
 
-from tokasaurus.server.protocol.chat import AskedReasoningEffort, ChatTokenLogprob, PartExtras, TemplateFields
+from tokasaurus.server.protocol.chat import AskedReasoningEffort, ChatTokenLogprob, PartExtras
+from tokasaurus.server.protocol.chat_forms import ChatForm, named_here
 from tokasaurus.server.protocol.fields import (
     WHOLE_FLOATS,
     NullMeans,
@@ -19,7 +20,7 @@ from tokasaurus.server.protocol.fields import (
 )
 from tokasaurus.server.protocol.grammar_fields import GrammarSource, PlainFormat, parse_response_format
 from tokasaurus.server.protocol.known_fields import with_known_fields
-from tokasaurus.server.protocol.sampling_fields import SamplingFields, StreamOptions
+from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.protocol.tools import (
     MAX_TOOLS,
     CallArguments,
@@ -380,16 +381,6 @@ class ReasoningConfig(StrictObject):
     mode: str | None = None
 
 
-def _named_here(name: str) -> PlainValidator:
-    """Of a field that has another name here."""
-
-    def check(value: object) -> None:
-        if value is not None:
-            raise not_implemented(f"is a field of /v1/chat/completions: here it is {name}")
-
-    return PlainValidator(check, None)
-
-
 Includable = Literal[
     "file_search_call.results",
     "web_search_call.results",
@@ -409,7 +400,7 @@ class ResponsesStreamOptions(StreamOptions):
 
 
 @with_known_fields("chat")
-class ResponsesRequest(SamplingFields, TemplateFields):
+class ResponsesRequest(ChatForm):
     """input: a string, the message of a user, or a list of items: messages, function calls and their outputs, and
     reasoning.
     instructions: the first system message.
@@ -429,11 +420,8 @@ class ResponsesRequest(SamplingFields, TemplateFields):
     text: Annotated[TextConfig, NullMeans(TextConfig())] = Field(default_factory=TextConfig)
     tools: ResponsesTools = Field(default_factory=list)
     tool_choice: ResponsesToolChoice = None
-    parallel_tool_calls: Annotated[bool, NullMeans(True)] = True
     reasoning: Annotated[ReasoningConfig, NullMeans(ReasoningConfig())] = Field(default_factory=ReasoningConfig)
     max_tool_calls: Annotated[int | None, WHOLE_FLOATS] = None
-    separate_reasoning: Annotated[bool, NullMeans(True)] = True
-    include_reasoning: Annotated[bool, NullMeans(True)] = True
     truncation: Annotated[Any, Only(None, "disabled")] = None
     stream_options: ResponsesStreamOptions | None = None
 
@@ -444,13 +432,8 @@ class ResponsesRequest(SamplingFields, TemplateFields):
     prompt: Annotated[Any, Only(None)] = None
     context_management: Annotated[Any, Only(None, [])] = None
 
-    # Of chat, under another name here, or without a place in the answer.
-    n: Annotated[Literal[1], WHOLE_FLOATS, NullMeans(1)] = 1
-    max_tokens: Annotated[None, _named_here("max_output_tokens")] = None
-    response_format: Annotated[None, _named_here("text.format")] = None
-    return_token_ids: Annotated[Literal[False], NullMeans(False)] = False
-    prompt_logprobs: Annotated[None, Only(None)] = None
-    logprobs_in_fingerprint: Annotated[Literal[False], NullMeans(False)] = False
+    max_tokens: Annotated[None, named_here("max_output_tokens")] = None
+    response_format: Annotated[None, named_here("text.format")] = None
 
     @property
     def wants_logprobs(self) -> bool:

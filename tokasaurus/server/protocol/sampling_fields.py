@@ -317,6 +317,11 @@ class SamplingFields(SamplingNumbers):
     grammar: TopGrammar = None
 
     @property
+    def stops(self) -> tuple[tuple[str, ...], str]:
+        """(stop strings, the field that has them)."""
+        return self.stop, "stop"
+
+    @property
     def num_sequences(self) -> int:
         """Sequences that the engine runs for the body: `n` for each prompt."""
         return self.n

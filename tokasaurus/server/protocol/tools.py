@@ -44,7 +44,7 @@ def _is_deep(value: object) -> bool:
     return bool(level)
 
 
-class _ToolExtras(StrictObject):
+class ToolExtras(StrictObject):
     """What clients add to tools and functions; without effect. The model does not see it."""
 
     annotations: Any = None
@@ -61,12 +61,15 @@ class _ToolExtras(StrictObject):
     title: Any = None
 
 
-class FunctionDefinition(_ToolExtras):
+FunctionName = Annotated[str, Field(pattern=_NAME_PATTERN)]
+
+
+class FunctionDefinition(ToolExtras):
     """parameters: a JSON schema of an object; null: the function has no parameters.
     strict: arguments match the schema even if the model decides by itself whether to call.
     """
 
-    name: Annotated[str, Field(pattern=_NAME_PATTERN)]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -79,7 +82,7 @@ class FunctionDefinition(_ToolExtras):
         return parameters
 
 
-class Tool(_ToolExtras):
+class Tool(ToolExtras):
     """strict: no effect here; it belongs into `function`."""
 
     type: FunctionType

@@ -65,14 +65,20 @@ class BlockEvents(AnswerEvents):
         self.weights: list[WeightSpan] | None = None
         """The weights that all tokens are from; with the flag rl, after the last delta."""
         self._choice = Choice(request, prepared, model)
-        self._message = MessageStream(prepared)
+        self._deltas = MessageStream(prepared)
         self._counter = UsageCounter(prepared)
         self._unplaced: list[TokenLogprob] = []  # tokens whose text has not been added to a block
         self._num_characters = 0  # of text blocks
-        self._has_calls = False
+        self.has_calls = False
+        """Whether a call has begun."""
         self._is_open = False
         self._has_begun = False
         self._events: list[bytes] = []
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self._choice.stop_string
 
     @property
     def usage(self) -> Usage:
@@ -94,9 +100,9 @@ class BlockEvents(AnswerEvents):
         added = self._choice.add(delta)
         self._counter.add_reasoning(added.num_reasoning_tokens)
         is_last = added.finish_reason is not None
-        if added.logprobs is not None and not self._has_calls:
+        if added.logprobs is not None and not self.has_calls:
             self._unplaced += added.logprobs
-        for content in self._message.add(added):
+        for content in self._deltas.add(added):
             if isinstance(content, ReasoningDelta):
                 self._enter("reasoning")
                 self._extend(content.reasoning)
@@ -119,7 +125,7 @@ class BlockEvents(AnswerEvents):
             return
         self._leave()
         if kind == "call":
-            self._has_calls = True
+            self.has_calls = True
             self._unplaced = []
         self._begin()
         self.blocks.append(Block(kind, len(self.blocks), call_id, name))
@@ -153,7 +159,7 @@ class BlockEvents(AnswerEvents):
 
     def _finish(self, finish_reason: FinishReason, delta: SequenceDelta | FinishedSequence) -> None:
         is_of_text = self._choice.content_start is not None or self._prepared.reasoning is None
-        if self._is_open and self.blocks[-1].kind == "text" and not self._has_calls and is_of_text:
+        if self._is_open and self.blocks[-1].kind == "text" and not self.has_calls and is_of_text:
             # Tokens without text, such as special ones, at the end.
             rest, self._unplaced = self._unplaced, []
             self._write_delta(self.blocks[-1], "", rest)

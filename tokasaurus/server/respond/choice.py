@@ -121,6 +121,11 @@ class Choice:
         """Where the text of the deltas begins in all text, in characters: behind the reasoning that is split off. None
         while there is none."""
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self._stops.found if self._has_stopped else None
+
     def add(self, delta: SequenceDelta | FinishedSequence) -> ChoiceDelta:
         """What the sequence's next delta adds to the choice. A FinishedSequence is the only delta of its choice."""
         is_last = delta.finish_reason is not None

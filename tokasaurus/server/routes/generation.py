@@ -1,20 +1,28 @@
-"""POST /v1/completions, /v1/chat/completions and /v1/responses: whole and streamed answers, cancelled if the client
-disconnects."""
+"""Routes that generate text: whole and streamed answers, cancelled if the client disconnects."""
 
 from fastapi import APIRouter, Request, Response
 
 from tokasaurus.server.access import client_of, session_of
 from tokasaurus.server.endpoints import ENDPOINTS, Body, Endpoint, StreamedAnswer
 from tokasaurus.server.errors import ResponseNotStored
-from tokasaurus.server.openapi import BODY_ERRORS, error_responses
+from tokasaurus.server.openapi import BODY_ERRORS, Responses, error_responses
+from tokasaurus.server.prepare.messages import count_prompt_tokens
 from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from tokasaurus.server.protocol.completions import Completion, CompletionRequest
+from tokasaurus.server.protocol.messages import (
+    CountTokensRequest,
+    MessageObject,
+    MessagesError,
+    MessagesRequest,
+    TokenCount,
+)
 from tokasaurus.server.protocol.responses import ResponseObject, ResponsesRequest
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.routes.event_stream import EventStream, run_while_connected
 from tokasaurus.server.routes.json_body import JsonBodyRoute
 from tokasaurus.server.state import num_body_bytes, state_of
+from tokasaurus.text.json_lines import write_json
 
 router = APIRouter(route_class=JsonBodyRoute, tags=["generation"])
 
@@ -42,6 +50,30 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
 async def create_response(request: Request, body: ResponsesRequest) -> Response:
     """Answer a conversation given as items. Nothing is stored."""
     return await _answer(request, body, ENDPOINTS["/v1/responses"])
+
+
+# Anthropic's form; statuses as of the other routes.
+_MESSAGES_ERRORS: Responses = {
+    status: {"model": MessagesError, "description": content["description"]}
+    for status, content in _ERROR_RESPONSES.items()
+}
+
+
+@router.post("/v1/messages", responses={200: {"model": MessageObject, "content": _STREAMED}, **_MESSAGES_ERRORS})
+async def create_message(request: Request, body: MessagesRequest) -> Response:
+    """Answer a conversation given in Anthropic's form."""
+    return await _answer(request, body, ENDPOINTS["/v1/messages"])
+
+
+@router.post("/v1/messages/count_tokens", responses={200: {"model": TokenCount}, **_MESSAGES_ERRORS})
+async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
+    """The tokens of the prompt that a message with these fields has."""
+    state = state_of(request)
+    state.model.check_name(body.model)
+    state.ready_limits()
+    max_chars = state.limits.max_tokenize_chars
+    count = await state.text_threads.run(num_body_bytes(request), count_prompt_tokens, body, state.model, max_chars)
+    return Response(write_json(TokenCount(count)), media_type="application/json")
 
 
 _NOTHING_STORED = {**error_responses(404)}

@@ -1,0 +1,59 @@
+"""Errors of /v1/messages in Anthropic's form, wherever in the server they are answered."""
+
+from typing import cast
+
+import orjson
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tokasaurus.server.protocol.messages import MessagesError, MessagesErrorObject, error_type
+from tokasaurus.text.json_lines import write_json
+
+_ROUTE = "/v1/messages"
+
+
+class MessagesErrorsMiddleware:
+    """Rewrites OpenAI's error object to Anthropic's in answers of /v1/messages and the paths below it.
+
+    Must be outside of all that answers errors, and inside of what finds the path of the route. Errors within a stream
+    are not its concern: their answer has status 200.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not f"{scope['path']}/".startswith(f"{_ROUTE}/"):
+            await self._app(scope, receive, send)
+            return
+        start: Message | None = None
+        content = b""
+
+        async def rewrite(message: Message) -> None:
+            nonlocal start, content
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                start = message
+                return
+            if start is None:
+                await send(message)
+                return
+            content += message.get("body", b"")
+            if not message.get("more_body", False):
+                content = _rewritten(content, start)
+                MutableHeaders(raw=start["headers"])["content-length"] = str(len(content))
+                await send(start)
+                await send({"type": "http.response.body", "body": content})
+
+        await self._app(scope, receive, rewrite)
+
+
+def _rewritten(content: bytes, start: Message) -> bytes:
+    """content: of the answer. It is returned as it is if it has no error object."""
+    headers = Headers(raw=start["headers"])
+    if not headers.get("content-type", "").startswith("application/json"):
+        return content
+    error = orjson.loads(content).get("error")
+    if not isinstance(error, dict) or "message" not in error:
+        return content
+    kind = error_type(cast(int, start["status"]))
+    return write_json(MessagesError(MessagesErrorObject(kind, error["message"])))

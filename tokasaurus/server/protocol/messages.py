@@ -1,0 +1,423 @@
+"""Bodies and answers of /v1/messages and /v1/messages/count_tokens, as Anthropic's reference documents them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from tokasaurus.server.protocol.chat_forms import ChatForm, named_here
+from tokasaurus.server.protocol.fields import (
+    WHOLE_FLOATS,
+    NullMeans,
+    Only,
+    StrictObject,
+    Text,
+    not_implemented,
+    value_error,
+)
+from tokasaurus.server.protocol.grammar_fields import GrammarSource, parse_response_format
+from tokasaurus.server.protocol.known_fields import with_known_fields
+from tokasaurus.server.protocol.sampling_fields import StopStrings
+from tokasaurus.server.protocol.tools import (
+    MAX_TOOLS,
+    FunctionDefinition,
+    FunctionName,
+    Tool,
+    ToolChoice,
+    ToolExtras,
+)
+
+_MAX_ECHO_CHARS = 100
+
+
+class TextBlockInput(StrictObject):
+    type: Literal["text"]
+    text: str
+    cache_control: Any = None
+    citations: Any = None
+
+
+class ToolUseInput(StrictObject):
+    """A call that the model made."""
+
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: dict[str, Any]
+    cache_control: Any = None
+    caller: Any = None
+
+
+def _parse_texts(value: object) -> str:
+    """A string, or the concatenated texts of its blocks."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    if not isinstance(value, list):
+        raise value_error("must be a string or a list of text blocks")
+    blocks = _BLOCKS.validate_python(value)
+    for index, block in enumerate(blocks):
+        if not isinstance(block, TextBlockInput):
+            raise value_error(f"must contain text blocks only, but block {index} is of type {block.type}")
+    return "".join(block.text for block in blocks if isinstance(block, TextBlockInput))
+
+
+class ToolResultInput(StrictObject):
+    """What a tool returned. is_error: no effect, since templates do not show it."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: Annotated[str, PlainValidator(_parse_texts, str | list[TextBlockInput] | None)] = ""
+    is_error: bool | None = None
+    cache_control: Any = None
+
+
+class ThinkingInput(StrictObject):
+    """Reasoning of the model. signature: no effect."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+    cache_control: Any = None
+
+
+class RedactedThinkingInput(StrictObject):
+    """No effect: it cannot be read."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+BlockInput = TextBlockInput | ToolUseInput | ToolResultInput | ThinkingInput | RedactedThinkingInput
+_BLOCK_MODELS: Mapping[str, type[BlockInput]] = {
+    "text": TextBlockInput,
+    "tool_use": ToolUseInput,
+    "tool_result": ToolResultInput,
+    "thinking": ThinkingInput,
+    "redacted_thinking": RedactedThinkingInput,
+}
+
+
+def _parse_block(value: object) -> BlockInput:
+    if not isinstance(value, dict):
+        raise value_error("must be an object")
+    kind = value.get("type")
+    if not isinstance(kind, str):
+        raise value_error("must have a string as its type")
+    if kind not in _BLOCK_MODELS:
+        raise not_implemented(
+            f"is of type {kind[:_MAX_ECHO_CHARS]!r}, which is not implemented: only {', '.join(_BLOCK_MODELS)} are"
+        )
+    return _BLOCK_MODELS[kind].model_validate(value)
+
+
+_Block = Annotated[BlockInput, PlainValidator(_parse_block, BlockInput)]
+_BLOCKS = TypeAdapter(Annotated[list[_Block], Field(fail_fast=True)])
+
+
+def _listed(value: object) -> object:
+    """A list of blocks: a string is a text block."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise value_error("must be a string or a list of blocks")
+    return value
+
+
+Blocks = Annotated[
+    Annotated[list[_Block], Field(fail_fast=True)],
+    BeforeValidator(_listed, json_schema_input_type=str | list[_Block]),
+]
+_OF_ASSISTANT = (ToolUseInput, ThinkingInput, RedactedThinkingInput)
+
+
+class MessageInput(StrictObject):
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> "MessageInput":
+        for index, block in enumerate(self.content):
+            is_here = isinstance(block, TextBlockInput)
+            is_here |= self.role == "assistant" and isinstance(block, _OF_ASSISTANT)
+            is_here |= self.role == "user" and isinstance(block, ToolResultInput)
+            if not is_here:
+                raise value_error(
+                    f"has a block of type {block.type} in content[{index}], which does not go with the role {self.role}"
+                )
+        return self
+
+
+def _parse_system(value: object) -> str:
+    """A string, or the texts of its blocks, joined by empty lines."""
+    if isinstance(value, list):
+        blocks = _BLOCKS.validate_python(value)
+        if not all(isinstance(block, TextBlockInput) for block in blocks):
+            raise value_error("must contain text blocks only")
+        return "\n\n".join(block.text for block in blocks if isinstance(block, TextBlockInput))
+    return _parse_texts(value)
+
+
+class MessagesTool(ToolExtras):
+    """A function. strict: as in chat; null: false."""
+
+    name: FunctionName
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    type: Literal["custom"] | None = None
+    allowed_callers: Any = None
+
+    @field_validator("input_schema")
+    @classmethod
+    def _check_schema(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        FunctionDefinition(name="f", parameters=schema)  # raises if it is too deep
+        return schema
+
+    def chat_tool(self) -> Tool:
+        function = FunctionDefinition.model_construct(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
+        )
+        return Tool.model_construct(type="function", function=function)
+
+
+def _parse_tool(value: object) -> MessagesTool:
+    if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "custom":
+        raise not_implemented(
+            f"is of type {kind[:_MAX_ECHO_CHARS]!r}, which is not implemented: only tools with an input_schema are"
+        )
+    return MessagesTool.model_validate(value)
+
+
+_Tool = Annotated[MessagesTool, PlainValidator(_parse_tool, MessagesTool)]
+MessagesTools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), NullMeans([])]
+
+
+class MessagesToolChoice(StrictObject):
+    """auto: the model decides. any: at least one call. tool: a call of the tool `name`. none: no call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> "MessagesToolChoice":
+        if (self.type == "tool") != (self.name is not None):
+            raise value_error('must have a name if, and only if, its type is "tool"')
+        return self
+
+    def chat_choice(self) -> ToolChoice:
+        if self.name is not None:
+            return ToolChoice("named", (self.name,))
+        if self.type == "any":
+            return ToolChoice("required")
+        return ToolChoice("none" if self.type == "none" else "auto")
+
+
+class ThinkingConfig(StrictObject):
+    """type: enabled and disabled set the template's variable enable_thinking; adaptive leaves it to the template.
+    display: "omitted" leaves the reasoning out of the answer. budget_tokens: no effect."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int | None, WHOLE_FLOATS] = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+_FORMAT_PARAM = "output_config.format"
+
+
+def _parse_output_format(value: object) -> GrammarSource | None:
+    nested = value
+    if isinstance(value, dict) and value.get("type") == "json_schema":
+        inner = {name: field for name, field in value.items() if name != "type"}
+        nested = {"type": "json_schema", "json_schema": {"name": "output", **inner}}
+    elif value is not None:
+        raise value_error('must have "json_schema" as its "type"')
+    try:
+        return parse_response_format(nested, _FORMAT_PARAM)
+    except PydanticCustomError as error:
+        message = error.message().replace("json_schema.", "")
+        raise PydanticCustomError(error.type, "{message}", {"message": message}) from None
+
+
+class OutputFormat(StrictObject):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(StrictObject):
+    """effort: as the chat field reasoning_effort."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: Annotated[GrammarSource | None, PlainValidator(_parse_output_format, OutputFormat | None)] = None
+
+
+class MessagesMetadata(StrictObject):
+    """user_id: no effect."""
+
+    user_id: str | None = None
+
+
+class _ConversationFields(ChatForm):
+    """system: the system message: a string, or text blocks, which are joined by empty lines.
+    thinking, output_config: see there.
+    cache_control: no effect, since prompts are cached without it.
+    """
+
+    messages: Annotated[list[MessageInput], Field(min_length=1, fail_fast=True)]
+    system: Annotated[str, PlainValidator(_parse_system, str | list[TextBlockInput] | None)] = ""
+    tools: MessagesTools = Field(default_factory=list)
+    tool_choice: MessagesToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: Annotated[OutputConfig, NullMeans(OutputConfig())] = Field(default_factory=OutputConfig)
+    cache_control: Any = None
+    metadata: MessagesMetadata | None = None  # type: ignore[assignment]  # OpenAI's is another
+    speed: Annotated[Any, Only(None, "standard")] = None
+    service_tier: Annotated[Any, Only(None, "auto", "standard_only")] = None
+    container: Annotated[Any, Only(None)] = None
+    mcp_servers: Annotated[Any, Only(None, [])] = None
+    context_management: Annotated[Any, Only(None)] = None
+    inference_geo: Annotated[Any, Only(None)] = None
+    diagnostics: Annotated[Any, Only(None)] = None
+
+
+@with_known_fields("chat")
+class MessagesRequest(_ConversationFields):
+    """max_tokens: most new tokens. If the model's context has less room, the answer may end with the stop reason
+    "model_context_window_exceeded".
+    stop_sequences: as the chat field stop.
+    """
+
+    max_tokens: Annotated[int, Field(ge=1), WHOLE_FLOATS]
+    stop_sequences: StopStrings = ()
+
+    stop: Annotated[tuple[()], named_here("stop_sequences")] = ()
+    response_format: Annotated[None, named_here("output_config.format")] = None
+
+    @property
+    def stops(self) -> tuple[tuple[str, ...], str]:
+        return self.stop_sequences, "stop_sequences"
+
+
+@with_known_fields("chat")
+class CountTokensRequest(_ConversationFields):
+    """The body of a message, of which only what makes the prompt counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextBlock:
+    text: str
+    citations: None = None
+    type: Literal["text"] = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBlock:
+    """Reasoning of the answer, as the model wrote it. signature: empty, since nothing checks it."""
+
+    thinking: str
+    signature: str = ""
+    type: Literal["thinking"] = "thinking"
+
+
+WrittenInput = Annotated[
+    orjson.Fragment,
+    PlainValidator(lambda value: value),
+    PlainSerializer(lambda value: value, return_type=dict[str, Any]),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUseBlock:
+    """A call. id: repeated by the block with the tool's result. input: of a call that was cut, what is complete."""
+
+    id: str
+    name: str
+    input: WrittenInput
+    type: Literal["tool_use"] = "tool_use"
+
+
+ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingDetails:
+    thinking_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class MessageUsage:
+    """input_tokens: of the prompt, without the cached ones. cache_creation_input_tokens: 0, since Anthropic's field
+    counts what is billed."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: ThinkingDetails
+    cache_creation_input_tokens: Literal[0] = 0
+
+
+StopReason = Literal[
+    "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded", "pause_turn"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class MessageObject:
+    """The answer. stop_reason: "pause_turn" if a trainer aborted the request."""
+
+    id: str
+    model: str
+    content: list[ContentBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    role: Literal["assistant"] = "assistant"
+    type: Literal["message"] = "message"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCount:
+    input_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesErrorObject:
+    type: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesError:
+    """The body of every response with status 400 or above."""
+
+    error: MessagesErrorObject
+    type: Literal["error"] = "error"
+
+
+ERROR_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def error_type(status: int) -> str:
+    """Anthropic's name for an error of this status."""
+    return ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
