@@ -59,7 +59,7 @@ INNER_LAYERS = {
         ["state", "openapi", "respond", "connections"],
         ["prepare"],
         ["grammars", "engine_client"],
-        ["served_model", "resources", "access", "compressed_bodies"],
+        ["served_model", "resources", "access", "compressed_bodies", "messages_errors"],
         ["tools", "json_values"],
         ["protocol", "errors"],
         ["paths", "unknown_paths"],
