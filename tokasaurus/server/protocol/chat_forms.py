@@ -32,6 +32,7 @@ class ChatForm(SamplingFields, TemplateFields):
     return_token_ids: Annotated[Literal[False], NullMeans(False)] = False
     prompt_logprobs: Annotated[None, PlainValidator(_check_absent, None)] = None
     logprobs_in_fingerprint: Annotated[Literal[False], NullMeans(False)] = False
+    echo: Annotated[Literal[False], NullMeans(False)] = False
 
     separate_reasoning: Annotated[bool, NullMeans(True)] = True
     include_reasoning: Annotated[bool, NullMeans(True)] = True
