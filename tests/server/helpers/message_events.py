@@ -73,7 +73,7 @@ def joined_message(content: bytes) -> dict[str, Any]:
     for name in ("input_tokens", "cache_read_input_tokens"):
         assert delta["usage"][name] == message["usage"][name]
     assert stop == {"type": "message_stop"}
-    return message | delta["delta"] | {"usage": delta["usage"]}
+    return {**message, **delta["delta"], "usage": delta["usage"]}
 
 
 def _take_block(events: list[dict[str, Any]], index: int) -> dict[str, Any]:
