@@ -75,6 +75,8 @@ ENVIRONMENTS = (
         ("langchain-openai>=1.7,<2", "instructor>=1.17,<2"),
         ("test_langchain_openai.py", "test_instructor.py"),
     ),
+    Environment("agents", ("openai-agents>=0.24,<0.25",), ("test_openai_agents.py",)),
+    Environment("anthropic", ("anthropic>=2.14,<3",), ("test_anthropic.py",)),
     # litellm requires openai < 3 and huggingface-hub < 2, and the server newer versions. For requests with tools it
     # imports mcp, which it does not install.
     Environment("litellm", ("litellm>=1.106,<2", "mcp>=2.2,<3"), ("test_litellm.py", "test_openai.py")),
