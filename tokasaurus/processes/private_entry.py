@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import shutil
 import signal
 import threading
@@ -26,6 +27,8 @@ LOCK = "lock"
 """File in a private server's directory, which it and its parent lock together."""
 # Longest time for the removal of the directory.
 _REMOVE_S = 1.0
+# Longest time for all that is done when the parent has ended, on a machine without a processor to spare.
+_ORPHAN_S = 60.0
 
 
 @ends_in_one_line
@@ -41,7 +44,7 @@ def main(channel_fd: str, directory: str, *words: str) -> int:
         signal.signal(number, signal.SIG_DFL)
     channel = Connection(int(channel_fd))
     os.set_inheritable(int(channel_fd), False)
-    is_orphan = end_with_parent(channel, directory)
+    lifeline = end_with_parent(channel, directory)
     if directory:
         lock_file(Path(directory))
     from tokasaurus.messages.status import Failed
@@ -68,26 +71,24 @@ def main(channel_fd: str, directory: str, *words: str) -> int:
         channel.send(Failed("launcher", shortage))
         return 1
     finally:
-        if is_orphan.is_set():
-            time.sleep(_REMOVE_S)  # the other thread ends this process
+        # What fails here may be the first sign of the parent's end, such as a report that nobody receives.
+        if _has_hung_up(channel):
+            lifeline.join(_ORPHAN_S)  # it ends this process
 
 
-def end_with_parent(channel: Connection, directory: str) -> threading.Event:
+def end_with_parent(channel: Connection, directory: str) -> threading.Thread:
     """When the parent ends, even by SIGKILL: kill all that this process has started, remove `directory`, and end.
 
-    The event: this has begun.
+    Returns the thread that waits for it.
 
     channel: its other end is open in the parent alone. Unlike the kernel's signal for a parent's death, which comes at
     the end of the thread that has started this process, the end of a channel comes at the end of the parent."""
-
-    is_orphan = threading.Event()
 
     def wait_for_end() -> None:
         try:
             while True:
                 channel.recv_bytes()
         except (EOFError, OSError):
-            is_orphan.set()
             _kill_descendants()
             if directory:
                 _remove(Path(directory))
@@ -95,8 +96,16 @@ def end_with_parent(channel: Connection, directory: str) -> threading.Event:
                 os.killpg(os.getpid(), signal.SIGKILL)  # and what was started meanwhile
             os._exit(1)
 
-    threading.Thread(target=wait_for_end, name="lifeline", daemon=True).start()
-    return is_orphan
+    lifeline = threading.Thread(target=wait_for_end, name="lifeline", daemon=True)
+    lifeline.start()
+    return lifeline
+
+
+def _has_hung_up(channel: Connection) -> bool:
+    """Whether the other end is closed, whether or not a thread has read that."""
+    poll = select.poll()
+    poll.register(channel.fileno(), 0)  # the end is always reported
+    return len(poll.poll(0)) > 0
 
 
 def lock_file(directory: Path) -> int:
