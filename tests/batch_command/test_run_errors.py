@@ -7,6 +7,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from tests.batch_command.helpers.dropping_proxy import proxy_before
 from tests.batch_command.helpers.request_lines import read_results, request_line, write_requests
 from tests.batch_command.helpers.runs import start, wait_for_batch, wait_for_lines
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
@@ -92,12 +93,21 @@ def test_an_output_that_was_deleted_on_the_server_says_what_to_delete(
     assert line.endswith(f"; delete {tmp_path / 'out.jsonl.toka.json'} to begin again")
 
 
-def test_a_base_url_without_a_version_is_explained(
+def test_a_base_url_without_a_version_is_explained_where_a_server_needs_one(
     words: list[str], server: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert batch_main([*words[:2], f"base_url={server.url}"]) == 1
-    assert capsys.readouterr().err.endswith("unknown route: POST /files (the URL of an OpenAI API ends in /v1)\n")
+    with proxy_before(f"{server.url}/elsewhere") as other:
+        assert batch_main([*words[:2], f"base_url={other.url}"]) == 1
+    message = f"toka batch: {other.url} answered 404: unknown route: POST /elsewhere/files"
+    assert capsys.readouterr().err == f"{message} (the URL of an OpenAI API ends in /v1)\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "in.jsonl"]
+
+
+def test_a_server_of_this_project_needs_no_version_in_its_base_url(
+    words: list[str], server: LiveServer, tmp_path: Path
+) -> None:
+    assert batch_main([*words[:2], f"base_url={server.url}"]) == 0
+    assert len(read_results(tmp_path / "out.jsonl")) == 30
 
 
 def test_another_completion_window_than_the_batch_has_is_refused(
