@@ -45,6 +45,8 @@ class PathMiddleware:
         await self._app(scope, receive, send)
 
     def _route(self, path: str) -> str:
+        if not path.startswith("/"):  # OPTIONS has a *, for the whole server
+            return path
         path = squeeze_slashes(path)
         while path.startswith(f"{_VERSION}{_VERSION}/"):
             path = path.removeprefix(_VERSION)
