@@ -59,9 +59,20 @@ def test_minus_one_leaves_room_for_the_answer(server: LiveServer, route: str) ->
         _, kept = ask(server, route, **fields, truncate_prompt_tokens=-1, max_tokens=max_tokens)
         assert len(kept) == CONTEXT - max_tokens
     _, kept = ask(server, route, **fields, truncate_prompt_tokens=-1, max_tokens=None)
-    assert len(kept) == CONTEXT - 1
+    assert len(kept) == CONTEXT - (16 if route == COMPLETIONS else 1)
     _, short = ask(server, route, truncate_prompt_tokens=-1)
     assert short == ask(server, route)[1]
+
+
+@pytest.mark.parametrize(("route", "most"), [("/v1/messages", "max_tokens"), ("/v1/responses", "max_output_tokens")])
+def test_minus_one_leaves_room_for_the_answer_of_other_forms_of_chat(server: LiveServer, route: str, most: str) -> None:
+    question = [{"role": "user", "content": "hello world " * 300}]
+    fields = {"messages": question} if route == "/v1/messages" else {"input": question}
+    body = {"model": "default", "truncate_prompt_tokens": -1, most: 100} | fields
+    response = server.http.post(route, json=body)
+    assert response.status_code == 200, response.text
+    request = server.engine.requests[-1]
+    assert (len(request.prompt_ids), request.max_new_tokens) == (CONTEXT - 100, 100)
 
 
 def test_a_truncated_prompt_is_echoed_as_it_is_left(server: LiveServer) -> None:

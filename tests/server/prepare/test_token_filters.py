@@ -8,6 +8,7 @@ from tests.helpers.small_tokenizer import VOCAB_SIZE
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, check_refused, minimal_body
 from tests.server.helpers.live_server import LiveServer
 from tokasaurus.messages.generation import TokenFilter
+from tokasaurus.server.prepare.completion import MAX_ALLOWED_TOKENS_OF_PROMPTS
 
 # In the small tokenizer "hello" and " wo" are tokens, and other texts are bytes.
 HELLO = 259
@@ -69,3 +70,11 @@ def test_allowed_ids_arrive_once_each(shared_server: LiveServer, route: str) -> 
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 def test_wrong_values_are_refused(shared_server: LiveServer, route: str, fields: dict[str, Any], param: str) -> None:
     check_refused(shared_server, route, minimal_body(route) | fields, param)
+
+
+def test_many_prompts_with_many_allowed_ids_are_refused(shared_server: LiveServer) -> None:
+    ids = list(range(VOCAB_SIZE))
+    most = MAX_ALLOWED_TOKENS_OF_PROMPTS // len(ids)
+    body = minimal_body(COMPLETIONS) | {"allowed_token_ids": ids, "prompt": ["a"] * (most + 1)}
+    check_refused(shared_server, COMPLETIONS, body, "allowed_token_ids")
+    assert filter_of(shared_server, COMPLETIONS, allowed_token_ids=ids, prompt=["a"] * 4) is not None

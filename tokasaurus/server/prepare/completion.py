@@ -29,6 +29,8 @@ from tokasaurus.text.tokenizer import TextTooLong, Tokenizer
 
 # Per body: the length of its grammar times its prompts, since each request in the engine has its own copy.
 MAX_GRAMMAR_CHARS_OF_PROMPTS = 1 << 27
+# Per body: allowed_token_ids times its prompts, for the same reason.
+MAX_ALLOWED_TOKENS_OF_PROMPTS = 1 << 22
 DEFAULT_COMPLETION_TOKENS = 16
 
 
@@ -58,11 +60,18 @@ def draft_completion(
             f"together there may be {MAX_GRAMMAR_CHARS_OF_PROMPTS}",
             grammar.param,
         )
+    num_allowed = len(body.allowed_token_ids or ())
+    if num_allowed * len(body.prompt) > MAX_ALLOWED_TOKENS_OF_PROMPTS:
+        raise InvalidRequest(
+            f"allowed_token_ids has {num_allowed} token ids, for each of {len(body.prompt)} prompts: "
+            f"together there may be {MAX_ALLOWED_TOKENS_OF_PROMPTS}",
+            "allowed_token_ids",
+        )
     response_id = response_id_of(body, "cmpl-")
     prompts, echoes = [], []
     adds_special = body.add_special_tokens is not False
     for given, all_ids in zip(body.prompt, _tokenize(body, adds_special, model, limits), strict=True):
-        prompt_ids = truncate(all_ids, body, body.max_tokens, limits)
+        prompt_ids = truncate(all_ids, body, default_tokens if body.max_tokens is None else body.max_tokens, limits)
         prompt = given if len(prompt_ids) == len(all_ids) else prompt_ids
         if len(prompt_ids) <= limits.max_tokens_per_sequence:  # a longer one is refused for its length, in less time
             check_vocabulary(prompt_ids, model, "prompt")

@@ -27,14 +27,8 @@ _NAMES: Mapping[str, str] = {"response_format": "output_config.format", "stop": 
 def draft_message(body: MessagesRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:
     """The request of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
     with naming_fields(_NAMES):
-        draft = draft_chat(_chat_body(body), model, limits, origin, "msg_")
-    (request,) = draft.prepared.requests
-    room = request.max_new_tokens
-    if body.min_tokens > body.max_tokens:
-        raise InvalidRequest(f"min_tokens is {body.min_tokens}: it may be at most {body.max_tokens}", "min_tokens")
-    request = replace(request, max_new_tokens=min(room, body.max_tokens))
-    repeated = {"max_tokens": body.max_tokens}
-    return replace(draft, prepared=replace(draft.prepared, requests=[request], repeated=repeated))
+        draft = draft_chat(_chat_body(body), model, limits, origin, "msg_", most_tokens=body.max_tokens)
+    return replace(draft, prepared=replace(draft.prepared, repeated={"max_tokens": body.max_tokens}))
 
 
 def count_prompt_tokens(body: CountTokensRequest, model: ServedModel, max_chars: int) -> int:
@@ -63,7 +57,7 @@ def _chat_body(body: MessagesRequest | CountTokensRequest) -> ChatCompletionRequ
     return chat_of(
         body,
         messages=to_messages(body.system, body.messages),
-        max_tokens=None,  # the room that there is
+        max_tokens=None,  # `most_tokens`, of which there may be fewer
         stop=body.stop_sequences if isinstance(body, MessagesRequest) else (),
         metadata=None,
         tools=[tool.chat_tool() for tool in body.tools],
