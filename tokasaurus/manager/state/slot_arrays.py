@@ -40,8 +40,9 @@ class SlotArrays:
         self.num_with_stop_tokens = 0
         """Running sequences with stop token ids."""
         self.num_with_grammars = 0
-        self.num_with_masks = 0
         """Running sequences with a grammar."""
+        self.num_with_masks = 0
+        """Running sequences with a grammar or a token filter."""
         self.num_background = 0
         """Running sequences of background requests."""
         self.num_reporting = 0
@@ -71,10 +72,9 @@ class SlotArrays:
         """Its request asks for logprobs."""
         self.has_grammar = false()
         self.has_mask = false()
-        """It has a grammar or a token filter."""
+        """It has a grammar or a token filter: each of its tokens needs a mask."""
         self.needs_results = false()
         """Each of its masks depends on the token before."""
-        """Each of its tokens needs a mask."""
         self.is_slow = false()
         """Its grammar is slow (see CompiledGrammar.is_slow)."""
 

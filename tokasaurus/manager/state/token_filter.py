@@ -22,9 +22,12 @@ class FilterMasks:
         is_allowed[[ids[0] for ids in token_filter.bad_sequences if len(ids) == 1]] = False
         self._first: NDArray[np.uint32] = np.packbits(is_allowed, bitorder="little").view(np.uint32)
         self._num_first = int(is_allowed.sum())
-        # (the tokens before, the token that would complete the sequence)
-        self._longer = [(list(ids[:-1]), ids[-1]) for ids in token_filter.bad_sequences if len(ids) > 1]
-        self.num_read_tokens = max((len(before) for before, _ in self._longer), default=0)
+        longer = [ids for ids in token_filter.bad_sequences if len(ids) > 1]
+        # by the last token before: (the tokens before, the token that would complete the sequence)
+        self._longer: dict[int, list[tuple[list[int], int]]] = {}
+        for ids in longer:
+            self._longer.setdefault(ids[-2], []).append((list(ids[:-1]), ids[-1]))
+        self.num_read_tokens = max((len(ids) - 1 for ids in longer), default=0)
         """How many of the last generated tokens a mask depends on; 0 if all masks are the same."""
 
     def mask(self, last_tokens: Sequence[int]) -> NDArray[np.uint32]:
@@ -46,8 +49,10 @@ class FilterMasks:
 
     def _forbidden(self, last_tokens: Sequence[int]) -> set[int]:
         """The tokens that complete a bad sequence."""
+        if not last_tokens:
+            return set()
         return {
             last
-            for before, last in self._longer
+            for before, last in self._longer.get(last_tokens[-1], ())
             if len(before) <= len(last_tokens) and list(last_tokens[-len(before) :]) == before
         }
