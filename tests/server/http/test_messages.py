@@ -209,6 +209,7 @@ def test_what_clients_send_without_a_wish_is_accepted(server: LiveServer) -> Non
         "top_k": None,
         "temperature": 1.0,
         "tool_choice": {"type": "auto"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     }
     assert without_ids(ask(server, **neutral)) == without_ids(plain)
     assert without_ids(ask(server, thinking={"type": "enabled", "budget_tokens": 1024})) == without_ids(plain)
@@ -255,6 +256,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "name"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "g"}}, "'g'"),
     ({"container": "x"}, "container"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "clear_tool_uses_20250919"),
+    ({"context_management": {"edits": [{}]}}, "context_management must have edits"),
+    ({"context_management": {"edits": {}}}, "context_management must be an object"),
+    ({"context_management": "x"}, "context_management must be an object"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
     ({"messages": [{"role": "user", "content": "x" * 2000}]}, "context_length_exceeded"),
     ({"temprature": 1}, "temperature"),

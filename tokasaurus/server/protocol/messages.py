@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import (
+    BaseModel,
     BeforeValidator,
     Field,
     PlainSerializer,
@@ -264,6 +265,34 @@ class OutputConfig(StrictObject):
     format: Annotated[GrammarSource | None, PlainValidator(_parse_output_format, OutputFormat | None)] = None
 
 
+_CLEARS_THINKING = "clear_thinking_20251015"
+
+
+def _parse_context_management(value: object) -> None:
+    """Raises unless all edits are of thinking, which Anthropic's agents send by default."""
+    edits = value.get("edits", []) if isinstance(value, dict) else []
+    if value is not None and not (isinstance(value, dict) and value.keys() <= {"edits"} and isinstance(edits, list)):
+        raise value_error("must be an object with a list of edits")
+    for edit in edits:
+        kind = edit.get("type") if isinstance(edit, dict) else None
+        if not isinstance(kind, str):
+            raise value_error("must have edits with a string as their type")
+        if kind != _CLEARS_THINKING:
+            raise not_implemented(
+                f"has the edit {kind[:_MAX_ECHO_CHARS]!r}, which is not implemented: only {_CLEARS_THINKING} is"
+            )
+
+
+class ContextEdit(BaseModel):
+    """No effect: the chat template decides which earlier reasoning the model sees."""
+
+    type: Literal["clear_thinking_20251015"]
+
+
+class ContextManagement(StrictObject):
+    edits: list[ContextEdit] = Field(default_factory=list)
+
+
 class MessagesMetadata(StrictObject):
     """user_id: no effect."""
 
@@ -288,7 +317,7 @@ class _ConversationFields(ChatForm):
     service_tier: Annotated[Any, Only(None, "auto", "standard_only")] = None
     container: Annotated[Any, Only(None)] = None
     mcp_servers: Annotated[Any, Only(None, [])] = None
-    context_management: Annotated[Any, Only(None)] = None
+    context_management: Annotated[None, PlainValidator(_parse_context_management, ContextManagement | None)] = None
     inference_geo: Annotated[Any, Only(None)] = None
     diagnostics: Annotated[Any, Only(None)] = None
 
