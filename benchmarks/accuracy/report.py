@@ -15,7 +15,7 @@ Logprobs = list[NDArray[np.float32]]
 """Of each text, without its first token."""
 
 MAX_EXACT_ERROR = 1e-3
-MAX_INT8_RATIO = 1.02
+MAX_INT8_RATIO = 1.01
 
 
 @dataclass(frozen=True, slots=True)
