@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import orjson
 from pydantic_core import from_json
 
 MESSAGE_FIELDS = {"id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"}
@@ -24,7 +23,7 @@ STOP_REASONS = {"end_turn", "max_tokens", "stop_sequence", "tool_use", "model_co
 
 def checked_message(content: bytes) -> dict[str, Any]:
     """The answer, after asserting that it is what Anthropic documents."""
-    message: dict[str, Any] = orjson.loads(content)
+    message: dict[str, Any] = json.loads(content)
     _check_message(message)
     assert message["stop_reason"] in STOP_REASONS
     assert (message["stop_sequence"] is not None) <= (message["stop_reason"] == "stop_sequence" or has_calls(message))
@@ -56,7 +55,7 @@ def joined_message(content: bytes) -> dict[str, Any]:
     events = []
     for written in content.split(b"\n\n")[:-1]:
         head, data = written.split(b"\n")
-        event = orjson.loads(data.removeprefix(b"data: "))
+        event = json.loads(data.removeprefix(b"data: "))
         assert head == b"event: " + event["type"].encode()
         events.append(event)
     start, *inner, delta, stop = events

@@ -1,6 +1,5 @@
 """Streams of /v1/messages, cut at random, compared with the whole answer and with the chat answer."""
 
-import json
 import random
 from dataclasses import replace
 
@@ -37,6 +36,7 @@ REASONING = [None, *(ReasoningRules({"<think>": "</think>"}, start) for start in
     st.booleans(),
     st.sampled_from(["stop", "length"]),
     st.sampled_from([*REASONING, *(rules and replace(rules, is_included=False) for rules in REASONING)]),
+    st.tuples(st.booleans(), st.booleans()),
     st.integers(0, 1000),
 )
 def test_joined_events_equal_the_whole_answer_and_chat_wherever_the_stream_is_cut(
@@ -48,15 +48,17 @@ def test_joined_events_equal_the_whole_answer_and_chat_wherever_the_stream_is_cu
     is_forced: bool,
     finish_reason: FinishReason,
     reasoning: ReasoningRules | None,
+    shown: tuple[bool, bool],
     seed: int,
 ) -> None:
     token_ids = [*"".join(fragments).encode(), *([IM_END] if finish_reason == "stop" else [])]
     sequence = finished(token_ids, finish_reason)
-    request = make_request(3, stop)
+    shows_special, keeps_stop = shown
+    request = replace(make_request(3, stop), shows_special=shows_special)
     rules = None if format_ is None else CallRules(format_, NAMES, parallel, is_forced=is_forced)
     max_tokens = request.max_new_tokens + (seed % 2)
     repeated = {"max_tokens": max_tokens}
-    prepared = Prepared("msg_1", [request], calls=rules, reasoning=reasoning, repeated=repeated)
+    prepared = Prepared("msg_1", [request], calls=rules, reasoning=reasoning, repeated=repeated, keeps_stop=keeps_stop)
     answer = write_message(prepared, [[sequence]], served_model)
     whole = checked_message(answer.content)
     stream = MessageEvents(prepared, served_model, StreamOptions())
@@ -91,6 +93,5 @@ def test_joined_events_equal_the_whole_answer_and_chat_wherever_the_stream_is_cu
 
 
 def _as_written(arguments: str) -> object:
-    """As orjson reads what is written of them: it has integers above 64 bits as floats."""
     value = partial_object(arguments)
-    return orjson.loads(json.dumps(value)) if isinstance(value, dict) else {}
+    return value if isinstance(value, dict) else {}

@@ -1,6 +1,7 @@
 """Streams with reasoning, cut into random chunks, compared with the whole answer."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -103,6 +104,58 @@ def test_joined_chunks_equal_the_whole_answer_wherever_the_stream_is_cut(
             rest = content if is_separate else shown
             assert choice["message"]["content"] == (rest or (None if expected else ""))
     assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_tokens}
+
+
+@examples(200)
+@given(
+    st.lists(FRAGMENTS, max_size=8),
+    st.sampled_from(["before", "inside", "after"]),
+    st.sampled_from([(), ("so",), ("</think>",), ("<|im_end|>",)]),
+    st.sampled_from(["", "Once"]),
+    st.tuples(*[st.booleans()] * 7),
+    st.integers(0, 10_000),
+)
+@example(["<tool_call>\n", '{"name": "f", "arguments": {}}', "\n</tool_call>"], "before", (), "Once", (True,) * 7, 0)
+@example(["<think>so</think>"], "before", ("so",), "Once", (True,) * 7, 1)
+@example(["so"], "inside", ("<|im_end|>",), "", (True,) * 7, 2)
+def test_streams_equal_whole_answers_with_special_tokens_kept_ends_and_echoes(
+    served_model: ServedModel,
+    fragments: list[str],
+    start: ReasoningStart,
+    stop: tuple[str, ...],
+    content_start: str,
+    flags: tuple[bool, ...],
+    seed: int,
+) -> None:
+    has_tools, want_logprobs, returns_ids, is_separate, is_included, keeps_stop, shows_special = flags
+    text = "".join(fragments)
+    result = finished([*text.encode(), IM_END], "stop")
+    request = replace(make_request(3, stop, want_logprobs=want_logprobs), shows_special=shows_special)
+    prepared = Prepared(
+        "chatcmpl-1",
+        [request],
+        return_token_ids=returns_ids,
+        calls=CallRules(HERMES, NAMES) if has_tools else None,
+        reasoning=ReasoningRules(THINK, start, is_separate, is_included),
+        keeps_stop=keeps_stop,
+        content_start=content_start,
+    )
+    whole = orjson.loads(orjson.dumps(build_chat_completion(prepared, [[result]], served_model)))
+    stream = ChatStream(prepared, served_model, StreamOptions(include_usage=True))
+    chunks = [chunk for group in interleaved([[result]], random.Random(seed)) for chunk in parse(stream.events(group))]
+    last = parse(stream.end().removesuffix(b"data: [DONE]\n\n"))[0]
+    assert last["usage"] == whole["usage"]
+    (choice,) = whole["choices"]
+    assert join(chunks, 0) == flatten(choice)
+    shown = f"{text}<|im_end|>" if keeps_stop and shows_special else text
+    if stop and stop[0] in shown:
+        shown = shown[: shown.index(stop[0]) + (len(stop[0]) if keeps_stop else 0)]
+    reasoning, content, _ = read_whole(shown, THINK, start)
+    expected = reasoning if is_separate and is_included else ""
+    assert choice["message"]["reasoning_content"] == (expected or None)
+    if not has_tools:
+        rest = content_start + (content if is_separate else shown)
+        assert choice["message"]["content"] == (rest or (None if expected else ""))
 
 
 def cut(text: str, stop: tuple[str, ...]) -> str:

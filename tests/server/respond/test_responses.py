@@ -45,6 +45,7 @@ BODY = ResponsesRequest.model_validate({"model": "default", "input": "?"})
     st.booleans(),
     st.sampled_from(["stop", "length"]),
     st.sampled_from([*REASONING, *(rules and replace(rules, is_included=False) for rules in REASONING)]),
+    st.tuples(st.booleans(), st.booleans()),
     st.integers(0, 1000),
 )
 def test_joined_events_equal_the_whole_answer_and_chat_wherever_the_stream_is_cut(
@@ -57,13 +58,22 @@ def test_joined_events_equal_the_whole_answer_and_chat_wherever_the_stream_is_cu
     is_forced: bool,
     finish_reason: FinishReason,
     reasoning: ReasoningRules | None,
+    shown_ends: tuple[bool, bool],
     seed: int,
 ) -> None:
     token_ids = [*"".join(fragments).encode(), IM_START, *([IM_END] if finish_reason == "stop" else [])]
     sequence = finished(token_ids, finish_reason)
-    request = make_request(3, stop, want_logprobs=want_logprobs)
+    shows_special, keeps_stop = shown_ends
+    request = replace(make_request(3, stop, want_logprobs=want_logprobs), shows_special=shows_special)
     rules = None if format_ is None else CallRules(format_, NAMES, parallel, is_forced=is_forced)
-    prepared = Prepared("resp_1", [request], calls=rules, reasoning=reasoning, repeated=repeated_fields(BODY))
+    prepared = Prepared(
+        "resp_1",
+        [request],
+        calls=rules,
+        reasoning=reasoning,
+        repeated=repeated_fields(BODY),
+        keeps_stop=keeps_stop,
+    )
     answer = write_response(prepared, [[sequence]], served_model)
     whole = checked_response(answer.content)
     stream = ResponseEvents(prepared, served_model, StreamOptions())
@@ -104,6 +114,7 @@ def test_joined_events_equal_the_whole_answer_and_chat_wherever_the_stream_is_cu
     if not calls and reasoning is None:
         assert logprobs == choice["logprobs"]["content"]
     assert logprobs == texts[0]["logprobs"]
-    tokens_of_text = [entry for entry in logprobs if entry["token"] != "<|im_start|>"]
-    shown = bytes(entry["bytes"][0] for entry in tokens_of_text).decode(errors="replace")
+    hidden = () if shows_special else ("<|im_start|>", "<|im_end|>")
+    tokens_of_text = [entry for entry in logprobs if entry["token"] not in hidden]
+    shown = bytes(byte for entry in tokens_of_text for byte in entry["bytes"]).decode(errors="replace")
     assert shown == texts[0]["text"] or (stop and shown.startswith(texts[0]["text"]))
