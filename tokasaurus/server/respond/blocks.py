@@ -39,9 +39,6 @@ class Block:
     """Of a call: the function."""
     texts: list[str] = field(default_factory=list)
     """Of a call: its arguments."""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Tokens whose text begins in a text block, if requested. Of an answer with calls, only in the text before the
-    first: behind it, the text of calls and of marks is not told from other text."""
     is_cut: bool = False
     """Whether the answer ended within the block because of its length."""
     key: str = field(default_factory=random_id)
@@ -147,7 +144,6 @@ class BlockEvents(AnswerEvents):
         self._write_delta(block, text, logprobs)
 
     def _write_delta(self, block: Block, text: str, logprobs: list[TokenLogprob]) -> None:
-        block.logprobs += logprobs
         if text or logprobs:
             self._write_block_delta(block, text, logprobs)
 
@@ -187,7 +183,10 @@ class BlockEvents(AnswerEvents):
 
     @abstractmethod
     def _write_block_delta(self, block: Block, text: str, logprobs: list[TokenLogprob]) -> None:
-        """The block has grown by this text and these tokens."""
+        """The block has grown by this text.
+
+        logprobs: tokens whose text begins in a text block, if requested. Of an answer with calls, only in the text
+        before the first: behind it, the text of calls and of marks is not told from other text."""
 
     @abstractmethod
     def _write_block_end(self, block: Block) -> None:

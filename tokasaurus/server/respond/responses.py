@@ -9,6 +9,7 @@ from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.errors import ApiError
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.answers import Usage
+from tokasaurus.server.protocol.chat import ChatTokenLogprob
 from tokasaurus.server.protocol.responses import (
     IncompleteDetails,
     ItemStatus,
@@ -43,6 +44,7 @@ class ResponseEvents(BlockEvents):
         self._created = int(time.time())
         self._names = token_names(prepared, model)
         self._items: list[OutputItem] = []  # that are complete
+        self._logprobs: list[ChatTokenLogprob] = []  # of the text block that is open
         self._num_events = 0
 
     def response(self) -> dict[str, Any]:
@@ -108,7 +110,7 @@ class ResponseEvents(BlockEvents):
     def _write_block_delta(self, block: Block, text: str, logprobs: list[TokenLogprob]) -> None:
         match block.kind:
             case "text":
-                shown = self._event_logprobs(logprobs)
+                shown = _event_logprobs(self._add_logprobs(logprobs))
                 self._event("response.output_text.delta", **_place(block), delta=text, logprobs=shown)
             case "call":
                 self._event("response.function_call_arguments.delta", **_item_place(block), delta=text)
@@ -116,10 +118,11 @@ class ResponseEvents(BlockEvents):
                 self._event("response.reasoning_text.delta", **_place(block), delta=text)
 
     def _write_block_end(self, block: Block) -> None:
-        item = self._item(block)
+        logprobs = self._logprobs
+        item = self._end_item(block)
         match item:
             case OutputMessage():
-                shown = self._event_logprobs(block.logprobs)
+                shown = _event_logprobs(logprobs)
                 self._event("response.output_text.done", **_place(block), text=block.text, logprobs=shown)
                 self._event("response.content_part.done", **_place(block), part=item.content[0])
             case OutputFunctionCall():
@@ -128,43 +131,69 @@ class ResponseEvents(BlockEvents):
             case OutputReasoning():
                 self._event("response.reasoning_text.done", **_place(block), text=block.text)
                 self._event("response.content_part.done", **_place(block), part=item.content[0])
-        self._items.append(item)
         self._event("response.output_item.done", output_index=block.index, item=item)
 
     def _write_end(self) -> None:
         kind = "response.completed" if self.finish_reason == "stop" else "response.incomplete"
         self._event(kind, response=self.response())
 
-    def _item(self, block: Block) -> OutputItem:
+    def _add_logprobs(self, tokens: Sequence[TokenLogprob]) -> list[ChatTokenLogprob]:
+        """The entries of the open text block's next tokens."""
+        added = build_chat_logprobs(tokens, self._names).content
+        self._logprobs += added
+        return added
+
+    def _end_item(self, block: Block) -> OutputItem:
+        """Completes the block's item."""
+        logprobs, self._logprobs = self._logprobs, []
         status: ItemStatus = "incomplete" if block.is_cut else "completed"
+        item: OutputItem
         match block.kind:
             case "text":
-                logprobs = build_chat_logprobs(block.logprobs, self._names).content
-                return OutputMessage(_item_id(block), status, [OutputText(block.text, write_list(logprobs))])
+                item = OutputMessage(_item_id(block), status, [OutputText(block.text, write_list(logprobs))])
             case "call":
-                return OutputFunctionCall(_item_id(block), status, block.call_id, block.name, block.text)
+                item = OutputFunctionCall(_item_id(block), status, block.call_id, block.name, block.text)
             case "reasoning":
-                return OutputReasoning(_item_id(block), status, [ReasoningText(block.text)])
+                item = OutputReasoning(_item_id(block), status, [ReasoningText(block.text)])
+        self._items.append(item)
+        return item
 
-    def _event_logprobs(self, tokens: Sequence[TokenLogprob]) -> Any:
-        """As events have them: without the tokens' bytes."""
-        entries = [
-            {
-                "token": entry.token,
-                "logprob": entry.logprob,
-                "top_logprobs": [{"token": top.token, "logprob": top.logprob} for top in entry.top_logprobs],
-            }
-            for entry in build_chat_logprobs(tokens, self._names).content
-        ]
-        return write_list(entries)
+
+class _WholeResponse(ResponseEvents):
+    """Completes the items, and writes no events."""
+
+    def _write_start(self) -> None: ...
+
+    def _write_block_start(self, block: Block) -> None: ...
+
+    def _write_block_delta(self, _block: Block, _text: str, logprobs: list[TokenLogprob]) -> None:
+        self._add_logprobs(logprobs)
+
+    def _write_block_end(self, block: Block) -> None:
+        self._end_item(block)
+
+    def _write_end(self) -> None: ...
 
 
 def write_response(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel) -> Answer:
     """The whole answer to a body, which has one sequence."""
-    events = ResponseEvents(prepared, model, StreamOptions())
+    whole = _WholeResponse(prepared, model, StreamOptions())
     ((sequence,),) = results
-    events.add(sequence)
-    return Answer(write_json(events.response()), events.usage)
+    whole.add(sequence)
+    return Answer(write_json(whole.response()), whole.usage)
+
+
+def _event_logprobs(entries: Sequence[ChatTokenLogprob]) -> Any:
+    """As events have them: without the tokens' bytes."""
+    shown = [
+        {
+            "token": entry.token,
+            "logprob": entry.logprob,
+            "top_logprobs": [{"token": top.token, "logprob": top.logprob} for top in entry.top_logprobs],
+        }
+        for entry in entries
+    ]
+    return write_list(shown)
 
 
 def _item_id(block: Block) -> str:
