@@ -124,6 +124,7 @@ def test_what_clients_send_without_a_wish_is_accepted(server: LiveServer) -> Non
         "store": False,
         "text": {"format": {"type": "text"}, "verbosity": "medium"},
         "background": False,
+        "client_metadata": {"x-turn": "1"},
         "previous_response_id": None,
         "conversation": None,
         "prompt": None,

@@ -20,7 +20,7 @@ from tokasaurus.server.protocol.fields import (
 )
 from tokasaurus.server.protocol.grammar_fields import GrammarSource, PlainFormat, parse_response_format
 from tokasaurus.server.protocol.known_fields import with_known_fields
-from tokasaurus.server.protocol.sampling_fields import StreamOptions
+from tokasaurus.server.protocol.sampling_fields import Metadata, StreamOptions
 from tokasaurus.server.protocol.tools import (
     MAX_TOOLS,
     CallArguments,
@@ -407,6 +407,7 @@ class ResponsesRequest(ChatForm):
     include: "message.output_text.logprobs" returns log-probabilities, as top_logprobs above 0 does; the others have no
     effect, since there is nothing that they could add.
     max_tool_calls: no effect, since it does not count calls of functions.
+    client_metadata: no effect; Codex sends it.
     Fields of chat that OpenAI's /v1/responses lacks, such as stop, seed and top_k, mean the same here.
     """
 
@@ -422,6 +423,7 @@ class ResponsesRequest(ChatForm):
     tool_choice: ResponsesToolChoice = None
     reasoning: Annotated[ReasoningConfig, NullMeans(ReasoningConfig())] = Field(default_factory=ReasoningConfig)
     max_tool_calls: Annotated[int | None, WHOLE_FLOATS] = None
+    client_metadata: Metadata = None
     truncation: Annotated[Any, Only(None, "disabled")] = None
     stream_options: ResponsesStreamOptions | None = None
 
