@@ -15,11 +15,11 @@ INTRODUCTION = """\
 `python -m tests.helpers.fields_page` makes this page from `tokasaurus/server/protocol/known_fields.py`, the table that
 bodies and error messages are made from too; a test compares the two.
 
-Clients that were written for other servers send fields that OpenAI's API does not have. They are accepted in
-`/v1/completions`, `/v1/chat/completions` and `/v1/responses`, and so in the lines of `/v1/bulk` and of batches; those
-marked (chat) or (completions) have one of these endpoints only, where responses
-count as chats. [The API](api.md#fields) has what the implemented ones mean in detail. Integers may be written with a
-point (`"top_k": 20.0`).
+Clients that were written for other servers send fields that OpenAI's API does not have. They are accepted by
+`/v1/completions`, `/v1/chat/completions`, `/v1/responses` and `/v1/messages`, live and in the lines of `/v1/bulk` and
+of batches. Those marked (completions) belong to `/v1/completions` only, those marked (chat) to the others.
+[The API](api.md#fields) has what the implemented ones mean in detail. Integers may be written with a point
+(`"top_k": 20.0`).
 
 Errors about fields are 400s whose `param` is the field, and whose `code` is `unsupported_parameter` for a known field
 with a value that is not accepted, `unsupported_value` for a part of a value that is not implemented,
@@ -73,7 +73,7 @@ def _values(values: tuple[object, ...]) -> str:
 
 
 def _effect(field: KnownField) -> str:
-    return field.effect + (f", such as {_values(field.examples)}" if field.examples else "")
+    return field.effect + (f"; for example {_values(field.examples)}" if field.examples else "")
 
 
 if __name__ == "__main__":

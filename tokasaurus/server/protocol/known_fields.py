@@ -149,9 +149,9 @@ KNOWN_FIELDS: Mapping[str, KnownField] = {
         ("vLLM", "SGLang"), endpoints=CHAT, **_built("whether the model thinks, if its template knows it", False)
     ),
     "separate_reasoning": KnownField(
-        _SGLANG, (None, True), CHAT, **_built("reasoning is split off the content, if the model has any", False)
+        _SGLANG, (None, True), CHAT, **_built("whether reasoning is split off the content, if the model has any", False)
     ),
-    "include_reasoning": KnownField(_VLLM, (None, True), CHAT, **_built("returns the reasoning", False)),
+    "include_reasoning": KnownField(_VLLM, (None, True), CHAT, **_built("whether the reasoning is returned", False)),
     "chat_template": KnownField(_VLLM, endpoints=CHAT, instead="templates of clients do not run on this server"),
     "echo": KnownField(
         ("OpenAI", "vLLM", "SGLang"),
@@ -183,8 +183,8 @@ KNOWN_FIELDS: Mapping[str, KnownField] = {
     "ebnf": KnownField(_SGLANG, (None, ""), **_built("a grammar of the text, as in guided_grammar", 'root ::= "a"')),
     "grammar": KnownField(_LLAMA, (None, ""), **_built("a grammar of the text, as in guided_grammar", 'root ::= "a"')),
     # vLLM and SGLang: scheduling
-    "request_id": KnownField(_VLLM, **_built("ends the id of the answer, after cmpl- or chatcmpl-", "mine")),
-    "rid": KnownField(_SGLANG, **_built("is the id of the answer", "mine")),
+    "request_id": KnownField(_VLLM, **_built("the end of the answer's id, after cmpl-, chatcmpl- etc.", "mine")),
+    "rid": KnownField(_SGLANG, **_built("the id of the answer", "mine")),
     "priority": KnownField(_BOTH_ENGINES, (None, 0), **_built("orders the waiting requests of a client", 3)),
     "cache_salt": KnownField(_BOTH_ENGINES, **_built("cached prompts are shared among requests with equal salts", "x")),
     "thinking_token_budget": KnownField(_VLLM),
