@@ -146,7 +146,7 @@ def test_progress_counts_tokens_of_lines_that_run_and_expects_what_they_will_hav
 def test_a_server_that_cannot_start_is_one_line_and_leaves_nothing_behind(tmp_path: Path) -> None:
     command = BatchCommand(tmp_path / "absent", tmp_path, NUM_LINES, NUM_TOKENS)
     code, output = command.run()
-    assert code == 1
+    assert code == 2
     assert output.splitlines()[-1].startswith("toka batch: the server did not start: ")
     assert str(tmp_path / "absent") in output.splitlines()[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
