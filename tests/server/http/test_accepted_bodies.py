@@ -43,6 +43,7 @@ NEUTRAL: dict[str, list[object]] = {
         {"type": "text"},
         {"type": "json_object"},
         {"type": "json_object", "schema": {"type": "object"}},
+        {"type": "json_object", "value": {"type": "object"}},
         {"type": "json_schema", "schema": {"type": "object"}},
         {"type": "json_schema", "value": {"type": "object"}},
         {"type": "json", "value": '{"type": "object"}'},

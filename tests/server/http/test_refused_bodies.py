@@ -106,7 +106,7 @@ BOTH_ROUTES_REFUSE: list[tuple[str, object]] = [
     ("response_format", {"type": "structural_tag"}),
     ("response_format", {"type": ["json_object"]}),
     ("response_format", {"type": "json_object", "schema": 5}),
-    ("response_format", {"type": "json_schema", "schema": {}, "value": {}}),
+    *(("response_format", {"type": kind, "schema": {}, "value": {}}) for kind in ("json_object", "json_schema")),
     ("response_format", {"type": "json"}),
     ("response_format", {"type": "regex", "value": {}}),
     ("response_format", {"type": "json_schema"}),

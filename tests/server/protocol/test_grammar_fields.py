@@ -71,6 +71,15 @@ def test_any_constant_can_be_written(vocabulary: GrammarVocabulary, value: objec
         assert not allows(vocabulary, GuidedJson, schema, "6")
 
 
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+@pytest.mark.parametrize("place", ["schema", "value"])
+def test_schema_beside_the_type_is_followed(vocabulary: GrammarVocabulary, kind: str, place: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    form = {"type": kind, place: schema}
+    assert allows(vocabulary, ResponseFormat, form, '{"a": 1}')
+    assert not allows(vocabulary, ResponseFormat, form, '{"a": 2}')
+
+
 def test_choices_are_literal_texts_not_patterns(vocabulary: GrammarVocabulary) -> None:
     rng = random.Random(0)
     alphabet = "ab.*+?()[]{}|^$\\/-&#~\"' \n\t<>é€😀\x00\x85\u2028"

@@ -121,9 +121,12 @@ def parse_response_format(value: object, param: str = "response_format") -> Gram
         _check_keys(value, ("type",), "")
         return None
     if kind == "json_object":
-        _check_keys(value, ("type", "schema"), "")
-        schema = value.get("schema")  # llama.cpp's and together.ai's
-        return _json_source(dict(ANY_OBJECT) if schema is None else schema, param)
+        _check_keys(value, ("type", "schema", "value"), "")
+        given = [name for name in ("schema", "value") if value.get(name) is not None]
+        if len(given) > 1:
+            raise value_error("must have just one of schema and value; it has both")
+        # llama.cpp's and together.ai's; that of TGI, which Hugging Face's InferenceClient sends
+        return _json_source(value[given[0]] if given else dict(ANY_OBJECT), param)
     if kind == "json_schema":
         given = [name for name in ("json_schema", "schema", "value") if value.get(name) is not None]
         _check_keys(value, ("type", "json_schema", "schema", "value"), "")
@@ -224,7 +227,7 @@ class ObjectFormat(StrictObject):
 class ValueFormat(StrictObject):
     """TGI's."""
 
-    type: Literal["json", "json_schema"]
+    type: Literal["json", "json_object", "json_schema"]
     value: _Schema
 
 
