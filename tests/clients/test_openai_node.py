@@ -1,4 +1,4 @@
-"""OpenAI's Node client against a real server. Its checks are in openai_batches.cjs."""
+"""OpenAI's Node client and the AI SDK against a real server. Their checks are in the .cjs files."""
 
 import os
 import shutil
@@ -13,13 +13,15 @@ PACKAGES = Path(__file__).parents[2] / ".venv-clients" / "node" / "node_modules"
 NODE = shutil.which("node", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 pytestmark = pytest.mark.skipif(
-    NODE is None or not (PACKAGES / "openai").is_dir(), reason="needs `make test-clients CLIENTS=node`"
+    NODE is None or not all((PACKAGES / name).is_dir() for name in ("openai", "ai")),
+    reason="needs `make test-clients CLIENTS=node`",
 )
 
 
-def test_whole_batches(base_url: str) -> None:
+@pytest.mark.parametrize("script", ["openai_batches.cjs", "openai_and_ai_sdk.cjs"])
+def test_node_clients(base_url: str, script: str) -> None:
     assert NODE is not None
-    command = [NODE, str(Path(__file__).with_name("openai_batches.cjs")), base_url]
+    command = [NODE, str(Path(__file__).with_name(script)), base_url]
     done = subprocess.run(
         command, env={**os.environ, "NODE_PATH": str(PACKAGES)}, capture_output=True, text=True, timeout=300
     )
