@@ -92,11 +92,13 @@ ENVIRONMENTS = (
         ("test_openai_node.py",),
         ("openai@6.49", "ai@6", "@ai-sdk/openai@3", "@ai-sdk/openai-compatible@2", "zod@4"),
     ),
+    Environment("autogen", ("autogen-ext[openai]>=0.7.5,<0.8",), ("test_autogen.py",)),
     Environment("dspy", ("dspy>=3.4,<4",), ("test_dspy.py",)),
     Environment("haystack", ("haystack-ai>=3.4,<4",), ("test_haystack.py",)),
     Environment("huggingface-hub", ("huggingface-hub>=2.4,<3", "pydantic>=2"), ("test_huggingface_hub.py",)),
     Environment("inspect-ai", ("inspect-ai==0.3.285", "openai>=3,<4"), ("test_inspect_ai.py",)),
     Environment("llama-index", ("llama-index-llms-openai-like>=0.8.1,<0.9",), ("test_llama_index.py",)),
+    Environment("outlines", ("outlines[openai]>=1.3,<2",), ("test_outlines.py",)),
     Environment("smolagents", ("smolagents[openai]>=1.26,<2",), ("test_smolagents.py",)),
     Environment("pydantic-ai", ("pydantic-ai-slim[openai]>=2.68,<3",), ("test_pydantic_ai.py",)),
     # Of TRL's experimental part: any version may change it.
