@@ -92,6 +92,9 @@ ENVIRONMENTS = (
         ("test_openai_node.py",),
         ("openai@6.49", "ai@6", "@ai-sdk/openai@3", "@ai-sdk/openai-compatible@2", "zod@4"),
     ),
+    Environment("agent-framework", ("agent-framework-openai>=1.17,<2",), ("test_agent_framework.py",)),
+    # Without mcp, it fails on tools given as JSON.
+    Environment("aisuite", ("aisuite[openai,mcp]>=0.2,<0.3",), ("test_aisuite.py",)),
     Environment("autogen", ("autogen-ext[openai]>=0.7.5,<0.8",), ("test_autogen.py",)),
     Environment("dspy", ("dspy>=3.4,<4",), ("test_dspy.py",)),
     Environment("haystack", ("haystack-ai>=3.4,<4",), ("test_haystack.py",)),
