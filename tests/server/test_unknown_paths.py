@@ -79,7 +79,7 @@ def test_what_is_advised_is_there(shared_server: LiveServer) -> None:
 
 
 def test_no_known_route_is_called_another_servers(shared_server: LiveServer) -> None:
-    """Those of roll-outs are served with rl=T."""
+    """With rl=T, the routes for roll-outs are served."""
     for path in shared_server.http.get("/openapi.json").json()["paths"]:
         assert not any(re.fullmatch(pattern, path.removeprefix("/")) for _, pattern, _ in OTHER_SERVERS), path
 

@@ -14,7 +14,7 @@ import orjson
 from pydantic import ConfigDict, Field, PlainValidator
 
 from tokasaurus.server.protocol.exact_schema import SchemaError, exact_schema
-from tokasaurus.server.protocol.fields import StrictObject, Text, not_implemented, value_error
+from tokasaurus.server.protocol.fields import MAX_ECHO_CHARS, StrictObject, Text, not_implemented, value_error
 
 GrammarFormat = Literal["json_schema", "regex", "lark", "gbnf"]
 
@@ -44,13 +44,12 @@ SHORT_ESCAPES = 'nrbtf\\"'
 _SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.ASCII | re.MULTILINE)
 _REGEX_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~]")
-_MAX_ECHO_CHARS = 100
 
 
 def _check_keys(value: Mapping[str, object], known: tuple[str, ...], where: str) -> None:
     for name in value:
         if name not in known:
-            raise value_error(f"contains the unknown field {where}{name[:_MAX_ECHO_CHARS]!r}")
+            raise value_error(f"contains the unknown field {where}{name[:MAX_ECHO_CHARS]!r}")
 
 
 def _schema_text(schema: Mapping[str, object], whitespace: bool = True) -> str:

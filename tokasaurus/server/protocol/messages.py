@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from tokasaurus.server.protocol.chat_forms import ChatForm, named_here
 from tokasaurus.server.protocol.fields import (
+    MAX_ECHO_CHARS,
     WHOLE_FLOATS,
     NullMeans,
     Only,
@@ -38,8 +39,6 @@ from tokasaurus.server.protocol.tools import (
     ToolChoice,
     ToolExtras,
 )
-
-_MAX_ECHO_CHARS = 100
 
 
 class TextBlockInput(StrictObject):
@@ -119,7 +118,7 @@ def _parse_block(value: object) -> BlockInput:
         raise value_error("must have a string as its type")
     if kind not in _BLOCK_MODELS:
         raise not_implemented(
-            f"is of type {kind[:_MAX_ECHO_CHARS]!r}, which is not implemented: only {', '.join(_BLOCK_MODELS)} are"
+            f"is of type {kind[:MAX_ECHO_CHARS]!r}, which is not implemented: only {', '.join(_BLOCK_MODELS)} are"
         )
     return _BLOCK_MODELS[kind].model_validate(value)
 
@@ -197,7 +196,7 @@ class MessagesTool(ToolExtras):
 def _parse_tool(value: object) -> MessagesTool:
     if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "custom":
         raise not_implemented(
-            f"is of type {kind[:_MAX_ECHO_CHARS]!r}, which is not implemented: only tools with an input_schema are"
+            f"is of type {kind[:MAX_ECHO_CHARS]!r}, which is not implemented: only tools with an input_schema are"
         )
     return MessagesTool.model_validate(value)
 
@@ -279,7 +278,7 @@ def _parse_context_management(value: object) -> None:
             raise value_error("must have edits with a string as their type")
         if kind != _CLEARS_THINKING:
             raise not_implemented(
-                f"has the edit {kind[:_MAX_ECHO_CHARS]!r}, which is not implemented: only {_CLEARS_THINKING} is"
+                f"has the edit {kind[:MAX_ECHO_CHARS]!r}, which is not implemented: only {_CLEARS_THINKING} is"
             )
 
 

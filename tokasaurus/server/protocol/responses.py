@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from tokasaurus.server.protocol.chat import AskedReasoningEffort, ChatTokenLogprob, PartExtras
 from tokasaurus.server.protocol.chat_forms import ChatForm, named_here
 from tokasaurus.server.protocol.fields import (
+    MAX_ECHO_CHARS,
     WHOLE_FLOATS,
     NullMeans,
     Only,
@@ -62,7 +63,6 @@ _OTHER_ITEMS = frozenset(
         "web_search_call",
     }
 )
-_MAX_ECHO_CHARS = 100
 
 
 class InputText(PartExtras):
@@ -214,7 +214,7 @@ def _parse_item(value: object) -> InputItem:
     if kind in _OTHER_ITEMS:
         raise not_implemented(f"is of type {kind}, which is not implemented")
     if kind not in _ITEM_MODELS:
-        raise value_error(f"has the unknown type {kind[:_MAX_ECHO_CHARS]!r}")
+        raise value_error(f"has the unknown type {kind[:MAX_ECHO_CHARS]!r}")
     return _ITEM_MODELS[kind].model_validate(value)
 
 
@@ -246,7 +246,7 @@ class ResponsesTool(FunctionDefinition):
 def _parse_tool(value: object) -> ResponsesTool:
     if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "function":
         raise not_implemented(
-            f"is of type {kind[:_MAX_ECHO_CHARS]}, which is not implemented: only functions are, which the client runs"
+            f"is of type {kind[:MAX_ECHO_CHARS]}, which is not implemented: only functions are, which the client runs"
         )
     return ResponsesTool.model_validate(value)
 
@@ -268,7 +268,7 @@ def _parse_tool_choice(value: object) -> ToolChoice | None:
         ):
             return ToolChoice(mode, tuple(_allowed_name(tool) for tool in tools))
         case {"type": str(kind)} if kind not in ("function", "allowed_tools"):
-            raise not_implemented(f"asks for {kind[:_MAX_ECHO_CHARS]}, which is not implemented: only functions are")
+            raise not_implemented(f"asks for {kind[:MAX_ECHO_CHARS]}, which is not implemented: only functions are")
     raise value_error(
         'must be "none", "auto", "required", an object that names a function, or one with the allowed tools'
     )
@@ -279,7 +279,7 @@ def _allowed_name(tool: object) -> str:
         case {"type": "function", "name": str(name)}:
             return name
         case {"type": str(kind)} if kind != "function":
-            raise not_implemented(f"allows {kind[:_MAX_ECHO_CHARS]}, which is not implemented: only functions are")
+            raise not_implemented(f"allows {kind[:MAX_ECHO_CHARS]}, which is not implemented: only functions are")
     raise value_error("must contain allowed tools that name a function each")
 
 

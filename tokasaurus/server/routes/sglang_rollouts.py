@@ -155,8 +155,8 @@ async def flush_cache(request: Request) -> Response:
     "/release_memory_occupation", responses={200: {"model": Success}, **error_responses(*BODY_ERRORS, 409, 503)}
 )
 async def release_memory_occupation(request: Request, body: MemoryRequest) -> Response:
-    """Give memory back to the system until /resume_memory_occupation; requests wait. That of the weights goes only
-    together with that of the KV cache, or after it."""
+    """Give memory back to the system until /resume_memory_occupation; requests wait. The memory of the weights can be
+    given back only together with the KV cache's, or after it."""
     rollouts = _ready_state(request).rollouts
     if "kv_cache" not in body.chosen and not rollouts.is_asleep:
         raise InvalidRequest('tags: "weights" goes only with or after "kv_cache"', "tags")

@@ -215,7 +215,8 @@ struct RowLogprobs {
     top_logprobs = num_top == 0 ? nullptr : top->logprobs + top_index * num_top;
   }
 
-  // Those of logit * scale. sampled: its largest is that of logit * scale. Without a token, top is not written.
+  // Writes the log-probabilities of logit * scale. sampled.largest is the largest logit * scale. Without a token, the
+  // chosen one is NaN, and top is not written.
   template <typename Element>
   void write(const Element* row, int64_t vocab_size, float scale, const SampledToken& sampled) const {
     *chosen = NAN;
@@ -226,7 +227,7 @@ struct RowLogprobs {
     for (int64_t i = 0; i < num_top; ++i) top_logprobs[i] = top_logprobs[i] * scale - sampled.largest - log_sum;
   }
 
-  // Those of a token that is drawn whatever the noise.
+  // Writes the log-probabilities of a token that is drawn whatever the noise: 0, and -infinity for all others.
   void write_certain(int64_t token) const {
     *chosen = 0;
     std::fill(top_ids, top_ids + num_top, 0);
