@@ -77,6 +77,13 @@ def test_kernels_run_without_a_compiler(installed: Path, tmp_path: Path) -> None
     assert not (tmp_path / "cache").exists()
 
 
+def test_the_wheel_contains_the_live_page(installed: Path) -> None:
+    page = Path("server", "page", "index.html")
+    content = (installed / "tokasaurus" / page).read_bytes()
+    assert content.startswith(b"<!doctype html>")
+    assert content == (DIST.parent / "tokasaurus" / page).read_bytes()
+
+
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("readelf") is None, reason="reads ELF files by readelf")
 def test_libraries_need_only_the_c_library(installed: Path) -> None:
     for path in prebuilt(installed).values():

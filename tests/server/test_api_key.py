@@ -1,4 +1,5 @@
-"""API keys: every route except /health and /ready refuses a request without one, before it reads the body."""
+"""API keys: every route except /health, /ready and the live page refuses a request without one, before it reads the
+body."""
 
 import hashlib
 import http.client
@@ -57,9 +58,7 @@ def guarded(served_model: ServedModel) -> Iterator[LiveServer]:
         "Bearer none",
     ],
 )
-def test_every_route_except_health_and_ready_returns_401_without_the_key(
-    guarded: LiveServer, header: str | None
-) -> None:
+def test_every_route_except_the_open_ones_returns_401_without_the_key(guarded: LiveServer, header: str | None) -> None:
     paths = guarded.http.get("/openapi.json").json()["paths"]
     listed = [
         (method.upper(), path)
@@ -78,7 +77,7 @@ def test_every_route_except_health_and_ready_returns_401_without_the_key(
         assert response.status == 401, path
         assert response.headers["WWW-Authenticate"] == "Bearer"
         assert KEY.encode() not in content
-    for path in ("/health", "/ready"):
+    for path in ("/health", "/ready", "/"):
         assert ask(guarded, "GET", path, header)[0].status == 200
 
 

@@ -54,7 +54,6 @@ from tokasaurus.server.unknown_paths import OTHER_SERVERS
         ("/invocations", CHAT),
         ("/generate", "rl=T"),
         ("/update_weights", "rl=T"),
-        ("/", "/docs"),
         ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
         ("/v1/modles", "did you mean /v1/models?"),
     ],

@@ -21,8 +21,8 @@ from tokasaurus.messages.status import UserError
 from tokasaurus.random_ids import random_id
 from tokasaurus.server.errors import CrossSite, MisdirectedRequest, WrongApiKey, error_response, shorten
 
-# Load balancers check these without the key.
-OPEN_PATHS = frozenset({"/health", "/ready"})
+# Load balancers check the first two without the key. The live page asks its reader for one.
+OPEN_PATHS = frozenset({"/health", "/ready", "/"})
 _KEY = re.compile("[!-~]+")
 KEY_HEADERS = ("authorization", "api-key", "x-api-key")
 """Where clients send a key: the first is OpenAI's, as `Bearer KEY`, the others are Azure's and Anthropic's."""

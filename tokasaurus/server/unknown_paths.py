@@ -80,7 +80,6 @@ OTHER_SERVERS: tuple[tuple[str, str, str], ...] = (
         "update_weights_from_disk|reset_prefix_cache)",
         _RL,
     ),
-    ("websites", "", f"this is an API: {_CHAT}, {_MODELS}; GET /docs is its page"),
 )
 """(whose path it is, regular expression of the path without its first slash, what to use)"""
 _PATTERNS = [(re.compile(pattern), advice) for _, pattern, advice in OTHER_SERVERS]
