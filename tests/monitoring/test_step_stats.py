@@ -1,5 +1,6 @@
 """The log line of a window, from totals whose rates are easy to see."""
 
+import itertools
 import socket
 import time
 from dataclasses import replace
@@ -7,7 +8,16 @@ from dataclasses import replace
 import pytest
 
 from tokasaurus.messages.status import EngineStats
-from tokasaurus.monitoring.step_stats import StatsdSender, StepStats, StepTotals, StepWindow
+from tokasaurus.monitoring.step_stats import (
+    MAX_LINE_CHARS,
+    StatsdSender,
+    StepStats,
+    StepTotals,
+    StepWindow,
+    WorkLeft,
+    short_number,
+    short_time,
+)
 
 
 def make_stats(total_generation_tokens: int) -> EngineStats:
@@ -25,20 +35,17 @@ def test_each_window_ends_with_a_line_of_the_rates_in_that_window():
         totals.num_rows += 40
         totals.num_prefill_tokens += 1000
         totals.busy_seconds += 0.5
-        window = step_stats.report(2000.0 + second, totals, make_stats(30 * second))
+        stats = replace(make_stats(30 * second), total_finished_requests=second - 1)
+        window = step_stats.report(2000.0 + second, totals, stats, lambda: WorkLeft(7855.0, 100, 61.2))
         lines.append(None if window is None else window.line())
         if second == 3:
             assert step_stats.seconds_to_report(2003.0) == 2.5, "the window began with the first step, at 2000.5"
     assert [line is not None for line in lines] == [False] * 5 + [True] + [False] * 4
-    assert lines[5] == (
-        "33 output tokens/s, 1,091 prompt tokens/s, prefix cache hits –, 40.0 sequences a step, 500.0 ms a step, "
-        "worker busy 55%, manager busy 0% | "
-        "3 running, 1,200 waiting, KV 50 of 200 blocks (25%)"
-    )
+    assert lines[5] == "33 out/s, 1.1k in/s, 3 run, 1.2k wait 61s, KV 25%, 5 done, ETA 4m"
     assert step_stats.seconds_to_report(2010.0) == 1.5
-    last = step_stats.report(2016.0, totals, make_stats(300))
+    last = step_stats.report(2016.0, totals, replace(make_stats(300), total_finished_requests=9))
     assert last is not None
-    assert last.line().startswith("13 output tokens/s, 421 prompt tokens/s, prefix cache hits –, 40.0 sequences a step")
+    assert last.line() == "13 out/s, 421 in/s, 3 run, 1.2k wait –, KV 25%, 4 done, ETA –"
     assert step_stats.report(2030.0, totals, make_stats(300)) is None
 
 
@@ -53,15 +60,15 @@ def test_cache_hits_sharing_and_preemptions_are_counted_per_window():
         (1000, 0, 0, 1, 1, 0, 0.0),
     ]
     shown = [
-        ("25%", "25%", ""),
-        ("100%", "100%", ", 2,000 prompt tokens newly shared, 1,500 preemptions, 12,000 tokens computed again"),
-        ("–", "0%", ", 1 token computed again"),
-        ("–", "0%", ", 1 token computed again"),
-        ("0%", "0%", ", 1 prompt token newly shared, 1 preemption"),
+        ("25%", "25%", (0, 0, 0)),
+        ("100%", "100%", ("2,000", "1,500", "12,000")),
+        ("–", "0%", (0, 0, 1)),
+        ("–", "0%", (0, 0, 1)),
+        ("0%", "0%", (1, 1, 0)),
     ]
     step_stats = StepStats(report_seconds=5.0)
     totals, stats = StepTotals(), make_stats(0)
-    for number, (window, (hits, busy, preemptions)) in enumerate(zip(windows, shown, strict=True), start=1):
+    for number, (window, (hits, busy, counts)) in enumerate(zip(windows, shown, strict=True), start=1):
         num_asked, num_cached, num_computed, num_shared, num_preemptions, num_recomputed, busy_fraction = window
         totals.num_steps += 1
         totals.num_prefill_tokens += num_computed
@@ -77,11 +84,53 @@ def test_cache_hits_sharing_and_preemptions_are_counted_per_window():
         )
         found = step_stats.report(1000.0 + 5 * number, totals, stats)
         assert found is not None
-        line = found.line()
-        assert f" prefix cache hits {hits}," in line
-        assert f" manager busy {busy} |" in line
-        assert line.endswith(f"KV 50 of 200 blocks (25%){preemptions}")
-        assert "\n" not in line
+        details = found.details()
+        assert details.startswith(f"prefix cache hits {hits}, ")
+        assert f" manager busy {busy}, " in details
+        num_shared, num_preempted, num_again = counts
+        assert details.endswith(
+            f"newly shared {num_shared}, preemptions {num_preempted}, tokens computed again {num_again}"
+        )
+
+
+def test_a_line_is_short_whatever_its_figures() -> None:
+    numbers = [0, 7, 999, 1000, 9949, 9951, 12_345, 999_499, 999_500, 4_567_890, 2_000_000_000]
+    seconds = [None, 0.2, 59.0, 89.9, 91.0, 3599.0, 86_399.0, 1e7]
+    for number, wait_s in itertools.product(numbers, seconds):
+        stats = replace(make_stats(0), num_running=min(number, 9999), num_waiting=number, num_kv_blocks_used=200)
+        work = WorkLeft(7e6, 0, wait_s)
+        window = StepWindow(number, number, None, 1, 1, 1, 0, 0, 0, stats, number, 1.0, work)
+        assert len(window.line()) <= MAX_LINE_CHARS
+        assert window.fields()["oldest_wait_seconds"] == wait_s
+    assert all(len(short_number(number)) <= 4 for number in range(0, 2_000_000, 37))
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        *((0.4, "0"), (862.25, "862"), (999.4, "999"), (999.6, "1.0k"), (1049, "1.0k"), (9949, "9.9k"), (9960, "10k")),
+        *((12_345, "12k"), (999_600, "1.0M"), (2e9, "2.0G")),
+    ],
+)
+def test_short_numbers(number: float, shown: str) -> None:
+    assert short_number(number) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(None, "–"), (0.3, "0s"), (89, "89s"), (90, "2m"), (5399, "90m"), (5400, "2h"), (172_800, "2d")],
+)
+def test_short_times(seconds: float | None, shown: str) -> None:
+    assert short_time(seconds) == shown
+
+
+def test_the_time_left_is_not_shorter_than_the_longest_sequence_needs() -> None:
+    window = replace(WINDOW, output_tokens_per_second=100.0, steps_per_second=10.0, work=WorkLeft(500.0, 20, None))
+    assert window.seconds_left == 5.0
+    assert replace(window, work=WorkLeft(500.0, 300, None)).seconds_left == 30.0
+    for unknown in (WorkLeft(None, 0, None), WorkLeft(0.0, 0, None)):
+        assert replace(window, work=unknown).seconds_left is None
+    assert replace(window, output_tokens_per_second=0.0).seconds_left is None
 
 
 WINDOW = StepWindow(862.25, 715.0, 0.125, 63.4, 73.04, 0.99, 18_432, 3, 0, replace(make_stats(0), worker_queue_depth=4))
@@ -99,7 +148,8 @@ toka.kv_blocks_total:200|g
 toka.prefix_cache_hit_fraction:0.125|g
 toka.shared_prompt_tokens:18432|c
 toka.preemptions:3|c
-toka.recomputed_tokens:0|c"""
+toka.recomputed_tokens:0|c
+toka.finished_requests:0|c"""
 
 
 def connected(sender: StatsdSender) -> StatsdSender:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.engine.kv_forecast import running_progress
+from tokasaurus.manager.engine.work_left import work_left
 from tokasaurus.manager.planning.step_budget import make_step_limit
 from tokasaurus.manager.state.engine_state import (
     EngineOptions,
@@ -271,9 +273,10 @@ def _serve(
             channels.updates.send(EngineUpdate(state.deltas, stats, progress, state.done))
             state.deltas, state.done = [], []
             last_stats, last_update_s = stats, now_s
-        window = step_stats.report(now_s, state.step_totals, stats)
+        window = step_stats.report(now_s, state.step_totals, stats, partial(work_left, state, now_s))
         if window is not None:
-            logger.info(window.line())
+            logger.info(window.line(), extra={"fields": window.fields()})
+            logger.debug(window.details())
             if statsd is not None:
                 statsd.send(window)
         garbage.collect(engine.seconds_left(), is_idle=stats.num_running == stats.num_waiting == 0)

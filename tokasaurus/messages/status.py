@@ -207,6 +207,8 @@ class EngineStats:
     """Rows of steps for which the model computed NaN or infinity."""
     phase_seconds: tuple[float, ...] = ()
     """Seconds of the forwards in each of FORWARD_PHASES; empty if the worker does not count them."""
+    total_finished_requests: int = 0
+    """Requests all of whose sequences have ended; not those that were cancelled."""
     num_running_background: int = 0
     """Running sequences of background requests; `num_running` counts them too."""
     manager_cpu_seconds: float = field(default=0.0, compare=False)

@@ -6,17 +6,45 @@ Source of statsd's format: https://github.com/statsd/statsd/blob/master/docs/met
 import logging
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tokasaurus.messages.status import EngineStats
 
 logger = logging.getLogger(__name__)
 
+MAX_LINE_CHARS = 71
+"""Of a window's line: so it fits into a terminal of 80 columns, after the time of day."""
+
 _COUNTED = (
     *("total_generation_tokens", "total_asked_prompt_tokens", "total_prefix_cache_hit_tokens"),
-    *("total_shared_prompt_tokens", "total_preemptions", "total_recomputed_tokens"),
+    *("total_shared_prompt_tokens", "total_preemptions", "total_recomputed_tokens", "total_finished_requests"),
 )
 """Totals of EngineStats whose growth is reported."""
+
+
+_UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+_TIME_UNITS = ((86_400.0, "d"), (3600.0, "h"), (60.0, "m"))
+
+
+def short_number(number: float, num_digits: int = 2) -> str:
+    """In at most four characters: 862, 9.3k, 12k. num_digits: of numbers from a thousand on, at least."""
+    for size, unit in _UNITS:
+        if number >= 0.9995 * size:
+            value = number / size
+            digits = num_digits - 1 if value < 9.95 else 0
+            return f"{value:.{digits}f}{unit}"
+    return f"{number:.0f}"
+
+
+def short_time(seconds: float | None) -> str:
+    """In one unit, rounded: 4s, 12m, 3h; – for what is not known."""
+    if seconds is None:
+        return "–"
+    for size, unit in _TIME_UNITS:
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"
 
 
 @dataclass(slots=True)
@@ -34,8 +62,23 @@ class StepTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkLeft:
+    """What an engine expects to do for the requests that it has."""
+
+    num_tokens: float | None
+    """Output tokens still to come; None while nothing can be expected."""
+    num_steps: int
+    """Steps of the engine until the last of the running sequences ends."""
+    oldest_wait_s: float | None
+    """Age of the oldest request of which a sequence waits; None if none waits."""
+
+
+NO_WORK = WorkLeft(0.0, 0, None)
+
+
+@dataclass(frozen=True, slots=True)
 class StepWindow:
-    """Figures of one window, except those of `stats`, which are current.
+    """Figures of one window, except those of `stats` and `work`, which are current.
 
     Prompt tokens count what the workers computed.
     """
@@ -53,32 +96,62 @@ class StepWindow:
     num_recomputed: int
     """Tokens computed again."""
     stats: EngineStats
+    num_finished: int = 0
+    """Requests that ended in the window, as EngineStats counts them."""
+    steps_per_second: float = 0.0
+    work: WorkLeft = NO_WORK
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Expected time until all work at hand is done, at the speed of this window; None if it is not known, or if
+        there is no work."""
+        num_tokens = self.work.num_tokens
+        if not num_tokens or self.output_tokens_per_second <= 0 or self.steps_per_second <= 0:
+            return None
+        # At the end few sequences are left, which the speed of a full batch does not finish sooner.
+        return max(num_tokens / self.output_tokens_per_second, self.work.num_steps / self.steps_per_second)
 
     def line(self) -> str:
-        """For the log."""
-        stats, hits = self.stats, self.prefix_cache_hit_fraction
-        line = (
-            f"{self.output_tokens_per_second:,.0f} output tokens/s, "
-            f"{self.prompt_tokens_per_second:,.0f} prompt tokens/s, "
+        """For the log: at most MAX_LINE_CHARS."""
+        line = self._line(num_digits=2)
+        if len(line) > MAX_LINE_CHARS:
+            line = self._line(num_digits=1)
+        return line if len(line) <= MAX_LINE_CHARS else line.replace(", ", ",")
+
+    def _line(self, num_digits: int) -> str:
+        def short(number: float) -> str:
+            return short_number(number, num_digits)
+
+        stats = self.stats
+        return (
+            f"{short(self.output_tokens_per_second)} out/s, {short(self.prompt_tokens_per_second)} in/s, "
+            f"{short(stats.num_running)} run, {short(stats.num_waiting)} wait {short_time(self.work.oldest_wait_s)}, "
+            f"KV {stats.num_kv_blocks_used / stats.num_kv_blocks_total:.0%}, {short(self.num_finished)} done, "
+            f"ETA {short_time(self.seconds_left)}"
+        )
+
+    def details(self) -> str:
+        """What the line leaves out."""
+        hits = self.prefix_cache_hit_fraction
+        return (
             f"prefix cache hits {'–' if hits is None else f'{hits:.0%}'}, "
             f"{self.sequences_per_step:,.1f} sequences a step, {self.milliseconds_per_step:,.1f} ms a step, "
-            f"worker busy {self.worker_busy_fraction:.0%}, manager busy {stats.manager_busy_fraction:.0%} | "
-            f"{stats.num_running:,} running, {stats.num_waiting:,} waiting, "
-            f"KV {stats.num_kv_blocks_used:,} of {stats.num_kv_blocks_total:,} blocks "
-            f"({stats.num_kv_blocks_used / stats.num_kv_blocks_total:.0%})"
+            f"worker busy {self.worker_busy_fraction:.0%}, manager busy {self.stats.manager_busy_fraction:.0%}, "
+            f"prompt tokens newly shared {self.num_shared:,}, preemptions {self.num_preemptions:,}, "
+            f"tokens computed again {self.num_recomputed:,}"
         )
-        if self.num_shared > 0:
-            line += f", {self.num_shared:,} prompt token{'s' if self.num_shared > 1 else ''} newly shared"
-        if self.num_preemptions > 0:
-            line += f", {self.num_preemptions:,} preemption{'s' if self.num_preemptions > 1 else ''}"
-        if self.num_recomputed > 0:
-            line += f", {self.num_recomputed:,} token{'s' if self.num_recomputed > 1 else ''} computed again"
-        return line
 
-    def statsd_lines(self, prefix: str) -> list[str]:
-        """In statsd's format, one line a figure. prefix: of each name."""
+    def fields(self) -> dict[str, float | int | None]:
+        """The figures by name, for a log that programs read; None for what is not known."""
+        fields: dict[str, float | int | None] = {**self._gauges(), **self._counters()}
+        fields["prefix_cache_hit_fraction"] = self.prefix_cache_hit_fraction
+        fields["oldest_wait_seconds"] = self.work.oldest_wait_s
+        fields["expected_seconds_left"] = self.seconds_left
+        return {name: value if value is None else round(value, 4) for name, value in fields.items()}
+
+    def _gauges(self) -> dict[str, float]:
         stats = self.stats
-        gauges: dict[str, float] = {
+        return {
             "output_tokens_per_second": self.output_tokens_per_second,
             "prompt_tokens_per_second": self.prompt_tokens_per_second,
             "sequences_per_step": self.sequences_per_step,
@@ -90,15 +163,27 @@ class StepWindow:
             "kv_blocks_used": stats.num_kv_blocks_used,
             "kv_blocks_total": stats.num_kv_blocks_total,
         }
-        if self.prefix_cache_hit_fraction is not None:
-            gauges["prefix_cache_hit_fraction"] = self.prefix_cache_hit_fraction
-        counters = {
+
+    def _counters(self) -> dict[str, int]:
+        return {
             "shared_prompt_tokens": self.num_shared,
             "preemptions": self.num_preemptions,
             "recomputed_tokens": self.num_recomputed,
+            "finished_requests": self.num_finished,
         }
+
+    def statsd_lines(self, prefix: str) -> list[str]:
+        """In statsd's format, one line a figure. prefix: of each name."""
+        gauges = self._gauges()
+        for name, value in (
+            ("prefix_cache_hit_fraction", self.prefix_cache_hit_fraction),
+            ("oldest_wait_seconds", self.work.oldest_wait_s),
+            ("expected_seconds_left", self.seconds_left),
+        ):
+            if value is not None:
+                gauges[name] = value
         lines = [f"{prefix}.{name}:{round(value, 4)}|g" for name, value in gauges.items()]
-        return lines + [f"{prefix}.{name}:{count}|c" for name, count in counters.items()]
+        return lines + [f"{prefix}.{name}:{count}|c" for name, count in self._counters().items()]
 
 
 class StepStats:
@@ -120,8 +205,10 @@ class StepStats:
             return None
         return max(0.0, self._start_s + self._report_seconds - now_s)
 
-    def report(self, now_s: float, totals: StepTotals, stats: EngineStats) -> StepWindow | None:
-        """The window that has ended, if any. A new one then begins."""
+    def report(
+        self, now_s: float, totals: StepTotals, stats: EngineStats, work: Callable[[], WorkLeft] = lambda: NO_WORK
+    ) -> StepWindow | None:
+        """The window that has ended, if any. A new one then begins. work: called at the end of a window."""
         num_steps = totals.num_steps - self._totals.num_steps
         if num_steps == 0:
             return None
@@ -149,6 +236,9 @@ class StepStats:
             num_preemptions=new["total_preemptions"],
             num_recomputed=new["total_recomputed_tokens"],
             stats=stats,
+            num_finished=new["total_finished_requests"],
+            steps_per_second=num_steps / seconds,
+            work=work(),
         )
         self._start_s, self._is_empty = now_s, True
         self._totals, self._counted = replace(totals), counted

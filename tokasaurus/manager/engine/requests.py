@@ -86,6 +86,7 @@ def cancel_request(state: EngineState, request_id: str) -> None:
     samples = state.unfinished.get(request_id)
     if samples is None:
         return
+    samples.is_cancelled = True
     if samples.num_to_create:
         state.queues.drop_samples(samples)
     for sequence in list(samples.sequences):

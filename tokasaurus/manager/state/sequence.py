@@ -1,5 +1,6 @@
 """Sequences: the request of each, its slot and blocks while it runs, and what it keeps across preemption."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -176,6 +177,14 @@ class Samples:
     """Waiting samples without a sequence, the last ones; 0 once the request is cancelled."""
     sequences: dict[Sequence, None] = field(default_factory=dict)
     """Sequences that were created and have not finished, in order of their index."""
+    added_s: float = field(default_factory=time.monotonic)
+    """When the request arrived, by time.monotonic."""
+    is_cancelled: bool = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether any of its sequences waits."""
+        return self.num_to_create > 0 or any(sequence.phase is Phase.WAITING for sequence in self.sequences)
 
     def create(self) -> Sequence:
         """The next sequence. Precondition: num_to_create is not 0."""
