@@ -348,12 +348,14 @@ def test_requests_sent_before_the_worker_is_ready_are_answered_and_the_last_wind
             for message in inputs.drain():
                 outputs_out.send(worker.forward(message, forward_seconds=0.002))
         deadline_s = time.monotonic() + TIMEOUT_S
-        while "sequences a step" not in caplog.text and time.monotonic() < deadline_s:
+        while " out/s, " not in caplog.text and time.monotonic() < deadline_s:
             time.sleep(0.01)
         requests.close()
         manager.join(TIMEOUT_S)
     assert [delta.token_ids for delta in deltas] == [simulate(request, index)[0] for index in range(2)]
-    assert "sequences a step, 2.0 ms a step" in caplog.text
+    assert "0 run, 0 wait –, KV 0%, 1 done, ETA –" in caplog.text
+    (fields,) = (vars(record)["fields"] for record in caplog.records if "fields" in vars(record))
+    assert (fields["milliseconds_per_step"], fields["finished_requests"]) == (2.0, 1)
     with statsd:
         assert "toka.milliseconds_per_step:2.0|g" in statsd.recv(65_536).decode().splitlines()
 
