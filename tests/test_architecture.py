@@ -60,9 +60,10 @@ INNER_LAYERS = {
         ["prepare"],
         ["grammars", "engine_client"],
         ["served_model", "resources", "access", "compressed_bodies", "messages_errors"],
+        ["templates"],
         ["tools", "json_values"],
         ["protocol", "errors"],
-        ["paths", "unknown_paths"],
+        ["paths", "unknown_paths", "child_process"],
     ],
     # planning: pure functions over arrays and numbers, which know no engine state.
     "manager": [["loop"], ["engine"], ["state"], ["planning", "kv_cache"]],

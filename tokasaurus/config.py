@@ -230,6 +230,12 @@ class ServerConfig(FlagConfig):
         none_means="auto",
     )
 
+    request_chat_template: bool = flag(
+        False,
+        "accept chat templates in requests, and render them in processes of their own; a client's program then runs on "
+        "this machine, with limits of time and memory",
+    )
+
     host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 allows access from the network", heading="server")
     port: int = flag(10210, "TCP port to listen on; 0 is any free one", minimum=0, maximum=65535)
     unix_socket: str | None = flag(

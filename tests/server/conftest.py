@@ -1,5 +1,6 @@
 """A real HTTP server on a free port, in front of a scripted engine."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tests.helpers.small_tokenizer import save_small_tokenizer
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server
 from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.templates.request_templates import RequestTemplates
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +21,8 @@ def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def served_model(tokenizer_directory: Path) -> ServedModel:
-    return make_served_model(tokenizer_directory)
+    model = make_served_model(tokenizer_directory)
+    return dataclasses.replace(model, request_templates=RequestTemplates(model.tokenizer))
 
 
 @pytest.fixture(scope="session")

@@ -68,6 +68,7 @@ from tokasaurus.server.routes import bulk, files, generation, health, live, sgla
 from tokasaurus.server.routes import model as model_routes
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import HeadMiddleware, ServerState
+from tokasaurus.server.templates.request_templates import RequestTemplates
 from tokasaurus.server.tools.formats import find_tool_support
 from tokasaurus.text.tokenizer import Tokenizer
 
@@ -214,6 +215,8 @@ def create_app(
                 yield
         await state.grammars.close()
         state.text_threads.close()
+        if model.request_templates is not None:
+            model.request_templates.close()
 
     app = DescribedApp(
         title="Tokasaurus",
@@ -255,6 +258,7 @@ async def _on_store_error(_request: Request, error: Exception) -> Response:
 def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedModel:
     """Loads the tokenizer; the chat template is loaded when first used. Raises TokenizerError."""
     tokenizer = Tokenizer.load(checkpoint.tokenizer_directory)
+    request_templates = RequestTemplates(tokenizer, config.tool_call_format) if config.request_chat_template else None
     formats = (config.dtype, config.kv_cache_dtype, config.cpu_isa, config.quantization, config.quantized_compute)
     identity: Sequence[object] = (__version__, checkpoint.name, *formats, config.device, config.attention_backend)
     return ServedModel(
@@ -267,6 +271,7 @@ def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedMod
         allow_logprobs=config.enable_chosen_logprobs,
         max_top_logprobs=config.max_topk_logprobs,
         logprobs_mode=cast(LogprobsMode, config.logprobs_mode),  # the flag has no other values
+        request_templates=request_templates,
         find_tools=cache(lambda: find_tool_support(tokenizer, config.tool_call_format)),
         rl=config.rl,
         model_flag=config.model,

@@ -31,7 +31,7 @@ from tokasaurus.server.prepare.completion import draft_completion
 from tokasaurus.server.prepare.messages import draft_message
 from tokasaurus.server.prepare.requests import Draft, Origin, Prepared, num_prompt_values
 from tokasaurus.server.prepare.responses import draft_response
-from tokasaurus.server.protocol.chat import ChatCompletionRequest
+from tokasaurus.server.protocol.chat import ChatCompletionRequest, TemplateFields
 from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.protocol.messages import MessagesRequest
 from tokasaurus.server.protocol.responses import ResponsesRequest
@@ -71,8 +71,12 @@ class Endpoint(Generic[Body]):
         def draft_body() -> Draft:
             return self.draft(body, state.model, limits, origin)
 
-        run = state.text_threads.run if self.renders_template else state.text_threads.run_short
-        draft = await run(origin.num_bytes, draft_body)
+        threads = state.text_threads
+        if isinstance(body, TemplateFields) and body.chat_template:
+            draft = await threads.run_apart(origin.num_bytes, draft_body)
+        else:
+            run = threads.run if self.renders_template else threads.run_short
+            draft = await run(origin.num_bytes, draft_body)
         if draft.grammar is None:
             return draft.prepared
         return draft.with_grammar(await state.grammars.check(draft.grammar))

@@ -214,6 +214,10 @@ class GrammarValidatorFailed(ServiceUnavailable, code="grammar_validator_failed"
     """The processes that validate grammars were killed or did not answer, twice; the grammar may be valid."""
 
 
+class TemplateRendererFailed(ServiceUnavailable, code="template_renderer_failed", headers={"Retry-After": "1"}):
+    """The process that renders the chat templates of requests could not start."""
+
+
 class EngineAsleep(ServiceUnavailable, code="engine_asleep"):
     """New requests are refused while the engine sleeps."""
 

@@ -111,6 +111,7 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 NUM_SMALL_THREADS = 4
+NUM_THREADS_APART = 2
 INLINE_SIZE = 1 << 10
 """Work up to this size, in the units of LARGE_SIZE, takes at most 0.2 ms, as long as the way to a thread and back."""
 LARGE_SIZE = 1 << 17
@@ -119,12 +120,13 @@ of milliseconds."""
 
 
 class TextThreads:
-    """Two pools of threads. The tokenizer releases the GIL, so several threads can use several cores."""
+    """Three pools of threads. The tokenizer releases the GIL, so several threads can use several cores."""
 
     def __init__(self) -> None:
         self._small = ThreadPoolExecutor(NUM_SMALL_THREADS, thread_name_prefix="text")
         # Few, since most of their time they hold the GIL, which the event loop needs.
         self._large = ThreadPoolExecutor(max(1, available_cores() // 2), thread_name_prefix="large text")
+        self._apart = ThreadPoolExecutor(NUM_THREADS_APART, thread_name_prefix="text apart")
 
     async def run(
         self, size: int, function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
@@ -138,9 +140,15 @@ class TextThreads:
         repository, which may loop."""
         return function() if size <= INLINE_SIZE else await self.run(size, function)
 
+    async def run_apart(
+        self, _size: int, function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
+    ) -> Result:
+        """As `run`, for work that waits for the program of a client: it delays only other such work."""
+        return await asyncio.get_running_loop().run_in_executor(self._apart, lambda: function(*args, **kwargs))
+
     def close(self) -> None:
         """Cancels the work that has not begun, and waits for none."""
-        for pool in (self._small, self._large):
+        for pool in (self._small, self._large, self._apart):
             pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from tokasaurus.messages.generation import LogprobsMode
 from tokasaurus.server.errors import ModelNotFound
 from tokasaurus.server.paths import squeeze_slashes
+from tokasaurus.server.templates.chat_template import ChatTemplate
+from tokasaurus.server.templates.request_templates import RequestTemplates
 from tokasaurus.server.tools.formats import NO_TOOLS_IN_TEMPLATE, ToolSupport
 from tokasaurus.text.tokenizer import Tokenizer
 
@@ -33,7 +35,9 @@ class ServedModel:
     logprobs_mode: LogprobsMode = "raw"
     """The flag logprobs_mode."""
     find_tools: Callable[[], ToolSupport] = lambda: NO_TOOLS_IN_TEMPLATE
-    """Returns `tools`; the first call may load the chat template."""
+    """How the model's own chat template supports tools; the first call may load it."""
+    request_templates: RequestTemplates | None = None
+    """Renders the chat templates of requests; None: they may bring none (the flag request_chat_template)."""
     rl: bool = False
     """The flag rl: answers name the weights that their tokens are from."""
     model_flag: str | None = None
@@ -46,8 +50,9 @@ class ServedModel:
     """The checkpoint's own name, whatever it is served as; None: `name`."""
 
     @property
-    def tools(self) -> ToolSupport:
-        return self.find_tools()
+    def template(self) -> ChatTemplate:
+        """The model's own chat template."""
+        return ChatTemplate(self.tokenizer.template_text, self.find_tools(), self.tokenizer.render_chat)
 
     @property
     def listed_names(self) -> list[str]:

@@ -5,11 +5,10 @@
 
 import functools
 import inspect
-import re
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenizers import Tokenizer as BaseTokenizer
 
@@ -40,8 +39,29 @@ class ChatTemplateTooSlow(ChatTemplateError):
     """The template did not finish within TEMPLATE_LIMIT_S."""
 
 
+class ChatTemplateTooLarge(ChatTemplateError):
+    """The template needs more memory than there is."""
+
+
+class InvalidChatTemplate(ChatTemplateError):
+    """The template is no valid program; the error message states the line."""
+
+
 class TemplateVariableError(ChatTemplateError):
     """A template variable has the name of one of the renderer's own parameters."""
+
+
+class RenderChat(Protocol):
+    """`Tokenizer.render_chat`, or another function that does the same with another template."""
+
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> str: ...
 
 
 class TextTooLong(ValueError):
@@ -125,16 +145,18 @@ class Tokenizer(TokenDecoder):
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
         template_variables: Mapping[str, Any] | None = None,
+        template: str | None = None,
     ) -> str:
         """The prompt's text, including special tokens.
 
-        template_variables: additional variables for the template, such as enable_thinking. Raises ChatTemplateError.
+        template_variables: additional variables for the template, such as enable_thinking. template: in place of the
+        model's own, or the name of one of these. Raises ChatTemplateError.
         """
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, TemplateSyntaxError
 
         variables = template_variables or {}
         chat_tokenizer = self._load_chat_tokenizer()
-        if not chat_tokenizer.chat_template:
+        if not chat_tokenizer.chat_template and template is None:
             raise ChatTemplateError("this model has no chat template; use completions")
         _check_variables(variables, inspect.signature(chat_tokenizer.apply_chat_template).parameters)
         try:
@@ -145,17 +167,20 @@ class Tokenizer(TokenDecoder):
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tokenize=False,
+                chat_template=template,
                 **variables,
             )
             return str(_RENDERING.run(render))
         except TimeLimitExceeded:
             reason = f"the chat template does not finish with these messages within {_RENDERING.seconds:g} s"
             raise ChatTemplateTooSlow(reason) from None
+        except TemplateSyntaxError as error:
+            raise InvalidChatTemplate(f"not a valid template: {error.message} (line {error.lineno})") from error
         # A template is a program: unexpected content may raise any of these.
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
         except MemoryError:
-            raise ChatTemplateError("the chat template needs too much memory with these messages") from None
+            raise ChatTemplateTooLarge("the chat template needs too much memory with these messages") from None
         except RecursionError:
             raise ChatTemplateError("messages or variables are nested too deeply") from None
 
@@ -167,11 +192,13 @@ class Tokenizer(TokenDecoder):
         continue_final_message: bool = False,
         template_variables: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
+        render: RenderChat | None = None,
     ) -> list[int]:
         """Token ids of the rendered prompt. The template writes bos itself, so none is added.
 
         Only the template's special tokens become special tokens: the same text in messages, tools and variables is
-        encoded as ordinary text. max_tokens: as in `encode_batch`. Raises ChatTemplateError and TextTooLong.
+        encoded as ordinary text. max_tokens: as in `encode_batch`. render: in place of `render_chat`. Raises
+        ChatTemplateError and TextTooLong.
         """
         if max_tokens is not None:
             # Before any work on the texts. A template may leave out some of them, such as earlier reasoning.
@@ -184,7 +211,8 @@ class Tokenizer(TokenDecoder):
             )
         except RecursionError:
             raise ChatTemplateError("messages or variables are nested too deeply") from None
-        text = self.render_chat(given, add_generation_prompt, given_tools, continue_final_message, variables)
+        render = render or self.render_chat
+        text = render(given, add_generation_prompt, given_tools, continue_final_message, variables)
         if not mark:
             return self.encode_batch([text], add_special_tokens=False, max_tokens=max_tokens)[0]
         self._check_lengths([text.replace(mark, "")], max_tokens)
@@ -229,9 +257,11 @@ class Tokenizer(TokenDecoder):
         found = self._load_chat_tokenizer().chat_template or ""
         return "\n".join(found.values()) if isinstance(found, dict) else found
 
-    def template_knows(self, variable: str) -> bool:
-        """Whether the chat templates mention a variable with this name."""
-        return re.search(rf"\b{re.escape(variable)}\b", self.template_text) is not None
+    def template_named(self, name: str) -> str:
+        """The model's template with this name; `name` itself, which then is a template, if there is none."""
+        found = self._load_chat_tokenizer().chat_template
+        template: str = found.get(name, name) if isinstance(found, dict) else name
+        return template
 
     @property
     def added_tokens(self) -> dict[str, int]:

@@ -270,7 +270,7 @@ ONE_ROUTE_REFUSES: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [5] * 200_000}, "messages[0]"),
     (CHAT, {"messages": [{"role": "user", "content": "a", **dict.fromkeys(map(str, range(50_000)))}]}, "messages[0].0"),
     (CHAT, {"metadata": dict.fromkeys(map(str, range(50_000)), 1)}, "metadata"),
-    (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template"),
+    (CHAT, {"chat_template": "{{ 1"}, "chat_template"),
     (CHAT, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
     (CHAT, {"chat_template_kwargs": []}, "chat_template_kwargs"),
     (CHAT, {"add_generation_prompt": 1}, "add_generation_prompt"),

@@ -113,7 +113,7 @@ def test_tokenizer_info_with_named_templates(
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": [1] * 200_000}, "messages[0]"),
         ("/tokenize", {"messages": HI, "add_special_tokens": True}, "add_special_tokens"),
-        ("/tokenize", {"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
+        ("/tokenize", {"messages": HI, "chat_template": "{{ 1"}, "chat_template"),
         ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
         ("/tokenize", {"prompt": "a", "speed": 1}, "speed"),
         ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),

@@ -230,5 +230,5 @@ def test_a_template_may_begin_and_end_reasoning(
     for question, opening, start in cases:
         fields = {"messages": [{"role": "user", "content": question}], "chat_template_kwargs": {"opening": opening}}
         body = ChatCompletionRequest.model_validate({"model": "default", **fields})
-        prompt_ids = encode_messages(body.messages, body, model)
+        prompt_ids = encode_messages(body.messages, body, model, model.template)
         assert reasoning_start(body.messages, body, prompt_ids, model) == start

@@ -10,10 +10,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import orjson
 
+from tokasaurus.server.child_process import PACKAGE_PARENT
 from tokasaurus.server.errors import GrammarValidatorFailed, InvalidRequest
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.served_model import ServedModel
@@ -32,8 +32,6 @@ _MAX_KNOWN_BYTES = 64 * 2**20
 _KILLED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 # Most bytes of a reply that are kept until its line has ended: no limit.
 _MAX_LINE_BYTES = 1 << 30
-# Working directory of the child processes: `python -m` imports from it, and the user's may contain any module.
-_PACKAGE_PARENT = Path(__file__).parents[3]
 
 # An llguidance error: the line of the fault, the reason, then the lines of the grammar around it.
 _FAULT = re.compile(r"at (?P<line>\d+)\(\d+\): (?:failed to compile JSON schema: )?(?P<reason>.*?)(?: \d+ \| .*)?")
@@ -215,7 +213,7 @@ class GrammarChecker:
             stdin=PIPE,
             stdout=PIPE,
             limit=_MAX_LINE_BYTES,
-            cwd=_PACKAGE_PARENT,
+            cwd=PACKAGE_PARENT,
             start_new_session=True,  # so that Ctrl-C reaches the launcher only
         )
         self._processes.add(process)

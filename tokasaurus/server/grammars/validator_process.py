@@ -7,11 +7,9 @@ DIRECTORY contains the tokenizer. Questions arrive on stdin and answers leave on
 first line on stdout says whether grammars can be used with this tokenizer.
 """
 
-import ctypes
 import os
 import random
 import re
-import resource
 import signal
 import sys
 import threading
@@ -20,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import orjson
-import psutil
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from tokasaurus.server.child_process import die_with_server, limit_memory
 from tokasaurus.text.grammars import LIMITS, GrammarError, GrammarVocabulary, load_grammar_vocabulary
 from tokasaurus.text.token_decoder import TokenizerError
 
@@ -45,10 +43,6 @@ _WIDE_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOT
 # llguidance advises an option that the server does not offer, so its advice is replaced.
 _ONE_OF_ADVICE = "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 _ONE_OF_RULE = "oneOf is supported only where no two of its schemas can match the same value"
-
-# From linux/prctl.h.
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
 
 
 def compile_grammar(vocabulary: GrammarVocabulary, source_format: str, text: str) -> str:
@@ -197,7 +191,7 @@ def main(directory: str, vocab_size: str, time_limit_s: str, *eos_ids: str) -> N
         print(error, file=sys.stderr)
         answers.write(b"false\n")
         return
-    _limit_memory()
+    limit_memory(_MEMORY_BYTES)
     answers.write(b"true\n")
     answers.flush()
     # A failing library may print text that a client sent, which must not reach a log.
@@ -210,22 +204,7 @@ def main(directory: str, vocab_size: str, time_limit_s: str, *eos_ids: str) -> N
         answers.flush()
 
 
-def _limit_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":
-        used = psutil.Process().memory_info().vms
-        resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, resource.RLIM_INFINITY))
-
-
-def _die_with_server() -> None:
-    """Linux only. On other systems the process ends at the end of stdin, or by the timer."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        libc.prctl(_PR_SET_NAME, b"toka-grammar", 0, 0, 0)
-
-
 if __name__ == "__main__":
-    _die_with_server()
+    die_with_server("toka-grammar")
     threading.stack_size(_STACK_BYTES)
     threading.Thread(target=main, args=sys.argv[1:]).start()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokasaurus.messages.status import EngineLimits
-from tokasaurus.server.errors import InvalidRequest, Unsupported, shorten
+from tokasaurus.server.errors import InvalidRequest, Unsupported, UnsupportedField, shorten
 from tokasaurus.server.prepare.requests import (
     Draft,
     Origin,
@@ -28,6 +28,7 @@ from tokasaurus.server.protocol.chat_forms import ChatForm
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.tools import Tool, ToolChoice
 from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.templates.chat_template import ChatTemplate
 from tokasaurus.server.tools.grammar import write_calls_or_json, write_forced_calls, write_free_calls
 from tokasaurus.server.tools.parser import CallRules
 from tokasaurus.server.tools.prompt import template_input
@@ -35,15 +36,23 @@ from tokasaurus.server.tools.reasoning import (
     ReasoningRules,
     ReasoningStart,
     is_in_reasoning,
-    marks_in,
 )
 from tokasaurus.text.token_decoder import REASONING_MARKS
-from tokasaurus.text.tokenizer import ChatTemplateError, TemplateVariableError, TextTooLong
+from tokasaurus.text.tokenizer import (
+    ChatTemplateError,
+    ChatTemplateTooLarge,
+    ChatTemplateTooSlow,
+    InvalidChatTemplate,
+    TemplateVariableError,
+    TextTooLong,
+)
 
 _MAX_REASON_CHARS = 300
 # More than a start of reasoning and the white space after it have.
 _MAX_MARK_TOKENS = 32
 _FLAGS = ("add_generation_prompt", "continue_final_message")
+# Errors that other messages would not avoid.
+_FAULTS_OF_TEMPLATE = (InvalidChatTemplate, ChatTemplateTooSlow, ChatTemplateTooLarge)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +82,10 @@ def draft_chat(
     id_prefix: of the answer's id. most_tokens: most new tokens of a body that has no such field; the answer may have
     fewer if there is less room."""
     check_fields(body, model)
-    tool_use = resolve_tools(body, model, asked_grammar(body))
+    template = template_of(body, model)
+    tool_use = resolve_tools(body, model, template, asked_grammar(body))
     may_truncate = body.truncate_prompt_tokens is not None
-    prompt_ids = encode_messages(body.messages, body, model, None if may_truncate else limits, tool_use.shown)
+    prompt_ids = encode_messages(body.messages, body, model, template, None if may_truncate else limits, tool_use.shown)
     if body.add_special_tokens:
         prompt_ids = model.tokenizer.with_added_tokens(prompt_ids)
     asked = _asked_chat_tokens(body)
@@ -93,7 +103,7 @@ def draft_chat(
     requests = make_requests(response_id, body, [(prompt_ids, max_new_tokens)], *tops, model, origin)
     if body.return_token_ids and body.stream:  # the first chunk of each choice repeats the prompt's ids
         check_prompt_values(requests, 0, "return_token_ids")
-    marks = marks_in(model.tokenizer.template_text)
+    marks = template.marks
     start: ReasoningStart = "before"
     if body.logprobs_in_fingerprint or tool_use.rules is not None or marks:
         start = reasoning_start(body.messages, body, prompt_ids, model)
@@ -148,13 +158,15 @@ def encode_messages(
     messages: Sequence[ChatMessage],
     fields: TemplateFields,
     model: ServedModel,
+    template: ChatTemplate,
     limits: EngineLimits | None = None,
     tools: Sequence[Tool] = (),
 ) -> list[int]:
     """The prompt ids of a chat. Tokenizes, so must not run on the event loop. Raises InvalidRequest.
 
-    limits: a prompt whose text is so long that it must have more tokens than a sequence may is refused before it is
-    tokenized. Other prompts with more tokens may be returned, so callers must check the length.
+    template: by `template_of`. limits: a prompt whose text is so long that it must have more tokens than a sequence
+    may is refused before it is tokenized. Other prompts with more tokens may be returned, so callers must check the
+    length.
     """
     variables = _merged(fields)
     add_generation_prompt, continues = (_take_flag(variables, name) for name in _FLAGS)
@@ -163,8 +175,8 @@ def encode_messages(
             "continue_final_message and add_generation_prompt: only one of them may be true",
             "continue_final_message",
         )
-    _add_reasoning_variables(variables, fields, model)
-    shown_messages, shown_tools = template_input(messages, tools, model.tools)
+    _add_reasoning_variables(variables, fields, template)
+    shown_messages, shown_tools = template_input(messages, tools, template.tools)
     try:
         return model.tokenizer.encode_chat(
             shown_messages,
@@ -173,11 +185,13 @@ def encode_messages(
             continue_final_message=bool(continues),
             template_variables=variables,
             max_tokens=None if limits is None else limits.max_tokens_per_sequence,
+            render=template.render,
         )
     except TemplateVariableError as error:
         raise InvalidRequest(f"chat_template_kwargs: {_reason(error)}", "chat_template_kwargs") from error
     except ChatTemplateError as error:
-        raise InvalidRequest(f"messages: {_reason(error)}", "messages") from error
+        is_template = fields.chat_template and isinstance(error, _FAULTS_OF_TEMPLATE)
+        raise _refused("chat_template" if is_template else "messages", error) from error
     except TextTooLong as error:
         assert limits is not None, "only a limit makes a text too long"
         raise too_long("messages", error, limits) from None
@@ -208,6 +222,24 @@ def _start_of_answer(start: ReasoningStart, tool_use: ToolUse) -> ReasoningStart
     return "before" if start == "inside" and tool_use.constrains_content else start
 
 
+def template_of(fields: TemplateFields, model: ServedModel) -> ChatTemplate:
+    """The chat template of a body. Renders a new one, so must not run on the event loop. Raises InvalidRequest."""
+    if not fields.chat_template:
+        return model.template
+    if model.request_templates is None:
+        raise UnsupportedField(
+            "chat_template is not accepted by this server; the flag request_chat_template=T allows it", "chat_template"
+        )
+    try:
+        return model.request_templates.find(fields.chat_template)
+    except ChatTemplateError as error:
+        raise _refused("chat_template", error) from error
+
+
+def _refused(param: str, error: ChatTemplateError) -> InvalidRequest:
+    return InvalidRequest(f"{param}: {_reason(error)}", param)
+
+
 def _reason(error: ChatTemplateError) -> str:
     """The error's text, shortened: some errors quote the whole prompt."""
     return str(error)[:_MAX_REASON_CHARS]
@@ -234,7 +266,7 @@ def _merged(fields: TemplateFields) -> dict[str, Any]:
     return said | fields.apply_chat_template_overrides
 
 
-def _add_reasoning_variables(variables: dict[str, Any], fields: TemplateFields, model: ServedModel) -> None:
+def _add_reasoning_variables(variables: dict[str, Any], fields: TemplateFields, template: ChatTemplate) -> None:
     """Adds enable_thinking and reasoning_effort where the body has them, the template knows them, and they are not in
     `variables`."""
     effort = fields.reasoning_effort
@@ -243,7 +275,7 @@ def _add_reasoning_variables(variables: dict[str, Any], fields: TemplateFields, 
         asked["enable_thinking"] = fields.enable_thinking
     elif effort is not None:
         asked["enable_thinking"] = effort != "none"
-    knows = model.tokenizer.template_knows
+    knows = template.knows
     if effort is not None and (effort != "none" or not knows("enable_thinking")):
         asked["reasoning_effort"] = effort
     for name, value in asked.items():
@@ -261,9 +293,13 @@ def _take_flag(variables: dict[str, Any], name: str) -> bool | None:
     return value
 
 
-def resolve_tools(body: ChatCompletionRequest, model: ServedModel, content: GrammarSource | None) -> ToolUse:
-    """content: the grammar that the body asks for, which applies to the content. Raises InvalidRequest."""
-    support = model.tools
+def resolve_tools(
+    body: ChatCompletionRequest, model: ServedModel, template: ChatTemplate, content: GrammarSource | None
+) -> ToolUse:
+    """template: by `template_of`. content: the grammar that the body asks for, which applies to the content.
+
+    Raises InvalidRequest."""
+    support = template.tools
     choice = body.tool_choice or ToolChoice("auto")
     names = check_names(body.tools)
     plain = ToolUse(grammar=content, constrains_content=content is not None)
@@ -278,7 +314,7 @@ def resolve_tools(body: ChatCompletionRequest, model: ServedModel, content: Gram
         raise InvalidRequest(f"tool_choice names {shorten(unknown)!r}, which is not one of the tools", "tool_choice")
     if support.format is None:
         raise InvalidRequest(
-            "tools: this model's chat template writes calls in an unknown format (tool_call_format= sets one)",
+            "tools: the chat template writes calls in an unknown format (tool_call_format= sets one)",
             "tools",
         )
     rules = CallRules(

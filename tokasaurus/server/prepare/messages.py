@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.errors import InvalidRequest, naming_fields, shorten
-from tokasaurus.server.prepare.chat import chat_of, draft_chat, encode_messages, resolve_tools
+from tokasaurus.server.prepare.chat import chat_of, draft_chat, encode_messages, resolve_tools, template_of
 from tokasaurus.server.prepare.requests import Draft, Origin
 from tokasaurus.server.protocol.chat import ChatCompletionRequest, ChatMessage
 from tokasaurus.server.protocol.messages import (
@@ -43,7 +43,9 @@ def count_prompt_tokens(body: CountTokensRequest, model: ServedModel, max_chars:
             "messages",
         )
     with naming_fields(_NAMES):
-        return len(encode_messages(chat.messages, chat, model, tools=resolve_tools(chat, model, None).shown))
+        template = template_of(chat, model)
+        tools = resolve_tools(chat, model, template, None).shown
+        return len(encode_messages(chat.messages, chat, model, template, tools=tools))
 
 
 def _chat_body(body: MessagesRequest | CountTokensRequest) -> ChatCompletionRequest:

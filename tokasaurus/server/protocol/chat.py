@@ -34,6 +34,7 @@ AskedReasoningEffort = Annotated[
     ReasoningEffort | None, PlainValidator(_parse_reasoning_effort, ReasoningEffort | None)
 ]
 
+MAX_TEMPLATE_CHARS = 65_536
 TemplateVariables = Annotated[dict[str, Any], NullMeans({})]
 
 
@@ -41,11 +42,12 @@ class TemplateFields(BaseModel):
     """add_generation_prompt: end the prompt with the start of an assistant message; null: yes, unless
     continue_final_message is set.
     continue_final_message: leave the final message open, so that the model continues it.
-    chat_template_kwargs: variables of the template, such as enable_thinking. Clients cannot send a template.
+    chat_template_kwargs: variables of the template, such as enable_thinking.
+    chat_template: in place of the model's own, with the flag request_chat_template; "" is null.
     enable_thinking: this variable, for templates that know it.
     reasoning_effort: this variable, for templates that know it; in templates that know enable_thinking, "none" turns
     reasoning off and the others turn it on. Variables in chat_template_kwargs win.
-    apply_chat_template_overrides: all of the above in one object.
+    apply_chat_template_overrides: all of the above but chat_template in one object.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -53,6 +55,7 @@ class TemplateFields(BaseModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateVariables = {}
+    chat_template: Annotated[str | None, Field(max_length=MAX_TEMPLATE_CHARS)] = None
     apply_chat_template_overrides: TemplateVariables = {}
     enable_thinking: bool | None = None
     reasoning_effort: AskedReasoningEffort = None

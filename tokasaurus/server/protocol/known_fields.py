@@ -152,7 +152,12 @@ KNOWN_FIELDS: Mapping[str, KnownField] = {
         _SGLANG, (None, True), CHAT, **_built("whether reasoning is split off the content, if the model has any", False)
     ),
     "include_reasoning": KnownField(_VLLM, (None, True), CHAT, **_built("whether the reasoning is returned", False)),
-    "chat_template": KnownField(_VLLM, endpoints=CHAT, instead="templates of clients do not run on this server"),
+    "chat_template": KnownField(
+        _VLLM,
+        (None, ""),
+        CHAT,
+        **_built("the chat template, with the flag request_chat_template=T", "{{ messages[0].content }}"),
+    ),
     "echo": KnownField(
         ("OpenAI", "vLLM", "SGLang"),
         (None, False),

@@ -1,12 +1,12 @@
 """Bodies of /v1/models, and of /tokenize, /detokenize and /tokenizer_info in vLLM's format."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tokasaurus.server.protocol.chat import ChatMessage, TemplateFields
-from tokasaurus.server.protocol.fields import NullMeans, Only
+from tokasaurus.server.protocol.fields import NullMeans
 from tokasaurus.server.protocol.tools import Tools
 
 
@@ -47,7 +47,6 @@ class TokenizeRequest(TemplateFields):
     add_special_tokens: bool | None = None
     return_token_strs: Annotated[bool, NullMeans(False)] = False
     tools: Tools = Field(default_factory=list)
-    chat_template: Annotated[Any, Only(None)] = None
 
 
 @dataclass(frozen=True, slots=True)

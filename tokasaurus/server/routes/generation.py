@@ -72,7 +72,8 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
     state.model.check_name(body.model)
     state.ready_limits()
     max_chars = state.limits.max_tokenize_chars
-    count = await state.text_threads.run(num_body_bytes(request), count_prompt_tokens, body, state.model, max_chars)
+    run = state.text_threads.run_apart if body.chat_template else state.text_threads.run
+    count = await run(num_body_bytes(request), count_prompt_tokens, body, state.model, max_chars)
     return Response(write_json(TokenCount(count)), media_type="application/json")
 
 

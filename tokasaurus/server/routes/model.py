@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
-from tokasaurus.server.prepare.chat import check_names, encode_messages
+from tokasaurus.server.prepare.chat import check_names, encode_messages, template_of
 from tokasaurus.server.protocol.chat import TemplateFields
 from tokasaurus.server.protocol.model import (
     DetokenizeRequest,
@@ -56,7 +56,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     state.model.check_name(body.model)
     limits = state.ready_limits()
     size = num_body_bytes(request)
-    content = await state.text_threads.run(size, _tokenize, body, state, size, limits.max_tokens_per_sequence)
+    run = state.text_threads.run_apart if body.chat_template else state.text_threads.run
+    content = await run(size, _tokenize, body, state, size, limits.max_tokens_per_sequence)
     return _json(content)
 
 
@@ -119,11 +120,11 @@ def _tokenize(body: TokenizeRequest, state: ServerState, num_bytes: int, max_mod
                 "add_special_tokens goes with prompt: a chat template writes them itself", "add_special_tokens"
             )
         check_names(body.tools)
-        token_ids = encode_messages(body.messages, body, model, tools=body.tools)
+        token_ids = encode_messages(body.messages, body, model, template_of(body, model), tools=body.tools)
     else:
         assert body.prompt is not None, "checked above: exactly one is set"
         for name in (*TemplateFields.model_fields, "tools"):
-            if getattr(body, name) not in (None, {}, []):
+            if getattr(body, name) not in (None, "", {}, []):
                 raise InvalidRequest(f"{name} goes with messages: a prompt has no template", name)
         add_special_tokens = True if body.add_special_tokens is None else body.add_special_tokens
         token_ids = model.tokenizer.encode(body.prompt, add_special_tokens)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokasaurus.text.token_decoder import TokenizerError
-from tokasaurus.text.tokenizer import ChatTemplateError, ChatTemplateTooSlow, Tokenizer
+from tokasaurus.text.tokenizer import ChatTemplateError, ChatTemplateTooSlow, RenderChat, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +88,29 @@ _CALL = {
 
 
 def find_tool_support(tokenizer: Tokenizer, format_name: str | None) -> ToolSupport:
-    """Detected by rendering a tool and a call with the template. format_name: overrides the detected format.
+    """`tool_support_of` the model's own template. Raises TokenizerError if it does not finish."""
+    try:
+        return tool_support_of(tokenizer.render_chat, format_name)
+    except ChatTemplateTooSlow as error:
+        raise TokenizerError(f"the chat template in {tokenizer.directory} cannot be used: {error}") from None
 
-    Raises TokenizerError if the template does not finish.
-    """
+
+def tool_support_of(render: RenderChat, format_name: str | None) -> ToolSupport:
+    """Detected by rendering a tool and a call. format_name: overrides the detected format.
+
+    Raises ChatTemplateTooSlow."""
     chosen = None if format_name is None else FORMATS[format_name]
-    shown = _render(tokenizer, [_QUESTION], [_TOOL])
-    if not shown or shown == _render(tokenizer, [_QUESTION], None):
+    shown = _render(render, [_QUESTION], [_TOOL])
+    if not shown or shown == _render(render, [_QUESTION], None):
         return ToolSupport(chosen or HERMES, in_template=False)
     if chosen is None:
-        called = _without_spaces(_render(tokenizer, [_QUESTION, _CALL], [_TOOL]))
+        called = _without_spaces(_render(render, [_QUESTION, _CALL], [_TOOL]))
         written = (format_ for format_ in FORMATS.values() if _is_written(format_, called))
         chosen = next(written, None)
     shows_call, shows_call_with_list = (
-        _TOOL_NAME in _render(tokenizer, [_QUESTION, _CALL], no_tools) for no_tools in (None, list[Any]())
+        _TOOL_NAME in _render(render, [_QUESTION, _CALL], no_tools) for no_tools in (None, list[Any]())
     )
-    takes_objects, takes_text = (_shows(tokenizer, arguments) for arguments in (_ARGUMENTS, _CUT_ARGUMENTS))
+    takes_objects, takes_text = (_shows(render, arguments) for arguments in (_ARGUMENTS, _CUT_ARGUMENTS))
     return ToolSupport(
         chosen,
         in_template=True,
@@ -113,19 +120,19 @@ def find_tool_support(tokenizer: Tokenizer, format_name: str | None) -> ToolSupp
     )
 
 
-def _shows(tokenizer: Tokenizer, arguments: Mapping[str, Any] | str) -> bool:
+def _shows(render: RenderChat, arguments: Mapping[str, Any] | str) -> bool:
     """Whether the template shows a call's arguments."""
     call = {"id": "call00000", "type": "function", "function": {"name": _TOOL_NAME, "arguments": arguments}}
-    rendered = _render(tokenizer, [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}], [_TOOL])
+    rendered = _render(render, [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}], [_TOOL])
     return _ARGUMENTS["word"] in rendered  # a text may be escaped
 
 
-def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+def _render(render: RenderChat, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
     """The rendered prompt; "" if the template refuses the messages or the tools."""
     try:
-        return tokenizer.render_chat(messages, add_generation_prompt=False, tools=tools)
-    except ChatTemplateTooSlow as error:  # it would not finish for a client's messages either
-        raise TokenizerError(f"the chat template in {tokenizer.directory} cannot be used: {error}") from None
+        return render(messages, add_generation_prompt=False, tools=tools)
+    except ChatTemplateTooSlow:  # it would not finish for a client's messages either
+        raise
     except ChatTemplateError:
         return ""
 

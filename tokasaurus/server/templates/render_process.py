@@ -1,0 +1,79 @@
+"""Child process of the server that renders the chat templates of requests.
+
+Such a template is a program of a client: it may loop, fill the memory, or keep the interpreter busy in a single call.
+In a child process this harms no other request.
+Run as `python -m tokasaurus.server.templates.render_process DIRECTORY LIMIT_S`; DIRECTORY contains the tokenizer.
+Questions arrive on stdin and answers leave on stdout, each as a line of JSON. The first line on stdout says that the
+process is ready.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from tokasaurus.server.child_process import die_with_server, limit_memory
+from tokasaurus.text.tokenizer import (
+    ChatTemplateError,
+    ChatTemplateTooLarge,
+    ChatTemplateTooSlow,
+    InvalidChatTemplate,
+    TemplateVariableError,
+    Tokenizer,
+)
+
+# Address space that templates may use on top of what the process uses when it is ready.
+_MEMORY_BYTES = 2**30
+MAX_RENDERED_CHARS = 2**26
+_MAX_ERROR_CHARS = 1000
+# Errors that the server tells apart; others are ChatTemplateErrors.
+ERRORS = {
+    error.__name__: error
+    for error in (ChatTemplateTooLarge, ChatTemplateTooSlow, InvalidChatTemplate, TemplateVariableError)
+}
+
+
+def answer(tokenizer: Tokenizer, question: bytes) -> bytes:
+    """question: JSON object of the arguments of `render_chat`. Returns JSON [text, "", ""] or [null, kind, reason]."""
+    arguments: dict[str, Any] = orjson.loads(question)
+    try:
+        text = tokenizer.render_chat(**arguments)
+        if len(text) > MAX_RENDERED_CHARS:
+            raise ChatTemplateError(f"the chat template writes more than {MAX_RENDERED_CHARS} characters")
+        return orjson.dumps([text, "", ""])
+    except ChatTemplateError as error:
+        return _refusal(type(error).__name__, str(error))
+    except MemoryError:
+        return _refusal(ChatTemplateTooLarge.__name__, "the chat template writes too long a text")
+    except Exception as error:  # of the template's compilation, or a text that is no Unicode
+        return _refusal("", f"the chat template cannot be used: {error}")
+
+
+def _refusal(kind: str, reason: str) -> bytes:
+    written = reason[:_MAX_ERROR_CHARS].encode(errors="replace").decode()
+    return orjson.dumps([None, kind if kind in ERRORS else "", written])
+
+
+def main(directory: str, limit_s: str) -> None:
+    questions, answers = sys.stdin.buffer, sys.stdout.buffer
+    tokenizer = Tokenizer.load(Path(directory))
+    tokenizer.render_chat([{"role": "user", "content": ""}], template="")  # loads all that rendering needs
+    limit_memory(_MEMORY_BYTES)
+    answers.write(b"true\n")
+    answers.flush()
+    # What a failing library prints may have texts of clients, which must not reach a log.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    while (question := questions.readline()).endswith(b"\n"):
+        # The server kills a process that takes too long. If the server itself was killed, this timer ends the process.
+        signal.setitimer(signal.ITIMER_REAL, float(limit_s) + 1)
+        answers.write(answer(tokenizer, question) + b"\n")
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    die_with_server("toka-template")
+    main(*sys.argv[1:])
