@@ -207,6 +207,7 @@ def common_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
         seconds_per_pair=max(one.seconds_per_pair for one in limits),
         switched_off=tuple(dict.fromkeys(name for one in limits for name in one.switched_off)),
         dtype=limits[0].dtype,
+        device=limits[0].device,
     )
 
 

@@ -140,6 +140,8 @@ class GenerateRequest:
     """The text has the special tokens, so stop strings may contain them."""
     session: str = ""
     """Requests of one session go to the same replica, while it is not much busier than others; "" is none."""
+    arrived_s: float = 0.0
+    """When the server had its body, by time.monotonic, which all processes of a machine share; 0: not measured."""
 
     def __reduce__(self) -> tuple[type["GenerateRequest"], tuple[object, ...]]:
         """Dataclasses with slots are pickled field by field, which takes several times as long."""
@@ -180,6 +182,18 @@ class PromptLogprobs:
     its value is the same float as in `logprobs`. None if K is 0."""
 
 
+class SequenceTimes(NamedTuple):
+    """When a sequence reached each phase of its life, by the manager's time.monotonic; 0: it never did."""
+
+    admitted_s: float
+    """First admission: until then it waited. Preemptions come later, and count as decoding or prefill."""
+    first_token_s: float
+    """The result with its first token came back from the worker."""
+    ended_s: float
+    num_tokens: int
+    """Of the whole completion."""
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceDelta:
     """Tokens of one sequence since its previous delta. A sequence that is not streamed has a single delta.
@@ -214,6 +228,8 @@ class SequenceDelta:
     """The kind of `error`; None without one."""
     weight_versions: WeightVersions = FIRST_VERSIONS
     """Complete only on the last delta."""
+    times: SequenceTimes | None = None
+    """Of the last delta; None if no manager had the sequence."""
 
     def __reduce__(self) -> tuple[type["SequenceDelta"], tuple[object, ...]]:
         """As of a GenerateRequest: otherwise it takes nine times as long, and reading it twice."""

@@ -90,6 +90,8 @@ class EngineLimits:
     """Features that the checks of the start have switched off, such as torch_compile."""
     dtype: str = ""
     """Of the weights in memory, such as bfloat16."""
+    device: str = ""
+    """cpu or cuda."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,10 @@ class EngineStats:
     """Requests all of whose sequences have ended; not those that were cancelled."""
     num_running_background: int = 0
     """Running sequences of background requests; `num_running` counts them too."""
+    num_kv_blocks_cached: int = 0
+    """Blocks of cached prefixes that no sequence references: they stay until their memory is needed."""
+    total_kv_blocks_evicted: int = 0
+    """Cached blocks given up because their memory was needed."""
     manager_cpu_seconds: float = field(default=0.0, compare=False)
     """CPU time of the manager process; ignored when snapshots are compared."""
 

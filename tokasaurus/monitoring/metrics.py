@@ -6,19 +6,22 @@ While one callback of the loop works, or a thread with the GIL, all clients wait
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from tokasaurus.messages.forward import FORWARD_PHASES
 from tokasaurus.messages.status import EngineStats
 from tokasaurus.monitoring.log_writer import log_writer
+from tokasaurus.monitoring.request_metrics import Histogram, RequestMetrics
 
 __all__ = ["CONTENT_TYPE_LATEST", "BatchStats", "EngineCollector", "LoopLag", "render_metrics"]
 
@@ -37,6 +40,11 @@ _GAUGES = [
         "KV blocks in use by sequences; cached blocks that no sequence uses are not counted.",
     ),
     ("toka_kv_blocks_total", "num_kv_blocks_total", "KV blocks that sequences may use."),
+    (
+        "toka_kv_blocks_cached",
+        "num_kv_blocks_cached",
+        "KV blocks of cached prefixes that no sequence uses; they stay until their memory is needed.",
+    ),
     ("toka_worker_queue_depth", "worker_queue_depth", "Steps sent to the model worker whose results have not arrived."),
     (
         "toka_manager_busy_fraction",
@@ -72,6 +80,11 @@ _COUNTERS = [
         "total_shared_prompt_tokens",
         "Prompt tokens attended to in a prefix group, over all sequences; each counts once, for any number of steps.",
     ),
+    (
+        "toka_kv_blocks_evicted",
+        "total_kv_blocks_evicted",
+        "Cached KV blocks given up because their memory was needed.",
+    ),
     ("toka_preemptions", "total_preemptions", "Sequences preempted because KV blocks ran out."),
     (
         "toka_recomputed_tokens",
@@ -100,6 +113,48 @@ _COUNTERS = [
         "Seconds in which the device waited for the next step although sequences were left to compute.",
     ),
     ("toka_manager_cpu_seconds", "manager_cpu_seconds", "CPU time of the manager process, in seconds."),
+]
+# (name, field of RequestMetrics, help). "Per sequence": a request with n=4 counts as 4. Sequences that an error has
+# ended, and cancelled ones, are only in toka_requests_finished_total.
+_HISTOGRAMS = [
+    (
+        "toka_time_to_first_token_seconds",
+        "time_to_first_token",
+        "Seconds from a request's arrival to a sequence's first token in the manager, per sequence with any token.",
+    ),
+    (
+        "toka_time_per_output_token_seconds",
+        "time_per_output_token",
+        "Mean seconds between two tokens of a sequence, per sequence of at least two tokens.",
+    ),
+    (
+        "toka_queue_seconds",
+        "queue",
+        "Seconds from a request's arrival until a sequence was admitted first, per sequence that was.",
+    ),
+    (
+        "toka_prefill_seconds",
+        "prefill",
+        "Seconds from the first admission of a sequence to its first token, per sequence whose prompt was computed.",
+    ),
+    (
+        "toka_decode_seconds",
+        "decode",
+        "Seconds from a sequence's first token to its last, per sequence with any token; preemptions are included.",
+    ),
+    ("toka_completion_tokens", "completion_tokens", "Tokens of a completion, including the end token, per sequence."),
+    (
+        "toka_request_seconds",
+        "request",
+        "Seconds from a request's arrival to the end of its last sequence, per prompt whose sequences all finished.",
+    ),
+    ("toka_request_prompt_tokens", "prompt_tokens", "Tokens of a prompt, per prompt, however many samples it has."),
+    ("toka_request_n", "num_samples", "Samples asked for, per prompt."),
+    (
+        "toka_request_longest_completion_tokens",
+        "longest_completion",
+        "Tokens of the longest completion of a prompt, per prompt whose sequences all finished.",
+    ),
 ]
 
 LAG_INTERVAL_S = 0.05
@@ -166,7 +221,8 @@ class EngineCollector(Collector):
 
     read_stats: returns the latest stats of each replica, None for a replica that is not up. read_restarts: returns how
     often each replica was started again. loop_lag: of the server's event loop. batches: None if it stores none.
-    read_switched_off: returns, for each replica, the features that the checks of its start have switched off.
+    read_switched_off: returns, for each replica, the features that the checks of its start have switched off. requests:
+    of each replica, by its label. answers: HTTP answers by method, route and status. build: labels of toka_build_info.
     """
 
     def __init__(
@@ -176,7 +232,13 @@ class EngineCollector(Collector):
         loop_lag: LoopLag | None = None,
         batches: BatchStats | None = None,
         read_switched_off: Callable[[], Sequence[Sequence[str]]] = list,
+        requests: Mapping[str, RequestMetrics] = MappingProxyType({}),
+        answers: Mapping[tuple[str, str, int], int] = MappingProxyType({}),
+        build: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        self._requests = requests
+        self._answers = answers
+        self._build = build
         self._read_switched_off = read_switched_off
         self._read_stats = read_stats
         self._read_restarts = read_restarts
@@ -198,6 +260,19 @@ class EngineCollector(Collector):
             for replica, stats in stats_by_replica.items():
                 counter.add_metric([replica], getattr(stats, field))
             yield counter
+        yield from _request_metrics(self._requests)
+        answers = CounterMetricFamily(
+            "toka_http_answers",
+            "HTTP answers by method, route and status; 499 if the client left before the answer began.",
+            labels=["method", "route", "status"],
+        )
+        for (method, route, status), number in sorted(self._answers.items()):
+            answers.add_metric([method, route, str(status)], number)
+        yield answers
+        build = GaugeMetricFamily("toka_build_info", "1; its labels say what runs.", labels=list(self._build))
+        if self._build:
+            build.add_metric(list(self._build.values()), 1)
+        yield build
         phases = CounterMetricFamily(
             "toka_forward_phase_seconds",
             "Seconds of forwards by phase, if the worker counts them (CPU kernels).",
@@ -244,6 +319,29 @@ class EngineCollector(Collector):
         )
         if self._batches is not None:
             yield from _batch_metrics(self._batches)
+        yield from ProcessCollector(registry=None).collect()
+
+
+def _request_metrics(requests: Mapping[str, RequestMetrics]) -> Iterable[Metric]:
+    finished = CounterMetricFamily(
+        "toka_requests_finished",
+        "Sequences that have ended, by reason; a request with n=4 counts as 4.",
+        labels=["replica", "reason"],
+    )
+    for replica, metrics in requests.items():
+        for reason, number in metrics.finished.items():
+            finished.add_metric([replica, reason], number)
+    yield finished
+    for name, field, help_text in _HISTOGRAMS:
+        family = HistogramMetricFamily(name, help_text, labels=["replica"])
+        for replica, metrics in requests.items():
+            add_histogram(family, [replica], getattr(metrics, field))
+        yield family
+
+
+def add_histogram(family: HistogramMetricFamily, labels: Sequence[str], histogram: Histogram) -> None:
+    bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
+    family.add_metric(labels, list(zip(bounds, histogram.cumulative(), strict=True)), histogram.sum)
 
 
 def _batch_metrics(batches: BatchStats) -> Iterable[Metric]:

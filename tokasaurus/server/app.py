@@ -41,6 +41,7 @@ from tokasaurus.server.access import (
     allowed_origins,
     read_api_keys,
 )
+from tokasaurus.server.answers import AnswersMiddleware, Routes
 from tokasaurus.server.compressed_bodies import CompressedBodyMiddleware
 from tokasaurus.server.connections.protocol import ConnectionProtocol, watch_for_lost_peers
 from tokasaurus.server.connections.table import ConnectionTable
@@ -239,6 +240,7 @@ def create_app(
         HeadMiddleware,
         # before all that looks at the path
         partial(PathMiddleware, routes=paths_of(app.router.routes)),
+        partial(AnswersMiddleware, routes=Routes(app.router.routes), counts=state.answers),
         MessagesErrorsMiddleware,
         partial(CrossSiteMiddleware, origins=origins),
         # before the key: browsers ask without one

@@ -1,6 +1,6 @@
 """What routes share: the state of one server, and what they ask of a request."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from fastapi import Request
@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.monitoring.metrics import LoopLag
+from tokasaurus.server.answers import AnswerCounts
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.engine_client.rollouts import Rollouts
 from tokasaurus.server.errors import EngineNotReady, EngineRestarting, ServerStopping
@@ -31,6 +32,7 @@ class ServerState:
     rollouts: Rollouts
     config: ServerConfig
     """What routes tell of it."""
+    answers: AnswerCounts = field(default_factory=dict)
 
     def ready_limits(self) -> EngineLimits:
         """The limits of requests. Raises EngineNotReady until the engine is up, EngineRestarting while requests are

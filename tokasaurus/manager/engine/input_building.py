@@ -97,6 +97,7 @@ def start_step(
             features=step_features(message.num_tokens, num_kv_tokens, len(decode)),
             follows_work=bool(state.steps_in_flight) or state.has_had_work,
             trial=trial,
+            begins=[sequence for sequence in map(state.slots.sequence, done) if not sequence.first_token_s],
         )
     )
     _sort_by_phase(state, decode, done)

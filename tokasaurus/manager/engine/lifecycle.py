@@ -5,6 +5,7 @@ or is preempted. Cached, computed, recomputed and shared tokens are counted when
 sent, when prefix groups change, and when it leaves its slot; never for each decoded token.
 """
 
+import time
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,8 @@ def admit(state: EngineState, sequence: Sequence, cached: PrefixNode | None = No
         blocks.tokens[table[num_tree_blocks], : len(tail)] = tail
     slots.open(sequence, table, page_size, choose_microbatch(state, sequence))
     sequence.phase = Phase.PREFILL
+    if not sequence.admitted_s:
+        sequence.admitted_s = time.monotonic()
     state.queues.prefilling[sequence] = None
     _set_start(state, sequence, match.num_blocks)
     _reserve_prompt_logprobs(state, sequence)

@@ -28,7 +28,7 @@ from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.manager.state.slot_arrays import NEVER
 from tokasaurus.messages.commands import FIRST_VERSIONS, WeightVersions
 from tokasaurus.messages.forward import ForwardOutput, NonfiniteTokens, TopOfRows
-from tokasaurus.messages.generation import ErrorCode, FinishReason, SequenceDelta
+from tokasaurus.messages.generation import ErrorCode, FinishReason, SequenceDelta, SequenceTimes
 from tokasaurus.text.stop_strings import StopMatcher
 
 logger = logging.getLogger(__name__)
@@ -77,6 +77,8 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     if output.nonfinite is not None:
         release_all_ending(state)
         _end_nonfinite(state, step, output.nonfinite)
+    if step.begins:
+        _note_first_tokens(state, step)
     slots, token_ids, logprobs = step.sampled, output.token_ids, output.logprobs
     is_valid = state.slots.opened_at[slots] <= step.step_id
     if output.top is not None:
@@ -147,6 +149,14 @@ def _note_trial(state: EngineState, trials: GroupTrials, step: StepInFlight, sec
     if trials.note(step.num_rows, step.num_prefill_tokens > 0, step.trial, seconds):
         state.groups.are_old = True
         logger.info("prefix groups: by the times of steps, they cost %.2f times what was measured", trials.scale)
+
+
+def _note_first_tokens(state: EngineState, step: StepInFlight) -> None:
+    """A sequence that has left its slot since gets its first token in a later step, or none."""
+    now_s = time.monotonic()
+    for sequence in step.begins:
+        if sequence.is_open and state.slots.opened_at[sequence.slot] <= step.step_id:
+            sequence.first_token_s = now_s
 
 
 def _mark_for_stop_check(state: EngineState, slots: NDArray[np.int64], token_ids: NDArray[np.int32]) -> int:
@@ -505,6 +515,10 @@ def _make_delta(
     assert sequence.num_cached_tokens is not None
     start = sequence.num_streamed_tokens
     prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+    times = None
+    if reason is not None:
+        num_tokens = start + len(token_ids)
+        times = SequenceTimes(sequence.admitted_s, sequence.first_token_s, time.monotonic(), num_tokens)
     return SequenceDelta(
         request_id=sequence.request.request_id,
         sequence_index=sequence.index,
@@ -520,4 +534,5 @@ def _make_delta(
         error=error,
         error_code=error_code,
         weight_versions=versions,
+        times=times,
     )

@@ -77,6 +77,8 @@ class PrefixTree:
         """Blocks in the tree."""
         self.num_unused_blocks = 0
         """Blocks of nodes that no sequence uses."""
+        self.num_evicted_blocks = 0
+        """Blocks that `evict` has removed since the start."""
         self.arrays = NodeArrays(ROOT_SEQUENCES)
         self._tick = 0
         # Heap of (last_used, entry number, node); an entry is valid while its node is an unused leaf since that tick.
@@ -206,6 +208,7 @@ class PrefixTree:
         its own `last_used`.
         """
         assert num_blocks <= self.num_unused_blocks, f"{num_blocks} blocks asked, {self.num_unused_blocks} unused"
+        self.num_evicted_blocks += num_blocks
         parts = [np.empty(0, np.int32)]
         while num_blocks > 0:
             last_used, _, node = self._unused_leaves[0]

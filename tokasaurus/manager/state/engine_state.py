@@ -134,6 +134,8 @@ class StepInFlight:
     """When the step before it ended, sequences were left to compute: until this one began, the device was idle."""
     trial: GroupTrial | None
     """None for a step with its usual prefix groups."""
+    begins: list[Sequence]
+    """Sequences whose first token this step samples, unless they leave their slots before."""
 
 
 @dataclass(slots=True)
@@ -292,6 +294,8 @@ class EngineState:
             total_device_idle_seconds=self.step_totals.idle_seconds,
             phase_seconds=self.totals.phase_seconds,
             num_running_background=self.slots.num_background,
+            num_kv_blocks_cached=self.blocks.tree.num_unused_blocks,
+            total_kv_blocks_evicted=self.blocks.tree.num_evicted_blocks,
             manager_cpu_seconds=manager_cpu_seconds,
             total_asked_prompt_tokens=tokens.asked,
             total_computed_prompt_tokens=tokens.computed,

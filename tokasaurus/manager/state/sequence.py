@@ -118,6 +118,10 @@ class Sequence:
     """Largest number of tokens with KV when it left a slot; 0 before that."""
     num_streamed_tokens: int = 0
     """Sampled tokens already in deltas; 0 if it is not streamed."""
+    admitted_s: float = 0.0
+    """As in SequenceTimes."""
+    first_token_s: float = 0.0
+    """As in SequenceTimes."""
     counts: TokenCounts = field(default_factory=TokenCounts)
     kept_token_ids: list[int] = field(default_factory=list)
     """Tokens sampled before its last preemption."""

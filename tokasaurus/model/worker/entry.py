@@ -222,6 +222,7 @@ def start_worker(
         *(times.per_token, times.single_token, limited_by, times.per_pair),
         switched_off=tuple(loaded.checks.switched_off),
         dtype=str(loaded.model.weight_dtype).removeprefix("torch."),
+        device=loaded.device.type,
     )
     kernels = loaded.kernels if loaded.runner.always_on_kernels else None
     # Not earlier: it touches the cache, and the measurements above need an idle machine.

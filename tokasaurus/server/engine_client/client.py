@@ -38,6 +38,7 @@ from tokasaurus.messages.generation import (
     TopLogprobs,
 )
 from tokasaurus.messages.status import EngineLimits, EngineStats, Ready, UserError
+from tokasaurus.monitoring.request_metrics import EndReason, RequestMetrics
 from tokasaurus.server.engine_client.collectors import FinishedSequence, Results, StreamCollector
 from tokasaurus.server.engine_client.commands import CommandRefused, Commands, ReplicaLost
 from tokasaurus.server.engine_client.replicas import Replica, choose_replica
@@ -191,6 +192,10 @@ class PendingRequest:
     """How often its replica has died."""
     has_failed: bool = False
     """Its caller gets an error, and will remove it."""
+    has_error: bool = False
+    """Its caller gets an error: it has failed, or one of its sequences was aborted."""
+    longest: int = 0
+    """Tokens of its longest finished sequence."""
     num_finished_tokens: int = 0
     """Tokens of its finished sequences, unless they are streamed."""
     progress: dict[int, SequenceProgress] = field(default_factory=dict)
@@ -219,11 +224,14 @@ class PendingRequest:
     def note_end(self, delta: SequenceDelta) -> None:
         """delta: the last of one of its sequences."""
         self.num_unfinished -= 1
+        self.has_error |= delta.error != ""
+        if delta.times is not None:
+            self.longest = max(self.longest, delta.times.num_tokens)
         self.num_finished_tokens += len(delta.token_ids)
         self.progress.pop(delta.sequence_index, None)
 
     def fail(self, error: Exception) -> None:
-        self.has_failed = True
+        self.has_failed = self.has_error = True
         self.collector.fail(error)
 
     def restart(self) -> bool:
@@ -231,7 +239,7 @@ class PendingRequest:
         if not self.collector.restart(self.index):
             return False
         self.num_unfinished = self.request.num_sequences
-        self.num_finished_tokens = 0
+        self.num_finished_tokens = self.longest = 0
         self.progress.clear()
         return True
 
@@ -305,7 +313,9 @@ class EngineClient:
     ) -> None:
         launcher.setblocking(False)
         self._launcher = launcher
-        self._replicas = [Replica() for _ in range(num_replicas)]
+        self._replicas = [Replica(index=index) for index in range(num_replicas)]
+        self.request_metrics = {str(index): RequestMetrics() for index in range(num_replicas)}
+        """By replica; under "" those of requests that ended before any had them."""
         self._on_ready = on_ready
         self._on_broken = on_broken
         self._waits_for_restart = waits_for_restart
@@ -458,6 +468,7 @@ class EngineClient:
         finally:
             for request in requests[len(submitted) :]:
                 self._work.remove(request, request.num_sequences)
+                self._metrics_of(None).note_broken_request(request, request.num_sequences, "cancelled")
             self._remove_all(submitted)
 
     def _remove_all(self, submitted: deque[PendingRequest]) -> None:
@@ -478,8 +489,18 @@ class EngineClient:
         del self._pending[pending.request.request_id]
         self._work.remove(pending.request, pending.num_unfinished)
         replica = self._unassign(pending)
-        if replica is not None and pending.num_unfinished > 0:
-            replica.send(CancelRequest(pending.request.request_id))
+        if pending.num_unfinished > 0:
+            reason: EndReason = "error" if pending.has_error else "cancelled"
+            self._metrics_of(replica).note_broken_request(pending.request, pending.num_unfinished, reason)
+            if replica is not None:
+                replica.send(CancelRequest(pending.request.request_id))
+
+    def _metrics_of(self, replica: Replica | None) -> RequestMetrics:
+        name = "" if replica is None else str(replica.index)
+        metrics = self.request_metrics.get(name)
+        if metrics is None:
+            metrics = self.request_metrics[name] = RequestMetrics()
+        return metrics
 
     def _submit(self, pending: PendingRequest) -> None:
         """Send the request to a replica; if none is up, it waits for one."""
@@ -548,7 +569,7 @@ class EngineClient:
                 continue
             pending.collector.add(pending.index, delta)
             if delta.finish_reason is not None:
-                pending.note_end(delta)
+                self._note_end(pending, delta, replica)
                 replica.num_unfinished_sequences -= 1
                 self._has_changed.set()
                 self._work.finish_sequence(pending.request)
@@ -558,6 +579,16 @@ class EngineClient:
             pending = self._pending.get(progress.request_id)
             if pending is not None and pending.replica is replica:
                 pending.progress[progress.sequence_index] = progress
+
+    def _note_end(self, pending: PendingRequest, delta: SequenceDelta, replica: Replica | None) -> None:
+        """delta: the last of one of the request's sequences."""
+        pending.note_end(delta)
+        metrics = self._metrics_of(replica)
+        metrics.note_sequence(pending.request, delta)
+        if pending.num_unfinished == 0 and not pending.has_error:
+            metrics.note_request(pending.request, pending.longest)
+        elif pending.num_unfinished == 0:
+            metrics.note_broken_request(pending.request, 0, "error")
 
     def _start_replica(self, replica: Replica, ready: Ready) -> None:
         assert ready.limits is not None, "a manager is ready only with its engine's limits"
@@ -648,7 +679,7 @@ class EngineClient:
             for index in range(request.num_sequences):
                 delta = _abort_without_tokens(request, index, self.weight_version)
                 pending.collector.add(pending.index, delta)
-                pending.note_end(delta)
+                self._note_end(pending, delta, None)
                 self._work.finish_sequence(request)
 
     @property
@@ -802,7 +833,7 @@ class EngineClient:
         lost = self._replicas[index]
         self._commands.lose(lost)
         self._has_changed.set()
-        self._replicas[index] = Replica(limits=lost.limits, num_starts=lost.num_starts)
+        self._replicas[index] = Replica(index=index, limits=lost.limits, num_starts=lost.num_starts)
         self._close(lost)
         self._in_parts(
             (pending for pending in list(self._pending.values()) if pending.replica is lost), self._run_again

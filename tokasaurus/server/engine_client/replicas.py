@@ -102,6 +102,8 @@ class Replica:
     num_starts: int = 0
     prefixes: PrefixIndex = field(default_factory=lambda: PrefixIndex(0))
     """Of the prompts that it was sent since its last start."""
+    index: int = 0
+    """Among the replicas of the server."""
 
     _unsent: list[GenerateRequest | CancelRequest | EngineCommand] = field(default_factory=list)
 

@@ -3,6 +3,7 @@
 Requests are drafted in a thread, then wait until their grammar is validated.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -68,6 +69,8 @@ class Origin:
     reports_progress: bool = False
     """Its requests tell how far they are: `EngineClient.pending_of`."""
     session: str = ""
+    """See GenerateRequest."""
+    arrived_s: float = field(default_factory=time.monotonic)
     """See GenerateRequest."""
     key_salt: str = field(default_factory=key_salt)
     """No other key's requests share cached prompts with its own, whatever salt its body has; "" shares them."""
@@ -317,6 +320,7 @@ def make_requests(
             token_filter=filtered,
             shows_special=not body.skip_special_tokens,
             session=origin.session,
+            arrived_s=origin.arrived_s,
         )
         for index, (prompt_ids, max_new_tokens) in enumerate(prompts)
     ]

@@ -1,5 +1,9 @@
 """GET /health, /ready, /ping, /version and /metrics"""
 
+import importlib.metadata
+import platform
+from functools import cache
+
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
@@ -7,7 +11,7 @@ from tokasaurus import __version__
 from tokasaurus.monitoring.metrics import CONTENT_TYPE_LATEST, EngineCollector, render_metrics
 from tokasaurus.server.jobs.service import find_batches
 from tokasaurus.server.openapi import error_responses
-from tokasaurus.server.state import state_of
+from tokasaurus.server.state import ServerState, state_of
 
 router = APIRouter(tags=["health"])
 
@@ -45,6 +49,28 @@ async def metrics(request: Request) -> Response:
     batches = None if service is None else service.stats()
     engine = state.engine
     collector = EngineCollector(
-        *(lambda: engine.stats, lambda: engine.num_restarts, state.loop_lag, batches, lambda: engine.switched_off)
+        *(lambda: engine.stats, lambda: engine.num_restarts, state.loop_lag, batches, lambda: engine.switched_off),
+        requests=engine.request_metrics,
+        answers=state.answers,
+        build=_build(state),
     )
     return Response(render_metrics(collector), media_type=CONTENT_TYPE_LATEST)
+
+
+def _build(state: ServerState) -> dict[str, str]:
+    """Labels of toka_build_info. Those that the worker tells are empty until the engine is up."""
+    limits = state.engine.limits
+    return {
+        "version": __version__,
+        "model": state.model.name,
+        "dtype": "" if limits is None else limits.dtype,
+        "device": "" if limits is None else limits.device,
+        "torch": _torch_version(),
+        "python": platform.python_version(),
+    }
+
+
+@cache
+def _torch_version() -> str:
+    """Without importing it."""
+    return importlib.metadata.version("torch")

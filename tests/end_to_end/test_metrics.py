@@ -1,0 +1,264 @@
+"""Histograms and counters of a real server count exactly the requests that it was sent."""
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.end_to_end.helpers.batch_client import FINAL_STATUSES, BatchClient
+from tests.end_to_end.helpers.scrape import Scrape, scrape
+from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
+from tests.helpers.tiny_model import EOS_ID, save_tiny_model
+from tokasaurus import __version__
+
+FLAGS = ("dtype=float32", "kv_cache_num_tokens=4096", "max_tokens_per_forward=64", "max_seqs_per_forward=8", "rl=T")
+LONG = 480
+"""Tokens of a request that is cancelled or aborted before its end: more than a second's work."""
+
+
+@pytest.fixture(scope="module")
+def toka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokaProcess]:
+    directory = tmp_path_factory.mktemp("model")
+    save_tiny_model(directory, "llama")
+    with running_toka(f"model={directory}", f"data_dir={directory / 'data'}", "served_model_name=tiny", *FLAGS) as toka:
+        yield toka
+        assert toka.stop() == 0
+
+
+def body(prompt: Any = "Once upon a time", **fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": prompt, "max_tokens": 5, "ignore_eos": True, "temperature": 0, **fields}
+
+
+def post(toka: TokaProcess, fields: dict[str, Any], route: str = "/v1/completions") -> httpx.Response:
+    return httpx.post(f"{toka.url}{route}", json=fields, timeout=120)
+
+
+@dataclass
+class Sent:
+    """What the load was, as its sender counts it."""
+
+    lengths: list[int]
+    """Completion tokens of each sequence that finished."""
+    prompts: list[int]
+    """Prompt tokens of each request."""
+    samples: list[int]
+    """n of each request."""
+    reasons: dict[str, int]
+    answers: dict[tuple[str, str, str], int]
+
+
+def send_load(toka: TokaProcess) -> Sent:
+    """Whole, streamed, several prompts, n > 1, bulk, batch, stopped, refused, cancelled and aborted requests."""
+    sent = Sent([], [], [], dict.fromkeys(("stop", "length", "abort", "error", "cancelled"), 0), {})
+
+    def note(route: str, status: int, number: int = 1, method: str = "POST") -> None:
+        sent.answers[method, route, str(status)] = sent.answers.get((method, route, str(status)), 0) + number
+
+    def note_usage(usage: dict[str, int], prompts: list[str], n: int, reason: str = "length") -> None:
+        num_sequences = len(prompts) * n
+        assert usage["completion_tokens"] % num_sequences == 0, "sequences of one body are equally long here"
+        sent.lengths.extend([usage["completion_tokens"] // num_sequences] * num_sequences)
+        sent.prompts.extend([usage["prompt_tokens"] // len(prompts)] * len(prompts))
+        sent.samples.extend([n] * len(prompts))
+        sent.reasons[reason] += num_sequences
+
+    whole: list[tuple[list[str], dict[str, Any]]] = [
+        (["One"], {}),
+        (["Two"], {"n": 3, "max_tokens": 7}),
+        (["Three"] * 2, {"n": 2}),
+        (["Four"], {"max_tokens": 1}),
+        (["Five"], {"max_tokens": 0, "echo": True}),
+    ]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda one: post(toka, body(one[0], **one[1])), whole))
+    for (prompts, fields), answer in zip(whole, answers, strict=True):
+        assert answer.status_code == 200, answer.text
+        note("/v1/completions", 200)
+        note_usage(answer.json()["usage"], prompts, fields.get("n", 1))
+
+    answer = post(toka, body("Stop", n=2, ignore_eos=False, allowed_token_ids=[EOS_ID]))
+    note("/v1/completions", 200)
+    note_usage(answer.json()["usage"], ["Stop"], 2, "stop")
+
+    fields = {"messages": [{"role": "user", "content": "Hi"}], "n": 2, "max_tokens": 6, "ignore_eos": True}
+    streamed = post(
+        toka,
+        {**fields, "model": "tiny", "stream": True, "stream_options": {"include_usage": True}},
+        "/chat/completions",
+    )
+    assert streamed.status_code == 200, streamed.text
+    last = [line for line in streamed.text.splitlines() if line.startswith("data: {")][-1]
+    note("/v1/chat/completions", 200)
+    note_usage(json.loads(last.removeprefix("data: "))["usage"], ["Hi"], 2)
+
+    lines = [{"custom_id": str(n), "url": "/v1/completions", "body": body(f"Line {n}", n=n)} for n in (1, 2)]
+    lines.append({"custom_id": "bad", "url": "/v1/completions", "body": body(n=0)})
+    content = "\n".join(map(json.dumps, lines)).encode()
+    bulk = httpx.post(f"{toka.url}/v1/bulk", content=content, timeout=120)
+    results = {line["custom_id"]: line["response"] for line in map(json.loads, bulk.text.splitlines())}
+    note("/v1/bulk", 200)
+    assert results["bad"]["status_code"] == 400
+    for n in (1, 2):
+        note_usage(results[str(n)]["body"]["usage"], ["a line"], n)
+
+    batches = BatchClient(toka.url)
+    file_id = batches.upload("\n".join(json.dumps({**line, "method": "POST"}) for line in lines[:2]).encode())
+    batch = batches.wait(batches.create("/v1/completions", file_id)["id"], FINAL_STATUSES, 120)
+    assert batch["request_counts"]["completed"] == 2, batch
+    for line in batches.results(batch):
+        note_usage(line["response"]["body"]["usage"], ["a line"], int(line["custom_id"]))
+
+    for fields in ({"n": -1}, {"prompt": "x" * 4000}):
+        assert post(toka, body() | fields).status_code == 400
+        note("/v1/completions", 400)
+    assert post(toka, body() | {"model": "another"}).status_code == 404
+    note("/v1/completions", 404)
+    assert post(toka, {}, "/v1/nothing/here").status_code == 404
+    note("other", 404)
+    assert httpx.get(f"{toka.url}/models/tiny").status_code == 200
+    note("/v1/models/{name}", 200, method="GET")
+
+    with httpx.stream(
+        "POST", f"{toka.url}/v1/completions", json=body("Gone", max_tokens=LONG, n=2, stream=True)
+    ) as gone:
+        assert gone.status_code == 200
+        next(gone.iter_lines())
+    note("/v1/completions", 200)
+    wait_for(lambda: toka.gauge("toka_requests_running") == 0, 60)
+    sent.prompts.append(4)
+    sent.samples.append(2)
+    sent.reasons["cancelled"] += 2
+
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{toka.url}/v1/completions", json=body("Left", max_tokens=LONG), timeout=httpx.Timeout(60, read=0.3)
+        )
+    wait_for(lambda: scrape(toka.url).value("toka_http_answers_total", status="499") > 0, 60)
+    note("/v1/completions", 499)
+    sent.prompts.append(4)
+    sent.samples.append(1)
+    sent.reasons["cancelled"] += 1
+
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(post, toka, body("End", max_tokens=LONG, n=2))
+        wait_for(lambda: toka.gauge("toka_requests_running") == 2, 60)
+        time.sleep(0.1)
+        assert post(toka, {"abort_all": True}, "/abort_request").status_code == 200
+        usage = future.result()
+    note("/v1/completions", 200)
+    note("/abort_request", 200)
+    ended = usage.json()
+    assert ended["usage"]["completion_tokens"] < 2 * LONG, "it was aborted"
+    sent.lengths.extend(_two_lengths(ended))
+    sent.prompts.append(ended["usage"]["prompt_tokens"])
+    sent.samples.append(2)
+    sent.reasons["abort"] += 2
+    return sent
+
+
+def _two_lengths(answer: dict[str, Any]) -> list[int]:
+    total = answer["usage"]["completion_tokens"]
+    return [total // 2, total - total // 2]
+
+
+@pytest.fixture(scope="module")
+def sent(toka: TokaProcess) -> Sent:
+    return send_load(toka)
+
+
+@pytest.fixture(scope="module")
+def page(toka: TokaProcess, sent: Sent) -> Scrape:  # noqa: ARG001  # after the load
+    return scrape(toka.url)
+
+
+def test_every_sequence_ends_by_one_reason(page: Scrape, sent: Sent) -> None:
+    found = {reason: page.value("toka_requests_finished_total", reason=reason) for reason in sent.reasons}
+    assert found == sent.reasons
+    assert page.value("toka_requests_finished_total") == sum(sent.samples)
+
+
+def test_histograms_count_the_requests_that_were_sent(page: Scrape, sent: Sent) -> None:
+    num_requests, num_finished = len(sent.prompts), len(sent.lengths)
+    with_tokens = [length for length in sent.lengths if length > 0]
+    counts = {
+        "toka_request_n": (num_requests, sum(sent.samples)),
+        "toka_request_prompt_tokens": (num_requests, sum(sent.prompts)),
+        "toka_completion_tokens": (num_finished, sum(sent.lengths)),
+        "toka_queue_seconds": (num_finished, None),
+        "toka_prefill_seconds": (num_finished, None),
+        "toka_time_to_first_token_seconds": (len(with_tokens), None),
+        "toka_decode_seconds": (len(with_tokens), None),
+        "toka_time_per_output_token_seconds": (sum(length > 1 for length in sent.lengths), None),
+        "toka_request_seconds": (num_requests - 2, None),  # without the two whose clients left
+        "toka_request_longest_completion_tokens": (num_requests - 2, None),
+    }
+    for name, (count, total) in counts.items():
+        assert page.value(f"{name}_count") == page.value(f"{name}_bucket", le="+Inf") == count, name
+        assert total is None or page.value(f"{name}_sum") == total, name
+        buckets = list(page.by_labels(f"{name}_bucket").values())
+        assert buckets == sorted(buckets), f"{name}: buckets are cumulative"
+
+
+def test_buckets_of_lengths_hold_the_lengths(page: Scrape, sent: Sent) -> None:
+    for labels, number in page.by_labels("toka_completion_tokens_bucket").items():
+        bound = float(dict(labels)["le"])
+        assert number == sum(length <= bound for length in sent.lengths), bound
+
+
+def test_phases_add_up_to_the_time_of_the_request(toka: TokaProcess) -> None:
+    before = scrape(toka.url)
+    started_s = time.monotonic()
+    assert post(toka, body("Alone", max_tokens=40)).status_code == 200
+    seconds = time.monotonic() - started_s
+    after = scrape(toka.url)
+
+    def grown(name: str) -> float:
+        return after.value(f"toka_{name}_seconds_sum") - before.value(f"toka_{name}_seconds_sum")
+
+    phases = [grown(name) for name in ("queue", "prefill", "decode")]
+    assert min(phases) > 0
+    assert phases[0] + phases[1] == pytest.approx(grown("time_to_first_token"), abs=1e-6)
+    assert sum(phases) <= grown("request") <= seconds
+    assert grown("time_per_output_token") == pytest.approx(phases[2] / 39, rel=1e-6)
+
+
+def test_answers_are_counted_by_route_and_status(page: Scrape, sent: Sent) -> None:
+    found = {}
+    for labels, number in page.by_labels("toka_http_answers_total").items():
+        by_name = dict(labels)
+        found[by_name["method"], by_name["route"], by_name["status"]] = number
+    of_files = [key for key in found if key[1].startswith(("/v1/files", "/v1/batches"))]
+    polled = [key for key in found if key[1] in ("/metrics", "/health", "/ready")]
+    assert ("GET", "/v1/batches/{batch_id}", "200") in of_files
+    assert {key: number for key, number in found.items() if key not in [*of_files, *polled]} == sent.answers
+
+
+def test_build_info_says_what_runs(page: Scrape) -> None:
+    ((labels, value),) = page.by_labels("toka_build_info").items()
+    expected = {"version": __version__, "model": "tiny", "dtype": "float32", "device": "cpu", "torch": version("torch")}
+    assert value == 1
+    assert expected.items() <= dict(labels).items()
+
+
+def test_cached_blocks_are_evicted_when_their_memory_is_needed(toka: TokaProcess) -> None:
+    before = scrape(toka.url)
+    prompts = [[number % 250] * 200 for number in range(24)]  # 300 blocks of 256
+    assert post(toka, body(prompts, max_tokens=1)).status_code == 200
+    after = scrape(toka.url)
+    num_evicted = after.value("toka_kv_blocks_evicted_total") - before.value("toka_kv_blocks_evicted_total")
+    num_cached = after.value("toka_kv_blocks_cached")
+    assert num_evicted > 0
+    assert 0 < num_cached <= after.value("toka_kv_blocks_total")
+    # Each prompt leaves its 12 whole blocks in the cache; nothing else runs.
+    assert num_cached == before.value("toka_kv_blocks_cached") + 12 * len(prompts) - num_evicted
+
+
+def test_the_process_is_described_as_in_all_programs(page: Scrape) -> None:
+    assert page.value("process_resident_memory_bytes") > 1 << 20
+    assert 0 < time.time() - page.value("process_start_time_seconds") < 3600
