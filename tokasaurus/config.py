@@ -266,6 +266,9 @@ class ServerConfig(FlagConfig):
         "statsd server that receives the figures of the throughput log lines over UDP, as HOST:PORT",
         rules=(matches(rf"(udp://)?([^\s/?#@:\[\]]+|\[[\da-fA-F:.]+\]):{_PORT}", "HOST:PORT"),),
     )
+    vllm_metrics: bool = flag(
+        False, "/metrics has the most used figures under vLLM's names as well, for dashboards that read those"
+    )
     rl: bool = flag(
         False,
         "serve the routes for roll-outs: pauses, and new weights from directories of this machine, for every client",

@@ -1,23 +1,43 @@
-"""Histograms and counters of a real server count exactly the requests that it was sent."""
+"""Histograms and counters of a real server count exactly the requests that it was sent, and have what the queries of
+dashboards and alert rules read."""
 
 import json
+import math
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from tests.end_to_end.helpers.batch_client import FINAL_STATUSES, BatchClient
+from tests.end_to_end.helpers.dashboards import (
+    DASHBOARD,
+    DEPLOY,
+    VLLM_PANELS,
+    compared,
+    dashboard_queries,
+    filled,
+)
+from tests.end_to_end.helpers.promql import missing_series
 from tests.end_to_end.helpers.scrape import Scrape, scrape
-from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
+from tests.end_to_end.helpers.toka_process import TokaProcess, free_port, starting_toka, wait_for
 from tests.helpers.tiny_model import EOS_ID, save_tiny_model
 from tokasaurus import __version__
 
-FLAGS = ("dtype=float32", "kv_cache_num_tokens=4096", "max_tokens_per_forward=64", "max_seqs_per_forward=8", "rl=T")
+FLAGS = (
+    *("dtype=float32", "kv_cache_num_tokens=4096", "max_tokens_per_forward=64", "max_seqs_per_forward=8", "rl=T"),
+    *("served_model_name=tiny", "vllm_metrics=T"),
+)
+ALERTS = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"][0]["rules"]
 LONG = 480
 """Tokens of a request that is cancelled or aborted before its end: more than a second's work."""
 
@@ -26,9 +46,19 @@ LONG = 480
 def toka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokaProcess]:
     directory = tmp_path_factory.mktemp("model")
     save_tiny_model(directory, "llama")
-    with running_toka(f"model={directory}", f"data_dir={directory / 'data'}", "served_model_name=tiny", *FLAGS) as toka:
+    with starting_toka(free_port(), f"model={directory}", f"data_dir={directory / 'data'}", *FLAGS) as toka:
+        wait_for(lambda: _status(f"{toka.url}/ready") == 503, 120)  # a status for the rule about server errors
+        toka.wait_until_ready()
         yield toka
         assert toka.stop() == 0
+
+
+def _status(url: str) -> int:
+    """0 if nothing listens there."""
+    try:
+        return httpx.get(url, timeout=60).status_code
+    except httpx.TransportError:
+        return 0
 
 
 def body(prompt: Any = "Once upon a time", **fields: Any) -> dict[str, Any]:
@@ -262,3 +292,137 @@ def test_cached_blocks_are_evicted_when_their_memory_is_needed(toka: TokaProcess
 def test_the_process_is_described_as_in_all_programs(page: Scrape) -> None:
     assert page.value("process_resident_memory_bytes") > 1 << 20
     assert 0 < time.time() - page.value("process_start_time_seconds") < 3600
+
+
+@pytest.mark.parametrize("title", VLLM_PANELS)
+def test_vllms_dashboard_finds_its_series(page: Scrape, title: str) -> None:
+    for query in VLLM_PANELS[title]:
+        assert list(missing_series(filled(query, "tiny", "15s"), page)) == []
+
+
+@pytest.mark.parametrize("title", dict(dashboard_queries()))
+def test_our_dashboard_finds_its_series(page: Scrape, title: str) -> None:
+    for query in (query for of, query in dashboard_queries() if of == title):
+        assert list(missing_series(filled(query, "tiny", "15s"), page)) == []
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
+def test_alert_rules_find_their_series(page: Scrape, rule: dict[str, Any]) -> None:
+    assert list(missing_series(compared(rule["expr"]), page)) == []
+
+
+def test_queries_for_what_is_not_there_are_noticed(page: Scrape) -> None:
+    for query in (
+        "rate(toka_nothing_total[5m])",
+        'toka_requests_finished_total{reason="tired"}',
+        "sum by (weather) (toka_requests_running)",
+    ):
+        assert len(list(missing_series(query, page))) == 1, query
+    with pytest.raises(AssertionError, match="guess"):
+        list(missing_series("guess(toka_requests_running)", page))
+
+
+def test_vllms_metrics_equal_ours(page: Scrape, sent: Sent) -> None:
+    labels = {"model_name": "tiny", "engine": "0"}
+    reasons = {"stop": sent.reasons["stop"], "length": sent.reasons["length"], "error": 0}
+    reasons["abort"] = sent.reasons["abort"] + sent.reasons["cancelled"]
+    found = {reason: page.value("vllm:request_success_total", finished_reason=reason, **labels) for reason in reasons}
+    assert found == reasons
+    assert page.value("vllm:request_generation_tokens_sum", **labels) == sum(sent.lengths)
+    gaps = sum(length - 1 for length in sent.lengths if length)
+    assert page.value("vllm:inter_token_latency_seconds_count", **labels) == gaps
+    assert page.value("vllm:generation_tokens_total", **labels) == page.value("toka_generation_tokens_total")
+    assert page.value("vllm:request_success_total", **labels) == page.value("vllm:request_success_total")
+
+
+# Bounds of vLLM's buckets (vllm/v1/metrics/loggers.py), as recording rules name them.
+_LATENCY = "0.3 0.5 0.8 1.0 1.5 2.0 2.5 5.0 10.0 15.0 20.0 30.0 40.0 50.0 60.0 120.0 240.0 480.0 960.0 1920.0 7680.0"
+_FIRST = "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0 160.0 640.0 2560.0"
+_BETWEEN = "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0"
+VLLM_BOUNDS = {
+    "time_to_first_token_seconds": _FIRST,
+    "inter_token_latency_seconds": _BETWEEN,
+    "e2e_request_latency_seconds": _LATENCY,
+    "request_queue_time_seconds": _LATENCY,
+    "request_prompt_tokens": "1.0 2.0 5.0 10.0 20.0 50.0 100.0 200.0 500.0 1000.0",
+    "request_params_n": "1.0 2.0 5.0 10.0 20.0",
+}
+
+
+@pytest.mark.parametrize("name", VLLM_BOUNDS)
+def test_buckets_have_vllms_bounds(page: Scrape, name: str) -> None:
+    bounds = {dict(labels)["le"] for labels in page.by_labels(f"vllm:{name}_bucket")}
+    assert bounds >= {*VLLM_BOUNDS[name].split(), "+Inf"}
+
+
+def test_the_dashboard_has_the_form_that_grafana_loads() -> None:
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    assert {"title", "uid", "schemaVersion", "version", "time", "templating", "annotations"} <= DASHBOARD.keys()
+    variables = {variable["name"]: variable["type"] for variable in DASHBOARD["templating"]["list"]}
+    assert variables == {"datasource": "datasource", "instance": "query"}
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        assert 0 <= place["x"] <= place["x"] + place["w"] <= 24
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, f"{panel['title']} lies over another panel"
+        taken |= cells
+        if panel["type"] == "row":
+            continue
+        assert panel["type"] in ("timeseries", "heatmap", "stat")
+        assert {"defaults", "overrides"} <= panel["fieldConfig"].keys()
+        assert panel["targets"], panel["title"]
+        refs = [target["refId"] for target in panel["targets"]]
+        assert len(set(refs)) == len(refs)
+        for source in (panel["datasource"], *(target["datasource"] for target in panel["targets"])):
+            assert source == {"type": "prometheus", "uid": "${datasource}"}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed")
+def test_prometheus_has_data_for_every_query(toka: TokaProcess, tmp_path: Path) -> None:
+    with running_prometheus(tmp_path, toka.port) as prometheus_url:
+
+        def ask(query: str) -> list[float]:
+            answer = httpx.get(f"{prometheus_url}/api/v1/query", params={"query": query}, timeout=60)
+            assert answer.status_code == 200, answer.text
+            return [float(series["value"][1]) for series in answer.json()["data"]["result"]]
+
+        until_s = time.monotonic() + 20
+        while time.monotonic() < until_s:
+            for prompts, fields in ((["a"], {"n": 2}), (["b"], {"max_tokens": 12}), (["c"], {"ignore_eos": False})):
+                assert post(toka, body(prompts, **fields)).status_code == 200
+            time.sleep(0.2)
+        queries = [query for _, query in dashboard_queries()]
+        queries += [compared(rule["expr"]) for rule in ALERTS]
+        queries += [query for panel in VLLM_PANELS.values() for query in panel]
+        values = {query: ask(filled(query, "tiny", "15s")) for query in queries}
+        assert [query for query, found in values.items() if not found or any(map(math.isnan, found))] == []
+        rules = httpx.get(f"{prometheus_url}/api/v1/rules", timeout=60).json()["data"]["groups"][0]["rules"]
+        assert {rule["name"]: rule["health"] for rule in rules} == {rule["alert"]: "ok" for rule in ALERTS}
+        (throughput,) = ask('sum(rate(vllm:generation_tokens_total{model_name="tiny"}[15s]))')
+        assert throughput > 1
+
+
+@contextmanager
+def running_prometheus(directory: Path, target_port: int) -> Iterator[str]:
+    """Prometheus, which scrapes the port every half second, with our alert rules -> its URL."""
+    job = {"job_name": "toka", "static_configs": [{"targets": [f"127.0.0.1:{target_port}"]}]}
+    every = {"scrape_interval": "500ms", "evaluation_interval": "1s"}
+    config = {"global": every, "rule_files": [str(DEPLOY / "alerts.yml")], "scrape_configs": [job]}
+    (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
+    address = f"127.0.0.1:{free_port()}"
+    command = ["prometheus", f"--config.file={directory}/prometheus.yml", f"--storage.tsdb.path={directory}/data"]
+    with (directory / "log").open("wb") as log:
+        process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log)
+    try:
+        wait_for(lambda: _status(f"http://{address}/-/ready") == 200, 60)
+        yield f"http://{address}"
+    finally:
+        process.terminate()
+        process.wait(timeout=30)

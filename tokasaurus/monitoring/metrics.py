@@ -21,7 +21,7 @@ from prometheus_client.utils import floatToGoString
 from tokasaurus.messages.forward import FORWARD_PHASES
 from tokasaurus.messages.status import EngineStats
 from tokasaurus.monitoring.log_writer import log_writer
-from tokasaurus.monitoring.request_metrics import Histogram, RequestMetrics
+from tokasaurus.monitoring.request_metrics import EndReason, Histogram, RequestMetrics
 
 __all__ = ["CONTENT_TYPE_LATEST", "BatchStats", "EngineCollector", "LoopLag", "render_metrics"]
 
@@ -157,6 +157,41 @@ _HISTOGRAMS = [
     ),
 ]
 
+# vLLM's names, with its labels model_name and engine. Some dashboards still read names that vLLM has given up.
+_VLLM_GAUGES: list[tuple[str, Callable[[EngineStats], float], str]] = [
+    ("vllm:num_requests_running", lambda stats: stats.num_running, "toka_requests_running."),
+    ("vllm:num_requests_waiting", lambda stats: stats.num_waiting, "toka_requests_waiting."),
+    ("vllm:num_requests_swapped", lambda _: 0, "0: preempted sequences wait, and nothing is swapped."),
+    ("vllm:kv_cache_usage_perc", lambda stats: _kv_usage(stats), "toka_kv_blocks_used / toka_kv_blocks_total, 0 to 1."),
+    ("vllm:gpu_cache_usage_perc", lambda stats: _kv_usage(stats), "Former name of vllm:kv_cache_usage_perc."),
+    ("vllm:cpu_cache_usage_perc", lambda _: 0, "0: no KV is kept beside the cache that sequences use."),
+]
+# (name, field of EngineStats, help)
+_VLLM_COUNTERS = [
+    ("vllm:prompt_tokens", "total_asked_prompt_tokens", "toka_asked_prompt_tokens_total: each sample counts."),
+    ("vllm:generation_tokens", "total_generation_tokens", "toka_generation_tokens_total."),
+    ("vllm:prefix_cache_queries", "total_asked_prompt_tokens", "toka_asked_prompt_tokens_total, in tokens."),
+    ("vllm:prefix_cache_hits", "total_prefix_cache_hit_tokens", "toka_prefix_cache_hit_tokens_total, in tokens."),
+    ("vllm:num_preemptions", "total_preemptions", "toka_preemptions_total."),
+]
+# (name, field of RequestMetrics, help)
+_VLLM_HISTOGRAMS = [
+    ("vllm:time_to_first_token_seconds", "time_to_first_token", "toka_time_to_first_token_seconds."),
+    ("vllm:inter_token_latency_seconds", "between_tokens", "A sequence's mean time between tokens, for each of them."),
+    ("vllm:time_per_output_token_seconds", "between_tokens", "Former name of vllm:inter_token_latency_seconds."),
+    ("vllm:request_time_per_output_token_seconds", "time_per_output_token", "toka_time_per_output_token_seconds."),
+    ("vllm:e2e_request_latency_seconds", "request", "toka_request_seconds: once for all samples of a prompt."),
+    ("vllm:request_queue_time_seconds", "queue", "toka_queue_seconds."),
+    ("vllm:request_prefill_time_seconds", "prefill", "toka_prefill_seconds."),
+    ("vllm:request_decode_time_seconds", "decode", "toka_decode_seconds."),
+    ("vllm:request_prompt_tokens", "prompt_tokens", "toka_request_prompt_tokens: once for all samples of a prompt."),
+    ("vllm:request_generation_tokens", "completion_tokens", "toka_completion_tokens."),
+    ("vllm:request_max_num_generation_tokens", "longest_completion", "toka_request_longest_completion_tokens."),
+    ("vllm:request_params_n", "num_samples", "toka_request_n."),
+]
+_VLLM_REASONS: Mapping[EndReason, str] = MappingProxyType({"cancelled": "abort"})
+"""vLLM's finished_reason for our reasons that it does not have."""
+
 LAG_INTERVAL_S = 0.05
 LAG_WINDOW_S = 10.0
 LAG_STALL_S = 0.25
@@ -223,6 +258,7 @@ class EngineCollector(Collector):
     often each replica was started again. loop_lag: of the server's event loop. batches: None if it stores none.
     read_switched_off: returns, for each replica, the features that the checks of its start have switched off. requests:
     of each replica, by its label. answers: HTTP answers by method, route and status. build: labels of toka_build_info.
+    vllm_model: the label model_name of metrics with vLLM's names; None: none of these.
     """
 
     def __init__(
@@ -235,7 +271,9 @@ class EngineCollector(Collector):
         requests: Mapping[str, RequestMetrics] = MappingProxyType({}),
         answers: Mapping[tuple[str, str, int], int] = MappingProxyType({}),
         build: Mapping[str, str] = MappingProxyType({}),
+        vllm_model: str | None = None,
     ) -> None:
+        self._vllm_model = vllm_model
         self._requests = requests
         self._answers = answers
         self._build = build
@@ -319,7 +357,47 @@ class EngineCollector(Collector):
         )
         if self._batches is not None:
             yield from _batch_metrics(self._batches)
+        if self._vllm_model is not None:
+            yield from _vllm_metrics(self._vllm_model, stats_by_replica, self._requests)
         yield from ProcessCollector(registry=None).collect()
+
+
+def _vllm_metrics(
+    model: str, stats_by_replica: Mapping[str, EngineStats], requests: Mapping[str, RequestMetrics]
+) -> Iterable[Metric]:
+    labels = ["model_name", "engine"]
+    for name, read, help_text in _VLLM_GAUGES:
+        gauge = GaugeMetricFamily(name, help_text, labels=labels)
+        for replica, stats in stats_by_replica.items():
+            gauge.add_metric([model, replica], read(stats))
+        yield gauge
+    for name, field, help_text in _VLLM_COUNTERS:
+        counter = CounterMetricFamily(name, help_text, labels=labels)
+        for replica, stats in stats_by_replica.items():
+            counter.add_metric([model, replica], getattr(stats, field))
+        yield counter
+    success = CounterMetricFamily(
+        "vllm:request_success",
+        "toka_requests_finished_total; cancelled ones count as abort.",
+        labels=[*labels, "finished_reason"],
+    )
+    for replica, metrics in requests.items():
+        numbers: dict[str, int] = {}
+        for reason, number in metrics.finished.items():
+            name = _VLLM_REASONS.get(reason, reason)
+            numbers[name] = numbers.get(name, 0) + number
+        for name, number in numbers.items():
+            success.add_metric([model, replica, name], number)
+    yield success
+    for name, field, help_text in _VLLM_HISTOGRAMS:
+        family = HistogramMetricFamily(name, help_text, labels=labels)
+        for replica, metrics in requests.items():
+            _add_histogram(family, [model, replica], getattr(metrics, field))
+        yield family
+
+
+def _kv_usage(stats: EngineStats) -> float:
+    return stats.num_kv_blocks_used / stats.num_kv_blocks_total
 
 
 def _request_metrics(requests: Mapping[str, RequestMetrics]) -> Iterable[Metric]:
@@ -335,11 +413,11 @@ def _request_metrics(requests: Mapping[str, RequestMetrics]) -> Iterable[Metric]
     for name, field, help_text in _HISTOGRAMS:
         family = HistogramMetricFamily(name, help_text, labels=["replica"])
         for replica, metrics in requests.items():
-            add_histogram(family, [replica], getattr(metrics, field))
+            _add_histogram(family, [replica], getattr(metrics, field))
         yield family
 
 
-def add_histogram(family: HistogramMetricFamily, labels: Sequence[str], histogram: Histogram) -> None:
+def _add_histogram(family: HistogramMetricFamily, labels: Sequence[str], histogram: Histogram) -> None:
     bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
     family.add_metric(labels, list(zip(bounds, histogram.cumulative(), strict=True)), histogram.sum)
 

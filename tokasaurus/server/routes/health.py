@@ -53,6 +53,7 @@ async def metrics(request: Request) -> Response:
         requests=engine.request_metrics,
         answers=state.answers,
         build=_build(state),
+        vllm_model=state.model.name if state.config.vllm_metrics else None,
     )
     return Response(render_metrics(collector), media_type=CONTENT_TYPE_LATEST)
 
