@@ -46,8 +46,9 @@ LAYERS = [
     ["server", "manager", "model"],
     ["text", "monitoring", "checkpoint"],
     ["addresses", "random_ids"],
+    ["command_line"],
     ["messages", "config"],
-    ["flags"],
+    ["flags", "habits"],
 ]
 # The same inside the three processes' packages.
 INNER_LAYERS = {
@@ -89,6 +90,8 @@ WITHOUT_TORCH = [
     "text",
     "config",
     "flags",
+    "habits",
+    "command_line",
     "checkpoint",
     "cli",
     "ping",

@@ -54,15 +54,15 @@ def test_help_is_quick_and_lists_every_flag() -> None:
             "toka: pong: no such sub-command, there are ping, download, plan, check, batch, map, mismatch; "
             "flags are name=value",
         ),
-        (["--port"], "toka: --port: not understood, flags are written name=value"),
+        (["--port"], "toka: --port: needs a value, port=..."),
         (["ping"], "toka ping: prompt is missing: toka ping prompt='tell me a joke'"),
         (
             ["ping", "prompt=x", "unix_socket=/s", "base_url=http://x"],
             "toka ping: unix_socket=/s: either it or base_url= names the server",
         ),
         (["ping", "prompt=x", "n=0"], "toka ping: n=0: must be a whole number from 1 to 2147483647"),
-        (["ping", "promt=x"], "toka ping: promt=x: unknown flag, did you mean prompt=? (--help lists all)"),
-        (["download", "modle=x"], "toka download: modle=x: unknown flag, did you mean model=? (--help lists all)"),
+        (["ping", "promt=x"], "toka ping: promt=x: unknown flag, did you mean prompt=?"),
+        (["download", "modle=x"], "toka download: modle=x: unknown flag, did you mean model=?"),
     ],
 )
 def test_a_wrong_argument_gives_one_line_and_exit_code_2(

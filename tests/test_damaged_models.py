@@ -114,7 +114,7 @@ def check_last_line(code: int, output: str, message: str) -> None:
 def own_cache_and_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
     # else sys.stderr, which capsys has replaced, would be replaced by the descriptor's writer
-    monkeypatch.setattr("tokasaurus.check_command.setup_logging", lambda *_: None)
+    monkeypatch.setattr("tokasaurus.check_command.command.setup_logging", lambda *_: None)
 
 
 @pytest.mark.parametrize("damage", IN_HEADERS)

@@ -5,7 +5,7 @@ import inspect
 import re
 from pathlib import Path
 
-from tests.helpers import fields_page, flags_page, library_page
+from tests.helpers import command_line_page, fields_page, flags_page, library_page
 from tokasaurus.batch_command.config import RunConfig, StoredConfig
 from tokasaurus.config import ServerConfig
 from tokasaurus.library.client import Client
@@ -17,8 +17,8 @@ from torture.__main__ import PARTS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / f"{name}.md" for name in ("README", "SECURITY", "CHANGELOG"))]
-OF_OTHERS = {"auth_token"}
-"""Options of other programs that the pages name."""
+OF_OTHERS = {"auth_token", "config"}
+"""Options of other programs that the pages name, and the file of flags, which is no flag of a config."""
 SOURCES = ("tokasaurus", "tests", "benchmarks", "torture", "examples")
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 
@@ -125,6 +125,11 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 def test_the_page_of_flags_is_made_from_their_declarations() -> None:
     assert flags_page.PATH.read_text() == flags_page.page(), "python -m tests.helpers.flags_page writes it anew"
+
+
+def test_the_page_of_the_command_line_is_made_from_the_table_of_habits() -> None:
+    written = command_line_page.PATH.read_text()
+    assert written == command_line_page.page(), "python -m tests.helpers.command_line_page writes it anew"
 
 
 def test_the_page_of_fields_is_made_from_their_table() -> None:

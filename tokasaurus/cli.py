@@ -3,6 +3,7 @@
 Imports little, because every process of a server imports this module again.
 """
 
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from tokasaurus.monitoring.shortage import ends_in_one_line
 
 if TYPE_CHECKING:
     from tokasaurus.batch_command.config import RunConfig, StoredConfig
+    from tokasaurus.check_command.config import CheckConfig
     from tokasaurus.config import ServerConfig
     from tokasaurus.flags import FlagConfig
     from tokasaurus.map_command.config import MapConfig
@@ -79,17 +81,35 @@ def main(args: list[str] | None = None) -> int:
     """`toka`: a sub-command if the first word names one, else the server. Returns the exit code; 2 for a wrong flag."""
     words = sys.argv[1:] if args is None else args
     if words and _is_bare(words[0]):
-        subcommand = _SUBCOMMANDS.get(words[0])
-        if subcommand is None:
+        name, *rest = words
+        if name in _SUBCOMMANDS:
+            return _SUBCOMMANDS[name](rest)
+        if name in ("help", "version"):
+            return main([*rest, f"--{name}"])
+        from tokasaurus.habits import COMMANDS
+
+        habit = COMMANDS.get(name)
+        if habit is not None and habit.refusal:
+            return _refuse("toka", f"{name}: {habit.refusal}")
+        if habit is not None and habit.words:
+            return main([*habit.words, *rest])
+        if habit is not None:
+            return _run_server(rest, is_any_word=True)
+        from tokasaurus.command_line import looks_like_model
+
+        if not looks_like_model(name):
             known = ", ".join(_SUBCOMMANDS)
-            return _refuse("toka", f"{words[0]}: no such sub-command, there are {known}; flags are name=value")
-        return subcommand(words[1:])
+            return _refuse("toka", f"{name}: no such sub-command, there are {known}; flags are name=value")
     if "--version" in words:
         print(f"tokasaurus {__version__}")
         return 0
+    return _run_server(words, is_any_word=False)
+
+
+def _run_server(words: list[str], is_any_word: bool) -> int:
     from tokasaurus.config import ServerConfig
 
-    return _run("toka", _SERVE_USAGE, ServerConfig, words, _serve)
+    return _run("toka", _SERVE_USAGE, ServerConfig, words, _serve, "model", is_any_word)
 
 
 @ends_in_one_line
@@ -97,7 +117,7 @@ def ping_main(args: list[str] | None = None) -> int:
     """`toka ping`, also installed as `toka-ping`. Returns the exit code."""
     from tokasaurus.ping import PingConfig, ping
 
-    return _run("toka ping", _PING_USAGE, PingConfig, args, ping)
+    return _run("toka ping", _PING_USAGE, PingConfig, args, lambda config, _: ping(config), "prompt")
 
 
 @ends_in_one_line
@@ -105,21 +125,21 @@ def download_main(args: list[str] | None = None) -> int:
     """`toka download`, also installed as `toka-download`: print the model's directory. Returns the exit code."""
     from tokasaurus.download import DownloadConfig, download
 
-    return _run("toka download", _DOWNLOAD_USAGE, DownloadConfig, args, download)
+    return _run("toka download", _DOWNLOAD_USAGE, DownloadConfig, args, lambda config, _: download(config), "model")
 
 
 def plan_main(args: list[str] | None = None) -> int:
     """`toka plan`: returns the exit code, 2 also if the model does not fit."""
     from tokasaurus.plan_command.config import PlanConfig
 
-    return _run("toka plan", _PLAN_USAGE, PlanConfig, args, _plan)
+    return _run("toka plan", _PLAN_USAGE, PlanConfig, args, _plan, "model")
 
 
 def check_main(args: list[str] | None = None) -> int:
     """`toka check`: returns the exit code, 1 if something computes wrongly."""
-    from tokasaurus.check_command import CheckConfig, check
+    from tokasaurus.check_command.config import CheckConfig
 
-    return _run("toka check", _CHECK_USAGE, CheckConfig, args, check)
+    return _run("toka check", _CHECK_USAGE, CheckConfig, args, _check, "model")
 
 
 @ends_in_one_line
@@ -129,7 +149,7 @@ def batch_main(args: list[str] | None = None) -> int:
     from tokasaurus.batch_command.config import ACTIONS, RunConfig, StoredConfig
 
     if not words or not _is_bare(words[0]):
-        return _run("toka batch", _BATCH_USAGE, RunConfig, words, lambda config: _run_batch(config, words))
+        return _run("toka batch", _BATCH_USAGE, RunConfig, words, _run_batch)
     action, *words = words
     if action not in ACTIONS:
         return _refuse("toka batch", f"{action}: not understood, there are {', '.join(ACTIONS)}; flags are name=value")
@@ -140,55 +160,104 @@ def batch_main(args: list[str] | None = None) -> int:
             return _refuse("toka batch", f"the batch is missing: {listed}")
         batch_id = words.pop(0)
     return _run(
-        "toka batch", _BATCH_USAGE, StoredConfig, words, lambda config: _stored_batches(action, config, batch_id)
+        "toka batch", _BATCH_USAGE, StoredConfig, words, lambda config, _: _stored_batches(action, config, batch_id)
     )
 
 
 @ends_in_one_line
 def map_main(args: list[str] | None = None) -> int:
     """`toka map`. Returns the exit code."""
-    words = sys.argv[1:] if args is None else args
     from tokasaurus.map_command.config import MapConfig
 
-    return _run("toka map", _MAP_USAGE, MapConfig, words, lambda config: _run_map(config, words))
+    return _run("toka map", _MAP_USAGE, MapConfig, args, _run_map)
 
 
 @ends_in_one_line
 def mismatch_main(args: list[str] | None = None) -> int:
     """`toka mismatch`. Returns the exit code."""
-    words = sys.argv[1:] if args is None else args
     from tokasaurus.mismatch_command.config import MismatchConfig
 
-    return _run("toka mismatch", _MISMATCH_USAGE, MismatchConfig, words, lambda config: _run_mismatch(config, words))
+    return _run("toka mismatch", _MISMATCH_USAGE, MismatchConfig, args, _run_mismatch, "model")
 
 
 def _run(
-    command: str, usage: str, config_type: type[AnyConfig], args: list[str] | None, run: Callable[[AnyConfig], int]
+    command: str,
+    usage: str,
+    config_type: type[AnyConfig],
+    args: list[str] | None,
+    run: Callable[[AnyConfig, list[str]], int],
+    positional: str = "",
+    is_any_word: bool = True,
 ) -> int:
-    """`run` with the config that the words in `args` give, by default those of the command line; or the help."""
-    from tokasaurus.flags import FlagError
+    """Reads the words in `args`, by default those of the command line, with the environment, and calls `run` with the
+    config and the words that say the same; or prints help or the config.
 
+    positional, is_any_word: see command_line.read."""
     words = sys.argv[1:] if args is None else args
     if _wants_help(words):
         width = min(shutil.get_terminal_size().columns, 140)
         print(f"{usage}\n\n{_SYNTAX}\n\n{config_type.help_text(width)}")
         return 0
+    from tokasaurus import command_line
+    from tokasaurus.flags import FlagError
+
+    wants_listing = "--print-config" in words
+    words = [word for word in words if word != "--print-config"]
+    own_variables = command_line.variables_of([config_type])
+    if command_line.unknown_variables(os.environ, own_variables, own_variables):
+        known = command_line.variables_of(config_types().values())
+        for line in command_line.unknown_variables(os.environ, known, own_variables):
+            print(f"{command}: warning: {line}", file=sys.stderr)
     try:
-        return run(config_type.parse(words))
+        given = command_line.read(config_type, words, os.environ, positional, is_any_word)
+        if wants_listing:
+            print(command_line.listing(given))
+            return 0
+        return run(given.config, given.words)
     except FlagError as error:
-        return _refuse(command, str(error))
+        return _refuse(command, *error.lines)
 
 
-def _serve(config: "ServerConfig") -> int:
+def config_types() -> "dict[str, type[FlagConfig]]":
+    """The flags of each command, by what is typed before them."""
+    from tokasaurus.batch_command.config import RunConfig, StoredConfig
+    from tokasaurus.check_command.config import CheckConfig
+    from tokasaurus.config import ServerConfig
+    from tokasaurus.download import DownloadConfig
+    from tokasaurus.map_command.config import MapConfig
+    from tokasaurus.mismatch_command.config import MismatchConfig
+    from tokasaurus.ping import PingConfig
+    from tokasaurus.plan_command.config import PlanConfig
+
+    return {
+        "": ServerConfig,
+        "ping": PingConfig,
+        "download": DownloadConfig,
+        "plan": PlanConfig,
+        "check": CheckConfig,
+        "batch": RunConfig,
+        "batch list": StoredConfig,
+        "map": MapConfig,
+        "mismatch": MismatchConfig,
+    }
+
+
+def _serve(config: "ServerConfig", _words: list[str]) -> int:
     from tokasaurus.processes.launch import serve
 
     return serve(config)
 
 
-def _plan(config: "PlanConfig") -> int:
+def _plan(config: "PlanConfig", _words: list[str]) -> int:
     from tokasaurus.plan_command.command import plan
 
     return plan(config)
+
+
+def _check(config: "CheckConfig", _words: list[str]) -> int:
+    from tokasaurus.check_command.command import check
+
+    return check(config)
 
 
 def _run_batch(config: "RunConfig", words: list[str]) -> int:
@@ -241,6 +310,7 @@ def _wants_help(words: list[str]) -> bool:
     return "--help" in words or "-h" in words
 
 
-def _refuse(command: str, message: str) -> int:
-    print(f"{command}: {message}", file=sys.stderr)
+def _refuse(command: str, *lines: str) -> int:
+    for line in lines:
+        print(f"{command}: {line}", file=sys.stderr)
     return 2

@@ -3,9 +3,11 @@
 "auto" is None.
 """
 
+from collections.abc import Iterable, Mapping
+
 from typing_extensions import Self
 
-from tokasaurus.flags import FlagConfig, FlagError, at_least, at_most, count, excludes, flag, matches, needs
+from tokasaurus.flags import FlagConfig, Setting, at_least, at_most, count, excludes, flag, matches, needs
 
 _PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 """The numbers from 1 to 65535. Of a larger one, the system would use the last 16 bits."""
@@ -249,7 +251,7 @@ class ServerConfig(FlagConfig):
         "key that clients must send; prefer TOKA_API_KEY, since other users can see the command line",
         none_means="TOKA_API_KEY",
         rules=(matches("[!-~]+", "printable ASCII without spaces, as a header carries it"),),
-        variables=("TOKA_API_KEY",),
+        is_secret=True,
     )
     uvicorn_log_level: str = flag(
         "info", "log level of the HTTP server", choices=("critical", "error", "warning", "info", "debug", "trace")
@@ -377,24 +379,29 @@ class CommandConfig(ServerConfig):
     """For the message about one of them."""
 
     @classmethod
-    def parse(cls, words: list[str]) -> Self:
-        names = [word.partition("=")[0] for word in words]
-        for name in names:
-            if name in cls.set_by_command:
-                raise FlagError(f"{name}: {cls.why_set}; base_url= names a running server")
-        config = super().parse(words)
-        own = cls.own_flags()
-        of_server = [name for name in names if name not in own]
-        if config.base_url is not None and of_server:
-            raise FlagError(f"{of_server[0]}: a flag of the server, which runs already at base_url={config.base_url}")
-        return config
-
-    @classmethod
     def own_flags(cls) -> list[str]:
         """Names of the flags that are the command's own."""
         return [name for name, flag in cls.flags.items() if flag.heading in cls.command_headings]
 
-    def read_environment(self) -> None:
-        """Only for a server at base_url: the variables are for its key."""
-        if self.base_url is not None:
-            super().read_environment()
+    @classmethod
+    def why_not_here(cls, name: str) -> str | None:
+        return f"{cls.why_set}; base_url= names a running server" if name in cls.set_by_command else None
+
+    @classmethod
+    def relevant(cls, settings: dict[str, Setting]) -> dict[str, Setting]:
+        """Beside a running server, variables and files may hold flags for starting one; without it, a key."""
+        own = cls.own_flags()
+        is_running = "base_url" in settings and settings["base_url"].value is not None
+        return {
+            name: setting
+            for name, setting in settings.items()
+            if not setting.source or (name in own if is_running else name != "api_key")
+        }
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Setting], errors: Iterable[str] = ()) -> Self:
+        own, url = cls.own_flags(), settings["base_url"].value if "base_url" in settings else None
+        if url is not None:
+            why = f"a flag of the server, which runs already at base_url={url}"
+            errors = [*errors, *(f"{name}: {why}" for name in settings if name not in own)]
+        return super().of(settings, errors)

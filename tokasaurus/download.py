@@ -2,7 +2,6 @@
 
 import sys
 
-from tokasaurus.checkpoint import CheckpointError, resolve_checkpoint, with_safetensors
 from tokasaurus.config import ServerConfig
 from tokasaurus.flags import flag
 
@@ -20,6 +19,7 @@ class DownloadConfig(ServerConfig, only=("model", "tokenizer", "trust_remote_cod
 
 def download(config: DownloadConfig) -> int:
     """Download the model and print its directory, and the tokenizer's if it differs. Returns the exit code."""
+    from tokasaurus.checkpoint import CheckpointError, resolve_checkpoint, with_safetensors
 
     def show(line: str) -> None:
         print(line, file=sys.stderr)

@@ -11,14 +11,14 @@ import difflib
 import inspect
 import json
 import math
-import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from pydra.parser import parse_value
+from typing_extensions import Self
 
 if TYPE_CHECKING:
     # Pydra has no types; with an untyped base class every misspelt flag would pass the type checker.
@@ -30,11 +30,14 @@ else:
 MAX_INT32 = 2**31 - 1
 
 Value = TypeVar("Value")
-Parsed = TypeVar("Parsed", bound="FlagConfig")
 
 
 class FlagError(ValueError):
-    """A flag is wrong. The message is one line that names the flag, its value and what is allowed."""
+    """Flags are wrong. The message has a line for each, which names the flag, its value and what is allowed."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +71,33 @@ class Flag:
     """A second name."""
     rules: tuple[Rule, ...] = ()
     variables: tuple[str, ...] = ()
-    """Environment variables, of which the first that is not empty is the value if the flag is left out. Such a value is
-    a secret: no message shows it."""
+    """Environment variables, of which the first that is not empty is the value if the flag is left out; by default
+    TOKA_ and the name in capitals."""
+    is_secret: bool = False
+    """No message shows its value."""
     kind: type = NoneType
     """Type of its values, apart from None. FlagConfig takes it and the next from the annotation."""
     is_optional: bool = False
     """Whether None is allowed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """A flag's value, and where it is written."""
+
+    name: str
+    value: Any
+    text: str
+    """The value as typed after `name=`."""
+    label: str
+    """Begins a message about it: the flag as written, with its place if that is not the command line."""
+    source: str = ""
+    """A variable, or a file with the line; empty for the command line."""
+
+    @property
+    def word(self) -> str:
+        """As on a command line."""
+        return f"{self.name}={self.text}"
 
 
 def flag(default: Value, meaning: str, **properties: Any) -> Value:
@@ -116,7 +140,13 @@ class FlagConfig(Config):
             group_heading = own.heading or (inherited[name].heading if name in inherited else latest)
             kinds = get_args(annotation) if NoneType in get_args(annotation) else (annotation,)
             group = inherited if group_heading in headings else first
-            group[name] = dataclasses.replace(own, heading=group_heading, kind=kinds[0], is_optional=NoneType in kinds)
+            group[name] = dataclasses.replace(
+                own,
+                heading=group_heading,
+                kind=kinds[0],
+                is_optional=NoneType in kinds,
+                variables=own.variables or (f"TOKA_{name.upper()}",),
+            )
             setattr(cls, name, own.default)
         cls.flags = first | {name: flag for name, flag in inherited.items() if name not in first}
 
@@ -126,66 +156,110 @@ class FlagConfig(Config):
         return dataclasses.replace(cls.flags[name], **{"heading": "", **changes})
 
     @classmethod
-    def parse(cls: type[Parsed], words: list[str]) -> Parsed:
-        """The checked config for `name=value` words. Raises FlagError."""
+    def parse(cls, words: Iterable[str]) -> Self:
+        """The checked config for a program's `name=value` words, of which the last for a name counts. Raises
+        FlagError. What a user types has more forms: see command_line."""
+        settings: dict[str, Setting] = {}
+        errors: list[str] = []
+        for word in words:
+            name, _, text = word.partition("=")
+            try:
+                if word == name:
+                    raise FlagError(not_understood(word))
+                setting = cls.read(name, text)
+            except FlagError as error:
+                errors += error.lines
+            else:
+                settings[setting.name] = setting
+        return cls.of(settings, errors)
+
+    @classmethod
+    def read(cls, typed_name: str, text: str, written_as: str = "", source: str = "") -> Setting:
+        """The setting of a flag, whose value is not checked yet.
+
+        written_as: what stands before the text where it was written, if not `typed_name=`. source: see Setting. Raises
+        FlagError for an unknown name, or a value that cannot be parsed."""
+        before = written_as or f"{typed_name}="
+        name = cls.name_of(typed_name)
+        if name is None:
+            why, meant = cls.why_not_here(typed_name), cls.name_meant(typed_name)
+            is_secret = meant is not None and cls.flags[cls.names()[meant]].is_secret
+            listed = "--help-all lists those there are" if meant is None else f"did you mean {meant}=?"
+            raise FlagError(f"{_label(before, text, why is not None or is_secret)}: {why or f'unknown flag, {listed}'}")
+        flag = cls.flags[name]
+        label = _label(before, text, flag.is_secret)
+        try:
+            value = _read(text, flag)
+        except _Unreadable as error:
+            raise FlagError(f"{label}: {error}") from None
+        return Setting(name, value, text, label, source)
+
+    @classmethod
+    def names(cls) -> dict[str, str]:
+        """Every name and alias -> the flag's name."""
+        return {flag.alias: name for name, flag in cls.flags.items() if flag.alias} | {name: name for name in cls.flags}
+
+    @classmethod
+    def name_of(cls, typed_name: str) -> str | None:
+        """The flag with this name or alias; None if there is none."""
+        return cls.names().get(typed_name)
+
+    @classmethod
+    def name_meant(cls, typed_name: str) -> str | None:
+        """The name or alias most like one that is unknown; None if none is."""
+        close = difflib.get_close_matches(typed_name.lstrip("-").replace("-", "_"), cls.names(), n=1)
+        return close[0] if close else None
+
+    @classmethod
+    def why_not_here(cls, _name: str) -> str | None:
+        """Why the command lacks a flag of another one, if it is to be said."""
+        return None
+
+    @classmethod
+    def relevant(cls, settings: dict[str, Setting]) -> dict[str, Setting]:
+        """Without those of the environment and of files that are not for this call of the command."""
+        return settings
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Setting], errors: Iterable[str] = ()) -> Self:
+        """The checked config. errors: lines about words that are no settings. Raises FlagError with all errors."""
         config = cls()
-        config._assign(words)
-        config.read_environment()
-        config.finalize()
+        for name, setting in settings.items():
+            setattr(config, name, setting.value)
+        config._check([*errors], settings)
         return config
 
-    def _assign(self, words: list[str]) -> None:
-        """Set attributes without checking the values; the last word for a name counts. `--json` is short for json=T.
-
-        Raises FlagError for a word that is not `name=value`, an unknown name, a value that cannot be parsed, or a name
-        and its alias with different values.
-        """
-        aliases = {flag.alias: name for name, flag in self.flags.items() if flag.alias}
-        names = aliases | {name: name for name in self.flags}
-        given: dict[str, tuple[str, Any]] = {}  # name -> (name as typed, value)
-        for word in words:
-            typed_name, equals, text = ("json=T" if word == "--json" and "json" in names else word).partition("=")
-            if not equals:
-                raise FlagError(f"{_show(word)}: not understood, flags are written name=value")
-            if typed_name not in names:
-                raise FlagError(f"{_show(word)}: unknown flag, {_suggestion(typed_name, names)}")
-            name = names[typed_name]
-            value = _read(typed_name, text, self.flags[name])
-            before_name, before = given.get(name, (typed_name, value))
-            if before_name != typed_name and before != value:
-                raise FlagError(
-                    f"{typed_name}={_show(value)}: must equal {before_name}={_show(before)}, its other name, "
-                    "or be left out"
-                )
-            given[name] = (typed_name, value)
-        for name, (_, value) in given.items():
-            setattr(self, name, value)
-
-    def read_environment(self) -> None:
-        """Set flags that were left out from their variables."""
-        for name, flag in self.flags.items():
-            if getattr(self, name) is None:
-                found = (os.environ.get(variable) for variable in flag.variables)
-                setattr(self, name, next((value for value in found if value), None))
-
     def finalize(self) -> None:
-        """Raises FlagError for the first flag whose value has the wrong type, is out of range, or does not go
-        with another flag's.
+        """Raises FlagError if values have the wrong type, are out of range, or do not go with another flag's.
 
         A whole float for an int flag, or an int for a float flag, is converted to the flag's type.
         """
+        self._check([], {})
+
+    def further_errors(self) -> Iterator[str]:
+        """What else is wrong, where every value is allowed; a line for each."""
+        yield from ()
+
+    def _check(self, errors: list[str], given: Mapping[str, Setting]) -> None:
+        wrong = dict[str, str]()
         for name, flag in self.flags.items():
             value = _as_kind(getattr(self, name), flag.kind)
             if not _is_allowed(value, flag):
-                raise FlagError(f"{name}={_show(value)}: must be {allowed_values(flag)}")
+                wrong[name] = f"{self._label_of(name, value, given)}: must be {allowed_values(flag)}"
+                value = flag.default  # for the rules of others
             setattr(self, name, value)
         for name, flag in self.flags.items():
             value = getattr(self, name)
-            for rule in flag.rules if value is not None and value is not False else ():
+            for rule in flag.rules if value is not None and value is not False and name not in wrong else ():
                 error = rule.find_error(self, value)
                 if error is not None:
-                    shown = f"{name} (or {' or '.join(flag.variables)})" if flag.variables else f"{name}={_show(value)}"
-                    raise FlagError(f"{shown}: {error}")
+                    wrong.setdefault(name, f"{self._label_of(name, value, given)}: {error}")
+        errors += [wrong[name] for name in {**given, **wrong} if name in wrong]  # in the order of the words
+        if errors or (errors := list(self.further_errors())):
+            raise FlagError(*errors)
+
+    def _label_of(self, name: str, value: Any, given: Mapping[str, Setting]) -> str:
+        return given[name].label if name in given else _label(f"{name}=", _show(value), self.flags[name].is_secret)
 
     @classmethod
     def help_text(cls, width: int) -> str:
@@ -209,6 +283,18 @@ class FlagConfig(Config):
             indent = " " * column
             lines += textwrap.wrap(meaning, width, initial_indent=left.ljust(column), subsequent_indent=indent)
         return "\n".join(lines[1:])
+
+
+def not_understood(word: str) -> str:
+    return f"{_show(word)}: not understood, flags are written name=value"
+
+
+def are_missing(names: Iterable[str], usage: str) -> Iterator[str]:
+    """A line if there are any names, for flags that must be given."""
+    listed = list(names)
+    if listed:
+        *most, last = listed
+        yield f"{', '.join(most)} and {last} are missing: {usage}" if most else f"{last} is missing: {usage}"
 
 
 def at_most(other: str) -> Rule:
@@ -287,8 +373,24 @@ def _as_kind(value: Any, kind: type) -> Any:
     return float(value) if kind is float and type(value) is int else value
 
 
-def _read(name: str, text: str, flag: Flag) -> Any:
-    """The value of `text`, parsed by Pydra's rules unless the flag is a string. Raises FlagError."""
+def _label(before: str, text: str, is_secret: bool) -> str:
+    """before: what stands before the value, such as `port=` or `--port `."""
+    return before.rstrip("=: ") if is_secret else before + _show(text)
+
+
+class _Unreadable(ValueError):
+    """The message says why."""
+
+
+def written(value: object, flag: Flag) -> str:
+    """The text after `name=` that is read as this value."""
+    if isinstance(value, str):
+        return value if flag.kind is not str or _unquoted(value) == value else repr(value)
+    return json.dumps(value) if isinstance(value, dict | list) else _show(value)
+
+
+def _read(text: str, flag: Flag) -> Any:
+    """The value of `text`, parsed by Pydra's rules unless the flag is a string. Raises _Unreadable."""
     is_free_text = flag.kind is str and not flag.choices
     if flag.is_optional and (text == "None" or (text == "auto" and not is_free_text)):
         return None
@@ -300,7 +402,7 @@ def _read(name: str, text: str, flag: Flag) -> Any:
         return _read_object(text) if flag.kind is dict else parse_value(text)
     except Exception as error:
         # An expression in parentheses can raise any exception.
-        raise FlagError(f"{name}={_show(text)}: cannot be read, {type(error).__name__}: {error}") from None
+        raise _Unreadable(f"cannot be read, {type(error).__name__}: {' '.join(str(error).split())}") from None
 
 
 def _read_object(text: str) -> Any:
@@ -323,11 +425,6 @@ def _literal(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
-
-
-def _suggestion(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), names, n=1)
-    return f"did you mean {close[0]}=? (--help lists all)" if close else "--help lists those there are"
 
 
 def _is_allowed(value: Any, flag: Flag) -> bool:

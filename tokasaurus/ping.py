@@ -2,11 +2,12 @@
 
 import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tokasaurus.addresses import URL_OF_SOCKETS, client_of_socket, proxies_for, proxy_variable
 from tokasaurus.config import ServerConfig
-from tokasaurus.flags import FlagConfig, FlagError, count, flag
+from tokasaurus.flags import FlagConfig, count, flag
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -26,16 +27,20 @@ class PingConfig(FlagConfig):
     port: int = flag(ServerConfig.port, "TCP port of the server", minimum=1, maximum=65535)
     unix_socket: str | None = flag(None, "file of the server's Unix socket, replaces host and port")
     base_url: str | None = flag(None, "URL of any OpenAI-compatible API, replaces host and port")
-    model: str = flag("default", "model name; default is the served model")
-    api_key: str | None = flag(None, "API key of the server", none_means="TOKA_API_KEY", variables=("TOKA_API_KEY",))
+    model: str = flag("default", "model name; default is the served model", variables=("TOKA_SERVED_MODEL_NAME",))
+    api_key: str | None = flag(
+        None,
+        "API key of the server",
+        none_means="TOKA_API_KEY or OPENAI_API_KEY",
+        variables=("TOKA_API_KEY", "OPENAI_API_KEY"),
+        is_secret=True,
+    )
 
-    def finalize(self) -> None:
-        """Raises FlagError for a wrong value or a missing prompt."""
-        super().finalize()
+    def further_errors(self) -> Iterator[str]:
         if self.prompt is None:
-            raise FlagError("prompt is missing: toka ping prompt='tell me a joke'")
+            yield "prompt is missing: toka ping prompt='tell me a joke'"
         if self.unix_socket is not None and self.base_url is not None:
-            raise FlagError(f"unix_socket={self.unix_socket}: either it or base_url= names the server")
+            yield f"unix_socket={self.unix_socket}: either it or base_url= names the server"
 
 
 def ping(config: PingConfig) -> int:

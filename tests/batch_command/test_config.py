@@ -4,6 +4,7 @@ import pytest
 
 from tokasaurus.batch_command.config import RunConfig, StoredConfig, server_words
 from tokasaurus.cli import main
+from tokasaurus.command_line import read
 from tokasaurus.config import ServerConfig
 
 FILES = ["input=a.jsonl", "output=b.jsonl"]
@@ -38,10 +39,10 @@ def test_every_flag_of_the_server_is_one_of_a_run_or_set_by_it() -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "input is missing: toka batch input=requests.jsonl output=results.jsonl"),
+        ([], "input and output are missing: toka batch input=requests.jsonl output=results.jsonl"),
         (["input=a"], "output is missing: toka batch input=requests.jsonl output=results.jsonl"),
-        ([*FILES, "ovewrite=T"], "ovewrite=T: unknown flag, did you mean overwrite=? (--help lists all)"),
-        ([*FILES, "modle=x"], "modle=x: unknown flag, did you mean model=? (--help lists all)"),
+        ([*FILES, "ovewrite=T"], "ovewrite=T: unknown flag, did you mean overwrite=?"),
+        ([*FILES, "modle=x"], "modle=x: unknown flag, did you mean model=?"),
         ([*FILES, "page_size=0"], "page_size=0: must be a whole number from 1 to 2147483647"),
         ([*FILES, "overwrite=3"], "overwrite=3: must be T or F"),
         ([*FILES, "port=80"], "port: toka batch sets it itself; base_url= names a running server"),
@@ -69,7 +70,7 @@ def test_every_flag_of_the_server_is_one_of_a_run_or_set_by_it() -> None:
             ["cancel", "port=1"],
             "the batch is missing: toka batch cancel batch_...; toka batch list shows those there are",
         ),
-        (["list", "prot=1"], "prot=1: unknown flag, did you mean port=? (--help lists all)"),
+        (["list", "prot=1"], "prot=1: unknown flag, did you mean port=?"),
         (["show", "batch_1", "port=0"], "port=0: must be a whole number from 1 to 65535"),
     ],
 )
@@ -80,13 +81,22 @@ def test_a_wrong_argument_gives_one_line_and_exit_code_2(
     assert capsys.readouterr() == ("", f"toka batch: {line}\n")
 
 
-def test_keys_of_the_environment_are_those_of_a_running_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "openai")
-    assert RunConfig.parse([*FILES, URL]).api_key == "openai"
-    monkeypatch.setenv("TOKA_API_KEY", "toka")
-    assert RunConfig.parse([*FILES, URL]).api_key == "toka"
-    assert RunConfig.parse([*FILES, URL, "api_key=typed"]).api_key == "typed"
-    assert RunConfig.parse(FILES).api_key is None
+def test_keys_of_the_environment_are_those_of_a_running_server() -> None:
+    environment = {"OPENAI_API_KEY": "openai"}
+    assert read(RunConfig, [*FILES, URL], environment).config.api_key == "openai"
+    environment["TOKA_API_KEY"] = "toka"
+    assert read(RunConfig, [*FILES, URL], environment).config.api_key == "toka"
+    assert read(RunConfig, [*FILES, URL, "api_key=typed"], environment).config.api_key == "typed"
+    assert read(RunConfig, FILES, environment).config.api_key is None
+
+
+def test_flags_for_starting_a_server_in_the_environment_do_not_matter_beside_a_running_one() -> None:
+    environment = {"TOKA_MODEL": "org/name", "TOKA_PORT": "80", "TOKA_OVERWRITE": "T"}
+    given = read(RunConfig, [*FILES, URL], environment)
+    assert (given.config.model, given.config.overwrite) == (None, True)
+    given = read(RunConfig, FILES, environment)
+    server = ServerConfig.parse(server_words(given.config, given.words))
+    assert (server.model, server.port) == ("org/name", ServerConfig.port)
 
 
 def test_stored_batches_are_by_default_those_of_the_default_port() -> None:

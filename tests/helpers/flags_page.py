@@ -13,9 +13,11 @@ INTRODUCTION = """\
 `python -m tests.helpers.flags_page` makes this page from `tokasaurus/config.py`, where every flag is declared; a test
 compares the two.
 
-Flags are written `name=value`: `T` and `F` are true and false, `None` is none or auto, `'(2 * 1024)'` is evaluated. A
-flag that is wrong in name, type or range ends the command with one line and exit code 2. `toka --help` prints these
-tables; the flags of `toka ping`, `download`, `plan`, `check`, `batch` and `map` are in their own `--help`.
+Flags are written `name=value`: `T` and `F` are true and false, `None` is none or auto, `'(2 * 1024)'` is evaluated.
+Flags that are wrong in name, type or range end the command with a line for each and exit code 2. Every flag is also an
+environment variable, such as `TOKA_PORT` for `port`, and an entry of a YAML file: see
+[the command line](command_line.md). The flags of `toka ping`, `download`, `plan`, `check`, `batch` and `map` are in their
+own `--help`.
 """
 HEAD = ["| flag | default | values | meaning |", "|---|---|---|---|"]
 

@@ -12,6 +12,7 @@ from tokasaurus.library.sampling import Sampling
 from tokasaurus.map_command.config import SAMPLING_FLAGS, MapConfig, engine_flags
 
 JOB = ["input=a.jsonl", "output=out", "prompt={q}"]
+USAGE = "toka map input='questions/*.parquet' output=answers prompt='{question}'"
 URL = "base_url=http://localhost:1/v1"
 
 
@@ -70,14 +71,20 @@ def test_every_flag_of_the_server_is_one_of_map_or_of_how_others_reach_it() -> N
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "input is missing: toka map input='questions/*.parquet' output=answers prompt='{question}'"),
-        (JOB[:1], "output is missing: toka map input='questions/*.parquet' output=answers prompt='{question}'"),
-        (JOB[:2], "prompt is missing: toka map input='questions/*.parquet' output=answers prompt='{question}'"),
+        (
+            [],
+            f"input, output and prompt are missing: {USAGE}",
+        ),
+        (
+            JOB[:1],
+            f"output and prompt are missing: {USAGE}",
+        ),
+        (JOB[:2], f"prompt is missing: {USAGE}"),
         ([*JOB, "messages=m"], "messages: either it or prompt= is given"),
         ([*JOB[:2], "messages=m", "chat=T"], "chat: goes with prompt=; messages= are a chat already"),
-        ([*JOB, "promt=x"], "promt=x: unknown flag, did you mean prompt=? (--help lists all)"),
-        ([*JOB, "temperatur=1"], "temperatur=1: unknown flag, did you mean temperature=? (--help lists all)"),
-        ([*JOB, "temperature=3"], "temperature=3.0: must be a number from 0 to 2"),
+        ([*JOB, "promt=x"], "promt=x: unknown flag, did you mean prompt=?"),
+        ([*JOB, "temperatur=1"], "temperatur=1: unknown flag, did you mean temperature=?"),
+        ([*JOB, "temperature=3"], "temperature=3: must be a number from 0 to 2"),
         ([*JOB, "n=0"], "n=0: must be a whole number from 1 to 2147483647"),
         ([*JOB, "format=csv"], "format=csv: must be parquet or jsonl, or None (jsonl for JSON lines, else parquet)"),
         ([*JOB, "stop=[1]"], "stop=[1]: must be a text, or a JSON list of texts"),

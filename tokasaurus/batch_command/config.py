@@ -1,9 +1,10 @@
 """The flags of `toka batch`: those of a run, with all flags of the server, and those of list, show and cancel."""
 
 import os
+from collections.abc import Iterator
 
 from tokasaurus.config import CommandConfig, ServerConfig
-from tokasaurus.flags import MAX_INT32, FlagConfig, FlagError, count, flag
+from tokasaurus.flags import MAX_INT32, FlagConfig, are_missing, count, flag
 
 ACTIONS = ("list", "show", "cancel")
 
@@ -50,28 +51,26 @@ class RunConfig(CommandConfig, without=_SET_BY_THE_RUN):
     log_level: str = ServerConfig.declared("log_level", default="warning")
     uvicorn_log_level: str = ServerConfig.declared("uvicorn_log_level", default="warning")
 
-    def finalize(self) -> None:
-        """Raises FlagError for a wrong value or a missing file name."""
-        super().finalize()
-        for name in ("input", "output"):
-            if getattr(self, name) is None:
-                raise FlagError(f"{name} is missing: toka batch input=requests.jsonl output=results.jsonl")
-        if self.completion_window is not None and self.base_url is None:
-            _check_window(self.completion_window)
-        if self.api_key is not None and self.base_url is None:
-            raise FlagError("api_key: only with base_url=, since the server that is started has no port")
+    def further_errors(self) -> Iterator[str]:
+        missing = [name for name in ("input", "output") if getattr(self, name) is None]
+        yield from are_missing(missing, "toka batch input=requests.jsonl output=results.jsonl")
+        if self.base_url is None:
+            if self.completion_window is not None and not _is_window(self.completion_window):
+                shown = f"completion_window={self.completion_window}"
+                yield f"{shown}: must be a whole number with s, m, h or d after it, such as 24h, at most 30d"
+            if self.api_key is not None:
+                yield "api_key: only with base_url=, since the server that is started has no port"
 
 
-def _check_window(window: str) -> None:
-    """Raises FlagError for a window that the server would refuse; servers of others may know other windows."""
+def _is_window(window: str) -> bool:
+    """Whether our server takes it; servers of others may know other windows."""
     from tokasaurus.server.protocol.batches import window_seconds
 
     try:
         window_seconds(window)
     except ValueError:
-        raise FlagError(
-            f"completion_window={window}: must be a whole number with s, m, h or d after it, such as 24h, at most 30d"
-        ) from None
+        return False
+    return True
 
 
 def key_of_environment() -> str | None:
@@ -98,14 +97,12 @@ class StoredConfig(FlagConfig):
         ServerConfig.port, "TCP port of the server whose default directory is meant", minimum=1, maximum=65535
     )
     api_key: str | None = flag(
-        None, "API key of the server that runs on the directory (cancel)", none_means="TOKA_API_KEY"
+        None, "API key of the server that runs on the directory (cancel)", none_means="TOKA_API_KEY", is_secret=True
     )
     base_url: str | None = flag(None, "cancel: URL of a running server's OpenAI API, in place of a directory")
     limit: int = count(100, "batches that list shows, the newest")
     json: bool = flag(False, "print JSON, one object per batch, as the API has it")
 
-    def finalize(self) -> None:
-        """Raises FlagError for a wrong value."""
-        super().finalize()
+    def further_errors(self) -> Iterator[str]:
         if self.base_url is not None and self.data_dir is not None:
-            raise FlagError(f"base_url={self.base_url}: either it or data_dir= names the server")
+            yield f"base_url={self.base_url}: either it or data_dir= names the server"

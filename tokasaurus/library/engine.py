@@ -130,12 +130,11 @@ class _Supervisor:
         # A restart is the same start again, whatever this process has changed meanwhile. The last word counts.
         self._words = ["drain_seconds=0", *self._words, f"unix_socket={self.socket_path}"]
         try:
-            config = ServerConfig.parse([*self._words, "api_key=none"])  # not the environment's, for other servers
+            config = ServerConfig.parse(self._words)
         except FlagError as error:
             raise EngineError(str(error)) from None
         self._stop_s = config.drain_seconds + (_STOP_S if config.trace is None else _STOP_WITH_TRACE_S)
-        key_variables = ServerConfig.flags["api_key"].variables  # no key: only this user can connect
-        self._environment = {name: value for name, value in os.environ.items() if name not in key_variables}
+        self._environment = dict(os.environ)
         self._working_directory: str | None = None
         with suppress(FileNotFoundError):  # it was removed
             self._working_directory = str(Path.cwd())

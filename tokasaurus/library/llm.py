@@ -135,8 +135,7 @@ def _words(model: str | None, flags: dict[str, Any]) -> list[str]:
     if model is not None:
         flags = {"model": model, **flags}
     words = [f"{name}={_written(value)}" for name, value in {**_OWN_DEFAULTS, **flags}.items()]
-    # FlagError, a ValueError, names the flag. The environment's api_key is for other servers.
-    ServerConfig.parse([*words, "api_key=none"])
+    ServerConfig.parse(words)  # FlagError, a ValueError, names the flag
     return words
 
 

@@ -1,11 +1,12 @@
 """The flags of `toka map`: its own, those of sampling, and those of the server that it starts."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tokasaurus.config import FLAGS_OF_ACCESS, CommandConfig, ServerConfig
-from tokasaurus.flags import FlagError, count, flag
+from tokasaurus.flags import FlagError, are_missing, count, flag
 
 _USAGE = "toka map input='questions/*.parquet' output=answers prompt='{question}'"
 
@@ -67,7 +68,6 @@ class MapConfig(CommandConfig, without=(*_NOT_HERE, "logprobs_mode")):
         "api_key",
         meaning="API key of the server at base_url",
         none_means="TOKA_API_KEY",
-        variables=("TOKA_API_KEY",),
         heading="map",
     )
 
@@ -109,23 +109,21 @@ class MapConfig(CommandConfig, without=(*_NOT_HERE, "logprobs_mode")):
     log_level: str = ServerConfig.declared("log_level", default="warning")
     uvicorn_log_level: str = ServerConfig.declared("uvicorn_log_level", default="warning")
 
-    def finalize(self) -> None:
-        """Raises FlagError for a wrong value or a missing one."""
-        super().finalize()
-        for name in ("input", "output"):
-            if getattr(self, name) is None:
-                raise FlagError(f"{name} is missing: {_USAGE}")
-        if self.prompt is None and self.messages is None:
-            raise FlagError(f"prompt is missing: {_USAGE}")
+    def further_errors(self) -> Iterator[str]:
+        needed = ("input", "output", *(("prompt",) if self.messages is None else ()))
+        yield from are_missing([name for name in needed if getattr(self, name) is None], _USAGE)
         if self.prompt is not None and self.messages is not None:
-            raise FlagError("messages: either it or prompt= is given")
+            yield "messages: either it or prompt= is given"
         if self.messages is not None and self.chat:
-            raise FlagError("chat: goes with prompt=; messages= are a chat already")
+            yield "chat: goes with prompt=; messages= are a chat already"
         if self.api_key is not None and self.base_url is None:
-            raise FlagError("api_key: only with base_url=, since nobody else reaches the engine that is started")
+            yield "api_key: only with base_url=, since nobody else reaches the engine that is started"
         if self.tools is not None and self.prompt is not None and "{" in self.prompt and not self.chat:
-            raise FlagError("tools: need messages: chat=T sends the prompt as the message of a user")
-        self.sampling_fields()
+            yield "tools: need messages: chat=T sends the prompt as the message of a user"
+        try:
+            self.sampling_fields()
+        except FlagError as error:
+            yield from error.lines
 
     def answer_columns(self) -> list[str]:
         """Further columns of the answers."""

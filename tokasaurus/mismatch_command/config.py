@@ -3,7 +3,7 @@
 from typing import Any
 
 from tokasaurus.config import FLAGS_OF_ACCESS, ServerConfig
-from tokasaurus.flags import FlagError, count, flag
+from tokasaurus.flags import count, flag
 
 # How others reach a server, and what the modes set themselves.
 _NOT_HERE = (
@@ -36,14 +36,8 @@ class MismatchConfig(ServerConfig, without=_NOT_HERE):
     uvicorn_log_level: str = ServerConfig.declared("uvicorn_log_level", default="warning")
 
     @classmethod
-    def parse(cls, words: list[str]) -> "MismatchConfig":
-        for word in words:
-            if (name := word.partition("=")[0]) in _NOT_HERE:
-                raise FlagError(f"{name}: toka mismatch sets it itself, or nobody else reaches its engine")
-        return super().parse(words)
-
-    def read_environment(self) -> None:
-        """Nothing: its variables are for a server that others reach."""
+    def why_not_here(cls, name: str) -> str | None:
+        return "toka mismatch sets it itself, or nobody else reaches its engine" if name in _NOT_HERE else None
 
 
 _OWN_FLAGS = [name for name, flag in MismatchConfig.flags.items() if flag.heading == "mismatch"]

@@ -1,6 +1,7 @@
 """The flags of `toka plan`: its own, and those of the server that change how much memory is used."""
 
 import re
+from collections.abc import Iterator
 
 from tokasaurus.config import ServerConfig
 from tokasaurus.flags import FlagError, flag
@@ -32,14 +33,15 @@ class PlanConfig(ServerConfig, only=_OF_SERVER, heading="flags of the server"):
         "dtype", default="bfloat16", meaning="data type of the weights and of computation"
     )
 
-    def finalize(self) -> None:
-        """Raises FlagError for a wrong value."""
-        super().finalize()
-        parse_size(self.device_memory)
+    def further_errors(self) -> Iterator[str]:
+        try:
+            parse_size(self.device_memory)
+        except FlagError as error:
+            yield from error.lines
         if self.model is None:
-            raise FlagError("model is missing: toka plan model=NAME [device_memory=80GiB] [name=value ...]")
+            yield "model is missing: toka plan model=NAME [device_memory=80GiB] [name=value ...]"
         if self.attention_backend not in (None, "flashinfer", "torch"):
-            raise FlagError(f"attention_backend={self.attention_backend}: a CUDA device has flashinfer and torch")
+            yield f"attention_backend={self.attention_backend}: a CUDA device has flashinfer and torch"
 
 
 def parse_size(text: str) -> int:

@@ -9,12 +9,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from tokasaurus.check_command.config import CheckConfig
 from tokasaurus.checkpoint import Checkpoint, read_model_info, resolve_checkpoint
 from tokasaurus.checkpoint.cache import expand_home
 from tokasaurus.checkpoint.info import read_config
 from tokasaurus.checkpoint.weight_files import has_weights
 from tokasaurus.config import ServerConfig
-from tokasaurus.flags import flag
 from tokasaurus.messages.status import PhaseDone, UserError, first_line
 from tokasaurus.model.cpu.build import kernels_built_ahead
 from tokasaurus.model.decoder.decoder import Decoder
@@ -26,26 +26,6 @@ from tokasaurus.monitoring.log_writer import setup_logging
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
 
 logger = logging.getLogger(__name__)
-
-
-_OF_SERVER = (
-    *("rope_scaling", "device", "trust_remote_code", "dtype", "kv_cache_dtype", "cpu_isa", "page_size"),
-    *("quantization", "quantized_compute"),
-    *("max_tokens_per_forward", "max_seqs_per_forward", "max_num_tokens_per_request", "attention_backend"),
-    *("torch_compile", "use_cudagraphs", "cudagraph_max_size", "cudagraph_step", "log_level"),
-)
-
-
-class CheckConfig(ServerConfig, only=_OF_SERVER, heading="flags of the server"):
-    """The flags of `toka check`: its own, and those of the server that change what computes a model."""
-
-    model: str | None = flag(
-        None,
-        "as for the server; or for random weights, a config.json or a directory that has no weights beside it",
-        none_means="demo",
-        heading="check",
-    )
-    json: bool = flag(False, "print JSON")
 
 
 def check(config: CheckConfig) -> int:
