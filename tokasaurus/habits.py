@@ -183,7 +183,11 @@ HABITS = (
     _switch("vLLM", "--enable-auto-tool-choice"),
     _value("vLLM, SGLang", "--tool-call-parser llama3_json", "tool_call_format=llama3", convert=_tool_format),
     _refused("vLLM, SGLang", "--reasoning-parser qwen3", "reasoning is recognised by the model's chat template"),
-    _refused("vLLM, SGLang", "--chat-template chat.jinja", "edit the chat template in the model's directory"),
+    _refused(
+        "vLLM, SGLang",
+        "--chat-template chat.jinja",
+        "the model's directory has it; with request_chat_template=T, requests may bring one",
+    ),
     _refused("vLLM, SGLang", "--download-dir /models", "the variable HF_HOME names the directory of downloads"),
     _refused("vLLM, SGLang", "--seed 1", _IN_REQUESTS, "--random-seed -s"),
     _refused("llama.cpp", "-n 100", "max_tokens, " + _IN_REQUESTS, "--predict --n-predict"),
