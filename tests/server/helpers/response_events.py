@@ -1,4 +1,4 @@
-"""Answers and streams of /v1/responses, checked against OpenAI's types and against each other."""
+"""Answers and streams of /v1/responses, checked against OpenAI's types and document, and against each other."""
 
 import json
 from typing import Any
@@ -8,6 +8,7 @@ import orjson
 import pydantic
 
 from tests.server.helpers.openai_client import assert_no_extra_fields
+from tests.server.helpers.openai_document import EVENTS, assert_as_documented
 
 EVENT_TYPES: dict[str, type[pydantic.BaseModel]] = {
     "response.created": types.ResponseCreatedEvent,
@@ -28,38 +29,12 @@ EVENT_TYPES: dict[str, type[pydantic.BaseModel]] = {
     "error": types.ResponseErrorEvent,
 }
 
-# `required` in OpenAI's document, where its Python types have defaults. By type of the object.
-REQUIRED = {
-    "response": {"id", "object", "created_at", "error", "incomplete_details", "instructions", "metadata", "model"}
-    | {"output", "parallel_tool_calls", "temperature", "tool_choice", "tools", "top_p"},
-    "message": {"id", "type", "role", "content", "status"},
-    "function_call": {"type", "call_id", "name", "arguments"},
-    "reasoning": {"id", "type", "summary"},
-    "output_text": {"type", "text", "annotations", "logprobs"},
-    "reasoning_text": {"type", "text"},
-    "function": {"type", "name", "strict", "parameters"},
-    "error": {"type", "code", "message", "param", "sequence_number"},
-}
-
-
-def assert_required_fields(value: Any) -> None:
-    if isinstance(value, list):
-        for item in value:
-            assert_required_fields(item)
-    elif isinstance(value, dict):
-        kind = str(value.get("object") or value.get("type"))
-        is_choice = value.keys() == {"type", "name"}
-        assert is_choice or REQUIRED.get(kind, set()) <= value.keys(), value
-        for name, inner in value.items():
-            if name not in ("metadata", "parameters", "schema"):
-                assert_required_fields(inner)
-
 
 def checked_response(content: bytes) -> dict[str, Any]:
     """The answer, after asserting that it is what OpenAI documents."""
     response: dict[str, Any] = orjson.loads(content)
     assert_no_extra_fields(types.Response.model_validate_json(content, strict=True))
-    assert_required_fields(response)
+    assert_as_documented("Response", response)
     return response
 
 
@@ -74,7 +49,7 @@ def checked_events(content: bytes) -> list[dict[str, Any]]:
         assert event["sequence_number"] == number
         model = EVENT_TYPES[event["type"]].model_validate_json(data.removeprefix(b"data: "), strict=True)
         assert_no_extra_fields(model)
-        assert_required_fields(event)
+        assert_as_documented(EVENTS[event["type"]], event)
         events.append(event)
     return events
 
