@@ -1,4 +1,6 @@
-"""docs/command_line.md, with the table of tokasaurus/habits.py: `python -m tests.helpers.command_line_page` writes it."""
+"""docs/command_line.md, with the table of tokasaurus/habits.py.
+
+`python -m tests.helpers.command_line_page` writes it."""
 
 from pathlib import Path
 
@@ -14,11 +16,11 @@ reads and a test runs row by row.
 
 ## Flags
 
-A flag is written `name=value`. The same flag may be written as an option, with dashes for underscores and the value after
-a space or an equals sign: `max_seqs_per_forward=8`, `--max-seqs-per-forward 8` and `--max-seqs-per-forward=8` are one. A
-flag that is true or false needs no value as an option: `--rl` is `rl=T`, and `--no-greedy-prefill` is `greedy_prefill=F`.
-The model may stand alone: `toka Qwen/Qwen3-0.6B`, `toka serve NAME`, `toka download NAME`. [Flags](flags.md) lists all
-flags of the server; `toka --help` and `toka SUBCOMMAND --help` print those of a command.
+A flag is written `name=value`. The same flag may be written as an option, with dashes for underscores and the value
+after a space or an equals sign: `max_seqs_per_forward=8`, `--max-seqs-per-forward 8` and `--max-seqs-per-forward=8`
+are one. A flag that is true or false needs no value as an option: `--rl` is `rl=T`, and `--no-greedy-prefill` is
+`greedy_prefill=F`. The model may stand alone: `toka Qwen/Qwen3-0.6B`, `toka serve NAME`, `toka download NAME`.
+[Flags](flags.md) lists all flags of the server; `toka --help` and `toka SUBCOMMAND --help` print those of a command.
 
 Everything that is wrong is told in one go, a line for each, and the command ends with exit code 2. A flag that is given
 twice is wrong, whatever the values are.
@@ -43,10 +45,10 @@ rope_scaling: {rope_type: linear, factor: 2.0}
 
 - One file and one environment serve all commands. Of the server's flags, a command takes those that it has. Beside
   `base_url=`, flags for starting a server are passed over.
-- In `toka ping`, `model=` is a model's name in the API: its variable is `TOKA_SERVED_MODEL_NAME`, and its entry in a file
-  `served_model_name`.
-- A variable that begins with `TOKA_` and is no flag of any command is warned of. What Kubernetes sets beside a service
-  named `toka`, such as `TOKA_PORT=tcp://10.0.0.1:80`, is passed over.
+- In `toka ping`, `model=` is a model's name in the API: its variable is `TOKA_SERVED_MODEL_NAME`, and its entry in a
+  file `served_model_name`.
+- A variable that begins with `TOKA_` and is no flag of any command is warned of. What Kubernetes sets beside a
+  service named `toka`, such as `TOKA_PORT=tcp://10.0.0.1:80`, is passed over.
 - An error names the variable, or the file and the line. It never shows a key.
 - `--print-config` prints every flag with its value and where that is from, and ends. What it prints is a file for
   `config=`, without keys.
@@ -54,8 +56,8 @@ rope_scaling: {rope_type: linear, factor: 2.0}
 
 ## Habits of other programs
 
-What has one meaning here is accepted. Anything else ends with exit code 2 and says what to do instead. Options may also be
-written `name=value`, such as `max_model_len=8192`, and stand in a file.
+What has one meaning here is accepted. Anything else ends with exit code 2 and says what to do instead. Options may
+also be written `name=value`, such as `max_model_len=8192`, and stand in a file.
 
 | program | as typed after `toka` | what `toka` makes of it |
 |---|---|---|
