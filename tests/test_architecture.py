@@ -39,7 +39,10 @@ OWN_FOLDERS = {
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["ping", "download", "batch_command", "plan_command", "check_command", "map_command", "mismatch_command"],
+    [
+        *("ping", "download", "batch_command", "plan_command", "check_command"),
+        *("map_command", "mismatch_command", "top_command"),
+    ],
     ["library"],
     ["processes"],
     ["startup_report"],
@@ -98,6 +101,7 @@ WITHOUT_TORCH = [
     "download",
     "batch_command",
     "map_command",
+    "top_command",
     "library",
     "messages",
 ]

@@ -51,7 +51,7 @@ def test_help_is_quick_and_lists_every_flag() -> None:
         (["port=x"], "toka: port=x: must be a whole number from 0 to 65535"),
         (
             ["pong"],
-            "toka: pong: no such sub-command, there are ping, download, plan, check, batch, map, mismatch; "
+            "toka: pong: no such sub-command, there are ping, download, plan, check, batch, map, mismatch, top; "
             "flags are name=value",
         ),
         (["--port"], "toka: --port: needs a value, port=..."),

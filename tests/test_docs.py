@@ -13,6 +13,7 @@ from tokasaurus.map_command.config import MapConfig
 from tokasaurus.messages.generation import SamplingParams
 from tokasaurus.mismatch_command.config import MismatchConfig
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
+from tokasaurus.top_command.config import TopConfig
 from torture.__main__ import PARTS
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +51,7 @@ def test_flags_in_the_docs_exist() -> None:
         *StoredConfig.flags,
         *MapConfig.flags,
         *MismatchConfig.flags,
+        *TopConfig.flags,
         *inspect.signature(Client.map).parameters,
     }
     for page in PAGES:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tokasaurus.map_command.config import MapConfig
     from tokasaurus.mismatch_command.config import MismatchConfig
     from tokasaurus.plan_command.config import PlanConfig
+    from tokasaurus.top_command.config import TopConfig
 
 AnyConfig = TypeVar("AnyConfig", bound="FlagConfig")
 
@@ -74,6 +75,10 @@ _MISMATCH_USAGE = """\
 toka mismatch [model=NAME] [json=FILE] [picture=FILE] [name=value ...]
 sample in several ways, and compare the log-probabilities with those that a
 trainer's forward gives the same tokens"""
+
+_TOP_USAGE = """\
+toka top [URL] [name=value ...]   watch a running server
+toka top replay=FILE [speed=N]    show a recording"""
 
 
 @ends_in_one_line
@@ -180,6 +185,14 @@ def mismatch_main(args: list[str] | None = None) -> int:
     return _run("toka mismatch", _MISMATCH_USAGE, MismatchConfig, args, _run_mismatch, "model")
 
 
+@ends_in_one_line
+def top_main(args: list[str] | None = None) -> int:
+    """`toka top`. Returns the exit code."""
+    from tokasaurus.top_command.config import TopConfig
+
+    return _run("toka top", _TOP_USAGE, TopConfig, args, _top, "base_url")
+
+
 def _run(
     command: str,
     usage: str,
@@ -228,6 +241,7 @@ def config_types() -> "dict[str, type[FlagConfig]]":
     from tokasaurus.mismatch_command.config import MismatchConfig
     from tokasaurus.ping import PingConfig
     from tokasaurus.plan_command.config import PlanConfig
+    from tokasaurus.top_command.config import TopConfig
 
     return {
         "": ServerConfig,
@@ -239,6 +253,7 @@ def config_types() -> "dict[str, type[FlagConfig]]":
         "batch list": StoredConfig,
         "map": MapConfig,
         "mismatch": MismatchConfig,
+        "top": TopConfig,
     }
 
 
@@ -281,6 +296,12 @@ def _run_mismatch(config: "MismatchConfig", words: list[str]) -> int:
     return run_mismatch(config, words)
 
 
+def _top(config: "TopConfig", _words: list[str]) -> int:
+    from tokasaurus.top_command.run import top
+
+    return top(config)
+
+
 def _stored_batches(action: str, config: "StoredConfig", batch_id: str) -> int:
     """`toka batch list`, `show` and `cancel`. Raises FlagError."""
     from tokasaurus.batch_command.stored import cancel_stored, list_stored, show_stored
@@ -298,6 +319,7 @@ _SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "batch": batch_main,
     "map": map_main,
     "mismatch": mismatch_main,
+    "top": top_main,
 }
 
 

@@ -109,7 +109,7 @@ class Server:
             async with self.http.get(f"{self.url}/v1/models", timeout=aiohttp.ClientTimeout(_CONNECT_S)) as response:
                 content = await response.read()
                 if response.status != 200:
-                    raise ServerError(f"{self.url} answered {response.status}: {_reason(content)}")
+                    raise ServerError(f"{self.url} answered {response.status}: {error_reason(content)}")
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise ServerError(
                 f"no answer from {self.url}: {error or type(error).__name__}; is the server running?"
@@ -127,7 +127,7 @@ class Server:
             async with self.http.post(f"{self.url}{path}", json=body, timeout=aiohttp.ClientTimeout()) as response:
                 content = await response.read()
                 if response.status != 200:
-                    raise ServerError(f"{self.url}{path} answered {response.status}: {_reason(content)}")
+                    raise ServerError(f"{self.url}{path} answered {response.status}: {error_reason(content)}")
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError(f"no answer from {self.url}{path}: {error or type(error).__name__}") from None
         answer: dict[str, Any] = orjson.loads(content)
@@ -301,10 +301,10 @@ class AsyncBulkSession:
         try:
             async with self._server.http.post(url, data=body(), headers=headers) as response:
                 if response.status in _TRANSIENT:
-                    return f"{self._server.url} answered {response.status}: {_reason(await response.read())}"
+                    return f"{self._server.url} answered {response.status}: {error_reason(await response.read())}"
                 if response.status != 200:
                     raise ServerError(
-                        f"{self._server.url} answered {response.status}: {_reason(await response.read())}"
+                        f"{self._server.url} answered {response.status}: {error_reason(await response.read())}"
                     )
                 begun = bytearray()
                 async for chunk in response.content.iter_any():
@@ -440,7 +440,7 @@ class _QuietTimer:
             self._task.cancel()
 
 
-def _reason(content: bytes) -> str:
+def error_reason(content: bytes) -> str:
     """Why the server has answered an error, in one line."""
     try:
         return str(orjson.loads(content)["error"]["message"])

@@ -1,0 +1,186 @@
+"""Figures that follow from samples, against slow and obvious computations."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.top_command.helpers.scripted_samples import START_S, line, replica, sample
+from tokasaurus.top_command.history import Curve, History, quantile
+from tokasaurus.top_command.samples import read_sample
+
+
+def history_of(samples: list[dict[str, Any]]) -> History:
+    history = History()
+    for value in samples:
+        history.add(read_sample(line(value)))
+    return history
+
+
+@st.composite
+def points(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Whole numbers: x ascending, with jumps."""
+    gaps = draw(st.lists(st.integers(0, 6), min_size=1, max_size=12))
+    xs = [draw(st.integers(-20, 5))]
+    for gap in gaps:
+        xs.append(xs[-1] + gap)
+    return xs, draw(st.lists(st.integers(0, 100), min_size=len(xs), max_size=len(xs)))
+
+
+def slow_values(xs: list[int], ys: list[int], x: int) -> list[float]:
+    """All values of the curve at a whole x: two or more at a jump, none outside."""
+    found: list[float] = [y for own, y in zip(xs, ys, strict=True) if own == x]
+    for number in range(len(xs) - 1):
+        if xs[number] < x < xs[number + 1]:
+            share = (x - xs[number]) / (xs[number + 1] - xs[number])
+            found.append(ys[number] * (1 - share) + ys[number + 1] * share)
+    return found
+
+
+@given(points(), st.integers(-30, 60), st.integers(0, 30))
+def test_the_highest_value_within_a_column_is_that_of_all_its_steps(
+    curve: tuple[list[int], list[int]], start: int, width: int
+) -> None:
+    xs, ys = curve
+    expected = [value for x in range(start, start + width + 1) for value in slow_values(xs, ys, x)]
+    found = Curve(tuple(map(float, xs)), tuple(map(float, ys))).highest(start, start + width)
+    assert found == (pytest.approx(max(expected)) if expected else None)
+
+
+@st.composite
+def lives_of_a_total(draw: st.DrawFn) -> list[tuple[float, bool, float, int]]:
+    """(seconds since the sample before, whether the total began at 0 again, what was added since, restarts)."""
+    steps = st.tuples(st.sampled_from([0.5, 1.0, 2.0]), st.booleans(), st.integers(0, 50).map(float), st.integers(0, 1))
+    return draw(st.lists(steps, min_size=1, max_size=12))
+
+
+@given(lives_of_a_total(), st.booleans())
+def test_rates_count_every_token_once_over_restarts(
+    life: list[tuple[float, bool, float, int]], tells_restarts: bool
+) -> None:
+    """tells_restarts: else a restart is seen by the total alone, unless it has grown past its old value meanwhile."""
+    time, total, restarts = 0.0, 100.0, 0
+    samples = [sample(0, replicas=[replica(0, tokens={"generated": total})])]
+    gains: list[tuple[float, float]] = []
+    for seconds, is_restart, added, _ in life:
+        time += seconds
+        if is_restart and (tells_restarts or added < total):
+            total, restarts = added, restarts + 1
+        else:
+            total += added
+        gains.append((seconds, added))
+        one = replica(0, tokens={"generated": total}, restarts=restarts if tells_restarts else 0)
+        samples.append(sample(0, time=START_S + time, replicas=[one]))
+    history = history_of(samples)
+    assert history.rates("generated", 100) == pytest.approx([added / seconds for seconds, added in gains])
+    whole_s = sum(seconds for seconds, _ in gains)
+    assert history.rate("generated", whole_s) == pytest.approx(sum(added for _, added in gains) / whole_s)
+    assert history.rates("generated", 1) == pytest.approx([gains[-1][1] / gains[-1][0]])
+
+
+def test_rates_add_the_replicas_and_leave_out_one_that_was_not_there() -> None:
+    samples = [
+        sample(0, replicas=[replica(0, 0, tokens={"generated": 10})]),
+        sample(1, replicas=[replica(1, 0, tokens={"generated": 15}), replica(1, 1, tokens={"generated": 1000})]),
+        sample(2, replicas=[replica(2, 0, tokens={"generated": 25}), replica(2, 1, tokens={"generated": 1003})]),
+        sample(3, replicas=[replica(3, 0, tokens={}), replica(3, 1, tokens={"generated": 1007})]),
+    ]
+    history = history_of(samples)
+    assert history.rates("generated", 9) == [5, 13, 4]
+    assert history.rate("generated", seconds=2, index=1) == 3.5
+    assert history.rates("prompt", 9) == [0, 0, 0]
+
+
+def test_a_new_server_begins_its_totals_anew_even_if_they_are_larger() -> None:
+    newer = {**sample(1)["server"], "started": START_S + 0.5}
+    samples = [
+        sample(0, replicas=[replica(0, tokens={"generated": 10})]),
+        sample(1, replicas=[replica(1, tokens={"generated": 12})], server=newer),
+    ]
+    assert history_of(samples).rates("generated", 9) == [12]
+
+
+def test_one_sample_has_no_rate() -> None:
+    history = history_of([sample(0)])
+    assert (history.rate("generated"), history.rates("generated", 9), history.parts(0)) == (None, [], None)
+
+
+@given(points(), st.integers(1, 59), st.integers(0, 200), st.sampled_from([1, 2, 4]), st.integers(0, 5))
+def test_an_old_forecast_lies_on_todays_axis_where_it_foresaw_each_step(
+    curve: tuple[list[int], list[int]], seconds: int, rounds: int, microbatches: int, ahead: int
+) -> None:
+    """Every step of it keeps its blocks: found by the number of the step, counted in microbatches."""
+    seconds += 5
+    steps, blocks = [x - curve[0][0] for x in curve[0]], curve[1]
+    old = replica(0, step=40, microbatches=microbatches)
+    old["forecast"] = {"step": 40 + ahead, "steps": steps, "blocks": blocks, "peak": max(blocks), "limit": 100}
+    new = replica(0, step=40 + rounds * microbatches, microbatches=microbatches)
+    new["forecast"] = {"step": new["step"] + ahead, "steps": [0, 1], "blocks": [1, 0], "peak": 1, "limit": 100}
+    found = history_of([sample(0, replicas=[old]), sample(seconds, replicas=[new])]).earlier_forecast(0)
+    assert found is not None
+    assert found.seconds_ago == seconds
+    for x, y in zip(steps, blocks, strict=True):
+        absolute_step = 40 + ahead + x * microbatches
+        today = (absolute_step - new["forecast"]["step"]) / microbatches
+        assert today in found.curve.xs
+        assert y in [own for place, own in zip(found.curve.xs, found.curve.ys, strict=True) if place == today]
+
+
+def test_the_earlier_forecast_is_a_minute_old_or_the_oldest_there_is() -> None:
+    ages = [(4, None), (5, 5), (30, 30), (60, 60), (61, 60), (200, 60)]
+    for last, age in ages:
+        found = history_of([sample(second) for second in range(last + 1)]).earlier_forecast(0)
+        assert (None if found is None else found.seconds_ago) == age
+
+
+@pytest.mark.parametrize("change", [{"restarts": 1}, {"step": 3}, {"state": "down", "step": None, "forecast": None}])
+def test_a_restart_hides_the_forecasts_before_it(change: dict[str, Any]) -> None:
+    samples = [sample(second) for second in range(40)]
+    new = [sample(40 + second, replicas=[replica(second, **change)]) for second in range(3)]
+    history = history_of(samples + new)
+    assert history.earlier_forecast(0) is None
+    assert len(history.past_blocks(0).xs) <= 3
+
+
+def test_the_past_of_the_pool_ends_now_and_ascends() -> None:
+    history = history_of([sample(second) for second in range(10)])
+    past = history.past_blocks(0)
+    assert past.xs == tuple(-80.0 * seconds_ago for seconds_ago in range(9, -1, -1))
+    assert past.ys == tuple(2400.0 + 20 * second + 600 for second in range(10))
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 1))
+def test_quantiles_are_numpys(values: list[float], share: float) -> None:
+    assert quantile(sorted(values), share) == pytest.approx(float(np.quantile(values, share)), abs=1e-9)
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 50)), max_size=64), min_size=1, max_size=30))
+def test_lengths_compare_the_newest_sequences(by_second: list[list[tuple[int, int]]]) -> None:
+    samples = [sample(second, replicas=[replica(second, lengths=pairs)]) for second, pairs in enumerate(by_second)]
+    found = history_of(samples).lengths(0)
+    quotients = [actual / predicted for pairs in by_second for predicted, actual in pairs if predicted > 0][-1024:]
+    if not quotients:
+        assert found is None
+        return
+    assert found is not None
+    assert found.count == len(quotients)
+    assert [found.low, found.median, found.high] == pytest.approx(list(np.quantile(quotients, [0.1, 0.5, 0.9])))
+
+
+def test_events_and_parts_are_sums_of_the_samples_after_the_first() -> None:
+    history = history_of([sample(second) for second in range(100)])
+    assert history.events(0) == {"admitted": 240, "finished": 180, "preempted": 0, "evicted": 720}
+    parts = history.parts(0)
+    assert parts is not None
+    assert (parts.seconds, parts.steps) == (10, 800)
+    assert parts.by_group["device"] == pytest.approx({"busy": 9.0, "idle": 0.2})
+    assert history.events(7) == {}
+
+
+def test_a_clock_that_was_set_back_begins_a_new_series_and_old_samples_are_forgotten() -> None:
+    history = history_of([sample(second) for second in range(0, 2000, 10)])
+    assert len(history.samples) == 91
+    history.add(read_sample(line(sample(5))))
+    assert len(history.samples) == 1

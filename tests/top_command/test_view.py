@@ -1,0 +1,98 @@
+"""Sentences of the screen, and what stays where there is little room."""
+
+import pytest
+
+from tests.top_command.helpers.scripted_samples import job, line, replica, sample
+from tokasaurus.top_command.history import History
+from tokasaurus.top_command.samples import NextInQueue, read_sample
+from tokasaurus.top_command.view import Frame, Look, compact_line, next_sentence, screen_lines
+
+
+def shown(history: History, width: int, height: int, **frame) -> str:
+    lines = screen_lines(history, Frame("live", **frame), width, height, Look(has_colours=False))
+    assert len(lines) == height
+    assert max(text.cell_len for text in lines) <= width
+    return "\n".join(text.plain for text in lines)
+
+
+@pytest.fixture(scope="module")
+def history() -> History:
+    found = History()
+    for second in range(120):
+        replicas = [
+            replica(second),
+            replica(second, 1, state="starting", running=7, forecast=None, next=None, waiting=0),
+        ]
+        jobs = [job(second, id=f"batch_{number}", name=f"job {number}") for number in range(8)]
+        found.add(read_sample(line(sample(second, replicas=replicas, jobs=jobs))))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("waiting", "step_seconds", "expected"),
+    [
+        (NextInQueue(61, 310, 900, 3.2, "blocks"), None, "next in the queue fits in 61 steps (+310 blocks)"),
+        (NextInQueue(61, 310, 900, 3.2, "blocks"), 0.1, "next in the queue fits in 61 steps (+310 blocks), 6.1 s"),
+        (NextInQueue(None, 310, 900, 3.2, "blocks"), 0.1, "next in the queue fits after all that runs (+310 blocks)"),
+        (
+            NextInQueue(1000, 3, 9, 3.2, "slots"),
+            0.1,
+            "next in the queue gets a slot in 1,000 steps (+3 blocks), 1 min 40 s",
+        ),
+        (NextInQueue(None, 3, 9, None, ""), 0.1, "next in the queue is admitted with the next steps (+3 blocks)"),
+        (NextInQueue(None, 3, 9, None, "paused"), 0.1, "next in the queue waits until the server resumes"),
+    ],
+)
+def test_the_sentence_about_the_next_in_the_queue(
+    waiting: NextInQueue, step_seconds: float | None, expected: str
+) -> None:
+    assert next_sentence(waiting, step_seconds) == expected
+
+
+def test_a_usual_terminal_has_all_of_it(history: History) -> None:
+    text = shown(history, 80, 24)
+    for words in (
+        "SmolLM2-135M-Instruct",
+        "16,800 tokens/s",
+        "210 running, 3 prefilling; 33 waiting; all done in 40 s",
+        "70 % of 6,000 blocks in use",
+        "█ 3,580 own   ▓ 600 shared   ▒ 1,200 cached   ░ 620 free",
+        "all that runs ends in 9,000 steps (1 min 52 s); peak 80 %",
+        "dots: 60 s ago",
+        "next in the queue fits in 61 steps (+310 blocks), 0.8 s",
+        "240 admitted, 180 finished, 0 preempted, 720 blocks evicted",
+        "median 0.92, 10-90 % 0.75 to 1.09",
+        "> replica 0 up",
+        "  replica 1 starting",
+        "and 5 more",
+    ):
+        assert words in text, f"{words}\n{text}"
+
+
+def test_another_replica_has_figures_of_its_own(history: History) -> None:
+    text = shown(history, 100, 40, replica=1)
+    assert "> replica 1 starting" in text
+    assert "7 running" in text
+    assert "nothing runs" in text
+    assert "queue       empty" in text
+
+
+@pytest.mark.parametrize("height", [1, 2, 3, 6, 10, 15])
+def test_a_low_terminal_keeps_the_most_important_lines(history: History, height: int) -> None:
+    text = shown(history, 60, height)
+    assert "live" in text
+    if height >= 6:
+        assert "tokens/s" in text
+        assert "210 running" in text
+
+
+def test_help_and_a_screen_without_samples(history: History) -> None:
+    assert "next replica" in shown(history, 80, 24, shows_help=True)
+    assert "no sample yet" in shown(History(), 80, 24)
+
+
+def test_the_line_for_pipes(history: History) -> None:
+    text = compact_line(history)
+    assert text.endswith("  70 % of 12,000 blocks  40 s left  replica 1 starting")
+    assert "217 running, 6 prefilling, 33 waiting" in text
+    assert "33,600 generated, 1,800 prompt tokens/s" in text

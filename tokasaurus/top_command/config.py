@@ -1,0 +1,57 @@
+"""The flags of `toka top`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokasaurus.addresses import URL_OF_SOCKETS
+from tokasaurus.config import ServerConfig
+from tokasaurus.flags import FlagConfig, flag
+
+
+class TopConfig(FlagConfig):
+    """The flags of `toka top`, checked by `finalize`."""
+
+    host: str = flag("127.0.0.1", "address of the server", heading="server")
+    port: int = flag(ServerConfig.port, "TCP port of the server", minimum=1, maximum=65535)
+    unix_socket: str | None = flag(None, "file of the server's Unix socket, replaces host and port")
+    base_url: str | None = flag(None, "URL of the server, with or without /v1, replaces host and port")
+    api_key: str | None = flag(None, "API key of the server", none_means="TOKA_API_KEY", is_secret=True)
+    json: bool = flag(False, "print the samples as they come, one JSON object per line", heading="output")
+    record: str | None = flag(
+        None,
+        "new file to which the samples are written meanwhile, one per line",
+        variables=("TOKA_TOP_RECORD",),  # TOKA_RECORD is the server's
+    )
+    replay: str | None = flag(None, "show this recording, of record= here or at the server, in place of a server")
+    speed: float | None = flag(
+        None,
+        "recorded seconds that a replay shows per second",
+        minimum=0.01,
+        maximum=10_000,
+        none_means="1, and without a terminal as fast as possible",
+    )
+
+    def further_errors(self) -> Iterator[str]:
+        if self.unix_socket is not None and self.base_url is not None:
+            yield f"unix_socket={self.unix_socket}: either it or base_url= names the server"
+        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
+            yield f"base_url={self.base_url}: must begin with http:// or https://"
+        if self.replay is not None and self.record is not None:
+            yield f"record={self.record}: a replay is a recording already"
+        if self.replay is None and self.speed is not None:
+            yield f"speed={self.speed:g}: only of a replay="
+        if self.record is not None and Path(self.record).exists():
+            yield f"record={self.record}: exists; choose another name, or remove it"
+
+    @property
+    def url(self) -> str:
+        """For a client."""
+        if self.unix_socket is not None:
+            return URL_OF_SOCKETS
+        host = f"[{self.host}]" if ":" in self.host else self.host  # IPv6
+        return f"http://{host}:{self.port}" if self.base_url is None else self.base_url
+
+    @property
+    def server_name(self) -> str:
+        """As messages name the server."""
+        return self.url if self.unix_socket is None else f"unix_socket={self.unix_socket}"

@@ -1,0 +1,252 @@
+"""What follows from a series of samples: rates, sums over a time, quotients of lengths, and old forecasts today."""
+
+import itertools
+import math
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tokasaurus.top_command.samples import Forecast, ReplicaSample, Sample
+
+KEPT_SECONDS = 900.0
+MAX_LENGTHS = 1024
+"""Newest sequences whose predicted and actual lengths are compared."""
+_EARLIER_S = 60.0
+"""Age of the forecast that is shown beside the newest one."""
+_MIN_EARLIER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Piecewise linear; not defined outside of its ends."""
+
+    xs: tuple[float, ...]
+    """Ascending; two equal ones are a jump."""
+    ys: tuple[float, ...]
+
+    def highest(self, start: float, end: float) -> float | None:
+        """The largest value from start to end; None if it is nowhere defined there."""
+        if not self.xs or end < self.xs[0] or start > self.xs[-1]:
+            return None
+        start, end = max(start, self.xs[0]), min(end, self.xs[-1])
+        inside = self.ys[bisect_left(self.xs, start) : bisect_right(self.xs, end)]
+        return max([self._at(start), self._at(end), *inside])
+
+    def shifted(self, by: float) -> "Curve":
+        return Curve(tuple(x + by for x in self.xs), self.ys)
+
+    def _at(self, x: float) -> float:
+        right = bisect_right(self.xs, x)
+        if right == len(self.xs):
+            return self.ys[-1]
+        left_x, right_x = self.xs[right - 1], self.xs[right]
+        left_y, right_y = self.ys[right - 1], self.ys[right]
+        return left_y + (right_y - left_y) * (x - left_x) / (right_x - left_x)
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierForecast:
+    seconds_ago: float
+    curve: Curve
+    """In rounds after now."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthQuotients:
+    """Actual by predicted lengths."""
+
+    count: int
+    median: float
+    low: float
+    """A tenth is below."""
+    high: float
+    """A tenth is above."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartsOfSteps:
+    seconds: float
+    """In which they were counted."""
+    steps: float
+    by_group: Mapping[str, Mapping[str, float]]
+    """Seconds."""
+
+
+class History:
+    """The samples of the last minutes, oldest first."""
+
+    def __init__(self) -> None:
+        self.samples: deque[Sample] = deque()
+
+    @property
+    def latest(self) -> Sample | None:
+        return self.samples[-1] if self.samples else None
+
+    def add(self, sample: Sample) -> None:
+        """A sample that is not newer than those before belongs to another clock: these are forgotten."""
+        if self.samples and sample.time <= self.samples[-1].time:
+            self.samples.clear()
+        self.samples.append(sample)
+        while sample.time - self.samples[0].time > KEPT_SECONDS:
+            self.samples.popleft()
+
+    def rate(self, name: str, seconds: float = 5.0, index: int | None = None) -> float | None:
+        """Tokens per second of the total `name`, of one replica or of all, in the last `seconds`, or between the last
+        two samples if they are further apart; None without two samples."""
+        samples = self._last(seconds)
+        if len(samples) < 2:
+            return None
+        gain = sum(_gain(name, before, after, index) for before, after in itertools.pairwise(samples))
+        return gain / (samples[-1].time - samples[0].time)
+
+    def rates(self, name: str, count: int) -> list[float]:
+        """Tokens per second between every two of the newest samples, oldest first; at most `count`."""
+        samples = list(self.samples)[-count - 1 :]
+        return [
+            _gain(name, before, after, None) / (after.time - before.time)
+            for before, after in itertools.pairwise(samples)
+        ]
+
+    def events(self, index: int, seconds: float = 60.0) -> dict[str, float]:
+        """How many of each there were in the last `seconds`."""
+        sums: dict[str, float] = {}
+        for replica in self._counted(index, seconds):
+            _add(sums, replica.events)
+        return sums
+
+    def parts(self, index: int, seconds: float = 10.0) -> PartsOfSteps | None:
+        """Of the last `seconds`; None if nothing was counted."""
+        by_group: dict[str, dict[str, float]] = {}
+        counted = self._counted(index, seconds)
+        for replica in counted:
+            for group, parts in replica.parts.items():
+                _add(by_group.setdefault(group, {}), parts)
+        if not any(by_group.values()):
+            return None
+        samples = self._last(seconds)
+        return PartsOfSteps(
+            samples[-1].time - samples[0].time, float(sum(replica.steps for replica in counted)), by_group
+        )
+
+    def lengths(self, index: int) -> LengthQuotients | None:
+        """Of the newest sequences that have finished; None if there are none."""
+        quotients: list[float] = []
+        for replica in self._backwards(index):
+            for predicted, actual in reversed(replica.lengths):
+                if predicted > 0 and len(quotients) < MAX_LENGTHS:
+                    quotients.append(actual / predicted)
+        if not quotients:
+            return None
+        quotients.sort()
+        low, median, high = (quantile(quotients, share) for share in (0.1, 0.5, 0.9))
+        return LengthQuotients(len(quotients), median, low, high)
+
+    def earlier_forecast(self, index: int) -> EarlierForecast | None:
+        """What was said a minute ago, or as early as possible after it, in rounds after now; None if the engine was
+        started anew since then, or nothing old enough is known."""
+        found: EarlierForecast | None = None
+        for seconds_ago, rounds_ago, replica in self._same_engine(index):
+            if seconds_ago < _MIN_EARLIER_S or replica.forecast is None:
+                continue
+            if found is not None and seconds_ago > _EARLIER_S:
+                break
+            found = EarlierForecast(seconds_ago, curve_of(replica.forecast).shifted(-rounds_ago))
+        return found
+
+    def past_blocks(self, index: int) -> Curve:
+        """Blocks in use at the samples, in rounds after now, so that all x are at most 0."""
+        points = [
+            (-rounds_ago, float(replica.blocks.own + replica.blocks.shared))
+            for _, rounds_ago, replica in self._same_engine(index)
+        ]
+        points.reverse()
+        return Curve(tuple(x for x, _ in points), tuple(y for _, y in points))
+
+    def _latest(self, index: int) -> ReplicaSample | None:
+        return None if self.latest is None else self.latest.replica(index)
+
+    def _last(self, seconds: float) -> list[Sample]:
+        """Samples of the last seconds, at least two if there are."""
+        found: list[Sample] = []
+        for sample in reversed(self.samples):
+            if len(found) >= 2 and self.samples[-1].time - sample.time > seconds:
+                break
+            found.append(sample)
+        found.reverse()
+        return found
+
+    def _counted(self, index: int, seconds: float) -> list[ReplicaSample]:
+        """The replica in the samples that count what was in the last seconds: the first of them counts earlier."""
+        return [replica for sample in self._last(seconds)[1:] if (replica := sample.replica(index)) is not None]
+
+    def _backwards(self, index: int) -> Iterator[ReplicaSample]:
+        for sample in reversed(self.samples):
+            replica = sample.replica(index)
+            if replica is not None:
+                yield replica
+
+    def _same_engine(self, index: int) -> Iterator[tuple[float, float, ReplicaSample]]:
+        """(seconds ago, rounds ago, replica), newest first, as long as the replica was not started anew."""
+        latest, after = self.latest, self._latest(index)
+        if latest is None or after is None:
+            return
+        microbatches = after.microbatches
+        now = last = _moment(after)
+        for sample in reversed(self.samples):
+            replica = sample.replica(index)
+            moment = None if replica is None else _moment(replica)
+            if (
+                replica is None
+                or moment is None
+                or now is None
+                or last is None
+                or (replica.step or 0) > (after.step or 0)
+            ):
+                return
+            if replica.restarts != after.restarts or sample.server.started != latest.server.started:
+                return
+            last = min(last, moment)
+            yield latest.time - sample.time, (now - last) / microbatches, replica
+            after = replica
+
+
+def curve_of(forecast: Forecast) -> Curve:
+    return Curve(forecast.steps, forecast.blocks)
+
+
+def gained(before: float, after: float) -> float:
+    """By how much a total has grown. One that is smaller has begun at 0 again."""
+    return after - before if after >= before else after
+
+
+def quantile(ascending: Sequence[float], share: float) -> float:
+    """Linear between two values, as NumPy's."""
+    position = share * (len(ascending) - 1)
+    low, high = math.floor(position), math.ceil(position)
+    return ascending[low] + (ascending[high] - ascending[low]) * (position - low)
+
+
+def _gain(name: str, before: Sample, after: Sample, index: int | None) -> float:
+    """Growth of a total, of one replica or of all. One whose total is not known in both samples adds nothing."""
+    is_new_server = before.server.started != after.server.started
+    gain = 0.0
+    for replica in after.replicas:
+        if index is not None and replica.index != index:
+            continue
+        old = before.replica(replica.index)
+        if name not in replica.tokens or old is None or name not in old.tokens:
+            continue
+        is_new = is_new_server or replica.restarts != old.restarts
+        gain += replica.tokens[name] if is_new else gained(old.tokens[name], replica.tokens[name])
+    return gain
+
+
+def _moment(replica: ReplicaSample) -> int | None:
+    """The step from which the replica's forecast counts; steps in flight lie between it and the newest results."""
+    return replica.step if replica.forecast is None else replica.forecast.step
+
+
+def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:
+    for name, value in more.items():
+        sums[name] = sums.get(name, 0.0) + value

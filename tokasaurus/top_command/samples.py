@@ -1,0 +1,316 @@
+"""One sample of a server's state, as `GET /live` sends it once a second and a recording keeps it."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+FORMAT = 1
+"""The version of the format that is read."""
+
+
+class NotASample(Exception):
+    """The message says why, in one line."""
+
+
+class UnknownFormat(NotASample):
+    """The sample has another version of the format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Blocks in use in the future, as one moment foresaw it."""
+
+    step: int
+    """The newest step then."""
+    steps: tuple[float, ...]
+    """Rounds of decode steps after that moment, ascending."""
+    blocks: tuple[float, ...]
+    """In use then; linear between two entries."""
+    peak: float
+    limit: float
+    """Blocks of the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class NextInQueue:
+    """The first waiting sequence."""
+
+    fits_in_steps: int | None
+    """None if never within the forecast."""
+    blocks: int
+    """That it needs."""
+    prompt_tokens: int
+    wait_seconds: float | None
+    blocked_by: str
+    """blocks, slots, paused or turn; empty if it will be admitted at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The KV pool."""
+
+    total: int
+    own: int
+    """Used by one sequence."""
+    shared: int
+    """Used by several."""
+    cached: int
+    """Used by none, but kept."""
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSample:
+    index: int
+    state: str
+    restarts: int
+    step: int | None
+    """The newest one whose results have arrived."""
+    steps: int
+    """Since the sample before, as `events`, `lengths` and `parts`."""
+    step_seconds: float | None
+    """Expected time of a round of decode steps."""
+    microbatches: int
+    """Steps of a round."""
+    running: int
+    prefilling: int
+    background: int
+    waiting: int
+    slots: int
+    queue_depth: int
+    tokens: Mapping[str, float]
+    """Totals since the replica's start."""
+    blocks: Blocks
+    events: Mapping[str, float]
+    forecast: Forecast | None
+    next: NextInQueue | None
+    oldest_wait_seconds: float | None
+    lengths: tuple[tuple[float, float], ...]
+    """(predicted, actual) completion tokens."""
+    eta_seconds: float | None
+    parts: Mapping[str, Mapping[str, float]]
+    """Seconds by part, of `manager`, `device` and `phases`."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobSample:
+    id: str
+    kind: str
+    name: str
+    state: str
+    lines_total: int | None
+    lines_done: int
+    lines_failed: int
+    lines_running: int
+    tokens_per_second: float | None
+    eta_seconds: float | None
+    device_seconds: float | None
+    price: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    version: str
+    model: str
+    started: float | None
+    """Unix seconds."""
+    dp_size: int
+    pp_size: int
+    tp_size: int
+    device: str
+    dtype: str
+    is_draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    time: float
+    """Unix seconds."""
+    server: ServerFacts
+    requests: Mapping[str, float]
+    replicas: tuple[ReplicaSample, ...]
+    jobs: tuple[JobSample, ...]
+
+    def replica(self, index: int) -> ReplicaSample | None:
+        return next((replica for replica in self.replicas if replica.index == index), None)
+
+
+def read_sample(line: bytes) -> Sample:
+    """A sample from its JSON. Keys that are not known are ignored; those that are absent, or have another type, count
+    as not known or 0. Raises NotASample, UnknownFormat for another version of the format."""
+    try:
+        value = orjson.loads(line)
+    except ValueError:
+        raise NotASample("no JSON") from None
+    version = value.get("format") if isinstance(value, dict) else None
+    if version is None:
+        raise NotASample('no sample: it has no "format"')
+    if version is True or version != FORMAT:
+        raise UnknownFormat(f"format {_clean(str(version))[:20]} of samples is not known, this toka reads {FORMAT}")
+    fields = _Fields(value)
+    time = fields.number("time")
+    if time is None:
+        raise NotASample('no sample: it has no "time"')
+    replicas = [_replica(replica, number) for number, replica in enumerate(fields.objects("replicas"))]
+    return Sample(
+        time,
+        _server(fields.object("server")),
+        fields.object("requests").numbers(),
+        tuple(replicas),
+        tuple(_job(job) for job in fields.objects("jobs")),
+    )
+
+
+class _Fields:
+    """An object of JSON. Anything else has no fields."""
+
+    def __init__(self, value: Any) -> None:
+        self._value: dict[str, Any] = value if isinstance(value, dict) else {}
+
+    def __bool__(self) -> bool:
+        return bool(self._value)
+
+    def number(self, key: str) -> float | None:
+        return _number(self._value.get(key))
+
+    def count(self, key: str, default: int = 0) -> int:
+        value = self.number(key)
+        return default if value is None else int(value)
+
+    def text(self, key: str) -> str:
+        value = self._value.get(key)
+        return _clean(value) if isinstance(value, str) else ""
+
+    def flag(self, key: str) -> bool:
+        return self._value.get(key) is True
+
+    def object(self, key: str) -> "_Fields":
+        return _Fields(self._value.get(key))
+
+    def objects(self, key: str) -> "list[_Fields]":
+        return [_Fields(value) for value in self.values(key) if isinstance(value, dict)]
+
+    def values(self, key: str) -> list[Any]:
+        value = self._value.get(key)
+        return value if isinstance(value, list) else []
+
+    def numbers(self) -> dict[str, float]:
+        found = {_clean(key): _number(value) for key, value in self._value.items()}
+        return {key: value for key, value in found.items() if value is not None}
+
+    def keys(self) -> list[str]:
+        return list(self._value)
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if is_number else None
+
+
+def _clean(text: str) -> str:
+    """Without characters that would move a terminal's cursor or change its state: clients choose names of jobs."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _server(fields: _Fields) -> ServerFacts:
+    return ServerFacts(
+        version=fields.text("version"),
+        model=fields.text("model"),
+        started=fields.number("started"),
+        dp_size=fields.count("dp_size", 1),
+        pp_size=fields.count("pp_size", 1),
+        tp_size=fields.count("tp_size", 1),
+        device=fields.text("device"),
+        dtype=fields.text("dtype"),
+        is_draining=fields.flag("draining"),
+    )
+
+
+def _replica(fields: _Fields, number: int) -> ReplicaSample:
+    blocks = fields.object("blocks")
+    parts = fields.object("parts")
+    step = fields.number("step")
+    return ReplicaSample(
+        index=fields.count("index", number),
+        state=fields.text("state"),
+        restarts=fields.count("restarts"),
+        step=None if step is None else int(step),
+        steps=fields.count("steps"),
+        step_seconds=fields.number("step_seconds"),
+        microbatches=max(1, fields.count("microbatches", 1)),
+        running=fields.count("running"),
+        prefilling=fields.count("prefilling"),
+        background=fields.count("background"),
+        waiting=fields.count("waiting"),
+        slots=fields.count("slots"),
+        queue_depth=fields.count("queue_depth"),
+        tokens=fields.object("tokens").numbers(),
+        blocks=Blocks(*(blocks.count(name) for name in ("total", "own", "shared", "cached", "free"))),
+        events=fields.object("events").numbers(),
+        forecast=_forecast(fields.object("forecast")),
+        next=_next(fields.object("next")),
+        oldest_wait_seconds=_oldest_wait(fields),
+        lengths=tuple(pair for value in fields.values("lengths") if (pair := _pair(value)) is not None),
+        eta_seconds=fields.number("eta_seconds"),
+        parts={name: parts.object(name).numbers() for name in parts.keys()},  # noqa: SIM118 (no dictionary)
+    )
+
+
+def _oldest_wait(fields: _Fields) -> float | None:
+    own = fields.number("oldest_wait_seconds")
+    return fields.object("next").number("oldest_wait_seconds") if own is None else own
+
+
+def _forecast(fields: _Fields) -> Forecast | None:
+    steps = [_number(value) for value in fields.values("steps")]
+    blocks = [_number(value) for value in fields.values("blocks")]
+    points = [(x, y) for x, y in zip(steps, blocks, strict=False) if x is not None and y is not None]
+    is_whole = len(points) == len(steps) == len(blocks) > 0
+    if not is_whole or any(after[0] < before[0] for before, after in itertools.pairwise(points)):
+        return None
+    xs, ys = zip(*points, strict=True)
+    peak, limit = fields.number("peak"), fields.number("limit")
+    return Forecast(fields.count("step"), xs, ys, max(ys) if peak is None else peak, 0.0 if limit is None else limit)
+
+
+def _next(fields: _Fields) -> NextInQueue | None:
+    if not fields:
+        return None
+    fits = fields.number("fits_in_steps")
+    return NextInQueue(
+        fits_in_steps=None if fits is None else int(fits),
+        blocks=fields.count("blocks"),
+        prompt_tokens=fields.count("prompt_tokens"),
+        wait_seconds=fields.number("wait_seconds"),
+        blocked_by=fields.text("blocked_by"),
+    )
+
+
+def _pair(value: Any) -> tuple[float, float] | None:
+    if not isinstance(value, list) or len(value) != 2:
+        return None
+    predicted, actual = _number(value[0]), _number(value[1])
+    return None if predicted is None or actual is None else (predicted, actual)
+
+
+def _job(fields: _Fields) -> JobSample:
+    lines, cost = fields.object("lines"), fields.object("cost")
+    total = lines.number("total")
+    return JobSample(
+        id=fields.text("id"),
+        kind=fields.text("kind"),
+        name=fields.text("name"),
+        state=fields.text("state"),
+        lines_total=None if total is None else int(total),
+        lines_done=lines.count("done"),
+        lines_failed=lines.count("failed"),
+        lines_running=lines.count("running"),
+        tokens_per_second=fields.number("tokens_per_second"),
+        eta_seconds=fields.number("eta_seconds"),
+        device_seconds=cost.number("device_seconds"),
+        price=cost.number("price"),
+    )
