@@ -67,7 +67,7 @@ INNER_LAYERS = {
         ["templates"],
         ["tools", "json_values"],
         ["protocol", "errors"],
-        ["answers", "paths", "unknown_paths", "child_process"],
+        ["answers", "paths", "unknown_paths", "child_process", "page"],
     ],
     # planning: pure functions over arrays and numbers, which know no engine state.
     "manager": [["loop"], ["engine"], ["state"], ["planning", "kv_cache"]],

@@ -4,14 +4,14 @@ import base64
 import hashlib
 import re
 from functools import cache
-from pathlib import Path
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from tokasaurus.server.page import read_live_page
+
 router = APIRouter(tags=["health"])
 
-_PAGE = Path(__file__).parents[1] / "page" / "index.html"
 _SCRIPT = re.compile(rb"<script(?:\s[^>]*)?>(.*?)</script>", re.DOTALL | re.IGNORECASE)
 
 
@@ -36,7 +36,7 @@ def content_policy(page: bytes) -> str:
 @cache
 def _page() -> tuple[bytes, dict[str, str]]:
     """The page and its headers."""
-    content = _PAGE.read_bytes()
+    content = read_live_page()
     return content, {
         "Content-Security-Policy": content_policy(content),
         "Cache-Control": "no-cache",

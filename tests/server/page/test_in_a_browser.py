@@ -1,0 +1,266 @@
+"""The page in headless Chromium, over events that were made up. test_live_figures.py has a real server."""
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from tests.server.page.helpers.chromium import Tab
+from tests.server.page.helpers.live_pages import LivePages, live_pages
+from tests.server.page.helpers.recordings import simulated_events, write_recording
+
+IS_LIVE = "document.getElementById('state').dataset.state === 'live'"
+IS_STATE = "document.getElementById('state').dataset.state === '{}'"
+
+
+@pytest.fixture(scope="module")
+def events() -> list[dict[str, Any]]:
+    return simulated_events(100)
+
+
+@pytest.fixture
+def pages(events: list[dict[str, Any]]) -> Iterator[LivePages]:
+    with live_pages() as served:
+        served.events = events
+        yield served
+
+
+def text_of(tab: Tab, selector: str) -> str:
+    return str(tab.run(f"document.querySelector({orjson.dumps(selector).decode()}).innerText"))
+
+
+def click(tab: Tab, selector: str) -> None:
+    tab.run(f"document.querySelector({orjson.dumps(selector).decode()}).click()")
+
+
+def drawn(tab: Tab, selector: str) -> list[tuple[float, float]]:
+    """The points of a line of the pool's chart: (seconds from now, blocks), by the chart's own scale."""
+    path, data = tab.run(
+        f"(() => {{ const svg = document.querySelector('#pool-plot svg');"
+        f" return [svg.querySelector('{selector}').getAttribute('d'), {{ ...svg.dataset }}]; }})()"
+    )
+    first, last = map(float, data["seconds"].split())
+    left, top, right, bottom = map(float, data["plot"].split())
+    points = [tuple(map(float, pair)) for pair in re.findall(r"[ML]([-\d.]+) ([-\d.]+)", path)]
+    largest = float(data["largest"])
+    return [
+        (first + (x - left) / (right - left) * (last - first), (bottom - y) / (bottom - top) * largest)
+        for x, y in points
+    ]
+
+
+def assert_drawn(points: list[tuple[float, float]], seconds: list[float], blocks: list[int]) -> None:
+    """To a tenth of a pixel, of 500 over 150 seconds and of 250 over 1,500 blocks."""
+    assert [time for time, _ in points] == pytest.approx(seconds, abs=0.05)
+    assert [value for _, value in points] == pytest.approx(blocks, abs=0.6)
+
+
+def test_live_figures_and_the_forecast_are_those_of_the_events(
+    tab: Tab, pages: LivePages, events: list[dict[str, Any]]
+) -> None:
+    tab.open(pages.url)
+    last = events[-1]["replicas"][0]
+    tab.wait(f"document.getElementById('running').textContent === '{last['running']}'")
+    assert text_of(tab, "#state-text") == "live"
+    assert text_of(tab, "#model") == "simulated-1B"
+    assert "cpu bfloat16 · up 68 min" in text_of(tab, "#facts")
+    used = last["blocks"]["own"] + last["blocks"]["shared"]
+    assert text_of(tab, "#pool") == f"{round(100 * used / last['blocks']['total'])} %"
+    assert text_of(tab, "#waiting") == str(last["waiting"])
+    rates = [
+        (b["replicas"][0]["tokens"]["generated"] - a["replicas"][0]["tokens"]["generated"]) / (b["time"] - a["time"])
+        for a, b in pairwise(events)
+    ]
+    assert text_of(tab, "#generated") == f"{np.mean(rates[-5:]):,.0f}"
+    forecast, seconds = last["forecast"], last["step_seconds"]
+    assert_drawn(drawn(tab, "path.forecast"), [step * seconds for step in forecast["steps"]], forecast["blocks"])
+    # what was forecast a minute ago, on the same axis
+    made = min(events, key=lambda event: abs(events[-1]["time"] - 60 - event["time"]))
+    then, earlier = made["replicas"][0], made["replicas"][0]["forecast"]
+    shift = made["time"] - events[-1]["time"]
+    times = [step * then["step_seconds"] + shift for step in earlier["steps"]]
+    assert_drawn(drawn(tab, "path.earlier"), times, earlier["blocks"])
+    # and what was then in use
+    in_use = [event["replicas"][0]["blocks"]["own"] + event["replicas"][0]["blocks"]["shared"] for event in events]
+    assert_drawn(drawn(tab, "path.edge-used"), [event["time"] - events[-1]["time"] for event in events], in_use)
+    assert text_of(tab, "#next-what").startswith(("Next in the queue", "Nothing waits"))
+    jobs = events[-1]["jobs"]
+    assert tab.run("document.querySelectorAll('#job-rows li').length") == len(jobs)
+    share = (jobs[0]["lines"]["done"] + jobs[0]["lines"]["failed"]) / jobs[0]["lines"]["total"]
+    assert int(tab.run("document.querySelector('#job-rows [role=progressbar]').ariaValueNow")) == round(100 * share)
+
+
+def test_a_recording_replays_at_any_point(
+    tab: Tab, pages: LivePages, events: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    recording = write_recording(tmp_path / "run.jsonl", events)
+    tab.open(f"{pages.url}/?replay")
+    tab.wait(IS_STATE.format("replay"))
+    assert pages.keys == []  # it does not listen
+    tab.choose_file("#file", recording)
+    tab.wait("document.getElementById('play').textContent === 'Pause'")
+    click(tab, "#play")
+    for position in (70, 20, len(events) - 1):
+        seconds = events[position]["time"] - events[0]["time"] + 0.01
+        tab.run(
+            f"(() => {{ const scrub = document.getElementById('scrub'); scrub.value = {1000 * seconds};"
+            " scrub.dispatchEvent(new Event('input')); })()"
+        )
+        replica = events[position]["replicas"][0]
+        assert text_of(tab, "#running") == str(replica["running"])
+        forecast = replica["forecast"]
+        times = [step * replica["step_seconds"] for step in forecast["steps"]]
+        assert_drawn(drawn(tab, "path.forecast"), times, forecast["blocks"])
+    # plays to the end, fast
+    tab.run("document.getElementById('speed').value = '60'")
+    tab.run("document.getElementById('speed').dispatchEvent(new Event('change'))")
+    click(tab, "#play")
+    tab.wait("document.getElementById('scrub').value === document.getElementById('scrub').max")
+    tab.wait("document.getElementById('play').textContent === 'Play'")
+    (tmp_path / "other.txt").write_text("nothing of ours\n")
+    tab.choose_file("#file", tmp_path / "other.txt")
+    tab.wait("!document.getElementById('notice').hidden")
+    assert text_of(tab, "#notice") == "other.txt cannot be replayed: line 1 is not an event of /live."
+    click(tab, "#close-replay")
+    tab.wait(IS_LIVE)
+    assert pages.keys == [None]
+
+
+def test_a_key_is_asked_for_sent_and_forgotten(tab: Tab, pages: LivePages) -> None:
+    pages.key = "s3cret"
+    tab.expected = r"status of 401"
+    tab.open(pages.url)
+    tab.wait("document.getElementById('key-dialog').open")
+    for given in ("wrong", "s3cret"):
+        tab.wait("document.activeElement.id === 'key'")
+        tab.send("Input.insertText", text=given)
+        tab.press("Enter")
+        tab.wait(f"{IS_LIVE} || document.getElementById('key-why').textContent.includes('refused')")
+    tab.wait(IS_LIVE)
+    assert pages.keys == [None, "Bearer wrong", "Bearer s3cret"]
+    assert tab.run("[localStorage.length, document.cookie]") == [0, ""]
+    tab.open(pages.url)  # the tab remembers it
+    tab.wait(IS_LIVE)
+    assert pages.keys[3:] == ["Bearer s3cret"]
+    click(tab, "#forget")
+    tab.wait("document.getElementById('key-dialog').open")
+    assert pages.keys[4:] == [None]
+    assert tab.run("sessionStorage.length") == 0
+
+
+def test_a_lost_connection_is_made_again(tab: Tab, pages: LivePages, events: list[dict[str, Any]]) -> None:
+    pages.ends_after = 30
+    tab.open(pages.url)
+    tab.wait(IS_STATE.format("reconnecting"))
+    assert "reconnecting in" in text_of(tab, "#state-text")
+    pages.ends_after = None
+    pages.events = events[30:60]
+    tab.wait(f"document.getElementById('running').textContent === '{events[59]['replicas'][0]['running']}'")
+    tab.wait(IS_LIVE)
+    # the history goes on
+    assert len(drawn(tab, "path.edge-used")) == 60
+
+
+def test_what_refuses_is_said(tab: Tab, pages: LivePages) -> None:
+    pages.status = 403
+    tab.expected = r"status of 403"
+    tab.open(pages.url)
+    tab.wait(IS_STATE.format("refused"))
+    assert text_of(tab, "#notice") == "The server refuses the figures: not now."
+    pages.status = 200
+    click(tab, "#try")
+    tab.wait(IS_LIVE)
+    assert tab.run("document.getElementById('notice').hidden")
+
+
+def test_a_hidden_tab_keeps_the_history_and_draws_when_it_is_seen(
+    tab: Tab, pages: LivePages, events: list[dict[str, Any]]
+) -> None:
+    """Headless Chromium has no hidden tabs: the page is told that it is one."""
+    hide = "Object.defineProperty(document, 'hidden', {{ configurable: true, get: () => {} }});"
+    tab.send("Page.addScriptToEvaluateOnNewDocument", source=hide.format("true"))
+    tab.open(pages.url)
+    tab.wait(IS_LIVE)
+    tab.wait("performance.now() > 1500")
+    assert text_of(tab, "#running") == "–"
+    tab.run(f"{hide.format('false')} document.dispatchEvent(new Event('visibilitychange'));")
+    tab.wait(f"document.getElementById('running').textContent === '{events[-1]['replicas'][0]['running']}'")
+    assert len(drawn(tab, "path.edge-used")) == len(events)
+
+
+def test_several_replicas_are_summed_or_chosen(tab: Tab, pages: LivePages) -> None:
+    pages.events = simulated_events(28, num_replicas=3, seed=2, restart_at=20)
+    replicas = pages.events[-1]["replicas"]
+    tab.open(pages.url)
+    total = sum(one["running"] for one in replicas)
+    tab.wait(f"document.getElementById('running').textContent === '{total}'")
+    rows = tab.run("[...document.querySelectorAll('#replica-rows tr')].map((row) => row.innerText.split('\\t')[3])")
+    assert rows == [str(one["running"]) for one in replicas]
+    for index in (0, 2):
+        tab.run(f"document.getElementById('replica').value = '{index}'")
+        tab.run("document.getElementById('replica').dispatchEvent(new Event('change'))")
+        assert text_of(tab, "#running") == str(replicas[index]["running"])
+        forecast = replicas[index]["forecast"]
+        assert [value for _, value in drawn(tab, "path.forecast")] == pytest.approx(forecast["blocks"], abs=0.6)
+
+
+def test_an_idle_server_and_events_with_little_in_them_are_shown(tab: Tab, pages: LivePages) -> None:
+    pages.events = [
+        {"format": 1, "time": 1.0},
+        {"format": 1, "time": 2.0, "replicas": [{"index": 0, "running": 0, "waiting": 0, "forecast": None}]},
+    ]
+    tab.open(pages.url)
+    tab.wait("document.getElementById('next-what').textContent === 'Idle.'")
+    assert [text_of(tab, f"#{name}") for name in ("running", "pool", "eta")] == ["0", "–", "–"]
+
+
+def test_keys_move_the_time_cursor_and_say_its_figures(
+    tab: Tab, pages: LivePages, events: list[dict[str, Any]]
+) -> None:
+    tab.open(pages.url)
+    last = events[-1]["replicas"][0]
+    tab.wait(f"document.getElementById('running').textContent === '{last['running']}'")
+    value = "document.getElementById('pool-plot').ariaValueText"
+    tab.run("document.getElementById('pool-plot').focus()")
+    assert tab.run(value).startswith(f"now: own {last['blocks']['own']:,}, shared")
+    tab.press("Home")
+    assert tab.run(value)[1:].startswith("2 min: ")
+    tab.press("End")
+    assert re.match(r"\+\d+ s: forecast 0", tab.run(value))
+    assert tab.run("document.querySelectorAll('line.cursor').length") >= 1
+    tab.press("Escape")
+    assert tab.run("document.querySelectorAll('line.cursor').length") == 0
+    click(tab, "#tables")
+    rows = tab.run("[...document.querySelectorAll('#pool-table tbody tr')].map((row) => row.innerText.split('\\t'))")
+    (row,) = [row for row in rows if row[0] == "now" and row[1] != "–"]
+    assert row[1] == f"{last['blocks']['own']:,}"
+
+
+def test_the_theme_follows_the_system_until_it_is_chosen(tab: Tab, pages: LivePages) -> None:
+    color = "getComputedStyle(document.querySelector('.card')).backgroundColor"
+    tab.set_media(prefers_color_scheme="light")
+    tab.open(pages.url)
+    light = tab.run(color)
+    tab.set_media(prefers_color_scheme="dark")
+    dark = tab.run(color)
+    assert light != dark
+    click(tab, "#theme")
+    assert tab.run(color) == light
+    tab.open(pages.url)
+    assert tab.run(color) == light
+    click(tab, "#theme")
+    assert tab.run(f"[{color}, localStorage.length]") == [dark, 0]
+
+
+@pytest.mark.parametrize("width", [320, 390, 768, 1280])
+def test_nothing_is_wider_than_the_window(tab: Tab, pages: LivePages, width: int) -> None:
+    pages.events = simulated_events(30, num_replicas=2, seed=5)
+    tab.set_size(width, 800)
+    tab.open(pages.url)
+    tab.wait("document.querySelectorAll('#replica-rows tr').length === 2")
+    assert tab.run("document.documentElement.scrollWidth") == width

@@ -1,0 +1,274 @@
+"""What the page computes from events: compared with slow computations in Python."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.server.page.helpers.node import NODE, in_node
+from tests.server.page.helpers.recordings import simulated_events
+
+pytestmark = pytest.mark.skipif(NODE is None, reason="needs Node")
+
+GAUGES = {"running": ("running",), "waiting": ("waiting",), "own": ("blocks", "own"), "evicted": ("events", "evicted")}
+TOTALS = ("generated", "prompt")
+GAP_S = 5
+
+
+def value_of(replica: dict[str, Any], *names: str) -> Any:
+    for name in names:
+        replica = replica.get(name, {}) if isinstance(replica, dict) else {}
+    return replica if isinstance(replica, int | float) else None
+
+
+def random_history(seed: int) -> list[dict[str, Any]]:
+    """Events at odd times; replicas come, go and start again, and any key may be absent."""
+    rng = random.Random(seed)
+    totals = [dict.fromkeys(TOTALS, 0) for _ in range(3)]
+    now, history = 1000.0, []
+    for _ in range(rng.randint(1, 60)):
+        now += rng.choice((0.9, 1.0, 1.1, 7.5))
+        replicas = []
+        for index, counted in enumerate(totals):
+            for name in TOTALS:
+                counted[name] = 0 if rng.random() < 0.05 else counted[name] + rng.randint(0, 500)
+            replica: dict[str, Any] = {
+                "index": index,
+                "running": rng.randint(0, 9),
+                "waiting": rng.randint(0, 9),
+                "blocks": {"own": rng.randint(0, 99), "shared": rng.randint(0, 9)},
+                "events": {"evicted": rng.randint(0, 3)},
+                "tokens": dict(counted),
+            }
+            for name in list(replica):
+                if name != "index" and rng.random() < 0.1:
+                    del replica[name]
+            if rng.random() < 0.9:
+                replicas.append(replica)
+        history.append({"format": 1, "time": now, "replicas": replicas})
+    return history
+
+
+def slow_series(history: list[dict[str, Any]], chosen: int | None) -> dict[str, list[Any]]:
+    columns: dict[str, list[Any]] = {name: [] for name in ("time", "isAfterGap", *GAUGES, *TOTALS)}
+    for position, event in enumerate(history):
+        earlier = history[position - 1] if position else None
+        replicas = [one for one in event["replicas"] if chosen in (None, one["index"])]
+        columns["time"].append(event["time"])
+        columns["isAfterGap"].append(earlier is None or event["time"] - earlier["time"] > GAP_S)
+        for name, path in GAUGES.items():
+            known = [value for one in replicas if (value := value_of(one, *path)) is not None]
+            columns[name].append(sum(known) if known else None)
+        for name in TOTALS:
+            grown = []
+            for one in replicas:
+                before = next((old for old in (earlier or event)["replicas"] if old["index"] == one["index"]), {})
+                then, now = value_of(before, "tokens", name), value_of(one, "tokens", name)
+                if earlier is not None and then is not None and now is not None:
+                    grown.append(now - then if now >= then else now)
+            seconds = event["time"] - earlier["time"] if earlier is not None else 1
+            columns[name].append(sum(grown) / seconds if grown else None)
+    return columns
+
+
+def test_series_have_rates_of_totals_that_may_start_again_and_sums_over_replicas() -> None:
+    cases = [(random_history(seed), chosen) for seed in range(40) for chosen in (None, 0, 2)]
+    found = in_node("samples.mjs", "data.map(([history, chosen]) => m.seriesOf(history, chosen))", cases)
+    for (history, chosen), series in zip(cases, found, strict=True):
+        expected = slow_series(history, chosen)
+        for name, values in expected.items():
+            numbers = [value is None for value in values]
+            assert [value is None for value in series[name]] == numbers, name
+            assert [value for value in series[name] if value is not None] == pytest.approx(
+                [value for value in values if value is not None]
+            ), name
+
+
+def forecast_at(replica: dict[str, Any], seconds: float) -> float:
+    forecast = replica["forecast"]
+    if forecast is None or seconds > forecast["steps"][-1] * replica["step_seconds"]:
+        return 0.0
+    times = [step * replica["step_seconds"] for step in forecast["steps"]]
+    return float(np.interp(seconds, times, forecast["blocks"]))
+
+
+@pytest.mark.parametrize("chosen", [None, 1])
+def test_a_forecast_is_the_sum_of_its_replicas_over_seconds(chosen: int | None) -> None:
+    events = simulated_events(60, num_replicas=3, seed=3)
+    curves = in_node(
+        "samples.mjs", "data.events.map((one) => m.forecastOf(one, data.chosen))", {"events": events, "chosen": chosen}
+    )
+    assert sum(curve is not None for curve in curves) > 40
+    for event, curve in zip(events, curves, strict=True):
+        replicas = [one for one in event["replicas"] if chosen in (None, one["index"])]
+        if all(one["forecast"] is None for one in replicas):
+            assert curve is None
+            continue
+        expected = [sum(forecast_at(one, seconds) for one in replicas) for seconds in curve["seconds"]]
+        assert curve["blocks"] == pytest.approx(expected)
+        assert curve["peak"] == pytest.approx(max(expected))
+        assert curve["blocks"][curve["seconds"].index(curve["peakSeconds"])] == curve["peak"]
+        assert curve["seconds"] == sorted(curve["seconds"])
+        assert curve["limit"] == sum(one["blocks"]["total"] for one in replicas)
+        ends = [one["forecast"]["steps"][-1] * one["step_seconds"] for one in replicas if one["forecast"]]
+        assert curve["seconds"][-1] == pytest.approx(max(ends))
+
+
+def test_the_forecast_of_a_minute_ago_begins_a_minute_before_the_last_event() -> None:
+    events = simulated_events(90, seed=4)
+    histories = [events[:length] for length in (1, 40, 56, 62, 75, 90)]
+    curves = in_node("samples.mjs", "data.map((history) => m.earlierForecast(history, null))", histories)
+    assert [curve is None for curve in curves] == [True, True, False, False, False, False]
+    for history, curve in zip(histories[2:], curves[2:], strict=True):
+        now = history[-1]["time"]
+        made = min(history, key=lambda event: abs(now - 60 - event["time"]))
+        (replica,) = made["replicas"]
+        expected = [step * replica["step_seconds"] + made["time"] - now for step in replica["forecast"]["steps"]]
+        assert curve["seconds"] == pytest.approx(expected)
+        assert curve["blocks"] == replica["forecast"]["blocks"]
+
+
+def test_a_curve_is_linear_between_its_points_and_0_after_them() -> None:
+    curve = {"seconds": [-3, 0, 2.5, 4], "blocks": [10, 7, 9, 1]}
+    times = [-4, -3, -1, 0, 1, 2.5, 3.9, 4, 4.1]
+    expected = [None, *np.interp(times[1:-1], curve["seconds"], curve["blocks"]), 0]
+    assert in_node(
+        "samples.mjs", "data.times.map((time) => m.valueAt(data.curve, time))", {"curve": curve, "times": times}
+    ) == [None if value is None else pytest.approx(value) for value in expected]
+
+
+def test_a_history_is_bounded_and_starts_again_when_the_clock_is_set_back() -> None:
+    expression = (
+        "data.map((times) => times.reduce((kept, time) => m.appendSample(kept, { time }), []).map((one) => one.time))"
+    )
+    seconds = [float(second) for second in range(2000)]
+    quick = [0.1 * position for position in range(3000)]
+    back = [*seconds[:50], 10.0, 11.0]
+    kept = in_node("samples.mjs", expression, [seconds, quick, back])
+    assert kept == [seconds[-901:], quick[-1000:], [10.0, 11.0]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"next": None}, "Nothing waits. All sequences run."),
+        ({"next": None, "running": 0}, "Idle. Nothing runs and nothing waits."),
+        (
+            {},
+            "Next in the queue fits in 61 steps, in 2.4 s (+310 blocks). "
+            "It waits for KV blocks, 900 prompt tokens, waiting for 3.2 s.",
+        ),
+        (
+            {"fits_in_steps": None},
+            "Next in the queue does not fit within the forecast (+310 blocks). "
+            "It waits for KV blocks, 900 prompt tokens, waiting for 3.2 s.",
+        ),
+        (
+            {"blocked_by": None, "fits_in_steps": 0},
+            "Next in the queue starts now (+310 blocks). Nothing blocks it, 900 prompt tokens, waiting for 3.2 s.",
+        ),
+        (
+            {"blocked_by": "slots", "fits_in_steps": 1, "blocks": 1},
+            "Next in the queue fits in 1 step, in 40 ms (+1 block). "
+            "All 1,024 slots are taken, 900 prompt tokens, waiting for 3.2 s.",
+        ),
+        (
+            {"blocked_by": "paused", "prompt_tokens": None},
+            "Next in the queue waits until admission resumes (+310 blocks). The replica is paused, waiting for 3.2 s.",
+        ),
+        (
+            {"blocked_by": "a new reason", "step_seconds": None, "wait_seconds": None},
+            "Next in the queue fits in 61 steps (+310 blocks). It waits, 900 prompt tokens.",
+        ),
+    ],
+)
+def test_a_sentence_says_when_the_next_sequence_starts_and_why(changes: dict[str, Any], expected: str) -> None:
+    upcoming = {"fits_in_steps": 61, "blocks": 310, "prompt_tokens": 900, "wait_seconds": 3.2, "blocked_by": "blocks"}
+    replica = {"index": 0, "running": 5, "slots": 1024, "step_seconds": 0.04, "next": upcoming}
+    for name, value in changes.items():
+        (replica if name in replica else upcoming)[name] = value
+    sentences = in_node("samples.mjs", "m.nextSentences(data, null)", {"time": 0, "replicas": [replica]})
+    assert " ".join(sentences) == expected
+
+
+def test_of_several_replicas_the_sentence_is_about_the_longest_wait() -> None:
+    replicas = [
+        {"index": index, "next": {"fits_in_steps": index, "blocked_by": "blocks", "wait_seconds": wait}}
+        for index, wait in enumerate((1.0, 9.0, 3.0))
+    ]
+    (what, _), (alone, _) = in_node(
+        "samples.mjs", "[null, 2].map((chosen) => m.nextSentences(data, chosen))", {"time": 0, "replicas": replicas}
+    )
+    assert what == "Next in the queue on replica 1 fits in 1 step."
+    assert alone == "Next in the queue fits in 2 steps."
+
+
+def test_the_ratio_of_lengths_has_the_median_and_the_middle_80_percent() -> None:
+    rng = random.Random(5)
+    for number in (1, 2, 99):
+        pairs = [[rng.randint(1, 500), rng.randint(1, 500)] for _ in range(number)]
+        ratios = [actual / predicted for predicted, actual in pairs]
+        low, median, high = np.quantile(ratios, [0.1, 0.5, 0.9])
+        found = in_node("samples.mjs", "m.ratioSummary(data)", pairs)
+        assert (found["low"], found["median"], found["high"]) == pytest.approx((low, median, high))
+    assert in_node("samples.mjs", "m.ratioSummary(data)", []) is None
+
+
+def test_parts_are_sums_over_the_last_seconds_by_step() -> None:
+    events = simulated_events(40, num_replicas=2, seed=6)
+    groups = in_node("samples.mjs", "m.partsOf(data, null, 15)", events)
+    recent = [event for event in events if event["time"] > events[-1]["time"] - 15]
+    replicas = [one for event in recent for one in event["replicas"]]
+    steps = sum(one["steps"] for one in replicas)
+    assert [group["name"] for group in groups] == ["manager", "device", "phases"]
+    for group in groups:
+        for part in group["parts"]:
+            total = sum(one["parts"][group["name"]][part["name"]] for one in replicas)
+            assert part["perStep"] == pytest.approx(total / steps)
+    assert sum(part["share"] for part in groups[2]["parts"]) == pytest.approx(1)
+    assert sum(part["share"] for part in groups[1]["parts"]) < 1
+
+
+def test_events_with_next_to_nothing_in_them_are_shown_as_unknown() -> None:
+    """Readers tolerate absent keys; an event without replicas has no figures."""
+    events = [{"format": 1, "time": 1.0}, {"format": 1, "time": 2.0, "replicas": [{"index": 0}]}]
+    found = in_node(
+        "samples.mjs",
+        "({ series: m.seriesOf(data, null), forecast: m.forecastOf(data[1], null), parts: m.partsOf(data, null, 15),"
+        " eta: m.etaOf(data[1], null), wait: m.oldestWait(data[1], null), cached: m.cachedShare(data, null),"
+        " span: m.timeWindow(data, null, null), earlier: m.earlierForecast(data, null),"
+        " pairs: m.lengthPairs(data, null) })",
+        events,
+    )
+    series = found.pop("series")
+    assert series.pop("time") == [1.0, 2.0]
+    assert series.pop("isAfterGap") == [True, False]
+    assert {name: values for name, values in series.items() if values != [None, None]} == {}
+    assert found == {
+        "forecast": None,
+        "parts": [],
+        "eta": None,
+        "wait": None,
+        "cached": None,
+        "span": {"past": 120, "future": 30},
+        "earlier": None,
+        "pairs": [],
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("duration", {0: "0 s", 0.0004: "1 ms", 0.25: "250 ms", 0.999: "1.0 s", 9.96: "10 s", 119.6: "2 min"}),
+        ("duration", {125: "2 min 5 s", 7199: "119 min 59 s", 7260: "2 h 1 min", 90000: "25 h", 180000: "2 d 2 h"}),
+        ("compact", {0: "0", 999.4: "999", 9999: "9,999", 12345: "12.3K", 2500000: "2.5M"}),
+        ("speed", {0: "0", 0.04: "0.0", 9.94: "9.9", 9.96: "10", 1234.4: "1,234"}),
+        ("percent", {0: "0 %", 0.004: "0.4 %", 0.0951: "10 %", 1: "100 %"}),
+        ("milliseconds", {0.00004: "0.04 ms", 0.0012: "1.2 ms", 0.032: "32 ms", 2.5: "2,500 ms"}),
+        ("price", {0: "0.0", 0.0361: "0.036", 1: "1.00", 123.4: "123"}),
+    ],
+)
+def test_values_have_few_digits_and_a_unit(words: str, values: dict[float, str]) -> None:
+    found = in_node("samples.mjs", f"[...data, null].map((value) => m.{words}(value))", list(values))
+    assert found == [*values.values(), "–"]

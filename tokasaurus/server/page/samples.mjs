@@ -1,0 +1,333 @@
+// What the page shows, computed from the events of /live. Pure functions: no document, no clock.
+//
+// A history is an array of events in the order of their times. `replica` is a replica's index, or null for the sum.
+
+export const FORMAT = 1;
+export const HISTORY_SECONDS = 900;
+export const COMPARED_SECONDS = 60; // age of the older forecast that is drawn beside the present one
+const MAX_SAMPLES = 1000;
+const GAP_SECONDS = 5; // a longer pause between two events breaks the lines
+const MAX_PAIRS = 1500;
+const NICE_SECONDS = [30, 60, 120, 180, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400];
+
+export function isSample(value) {
+  return typeof value === "object" && value !== null && Number.isFinite(value.time) && value.format === FORMAT;
+}
+
+// The history with one more event, without what is older than 15 minutes. Starts again if the clock was set back.
+export function appendSample(history, sample) {
+  const last = history.at(-1);
+  if (last !== undefined && sample.time <= last.time) return [sample];
+  const first = Math.max(0, history.length + 1 - MAX_SAMPLES);
+  return [...history.slice(first).filter((one) => one.time >= sample.time - HISTORY_SECONDS), sample];
+}
+
+export function replicasOf(sample, replica) {
+  const all = sample?.replicas ?? [];
+  return replica === null ? all : all.filter((one) => one.index === replica);
+}
+
+// Null unless one of the values is a number.
+export function sum(values) {
+  const known = values.filter(Number.isFinite);
+  return known.length === 0 ? null : known.reduce((total, value) => total + value, 0);
+}
+
+function sumOf(replicas, read) {
+  return sum(replicas.map((one) => read(one)));
+}
+
+// How far a total has grown. A smaller total has started at 0 again since.
+export function increase(before, now) {
+  if (!Number.isFinite(before) || !Number.isFinite(now)) return null;
+  return now >= before ? now - before : now;
+}
+
+// Growth per second of a total, summed over the replicas; null for a replica that the earlier event lacks.
+function rate(earlier, sample, replica, read) {
+  const before = new Map(replicasOf(earlier, replica).map((one) => [one.index, one]));
+  const grown = sumOf(replicasOf(sample, replica), (one) =>
+    before.has(one.index) ? increase(read(before.get(one.index)), read(one)) : null,
+  );
+  return grown === null ? null : grown / (sample.time - earlier.time);
+}
+
+const GAUGES = {
+  running: (one) => one.running,
+  prefilling: (one) => one.prefilling,
+  background: (one) => one.background,
+  waiting: (one) => one.waiting,
+  slots: (one) => one.slots,
+  queueDepth: (one) => one.queue_depth,
+  own: (one) => one.blocks?.own,
+  shared: (one) => one.blocks?.shared,
+  cached: (one) => one.blocks?.cached,
+  free: (one) => one.blocks?.free,
+  total: (one) => one.blocks?.total,
+  admitted: (one) => one.events?.admitted,
+  finished: (one) => one.events?.finished,
+  preempted: (one) => one.events?.preempted,
+  evicted: (one) => one.events?.evicted,
+};
+const RATES = {
+  generated: (one) => one.tokens?.generated,
+  prompt: (one) => one.tokens?.prompt,
+  recomputed: (one) => one.tokens?.recomputed,
+};
+
+// Columns of equal length: `time`, gauges, and tokens per second. What is not known is null; so is all of a gap's end.
+export function seriesOf(history, replica) {
+  const columns = { time: history.map((one) => one.time), isAfterGap: [] };
+  for (const name of [...Object.keys(GAUGES), ...Object.keys(RATES), "inUse"]) columns[name] = [];
+  history.forEach((sample, position) => {
+    const earlier = history[position - 1];
+    const replicas = replicasOf(sample, replica);
+    columns.isAfterGap.push(earlier === undefined || sample.time - earlier.time > GAP_SECONDS);
+    for (const [name, read] of Object.entries(GAUGES)) columns[name].push(sumOf(replicas, read));
+    for (const [name, read] of Object.entries(RATES)) {
+      columns[name].push(earlier === undefined ? null : rate(earlier, sample, replica, read));
+    }
+    columns.inUse.push(sum([columns.own.at(-1), columns.shared.at(-1)]));
+  });
+  return columns;
+}
+
+// Mean of a column's last values: one second alone says little.
+export function recentMean(values, count) {
+  const known = values.slice(-count).filter((value) => value !== null);
+  return known.length === 0 ? null : sum(known) / known.length;
+}
+
+// Share of the prompt tokens asked for that the cache had, over the history.
+export function cachedShare(history, replica) {
+  let [cached, computed] = [0, 0];
+  for (let position = 1; position < history.length; position++) {
+    const before = new Map(replicasOf(history[position - 1], replica).map((one) => [one.index, one]));
+    for (const one of replicasOf(history[position], replica)) {
+      cached += increase(before.get(one.index)?.tokens?.cached, one.tokens?.cached) ?? 0;
+      computed += increase(before.get(one.index)?.tokens?.computed, one.tokens?.computed) ?? 0;
+    }
+  }
+  return cached + computed > 0 ? cached / (cached + computed) : null;
+}
+
+// A value of a piecewise linear curve; 0 after its end, null before its beginning.
+export function valueAt(curve, seconds) {
+  const { seconds: times, blocks } = curve;
+  if (times.length === 0 || seconds < times[0]) return null;
+  const after = times.findIndex((time) => time >= seconds);
+  if (after === -1) return 0;
+  if (times[after] === seconds || after === 0) return blocks[after];
+  const part = (seconds - times[after - 1]) / (times[after] - times[after - 1]);
+  return blocks[after - 1] + part * (blocks[after] - blocks[after - 1]);
+}
+
+// The forecast over seconds from the event on: {seconds, blocks, peak, peakSeconds, limit}. Null if nothing runs, or
+// if the time of a step is not known yet. The sum of several replicas' forecasts is exact at the ends of all lines.
+export function forecastOf(sample, replica) {
+  const curves = [];
+  let limit = 0;
+  for (const one of replicasOf(sample, replica)) {
+    const forecast = one.forecast;
+    limit += forecast?.limit ?? one.blocks?.total ?? 0;
+    if (!forecast || !Number.isFinite(one.step_seconds) || !forecast.steps?.length) continue;
+    curves.push({ seconds: forecast.steps.map((step) => step * one.step_seconds), blocks: forecast.blocks });
+  }
+  if (curves.length === 0) return null;
+  const seconds = [...new Set(curves.flatMap((curve) => curve.seconds))].sort((a, b) => a - b);
+  const blocks = seconds.map((time) => sum(curves.map((curve) => valueAt(curve, time))));
+  const peak = Math.max(...blocks);
+  return { seconds, blocks, peak, peakSeconds: seconds[blocks.indexOf(peak)], limit };
+}
+
+// The forecast made a minute before the last event, over seconds from the last event on. Null without one.
+export function earlierForecast(history, replica) {
+  const now = history.at(-1)?.time;
+  const close = history.filter((one) => Math.abs(now - COMPARED_SECONDS - one.time) <= GAP_SECONDS);
+  if (close.length === 0) return null;
+  const distance = (one) => Math.abs(now - COMPARED_SECONDS - one.time);
+  const sample = close.reduce((best, one) => (distance(one) < distance(best) ? one : best));
+  const forecast = forecastOf(sample, replica);
+  return forecast && { ...forecast, seconds: forecast.seconds.map((time) => time + sample.time - now) };
+}
+
+// Seconds that charts show before and after the last event. `chosen`: the past in seconds, or null for about as much
+// past as the forecast reaches. Looks at forecasts of 30 events, so that the axis does not jump with each.
+export function timeWindow(history, replica, chosen) {
+  const ends = history.slice(-30).map((sample) => forecastOf(sample, replica)?.seconds.at(-1) ?? 0);
+  const horizon = niceSeconds(Math.max(0, ...ends));
+  const past = chosen ?? Math.min(HISTORY_SECONDS, Math.max(120, horizon));
+  return { past, future: Math.max(horizon, past / 4) };
+}
+
+function niceSeconds(seconds) {
+  return NICE_SECONDS.find((nice) => nice >= seconds) ?? Math.ceil(seconds / 86400) * 86400;
+}
+
+// The replica whose first waiting sequence waits longest: {replica, next}; null if none waits.
+export function nextOf(sample, replica) {
+  const waiting = replicasOf(sample, replica).filter((one) => one.next);
+  if (waiting.length === 0) return null;
+  const chosen = waiting.reduce((a, b) => ((b.next.wait_seconds ?? 0) > (a.next.wait_seconds ?? 0) ? b : a));
+  return { replica: chosen, next: chosen.next };
+}
+
+// Two sentences about the first waiting sequence: [what happens, why].
+export function nextSentences(sample, replica) {
+  const found = nextOf(sample, replica);
+  if (found === null) {
+    const running = sumOf(replicasOf(sample, replica), (one) => one.running);
+    return running > 0 ? ["Nothing waits.", "All sequences run."] : ["Idle.", "Nothing runs and nothing waits."];
+  }
+  const { next, replica: at } = found;
+  const where = replica === null && replicasOf(sample, null).length > 1 ? ` on replica ${at.index}` : "";
+  const size = Number.isFinite(next.blocks) ? ` (+${count(next.blocks)} ${next.blocks === 1 ? "block" : "blocks"})` : "";
+  const facts = [
+    Number.isFinite(next.prompt_tokens) ? `${count(next.prompt_tokens)} prompt tokens` : null,
+    Number.isFinite(next.wait_seconds) ? `waiting for ${duration(next.wait_seconds)}` : null,
+  ].filter((fact) => fact !== null);
+  return [`Next in the queue${where} ${when(next, at)}${size}.`, sentence([reason(next, at), ...facts].join(", "))];
+}
+
+function when(next, at) {
+  if (next.blocked_by === null || next.blocked_by === undefined) return "starts now";
+  if (next.blocked_by === "paused") return "waits until admission resumes";
+  if (next.blocked_by === "slots" && !Number.isFinite(next.fits_in_steps)) return "starts when a slot is free";
+  if (!Number.isFinite(next.fits_in_steps)) return "does not fit within the forecast";
+  const time = Number.isFinite(at.step_seconds) ? `, in ${duration(next.fits_in_steps * at.step_seconds)}` : "";
+  return `fits in ${count(next.fits_in_steps)} ${next.fits_in_steps === 1 ? "step" : "steps"}${time}`;
+}
+
+function reason(next, at) {
+  const reasons = {
+    blocks: "it waits for KV blocks",
+    slots: Number.isFinite(at.slots) ? `all ${count(at.slots)} slots are taken` : "it waits for a slot",
+    paused: "the replica is paused",
+    turn: "it waits for its turn",
+  };
+  return reasons[next.blocked_by] ?? (Number.isFinite(next.fits_in_steps) && !next.blocked_by ? "nothing blocks it" : "it waits");
+}
+
+function sentence(text) {
+  return `${text[0].toUpperCase()}${text.slice(1)}.`;
+}
+
+// [predicted, actual] completion tokens of sequences that finished within the history, newest last.
+export function lengthPairs(history, replica) {
+  const pairs = history.flatMap((sample) => replicasOf(sample, replica).flatMap((one) => one.lengths ?? []));
+  return pairs.filter(([predicted, actual]) => predicted > 0 && actual > 0).slice(-MAX_PAIRS);
+}
+
+// {median, low, high} of actual / predicted: the middle, and the borders of the middle 80 %. Null without pairs.
+export function ratioSummary(pairs) {
+  if (pairs.length === 0) return null;
+  const ratios = pairs.map(([predicted, actual]) => actual / predicted).sort((a, b) => a - b);
+  return { median: quantile(ratios, 0.5), low: quantile(ratios, 0.1), high: quantile(ratios, 0.9) };
+}
+
+export function quantile(sorted, share) {
+  const position = share * (sorted.length - 1);
+  const below = Math.floor(position);
+  const above = Math.min(below + 1, sorted.length - 1);
+  return sorted[below] + (position - below) * (sorted[above] - sorted[below]);
+}
+
+// Where the last seconds went: [{name, total, parts: [{name, seconds, share, perStep}]}]. Shares of the manager and of
+// the device are of the elapsed time of all replicas, shares of phases are of their sum; perStep in seconds.
+export function partsOf(history, replica, seconds) {
+  const now = history.at(-1)?.time;
+  const chosen = history.filter((sample, position) => position > 0 && sample.time > now - seconds);
+  const groups = new Map();
+  let [steps, elapsed] = [0, 0];
+  for (const sample of chosen) {
+    const gone = sample.time - history[history.indexOf(sample) - 1].time;
+    for (const one of replicasOf(sample, replica)) {
+      if (!one.parts) continue;
+      steps += one.steps ?? 0;
+      elapsed += gone;
+      for (const [group, parts] of Object.entries(one.parts)) {
+        const sums = groups.get(group) ?? new Map();
+        for (const [name, value] of Object.entries(parts ?? {})) sums.set(name, (sums.get(name) ?? 0) + value);
+        groups.set(group, sums);
+      }
+    }
+  }
+  return [...groups].map(([name, sums]) => {
+    const total = sum([...sums.values()]) ?? 0;
+    const whole = name === "phases" ? total : Math.max(elapsed, total);
+    const parts = [...sums].map(([part, value]) => ({
+      name: part,
+      seconds: value,
+      share: whole > 0 ? value / whole : 0,
+      perStep: steps > 0 ? value / steps : null,
+    }));
+    return { name, total, perStep: steps > 0 ? total / steps : null, share: whole > 0 ? total / whole : 0, parts };
+  });
+}
+
+// The last to end of the replicas; null if one of those with work does not know.
+export function etaOf(sample, replica) {
+  const busy = replicasOf(sample, replica).filter((one) => (one.running ?? 0) + (one.waiting ?? 0) > 0);
+  const known = busy.map((one) => one.eta_seconds);
+  return known.length === 0 || !known.every(Number.isFinite) ? null : Math.max(...known);
+}
+
+export function oldestWait(sample, replica) {
+  const read = (one) => one.oldest_wait_seconds ?? one.next?.oldest_wait_seconds ?? one.next?.wait_seconds;
+  const waits = replicasOf(sample, replica).map(read).filter(Number.isFinite);
+  return waits.length === 0 ? null : Math.max(...waits);
+}
+
+// Share of a job's lines that have a result; null if nobody knows how many there are.
+export function jobShare(job) {
+  const { total, done, failed } = job.lines ?? {};
+  return Number.isFinite(total) && total > 0 ? Math.min(1, ((done ?? 0) + (failed ?? 0)) / total) : null;
+}
+
+// --- words for values; "–" where a figure has no meaning ---
+
+const GROUPED = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
+
+export function count(value) {
+  return Number.isFinite(value) ? GROUPED.format(value) : "–";
+}
+
+export function compact(value) {
+  if (!Number.isFinite(value)) return "–";
+  return Math.abs(value) < 10000 ? GROUPED.format(value) : COMPACT.format(value);
+}
+
+// One digit after the point below 10, else none.
+export function speed(value) {
+  if (!Number.isFinite(value)) return "–";
+  return value > 0 && value < 9.95 ? value.toFixed(1) : compact(value);
+}
+
+export function percent(share) {
+  if (!Number.isFinite(share)) return "–";
+  return share > 0 && share < 0.095 ? `${(100 * share).toFixed(1)} %` : `${Math.round(100 * share)} %`;
+}
+
+export function duration(seconds) {
+  if (!Number.isFinite(seconds)) return "–";
+  if (seconds > 0 && seconds < 0.995) return `${Math.max(1, Math.round(1000 * seconds))} ms`;
+  if (seconds > 0 && seconds < 9.95) return `${seconds.toFixed(1)} s`;
+  const whole = Math.round(seconds);
+  if (whole < 120) return `${whole} s`;
+  const [units, names] = whole < 7200 ? [[60, 1], ["min", "s"]] : [[3600, 60], ["h", "min"]];
+  if (whole >= 172800) return `${Math.floor(whole / 86400)} d ${Math.floor((whole % 86400) / 3600)} h`;
+  const [large, small] = [Math.floor(whole / units[0]), Math.floor((whole % units[0]) / units[1])];
+  return small === 0 ? `${large} ${names[0]}` : `${large} ${names[0]} ${small} ${names[1]}`;
+}
+
+export function milliseconds(seconds) {
+  if (!Number.isFinite(seconds)) return "–";
+  const value = 1000 * seconds;
+  return `${value < 0.0995 ? value.toFixed(2) : value < 9.95 ? value.toFixed(1) : GROUPED.format(value)} ms`;
+}
+
+export function price(value) {
+  if (!Number.isFinite(value)) return "–";
+  return value >= 100 ? GROUPED.format(value) : value >= 0.995 ? value.toFixed(2) : value.toPrecision(2);
+}
