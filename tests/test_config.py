@@ -243,3 +243,21 @@ def test_config_crosses_to_another_process() -> None:
     script = "import pickle, sys; c = pickle.load(sys.stdin.buffer); print(c.port, c.served_model_name, c.page_size)"
     done = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(config), capture_output=True, check=True)
     assert done.stdout.decode().split() == ["80", "x", "16"]
+
+
+@pytest.mark.parametrize("error", [None, ModuleNotFoundError])
+def test_traces_without_their_packages_say_what_to_install(
+    error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(_name: str) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr("tokasaurus.flags.find_spec", find)
+    expected = (
+        "otel_endpoint=http://localhost:4318: needs packages that are not installed: pip install 'tokasaurus[otel]'"
+    )
+    assert refusal("otel_endpoint=http://localhost:4318") == expected
+    monkeypatch.setattr("tokasaurus.flags.find_spec", lambda name: name)
+    assert ServerConfig.parse(["otel_endpoint=http://localhost:4318"]).otel_endpoint == "http://localhost:4318"
+    assert refusal("otel_endpoint=localhost").startswith("otel_endpoint=localhost: must be a URL such as")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from typing_extensions import Self
 
-from tokasaurus.flags import FlagConfig, Setting, at_least, at_most, count, excludes, flag, matches, needs
+from tokasaurus.flags import FlagConfig, Setting, at_least, at_most, count, excludes, flag, installed, matches, needs
 
 _PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 """The numbers from 1 to 65535. Of a larger one, the system would use the last 16 bits."""
@@ -270,6 +270,15 @@ class ServerConfig(FlagConfig):
     )
     vllm_metrics: bool = flag(
         False, "/metrics has the most used figures under vLLM's names as well, for dashboards that read those"
+    )
+    otel_endpoint: str | None = flag(
+        None,
+        "collector of OpenTelemetry that receives a trace of each request, as http://HOST:4318",
+        none_means="off",
+        rules=(
+            matches(r"https?://[^\s/?#]+[^\s?#]*", "a URL such as http://localhost:4318"),
+            installed("opentelemetry.exporter.otlp.proto.http", "otel"),
+        ),
     )
     rl: bool = flag(
         False,

@@ -14,6 +14,7 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
@@ -345,6 +346,19 @@ def excludes(choice: str, **others: str) -> Rule:
 def matches(pattern: str, text: str) -> Rule:
     """The whole value matches a regular expression. text: what that means."""
     return Rule(text, lambda _, value: None if re.fullmatch(pattern, value) else f"must be {text}")
+
+
+def installed(module: str, extra: str) -> Rule:
+    """The module is there, which the extra of this name installs."""
+
+    def find_error(_config: Any, _value: Any) -> str | None:
+        try:
+            is_there = find_spec(module) is not None
+        except ModuleNotFoundError:  # a package that it is in
+            is_there = False
+        return None if is_there else f"needs packages that are not installed: pip install 'tokasaurus[{extra}]'"
+
+    return Rule(f"needs the extra {extra}", find_error)
 
 
 def allowed_values(flag: Flag) -> str:

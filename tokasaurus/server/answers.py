@@ -1,9 +1,11 @@
-"""Counts the HTTP answers by method, route and status."""
+"""What is told of every HTTP answer: counts by method, route and status, and the spans of a trace."""
 
 from collections.abc import Iterable
 
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tokasaurus.monitoring.request_spans import RequestTracer, current_span
 
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _OTHER = "other"
@@ -65,3 +67,32 @@ class AnswersMiddleware:
         method = scope["method"] if scope["method"] in _METHODS else _OTHER
         key = (method, self._routes.of(scope["path"]), status)
         self._counts[key] = self._counts.get(key, 0) + 1
+
+
+class SpansMiddleware:
+    """Traces requests of the method POST: the others are of monitoring, or small. To be placed as AnswersMiddleware."""
+
+    def __init__(self, app: ASGIApp, routes: Routes, tracer: RequestTracer) -> None:
+        self._app = app
+        self._routes = routes
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        span = self._tracer.begin("POST", self._routes.of(scope["path"]), scope["headers"])
+        status = CLIENT_GONE
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        token = current_span.set(span)
+        try:
+            await self._app(scope, receive, send_noted)
+        finally:
+            current_span.reset(token)
+            span.end(status)

@@ -30,6 +30,7 @@ from tokasaurus.messages.generation import LogprobsMode
 from tokasaurus.messages.status import STOP_AT_ONCE, BatchTokens, Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.cores import lower_thread_priority
 from tokasaurus.monitoring.metrics import LoopLag
+from tokasaurus.monitoring.request_spans import RequestTracer
 from tokasaurus.monitoring.shortage import describe_shortage
 from tokasaurus.server.access import (
     AllowedHostsMiddleware,
@@ -41,7 +42,7 @@ from tokasaurus.server.access import (
     allowed_origins,
     read_api_keys,
 )
-from tokasaurus.server.answers import AnswersMiddleware, Routes
+from tokasaurus.server.answers import AnswersMiddleware, Routes, SpansMiddleware
 from tokasaurus.server.compressed_bodies import CompressedBodyMiddleware
 from tokasaurus.server.connections.protocol import ConnectionProtocol, watch_for_lost_peers
 from tokasaurus.server.connections.table import ConnectionTable
@@ -205,6 +206,8 @@ def create_app(
     shared = (GrammarChecker(model), TextThreads(), limits, body_bytes, LoopLag(), Rollouts(engine))
     state = ServerState(model, engine, *shared, config or ServerConfig())
 
+    endpoint = state.config.otel_endpoint
+    tracer = None if endpoint is None else RequestTracer(endpoint, model.name, __version__)
     batches = None if store is None else BatchService(state, store, batch_limits or BatchLimits(), tell_tokens)
 
     @asynccontextmanager
@@ -214,6 +217,8 @@ def create_app(
         with engine.listening(), state.loop_lag.measuring():
             async with nullcontext() if batches is None else batches.running():
                 yield
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
         await state.grammars.close()
         state.text_threads.close()
         if model.request_templates is not None:
@@ -234,13 +239,15 @@ def create_app(
         # Not include_router, which builds each route again at the first request of the app: a fifth of a second.
         app.router.routes.extend(routes.router.routes)
     origins = allowed_origins(state.config.cors_origins)
+    known_routes = Routes(app.router.routes)
     # From the outside in. Not by add_middleware: the answer to an internal error would lack the id and CORS headers.
     layers: list[Callable[[ASGIApp], ASGIApp]] = [
         RequestIdMiddleware,
         HeadMiddleware,
         # before all that looks at the path
         partial(PathMiddleware, routes=paths_of(app.router.routes)),
-        partial(AnswersMiddleware, routes=Routes(app.router.routes), counts=state.answers),
+        partial(AnswersMiddleware, routes=known_routes, counts=state.answers),
+        *([] if tracer is None else [partial(SpansMiddleware, routes=known_routes, tracer=tracer)]),
         MessagesErrorsMiddleware,
         partial(CrossSiteMiddleware, origins=origins),
         # before the key: browsers ask without one

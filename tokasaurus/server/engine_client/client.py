@@ -39,6 +39,7 @@ from tokasaurus.messages.generation import (
 )
 from tokasaurus.messages.status import EngineLimits, EngineStats, Ready, UserError
 from tokasaurus.monitoring.request_metrics import EndReason, RequestMetrics
+from tokasaurus.monitoring.request_spans import RequestSpan, current_span
 from tokasaurus.server.engine_client.collectors import FinishedSequence, Results, StreamCollector
 from tokasaurus.server.engine_client.commands import CommandRefused, Commands, ReplicaLost
 from tokasaurus.server.engine_client.replicas import Replica, choose_replica
@@ -194,6 +195,8 @@ class PendingRequest:
     """Its caller gets an error, and will remove it."""
     has_error: bool = False
     """Its caller gets an error: it has failed, or one of its sequences was aborted."""
+    span: RequestSpan | None = None
+    """Of the HTTP request that it belongs to, if that is traced."""
     longest: int = 0
     """Tokens of its longest finished sequence."""
     num_finished_tokens: int = 0
@@ -458,9 +461,13 @@ class EngineClient:
             self.check_queue(requests[0].client, num_sequences, num_tokens)
             self._work.add(requests[0].client, len(requests), num_sequences, num_tokens)  # before other bodies' checks
         submitted: deque[PendingRequest] = deque()
+        # A batch may have been created by the request of this context, and runs long after it.
+        span = None if requests[0].is_background else current_span.get()
         try:
             for index, request in enumerate(requests):
-                submitted.append(PendingRequest(request, collector, index))
+                submitted.append(PendingRequest(request, collector, index, span=span))
+                if span is not None:
+                    span.note_request(request)
                 self._add(submitted[-1])
                 if len(submitted) % MAX_AT_ONCE == 0:
                     await asyncio.sleep(0)
@@ -585,6 +592,8 @@ class EngineClient:
         pending.note_end(delta)
         metrics = self._metrics_of(replica)
         metrics.note_sequence(pending.request, delta)
+        if pending.span is not None:
+            pending.span.note_sequence(pending.request, delta)
         if pending.num_unfinished == 0 and not pending.has_error:
             metrics.note_request(pending.request, pending.longest)
         elif pending.num_unfinished == 0:
