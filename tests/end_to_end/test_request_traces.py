@@ -88,7 +88,6 @@ def test_a_request_is_a_child_of_the_clients_span_and_has_its_phases(toka: TokaP
         "gen_ai.request.choice.count": 1,
         "gen_ai.request.max_tokens": 5,
         "gen_ai.request.temperature": 0.5,
-        "gen_ai.request.top_p": 1.0,
         "gen_ai.usage.input_tokens": usage["prompt_tokens"],
         "gen_ai.usage.output_tokens": 5,
         "gen_ai.usage.cache_read.input_tokens": 0,

@@ -115,9 +115,11 @@ class RequestSpan:
                 "gen_ai.request.model": self._attributes["gen_ai.response.model"],
                 "gen_ai.request.choice.count": request.num_sequences,
                 "gen_ai.request.max_tokens": request.max_new_tokens,
-                "gen_ai.request.temperature": request.sampling.temperature,
-                "gen_ai.request.top_p": request.sampling.top_p,
             }
+            defaults = request.sampling._field_defaults
+            for name, value in request.sampling._asdict().items():
+                if value != defaults[name]:
+                    self._attributes[f"gen_ai.request.{name}"] = value
 
     def note_sequence(self, request: GenerateRequest, delta: SequenceDelta) -> None:
         """delta: the last of a sequence of one of the requests."""
