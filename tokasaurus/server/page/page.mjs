@@ -225,7 +225,7 @@ function showPool(series, times, forecast, earlier, span) {
     class: name,
     counts: series[name],
     times,
-    note: `${compact(samples.sum(series[name].filter((_, i) => times[i] >= -span.past)) ?? 0)}${name === "evicted" ? " blocks" : ""}`,
+    note: compact(samples.sum(series[name].filter((_, i) => times[i] >= -span.past)) ?? 0),
   });
   poolChart.update({
     ...span,
@@ -405,7 +405,7 @@ function showTables(series, times) {
   const { forecast, earlier } = shown;
   const ahead = forecast === null ? [] : sampled(forecast.seconds, 20).reverse();
   const blank = Array(7).fill("–");
-  showTable("pool-table", ["Time", "Own", "Shared", "Cached", "Free", "Admitted", "Preempted", "Evicted", "Forecast", "A minute ago"], [
+  showTable("pool-table", ["Time", "Own", "Shared", "Cached", "Free", "Admitted", "Preempted", "Evicted blocks", "Forecast", "A minute ago"], [
     ...ahead.map((time) => [timeLabel(time), ...blank, count(blocksOf(forecast, time)), count(earlier && blocksOf(earlier, time))]),
     ...past.map(([time, i]) => [
       timeLabel(Math.round(time)),

@@ -298,6 +298,11 @@ export function compact(value) {
   return Math.abs(value) < 10000 ? GROUPED.format(value) : COMPACT.format(value);
 }
 
+// For axes without room.
+export function shortest(value) {
+  return Math.abs(value) < 1000 ? GROUPED.format(value) : COMPACT.format(value);
+}
+
 // One digit after the point below 10, else none.
 export function speed(value) {
   if (!Number.isFinite(value)) return "–";
