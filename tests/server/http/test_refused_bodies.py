@@ -201,7 +201,7 @@ ONE_ROUTE_REFUSES: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"max_completion_tokens": 5}, "max_completion_tokens"),
     (COMPLETIONS, {"messages": []}, "messages"),
     (COMPLETIONS, {"response_format": {"type": "json_object"}, "guided_choice": ["a"]}, "guided_choice"),
-    (CHAT, {"structured_outputs": {"choice": ["a"]}, "guided_regex": "a"}, "guided_regex"),
+    (CHAT, {"structured_outputs": {"choice": ["a"]}, "guided_regex": "b"}, "guided_regex"),
     (CHAT, {"messages": MISSING}, "messages"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": "hello"}, "messages"),

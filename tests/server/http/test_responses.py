@@ -353,8 +353,8 @@ def test_text_follows_its_format(server: LiveServer, tokenizer_directory: Path) 
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"previous_response_id": "resp_1"}, "previous_response_id", "not implemented"),
-    ({"conversation": "conv_1"}, "conversation", "not implemented"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id", 'default_options={"store": False}'),
+    ({"conversation": "conv_1"}, "conversation", "send all items of the conversation"),
     ({"background": True}, "background", "not implemented"),
     ({"store": True}, "store", "not implemented"),
     ({"prompt": {"id": "x"}}, "prompt", "not implemented"),
@@ -372,7 +372,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": []}, "input", "at least 1"),
     ({"input": 3}, "input", "a string or a list"),
     ({"input": ["a"]}, "input[0]", "an object"),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "store=false"),
+    (
+        {"input": [{"type": "item_reference", "id": "msg_1"}]},
+        "input[0]",
+        "providerOptions: {openai: {store: false}}",
+    ),
     ({"input": [{"id": "msg_1"}]}, "input[0]", "store=false"),
     ({"input": [HELLO, {"type": "web_search_call", "id": "ws_1"}]}, "input[1]", "web_search_call"),
     ({"input": [HELLO, {"type": "what"}]}, "input[1]", "unknown type 'what'"),

@@ -64,6 +64,8 @@ FIELDS: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
     ({"guided_regex": "^(ab){1,3}$"}, re.compile("(ab){1,3}").fullmatch),
     ({"guided_choice": ["é€😀", "", 'quo"te\n']}, ["é€😀", "", 'quo"te\n'].__contains__),
     ({"guided_grammar": GBNF}, is_angled),
+    # guidance's model for vLLM sends both
+    ({"guided_grammar": GBNF, "structured_outputs": {"grammar": GBNF}}, is_angled),
     ({"guided_grammar": r'root ::= "\u00e9" [\u4e00-\U00009fff]'}, re.compile("é[\u4e00-\u9fff]").fullmatch),
     ({"response_format": {"type": "text"}, "guided_choice": ["yes"]}, ["yes"].__contains__),
 ]  # type: ignore[assignment]

@@ -154,15 +154,21 @@ class Draft:
 def asked_grammar(body: SamplingFields) -> GrammarSource | None:
     """The grammar that the body asks for, if any.
 
-    Raises InvalidRequest if more than one field gives a grammar, Unsupported if it cannot be followed.
+    Several fields may give the same one: some clients write both an older and a newer field of vLLM.
+
+    Raises InvalidRequest if they give different ones, Unsupported if it cannot be followed.
     """
-    given = [(name, source) for name in _GRAMMAR_FIELDS if (source := getattr(body, name)) is not None]
-    if len(given) > 1:
-        (first, _), (second, _), *_ = given
-        raise InvalidRequest(f"{first} and {second}: only one of them may be given", second)
+    given: list[tuple[str, GrammarSource]] = [
+        (name, source) for name in _GRAMMAR_FIELDS if (source := getattr(body, name)) is not None
+    ]
     if not given:
         return None
-    asked: GrammarSource = given[0][1]
+    first, asked = given[0]
+    for name, source in given[1:]:
+        if (source.format, source.text) != (asked.format, asked.text):
+            raise InvalidRequest(
+                f"{first} and {name}: only one of them may be given, or both with the same value", name
+            )
     if asked.refusal:
         raise Unsupported(f"{asked.param} {asked.refusal}", asked.param)
     return asked

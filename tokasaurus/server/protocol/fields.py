@@ -63,10 +63,13 @@ def missing() -> PydanticCustomError:
 
 
 class Only:
-    """Metadata of an unimplemented field: accepts only these neutral values (same type, same value)."""
+    """Metadata of an unimplemented field: accepts only these neutral values (same type, same value).
 
-    def __init__(self, *neutral: object) -> None:
+    instead: why others are refused, or what to do instead; a clause after a semicolon."""
+
+    def __init__(self, *neutral: object, instead: str = "") -> None:
         self._neutral = neutral
+        self._instead = f"; {instead}" if instead else ""
 
     def __get_pydantic_core_schema__(self, _source: object, _handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._check)
@@ -79,7 +82,7 @@ class Only:
         if any(type(value) is type(neutral) and value == neutral for neutral in self._neutral):
             return value
         allowed = " and ".join(orjson.dumps(neutral).decode() for neutral in self._neutral)
-        raise field_not_implemented(f"is not implemented beyond {allowed}")
+        raise field_not_implemented(f"is not implemented beyond {allowed}{self._instead}")
 
 
 def as_integer(value: object) -> object:

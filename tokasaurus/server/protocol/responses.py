@@ -198,6 +198,14 @@ _ITEM_MODELS: Mapping[str, type[InputItem]] = {
 }
 
 
+_NOT_STORED = (
+    "nothing is stored here: send all items of the conversation. Clients do so by an option: "
+    "providerOptions: {openai: {store: false}} in Vercel's AI SDK, default_options={\"store\": False} in Microsoft's "
+    "Agent Framework, store=false in others"
+)
+"""To be read after a semicolon, or after "and"."""
+
+
 def _parse_item(value: object) -> InputItem:
     if not isinstance(value, dict):
         raise value_error("must be an object")
@@ -205,10 +213,7 @@ def _parse_item(value: object) -> InputItem:
     if kind is None and "role" in value:
         kind = "message"
     if kind == "item_reference" or (kind is None and value.keys() == {"id"}):
-        raise not_implemented(
-            "is a reference to a stored item, and nothing is stored here: send the item itself, as clients do with "
-            "store=false"
-        )
+        raise not_implemented(f"is a reference to a stored item, and {_NOT_STORED}")
     if not isinstance(kind, str):
         raise value_error("must have a role, or a type")
     if kind in _OTHER_ITEMS:
@@ -427,9 +432,9 @@ class ResponsesRequest(ChatForm):
     truncation: Annotated[Any, Only(None, "disabled")] = None
     stream_options: ResponsesStreamOptions | None = None
 
-    previous_response_id: Annotated[Any, Only(None)] = None
-    conversation: Annotated[Any, Only(None)] = None
-    background: Annotated[Any, Only(None, False)] = None
+    previous_response_id: Annotated[Any, Only(None, instead=_NOT_STORED)] = None
+    conversation: Annotated[Any, Only(None, instead=_NOT_STORED)] = None
+    background: Annotated[Any, Only(None, False, instead="no answer is kept until it is asked for")] = None
     background_options: Annotated[Any, Only(None)] = None
     prompt: Annotated[Any, Only(None)] = None
     context_management: Annotated[Any, Only(None, [])] = None
