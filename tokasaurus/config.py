@@ -261,6 +261,16 @@ class ServerConfig(FlagConfig):
     trace: str | None = flag(
         None, "file for a trace of the engine's processes, overwritten; Perfetto and chrome://tracing open it"
     )
+    record: str | None = flag(
+        None,
+        "file that keeps the figures of the live page, a line of JSON each second, for toka top and the page to show "
+        "again; an older recording is continued, and at 256 MiB it is renamed to end in .1",
+    )
+    price_per_hour: float | None = flag(
+        None,
+        "price of an hour of the whole server, in any currency: the live page tells what jobs cost",
+        minimum=0,
+    )
     trace_first_step: int = count(0, "step of the engine with which the trace begins", minimum=0)
     trace_steps: int = count(256, "steps in the trace")
     statsd_server_url: str | None = flag(

@@ -20,6 +20,7 @@ import numpy as np
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.engine.kv_forecast import running_progress
+from tokasaurus.manager.engine.live_sample import LiveSampler
 from tokasaurus.manager.engine.work_left import work_left
 from tokasaurus.manager.planning.step_budget import make_step_limit
 from tokasaurus.manager.state.engine_state import (
@@ -34,6 +35,7 @@ from tokasaurus.messages.channel import HasFileno, Receiver, Sender, send_to_all
 from tokasaurus.messages.commands import CommandDone, EngineCommand, WorkerCommand
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest, SequenceProgress
+from tokasaurus.messages.live import LiveSample, TakeSample
 from tokasaurus.messages.status import (
     DEFAULT_HYDRAGEN,
     HEARTBEAT_SECONDS,
@@ -60,7 +62,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RequestMessage = GenerateRequest | CancelRequest | EngineCommand
+RequestMessage = GenerateRequest | CancelRequest | TakeSample | EngineCommand
 
 LARGE_BYTES = 16 << 20
 """Size of the array that `run_manager` frees at its start, in bytes."""
@@ -108,7 +110,7 @@ def run_manager(
     checkpoint: Checkpoint,
     index: int,
     requests: Receiver[RequestMessage],
-    updates: Sender[EngineUpdate | Ready],
+    updates: Sender[EngineUpdate | LiveSample | Ready],
     inputs: list[Sender[ForwardInput | WorkerCommand]],
     outputs: Receiver[ForwardOutput | Ready | CommandDone],
     status: Sender[PhaseDone | Ready | Failed | Alive],
@@ -216,7 +218,7 @@ class _Channels:
     """This process's ends of the channels: see `run_manager`."""
 
     requests: Receiver[RequestMessage]
-    updates: Sender[EngineUpdate | Ready]
+    updates: Sender[EngineUpdate | LiveSample | Ready]
     inputs: list[Sender[ForwardInput | WorkerCommand]]
     outputs: Receiver[ForwardOutput | Ready | CommandDone]
     status: Sender[PhaseDone | Ready | Failed | Alive]
@@ -246,7 +248,7 @@ def _serve(
         send_to_all(channels.inputs, message)
 
     engine = Engine(state, send, trace, send)
-    busy, garbage, intake = BusyFraction(), GarbageCollector(), Intake()
+    busy, garbage, intake, sampler = BusyFraction(), GarbageCollector(), Intake(), LiveSampler()
     last_stats, last_update_s = state.stats(), time.monotonic()
     last_progress_s = last_update_s
     watch, last_alive_s = WorkerWatch(watchdog_seconds, last_update_s), -math.inf
@@ -280,6 +282,8 @@ def _serve(
             logger.debug(window.details())
             if statsd is not None:
                 statsd.send(window)
+        if state.asked_sample is not None and sampler.is_due(state, engine.seconds_left(), now_s):
+            channels.updates.send(sampler.take(state, stats, engine.timers.totals))
         garbage.collect(engine.seconds_left(), is_idle=stats.num_running == stats.num_waiting == 0)
         has_more = requests.has_whole_message or state.cancelled or state.ending
         timeouts_s = [

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 if TYPE_CHECKING:  # these import NumPy, which would delay the launcher
     from tokasaurus.messages.commands import EngineCommand
     from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
+    from tokasaurus.messages.live import LiveSample, TakeSample
     from tokasaurus.messages.status import Ready
 
 
@@ -267,8 +268,8 @@ def wait(waitables: Sequence[HasFileno | int], timeout_s: float | None = None) -
 class ReplicaConnection:
     """The channels between the server and one manager."""
 
-    requests: Sender[GenerateRequest | CancelRequest | EngineCommand]
-    updates: Receiver[EngineUpdate | Ready]
+    requests: Sender[GenerateRequest | CancelRequest | TakeSample | EngineCommand]
+    updates: Receiver[EngineUpdate | LiveSample | Ready]
     """Its end says that the replica has died."""
 
     def close(self) -> None:

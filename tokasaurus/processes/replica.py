@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # these import NumPy, which would delay the start of the othe
     from tokasaurus.messages.commands import CommandDone, EngineCommand, UpdateWeights, WorkerCommand
     from tokasaurus.messages.forward import ForwardInput, ForwardOutput
     from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
+    from tokasaurus.messages.live import LiveSample, TakeSample
     from tokasaurus.startup_report import StartupReport
 
 PAUSE_SECONDS = 5 * HEARTBEAT_SECONDS
@@ -89,10 +90,10 @@ class ReplicaProcesses:
         if self.num_restarts:  # its steps have the same numbers again, so that nobody could tell them apart in a trace
             config = copy(config)
             config.trace = None
-        requests_in: Receiver[GenerateRequest | CancelRequest | EngineCommand]
-        requests: Sender[GenerateRequest | CancelRequest | EngineCommand]
-        updates: Receiver[EngineUpdate | Ready]
-        updates_out: Sender[EngineUpdate | Ready]
+        requests_in: Receiver[GenerateRequest | CancelRequest | TakeSample | EngineCommand]
+        requests: Sender[GenerateRequest | CancelRequest | TakeSample | EngineCommand]
+        updates: Receiver[EngineUpdate | LiveSample | Ready]
+        updates_out: Sender[EngineUpdate | LiveSample | Ready]
         outputs: Receiver[ForwardOutput | Ready | CommandDone]
         outputs_out: Sender[ForwardOutput | Ready | CommandDone]
         (requests_in, requests), (updates, updates_out), (outputs, outputs_out) = (

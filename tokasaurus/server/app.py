@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import cache, partial, reduce
+from types import FrameType
 from typing import Any, cast
 
 import uvicorn
@@ -50,12 +51,15 @@ from tokasaurus.server.engine_client.client import EngineClient, QueueLimits
 from tokasaurus.server.engine_client.rollouts import Rollouts
 from tokasaurus.server.errors import StorageFailed, StorageIsFull, add_error_handlers, error_response
 from tokasaurus.server.grammars.validator import GrammarChecker
+from tokasaurus.server.jobs.open_bulk import OpenBulks
 from tokasaurus.server.jobs.service import BatchService, TellTokens
 from tokasaurus.server.jobs.store.data_dir import StorageFull, StoreError
 from tokasaurus.server.jobs.store.store import PRIVATE_OWNER, Store, opened_data_dir
+from tokasaurus.server.live import LiveFeed
 from tokasaurus.server.messages_errors import MessagesErrorsMiddleware
 from tokasaurus.server.openapi import DescribedApp
 from tokasaurus.server.paths import PathMiddleware, paths_of
+from tokasaurus.server.recording import Recording, opened_recording
 from tokasaurus.server.resources import (
     BatchLimits,
     BodyBytes,
@@ -143,7 +147,10 @@ def run_server(
     # In the background: it takes longer than everything else here, and completions do not need it.
     threading.Thread(target=load_chat_template, name="chat template", daemon=True).start()
     collect_garbage_when_idle(lambda: engine.num_pending_requests == 0)
-    with opened_data_dir(config, PRIVATE_OWNER if listener is None else url_of(listener)) as store:
+    with (
+        opened_recording(config.record) as recording,
+        opened_data_dir(config, PRIVATE_OWNER if listener is None else url_of(listener)) as store,
+    ):
         app = create_app(
             model,
             engine,
@@ -155,6 +162,7 @@ def run_server(
             batch_limits(config),
             status.send if listener is None else None,
             config,
+            recording,
         )
         http_server = HttpServer(http_config(app, connections), engine, connections)
         http_server.run(sockets=[] if listener is None else [listener])
@@ -193,13 +201,14 @@ def create_app(
     batch_limits: BatchLimits | None = None,
     tell_tokens: TellTokens | None = None,
     config: ServerConfig | None = None,
+    recording: Recording | None = None,
 ) -> ASGIApp:
     """The whole HTTP interface. During the app's lifespan, `engine` receives on the running event loop.
 
     api_keys: of which clients must send one; empty: no key. limits: None for the defaults. hosts: names that requests
     may be sent to; None: any. salt_by_key: each key has its own cached prompts. store: for files and batches; None
     serves none. batch_limits: None for the defaults. tell_tokens: as in `BatchService`.
-    config: what routes tell of it; None for the defaults.
+    config: what routes tell of it; None for the defaults. recording: gets the events of GET /live.
     """
     limits = limits or RequestLimits()
     body_bytes = BodyBytes(limits.max_body_bytes_in_all)
@@ -209,13 +218,15 @@ def create_app(
     endpoint = state.config.otel_endpoint
     tracer = None if endpoint is None else RequestTracer(endpoint, model.name, __version__)
     batches = None if store is None else BatchService(state, store, batch_limits or BatchLimits(), tell_tokens)
+    bulks = OpenBulks()
+    feed = LiveFeed(state, batches, bulks, recording)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         if batches is not None:
             await batches.adopt()
         with engine.listening(), state.loop_lag.measuring():
-            async with nullcontext() if batches is None else batches.running():
+            async with nullcontext() if batches is None else batches.running(), feed.running():
                 yield
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
@@ -232,6 +243,8 @@ def create_app(
     )
     app.state.server = state
     app.state.batches = batches
+    app.state.open_bulks = bulks
+    app.state.live = feed
     add_error_handlers(app)
     app.add_exception_handler(StoreError, _on_store_error)
     served = [generation, bulk, files, batch_routes, model_routes, health, live]
@@ -337,6 +350,11 @@ class HttpServer(uvicorn.Server):
         self._engine.is_draining = True
         if self._drains_until_s is None:
             self._drains_until_s = time.monotonic() + self._connections.config.drain_seconds
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """As uvicorn's; those who watch the server are told to leave first."""
+        self._engine.is_draining = True
+        super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second; true ends the server."""

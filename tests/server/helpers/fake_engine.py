@@ -28,6 +28,7 @@ from tokasaurus.messages.generation import (
     SequenceDelta,
     TopLogprobs,
 )
+from tokasaurus.messages.live import LiveSample, TakeSample
 from tokasaurus.messages.status import EngineLimits, EngineStats, Ready
 
 
@@ -108,6 +109,10 @@ class FakeEngine:
     """Of the weights that it starts with."""
     commands: list[EngineCommand] = field(default_factory=list)
     """Commands received, in order."""
+    asked_samples: list[TakeSample] = field(default_factory=list)
+    """Received, in order."""
+    sample: Callable[[TakeSample], LiveSample | None] = lambda _: None
+    """Makes the answer; None: there is none."""
     max_deltas: int = 1 << 30
     """Most deltas of one update; a manager's updates have those of one step."""
 
@@ -159,10 +164,16 @@ class FakeEngine:
                     self.requests.append(message)
                 elif isinstance(message, CancelRequest):
                     self.cancelled.append(message.request_id)
+                elif isinstance(message, TakeSample):
+                    self.asked_samples.append(message)
                 else:
                     self.commands.append(message)
                 self._changed.notify_all()
-            if not isinstance(message, GenerateRequest | CancelRequest):
+            if isinstance(message, TakeSample):
+                sample = self.sample(message)
+                if sample is not None:
+                    self.updates.send(sample)
+            elif not isinstance(message, GenerateRequest | CancelRequest):
                 done = CommandDone(message.command_id, self.on_command(message))
                 if not self._is_stopping:
                     self.updates.send(EngineUpdate([], self.stats, [], [done]))

@@ -139,13 +139,17 @@ def can_admit(state: EngineState) -> bool:
     return state.slots.num_releases - num_releases >= num_awaited or state.next_step_id - step_id >= MAX_STEPS_BLOCKED
 
 
+def max_admitted_blocks(state: EngineState) -> int:
+    """Most blocks that the sequences admitted are expected to use."""
+    return int(state.blocks.num_blocks * state.options.target_kv_cache_utilization)
+
+
 def _admit_fitting(state: EngineState, candidates: Candidates) -> tuple[int, bool]:
     """Admit the first candidates that fit. Returns how many, and whether the next one does not fit."""
     admission, max_simulated = state.admission, state.options.precise_onboard_batch_size
-    num_blocks = int(state.blocks.num_blocks * state.options.target_kv_cache_utilization)
+    num_blocks = max_admitted_blocks(state)
     rate = wanted_prefill_rate(state, candidates.num_to_compute, candidates.decode_steps)
-    num_unreserved = num_blocks - state.blocks.num_used - _num_blocks_still_needed(state)
-    num_certain = num = num_obviously_fitting(candidates, num_unreserved)
+    num_certain = num = num_certain_to_fit(state, candidates, num_blocks)
     num_considered = len(candidates.decode_steps)
     if num < num_considered and max_simulated is not None:
         num_considered = min(num_considered, num_certain + max_simulated)
@@ -178,15 +182,21 @@ def admit_described(state: EngineState, candidates: Candidates, num: int) -> Non
     cached = [tree.acquire(sample_group.match) for sample_group in sample_groups]
     state.blocks.evict_for(int(_num_prompt_blocks(candidates)[:num].sum()))
     ends = [*(sample_group.start for sample_group in sample_groups), num][1:]
+    slots: list[int] = []
     for sample_group, node, end in zip(sample_groups, cached, ends, strict=True):
         sequence = state.queues.take_first_waiting()
         admit(state, sequence, node)
+        slots.append(sequence.slot)
         if end - sample_group.start > 1:
             assert sequence.node is not None
             num_shared = (len(sequence.prompt) - 1) // page_size
             shared = PrefixMatch(sequence.node, sequence.node.end_block).first_blocks(num_shared)
             for _ in range(sample_group.start + 1, end):
-                admit(state, state.queues.take_first_waiting(), tree.acquire(shared))
+                other = state.queues.take_first_waiting()
+                admit(state, other, tree.acquire(shared))
+                slots.append(other.slot)
+    num_kept = candidates.num_prompt_tokens[:num] - state.slots.num_prompt_tokens[slots]
+    state.slots.predicted_tokens[slots] = num_kept + candidates.decode_steps[:num] + 1
 
 
 def _num_blocks_still_needed(state: EngineState) -> int:
@@ -231,6 +241,12 @@ def simulate_candidates(candidates: Candidates, num: int, kv_forecast: KVForecas
     shared = SharedLoads(blocks_and_ends[is_longer, 0], first_steps[is_longer], blocks_and_ends[is_longer, 1])
     own = SequenceLoads(num_own_tokens, prefill.start_steps, num_steps)
     return simulate_kv(own, shared, page_size, kv_forecast.release_delay)
+
+
+def num_certain_to_fit(state: EngineState, candidates: Candidates, num_blocks: int) -> int:
+    """How many candidates fit into a pool of `num_blocks` even if they and all running sequences have their expected
+    lengths at once, and the candidates share no blocks."""
+    return num_obviously_fitting(candidates, num_blocks - state.blocks.num_used - _num_blocks_still_needed(state))
 
 
 def num_obviously_fitting(candidates: Candidates, num_blocks: int) -> int:

@@ -37,6 +37,7 @@ from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.commands import CommandDone, EngineCommand, WorkerCommand
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
+from tokasaurus.messages.live import TakeSample
 from tokasaurus.monitoring.timing import SectionTimers
 from tokasaurus.monitoring.trace import NO_TRACE, Trace
 
@@ -114,7 +115,7 @@ class Engine:
 
     def step(
         self,
-        messages: Iterable[GenerateRequest | CancelRequest | EngineCommand],
+        messages: Iterable[GenerateRequest | CancelRequest | TakeSample | EngineCommand],
         results: Iterable[ForwardOutput | CommandDone],
     ) -> None:
         """Do everything that can be done now, and add finished sequences and streamed tokens to `state.deltas`."""
@@ -126,6 +127,8 @@ class Engine:
                     add_request(state, message)
                 elif isinstance(message, CancelRequest):
                     cancel_request(state, message.request_id)
+                elif isinstance(message, TakeSample):
+                    state.asked_sample = message
                 else:
                     state.commands.append(message)
             if messages:

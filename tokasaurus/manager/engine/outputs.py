@@ -405,8 +405,11 @@ def _finish(
     logprobs = None
     if sequence.request.want_logprobs:
         logprobs = all_logprobs(state, sequence)[sequence.num_streamed_tokens : len(token_ids)]
-    if sequence.may_stop and not error:
-        state.lengths.new_ends.append((len(token_ids), reason == "stop"))
+    if not error:
+        state.totals.finished_sequences += 1
+        state.lengths.newest.append((int(state.slots.predicted_tokens[sequence.slot]), len(token_ids)))
+        if sequence.may_stop:
+            state.lengths.new_ends.append((len(token_ids), reason == "stop"))
     keep_prompt_logprobs(state, sequence)
     release(state, sequence)
     error_code: ErrorCode | None = "grammar_too_complex" if error else None

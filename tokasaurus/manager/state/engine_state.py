@@ -21,6 +21,7 @@ from tokasaurus.manager.state.sequence_queues import SequenceQueues
 from tokasaurus.manager.state.slot_arrays import SlotArrays
 from tokasaurus.messages.commands import FIRST_VERSIONS, CommandDone, EngineCommand, WeightVersions, WorkerCommand
 from tokasaurus.messages.generation import SequenceDelta
+from tokasaurus.messages.live import MAX_SAMPLE_LENGTHS, TakeSample
 from tokasaurus.messages.status import KV_READS, EngineLimits, EngineStats, HydragenCosts
 from tokasaurus.monitoring.step_stats import StepTotals
 from tokasaurus.text.stop_strings import StopTokens
@@ -145,6 +146,8 @@ class Totals:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     finished_requests: int = 0
+    finished_sequences: int = 0
+    """Sequences that ended with all their tokens."""
     preemptions: int = 0
     recompiles: int = 0
     graph_misses: int = 0
@@ -182,6 +185,8 @@ class LengthState:
     """Finished sequences not in `recorded` yet: number of tokens, and whether it stopped before its limit."""
     num_in_forecast: int = 0
     """Recorded ends when `forecast` was fitted."""
+    newest: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLE_LENGTHS))
+    """Finished sequences that no LiveSample had yet: (tokens predicted when it was admitted, tokens)."""
 
 
 @dataclass(slots=True)
@@ -237,6 +242,8 @@ class EngineState:
     """Not yet sent to the server."""
     weight_versions: WeightVersions = FIRST_VERSIONS
     """Of a completion that is wholly of the present weights."""
+    asked_sample: TakeSample | None = None
+    """Not answered yet."""
 
     # engine/lifecycle
     starts_are_stale: bool = False

@@ -57,6 +57,8 @@ class SlotArrays:
         """`num_prompt_tokens` plus the tokens kept across preemptions."""
         self.admitted_at = zeros()
         """Admission number: `num_admissions` before this one."""
+        self.predicted_tokens = zeros()
+        """Length of its completion as predicted when it was admitted; set by engine/admission."""
         self.microbatches = zeros()
         """See engine/microbatches; 0 without pipeline stages."""
         self.nodes = zeros()

@@ -37,6 +37,7 @@ from tokasaurus.messages.generation import (
     SequenceProgress,
     TopLogprobs,
 )
+from tokasaurus.messages.live import LiveSample, TakeSample
 from tokasaurus.messages.status import EngineLimits, EngineStats, Ready, UserError
 from tokasaurus.monitoring.request_metrics import EndReason, RequestMetrics
 from tokasaurus.monitoring.request_spans import RequestSpan, current_span
@@ -173,6 +174,31 @@ MAX_COUNT_DIGITS = 18
 
 PauseMode = Literal["abort", "wait", "keep"]
 
+
+@dataclass(slots=True)
+class CallCounts:
+    """The `generate` and `stream` calls since the start: a body that a route or a line of a job has sent."""
+
+    num_open: int = 0
+    answered: int = 0
+    aborted: int = 0
+    """The caller no longer waited, mostly because its client had disconnected."""
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkDone:
+    """Of all replicas since the server's start, those included that have died since."""
+
+    busy_seconds: float
+    """See EngineStats.total_forward_seconds."""
+    num_tokens: int
+    """Prompt and generated tokens; a prompt counts once, however many samples it has."""
+
+    def __add__(self, other: "WorkDone") -> "WorkDone":
+        return WorkDone(self.busy_seconds + other.busy_seconds, self.num_tokens + other.num_tokens)
+
+
 Collector = Results | StreamCollector
 """Collects the deltas of one call's requests."""
 
@@ -263,6 +289,13 @@ def _states_of_update(directory: str) -> tuple[FileState, ...]:
         return ()
 
 
+def _work_of(replica: Replica) -> WorkDone:
+    stats = replica.stats
+    if stats is None:
+        return WorkDone(0.0, 0)
+    return WorkDone(stats.total_forward_seconds, stats.total_prompt_tokens + stats.total_generation_tokens)
+
+
 def _raise(error: Exception) -> None:
     raise error
 
@@ -324,6 +357,8 @@ class EngineClient:
         self._waits_for_restart = waits_for_restart
         self._pending: dict[str, PendingRequest] = {}
         self._work = UnfinishedWork(queue_limits)
+        self.calls = CallCounts()
+        self._work_of_lost = WorkDone(0.0, 0)
         self._commands = Commands()
         self._changing = asyncio.Lock()
         """Held while all replicas are paused, resumed or given new weights."""
@@ -347,6 +382,7 @@ class EngineClient:
         self.weight_version = FIRST_VERSION
         """Of the weights that every replica has, or will have when it is up."""
         self._has_changed = asyncio.Event()
+        self._has_sample = asyncio.Event()
         self._tasks: set[asyncio.Future[None]] = set()
         self.is_draining = False
         """The server is stopping: requests in the engine continue, and no new ones are accepted."""
@@ -384,6 +420,28 @@ class EngineClient:
     def stats(self) -> Sequence[EngineStats | None]:
         """The latest statistics of each replica; None for a replica that is not up."""
         return [replica.stats for replica in self._replicas]
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """To be read only."""
+        return self._replicas
+
+    @property
+    def work_done(self) -> WorkDone:
+        return sum((_work_of(replica) for replica in self._replicas), self._work_of_lost)
+
+    async def ask_for_samples(self, begins: bool, timeout_s: float) -> None:
+        """Returns when `Replica.sample` is set of all replicas that are up, or after `timeout_s`. A later answer sets
+        it too, and until then that replica is not asked again. begins: see TakeSample."""
+        for replica in self._up:
+            if replica.sample is None and not replica.is_asked:
+                replica.is_asked = True
+                replica.send(TakeSample(begins))
+        deadline_s = time.monotonic() + timeout_s
+        while any(replica.sample is None for replica in self._up) and (left_s := deadline_s - time.monotonic()) > 0:
+            self._has_sample.clear()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._has_sample.wait(), left_s)
 
     @property
     def num_unfinished_sequences(self) -> Sequence[int]:
@@ -463,6 +521,8 @@ class EngineClient:
         submitted: deque[PendingRequest] = deque()
         # A batch may have been created by the request of this context, and runs long after it.
         span = None if requests[0].is_background else current_span.get()
+        calls = self.calls
+        calls.num_open += 1
         try:
             for index, request in enumerate(requests):
                 submitted.append(PendingRequest(request, collector, index, span=span))
@@ -472,7 +532,15 @@ class EngineClient:
                 if len(submitted) % MAX_AT_ONCE == 0:
                     await asyncio.sleep(0)
             yield
+            calls.answered += 1
+        except (asyncio.CancelledError, GeneratorExit):
+            calls.aborted += 1
+            raise
+        except BaseException:
+            calls.failed += 1
+            raise
         finally:
+            calls.num_open -= 1
             for request in requests[len(submitted) :]:
                 self._work.remove(request, request.num_sequences)
                 self._metrics_of(None).note_broken_request(request, request.num_sequences, "cancelled")
@@ -552,6 +620,9 @@ class EngineClient:
                 (message,) = received
                 if isinstance(message, Ready):
                     self._start_replica(replica, message)
+                elif isinstance(message, LiveSample):
+                    replica.sample, replica.is_asked = message, False
+                    self._has_sample.set()
                 else:
                     self._apply_update(replica, message)
             if updates.has_whole_message:
@@ -561,7 +632,7 @@ class EngineClient:
         except Exception as error:
             self._on_broken(error)
 
-    def _receive_rest(self, index: int, updates: Receiver[EngineUpdate | Ready]) -> None:
+    def _receive_rest(self, index: int, updates: Receiver[EngineUpdate | LiveSample | Ready]) -> None:
         """As `_receive`, but only if the replica still has this channel."""
         connection = self._replicas[index].connection
         if connection is not None and connection.updates is updates:
@@ -840,6 +911,7 @@ class EngineClient:
     def _lose(self, index: int) -> None:
         """The replica's manager has died: its requests run again or fail. A new object stands for its next start."""
         lost = self._replicas[index]
+        self._work_of_lost += _work_of(lost)
         self._commands.lose(lost)
         self._has_changed.set()
         self._replicas[index] = Replica(index=index, limits=lost.limits, num_starts=lost.num_starts)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tokasaurus.messages.channel import ReplicaConnection
 from tokasaurus.messages.commands import EngineCommand
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
+from tokasaurus.messages.live import LiveSample, TakeSample
 from tokasaurus.messages.status import EngineLimits, EngineStats
 
 CHUNKS_PER_SIZE = 64
@@ -98,6 +99,10 @@ class Replica:
     """None while it is not ready."""
     update_number: int = 0
     """UpdateWeights.number of the weights that it had at its last start, or has been given since."""
+    sample: LiveSample | None = None
+    """Arrived, and not taken by a reader."""
+    is_asked: bool = False
+    """For a sample that has not arrived."""
     num_unfinished_sequences: int = 0
     num_starts: int = 0
     prefixes: PrefixIndex = field(default_factory=lambda: PrefixIndex(0))
@@ -105,9 +110,9 @@ class Replica:
     index: int = 0
     """Among the replicas of the server."""
 
-    _unsent: list[GenerateRequest | CancelRequest | EngineCommand] = field(default_factory=list)
+    _unsent: list[GenerateRequest | CancelRequest | TakeSample | EngineCommand] = field(default_factory=list)
 
-    def send(self, message: GenerateRequest | CancelRequest | EngineCommand) -> None:
+    def send(self, message: GenerateRequest | CancelRequest | TakeSample | EngineCommand) -> None:
         """Send it with all others of this pass of the event loop, in order; nothing happens if it is lost by then."""
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._send_all)

@@ -12,6 +12,7 @@ from typing import BinaryIO
 import apsw
 
 from tokasaurus.server.access import use_key_salt
+from tokasaurus.server.engine_client.client import WorkDone
 from tokasaurus.server.errors import AnswerTooLargeError, ApiError, EngineDied, GrammarValidatorFailed, internal_error
 from tokasaurus.server.jobs.line_runner import (
     BATCH_PREFIX,
@@ -80,6 +81,8 @@ class RunningBatch:
     record: BatchRecord
     content: BinaryIO
     """The input file."""
+    work_before: WorkDone
+    """Of the server, when the batch's lines began to run."""
     is_in_place: bool = False
     """The input file is the user's, who may change it: then no line is started any more."""
     first_version: tuple[int, int] = field(init=False)
@@ -291,6 +294,10 @@ class BatchRunner:
     def num_running(self) -> int:
         """Lines in the engine."""
         return sum(len(batch.lines.lines) for batch in self._batches.values())
+
+    def find(self, number: int) -> RunningBatch | None:
+        """The batch of this number, if it runs."""
+        return self._batches.get(number)
 
     def add(self, batch: RunningBatch) -> None:
         """Run its lines, until it `has_ended` or `stop` is called."""

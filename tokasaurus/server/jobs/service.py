@@ -120,6 +120,18 @@ class BatchService:
             is_waiting_for_storage=self._recorder.problem is not None,
         )
 
+    async def unfinished(self) -> list[BatchRecord]:
+        """The oldest first. Raises StoreError."""
+        return await self.store.database.read(unfinished_batches)
+
+    async def find(self, batch_id: str) -> BatchRecord | None:
+        """Raises StoreError."""
+        return await self.store.database.read(lambda connection: get_batch(connection, batch_id))
+
+    def running_batch(self, batch: BatchRecord) -> RunningBatch | None:
+        """None unless its lines run."""
+        return self._runner.find(batch.number)
+
     def progress(self, batch: BatchRecord) -> BatchProgress | None:
         """None unless its lines run."""
         if batch.status != "in_progress":
@@ -266,7 +278,8 @@ class BatchService:
             logger.error("%s fails: %s", batch.id, error)
             found = dump_errors([InputError("input_file_missing", str(error), param="input_file_id")])
             return await self._begin_finalizing(batch, "failed", found)
-        running = RunningBatch(batch, content, is_in_place=self._tell_tokens is not None)
+        is_in_place = self._tell_tokens is not None
+        running = RunningBatch(batch, content, self._engine.work_done, is_in_place)
         self._runner.add(running)
         try:
             await self._wait_for_end(batch, running.has_ended.wait())

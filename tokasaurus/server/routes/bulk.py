@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 
@@ -34,6 +35,7 @@ from tokasaurus.server.jobs.line_runner import (
     parse_line,
     refused,
 )
+from tokasaurus.server.jobs.open_bulk import OpenBulk, OpenBulks, announced
 from tokasaurus.server.jobs.store.records import LineResult
 from tokasaurus.server.json_values import MAX_INLINE_BYTES
 from tokasaurus.server.openapi import error_responses
@@ -175,7 +177,7 @@ class BulkRun:
     """Runs the lines of one body; each gets exactly one result, which is final once it is written.
 
     read_line: called for one line at a time, in order. max_line_bytes: a longer line gets an error as its result.
-    report: writes a line that tells how far the lines are, sent once a second; None sends none.
+    report: writes a line that tells how far the lines are, sent once a second; None sends none. bulk: counts the lines.
     """
 
     id_prefix = "bulk_req"
@@ -186,10 +188,12 @@ class BulkRun:
         read_line: Callable[[bytes], Awaitable[Line]],
         max_line_bytes: int,
         report: Callable[[], bytes] | None = None,
+        bulk: OpenBulk | None = None,
     ) -> None:
         self._read_line = read_line
         self._max_line_bytes = max_line_bytes
         self._report = report
+        self._bulk = bulk
         self._custom_ids: set[int] = set()  # their hashes, which take less memory
         self._runner = LineRunner(self)
         self._unanswered: dict[Line, None] = {}
@@ -247,6 +251,8 @@ class BulkRun:
 
     async def store(self, line: Line, result: LineResult) -> None:
         del self._unanswered[line]
+        if self._bulk is not None:
+            self._bulk.note(result)
         self._results.append(result.content)
         self._num_unsent_bytes += len(result.content)
         # Wake two, so that the number of lines in flight can grow when the engine accepts many at once.
@@ -276,12 +282,16 @@ class BulkRun:
         for number, content in splitter.finish():
             await self._start_line(number, content)
         self.has_read_all = True
+        if self._bulk is not None:
+            self._bulk.has_read_all = True
 
     async def _start_line(self, number: int, content: bytes | TooLong) -> None:
         await self._can_read.wait()
         line = await self._checked_line(number, content)
         line.num_bytes = len(content) if isinstance(content, bytes) else 0
         self._unanswered[line] = None
+        if self._bulk is not None:
+            self._bulk.num_read += 1
         self._runner.start(line)
         self._notice_room()
         if number % LINES_PER_PASS == 0:
@@ -336,10 +346,12 @@ class BulkStream(Response):
 
     media_type = NDJSON
 
-    def __init__(self, run: BulkRun) -> None:
+    def __init__(self, run: BulkRun, listed: AbstractContextManager[None] | None = None) -> None:
+        """listed: entered while the lines run."""
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._run = run
+        self._listed: AbstractContextManager[None] = nullcontext() if listed is None else listed
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         async def write(content: bytes, is_last: bool = False) -> None:
@@ -351,7 +363,8 @@ class BulkStream(Response):
             # Lets the body be requested first: curl may wait for the "100 Continue" that this triggers.
             await asyncio.sleep(0)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await self._run.run(body, write)
+            with self._listed:
+                await self._run.run(body, write)
 
         try:
             await run_while_connected(body.receive, answer())
@@ -399,7 +412,10 @@ async def bulk(request: Request, progress: bool = False) -> Response:
     def report() -> bytes:
         return write_json({"progress": progress_of(state.engine.pending_of(client))}, orjson.OPT_APPEND_NEWLINE)
 
-    return BulkStream(BulkRun(read_line, state.limits.max_line_bytes, report if progress else None))
+    open_bulks: OpenBulks = request.app.state.open_bulks
+    opened = OpenBulk(client, state.engine.work_done, *announced(request.headers))
+    run = BulkRun(read_line, state.limits.max_line_bytes, report if progress else None, opened)
+    return BulkStream(run, open_bulks.listed(opened))
 
 
 def progress_of(pending: Sequence[PendingRequest]) -> BulkProgress:

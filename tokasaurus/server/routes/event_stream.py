@@ -79,9 +79,13 @@ class EventStream(Response):
     async def _send_events(self, send: Send) -> None:
         async with aclosing(self._events) as events:
             async for event in events:
-                if not self._has_started:
-                    self._has_started = True
-                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await self._start(send)
                 await send({"type": "http.response.body", "body": event, "more_body": True})
                 await asyncio.sleep(0)  # let other tasks run: `send` waits only for a slow client
+        await self._start(send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _start(self, send: Send) -> None:
+        if not self._has_started:
+            self._has_started = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -1,4 +1,4 @@
-"""GET /, the live page."""
+"""GET /, the live page, and GET /live, its events."""
 
 import base64
 import hashlib
@@ -8,7 +8,11 @@ from functools import cache
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from tokasaurus.server.errors import ServerStopping
+from tokasaurus.server.live import LiveFeed
 from tokasaurus.server.page import read_live_page
+from tokasaurus.server.routes.event_stream import HEADERS, EventStream
+from tokasaurus.server.state import is_head, state_of
 
 router = APIRouter(tags=["health"])
 
@@ -53,3 +57,14 @@ async def page(request: Request) -> Response:
     if headers["ETag"] in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     return Response(content, headers=headers, media_type="text/html")
+
+
+@router.get("/live", include_in_schema=False)
+async def live(request: Request) -> Response:
+    """Server-sent events, one a second, whatever the state of the engine, until the server stops."""
+    if state_of(request).engine.is_draining:
+        raise ServerStopping("the server is stopping")
+    if is_head(request.scope):
+        return Response(media_type=EventStream.media_type, headers=HEADERS)
+    feed: LiveFeed = request.app.state.live
+    return EventStream(feed.listen())

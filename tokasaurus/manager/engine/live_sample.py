@@ -1,0 +1,258 @@
+"""Samples of the engine for those who watch it: what runs, the KV forecast, and why the next sequence waits.
+
+Nothing here runs unless the server has asked for a sample, which it does about once a second while somebody watches.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokasaurus.manager.engine.admission import Candidates, describe, max_admitted_blocks, num_certain_to_fit
+from tokasaurus.manager.engine.kv_forecast import KVForecast, expected_decode_steps, forecast_kv, running_slots
+from tokasaurus.manager.engine.work_left import work_left
+from tokasaurus.manager.planning.curve_points import curve_points
+from tokasaurus.manager.planning.first_fit import first_fitting_step
+from tokasaurus.manager.planning.kv_simulation import SequenceLoads, SharedLoads, simulate_kv
+from tokasaurus.manager.state.engine_state import EngineState
+from tokasaurus.messages.live import (
+    MAX_FORECAST_POINTS,
+    Blocked,
+    BlockUse,
+    KVForecastPoints,
+    LiveSample,
+    NextSequence,
+)
+from tokasaurus.messages.status import EngineStats
+from tokasaurus.monitoring.step_stats import WorkLeft
+
+Int64Array = NDArray[np.int64]
+
+MAX_WAIT_SECONDS = 0.2
+"""Longest time for which a sample is put off because the worker needs steps first."""
+
+NEW_SECONDS_WEIGHT = 0.2
+"""Weight of the newest sample in the moving average of the time that one takes."""
+
+_NO_BLOCKS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """What samples tell the growth of."""
+
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_admitted: int = 0
+    num_finished: int = 0
+    num_preempted: int = 0
+    num_evicted_blocks: int = 0
+    busy_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    phase_seconds: tuple[float, ...] = ()
+    manager_seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def since(self, before: "_Totals") -> "_Totals":
+        """The growth from `before` to this."""
+        phases = self.phase_seconds
+        if before.phase_seconds:
+            phases = tuple(new - old for old, new in zip(before.phase_seconds, phases, strict=True))
+        return _Totals(
+            num_tokens=self.num_tokens - before.num_tokens,
+            num_steps=self.num_steps - before.num_steps,
+            num_admitted=self.num_admitted - before.num_admitted,
+            num_finished=self.num_finished - before.num_finished,
+            num_preempted=self.num_preempted - before.num_preempted,
+            num_evicted_blocks=self.num_evicted_blocks - before.num_evicted_blocks,
+            busy_seconds=self.busy_seconds - before.busy_seconds,
+            idle_seconds=self.idle_seconds - before.idle_seconds,
+            phase_seconds=phases,
+            manager_seconds={
+                name: total - before.manager_seconds.get(name, 0.0) for name, total in self.manager_seconds.items()
+            },
+        )
+
+
+class LiveSampler:
+    """Takes the samples of one engine, and remembers the previous one."""
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+        """Samples since the start."""
+        self._before = _Totals()
+        self._taken_s = 0.0
+        self._seconds = 0.0
+        """Moving average of the time that a sample takes."""
+        self._asked_s: float | None = None
+        """When the sample that is asked for was seen first; None if none is."""
+
+    def is_due(self, state: EngineState, seconds_left: float, now_s: float) -> bool:
+        """Whether to take the sample that is asked for now. seconds_left: until the worker needs another step."""
+        if self._asked_s is None:
+            self._asked_s = now_s
+        is_late = now_s - self._asked_s >= MAX_WAIT_SECONDS
+        return not state.steps_in_flight or is_late or 2 * self._seconds < seconds_left
+
+    def take(self, state: EngineState, stats: EngineStats, manager_seconds: Mapping[str, float]) -> LiveSample:
+        """Answers state.asked_sample. stats: of this moment. manager_seconds: by part of the step, since the start."""
+        started_s = time.monotonic()
+        assert state.asked_sample is not None, "no sample is asked for"
+        totals = _totals(state, manager_seconds)
+        growth = totals.since(totals if state.asked_sample.begins else self._before)
+        seconds = 0.0 if state.asked_sample.begins else started_s - self._taken_s
+        work, num_microbatches = work_left(state, started_s), state.options.num_microbatches
+        forecast = None
+        if state.slots.num_running:
+            forecast = _points(state, forecast_kv(state, state.admission.prefill_rate))
+        sample = LiveSample(
+            stats=stats,
+            step=state.last_result_id,
+            num_steps=growth.num_steps,
+            round_seconds=None if state.step_seconds is None else state.step_seconds * num_microbatches,
+            num_microbatches=num_microbatches,
+            num_slots=state.options.num_slots,
+            num_prefilling=len(state.queues.prefilling),
+            blocks=block_use(state),
+            num_admitted=growth.num_admitted,
+            num_finished=growth.num_finished,
+            num_preempted=growth.num_preempted,
+            num_evicted_blocks=growth.num_evicted_blocks,
+            forecast=forecast,
+            next=next_sequence(state, started_s),
+            oldest_wait_s=work.oldest_wait_s,
+            lengths=list(state.lengths.newest),
+            eta_s=_seconds_to_end(state, work, growth, seconds),
+            manager_seconds=growth.manager_seconds,
+            busy_seconds=growth.busy_seconds,
+            idle_seconds=growth.idle_seconds,
+            phase_seconds=growth.phase_seconds,
+        )
+        state.lengths.newest.clear()
+        state.asked_sample = self._asked_s = None
+        self._before, self._taken_s = totals, started_s
+        self.num_taken += 1
+        self._seconds += NEW_SECONDS_WEIGHT * (time.monotonic() - started_s - self._seconds)
+        return sample
+
+
+def _totals(state: EngineState, manager_seconds: Mapping[str, float]) -> _Totals:
+    return _Totals(
+        num_tokens=state.totals.generation_tokens,
+        num_steps=state.step_totals.num_steps,
+        num_admitted=state.slots.num_admissions,
+        num_finished=state.totals.finished_sequences,
+        num_preempted=state.totals.preemptions,
+        num_evicted_blocks=state.blocks.tree.num_evicted_blocks,
+        busy_seconds=state.step_totals.busy_seconds,
+        idle_seconds=state.step_totals.idle_seconds,
+        phase_seconds=state.totals.phase_seconds,
+        manager_seconds=manager_seconds,
+    )
+
+
+def block_use(state: EngineState) -> BlockUse:
+    """The blocks of the pool by who uses them."""
+    tree, num_free = state.blocks.tree, state.blocks.num_free
+    nodes = np.flatnonzero(tree.arrays.num_sequences > 1)[1:]  # without the root, which is always among them
+    end_blocks = tree.arrays.end_blocks
+    num_shared = int((end_blocks[nodes] - end_blocks[tree.arrays.parents[nodes]]).sum())
+    num_own = state.blocks.num_blocks - num_free - tree.num_unused_blocks - num_shared
+    return BlockUse(num_own, num_shared, tree.num_unused_blocks, num_free)
+
+
+def _points(state: EngineState, kv_forecast: KVForecast) -> KVForecastPoints:
+    steps, blocks = curve_points(kv_forecast.curve, MAX_FORECAST_POINTS)
+    return KVForecastPoints(
+        step=state.next_step_id,
+        steps=steps.tolist(),
+        blocks=blocks.tolist(),
+        peak=kv_forecast.curve.peak,
+        limit=max_admitted_blocks(state),
+    )
+
+
+def next_sequence(state: EngineState, now_s: float) -> NextSequence | None:
+    """The first waiting sequence, and what it waits for. now_s: by time.monotonic."""
+    sequences = state.queues.first_waiting(1)
+    if not sequences:
+        return None
+    candidates = describe(state, sequences)
+    num_left = candidates.num_to_compute
+    kv_forecast = forecast_kv(state, state.admission.prefill_rate, candidates.num_prompt_tokens - num_left, num_left)
+    own, shared = _blocks_of_first(candidates, kv_forecast)
+    fits_in_steps = _first_fitting_step(state, candidates, kv_forecast, own, shared)
+    blocked_by: Blocked | None = None
+    if state.is_paused:
+        blocked_by = "paused"
+    elif not state.slots.free:
+        blocked_by = "slots"
+    elif fits_in_steps != 0:
+        blocked_by = "blocks"
+    return NextSequence(
+        fits_in_steps=fits_in_steps,
+        num_blocks=int(own[-1] + shared.num_blocks[shared.last_steps < 0].sum()),
+        num_prompt_tokens=int(candidates.num_prompt_tokens[0]),
+        wait_s=max(0.0, now_s - state.unfinished[sequences[0].request.request_id].added_s),
+        blocked_by=blocked_by,
+    )
+
+
+def _blocks_of_first(candidates: Candidates, kv_forecast: KVForecast) -> tuple[Int64Array, SharedLoads]:
+    """Blocks that the first candidate uses alone, by the step after its admission, until they are freed; and those of
+    its prompt that it shares with others, whose last_steps are those of the running sequences that use them (-1: none
+    does)."""
+    page_size, delay = candidates.page_size, kv_forecast.release_delay
+    num_tokens, num_steps = candidates.num_prompt_tokens[:1], candidates.decode_steps[:1]
+    num_own_tokens = num_tokens - (num_tokens - 1) // page_size * page_size
+    starts = kv_forecast.prefill.extend(candidates.num_to_compute[:1], num_steps).start_steps
+    no_loads = SharedLoads(_NO_BLOCKS, _NO_BLOCKS, _NO_BLOCKS)
+    curve = simulate_kv(SequenceLoads(num_own_tokens, starts, num_steps), no_loads, page_size, delay)
+    own = curve.at(np.arange(int(starts[0] + num_steps[0]) + delay + 1))
+    path = np.array(candidates.sample_groups[0].path, np.int64).reshape(-1, 2)
+    nodes, num_blocks = path[:, 0], path[:, 1]
+    last_steps = np.where(nodes > 0, kv_forecast.node_last_steps[np.maximum(nodes, 0)], -1)
+    return own, SharedLoads(num_blocks, np.zeros_like(num_blocks), last_steps)
+
+
+def _first_fitting_step(
+    state: EngineState, candidates: Candidates, kv_forecast: KVForecast, own: Int64Array, shared: SharedLoads
+) -> int | None:
+    """See NextSequence.fits_in_steps. own, shared: as returned by `_blocks_of_first`."""
+    limit = max_admitted_blocks(state)
+    if not state.slots.num_running:
+        return 0  # one always fits alone
+    if state.options.precise_onboard_batch_size is None:
+        return 0 if state.slots.free and num_certain_to_fit(state, candidates, limit) else None
+    curve = kv_forecast.curve
+    used = curve.at(np.arange(int(curve.steps.max(initial=-1)) + 1))
+    return first_fitting_step(
+        *(used, own, shared.num_blocks, shared.last_steps, limit),
+        earliest=0 if state.slots.free else _first_free_slot(state, kv_forecast),
+    )
+
+
+def _first_free_slot(state: EngineState, kv_forecast: KVForecast) -> int:
+    """The step after which the first running sequence leaves its slot."""
+    past, prefilling = running_slots(state)
+    ends = np.concatenate(
+        (expected_decode_steps(state, past), kv_forecast.prefill.start_steps + expected_decode_steps(state, prefilling))
+    )
+    return int(ends.min()) + kv_forecast.release_delay + 1
+
+
+def _seconds_to_end(state: EngineState, work: WorkLeft, growth: _Totals, seconds: float) -> float | None:
+    """See LiveSample.eta_s. growth: of the last `seconds`; without any, the expected time of a step tells the speed."""
+    num_rounds = growth.num_steps / state.options.num_microbatches
+    num_tokens: float = growth.num_tokens
+    if not num_rounds or not num_tokens:
+        if state.step_seconds is None:
+            return None
+        num_rounds, seconds = 1.0, state.step_seconds * state.options.num_microbatches
+        num_tokens = len(state.queues.decoding())
+    if not work.num_tokens or not num_tokens or seconds <= 0:
+        return None
+    # At the end few sequences are left, which the speed of a full batch does not finish sooner.
+    rounds_left = work.num_steps / state.options.num_microbatches
+    return max(work.num_tokens / num_tokens, rounds_left / num_rounds) * seconds

@@ -1,0 +1,45 @@
+"""When a waiting sequence will fit: the first future step from which on its blocks suffice until it ends."""
+
+# H future steps in which running sequences use blocks, D steps that the sequence takes, M runs of shared blocks
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64Array = NDArray[np.int64]
+
+
+def first_fitting_step(
+    used: Int64Array,
+    own: Int64Array,
+    shared_blocks: Int64Array,
+    shared_last_steps: Int64Array,
+    num_blocks: int,
+    earliest: int = 0,
+) -> int | None:
+    """The first step t >= `earliest` in which the sequence can be admitted so that at most `num_blocks` are in use at
+    every later step; None if it never fits.
+
+    used: [H] blocks in use by the running sequences now and after each step; 0 later. own: [D] blocks of the sequence
+    alone, s steps after its admission, never falling; D >= 1, and after D steps it has none. shared_blocks: [M] blocks
+    that it shares with running sequences, which count among `used` until shared_last_steps [M], or that are cached
+    (-1); after that, they count for it while it runs; shared_last_steps < H.
+
+    In step g, the sequence may be at most so many steps old that its blocks still fit. So each g excludes an interval
+    of t, and the result is the first t outside of all of them. Cost: H + D.
+    """
+    horizon, last_age = len(used), len(own) - 1
+    num_steps = horizon + last_age
+    begins = np.bincount(np.minimum(shared_last_steps + 1, num_steps), shared_blocks, num_steps + 1)[:num_steps]
+    room = num_blocks - begins.cumsum().astype(np.int64)
+    room[:horizon] -= used
+    max_age = own.searchsorted(room, side="right") - 1  # -1: it may not run at all
+    steps = np.flatnonzero(max_age < last_age)
+    changes = np.zeros(num_steps + 1, np.int64)
+    begin = np.maximum(steps - last_age, 0)
+    np.add.at(changes, begin, 1)
+    np.add.at(changes, np.maximum(steps - max_age[steps], begin), -1)
+    fits = np.flatnonzero(changes[:horizon].cumsum()[earliest:] == 0)
+    if len(fits):
+        return earliest + int(fits[0])
+    fits_alone = int(shared_blocks.sum() + own[-1]) <= num_blocks
+    return max(earliest, horizon) if fits_alone else None

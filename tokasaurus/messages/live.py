@@ -1,0 +1,112 @@
+"""What a manager tells of itself while somebody watches: asked for once a second, and never otherwise."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from tokasaurus.messages.status import EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSample:
+    """Answer with a LiveSample soon: at once, unless the worker is about to run out of steps."""
+
+    begins: bool
+    """Nobody has watched before: what is counted since the previous sample is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockUse:
+    """The KV blocks by who uses them; together they are all blocks."""
+
+    own: int
+    """Used by one sequence."""
+    shared: int
+    """Used by several sequences, each block counted once."""
+    cached: int
+    """Of cached prefixes that no sequence uses."""
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVForecastPoints:
+    """Blocks in use by the running sequences until the last of them ends, linear between the points.
+
+    Steps are rounds: one step of each microbatch. The points are those of the KV simulation, or if they are more than
+    MAX_FORECAST_POINTS, the highest and the lowest of each of equal parts of the time.
+    """
+
+    step: int
+    """Number of the next step to be sent."""
+    steps: list[int]
+    """Steps from that one on, in increasing order; the first is 0."""
+    blocks: list[int]
+    """In use after as many steps; the last is 0."""
+    peak: int
+    limit: int
+    """Most blocks that admission fills."""
+
+
+MAX_FORECAST_POINTS = 240
+
+Blocked = Literal["blocks", "slots", "paused"]
+
+
+@dataclass(frozen=True, slots=True)
+class NextSequence:
+    """The first waiting sequence that may be admitted."""
+
+    fits_in_steps: int | None
+    """By the forecast, the step from which on its blocks suffice to its end; None if the forecast does not tell."""
+    num_blocks: int
+    """That it is expected to need beyond those that running sequences or the cache have."""
+    num_prompt_tokens: int
+    """To prefill: the prompt, and what was sampled before a preemption."""
+    wait_s: float
+    """Since its request arrived."""
+    blocked_by: Blocked | None
+    """None: it will be admitted at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSample:
+    """A snapshot of one manager. Sums are since the previous sample."""
+
+    stats: EngineStats
+    step: int
+    """Number of the newest step whose results have arrived; -1 before the first."""
+    num_steps: int
+    round_seconds: float | None
+    """Expected time of a decode step of each microbatch; None before the first result."""
+    num_microbatches: int
+    num_slots: int
+    num_prefilling: int
+    blocks: BlockUse
+    num_admitted: int
+    num_finished: int
+    """Sequences that ended with all their tokens; neither cancelled ones nor errors."""
+    num_preempted: int
+    num_evicted_blocks: int
+    forecast: KVForecastPoints | None
+    """None if nothing runs."""
+    next: NextSequence | None
+    """None if none waits, or if all wait for their grammars."""
+    oldest_wait_s: float | None
+    """Age of the oldest request of which a sequence waits; None if none waits."""
+    lengths: list[tuple[int, int]]
+    """(tokens predicted when it was admitted, tokens) of the newest sequences that finished, at most
+    MAX_SAMPLE_LENGTHS."""
+    eta_s: float | None
+    """Until all running and waiting sequences will have ended, by predicted lengths and the present speed; None if it
+    is not known."""
+    manager_seconds: Mapping[str, float]
+    """By part of the manager's step."""
+    busy_seconds: float
+    """Of the worker, as EngineStats.total_forward_seconds."""
+    idle_seconds: float
+    """Of the device, as EngineStats.total_device_idle_seconds."""
+    phase_seconds: tuple[float, ...]
+    """In each of FORWARD_PHASES; empty if the worker does not count them."""
+
+
+MAX_SAMPLE_LENGTHS = 64

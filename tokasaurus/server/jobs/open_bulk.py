@@ -1,0 +1,89 @@
+"""The bulk requests that are open, for those who watch the server."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import unquote
+
+from starlette.datastructures import Headers
+
+from tokasaurus.random_ids import random_id
+from tokasaurus.server.engine_client.client import WorkDone
+from tokasaurus.server.jobs.store.records import LineResult
+
+NAME_HEADER, LINES_HEADER = "x-toka-job-name", "x-toka-job-lines"
+"""What a client says of its bulk request: a name, percent-encoded, and how many lines the body will have."""
+MAX_NAME_CHARS = 200
+_MAX_LINES_DIGITS = 12
+
+BulkState = Literal["running", "finished", "cancelled"]
+
+
+@dataclass(slots=True, eq=False)
+class OpenBulk:
+    """One bulk request."""
+
+    client: str
+    work_before: WorkDone
+    """Of the server, when it began."""
+    name: str = ""
+    num_expected: int | None = None
+    """Lines that the client has announced; None if it has not."""
+    id: str = field(default_factory=lambda: f"bulk_{random_id()}")
+    started: float = field(default_factory=time.time)
+    """Seconds since 1970."""
+    state: BulkState = "running"
+    num_read: int = 0
+    """Lines."""
+    has_read_all: bool = False
+    num_completed: int = 0
+    num_failed: int = 0
+    input_tokens: int = 0
+    """Of completed lines, as the next."""
+    output_tokens: int = 0
+
+    @property
+    def num_lines(self) -> int | None:
+        """None while it is not known."""
+        return self.num_read if self.has_read_all else self.num_expected
+
+    def note(self, result: LineResult) -> None:
+        """A line has its result."""
+        self.num_failed += result.has_failed
+        self.num_completed += not result.has_failed
+        self.input_tokens += result.input_tokens
+        self.output_tokens += result.output_tokens
+
+
+def announced(headers: Headers) -> tuple[str, int | None]:
+    """(name, number of lines) as the headers say; "" and None without them."""
+    name = unquote(headers.get(NAME_HEADER, ""))
+    lines = headers.get(LINES_HEADER, "")
+    is_number = lines.isascii() and lines.isdecimal() and len(lines) <= _MAX_LINES_DIGITS
+    printable = "".join(char for char in name if char.isprintable())
+    return printable[:MAX_NAME_CHARS], int(lines) if is_number else None
+
+
+class OpenBulks:
+    """The bulk requests of one server that are open, in the order of their starts."""
+
+    def __init__(self) -> None:
+        self._bulks: dict[OpenBulk, None] = {}
+
+    def __iter__(self) -> Iterator[OpenBulk]:
+        return iter(self._bulks)
+
+    @contextmanager
+    def listed(self, bulk: OpenBulk) -> Iterator[None]:
+        """`bulk` is open within the context."""
+        self._bulks[bulk] = None
+        try:
+            yield
+            bulk.state = "finished"
+        except BaseException:
+            bulk.state = "cancelled"
+            raise
+        finally:
+            del self._bulks[bulk]

@@ -1,0 +1,476 @@
+"""What GET /live sends and record=FILE keeps: one event a second, taken only while somebody listens or it is recorded.
+
+docs/live.md describes each field. All listeners share the samples; one that reads slowly gets fewer of them.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import orjson
+
+from tokasaurus import __version__
+from tokasaurus.messages.forward import FORWARD_PHASES
+from tokasaurus.messages.live import LiveSample
+from tokasaurus.messages.status import EngineStats
+from tokasaurus.server.engine_client.client import EngineClient, WorkDone
+from tokasaurus.server.engine_client.replicas import Replica
+from tokasaurus.server.jobs.open_bulk import OpenBulk, OpenBulks
+from tokasaurus.server.jobs.service import BatchService
+from tokasaurus.server.jobs.store.data_dir import StoreError
+from tokasaurus.server.jobs.store.records import FINAL_STATUSES, BatchRecord
+from tokasaurus.server.recording import Recording
+from tokasaurus.server.state import ServerState
+from tokasaurus.text.json_lines import write_json
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+SAMPLE_SECONDS = 1.0
+MAX_SAMPLE_WAIT_SECONDS = 0.4
+"""Longest time for which an event waits for the replicas' samples."""
+LOOK_SECONDS = 0.1
+"""How often it is looked whether the server stops."""
+SHOWN_SECONDS = 60.0
+"""How long a job is shown after its end."""
+SPEED_SAMPLES = 10
+"""Samples over which a job's tokens per second are the mean."""
+
+JobState = Literal["validating", "waiting", "running", "finished", "failed", "cancelled"]
+_STATES: dict[str, JobState] = {
+    "validating": "validating",
+    "in_progress": "waiting",
+    "finalizing": "finished",
+    "completed": "finished",
+    "failed": "failed",
+    "expired": "failed",
+    "cancelling": "cancelled",
+    "cancelled": "cancelled",
+}
+
+
+@dataclass(slots=True, eq=False)
+class _Listener:
+    """Has the newest event that it was not sent yet; earlier ones are dropped."""
+
+    event: bytes | None = None
+    has_news: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class LiveFeed:
+    """One per server. All methods run on the event loop's thread.
+
+    batches: None if the server stores none. recording: None if nothing is recorded.
+    """
+
+    def __init__(
+        self, state: ServerState, batches: BatchService | None, bulks: OpenBulks, recording: Recording | None
+    ) -> None:
+        self._state = state
+        self._jobs = _Jobs(state, batches, bulks)
+        self._recording = recording
+        self._listeners: dict[_Listener, None] = {}
+        self._has_listeners = asyncio.Event()
+        self._has_ended = False
+        self._started = time.time()
+
+    @property
+    def num_listeners(self) -> int:
+        return len(self._listeners)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Within the context, those who listen get events."""
+        task = asyncio.create_task(self._run(), name="live feed")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            self._end()
+
+    async def listen(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, until the server stops."""
+        with self._listening() as listener:
+            while not self._has_ended:
+                await listener.has_news.wait()
+                listener.has_news.clear()
+                event, listener.event = listener.event, None
+                if event is not None:
+                    yield b"data: %s\n\n" % event
+
+    @contextmanager
+    def _listening(self) -> Iterator[_Listener]:
+        listener = _Listener()
+        self._listeners[listener] = None
+        self._has_listeners.set()
+        try:
+            yield listener
+        finally:
+            del self._listeners[listener]
+            if not self._listeners:
+                self._has_listeners.clear()
+
+    async def _run(self) -> None:
+        while True:
+            if self._recording is None:
+                await self._has_listeners.wait()
+            await self._feed()
+
+    async def _feed(self) -> None:
+        """Events, as long as somebody wants them."""
+        begins, due_s = True, time.monotonic()
+        self._jobs.begin()
+        while self._listeners or self._recording is not None:
+            try:
+                await self._send_event(begins)
+            except Exception:
+                logger.exception("a sample of the live figures failed")
+            begins = False
+            due_s = max(due_s + SAMPLE_SECONDS, time.monotonic())
+            while (left_s := due_s - time.monotonic()) > 0:
+                await asyncio.sleep(min(left_s, LOOK_SECONDS))
+                if self._state.engine.is_draining and not self._state.engine.num_pending_requests:
+                    self._end()
+
+    async def _send_event(self, begins: bool) -> None:
+        await self._state.engine.ask_for_samples(begins, MAX_SAMPLE_WAIT_SECONDS)
+        event = write_json(await self._event())
+        for listener in self._listeners:
+            listener.event = event
+            listener.has_news.set()
+        if self._recording is not None:
+            await asyncio.to_thread(self._recording.add, event)
+
+    def _end(self) -> None:
+        """Every listener's stream ends."""
+        self._has_ended = True
+        for listener in self._listeners:
+            listener.has_news.set()
+
+    async def _event(self) -> dict[str, Any]:
+        engine, calls = self._state.engine, self._state.engine.calls
+        return {
+            "format": FORMAT,
+            "time": round(time.time(), 3),
+            "server": self._server(),
+            "requests": {
+                "open": calls.num_open,
+                "answered": calls.answered,
+                "aborted": calls.aborted,
+                "failed": calls.failed,
+            },
+            "replicas": [_replica(index, replica, engine) for index, replica in enumerate(engine.replicas)],
+            "jobs": await self._jobs.describe(),
+        }
+
+    def _server(self) -> dict[str, Any]:
+        state, config, limits = self._state, self._state.config, self._state.engine.limits
+        return {
+            "version": __version__,
+            "model": state.model.name,
+            "started": round(self._started, 3),
+            "dp_size": config.dp_size,
+            "pp_size": config.pp_size,
+            "tp_size": config.tp_size,
+            "device": config.device if limits is None else limits.device,
+            "dtype": None if limits is None else limits.dtype,
+            "page_size": None if limits is None else limits.page_size,
+            "draining": state.engine.is_draining,
+            "price_per_hour": config.price_per_hour,
+        }
+
+
+def _replica(index: int, replica: Replica, engine: EngineClient) -> dict[str, Any]:
+    """Takes the replica's sample, if one has arrived; without, what the server knows by itself."""
+    shown: dict[str, Any] = {
+        "index": index,
+        "state": _state_of(replica, engine),
+        "restarts": max(0, replica.num_starts - 1),
+    }
+    sample, replica.sample = replica.sample, None
+    if sample is not None:
+        return shown | _stats(sample.stats) | _sample(sample)
+    return shown if replica.stats is None else shown | _stats(replica.stats)
+
+
+def _state_of(replica: Replica, engine: EngineClient) -> str:
+    if not replica.is_ready:
+        return "starting" if replica.num_starts <= 1 and replica.limits is None else "down"
+    if engine.is_asleep:
+        return "asleep"
+    return "paused" if engine.is_paused else "up"
+
+
+def _stats(stats: EngineStats) -> dict[str, Any]:
+    return {
+        "running": stats.num_running,
+        "background": stats.num_running_background,
+        "waiting": stats.num_waiting,
+        "queue_depth": stats.worker_queue_depth,
+        "tokens": {
+            "prompt": stats.total_prompt_tokens,
+            "generated": stats.total_generation_tokens,
+            "cached": stats.total_prefix_cache_hit_tokens,
+            "computed": stats.total_computed_prompt_tokens,
+            "shared": stats.total_shared_prompt_tokens,
+            "recomputed": stats.total_recomputed_tokens,
+        },
+    }
+
+
+def _sample(sample: LiveSample) -> dict[str, Any]:
+    waiting = sample.next
+    parts: dict[str, Any] = {
+        "manager": {name: round(seconds, 6) for name, seconds in sample.manager_seconds.items()},
+        "device": {"busy": round(sample.busy_seconds, 6), "idle": round(sample.idle_seconds, 6)},
+    }
+    if sample.phase_seconds:
+        phases = zip(FORWARD_PHASES, sample.phase_seconds, strict=False)
+        parts["phases"] = {name: round(seconds, 6) for name, seconds in phases}
+    return {
+        "step": sample.step,
+        "steps": sample.num_steps,
+        "step_seconds": _rounded(sample.round_seconds, 6),
+        "microbatches": sample.num_microbatches,
+        "prefilling": sample.num_prefilling,
+        "slots": sample.num_slots,
+        "blocks": {"total": sample.stats.num_kv_blocks_total, **asdict(sample.blocks)},
+        "events": {
+            "admitted": sample.num_admitted,
+            "finished": sample.num_finished,
+            "preempted": sample.num_preempted,
+            "evicted": sample.num_evicted_blocks,
+        },
+        "forecast": None if sample.forecast is None else asdict(sample.forecast),
+        "next": None
+        if waiting is None
+        else {
+            "fits_in_steps": waiting.fits_in_steps,
+            "blocks": waiting.num_blocks,
+            "prompt_tokens": waiting.num_prompt_tokens,
+            "wait_seconds": round(waiting.wait_s, 3),
+            "blocked_by": waiting.blocked_by,
+        },
+        "oldest_wait_seconds": _rounded(sample.oldest_wait_s, 3),
+        "lengths": sample.lengths,
+        "eta_seconds": _rounded(sample.eta_s, 1),
+        "parts": parts,
+    }
+
+
+def _rounded(value: float | None, num_digits: int) -> float | None:
+    return None if value is None else round(value, num_digits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """A job's, at one moment."""
+
+    state: JobState
+    num_lines: int | None
+    num_completed: int = 0
+    num_failed: int = 0
+    num_running: int = 0
+    input_tokens: int = 0
+    generated_tokens: int = 0
+    expected_tokens: int | None = None
+    """What `generated_tokens` is expected to be at the end."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """A job that is shown. Times are those of time.monotonic."""
+
+    id: str
+    kind: Literal["batch", "bulk"]
+    name: str
+    started: float
+    """Seconds since 1970."""
+    work_before: WorkDone | None = None
+    """Of the server, when the job's lines began to run; None before."""
+    tokens_before: int = 0
+    """Of the job at that moment: those that an earlier server has computed."""
+    device_seconds: float = 0.0
+    ended_s: float | None = None
+    history: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=SPEED_SAMPLES + 1))
+    """(time, generated tokens, lines with a result)."""
+    last: _Figures | None = None
+
+    def note(self, figures: _Figures, now_s: float) -> None:
+        self.last = figures
+        num_done = figures.num_completed + figures.num_failed
+        self.history.append((now_s, figures.generated_tokens, num_done))
+
+    def speeds(self) -> tuple[float, float]:
+        """(generated tokens, lines) per second."""
+        (start_s, *start), (end_s, *end) = self.history[0], self.history[-1]
+        if end_s <= start_s:
+            return 0.0, 0.0
+        tokens, lines = (max(0, new - old) / (end_s - start_s) for old, new in zip(start, end, strict=True))
+        return tokens, lines
+
+
+class _Jobs:
+    """The jobs that run, and those that have ended lately."""
+
+    def __init__(self, state: ServerState, batches: BatchService | None, bulks: OpenBulks) -> None:
+        self._state = state
+        self._engine = state.engine
+        self._batches = batches
+        self._bulks = bulks
+        self._jobs: dict[str, _Job] = {}
+        self._open: dict[str, OpenBulk] = {}
+        """Bulk requests that are shown as running."""
+
+    def begin(self) -> None:
+        """Nobody has watched for a while: speeds are not known."""
+        self._jobs.clear()
+        self._open.clear()
+
+    async def describe(self) -> list[dict[str, Any]]:
+        now_s = time.monotonic()
+        seen = self._note_bulks(now_s)
+        if self._batches is not None:
+            try:
+                seen |= await self._note_batches(self._batches, now_s)
+            except StoreError as error:
+                logger.debug("batches are not shown: %s", error)
+                seen |= {job.id for job in self._jobs.values() if job.kind == "batch"}
+        for job in list(self._jobs.values()):
+            if job.id not in seen and job.ended_s is None:
+                job.ended_s = now_s
+            if job.ended_s is not None and now_s - job.ended_s > SHOWN_SECONDS:
+                del self._jobs[job.id]
+        return [self._describe(job) for job in self._jobs.values()]
+
+    def _note_bulks(self, now_s: float) -> set[str]:
+        """Ids of those that are open."""
+        open_now = {bulk.id: bulk for bulk in self._bulks}
+        clients = [bulk.client for bulk in open_now.values()]
+        for bulk in {**self._open, **open_now}.values():
+            if bulk.id not in self._jobs:
+                self._jobs[bulk.id] = _Job(bulk.id, "bulk", bulk.name, bulk.started, bulk.work_before)
+            figures = self._bulk_figures(bulk, is_alone=clients.count(bulk.client) == 1)
+            self._jobs[bulk.id].note(figures, now_s)
+        self._open = open_now
+        return set(open_now)
+
+    def _bulk_figures(self, bulk: OpenBulk, is_alone: bool) -> _Figures:
+        """is_alone: no other bulk request of its client is open, so that the client's requests are its own."""
+        num_done = bulk.num_completed + bulk.num_failed
+        generated, expected = bulk.output_tokens, None
+        num_lines = bulk.num_lines
+        if is_alone and bulk.state == "running":
+            pending = self._engine.pending_of(bulk.client)
+            generated += sum(one.num_generated_tokens for one in pending)
+            known = [number for one in pending if (number := one.num_expected_tokens) is not None]
+            if num_lines is not None and bulk.num_completed + len(known) and (known or not pending):
+                mean = (bulk.output_tokens + sum(known)) / (bulk.num_completed + len(known))
+                expected = max(generated, round(mean * max(0, num_lines - bulk.num_failed)))
+        return _Figures(
+            bulk.state,
+            num_lines,
+            bulk.num_completed,
+            bulk.num_failed,
+            bulk.num_read - num_done if bulk.state == "running" else 0,
+            bulk.input_tokens,
+            generated,
+            expected,
+        )
+
+    async def _note_batches(self, batches: BatchService, now_s: float) -> set[str]:
+        """Ids of those that are not finished. Raises StoreError."""
+        records = {record.id: record for record in await batches.unfinished()}
+        seen = set(records)
+        for job in self._jobs.values():
+            if job.kind == "batch" and job.ended_s is None and job.id not in records:
+                ended = await batches.find(job.id)
+                if ended is not None:
+                    records[job.id] = ended
+        for record in records.values():
+            if record.id not in self._jobs:
+                started = record.in_progress_at or record.created_at
+                self._jobs[record.id] = _Job(record.id, "batch", _name_of(record), started)
+            job = self._jobs[record.id]
+            job.note(self._batch_figures(job, batches, record), now_s)
+        return seen
+
+    def _batch_figures(self, job: _Job, batches: BatchService, record: BatchRecord) -> _Figures:
+        running, progress = batches.running_batch(record), None
+        if running is not None:
+            progress = batches.progress(record)
+            job.work_before = running.work_before
+            job.tokens_before = running.record.input_tokens + running.record.output_tokens
+            job.started = record.in_progress_at or record.created_at
+        is_known = record.num_lines > 0 or record.status in FINAL_STATUSES
+        return _Figures(
+            _STATES[record.status] if running is None else "running",
+            record.num_lines if is_known else None,
+            record.num_completed,
+            record.num_failed,
+            0 if running is None else len(running.lines.lines),
+            record.input_tokens,
+            record.output_tokens if progress is None else progress.generated_tokens,
+            None if progress is None else progress.expected_tokens,
+        )
+
+    def _describe(self, job: _Job) -> dict[str, Any]:
+        figures = job.last
+        assert figures is not None, "it was noted when it was found"
+        tokens_per_second, lines_per_second = job.speeds()
+        if job.work_before is not None and job.ended_s is None:
+            job.device_seconds = self._device_seconds(job, figures)
+        price_per_hour, config = self._state.config.price_per_hour, self._state.config
+        num_devices = config.dp_size * config.pp_size * config.tp_size
+        price = None if price_per_hour is None else job.device_seconds / num_devices * price_per_hour / 3600
+        return {
+            "id": job.id,
+            "kind": job.kind,
+            "name": job.name,
+            "state": figures.state,
+            "lines": {
+                "total": figures.num_lines,
+                "done": figures.num_completed,
+                "failed": figures.num_failed,
+                "running": figures.num_running,
+            },
+            "tokens": {"prompt": figures.input_tokens, "generated": figures.generated_tokens},
+            "started": round(job.started, 3),
+            "tokens_per_second": round(tokens_per_second, 1) if figures.state == "running" else 0.0,
+            "eta_seconds": _seconds_left(figures, tokens_per_second, lines_per_second),
+            "cost": {"device_seconds": round(job.device_seconds, 3), "price": _rounded(price, 6)},
+        }
+
+    def _device_seconds(self, job: _Job, figures: _Figures) -> float:
+        """The job's share of the time in which the devices were busy since it began, by tokens."""
+        assert job.work_before is not None
+        work, config = self._engine.work_done, self._state.config
+        num_tokens = work.num_tokens - job.work_before.num_tokens
+        own = figures.input_tokens + figures.generated_tokens - job.tokens_before
+        share = min(1.0, max(0, own) / num_tokens) if num_tokens > 0 else 0.0
+        busy_seconds = work.busy_seconds - job.work_before.busy_seconds
+        return max(0.0, busy_seconds) * share * config.pp_size * config.tp_size
+
+
+def _name_of(record: BatchRecord) -> str:
+    """The batch's metadata.name; "" without one."""
+    metadata = {} if record.metadata is None else orjson.loads(record.metadata)
+    return str(metadata.get("name", ""))
+
+
+def _seconds_left(figures: _Figures, tokens_per_second: float, lines_per_second: float) -> float | None:
+    """By the expected tokens, or else by lines; None if neither is known."""
+    if figures.state != "running":
+        return None
+    if figures.expected_tokens is not None and tokens_per_second > 0:
+        return round(max(0, figures.expected_tokens - figures.generated_tokens) / tokens_per_second, 1)
+    if figures.num_lines is not None and lines_per_second > 0:
+        num_left = figures.num_lines - figures.num_completed - figures.num_failed
+        return round(max(0, num_left) / lines_per_second, 1)
+    return None
