@@ -426,3 +426,69 @@ def running_prometheus(directory: Path, target_port: int) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(timeout=30)
+
+
+LABELS = 'instance="a:1", job="toka", replica="0"'
+# What makes each rule fire, and what does not: series, with their values once a minute.
+FIRING: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "TokaDown": ({"up": "0x60"}, {"up": "1x60"}),
+    "TokaNoReplica": ({"toka_replicas_up": "0x60"}, {"toka_replicas_up": "1x60"}),
+    "TokaEngineRestarted": ({"toka_engine_restarts_total": "0x30 1x30"}, {"toka_engine_restarts_total": "3x60"}),
+    "TokaServerErrors": (
+        {'toka_http_answers_total status="503"': "0+1x60", 'toka_http_answers_total status="200"': "0+50x60"},
+        {'toka_http_answers_total status="503"': "0+1x60", 'toka_http_answers_total status="200"': "0+500x60"},
+    ),
+    "TokaRequestsFail": (
+        {
+            'toka_requests_finished_total reason="error"': "0+1x60",
+            'toka_requests_finished_total reason="stop"': "0+9x60",
+        },
+        {'toka_requests_finished_total reason="error"': "5x60", 'toka_requests_finished_total reason="stop"': "0+9x60"},
+    ),
+    "TokaNumericalErrors": ({"toka_nonfinite_rows_total": "0+1x60"}, {"toka_nonfinite_rows_total": "7x60"}),
+    **{
+        alert: (
+            {f'{name}_bucket le="{bound}"': "0+1x60", f'{name}_bucket le="+Inf"': "0+9x60"},
+            {f'{name}_bucket le="0.1"': "0+9x60", f'{name}_bucket le="+Inf"': "0+9x60"},
+        )
+        for alert, name, bound in (
+            ("TokaSlowFirstTokens", "toka_time_to_first_token_seconds", "20"),
+            ("TokaSlowTokens", "toka_time_per_output_token_seconds", "0.75"),
+            ("TokaLongQueue", "toka_queue_seconds", "960"),
+        )
+    },
+    "TokaPreempts": (
+        {"toka_recomputed_tokens_total": "0+100x60", "toka_generation_tokens_total": "0+1000x60"},
+        {"toka_recomputed_tokens_total": "0+10x60", "toka_generation_tokens_total": "0+1000x60"},
+    ),
+    "TokaManagerLimits": ({"toka_manager_busy_fraction": "0.95x60"}, {"toka_manager_busy_fraction": "0.5x60"}),
+    "TokaDeviceIdle": ({"toka_device_idle_seconds_total": "0+12x60"}, {"toka_device_idle_seconds_total": "0+1x60"}),
+    "TokaRecompiles": ({"toka_recompiles_total": "0x30 1x30"}, {"toka_recompiles_total": "2x60"}),
+    "TokaServerBlocked": ({"toka_event_loop_stalls_total": "0+2x60"}, {"toka_event_loop_stalls_total": "0+1x60"}),
+    "TokaBatchesNotStored": ({"toka_batch_storage_failing": "1x60"}, {"toka_batch_storage_failing": "0x60"}),
+    "TokaFilesRunOut": (
+        {"process_open_fds": "950x60", "process_max_fds": "1000x60"},
+        {"process_open_fds": "90x60", "process_max_fds": "1000x60"},
+    ),
+    "TokaLogDropped": ({"toka_log_records_dropped_total": "0+1x60"}, {"toka_log_records_dropped_total": "4x60"}),
+}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="Prometheus is not installed")
+def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
+    assert FIRING.keys() == {rule["alert"] for rule in ALERTS}
+    groups = []
+    for rule in ALERTS:
+        for is_firing, series in zip((True, False), FIRING[rule["alert"]], strict=True):
+            inputs = []
+            for described, values in series.items():
+                name, _, label = described.partition(" ")
+                inputs.append({"series": f"{name}{{{LABELS}{', ' + label if label else ''}}}", "values": values})
+            found = f'count(ALERTS{{alertname="{rule["alert"]}", alertstate="firing"}})'
+            samples = [{"labels": "{}", "value": 1}] if is_firing else []
+            test = {"expr": found, "eval_time": "40m", "exp_samples": samples}
+            groups.append({"interval": "1m", "input_series": inputs, "promql_expr_test": [test]})
+    path = tmp_path / "test.yml"
+    path.write_text(yaml.safe_dump({"rule_files": [str(DEPLOY / "alerts.yml")], "tests": groups}))
+    done = subprocess.run(["promtool", "test", "rules", str(path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
