@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, minimal_body
+from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, RESPONSES, minimal_body
 from tests.server.helpers.fake_engine import FakeEngine, Reply
 from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.helpers.openai_client import sync_client
@@ -27,6 +27,25 @@ def guarded(served_model: ServedModel) -> Iterator[LiveServer]:
     engine = FakeEngine(script=lambda _request, _index: Reply([1, 2], None))
     with live_server(served_model, engine, api_key=KEY, max_request_bytes=1000) as server:
         yield server
+
+
+PREFIXES = {COMPLETIONS: "cmpl-", CHAT: "chatcmpl-", RESPONSES: "resp_", "/v1/messages": "msg_"}
+
+
+@pytest.mark.parametrize("route", PREFIXES)
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_bodys_request_id_is_in_the_answers_id_and_the_header_names_the_http_request(
+    shared_server: LiveServer, route: str, streams: bool
+) -> None:
+    for fields, expected in (({"request_id": "mine"}, f"{PREFIXES[route]}mine"), ({"rid": "all mine"}, "all mine")):
+        body = minimal_body(route) | fields | {"stream": streams}
+        answer = shared_server.http.post(route, json=body, headers={"X-Request-Id": "http"})
+        assert answer.headers["x-request-id"] == "http"
+        assert FRESH.fullmatch(shared_server.http.post(route, json=body).headers["x-request-id"])
+        assert f'"id":"{expected}"' in answer.text
+        line = json.dumps({"custom_id": "1", "url": route, "body": body | {"stream": False}})
+        result = shared_server.http.post("/v1/bulk", content=line).json()
+        assert result["response"]["body"]["id"] == expected
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 SamplingParams is the one list of sampling parameters, with types and defaults, for every process.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Literal, NamedTuple, get_args, get_type_hints
@@ -74,11 +75,23 @@ class TokenFilter:
 
     vocab_size: int
     """Of the model."""
-    allowed_ids: tuple[int, ...] | None = None
-    """The only tokens that may be sampled, at least one; None: all."""
+    allowed: bytes | None = None
+    """One bit for each token of the vocabulary, from the lowest bit of the first byte on: whether it may be sampled. At
+    least one may. None: all may. As bits, since a hundred thousand ids would take milliseconds on their way."""
     bad_sequences: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that do not occur in the completion: the last token of one is not sampled after the others.
     None of them is empty."""
+
+    @classmethod
+    def of_ids(
+        cls, vocab_size: int, allowed_ids: Sequence[int] | None, bad_sequences: tuple[tuple[int, ...], ...] = ()
+    ) -> "TokenFilter":
+        """allowed_ids: the only tokens that may be sampled; None: all."""
+        if allowed_ids is None:
+            return cls(vocab_size, None, bad_sequences)
+        is_allowed = np.zeros(vocab_size, np.bool_)
+        is_allowed[np.array(allowed_ids, np.int64)] = True
+        return cls(vocab_size, np.packbits(is_allowed, bitorder="little").tobytes(), bad_sequences)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Errors of /v1/messages in Anthropic's form, wherever in the server they are answered."""
 
+import re
 from typing import cast
 
 import orjson
@@ -10,6 +11,17 @@ from tokasaurus.server.protocol.messages import MessagesError, MessagesErrorObje
 from tokasaurus.text.json_lines import write_json
 
 _ROUTE = "/v1/messages"
+# Also with several slashes, and without /v1.
+_URL = re.compile(rb"(?:https?://[^/]*)?(?:/+v1)*/+messages(?=[/?#]|$)")
+
+
+def is_for_messages(url: bytes) -> bool:
+    """Whether a request with this URL is for /v1/messages or a path below it, however that is written."""
+    return _URL.match(url) is not None
+
+
+def write_messages_error(status: int, message: str) -> bytes:
+    return write_json(MessagesError(MessagesErrorObject(error_type(status), message)))
 
 
 class MessagesErrorsMiddleware:
@@ -55,5 +67,4 @@ def _rewritten(content: bytes, start: Message) -> bytes:
     error = orjson.loads(content).get("error")
     if not isinstance(error, dict) or "message" not in error:
         return content
-    kind = error_type(cast(int, start["status"]))
-    return write_json(MessagesError(MessagesErrorObject(kind, error["message"])))
+    return write_messages_error(cast(int, start["status"]), error["message"])

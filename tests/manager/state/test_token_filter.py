@@ -21,7 +21,7 @@ def test_masks_allow_what_completes_no_bad_sequence(seed: int) -> None:
     few = range(min(vocab_size, rng.choice([2, 3, 5])))
     allowed = None if rng.random() < 0.3 else tuple(rng.sample(few, rng.randint(1, len(few))))
     bad = tuple(tuple(rng.choices(few, k=rng.choice([1, 2, 2, 3, 4]))) for _ in range(rng.randint(0, 6)))
-    masks = FilterMasks(TokenFilter(vocab_size, allowed, bad))
+    masks = FilterMasks(TokenFilter.of_ids(vocab_size, allowed, bad))
     generated: list[int] = []
     for _ in range(30):
         expected = {
@@ -36,5 +36,5 @@ def test_masks_allow_what_completes_no_bad_sequence(seed: int) -> None:
 
 
 def test_only_sequences_of_several_tokens_need_the_tokens_before() -> None:
-    assert FilterMasks(TokenFilter(9, (1, 2), ((3,), (2,)))).num_read_tokens == 0
-    assert FilterMasks(TokenFilter(9, None, ((3,), (2, 4), (1, 2, 3)))).num_read_tokens == 2
+    assert FilterMasks(TokenFilter.of_ids(9, (1, 2), ((3,), (2,)))).num_read_tokens == 0
+    assert FilterMasks(TokenFilter.of_ids(9, None, ((3,), (2, 4), (1, 2, 3)))).num_read_tokens == 2

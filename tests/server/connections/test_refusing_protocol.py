@@ -1,5 +1,6 @@
 """Limits of sizes, malformed requests, and requests to upgrade, by raw sockets against the real server."""
 
+import json
 import logging
 import select
 import socket
@@ -45,6 +46,27 @@ def test_headers_without_an_end_are_refused(limited: LiveServer, endless: bytes)
     answer = ask(limited.url, GET + endless)
     assert (answer.status, answer.error_code) == (431, "headers_too_large")
     assert answer.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("path", [b"/v1/messages", b"/v1/messages/count_tokens?a=b", b"//v1//messages/", b"/messages"])
+def test_refusals_of_messages_have_their_form(limited: LiveServer, path: bytes) -> None:
+    start = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\n"
+    for rest, status, kind in (
+        (b"A: b\r\n" * 2000, 431, "invalid_request_error"),
+        (b"A b\r\n\r\n", 400, "invalid_request_error"),
+    ):
+        answer = ask(limited.url, start + rest)
+        assert answer.status == status
+        assert int(answer.headers["content-length"]) == len(answer.body)
+        error = json.loads(answer.body)
+        assert (error["type"], error["error"]["type"]) == ("error", kind)
+        assert error["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [b"/v1/messages_of_others", b"/v1/models?x=/v1/messages", b"/"])
+def test_refusals_of_other_paths_have_openais_form(limited: LiveServer, path: bytes) -> None:
+    answer = ask(limited.url, b"GET " + path + b" HTTP/1.1\r\nHost: x\r\nA b\r\n\r\n")
+    assert (answer.status, answer.error_code) == (400, "malformed_request")
 
 
 def test_the_number_of_headers_is_limited(shared_server: LiveServer) -> None:

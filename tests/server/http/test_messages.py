@@ -1,6 +1,7 @@
 """/v1/messages and its count of tokens, in the form of Anthropic's clients, compared with chat."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.helpers.message_events import checked_message, joined_message, without_ids
 from tests.server.helpers.tool_answers import TOOLS as CHAT_TOOLS
 from tests.server.helpers.tool_answers import GetWeather, say, tool_server, write_calls
+from tests.server.jobs.helpers.uploads import upload
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.protocol.known_fields import KNOWN_FIELDS
 from tokasaurus.server.served_model import ServedModel
@@ -317,12 +319,38 @@ def test_a_stream_that_fails_ends_with_anthropics_error(server: LiveServer) -> N
     assert orjson.loads(data.removeprefix(b"data: ")) == expected
 
 
-def test_lines_of_bulk_requests_have_the_live_answers(server: LiveServer) -> None:
-    body = {"model": "default", "messages": [HELLO], "max_tokens": 9, "seed": 1}
-    live = checked_message(server.http.post(ROUTE, json=body).content)
-    line = {"custom_id": "a", "url": ROUTE, "body": body}
-    result = orjson.loads(server.http.post("/v1/bulk", content=orjson.dumps(line)).content)
-    assert without_ids(result["response"]["body"]) == without_ids(live)
+@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS[1:], "system": "Be short."}])
+def test_lines_of_bulk_requests_and_batches_have_the_live_answers(
+    served_model: ServedModel, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    body = {"model": "default", "messages": [HELLO], "max_tokens": 9, "seed": 1, **fields}
+    bad = body | {"max_tokens": 0}
+    with live_server(served_model, FakeEngine(), data_dir=tmp_path) as server:
+        live = checked_message(server.http.post(ROUTE, json=body).content)
+        pairs = [("a", body), ("b", bad), ("c", body | {"stream": True})]
+        lines = [{"custom_id": id_, "method": "POST", "url": ROUTE, "body": one} for id_, one in pairs]
+        content = b"\n".join(map(orjson.dumps, lines))
+        bulk = [orjson.loads(line) for line in server.http.post("/v1/bulk", content=content).content.splitlines()]
+        file = upload(server, content)
+        created = {"input_file_id": file["id"], "endpoint": ROUTE, "completion_window": "24h"}
+        batch = server.http.post("/v1/batches", json=created).json()
+        deadline = time.monotonic() + 60
+        while batch["status"] != "completed":
+            assert time.monotonic() < deadline, batch
+            time.sleep(0.02)
+            batch = server.http.get(f"/v1/batches/{batch['id']}").json()
+        written = [server.http.get(f"/v1/files/{batch[f'{kind}_file_id']}/content") for kind in ("output", "error")]
+        stored = [orjson.loads(line) for file in written for line in file.content.splitlines()]
+        for results in (bulk, stored):
+            by_id = {result["custom_id"]: result for result in results}
+            assert by_id["a"]["response"]["status_code"] == 200
+            assert without_ids(by_id["a"]["response"]["body"]) == without_ids(live)
+            assert by_id["b"]["response"]["body"]["error"]["param"] == "max_tokens"
+            assert "stream" in orjson.dumps(by_id["c"]).decode()
+            assert len(by_id) == 3
+        used = live["usage"]
+        assert batch["usage"]["output_tokens"] == used["output_tokens"]
+        assert batch["usage"]["input_tokens"] == used["input_tokens"] + used["cache_read_input_tokens"]
 
 
 def test_a_count_beyond_the_servers_limit_is_refused(shared_server: LiveServer) -> None:

@@ -17,8 +17,15 @@ from tests.server.helpers.bodies_and_errors import CHAT
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.grammar_script import follow_grammars
 from tests.server.helpers.live_server import LiveServer, live_server
+from tests.server.helpers.message_events import checked_message, joined_message, without_ids
 from tests.server.helpers.openai_client import sync_client
 from tests.server.helpers.reasoning_templates import EFFORT_TEMPLATE, QWEN3_TEMPLATE, R1_TEMPLATE
+from tests.server.helpers.response_events import (
+    checked_events,
+    checked_response,
+    joined_response,
+    without_random_fields,
+)
 from tests.server.helpers.tool_answers import LIMITS, TOOLS, say
 from tests.server.helpers.tool_templates import HERMES_TEMPLATE, save_tokenizer_with
 from tests.server.jobs.helpers.uploads import upload
@@ -104,6 +111,55 @@ def test_reasoning_is_apart_from_content_whole_and_streamed(qwen: LiveServer) ->
         assert usage.completion_tokens_details.reasoning_tokens == num_reasoning
 
 
+CALL = HERMES.write("get_time", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "finish_reason", "fields"),
+    [
+        (THOUGHT, "stop", {}),
+        (f"<think>\nPerhaps {CALL}\n</think>\n\nNow\n{CALL}", "stop", {}),
+        ("<think>\nIs it", "length", {}),
+        ("Yes.", "stop", {"enable_thinking": False}),
+        (THOUGHT, "stop", {"separate_reasoning": False}),
+    ],
+)
+@pytest.mark.parametrize("delta_size", [1, 3, 7, 1000])
+def test_streams_of_responses_and_messages_equal_whole_answers_and_chats(
+    qwen: LiveServer, text: str, finish_reason: Any, fields: dict[str, Any], delta_size: int
+) -> None:
+    qwen.engine.script, qwen.engine.delta_size = say(text, finish_reason=finish_reason), delta_size
+    function = TOOLS[1]["function"]
+    chat = ask(qwen, tools=TOOLS[1:], **fields)
+    expected = message_of(chat)
+    num_reasoning = chat["usage"]["completion_tokens_details"]["reasoning_tokens"]
+
+    body = {"input": "Warm there?", "tools": [{"type": "function", **function}]} | fields
+    whole = checked_response(qwen.http.post("/v1/responses", json=body).content)
+    joined = joined_response(checked_events(qwen.http.post("/v1/responses", json=body | {"stream": True}).content))
+    assert without_random_fields(joined) == without_random_fields(whole)
+    texts = dict.fromkeys(("reasoning", "message", "function_call"), "")
+    for item in whole["output"]:
+        texts[item["type"]] += item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+    calls = [call["function"]["arguments"] for call in expected.get("tool_calls", [])]
+    assert texts["reasoning"] == (expected["reasoning"] or "")
+    assert texts["message"] == (expected["content"] or "")
+    assert texts["function_call"] == "".join(calls)
+    assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": num_reasoning}
+
+    tool = {"name": function["name"], "input_schema": {"type": "object"}}
+    body = {"messages": QUESTION, "max_tokens": 1000, "tools": [tool]} | fields
+    message = checked_message(qwen.http.post("/v1/messages", json=body).content)
+    streamed = joined_message(qwen.http.post("/v1/messages", json=body | {"stream": True}).content)
+    assert without_ids(streamed) == without_ids(message)
+    shown = {name: "".join(block.get(name, "") for block in message["content"]) for name in ("thinking", "text")}
+    assert shown == {"thinking": expected["reasoning"] or "", "text": expected["content"] or ""}
+    assert [block["input"] for block in message["content"] if block["type"] == "tool_use"] == list(
+        map(json.loads, calls)
+    )
+    assert message["usage"]["output_tokens_details"] == {"thinking_tokens": num_reasoning}
+
+
 def test_a_prompt_that_begins_reasoning_is_continued_by_it(r1: LiveServer) -> None:
     r1.engine.script = say("Is it?\n</think>\n\nYes.", finish_reason="stop")
     assert split(r1) == ("Is it?", "Yes.")
@@ -124,6 +180,24 @@ def test_reasoning_may_be_hidden_or_left_in_the_content(qwen: LiveServer) -> Non
     ):
         assert split(qwen, **fields) == expected
         assert ask(qwen, **fields)["usage"]["completion_tokens_details"] == count
+
+
+def test_an_answer_of_hidden_reasoning_alone_has_no_content(qwen: LiveServer) -> None:
+    """As with reasoning that is shown: null in chats, also streamed, and no output item or block elsewhere."""
+    qwen.engine.script = say("<think>\nIs it", finish_reason="length")
+    for included in (True, False):
+        assert split(qwen, include_reasoning=included) == ("Is it" if included else None, None)
+        body = {"messages": QUESTION, "stream": True, "include_reasoning": included}
+        lines = qwen.http.post(CHAT, json=body).text.splitlines()
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert not any(choice["delta"].get("content") for chunk in chunks for choice in chunk["choices"])
+        body = {"input": "Warm there?", "include_reasoning": included}
+        answer = qwen.http.post("/v1/responses", json=body).json()
+        assert [item["type"] for item in answer["output"]] == ["reasoning"] * included
+        assert (answer["status"], answer["usage"]["output_tokens"]) == ("incomplete", len("<think>\nIs it"))
+        body = {"messages": QUESTION, "max_tokens": 99, "include_reasoning": included}
+        answer = qwen.http.post("/v1/messages", json=body).json()
+        assert [block["type"] for block in answer["content"]] == ["thinking"] * included
 
 
 def test_a_model_without_reasoning_in_its_template_keeps_its_text(tmp_path: Path) -> None:

@@ -37,16 +37,16 @@ def test_words_are_forbidden_as_they_begin_a_text_and_after_a_space(shared_serve
         # " wo" is one token and "wo" two, so only the latter is forbidden; vLLM's rule
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
             expected.append(spaced)
-    assert found == TokenFilter(VOCAB_SIZE, None, tuple(expected))
+    assert found == TokenFilter.of_ids(VOCAB_SIZE, None, tuple(expected))
     assert found.bad_sequences[0] == (HELLO,)
 
 
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 def test_allowed_ids_arrive_once_each(shared_server: LiveServer, route: str) -> None:
     found = filter_of(shared_server, route, allowed_token_ids=[7, 5.0, 7])
-    assert found == TokenFilter(VOCAB_SIZE, (7, 5))
+    assert found == TokenFilter.of_ids(VOCAB_SIZE, (7, 5))
     found = filter_of(shared_server, route, allowed_token_ids=[7, HELLO], bad_words=["hello"])
-    assert found == TokenFilter(VOCAB_SIZE, (7, HELLO), ((HELLO,),))
+    assert found == TokenFilter.of_ids(VOCAB_SIZE, (7, HELLO), ((HELLO,),))
 
 
 @pytest.mark.parametrize(

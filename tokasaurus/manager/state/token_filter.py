@@ -15,10 +15,13 @@ class FilterMasks:
 
     def __init__(self, token_filter: TokenFilter) -> None:
         is_allowed = np.zeros(-(-token_filter.vocab_size // _BITS) * _BITS, np.bool_)
-        if token_filter.allowed_ids is None:
+        if token_filter.allowed is None:
             is_allowed[: token_filter.vocab_size] = True
         else:
-            is_allowed[list(token_filter.allowed_ids)] = True
+            bits = np.frombuffer(token_filter.allowed, np.uint8)
+            is_allowed[: token_filter.vocab_size] = np.unpackbits(
+                bits, count=token_filter.vocab_size, bitorder="little"
+            )
         is_allowed[[ids[0] for ids in token_filter.bad_sequences if len(ids) == 1]] = False
         self._first: NDArray[np.uint32] = np.packbits(is_allowed, bitorder="little").view(np.uint32)
         self._num_first = int(is_allowed.sum())

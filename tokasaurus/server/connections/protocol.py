@@ -16,6 +16,7 @@ from typing import Any
 
 import httptools
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -33,6 +34,7 @@ from tokasaurus.server.errors import (
     UrlTooLong,
     error_response,
 )
+from tokasaurus.server.messages_errors import is_for_messages, write_messages_error
 
 # Offset of tcpi_bytes_acked (u64) in Linux's struct tcp_info.
 _BYTES_ACKED_OFFSET = 120
@@ -198,6 +200,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         self._num_bytes_without_body = 0
         self._waited_s = 0.0
         """How long the client has kept the server waiting for what comes next."""
+        self.url = b""  # so far; uvicorn sets it at the start of each request
         self._refusal: ApiError | None = None
         self._has_eof = False
         self._num_bytes_acked = 0
@@ -396,7 +399,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         self.transport.is_client_sending = True  # it may be: let it read the answer
         if cycle is None or not cycle.response_started:
             headers = self.headers or []
-            self.transport.write(_refusal_response(error, headers, self.server_state.default_headers))
+            self.transport.write(_refusal_response(error, self.url, headers, self.server_state.default_headers))
         if cycle is not None:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -512,13 +515,17 @@ async def _answer_without_chunks(
 
 
 def _refusal_response(
-    error: ApiError, request_headers: list[tuple[bytes, bytes]], default: Iterable[tuple[bytes, bytes]]
+    error: ApiError, url: bytes, request_headers: list[tuple[bytes, bytes]], default: Iterable[tuple[bytes, bytes]]
 ) -> bytes:
-    """The response to a request of which only `request_headers` may be known; afterwards the connection must close.
+    """The response to a request of which only `url`, or its start, and `request_headers` may be known; afterwards the
+    connection must close.
 
     default: headers of every response.
     """
     response = error_response(error)
+    if is_for_messages(url):
+        kept = {name: value for name, value in response.headers.items() if name != "content-length"}
+        response = Response(write_messages_error(error.status, error.message), error.status, kept)
     own_id = request_id_of(Headers(raw=request_headers)).encode()
     headers = [*default, *response.raw_headers, (b"x-request-id", own_id), (b"connection", b"close")]
     lines = [name + b": " + value + b"\r\n" for name, value in headers]

@@ -201,7 +201,7 @@ def token_filter(body: SamplingFields, model: ServedModel) -> TokenFilter | None
     allowed = range(model.vocab_size) if body.allowed_token_ids is None else body.allowed_token_ids
     if single.issuperset(allowed):
         raise InvalidRequest("bad_words leaves no token that may be sampled", "bad_words")
-    return TokenFilter(model.vocab_size, body.allowed_token_ids, tuple(sequences))
+    return TokenFilter.of_ids(model.vocab_size, body.allowed_token_ids, tuple(sequences))
 
 
 def _bad_sequences(words: Sequence[str], model: ServedModel) -> list[tuple[int, ...]]:

@@ -53,6 +53,8 @@ class ChoiceDelta:
     end token. None if logprobs were not requested or are in the fingerprint."""
     reasoning: str = ""
     """New reasoning that is split off the text and safe to send."""
+    has_reasoning: bool = False
+    """Whether there is new reasoning, whether it is in `reasoning` or left out of the answer."""
     num_reasoning_tokens: int = 0
     """Tokens, of this delta or earlier ones, that have become known to be of reasoning or of its marks."""
 
@@ -67,9 +69,9 @@ class _ReasoningSplit:
         self._token_offsets = offsets
         self._uncounted: list[int] = []  # offsets of tokens that may be of reasoning
 
-    def add(self, text: str, token_ids: list[int], is_last: bool) -> tuple[str, str, int]:
-        """(new reasoning, new content, tokens newly known to be of reasoning). text: all new text. token_ids: all new
-        tokens but the end token."""
+    def add(self, text: str, token_ids: list[int], is_last: bool) -> tuple[str, bool, str, int]:
+        """(new reasoning to show, whether there is any, new content, tokens newly known to be of reasoning). text: all
+        new text. token_ids: all new tokens but the end token."""
         if not self._reader.is_over or self._uncounted:
             self._uncounted += [self._token_offsets.next(token_id)[0] for token_id in token_ids]
         reasoning, content = self._reader.add(text)
@@ -79,8 +81,8 @@ class _ReasoningSplit:
         num_tokens = bisect_left(self._uncounted, self._reader.num_characters)  # offsets never decrease
         self._uncounted = [] if self._reader.is_over else self._uncounted[num_tokens:]
         if not self._rules.is_separate:
-            return "", text, num_tokens
-        return reasoning if self._rules.is_included else "", content, num_tokens
+            return "", False, text, num_tokens
+        return reasoning if self._rules.is_included else "", reasoning != "", content, num_tokens
 
 
 class Choice:
@@ -134,10 +136,10 @@ class Choice:
         decode = self._detokenizer.finish if is_last else self._detokenizer.add
         text = self._cut_text(decode(token_ids), token_ids, is_last)
         self._num_characters += len(text)
-        reasoning: tuple[str, int] = ("", 0)
+        reasoning: tuple[str, bool, int] = ("", False, 0)
         if self._reasoning is not None:
-            new_reasoning, text, num_tokens = self._reasoning.add(text, token_ids, is_last)
-            reasoning = (new_reasoning, num_tokens)
+            new_reasoning, has_reasoning, text, num_tokens = self._reasoning.add(text, token_ids, is_last)
+            reasoning = (new_reasoning, has_reasoning, num_tokens)
         if text and self.content_start is None:
             self.content_start = self._num_characters - len(text)
         finish_reason: FinishReason | None = "stop" if is_last and self._has_stopped else delta.finish_reason
@@ -273,7 +275,7 @@ def build_message(
             finish_reason = _finish_reason(whole.finish_reason, prepared.calls)
     if prepared.reasoning is None:
         return (CallingMessage(content, calls) if calls else AssistantMessage(content)), finish_reason
-    if whole.reasoning:
+    if whole.has_reasoning:
         content = content or None
     reasoning = whole.reasoning or None
     if calls:
@@ -325,8 +327,8 @@ class MessageStream:
         """The deltas for the choice's next delta; at least one if it is the last."""
         is_last = delta.finish_reason is not None
         deltas: list[MessageDelta] = []
+        self._has_reasoning |= delta.has_reasoning
         if delta.reasoning:
-            self._has_reasoning = True
             deltas.append(ReasoningDelta(delta.reasoning, delta.reasoning))
         for item in self._read(delta.text, is_last):
             if isinstance(item, str):

@@ -104,7 +104,7 @@ class AnswerStream(AnswerEvents):
         events: list[bytes] = []
         shows_ids = self._prepared.return_token_ids
         for index, delta, spans in added:
-            has_text = delta.text != "" or delta.reasoning != ""
+            has_text = delta.text != "" or delta.has_reasoning
             if has_text or delta.logprobs or delta.finish_reason is not None or (shows_ids and delta.token_ids):
                 choices = self._chunk_choices(index, delta)
                 events += [self._event([choice], usage) for choice in (choices if spans is None else choices[:-1])]
