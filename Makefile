@@ -5,6 +5,7 @@ BENCH_ARGS ?=
 CLIENTS ?=
 PARTS ?=
 KIT_ARGS ?=
+RELEASE_ARGS ?=
 BUILD_ARGS ?=
 
 CPP_FILES = $(shell find tokasaurus tests -name '*.h' -o -name '*.cpp')
@@ -18,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Tests start hundreds of Python processes, each of which would compile every module again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help serve test check lint types unit test-clients test-gpu test-neon test-long test-flashinfer test-flashinfer-build flashinfer-packages test-wheel wheel gpu-kit bench-manager torture soak format clean
+.PHONY: help serve test check lint types unit test-clients test-gpu test-neon test-long test-flashinfer test-flashinfer-build flashinfer-packages test-wheel wheel release-check gpu-kit bench-manager torture soak format clean
 
 serve: .venv/installed  ## Serves the demo model, or SERVE_ARGS
 	$(BIN)/toka $(SERVE_ARGS)
@@ -100,6 +101,12 @@ wheel: .venv/installed  ## A package in dist/ with compiled kernels
 
 test-wheel: .venv/installed-dev wheel  ## Installs the wheel where no compiler is found
 	$(BIN)/python -m pytest tests/check_wheel.py
+
+# The source and the wheels, installed and asked; RELEASE_ARGS="--python python3.10 --python python3.13" installs for
+# these, --draft allows a version without a day. Kernels for the other architecture need its cross compiler (Debian: g++-aarch64-linux-gnu)
+release-check: .venv/installed-dev  ## Builds a release into dist/ and checks it: a quarter of an hour
+	$(BIN)/python -m pip install --quiet -e '.[release]'
+	$(BIN)/python -m release $(RELEASE_ARGS)
 
 bench-manager: .venv/installed-dev  ## The manager's CPU time per step
 	$(BIN)/python -m benchmarks.manager $(BENCH_ARGS)

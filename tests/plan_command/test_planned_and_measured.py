@@ -54,13 +54,15 @@ def measured(line: str) -> tuple[str, float, int, int]:
 
 def take_freed_memory(num_bytes: int) -> list[torch.Tensor]:
     """Addresses are what is measured, and the allocator makes an allocation out of memory that other tests have freed,
-    without new ones. This takes what has room for num_bytes, until it has to ask the system; keep the result."""
+    without new ones. This takes what has room for num_bytes, and then smaller parts, down to 1 MiB, since what is freed
+    later may join them to larger ones; each until it has to ask the system. Keep the result."""
     taken: list[torch.Tensor] = []
-    while True:
+    while num_bytes >= 1 << 20:
         before = psutil.Process().memory_info().vms
         taken.append(torch.empty(num_bytes, dtype=torch.uint8))  # its memory is not touched
-        if psutil.Process().memory_info().vms - before >= num_bytes:
-            return taken
+        if psutil.Process().memory_info().vms > before:
+            num_bytes //= 2
+    return taken
 
 
 def fixed_bytes(worker: dict[str, Any]) -> int:

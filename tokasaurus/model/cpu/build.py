@@ -5,7 +5,7 @@ the functions take plain pointers: the build takes half as long as with torch's 
 ninja nor Python's headers. Does not import torch: the launcher builds in advance.
 
 Commands: `python -m tokasaurus.model.cpu.build INSTRUCTION_SET_NAME` builds one library into the cache;
-`python -m tokasaurus.model.cpu.build prebuilt`, run by `make wheel`, builds those of a wheel.
+`python -m tokasaurus.model.cpu.build prebuilt [MACHINE_NAME ...]`, run by `make wheel`, builds those of a wheel.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ PREBUILT = _DIRECTORY / "prebuilt"
 COMPILE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-Wno-psabi")
 INCLUDE_FLAGS = ("-I", str(SOURCES))
 _LINK_FLAGS = ("-shared", "-pthread")
+# The C++ library is linked statically: other distributions may have another version, or none. Of it, only what is used:
+# the rest, and the static libgcc, need functions that only the newest C libraries have.
+_PREBUILT_LINK_FLAGS = ("-static-libstdc++", "-Wl,--gc-sections")
 _EXPORTED = "toka_*"
 """Only these symbols are exported. Otherwise two of the libraries in one process would share variables."""
 
@@ -109,6 +112,8 @@ INSTRUCTION_SETS = (
     InstructionSet("neon", "neon", "aarch64", (), _NEON),
 )
 """For each machine, the best set comes first."""
+
+MACHINES = tuple(dict.fromkeys(level.machine for level in INSTRUCTION_SETS))
 
 
 def machine() -> str:
@@ -293,16 +298,16 @@ def _missing_library(config: ServerConfig) -> str | None:
         return None
 
 
-def build_prebuilt() -> None:
-    """Compile the libraries of a wheel: for every instruction set of this machine's architecture and, where a cross
-    compiler is installed, of others.
+def build_prebuilt(machine_names: Iterable[str] = MACHINES) -> None:
+    """Compile the libraries of a wheel: for every instruction set of these architectures, as far as a compiler for it
+    is installed.
 
-    They need a C library (glibc) at least as new as this machine's; elsewhere, kernels are compiled from source. Raises
-    LibraryUnavailable and subprocess.CalledProcessError.
+    They need the C library (glibc) of about this machine's version or a newer one; elsewhere, kernels are compiled from
+    source. Raises LibraryUnavailable and subprocess.CalledProcessError.
     """
     shutil.rmtree(PREBUILT, ignore_errors=True)
     PREBUILT.mkdir()
-    for machine_name in dict.fromkeys(level.machine for level in INSTRUCTION_SETS):
+    for machine_name in machine_names:
         compiler = find_compiler() if machine_name == machine() else _find_cross_compiler(machine_name)
         if compiler is None:
             continue
@@ -315,8 +320,7 @@ def build_prebuilt() -> None:
 def _prebuild(library: Library, compiler: list[str]) -> None:
     is_linux = sys.platform == "linux"
     path = PREBUILT / library.prebuilt_name(".so" if is_linux else ".dylib")
-    # Link the C++ library statically: other distributions may have another version, or none.
-    compile_library(library, compiler, path, link_flags=["-static-libstdc++", "-static-libgcc"] if is_linux else [])
+    compile_library(library, compiler, path, link_flags=list(_PREBUILT_LINK_FLAGS) if is_linux else [])
     print(f"{path.name}: {path.stat().st_size / 2**10:.0f} KiB")
 
 
@@ -387,12 +391,12 @@ def _reason(error: Exception) -> str:
     return next((line for line in lines if "error" in line), lines[0])
 
 
-def _main(name: str) -> None:
+def _main(name: str, machine_names: list[str]) -> None:
     if name != _WHEEL:  # run by kernels_built_ahead
         find_or_build(next(kernel_library(level) for level in INSTRUCTION_SETS if level.name == name))
         return
     try:
-        build_prebuilt()
+        build_prebuilt(machine_names or MACHINES)
     except LibraryUnavailable as error:
         sys.exit(str(error))
     except subprocess.CalledProcessError as error:
@@ -400,4 +404,4 @@ def _main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main(sys.argv[1], sys.argv[2:])
