@@ -133,9 +133,9 @@ def test_output_to_a_full_disk_is_one_line(unbuffered: str) -> None:
     assert (done.returncode, done.stderr) == (1, "toka: cannot write: No space left on device\n")
 
 
-def test_download_of_an_absent_model_gives_one_line(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_download_of_an_absent_model_gives_one_line(tmp_path, capfd: pytest.CaptureFixture[str]) -> None:
     assert download_main([f"model={tmp_path / 'absent.gguf'}"]) == 2
-    out, err = capsys.readouterr()
+    out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("toka download: ")
     assert err.count("\n") == 1

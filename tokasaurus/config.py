@@ -257,6 +257,12 @@ class ServerConfig(FlagConfig):
         "info", "log level of the HTTP server", choices=("critical", "error", "warning", "info", "debug", "trace")
     )
     log_level: str = flag("info", "log level of everything else", choices=("error", "warning", "info", "debug"))
+    log_format: str = flag(
+        "text",
+        "lines on stderr: text for people, who see how far the start is on a terminal; json for programs, one object a "
+        "line",
+        choices=("text", "json"),
+    )
     stats_report_seconds: float = flag(5.0, "seconds between throughput log lines", minimum=0.1, maximum=86400)
     trace: str | None = flag(
         None, "file for a trace of the engine's processes, overwritten; Perfetto and chrome://tracing open it"

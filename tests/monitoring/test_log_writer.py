@@ -14,9 +14,14 @@ import pytest
 
 from tests.helpers.pipes import fill_pipe, read_until
 from tokasaurus.monitoring import log_writer
+from tokasaurus.monitoring.log_lines import LogLine, StreamOutput
 from tokasaurus.monitoring.log_writer import MAX_LINES, LogWriter
 
 INVALID = "Invalid HTTP request received."
+
+
+def as_message(line: LogLine) -> str:
+    return line.message
 
 
 class Reader:
@@ -25,7 +30,7 @@ class Reader:
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe()
         fcntl.fcntl(self.writer, fcntl.F_SETPIPE_SZ, 4096)
-        self.log = LogWriter(self.writer)
+        self.log = LogWriter(StreamOutput(self.writer, as_message))
 
     def read(self) -> list[str]:
         """All complete lines, once everything that is queued has been written."""

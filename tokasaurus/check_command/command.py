@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import sys
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -22,8 +23,10 @@ from tokasaurus.model.decoder.weights import FilledModules, fill_randomly
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.entry import LoadedWorker, Phases, check_layers, graph_sizes_of, load_worker, record_graphs
 from tokasaurus.model.worker.self_check import Checks, Result, compare_sampling
-from tokasaurus.monitoring.log_writer import setup_logging
+from tokasaurus.monitoring.log_lines import no_status
+from tokasaurus.monitoring.log_writer import log_writer, setup_logging
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
+from tokasaurus.startup_report import StartupReport
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +34,16 @@ logger = logging.getLogger(__name__)
 def check(config: CheckConfig) -> int:
     """Run all checks and print their results; returns the exit code: 1 if something is wrong or the model cannot be
     fetched, 2 if it cannot be read, or a flag asks for what does not work here."""
-    setup_logging(config, "check")
-    phases, checks, code = Phases(_show_phase), Checks(is_thorough=True), 0
+    setup_logging(config, "check", has_terminal=True)
+    report = StartupReport()
+    phases = Phases(partial(_show_phase, report), partial(report.note_progress, "check"))
+    checks, code = Checks(is_thorough=True), 0
+    log_writer().show_status(report.rows)
     try:
         checkpoint, has_weights = _find(config)
-        with kernels_built_ahead(config, lambda line: print(f"toka check: {line}", file=sys.stderr)):
+        with kernels_built_ahead(
+            config, lambda line: print(f"toka check: {line}", file=sys.stderr), report.show_kernels
+        ):
             loaded = load_worker(config, checkpoint, Mesh(), 0, phases, None if has_weights else _fill, checks)
             _check_the_rest(config, loaded, phases)
     except KeyboardInterrupt:
@@ -48,6 +56,9 @@ def check(config: CheckConfig) -> int:
         logger.debug("the checks ended early", exc_info=error)
         print(f"toka check: {describe_shortage(error, LESS_MEMORY) or first_line(error)}", file=sys.stderr)
         checks.results.append(Result("start", None, f"{type(error).__name__}: {first_line(error)}", 0.0))
+    finally:
+        log_writer().show_status(no_status)
+        log_writer().flush_lines()  # before the results, which may go to the same terminal
     if config.json:
         rows = [_as_json(result) for result in checks.results]
         print(
@@ -110,7 +121,8 @@ def _check_the_rest(config: ServerConfig, loaded: LoadedWorker, phases: Phases) 
         runner.drop_graphs()
 
 
-def _show_phase(phase: PhaseDone) -> None:
+def _show_phase(report: StartupReport, phase: PhaseDone) -> None:
+    report.forget_process("check")
     detail = f"  {phase.detail}" if phase.detail else ""
     print(f"{phase.phase:<16} {phase.seconds:7.2f} s{detail}", file=sys.stderr)
 

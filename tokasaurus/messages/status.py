@@ -106,6 +106,34 @@ class PhaseDone:
 
 
 @dataclass(frozen=True, slots=True)
+class PhaseProgress:
+    """How far a phase is that has begun and not ended. Sent at its begin, and then a few times a second at most."""
+
+    process: str
+    phase: str
+    num_done: int = 0
+    num_total: int = 0
+    """0 if it is not known, or if the phase has no parts."""
+    unit: str = ""
+    """Of both numbers, such as "bytes"."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTotals:
+    """What a server has done since its start. It sends them when it ends in order."""
+
+    num_answered: int
+    """Requests whose answers were complete."""
+    num_aborted: int
+    """Requests that clients gave up, or that the server's end cut off."""
+    num_failed: int
+    """Requests that were answered with an error after they had been accepted."""
+    num_prompt_tokens: int
+    """Of all of them: each prompt once, however many samples it has."""
+    num_generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The process has started. Every worker of a replica sends its limits to the manager, which sends on the least."""
 
@@ -209,8 +237,6 @@ class EngineStats:
     """Rows of steps for which the model computed NaN or infinity."""
     phase_seconds: tuple[float, ...] = ()
     """Seconds of the forwards in each of FORWARD_PHASES; empty if the worker does not count them."""
-    total_finished_requests: int = 0
-    """Requests all of whose sequences have ended; not those that were cancelled."""
     num_running_background: int = 0
     """Running sequences of background requests; `num_running` counts them too."""
     num_kv_blocks_cached: int = 0

@@ -1,6 +1,7 @@
 """Logging of one process: lines on stderr that name the process. Prompts and completions are logged only at debug.
 
-A thread writes to stderr: nothing else in the process waits for whoever reads its log.
+A thread writes to stderr: nothing else in the process waits for whoever reads its log. The launcher's thread writes for
+all processes: the others' stderr is a pipe to it (processes/log_relay).
 """
 
 from __future__ import annotations
@@ -11,12 +12,21 @@ import io
 import logging
 import os
 import queue
-import select
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from tokasaurus.monitoring.log_lines import (
+    LogLine,
+    Output,
+    Status,
+    StreamOutput,
+    as_json,
+    as_relayed,
+    as_text,
+)
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
@@ -39,7 +49,7 @@ _UVICORN_TRACE = 5  # uvicorn's own level below debug
 class _Window:
     """A second in which only the first of several warnings of one kind is written."""
 
-    last: logging.LogRecord
+    last: LogLine
     began_s: float
     num_suppressed: int = 0
 
@@ -56,53 +66,73 @@ class LogWriter(logging.Handler):
     The thread uses the descriptor, since a blocked write to sys.stderr would keep a lock that Python takes at exit.
     """
 
-    def __init__(self, descriptor: int = STDERR) -> None:
+    def __init__(self, output: Output | None = None, process: str = "") -> None:
+        """output: None for messages alone on stderr. process: names this one in lines."""
         super().__init__()
+        self.output: Output = output or StreamOutput(STDERR, lambda line: line.message)
+        self.process = process
         self.num_dropped = 0
         """Records dropped since start, and lines of other output."""
         self._num_reported = 0
-        self._descriptor = descriptor
         # Unlike Queue, SimpleQueue takes no lock that a signal handler could find taken. An Event asks for a flush.
-        self._queue: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[LogLine | threading.Event] = queue.SimpleQueue()
         self._windows: dict[str, _Window] = {}
-        self._write_began_s: float | None = None
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Called by `logging`, which holds the handler's lock."""
         try:
-            line = self.format(record) + "\n"
-            if record.name == _LIMITED_LOGGER and record.levelno == logging.WARNING and self._is_suppressed(record):
-                return
-            self.put(line)
+            line = self._line_of(record)
+            is_limited = record.name == _LIMITED_LOGGER and record.levelno == logging.WARNING
+            if not (is_limited and self._is_suppressed(str(record.msg), line)):
+                self.put_line(line)
         except Exception:  # arguments that do not fit the record's text must not fail the caller
             self._count_dropped()
 
+    def _line_of(self, record: logging.LogRecord) -> LogLine:
+        level = record.levelname.lower() if record.levelno > logging.DEBUG else "debug"
+        fields = vars(record).get("fields")
+        return LogLine(self.format(record), level, self.process, record.name, record.created, fields)
+
     def put(self, text: str) -> None:
         """Queue the text of a line, or drop it."""
+        self.put_line(LogLine(text.removesuffix("\n"), process=self.process))
+
+    def put_line(self, line: LogLine) -> None:
+        """Queue it, or drop it."""
         if self._queue.qsize() >= MAX_LINES:
             self._count_dropped()
         else:
-            self._queue.put(text if len(text) <= _MAX_CHARS else text[:_MAX_CHARS] + " …\n")
+            if len(line.message) > _MAX_CHARS:
+                line = replace(line, message=line.message[:_MAX_CHARS] + " …")
+            self._queue.put(line)
+
+    @property
+    def is_full(self) -> bool:
+        return self._queue.qsize() >= MAX_LINES
+
+    def show_status(self, status: Status) -> None:
+        """Show this besides the lines, until another status is given: `no_status` for none."""
+        self.output.status = status
+        self._queue.put(threading.Event())
 
     def flush_lines(self, timeout_s: float = FLUSH_TIMEOUT_S) -> bool:
         """Wait until everything queued so far is written. False after `timeout_s`.
 
         The timeout includes the time for which a write is already blocked, so a second call does not wait again.
         """
-        began_s = self._write_began_s
+        began_s = self.output.blocked_since_s
         blocked_s = 0.0 if began_s is None else time.monotonic() - began_s
         done = threading.Event()
         self._queue.put(done)
         return done.wait(max(0.0, timeout_s - blocked_s))
 
-    def _is_suppressed(self, record: logging.LogRecord) -> bool:
-        kind = str(record.msg)
+    def _is_suppressed(self, kind: str, line: LogLine) -> bool:
         window = self._windows.get(kind)
         if window is None:
-            self._windows[kind] = _Window(record, time.monotonic())
+            self._windows[kind] = _Window(line, time.monotonic())
             return False
-        window.last = record
+        window.last = line
         window.num_suppressed += 1
         return True
 
@@ -115,7 +145,9 @@ class LogWriter(logging.Handler):
         while True:
             flushed = None
             try:
-                item = self._queue.get(timeout=_WINDOW_S if self._windows else None)
+                timeouts_s = [self.output.refresh(), _WINDOW_S if self._windows else None]
+                timeout_s = min((seconds for seconds in timeouts_s if seconds is not None), default=None)
+                item = self._queue.get(timeout=timeout_s)
                 if isinstance(item, threading.Event):
                     flushed = item
                 else:
@@ -124,6 +156,7 @@ class LogWriter(logging.Handler):
                 pass
             self._end_windows(time.monotonic() - (_WINDOW_S if flushed is None else 0.0))
             if flushed is not None:
+                self.output.flush()
                 flushed.set()
 
     def _end_windows(self, began_before_s: float) -> None:
@@ -140,33 +173,16 @@ class LogWriter(logging.Handler):
                 del self._windows[kind]
         self.release()
         for window in over:
-            self._write(f"{self.format(window.last)} ({window.num_suppressed:,} more of these)\n")
+            message = f"{window.last.message} ({window.num_suppressed:,} more of these)"
+            self._write(replace(window.last, message=message))
 
-    def _write(self, text: str) -> None:
-        if not self._write_all(text):
+    def _write(self, line: LogLine) -> None:
+        if not self.output.write(line):
             self._count_dropped()
             return
-        num_dropped = self.num_dropped
-        if num_dropped > self._num_reported and self._write_all(
-            f"{num_dropped - self._num_reported:,} log lines dropped\n"
-        ):
-            self._num_reported = num_dropped
-
-    def _write_all(self, text: str) -> bool:
-        """Wait until all is written; False if that is impossible, because the other end is closed."""
-        left = text.encode(errors="backslashreplace")
-        self._write_began_s = time.monotonic()
-        try:
-            while left:
-                try:
-                    left = left[os.write(self._descriptor, left) :]
-                except BlockingIOError:  # a process that shares the pipe has made it non-blocking
-                    select.select([], [self._descriptor], [])
-        except OSError:
-            return False
-        finally:
-            self._write_began_s = None
-        return True
+        num_new = self.num_dropped - self._num_reported
+        if num_new > 0 and self.output.write(LogLine(f"{num_new:,} log lines dropped", "warning", self.process)):
+            self._num_reported += num_new
 
 
 class QueuedStderr(io.TextIOBase):
@@ -201,6 +217,20 @@ class QueuedStderr(io.TextIOBase):
         return os.isatty(STDERR)
 
 
+def is_terminal() -> bool:
+    """Whether stderr is a terminal on which lines can be changed."""
+    return os.isatty(STDERR) and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+
+
+def people_output() -> Output:
+    """Stderr, for people: this process alone writes to it."""
+    if not is_terminal():
+        return StreamOutput(STDERR, as_text)
+    from tokasaurus.monitoring.terminal import TerminalOutput
+
+    return TerminalOutput(STDERR)
+
+
 @functools.cache
 def log_writer() -> LogWriter:
     """The writer of this process to stderr; the end of the process waits for it, at most FLUSH_TIMEOUT_S."""
@@ -209,14 +239,23 @@ def log_writer() -> LogWriter:
     return writer
 
 
-def setup_logging(config: ServerConfig, process: str) -> None:
+def setup_logging(config: ServerConfig, process: str, is_relayed: bool = False, has_terminal: bool = False) -> None:
     """Log this process to stderr, replacing existing handlers. From now on no log line or print to stderr blocks.
+
+    is_relayed: stderr is a pipe to a process that reads lines with `from_relayed`. has_terminal: if stderr is a
+    terminal, this process alone writes to it.
 
     Levels: config.log_level for tokasaurus, config.uvicorn_log_level for uvicorn, warning for all other packages.
     Start uvicorn with `log_config=None`, or it installs its own handlers.
     """
     handler = log_writer()
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {process}: %(message)s"))
+    handler.process = process
+    if is_relayed:
+        handler.output = StreamOutput(STDERR, as_relayed)
+    elif config.log_format == "json":
+        handler.output = StreamOutput(STDERR, as_json)
+    else:
+        handler.output = people_output() if has_terminal else StreamOutput(STDERR, as_text)
     sys.stderr = QueuedStderr(handler)
     root = logging.getLogger()
     root.handlers[:] = [handler]

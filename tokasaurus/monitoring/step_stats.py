@@ -18,7 +18,7 @@ MAX_LINE_CHARS = 71
 
 _COUNTED = (
     *("total_generation_tokens", "total_asked_prompt_tokens", "total_prefix_cache_hit_tokens"),
-    *("total_shared_prompt_tokens", "total_preemptions", "total_recomputed_tokens", "total_finished_requests"),
+    *("total_shared_prompt_tokens", "total_preemptions", "total_recomputed_tokens"),
 )
 """Totals of EngineStats whose growth is reported."""
 
@@ -59,6 +59,8 @@ class StepTotals:
     """As reported by the worker."""
     idle_seconds: float = 0.0
     """Between two steps, of which the first left sequences to compute."""
+    num_finished_requests: int = 0
+    """Requests all of whose sequences have ended; not those that were cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class StepWindow:
     """Tokens computed again."""
     stats: EngineStats
     num_finished: int = 0
-    """Requests that ended in the window, as EngineStats counts them."""
+    """Requests that ended in the window, as StepTotals counts them."""
     steps_per_second: float = 0.0
     work: WorkLeft = NO_WORK
 
@@ -236,7 +238,7 @@ class StepStats:
             num_preemptions=new["total_preemptions"],
             num_recomputed=new["total_recomputed_tokens"],
             stats=stats,
-            num_finished=new["total_finished_requests"],
+            num_finished=totals.num_finished_requests - self._totals.num_finished_requests,
             steps_per_second=num_steps / seconds,
             work=work(),
         )

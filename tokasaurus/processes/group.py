@@ -26,9 +26,20 @@ from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from tokasaurus.messages.channel import Receiver, Sender, make_channel, wait
-from tokasaurus.messages.status import Alive, BatchTokens, Failed, PhaseDone, Ready, UserError, first_line
+from tokasaurus.messages.status import (
+    Alive,
+    BatchTokens,
+    Failed,
+    PhaseDone,
+    PhaseProgress,
+    Ready,
+    ServerTotals,
+    UserError,
+    first_line,
+)
 from tokasaurus.monitoring.log_writer import log_writer, setup_logging
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage, hint_at_memory
+from tokasaurus.processes.log_relay import LogRelay
 
 if TYPE_CHECKING:
     from tempfile import TemporaryDirectory
@@ -37,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Status = PhaseDone | Ready | BatchTokens | Failed | Alive
+Status = PhaseDone | PhaseProgress | Ready | BatchTokens | ServerTotals | Failed | Alive
 """What a process tells the launcher."""
 
 # Time between SIGTERM and SIGKILL.
@@ -70,6 +81,11 @@ class ChildProcess:
     """Shown by `ps`; at most 15 bytes."""
     entry: str
     """"module:function", imported only in the child, so that the launcher never loads the child's dependencies."""
+
+    @property
+    def log_name(self) -> str:
+        """In log lines."""
+        return self.title.removeprefix("toka-")
 
     @property
     def kind(self) -> str:
@@ -124,6 +140,8 @@ class Child:
     description: ChildProcess
     process: SpawnProcess
     status: Receiver[Status]
+    log: LogRelay
+    """Of what it writes to stderr."""
 
     @property
     def was_killed(self) -> bool:
@@ -145,6 +163,8 @@ class ProcessGroup:
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("spawn")
         self.children: list[Child] = []
+        self.on_second_signal: Callable[[], None] = lambda: None
+        """Called when another stop signal kills all children."""
         self._lifeline, self._lifeline_writer = multiprocessing.Pipe(duplex=False)
         self._directory: TemporaryDirectory[str] | None = None
         self._num_paths = 0
@@ -176,10 +196,11 @@ class ProcessGroup:
         receiver: Receiver[Status]
         sender: Sender[Status]
         receiver, sender = make_channel()
+        log_reader, log = multiprocessing.Pipe(duplex=False)
         process = self.context.Process(
             target=run_child,
             name=description.label,
-            args=(description, values, time.time(), os.getpid(), self._lifeline, sender, (values, *args, sender)),
+            args=(description, values, time.time(), os.getpid(), self._lifeline, log, sender, (values, *args, sender)),
         )
         # The child inherits the mask, so that Ctrl-C cannot interrupt its imports. A Ctrl-C during the start is handled
         # after the unblock.
@@ -188,10 +209,17 @@ class ProcessGroup:
             process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            log.close()
         sender.close()  # from now on it is only in the child
-        child = Child(description, process, receiver)
+        child = Child(description, process, receiver, LogRelay(log_reader, log_writer(), description.log_name))
         self.children.append(child)
         return child
+
+    def finish_logs(self, timeout_s: float = FLUSH_SECONDS) -> None:
+        """Wait until all is in this process's LogWriter that processes wrote which have ended."""
+        deadline = time.monotonic() + timeout_s
+        for child in self.children:
+            child.log.join(max(0.0, deadline - time.monotonic()))
 
     def running(self) -> list[Child]:
         return [child for child in self.children if child.process.is_alive()]
@@ -199,6 +227,11 @@ class ProcessGroup:
     def kill(self) -> None:
         """Send SIGKILL to all running children and wait for their end."""
         self._kill(self.children)
+
+    def kill_at_once(self) -> None:
+        """`kill`, since the user asks for it."""
+        self.on_second_signal()
+        self.kill()
 
     def remove(self, children: Sequence[Child]) -> None:
         """Kill those of `children` that still run, and forget all of them."""
@@ -231,7 +264,7 @@ class ProcessGroup:
         while left and (seconds := deadline - time.monotonic()) > 0:
             for ready in wait([stop_signals.reader, *left], seconds):
                 if ready == stop_signals.reader and stop_signals.take():
-                    self.kill()
+                    self.kill_at_once()
                 if isinstance(ready, int) and ready in left:
                     left.pop(ready).process.join(DEATH_S)
 
@@ -255,20 +288,24 @@ def _run(
     spawned_at: float,
     launcher_pid: int,
     lifeline: Connection,
+    log: Connection,
     status: Sender[Status],
     args: tuple[Any, ...],
 ) -> None:
     """Run the entry with `args`. If it raises, send Failed and exit with code 1, or the code of a UserError.
 
     spawned_at: by time.time(). lifeline: reading end of a pipe whose only writer is the launcher, which writes nothing.
+    log: becomes stderr.
     """
+    with log:
+        os.dup2(log.fileno(), 2)
     die_with_parent(launcher_pid, lifeline)
     _set_title(child.title)
     # A terminal sends Ctrl-C to every process; the launcher decides when each one ends. SIGINT was blocked until here,
     # so that it cannot interrupt the imports.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    setup_logging(config, child.title.removeprefix("toka-"))
+    setup_logging(config, child.log_name, is_relayed=True)
     try:
         entry = _load(child.entry)
         status.send(PhaseDone(child.kind, "imports", time.time() - spawned_at))

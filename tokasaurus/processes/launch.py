@@ -6,15 +6,27 @@ import socket
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from tokasaurus.addresses import bind, listening_at, url_of
 from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint
 from tokasaurus.checkpoint.cache import expand_home
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import wait
-from tokasaurus.messages.status import HEARTBEAT_SECONDS, STOP_AT_ONCE, BatchTokens, Failed, PhaseDone, Ready, UserError
+from tokasaurus.messages.status import (
+    HEARTBEAT_SECONDS,
+    STOP_AT_ONCE,
+    BatchTokens,
+    Failed,
+    PhaseDone,
+    PhaseProgress,
+    Ready,
+    ServerTotals,
+    UserError,
+)
 from tokasaurus.model.cpu.build import kernels_built_ahead
-from tokasaurus.monitoring.log_writer import setup_logging
+from tokasaurus.monitoring.log_lines import no_status
+from tokasaurus.monitoring.log_writer import log_writer, setup_logging
 from tokasaurus.monitoring.trace import trace_file
 from tokasaurus.processes.group import STOP_NUMBERS, Child, ChildProcess, ProcessGroup, StopSignals
 from tokasaurus.processes.replica import ReplicaProcesses, WeightHistory, describe_failure
@@ -48,23 +60,27 @@ def serve(
     0: stopped on request. 1: start failed or a process failed; one line on stderr says why. 2: a flag or the model was
     refused.
     """
-    report = report or StartupReport()
-    report.num_replicas = config.dp_size
-    setup_logging(config, "launcher")
+    setup_logging(config, "launcher", has_terminal=True)
+    if report is None:
+        report = StartupReport()
+        log_writer().show_status(report.rows)
+    report.num_replicas, report.drain_seconds = config.dp_size, config.drain_seconds
     old_handlers = {
         number: signal.signal(number, signal.default_int_handler)
         for number in STOP_NUMBERS
         if signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
-        with kernels_built_ahead(config, report.show_progress):
+        with kernels_built_ahead(config, report.show_beginning, report.show_kernels):
             return _serve(config, entries or Entries(), report, is_private)
-    except KeyboardInterrupt:  # while the checkpoint was being fetched
+    except KeyboardInterrupt:  # before there are other processes
+        report.show_line("stopped before the start was complete", {"event": "stopped"})
         return 0
     except UserError as error:
         report.show_failure(str(error))
         return error.exit_code
     finally:
+        log_writer().show_status(no_status)
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
@@ -73,11 +89,13 @@ def _serve(config: ServerConfig, entries: Entries, report: StartupReport, is_pri
     # The port first: if it is taken, this fails before the model is loaded.
     with _bound(config, is_private) as listener, trace_file(config.trace):
         report.end_phase("imports")
+        report.begin_phase("find model")
         report.address = "" if listener is None else url_of(listener)
         checkpoint = resolve_checkpoint(
             config.model,
             config.tokenizer,
             report.show_progress,
+            report.show_amount,
             rope_scaling=config.rope_scaling,
             trust_remote_code=config.trust_remote_code,
         )
@@ -89,6 +107,8 @@ def _serve(config: ServerConfig, entries: Entries, report: StartupReport, is_pri
             report.show_detail("mesh", describe_mesh(config))
         with StopSignals() as stop_signals, ProcessGroup() as group:
             processes = _start_all(group, config, checkpoint, listener, entries)
+            for child in group.children:
+                report.begin_process(child.description.label)
             if listener is not None:
                 listener.close()  # only the server's copy may stay open: clients must not wait for a dead server
             failure = _watch(processes, stop_signals, report)
@@ -97,13 +117,20 @@ def _serve(config: ServerConfig, entries: Entries, report: StartupReport, is_pri
                 _stop_at_once(processes.server)  # first, so that open requests get an answer instead of a reset
                 group.join([processes.server], SERVER_GRACE_S, stop_signals)
                 group.terminate(stop_signals)
+                group.finish_logs()
                 report.show_failure(failure, was_killed)  # last, after the final log lines of the other processes
                 return max(replica.exit_code for replica in processes.replicas)
-            report.show_line(f"stopping: open requests may take {config.drain_seconds} s to finish; Ctrl-C again kills")
+            group.on_second_signal = partial(
+                report.show_line, "killing: open requests get no answer", {"event": "killing"}
+            )
+            report.show_stopping()
             if report.is_ready:
                 _end_in_order(group, processes, stop_signals, config.drain_seconds)
             group.terminate(stop_signals)
-            report.show_line("stopped")
+            group.finish_logs()
+            _read_server_status(processes.server, report)
+            report.show_summary()
+            report.show_line("stopped", {"event": "stopped"})
             return 0
 
 
@@ -194,6 +221,10 @@ def _read_server_status(server: Child, report: StartupReport) -> str | None:
                 failed.append(message)
             case PhaseDone():
                 report.show_phase(server.description.label, message)
+            case PhaseProgress():
+                report.note_progress(server.description.label, message)
+            case ServerTotals():
+                report.totals = message
             case Ready():
                 report.note_ready(message, is_server=True)
             case BatchTokens():
@@ -259,7 +290,7 @@ def _drain(group: ProcessGroup, processes: _Processes, stop_signals: StopSignals
         others = [child.process.sentinel for replica in intact for child in replica.children]
         wait([stop_signals.reader, server.sentinel, *others], seconds)
         if stop_signals.take():
-            group.kill()
+            group.kill_at_once()
 
 
 def _end_in_order(group: ProcessGroup, processes: _Processes, stop_signals: StopSignals, drain_s: float) -> None:

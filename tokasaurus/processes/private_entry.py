@@ -14,7 +14,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage, ends_in_one_line
 
@@ -140,8 +140,12 @@ def _report_to(channel: Connection) -> StartupReport:
     from tokasaurus.startup_report import StartupReport
 
     class Report(StartupReport):
-        def show_line(self, line: str) -> None:
+        def show_line(self, line: str, fields: dict[str, Any] | None = None, indent: int = 0) -> None:
+            del fields, indent
             channel.send(line)
+
+        def show_hints(self, address: str) -> None:
+            """None: only the parent uses this server."""
 
         def show_failure(self, failure: str, was_killed: bool = False) -> None:
             channel.send(Failed("launcher", failure, was_killed=was_killed))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tokasaurus.messages.channel import Receiver, ReplicaConnection, Sender, make_channel, send_connection
 from tokasaurus.messages.commands import add_update
-from tokasaurus.messages.status import HEARTBEAT_SECONDS, Alive, Failed, PhaseDone, Ready, WeightsChanged
+from tokasaurus.messages.status import HEARTBEAT_SECONDS, Alive, Failed, PhaseDone, PhaseProgress, Ready, WeightsChanged
 from tokasaurus.processes.group import DEATH_S, Child, ChildProcess, ProcessGroup
 
 if TYPE_CHECKING:  # these import NumPy, which would delay the start of the other processes
@@ -166,6 +166,8 @@ class ReplicaProcesses:
                         self.exit_code = max(self.exit_code, message.exit_code)
                     case PhaseDone():
                         report.show_phase(child.description.label, message)
+                    case PhaseProgress():
+                        report.note_progress(child.description.label, message)
                     case WeightsChanged():
                         self._weights.note(message.update)
                     case Alive():

@@ -28,7 +28,7 @@ from tokasaurus.config import ServerConfig
 from tokasaurus.flags import split_list
 from tokasaurus.messages.channel import Sender
 from tokasaurus.messages.generation import LogprobsMode
-from tokasaurus.messages.status import STOP_AT_ONCE, BatchTokens, Failed, PhaseDone, Ready, UserError
+from tokasaurus.messages.status import STOP_AT_ONCE, BatchTokens, Failed, PhaseDone, Ready, ServerTotals, UserError
 from tokasaurus.monitoring.cores import lower_thread_priority
 from tokasaurus.monitoring.metrics import LoopLag
 from tokasaurus.monitoring.request_spans import RequestTracer
@@ -82,6 +82,8 @@ logger = logging.getLogger(__name__)
 
 # How long the requests that are open after draining have to end with an error.
 GRACE_S = 2
+# Longest wait until the launcher has read the last message.
+STATUS_S = 1.0
 LISTEN_BACKLOG = 4096
 _TICKS_PER_SWEEP = 10
 # For pages of the flag cors_origins. No credentials: the server has no cookies, and scripts add keys themselves.
@@ -98,14 +100,14 @@ def run_server(
     checkpoint: Checkpoint,
     listener: socket.socket | None,
     launcher: socket.socket,
-    status: Sender[PhaseDone | Ready | BatchTokens | Failed],
+    status: Sender[PhaseDone | Ready | BatchTokens | ServerTotals | Failed],
 ) -> None:
     """Entry of the server process: serve on the bound `listener` until SIGTERM. Call from the main thread.
 
     listener: None for a private server, which has no port: it runs the batch in data_dir, leaves its results in the
     ledger and sends BatchTokens. launcher: hands over the channels of each replica, see `EngineClient`. Sends
     Ready("server") to `status` when every replica is up; until then generation routes answer 503. SIGTERM drains (see
-    `HttpServer`). Raises UserError.
+    `HttpServer`); at the end it sends ServerTotals. Raises UserError.
     """
     api_keys = read_api_keys(config.api_key, config.api_keys_file)
     if listener is not None:
@@ -166,6 +168,8 @@ def run_server(
         )
         http_server = HttpServer(http_config(app, connections), engine, connections)
         http_server.run(sockets=[] if listener is None else [listener])
+    status.send(engine.calls.totals())
+    status.flush(STATUS_S)
     if broken and isinstance(broken[0], UserError):
         raise broken[0]
     if broken:

@@ -31,7 +31,7 @@ def test_tokens_left_are_those_asked_for_without_those_that_came_back() -> None:
         assert (left.oldest_wait_s is not None) == (stats.num_waiting > 0)
         driver.step([], driver.rng.randint(0, 2))
     assert num_compared > 10
-    assert driver.state.stats().total_finished_requests == 4
+    assert driver.state.step_totals.num_finished_requests == 4
 
 
 def test_the_oldest_wait_is_that_of_the_first_request_with_a_waiting_sequence() -> None:
@@ -48,7 +48,7 @@ def test_the_oldest_wait_is_that_of_the_first_request_with_a_waiting_sequence() 
     assert work_left(driver.state, third + 2.0).oldest_wait_s == pytest.approx(2.0)
     driver.run_until_idle()
     assert work_left(driver.state, third).oldest_wait_s is None
-    assert driver.state.stats().total_finished_requests == 2, "the cancelled one has not finished"
+    assert driver.state.step_totals.num_finished_requests == 2, "the cancelled one has not finished"
 
 
 def test_a_learned_length_counts_and_not_the_longest_possible() -> None:

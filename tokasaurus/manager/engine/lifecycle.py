@@ -179,7 +179,7 @@ def release(state: EngineState, sequence: Sequence, keep_kv: bool = True) -> Non
     del samples.sequences[sequence]
     if not samples.sequences and not samples.num_to_create:
         del state.unfinished[sequence.request.request_id]
-        state.totals.finished_requests += not samples.is_cancelled
+        state.step_totals.num_finished_requests += not samples.is_cancelled
 
 
 def preempt(state: EngineState, sequence: Sequence) -> None:

@@ -145,7 +145,6 @@ class Totals:
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    finished_requests: int = 0
     finished_sequences: int = 0
     """Sequences that ended with all their tokens."""
     preemptions: int = 0
@@ -291,7 +290,6 @@ class EngineState:
             worker_queue_depth=len(self.steps_in_flight),
             total_prefix_cache_hit_tokens=tokens.cached,
             total_preemptions=self.totals.preemptions,
-            total_finished_requests=self.totals.finished_requests,
             total_recomputed_tokens=tokens.recomputed,
             manager_busy_fraction=manager_busy_fraction,
             total_recompiles=self.totals.recompiles,

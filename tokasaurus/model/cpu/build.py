@@ -21,12 +21,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from tokasaurus.checkpoint import CheckpointError, cache_directory
 from tokasaurus.checkpoint.cache import build_once, is_intact, is_intact_file, log_damage, write_checksums
@@ -144,6 +145,13 @@ def choose_set(cpu_isa: str | None, supported: tuple[InstructionSet, ...]) -> In
     return chosen
 
 
+OnUnit = Callable[[int, int], None]
+"""Told how many parts of a library are compiled, and how many it has."""
+
+
+def _ignore_unit(_num_done: int, _num_total: int) -> None: ...
+
+
 class LibraryUnavailable(Exception):
     """There is no kernel library; the message says why, in one line."""
 
@@ -205,7 +213,7 @@ def processor_features() -> list[str]:
     return features.split()
 
 
-def find_or_build(library: Library) -> Path:
+def find_or_build(library: Library, on_unit: OnUnit = _ignore_unit) -> Path:
     """A file that can be loaded. Builds it if needed, or waits while another process builds it.
 
     Libraries are checked by their checksums: loading one that was cut off would kill the process by SIGBUS.
@@ -216,7 +224,7 @@ def find_or_build(library: Library) -> Path:
     try:
         compiler = find_compiler()
         directory = _cache_place(library, compiler)
-        return build_once(directory, lambda to: _build_for_here(library, compiler, to)) / _file_name()
+        return build_once(directory, lambda to: _build_for_here(library, compiler, to, on_unit)) / _file_name()
     except (OSError, CheckpointError, subprocess.SubprocessError) as error:
         raise LibraryUnavailable(_reason(error)) from error
 
@@ -234,7 +242,13 @@ def is_there(library: Library) -> bool:
 
 
 def compile_library(
-    library: Library, compiler: list[str], to: Path, *, tuning: Sequence[str] = (), link_flags: Sequence[str] = ()
+    library: Library,
+    compiler: list[str],
+    to: Path,
+    on_unit: OnUnit = _ignore_unit,
+    *,
+    tuning: Sequence[str] = (),
+    link_flags: Sequence[str] = (),
 ) -> None:
     """Compile and link the library into the file `to`, with one concurrent compiler call per core.
 
@@ -249,8 +263,12 @@ def compile_library(
             unit.write_text("".join(f'#include "{source}"\n' for source in sources))
             objects.append(unit.with_suffix(".o"))
             commands.append([*compile_command, "-c", str(unit), "-o", str(objects[-1])])
+        on_unit(0, len(commands))
         with ThreadPoolExecutor(available_cores()) as pool:
-            list(pool.map(_run, commands))
+            compiled = [pool.submit(_run, command) for command in commands]
+            for number, future in enumerate(as_completed(compiled), start=1):
+                future.result()
+                on_unit(number, len(commands))
         export_flag = f"-Wl,-exported_symbol,_{_EXPORTED}"
         if sys.platform != "darwin":
             exports = Path(scratch) / "exports"
@@ -260,10 +278,12 @@ def compile_library(
 
 
 @contextmanager
-def kernels_built_ahead(config: ServerConfig, show_progress: Callable[[str], None]) -> Iterator[None]:
+def kernels_built_ahead(
+    config: ServerConfig, show_progress: Callable[[str], None], on_unit: OnUnit = _ignore_unit
+) -> Iterator[None]:
     """Inside, a process builds the kernels that the workers will need, unless they exist; it is killed at the end.
 
-    A worker waits for the build. If it fails, the worker reports the error.
+    A worker waits for the build. If it fails, the worker reports the error. on_unit: called by a thread.
 
     Raises UserError if the processor lacks the instruction set that config.cpu_isa names.
     """
@@ -276,14 +296,30 @@ def kernels_built_ahead(config: ServerConfig, show_progress: Callable[[str], Non
     command = [sys.executable, "-m", __name__, name]
     environment = {**os.environ, "TMPDIR": tempfile.gettempdir()}
     process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, env=environment
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, env=environment, text=True
     )
+    assert process.stdout is not None
+    reader = threading.Thread(target=_read_units, args=(process.stdout, on_unit), name="kernels", daemon=True)
+    reader.start()
     try:
         yield
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        reader.join()
+
+
+def _read_units(output: IO[str], on_unit: OnUnit) -> None:
+    """What `_print_unit` has printed."""
+    with output:
+        for line in output:
+            num_done, num_total = line.split()
+            on_unit(int(num_done), int(num_total))
+
+
+def _print_unit(num_done: int, num_total: int) -> None:
+    print(num_done, num_total, flush=True)
 
 
 def _missing_library(config: ServerConfig) -> str | None:
@@ -369,8 +405,8 @@ def _cache_place(library: Library, compiler: list[str]) -> Path:
     return cache_directory() / "kernels" / library.cache_key(compiler)
 
 
-def _build_for_here(library: Library, compiler: list[str], directory: Path) -> None:
-    compile_library(library, compiler, directory / _file_name(), tuning=library.tuning())
+def _build_for_here(library: Library, compiler: list[str], directory: Path, on_unit: OnUnit) -> None:
+    compile_library(library, compiler, directory / _file_name(), on_unit, tuning=library.tuning())
 
 
 def _file_name() -> str:
@@ -393,7 +429,8 @@ def _reason(error: Exception) -> str:
 
 def _main(name: str, machine_names: list[str]) -> None:
     if name != _WHEEL:  # run by kernels_built_ahead
-        find_or_build(next(kernel_library(level) for level in INSTRUCTION_SETS if level.name == name))
+        level = next(level for level in INSTRUCTION_SETS if level.name == name)
+        find_or_build(kernel_library(level), _print_unit)
         return
     try:
         build_prebuilt(machine_names or MACHINES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from tokasaurus.checkpoint import Checkpoint, ModelInfo, check_weight_sizes, weight_files
 from tokasaurus.checkpoint.block_types import why_dequantised
@@ -28,6 +26,7 @@ from tokasaurus.messages.status import (
     FlagRefused,
     HydragenCosts,
     PhaseDone,
+    PhaseProgress,
     Ready,
     UserError,
     WeightsChanged,
@@ -103,6 +102,9 @@ logger = logging.getLogger(__name__)
 
 PROCESS = "model worker"
 
+PROGRESS_SECONDS = 0.1
+"""Shortest time between two reports of how far a phase is, in seconds."""
+
 CAUSE_SECONDS = 1.0
 """After the failure of another rank: time for the launcher to learn its cause, in seconds."""
 
@@ -117,7 +119,7 @@ def run_worker(
     rendezvous: Path | None,
     inputs: Receiver[ForwardInput | WorkerCommand],
     outputs: Sender[ForwardOutput | Ready | CommandDone],
-    status: Sender[PhaseDone | Ready | Failed | WeightsChanged],
+    status: Sender[PhaseDone | PhaseProgress | Ready | Failed | WeightsChanged],
 ) -> None:
     """Run the steps of one rank of one replica until `inputs` is closed.
 
@@ -130,7 +132,7 @@ def run_worker(
         raise FlagRefused(str(error)) from error
     try:
         with _joined(config, mesh, index, rendezvous, status.send) as own_mesh:
-            worker = start_worker(config, checkpoint, own_mesh, index, status.send)
+            worker = start_worker(config, checkpoint, own_mesh, index, status.send, status.send)
             outputs.send(Ready(PROCESS, worker.limits))
             status.send(Ready(PROCESS))
             # A CUDA device runs asynchronously; a CPU step is complete when the call returns.
@@ -188,8 +190,16 @@ def _joined(
         yield own_mesh
 
 
+def ignore_progress(_: PhaseProgress) -> None: ...
+
+
 def start_worker(
-    config: ServerConfig, checkpoint: Checkpoint, mesh: Mesh, index: int, report: Callable[[PhaseDone], None]
+    config: ServerConfig,
+    checkpoint: Checkpoint,
+    mesh: Mesh,
+    index: int,
+    report: Callable[[PhaseDone], None],
+    on_progress: Callable[[PhaseProgress], None] = ignore_progress,
 ) -> StartedWorker:
     """Load the model, size the KV cache, warm up, and compile if the config asks for it. Raises UserError.
 
@@ -197,7 +207,7 @@ def start_worker(
     index: among the workers of all replicas; it chooses the CUDA device.
     With the CPU attention backend, the KV cache's memory is reserved on return and touched in the background.
     """
-    phases = Phases(report)
+    phases = Phases(report, on_progress)
     loaded = load_worker(config, checkpoint, mesh, index, phases)
     updates = WeightUpdates(loaded.model, checkpoint.info, checkpoint.directory, loaded.mesh, loaded.device)
     _apply_earlier_updates(checkpoint, updates, phases)
@@ -254,7 +264,7 @@ def _allocate_kv_cache(
     with phases("KV cache") as details:
         plan = size_kv_cache(
             *(config, info.num_layers, loaded.shape, backend, memory),
-            run_largest=partial(_run_largest, loaded, config.page_size),
+            run_largest=partial(_run_largest, loaded, config.page_size, phases),
             measure_graphs=partial(_graph_bytes, config, loaded, graphs),
         )
         # No rank takes memory for blocks that another one lacks.
@@ -279,19 +289,21 @@ def _warm_up(config: ServerConfig, loaded: LoadedWorker, phases: Phases) -> Warm
         if forward is not None:
             reserve(forward, loaded.model, loaded.limits)
         if loaded.least(int(forward is not None)):
-            times = warm_up_small(loaded.runner, loaded.limits, config.page_size)
+            on_forward = partial(phases.show_amount, "forwards")
+            times = warm_up_small(loaded.runner, loaded.limits, config.page_size, on_forward)
         else:
-            times = _run_largest(loaded, config.page_size)
+            times = _run_largest(loaded, config.page_size, phases)
         if loaded.compiler is not None:
             loaded.compiler.end_warm_up()
             details.append(loaded.compiler.describe())
     return times
 
 
-def _run_largest(loaded: LoadedWorker, page_size: int) -> WarmUpTimes:
+def _run_largest(loaded: LoadedWorker, page_size: int, phases: Phases) -> WarmUpTimes:
     # Long contexts only on CUDA: the CPU kernels take the same memory at any context length. Plain torch on a CPU
     # bounds its attention memory, but would take too long here.
-    return warm_up(loaded.runner, loaded.limits, page_size, is_context_costly=loaded.device.type == "cuda")
+    is_costly = loaded.device.type == "cuda"
+    return warm_up(loaded.runner, loaded.limits, page_size, is_costly, partial(phases.show_amount, "forwards"))
 
 
 def _measure_prefix_groups(
@@ -313,14 +325,18 @@ def record_graphs(
     """Record decode steps of these sizes, and drop them if they do not compute what launched steps do. num_blocks:
     usable ones of the KV cache."""
     runner = loaded.runner
-    bar = Progress(console=phases.console, transient=True, disable=not phases.console.is_terminal)
+
+    def count(sizes_in_turn: Iterable[int]) -> Iterator[int]:
+        for number, size in enumerate(sizes_in_turn):
+            yield size
+            phases.show_amount("graphs", number + 1, len(sizes))
 
     def record_and_measure() -> Iterator[Measured]:
-        runner.record_graphs(CudaRecorder(loaded.device), sizes, partial(bar.track, description="CUDA graphs"))
+        runner.record_graphs(CudaRecorder(loaded.device), sizes, count)
         details.append(f"{len(sizes)} sizes, up to {sizes[0]} sequences")
         yield from measure_graphs(runner, loaded.model, config.page_size, num_blocks, loaded.limits)
 
-    with phases("CUDA graphs", has_progress_bar=True) as details, bar:
+    with phases("CUDA graphs") as details:
         if not _graphs_pass(config, loaded, record_and_measure):
             runner.drop_graphs()
 
@@ -348,24 +364,36 @@ def _graphs_pass(config: ServerConfig, loaded: LoadedWorker, measure: Measure) -
 
 
 class Phases:
-    """Times the phases of a start and reports each to the user."""
+    """Times the phases of a start and reports each to the user. on_progress: told how far they are."""
 
-    def __init__(self, report: Callable[[PhaseDone], None]) -> None:
-        self.console = Console(stderr=True)
+    def __init__(
+        self, report: Callable[[PhaseDone], None], on_progress: Callable[[PhaseProgress], None] = ignore_progress
+    ) -> None:
         self._report = report
+        self._on_progress = on_progress
+        self._name = ""
+        self._next_progress_s = 0.0
         self._last_end = time.perf_counter()
 
     @contextmanager
-    def __call__(self, name: str, has_progress_bar: bool = False) -> Iterator[list[str]]:
-        """Time the body, including the code between the previous phase and this one; a terminal shows a spinner.
+    def __call__(self, name: str) -> Iterator[list[str]]:
+        """Time the body, including the code between the previous phase and this one.
 
         Strings that the body appends to the list are shown to the user.
         """
         details: list[str] = []
-        with nullcontext() if has_progress_bar else self.console.status(f"{PROCESS}: {name}"):
-            yield details
+        self._name = name
+        self._on_progress(PhaseProgress(PROCESS, name))
+        yield details
         started, self._last_end = self._last_end, time.perf_counter()
         self._report(PhaseDone(PROCESS, name, self._last_end - started, ", ".join(details)))
+
+    def show_amount(self, unit: str, num_done: int, num_total: int) -> None:
+        """How far the phase is that runs."""
+        now_s = time.perf_counter()
+        if now_s >= self._next_progress_s:
+            self._next_progress_s = now_s + PROGRESS_SECONDS
+            self._on_progress(PhaseProgress(PROCESS, self._name, num_done, num_total, unit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -531,7 +559,7 @@ def _load_model(
                 choice = ALWAYS_KERNELS
             details.append(choice.describe())
         return_freed_memory()  # of the timed gemms: the weights would be measured as so much smaller
-    with phases("weights", has_progress_bar=True) as details, memory.measure(WEIGHTS, ROTARY):
+    with phases("weights") as details, memory.measure(WEIGHTS, ROTARY):
         model = _build_model(checkpoint, mesh, platform.dtype)
         model.materialize(platform.device, context_length)
         model.begin_packing(platform.kernels, choice, compiler, Packing(config.quantization, is_int8))
@@ -542,7 +570,8 @@ def _load_model(
         dequantised, may_keep_blocks = Counter[str](), model.takes_blocks and not config.rl
         try:
             if fill is None:
-                dequantised = _load_weights(model, checkpoint, filled, phases.console, may_keep_blocks)
+                on_bytes = _count_bytes(checkpoint, mesh, phases)
+                dequantised = _load_weights(model, checkpoint, filled, on_bytes, may_keep_blocks)
             else:
                 fill(model, filled)
         except CannotQuantize as error:
@@ -669,14 +698,27 @@ def _build_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype) -> Deco
 
 
 def _load_weights(
-    model: Decoder, checkpoint: Checkpoint, filled: FilledModules, console: Console, may_keep_blocks: bool
+    model: Decoder,
+    checkpoint: Checkpoint,
+    filled: FilledModules,
+    on_bytes: Callable[[int], None],
+    may_keep_blocks: bool,
 ) -> Counter[str]:
     """Returns as load_weights."""
     files = weight_files(checkpoint.directory)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("weights", total=sum(file.stat().st_size for file in files))
-        shards = iter(model.weight_shards())  # a list would keep packed weights in memory
-        on_bytes = partial(progress.advance, task)
-        quantization = checkpoint.info.quantization
-        return load_weights(files, shards, model.ignores, on_bytes, filled.note, may_keep_blocks, quantization)
+    shards = iter(model.weight_shards())  # a list would keep packed weights in memory
+    quantization = checkpoint.info.quantization
+    return load_weights(files, shards, model.ignores, on_bytes, filled.note, may_keep_blocks, quantization)
+
+
+def _count_bytes(checkpoint: Checkpoint, mesh: Mesh, phases: Phases) -> Callable[[int], None]:
+    """Called with the size of each shard that is read; of several ranks, each reads about the same."""
+    num_total = max(1, sum(file.stat().st_size for file in weight_files(checkpoint.directory)) // mesh.num_ranks)
+    num_done = 0
+
+    def on_bytes(num_bytes: int) -> None:
+        nonlocal num_done
+        num_done = min(num_done + num_bytes, num_total)
+        phases.show_amount("bytes", num_done, num_total)
+
+    return on_bytes

@@ -7,8 +7,9 @@ request waits for lazy loading.
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -124,7 +125,20 @@ def single_token(limits: ForwardLimits) -> ForwardInput:
     return _first_step(np.ones(1, np.int32), np.zeros(1, np.int32), limits, is_plain=True)
 
 
-def warm_up(runner: ModelRunner, limits: ForwardLimits, page_size: int, is_context_costly: bool) -> WarmUpTimes:
+OnForward = Callable[[int, int], None]
+"""Told after each forward how many have run, and how many there are."""
+
+
+def _ignore_forward(_num_done: int, _num_total: int) -> None: ...
+
+
+def warm_up(
+    runner: ModelRunner,
+    limits: ForwardLimits,
+    page_size: int,
+    is_context_costly: bool,
+    on_forward: OnForward = _ignore_forward,
+) -> WarmUpTimes:
     """Run the largest forwards and small ones of each kind and shape.
 
     The largest are the widest prefill and a decode after it; and, if is_context_costly (attention's memory grows with
@@ -138,9 +152,16 @@ def warm_up(runner: ModelRunner, limits: ForwardLimits, page_size: int, is_conte
         steps.append(decode_after(widest))
     if is_context_costly:
         steps += [longest_prefill(limits), longest_last_tokens(limits)]
-    every_shape = steps_of_all_classes(limits.max_tokens, limits.max_seqs, limits.context_length, page_size)
-    per_token = min(_seconds_per_token(runner, step) for step in itertools.chain(steps, every_shape))
-    small = warm_up_small(runner, limits, page_size)
+    shapes = limits.max_tokens, limits.max_seqs, limits.context_length, page_size
+    num_forwards = len(steps) + sum(1 for _ in steps_of_all_classes(*shapes))
+    num_small = _num_small(limits, page_size)
+    per_token = inf
+    for number, step in enumerate(itertools.chain(steps, steps_of_all_classes(*shapes)), start=1):
+        per_token = min(per_token, _seconds_per_token(runner, step))
+        on_forward(number, num_forwards + num_small)
+    small = warm_up_small(
+        runner, limits, page_size, lambda done, total: on_forward(num_forwards + done, num_forwards + total)
+    )
     return replace(small, per_token=min(per_token, small.per_token))
 
 
@@ -194,10 +215,24 @@ def _with_logprobs(step: ForwardInput, limits: ForwardLimits) -> ForwardInput:
     return replace(step, changes=replace(step.changes, opened=opened))
 
 
-def warm_up_small(runner: ModelRunner, limits: ForwardLimits, page_size: int) -> WarmUpTimes:
+def _num_small(limits: ForwardLimits, page_size: int) -> int:
+    return sum(1 for _ in small_forwards(limits, page_size)) + _NUM_SINGLE
+
+
+def warm_up_small(
+    runner: ModelRunner, limits: ForwardLimits, page_size: int, on_forward: OnForward = _ignore_forward
+) -> WarmUpTimes:
     """Run the small forwards and read their results as the step loop does. Leaves slots open, as `warm_up` does."""
-    per_token = min(_seconds_per_token(runner, step) for step in small_forwards(limits, page_size))
-    single = min(_seconds_per_token(runner, single_token(limits)) for _ in range(_NUM_SINGLE))
+    num_forwards, num_done = _num_small(limits, page_size), 0
+    per_token = single = inf
+    for step in small_forwards(limits, page_size):
+        per_token = min(per_token, _seconds_per_token(runner, step))
+        num_done += 1
+        on_forward(num_done, num_forwards)
+    for _ in range(_NUM_SINGLE):
+        single = min(single, _seconds_per_token(runner, single_token(limits)))
+        num_done += 1
+        on_forward(num_done, num_forwards)
     return WarmUpTimes(min(per_token, single), single, _seconds_per_pair(runner, limits))
 
 

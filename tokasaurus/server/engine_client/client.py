@@ -5,7 +5,7 @@ import dataclasses
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -41,6 +41,7 @@ from tokasaurus.messages.live import LiveSample, TakeSample
 from tokasaurus.messages.status import EngineLimits, EngineStats, Ready, UserError
 from tokasaurus.monitoring.request_metrics import EndReason, RequestMetrics
 from tokasaurus.monitoring.request_spans import RequestSpan, current_span
+from tokasaurus.server.engine_client.call_counts import CallCounts
 from tokasaurus.server.engine_client.collectors import FinishedSequence, Results, StreamCollector
 from tokasaurus.server.engine_client.commands import CommandRefused, Commands, ReplicaLost
 from tokasaurus.server.engine_client.replicas import Replica, choose_replica
@@ -175,17 +176,6 @@ MAX_COUNT_DIGITS = 18
 PauseMode = Literal["abort", "wait", "keep"]
 
 
-@dataclass(slots=True)
-class CallCounts:
-    """The `generate` and `stream` calls since the start: a body that a route or a line of a job has sent."""
-
-    num_open: int = 0
-    answered: int = 0
-    aborted: int = 0
-    """The caller no longer waited, mostly because its client had disconnected."""
-    failed: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class WorkDone:
     """Of all replicas since the server's start, those included that have died since."""
@@ -227,6 +217,8 @@ class PendingRequest:
     """Tokens of its longest finished sequence."""
     num_finished_tokens: int = 0
     """Tokens of its finished sequences, unless they are streamed."""
+    num_received_tokens: int = 0
+    """Tokens of all its deltas."""
     progress: dict[int, SequenceProgress] = field(default_factory=dict)
     """The last report on each of its unfinished sequences, by index; of requests that report them."""
 
@@ -268,7 +260,7 @@ class PendingRequest:
         if not self.collector.restart(self.index):
             return False
         self.num_unfinished = self.request.num_sequences
-        self.num_finished_tokens = self.longest = 0
+        self.num_finished_tokens = self.num_received_tokens = self.longest = 0
         self.progress.clear()
         return True
 
@@ -519,10 +511,10 @@ class EngineClient:
             self.check_queue(requests[0].client, num_sequences, num_tokens)
             self._work.add(requests[0].client, len(requests), num_sequences, num_tokens)  # before other bodies' checks
         submitted: deque[PendingRequest] = deque()
+        error: BaseException | None = None
         # A batch may have been created by the request of this context, and runs long after it.
         span = None if requests[0].is_background else current_span.get()
-        calls = self.calls
-        calls.num_open += 1
+        self.calls.num_open += 1
         try:
             for index, request in enumerate(requests):
                 submitted.append(PendingRequest(request, collector, index, span=span))
@@ -532,19 +524,28 @@ class EngineClient:
                 if len(submitted) % MAX_AT_ONCE == 0:
                     await asyncio.sleep(0)
             yield
-            calls.answered += 1
-        except (asyncio.CancelledError, GeneratorExit):
-            calls.aborted += 1
-            raise
-        except BaseException:
-            calls.failed += 1
+        except BaseException as raised:
+            error = raised
             raise
         finally:
-            calls.num_open -= 1
+            self._note_end(requests, submitted, error)
             for request in requests[len(submitted) :]:
                 self._work.remove(request, request.num_sequences)
                 self._metrics_of(None).note_broken_request(request, request.num_sequences, "cancelled")
             self._remove_all(submitted)
+
+    def _note_end(
+        self, requests: Sequence[GenerateRequest], submitted: Collection[PendingRequest], error: BaseException | None
+    ) -> None:
+        """A call with these requests ends, by `error` if that is not None."""
+        is_whole = len(submitted) == len(requests) and all(pending.num_unfinished == 0 for pending in submitted)
+        self.calls.note_end(
+            is_whole,
+            any(pending.has_error for pending in submitted),
+            error,
+            sum(len(pending.request.prompt_ids) for pending in submitted),
+            sum(pending.num_received_tokens for pending in submitted),
+        )
 
     def _remove_all(self, submitted: deque[PendingRequest]) -> None:
         """Remove the requests, the first at once. Not with `await`, which a second cancellation would end."""
@@ -646,6 +647,7 @@ class EngineClient:
             if pending is None or pending.replica is not replica:  # cancelled while the delta was on its way
                 continue
             pending.collector.add(pending.index, delta)
+            pending.num_received_tokens += len(delta.token_ids)
             if delta.finish_reason is not None:
                 self._note_end(pending, delta, replica)
                 replica.num_unfinished_sequences -= 1
