@@ -40,6 +40,7 @@ from tokasaurus.messages.status import (
 from tokasaurus.monitoring.log_writer import log_writer, setup_logging
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage, hint_at_memory
 from tokasaurus.processes.log_relay import LogRelay
+from tokasaurus.processes.titles import set_title
 
 if TYPE_CHECKING:
     from tempfile import TemporaryDirectory
@@ -68,7 +69,6 @@ FLUSH_SECONDS = 1.0
 
 # From linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ def _run(
     with log:
         os.dup2(log.fileno(), 2)
     die_with_parent(launcher_pid, lifeline)
-    _set_title(child.title)
+    set_title(child.title)
     # A terminal sends Ctrl-C to every process; the launcher decides when each one ends. SIGINT was blocked until here,
     # so that it cannot interrupt the imports.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -350,10 +350,6 @@ def die_with_parent(parent_pid: int, lifeline: Connection) -> None:
 
     # For systems without prctl, and because child processes do not inherit its setting.
     threading.Thread(target=wait_for_end, name="lifeline", daemon=True).start()
-
-
-def _set_title(title: str) -> None:
-    _prctl(_PR_SET_NAME, title.encode())
 
 
 def _prctl(option: int, argument: int | bytes) -> None:

@@ -30,6 +30,7 @@ from tokasaurus.monitoring.log_writer import log_writer, setup_logging
 from tokasaurus.monitoring.trace import trace_file
 from tokasaurus.processes.group import STOP_NUMBERS, Child, ChildProcess, ProcessGroup, StopSignals
 from tokasaurus.processes.replica import ReplicaProcesses, WeightHistory, describe_failure
+from tokasaurus.processes.titles import set_title
 from tokasaurus.startup_report import StartupReport
 
 # Time for a graceful end before SIGTERM: for the server's open requests, and for the engine's current step.
@@ -60,6 +61,7 @@ def serve(
     0: stopped on request. 1: start failed or a process failed; one line on stderr says why. 2: a flag or the model was
     refused.
     """
+    set_title("toka", _title(config))
     setup_logging(config, "launcher", has_terminal=True)
     if report is None:
         report = StartupReport()
@@ -83,6 +85,13 @@ def serve(
         log_writer().show_status(no_status)
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
+
+
+def _title(config: ServerConfig) -> str:
+    """The command, without what must not be seen by other users."""
+    words = ["toka", f"model={config.model or 'demo'}"]
+    words += [f"port={config.port}"] if config.unix_socket is None else [f"unix_socket={config.unix_socket}"]
+    return " ".join(words)
 
 
 def _serve(config: ServerConfig, entries: Entries, report: StartupReport, is_private: bool) -> int:
