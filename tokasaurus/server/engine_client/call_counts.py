@@ -38,6 +38,4 @@ class CallCounts:
             self.aborted += 1
 
     def totals(self) -> ServerTotals:
-        return ServerTotals(
-            self.answered, self.aborted, self.failed, self.num_prompt_tokens, self.num_generated_tokens
-        )
+        return ServerTotals(self.answered, self.aborted, self.failed, self.num_prompt_tokens, self.num_generated_tokens)

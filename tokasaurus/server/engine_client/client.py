@@ -528,13 +528,13 @@ class EngineClient:
             error = raised
             raise
         finally:
-            self._note_end(requests, submitted, error)
+            self._note_call_end(requests, submitted, error)
             for request in requests[len(submitted) :]:
                 self._work.remove(request, request.num_sequences)
                 self._metrics_of(None).note_broken_request(request, request.num_sequences, "cancelled")
             self._remove_all(submitted)
 
-    def _note_end(
+    def _note_call_end(
         self, requests: Sequence[GenerateRequest], submitted: Collection[PendingRequest], error: BaseException | None
     ) -> None:
         """A call with these requests ends, by `error` if that is not None."""
