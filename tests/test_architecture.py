@@ -40,7 +40,7 @@ LAYERS = [
     ["__main__"],
     ["cli"],
     [
-        *("ping", "download", "batch_command", "plan_command", "check_command"),
+        *("completion", "ping", "download", "batch_command", "plan_command", "check_command"),
         *("map_command", "mismatch_command", "top_command"),
     ],
     ["library"],
@@ -98,6 +98,7 @@ WITHOUT_TORCH = [
     "command_line",
     "checkpoint",
     "cli",
+    "completion",
     "ping",
     "download",
     "batch_command",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from gguf import GGMLQuantizationType
 from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
 from tests.helpers.examples import few
 from tokasaurus import __version__
-from tokasaurus.cli import download_main, main, ping_main
+from tokasaurus.cli import config_types, download_main, main, ping_main
 from tokasaurus.config import ServerConfig
 
 RUN = "import sys; from tokasaurus.cli import main; sys.exit(main())"
@@ -31,7 +32,7 @@ def no_key_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_is_quick_and_lists_every_flag() -> None:
-    command = [sys.executable, "-X", "importtime", "-c", RUN, "--help"]
+    command = [sys.executable, "-X", "importtime", "-c", RUN, "--help-all"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert all(f"  {name}" in done.stdout for name in ServerConfig.flags)
     assert "toka ping" in done.stdout
@@ -45,13 +46,29 @@ def test_help_is_quick_and_lists_every_flag() -> None:
     assert packages & heavy == set()
 
 
+def test_short_help_has_the_flags_that_matter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = {name for name in ServerConfig.flags if any(re.match(rf"  {name}[ =]", line) for line in lines)}
+    assert shown == ServerConfig.main_flags
+    assert len(shown) == 15
+    assert lines[-1] == f"{len(ServerConfig.flags) - 15} further flags: toka --help-all"
+    for command, config_type in config_types().items():
+        assert main([*command.split(), "--help"]) == 0
+        short = capsys.readouterr().out
+        assert main([*command.split(), "--help-all"]) == 0
+        whole = capsys.readouterr().out
+        assert all(f"\n  {name}" in short for name in config_type.main_flags or config_type.flags)
+        assert all(f"\n  {name}" in whole for name in config_type.flags)
+
+
 @pytest.mark.parametrize(
     ("args", "line"),
     [
         (["port=x"], "toka: port=x: must be a whole number from 0 to 65535"),
         (
             ["pong"],
-            "toka: pong: no such sub-command, there are ping, download, plan, check, batch, map, mismatch, top; "
+            "toka: pong: no such sub-command, there are ping, download, plan, check, batch, map, mismatch, top, completion; "
             "flags are name=value",
         ),
         (["--port"], "toka: --port: needs a value, port=..."),
@@ -77,8 +94,8 @@ def test_a_wrong_argument_gives_one_line_and_exit_code_2(
     ("args", "words"),
     [
         (["--version"], [f"tokasaurus {__version__}"]),
-        (["-h"], ["scheduling_steps_ahead=8"]),
-        (["port=1", "--help"], ["scheduling_steps_ahead=8"]),
+        (["-h"], ["max_seqs_per_forward=1024"]),
+        (["port=1", "--help"], ["max_seqs_per_forward=1024"]),
         (["ping", "--help"], ["toka ping", "prompt (required)", "base_url"]),
         (["download", "--help"], ["toka download", "tokenizer (model)"]),
     ],
@@ -102,6 +119,10 @@ def test_help_and_version_print_and_succeed(
             ["batch", "--help"],
             ["plan", "--help"],
             ["download", "--help"],
+            ["map", "--help-all"],
+            ["--print-config"],
+            ["completion", "bash"],
+            ["completion", "--help"],
         ),
         *(["port=x"], ["pong"], ["ping", "prompt=x", "port=1"], ["batch", "list", "data_dir=/nowhere"]),
     ],
@@ -111,7 +132,7 @@ def test_output_that_nobody_reads_ends_the_command_without_a_word(words: list[st
     os.close(reader)
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with os.fdopen(writer, "wb") as closed:
-        is_error = "--" not in words[-1]
+        is_error = "--" not in words[-1] and words[0] != "completion"
         stderr = closed if is_error else subprocess.PIPE
         done = subprocess.run([sys.executable, "-c", RUN, *words], env=environment, stdout=closed, stderr=stderr)
     assert (done.returncode, done.stderr or b"") == (128 + signal.SIGPIPE, b"")

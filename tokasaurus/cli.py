@@ -26,8 +26,10 @@ AnyConfig = TypeVar("AnyConfig", bound="FlagConfig")
 
 _SYNTAX = """\
 Flags are written name=value. T and F are true and false, None is none or auto,
-'(2 * 1024)' is evaluated. Below: name=default, or in (parentheses) what an
-omitted flag means."""
+'(2 * 1024)' is evaluated. port=8080 is also --port 8080, TOKA_PORT=8080 in the
+environment, and `port: 8080` in a YAML file that config=FILE names;
+--print-config prints all flags. Below: name=default, or in (parentheses) what
+an omitted flag means."""
 
 _SERVE_USAGE = """\
 toka [name=value ...]            serve a model behind the OpenAI API;
@@ -39,6 +41,7 @@ toka check model=NAME [...]      whether what computes it works here
 toka batch input=F output=F ...  run a file of requests, without a server
 toka map input=F output=DIR ...  answer every row of a data set
 toka mismatch model=NAME [...]   its log-probabilities beside a trainer's
+toka completion bash|zsh|fish    a script that completes flags in a shell
 toka SUBCOMMAND --help, toka --version"""
 
 _PING_USAGE = "toka ping prompt=TEXT [name=value ...]   ask a running server"
@@ -79,6 +82,13 @@ trainer's forward gives the same tokens"""
 _TOP_USAGE = """\
 toka top [URL] [name=value ...]   watch a running server
 toka top replay=FILE [speed=N]    show a recording"""
+
+
+_COMPLETION_USAGE = """\
+toka completion bash|zsh|fish   a script that completes sub-commands and flags
+  bash: source <(toka completion bash), in ~/.bashrc
+  zsh:  source <(toka completion zsh), in ~/.zshrc after compinit
+  fish: toka completion fish > ~/.config/fish/completions/toka.fish"""
 
 
 @ends_in_one_line
@@ -193,6 +203,19 @@ def top_main(args: list[str] | None = None) -> int:
     return _run("toka top", _TOP_USAGE, TopConfig, args, _top, "base_url")
 
 
+def completion_main(words: list[str]) -> int:
+    """`toka completion`: print the script for a shell. Returns the exit code."""
+    from tokasaurus.completion import SHELLS, script
+
+    if _wants_help(words):
+        print(_COMPLETION_USAGE)
+        return 0
+    if len(words) != 1 or words[0] not in SHELLS:
+        return _refuse("toka completion", f"needs the name of a shell: {', '.join(SHELLS)}")
+    print(script(words[0], config_types()))
+    return 0
+
+
 def _run(
     command: str,
     usage: str,
@@ -209,7 +232,11 @@ def _run(
     words = sys.argv[1:] if args is None else args
     if _wants_help(words):
         width = min(shutil.get_terminal_size().columns, 140)
-        print(f"{usage}\n\n{_SYNTAX}\n\n{config_type.help_text(width)}")
+        is_short = "--help-all" not in words
+        print(f"{usage}\n\n{_SYNTAX}\n\n{config_type.help_text(width, is_short)}")
+        num_more = len(set(config_type.flags) - config_type.main_flags) if config_type.main_flags else 0
+        if is_short and num_more:
+            print(f"\n{num_more} further flags: {command} --help-all")
         return 0
     from tokasaurus import command_line
     from tokasaurus.flags import FlagError
@@ -251,6 +278,8 @@ def config_types() -> "dict[str, type[FlagConfig]]":
         "check": CheckConfig,
         "batch": RunConfig,
         "batch list": StoredConfig,
+        "batch show": StoredConfig,
+        "batch cancel": StoredConfig,
         "map": MapConfig,
         "mismatch": MismatchConfig,
         "top": TopConfig,
@@ -320,6 +349,7 @@ _SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "map": map_main,
     "mismatch": mismatch_main,
     "top": top_main,
+    "completion": completion_main,
 }
 
 
@@ -329,7 +359,7 @@ def _is_bare(word: str) -> bool:
 
 
 def _wants_help(words: list[str]) -> bool:
-    return "--help" in words or "-h" in words
+    return not {"--help", "--help-all", "-h"}.isdisjoint(words)
 
 
 def _refuse(command: str, *lines: str) -> int:

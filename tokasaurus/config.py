@@ -20,6 +20,14 @@ _ORIGINS = rf"\s*(\*|{ORIGIN}(\s*,\s*{ORIGIN})*)\s*"
 class ServerConfig(FlagConfig):
     """The flags of one server, checked by `finalize`. Plain values only: the config is sent to every process."""
 
+    main_flags = frozenset(
+        (
+            *("model", "served_model_name", "quantization", "device", "dp_size", "pp_size", "tp_size"),
+            *("kv_cache_num_tokens", "max_tokens_per_forward", "max_seqs_per_forward", "max_num_tokens_per_request"),
+            *("host", "port", "api_key", "log_level"),
+        )
+    )
+
     model: str | None = flag(
         None, "Hugging Face repo id, directory in its format, or .gguf file", none_means="demo", heading="model"
     )

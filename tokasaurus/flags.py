@@ -30,6 +30,9 @@ else:
 
 MAX_INT32 = 2**31 - 1
 
+_MAX_SHORT_HELP = 20
+"""A command with so many flags shows all of them in the short help."""
+
 Value = TypeVar("Value")
 
 
@@ -122,6 +125,9 @@ class FlagConfig(Config):
 
     flags = dict[str, Flag]()  # noqa: RUF012  (annotated, it would be a flag)
     """By name, in the order of the help. A subclass begins with its own groups."""
+    main_flags = frozenset[str]()
+    """Those in the short help; empty for all. A subclass has its own groups, and of the others those that its base
+    class has."""
 
     def __init_subclass__(
         cls, without: Iterable[str] = (), only: Iterable[str] | None = None, heading: str | None = None
@@ -150,6 +156,9 @@ class FlagConfig(Config):
             )
             setattr(cls, name, own.default)
         cls.flags = first | {name: flag for name, flag in inherited.items() if name not in first}
+        if "main_flags" not in vars(cls):
+            is_long = len(cls.flags) > _MAX_SHORT_HELP and bool(cls.main_flags)
+            cls.main_flags = cls.main_flags & set(inherited) | set(first) if is_long else frozenset()
 
     @classmethod
     def declared(cls, name: str, **changes: Any) -> Any:
@@ -263,12 +272,16 @@ class FlagConfig(Config):
         return given[name].label if name in given else _label(f"{name}=", _show(value), self.flags[name].is_secret)
 
     @classmethod
-    def help_text(cls, width: int) -> str:
-        """Every flag with its default (or in parentheses what omitting it means) and meaning, wrapped to `width`."""
+    def help_text(cls, width: int, is_short: bool = False) -> str:
+        """Every flag with its default (or in parentheses what omitting it means) and meaning, wrapped to `width`.
+
+        is_short: only main_flags."""
         column = 38 if width >= 100 else 30
         lines: list[str] = []
         heading = ""
         for name, flag in cls.flags.items():
+            if is_short and cls.main_flags and name not in cls.main_flags:
+                continue
             if flag.heading != heading:
                 heading = flag.heading
                 lines += ["", f"{heading}:"]

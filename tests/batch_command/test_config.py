@@ -105,7 +105,7 @@ def test_stored_batches_are_by_default_those_of_the_default_port() -> None:
 
 
 def test_help_lists_the_actions_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["batch", "--help"]) == 0
+    assert main(["batch", "--help-all"]) == 0
     out = capsys.readouterr().out
     assert all(f"\n  {name}" in out for name in RunConfig.flags)
     assert all(f"toka batch {word}" in out for word in ("input=FILE", "list", "show ID", "cancel ID"))

@@ -54,6 +54,20 @@ rope_scaling: {rope_type: linear, factor: 2.0}
   `config=`, without keys.
 - Programs that start an engine by `LLM(...)` set flags as arguments: neither the environment nor a file changes them.
 
+## Help and completion
+
+`toka --help` shows the 15 flags that matter for most servers, and `--help-all` all of them; the same goes for a
+sub-command. `toka help ping` is `toka ping --help`.
+
+`toka completion` prints a script for bash, zsh or fish that completes sub-commands, flags, and values where there are
+few:
+
+```
+source <(toka completion bash)                                      # in ~/.bashrc
+source <(toka completion zsh)                                       # in ~/.zshrc, after compinit
+toka completion fish > ~/.config/fish/completions/toka.fish
+```
+
 ## Habits of other programs
 
 What has one meaning here is accepted. Anything else ends with exit code 2 and says what to do instead. Options may

@@ -16,8 +16,8 @@ compares the two.
 Flags are written `name=value`: `T` and `F` are true and false, `None` is none or auto, `'(2 * 1024)'` is evaluated.
 Flags that are wrong in name, type or range end the command with a line for each and exit code 2. Every flag is also an
 environment variable, such as `TOKA_PORT` for `port`, and an entry of a YAML file: see
-[the command line](command_line.md). The flags of `toka ping`, `download`, `plan`, `check`, `batch` and `map` are in
-their own `--help`.
+[the command line](command_line.md). `toka --help-all` prints these tables, and `toka ping --help-all` the flags of
+`toka ping`; the same goes for every command.
 """
 HEAD = ["| flag | default | values | meaning |", "|---|---|---|---|"]
 

@@ -131,7 +131,7 @@ def test_wrong_tools_are_a_wrong_flag(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_help_has_three_examples_and_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["map", "--help"]) == 0
+    assert main(["map", "--help-all"]) == 0
     out = capsys.readouterr().out
     assert out.count("\n  toka map input=") == 3
     assert all(f"  {name}" in out for name in MapConfig.flags)
