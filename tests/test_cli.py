@@ -68,8 +68,8 @@ def test_short_help_has_the_flags_that_matter(capsys: pytest.CaptureFixture[str]
         (["port=x"], "toka: port=x: must be a whole number from 0 to 65535"),
         (
             ["pong"],
-            "toka: pong: no such sub-command, there are ping, download, plan, check, batch, map, mismatch, top, completion; "
-            "flags are name=value",
+            "toka: pong: no such sub-command, there are ping, download, plan, check, batch, map, mismatch, top, "
+            "completion; flags are name=value",
         ),
         (["--port"], "toka: --port: needs a value, port=..."),
         (["ping"], "toka ping: prompt is missing: toka ping prompt='tell me a joke'"),
