@@ -54,6 +54,18 @@ rope_scaling: {rope_type: linear, factor: 2.0}
   `config=`, without keys.
 - Programs that start an engine by `LLM(...)` set flags as arguments: neither the environment nor a file changes them.
 
+## What cannot run
+
+A start is refused within a second or two, before weights are fetched or read and before a process is started, if
+
+- `device=cuda` finds no CUDA device, or `dp_size`, `pp_size` and `tp_size` need more devices than there are
+- `tp_size` or `pp_size` does not divide the model: the line lists those that do
+- `kv_cache_num_tokens`, `max_seqs_per_forward` or `max_tokens_per_forward` alone needs more memory than there is: the
+  line says how many there may be at most
+
+Only what is certain is refused then; workers measure what fits exactly. `toka plan` says it for devices that are not
+here.
+
 ## Help and completion
 
 `toka --help` shows the 15 flags that matter for most servers, and `--help-all` all of them; the same goes for a

@@ -84,6 +84,9 @@ def _ignore_phase(_: str) -> None: ...
 def _ignore_amount(_num_done: int, _num_total: int) -> None: ...
 
 
+def _ignore_info(_: ModelInfo) -> None: ...
+
+
 def resolve_checkpoint(
     model: str | None,
     tokenizer: str | None = None,
@@ -92,6 +95,7 @@ def resolve_checkpoint(
     *,
     rope_scaling: Fields | None = None,
     trust_remote_code: bool = False,
+    check: Callable[[ModelInfo], None] = _ignore_info,
 ) -> Checkpoint:
     """Locate the model's files, downloading them if necessary.
 
@@ -100,6 +104,8 @@ def resolve_checkpoint(
     on_phase: called with a one-line description before each phase that takes long. on_amount: during downloads.
     rope_scaling: the flag, which replaces the model's rotary scaling.
     trust_remote_code: run the Python code that a tokenizer brings along.
+    check: raises UserError for a model that is not wanted; called once its configuration is known, before weights
+    are downloaded.
     Raises CheckpointError if anything is missing or not supported, CheckpointUnavailable if it is unreachable or the
     cache cannot be written, and FlagRefused.
     """
@@ -107,9 +113,10 @@ def resolve_checkpoint(
     if model is None:
         name, directory = DEMO_NAME, gguf_directory(demo_gguf(on_phase, on_amount), on_phase)
     else:
-        name, directory = _locate(model, on_phase, on_amount, patterns, rope_scaling)
+        name, directory = _locate(model, on_phase, on_amount, patterns, rope_scaling, check)
     # What is wrong with the files raises here, in the parent, rather than in the worker.
     info = fit_to_tensors(read_model_info(directory, rope_scaling), weight_files(directory), on_phase)
+    check(info)
     for line in (unread_index(directory), *notes_on_settings(directory, rope_scaling)):
         if line is not None:
             logger.warning(line)
@@ -122,7 +129,12 @@ def resolve_checkpoint(
 
 
 def _locate(
-    model: str, on_phase: OnPhase, on_amount: OnAmount, patterns: list[str], rope_scaling: Fields | None
+    model: str,
+    on_phase: OnPhase,
+    on_amount: OnAmount,
+    patterns: list[str],
+    rope_scaling: Fields | None,
+    check: Callable[[ModelInfo], None],
 ) -> tuple[str, Path]:
     """The model's name, and the directory with its configuration and weights. patterns: for its other files."""
     local = _locate_local("model", model, on_phase)
@@ -132,7 +144,7 @@ def _locate(
     on_phase(f"looking up {model}")
     # Configuration first, so that an unsupported model is refused before gigabytes are downloaded.
     directory = download_files(model, patterns)
-    read_model_info(directory, rope_scaling)
+    check(read_model_info(directory, rope_scaling))
     on_phase(f"downloading the weights of {model}")
     # Whether the repository has the single file, which is preferred to an index, is only known once it is asked for.
     directory = download_files(model, [*patterns, SINGLE_NAME], on_amount, revision=directory.name)

@@ -28,6 +28,7 @@ from tokasaurus.model.cpu.build import kernels_built_ahead
 from tokasaurus.monitoring.log_lines import no_status
 from tokasaurus.monitoring.log_writer import log_writer, setup_logging
 from tokasaurus.monitoring.trace import trace_file
+from tokasaurus.processes.feasible import CudaDevices, check_devices, check_model, cuda_devices
 from tokasaurus.processes.group import STOP_NUMBERS, Child, ChildProcess, ProcessGroup, StopSignals
 from tokasaurus.processes.replica import ReplicaProcesses, WeightHistory, describe_failure
 from tokasaurus.processes.titles import set_title
@@ -73,8 +74,10 @@ def serve(
         if signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
+        devices = cuda_devices()
+        check_devices(config, devices)
         with kernels_built_ahead(config, report.show_beginning, report.show_kernels):
-            return _serve(config, entries or Entries(), report, is_private)
+            return _serve(config, entries or Entries(), report, is_private, devices)
     except KeyboardInterrupt:  # before there are other processes
         report.show_line("stopped before the start was complete", {"event": "stopped"})
         return 0
@@ -94,7 +97,9 @@ def _title(config: ServerConfig) -> str:
     return " ".join(words)
 
 
-def _serve(config: ServerConfig, entries: Entries, report: StartupReport, is_private: bool) -> int:
+def _serve(
+    config: ServerConfig, entries: Entries, report: StartupReport, is_private: bool, devices: CudaDevices | None
+) -> int:
     # The port first: if it is taken, this fails before the model is loaded.
     with _bound(config, is_private) as listener, trace_file(config.trace):
         report.end_phase("imports")
@@ -107,6 +112,7 @@ def _serve(config: ServerConfig, entries: Entries, report: StartupReport, is_pri
             report.show_amount,
             rope_scaling=config.rope_scaling,
             trust_remote_code=config.trust_remote_code,
+            check=lambda info: check_model(config, info, devices),
         )
         report.end_phase("find model", str(checkpoint.directory))
         report.model = checkpoint.name if config.served_model_name is None else config.served_model_name

@@ -58,7 +58,7 @@ def test_a_cache_that_fits_each_worker_but_not_all_ends_the_start_in_one_line(tm
     num_tokens = psutil.virtual_memory().available // 3 // (bytes_per_token // 2)  # each of two ranks has half
     flags = (f"model={tmp_path}", *FLAGS, "dp_size=2", "tp_size=2", f"kv_cache_num_tokens={num_tokens}")
     with starting_toka(free_port(), *flags) as toka:
-        assert toka.process.wait(240) == 1
+        assert toka.process.wait(240) == 2
     (line,) = {line for line in toka.lines if line.startswith("toka: ")}
     assert f"kv_cache_num_tokens={num_tokens}: needs " in line
     assert "on 4 workers together" in line

@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import psutil
@@ -40,7 +39,7 @@ from tokasaurus.model.sampling.rules import (
 )
 from tokasaurus.model.staging.packed import RING_SIZE, sizes_for
 from tokasaurus.model.worker.warmup import ForwardLimits
-from tokasaurus.monitoring.cores import ControlGroup, control_groups
+from tokasaurus.monitoring.available_memory import available_cpu_bytes
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
@@ -66,10 +65,6 @@ CPU_FRACTION = 0.25
 
 CUDA_FRACTION = 0.95
 """Fraction of the device memory left after weights and the largest forward: the rest covers fragmentation."""
-
-# Version of control groups -> names of the limit and usage files.
-_MEMORY_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
-_PAGE_CACHE = ("active_file", "inactive_file")
 
 _TITLE = "toka-worker"
 """How the names of workers' processes begin."""
@@ -606,32 +601,6 @@ def plan_auto(
         f"{show_size(available_bytes)} {what_is_available} x {fraction:g} / {block.describe()}"
         f" = {num_blocks:,} blocks of {page_size} = {num_blocks * page_size:,} tokens",
     )
-
-
-def available_cpu_bytes(root: Path = Path("/")) -> int:
-    """Bytes that this process can still allocate: the machine's available memory or, if less, what its control groups
-    allow.
-
-    root: as of `control_groups`.
-    """
-    machine: int = psutil.virtual_memory().available
-    return max(0, min([machine, *_cgroup_headrooms(root)]))
-
-
-def _cgroup_headrooms(root: Path) -> Iterator[int]:
-    """Bytes left under each memory limit of the process's control group and of the groups above it."""
-    for group in control_groups("memory", root):
-        limit, usage = (group.read(name) for name in _MEMORY_FILES[group.version])
-        if limit not in (None, "max") and usage is not None:
-            yield int(limit) - int(usage) + _page_cache(group)
-
-
-def _page_cache(group: ControlGroup) -> int:
-    """Bytes of cached files, such as the checkpoint: they count as used, but the system drops them on demand."""
-    lines = (group.read("memory.stat") or "").splitlines()
-    sizes = {name: int(size) for name, size in map(str.split, lines)}
-    # Version 1 lists a group's own bytes and, as "total_", the sum with its subgroups, to which the limit applies.
-    return sum(sizes.get(f"total_{name}", sizes.get(name, 0)) for name in _PAGE_CACHE)
 
 
 def show_size(num_bytes: float) -> str:
