@@ -19,15 +19,9 @@ from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_tiny_model
 from tokasaurus.monitoring.shortage import hint_at_memory
 
-LAUNCHER = """
-import os, sys
-from tokasaurus.processes import launch
-from tokasaurus.config import ServerConfig
-from tokasaurus.processes.launch import Entries, serve
-launch.SERVER_GRACE_S = launch.ENGINE_GRACE_S = float(os.environ["GRACE_S"])
-entries = Entries("launch_stubs:run_server", "launch_stubs:run_manager", "launch_stubs:" + sys.argv[1])
-sys.exit(serve(ServerConfig.parse(sys.argv[2:]), entries))
-"""
+HELPERS = Path(__file__).parent / "helpers"
+ROOT = Path(__file__).parents[2]
+LAUNCHER = [sys.executable, str(HELPERS / "stub_launcher.py")]
 
 LONG_GRACE_S = "600"
 """Much longer than `Launcher.exit_code` waits: no process ends in time because its grace period is over."""
@@ -44,12 +38,19 @@ class Launcher:
     """A launcher in a process of its own, and the lines that it and its children write to stderr."""
 
     def __init__(self, model_directory: Path, worker: str, *flags: str) -> None:
-        tests = str(Path(__file__).parent / "helpers")
         self.process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, worker, f"model={model_directory}", "port=0", "cpu_isa=torch", *flags],
+            [
+                sys.executable,
+                HELPERS / "stub_launcher.py",
+                worker,
+                f"model={model_directory}",
+                "port=0",
+                "cpu_isa=torch",
+                *flags,
+            ],
             stderr=subprocess.PIPE,
             text=True,
-            env={"GRACE_S": LONG_GRACE_S, **os.environ, "PYTHONPATH": tests},
+            env={"GRACE_S": LONG_GRACE_S, **os.environ, "PYTHONPATH": f"{HELPERS}:{ROOT}"},
             start_new_session=True,
         )
         self.lines: list[str] = []

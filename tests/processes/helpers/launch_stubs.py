@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender, make_channel, receive_connection
-from tokasaurus.messages.status import Alive, EngineLimits, FlagRefused, PhaseDone, Ready, UserError
+from tokasaurus.messages.status import Alive, EngineLimits, FlagRefused, PhaseDone, PhaseProgress, Ready, UserError
 
 
 def run_server(
@@ -140,6 +140,20 @@ def run_worker_that_never_starts(
     status: Sender[Any],
 ) -> None:
     status.send(PhaseDone("worker", "stuck", 0.0))
+    threading.Event().wait()
+
+
+def run_worker_that_loads_for_ever(
+    config: Any,
+    checkpoint: Any,
+    index: int,
+    rendezvous: Any,
+    inputs: Receiver[Any],
+    outputs: Sender[Any],
+    status: Sender[Any],
+) -> None:
+    status.send(PhaseDone("worker", "device", 0.5, "a detail of many words " * 9))
+    status.send(PhaseProgress("worker", "weights", 30_000_000, 120_000_000, "bytes"))
     threading.Event().wait()
 
 
