@@ -6,6 +6,8 @@ import json
 import os
 import pty
 import struct
+import subprocess
+import sys
 import termios
 import time
 from collections.abc import Sequence
@@ -154,3 +156,9 @@ def test_wrapped_text_has_all_words_and_is_indented() -> None:
     assert all(len(line) <= 30 for line in lines)
     assert all(line.startswith(" " * 7) and line[7] != " " for line in lines[1:])
     assert " ".join(line.strip() for line in lines).split() == text.split()
+
+
+def test_the_launcher_and_the_manager_start_without_rich() -> None:
+    modules = "tokasaurus.manager.loop, tokasaurus.processes.launch, tokasaurus.monitoring.terminal"
+    script = f"import sys, {modules}; assert 'rich' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

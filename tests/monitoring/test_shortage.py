@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from tokasaurus.monitoring.shortage import describe_shortage, hint_at_memory
+from tokasaurus.monitoring.shortage import describe_shortage, ends_in_one_line, hint_at_memory
 
 FILES = f"too many open files: this process may open {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} (ulimit -n)"
 
@@ -86,3 +86,12 @@ def test_the_address_space_is_named_where_it_is_limited() -> None:
 def test_only_a_kill_suggests_memory_without_limits(number: int | None) -> None:
     assert hint_at_memory(number) == ""
     assert "kv_cache_num_tokens=" in hint_at_memory(signal.SIGKILL)
+
+
+def test_a_command_that_the_user_interrupts_ends_without_a_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    @ends_in_one_line
+    def command() -> int:
+        raise KeyboardInterrupt
+
+    assert command() == 128 + signal.SIGINT
+    assert capfd.readouterr().err == "stopped\n"

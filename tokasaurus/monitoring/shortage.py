@@ -99,10 +99,10 @@ def hint_at_memory(signal_number: int | None) -> str:
 
 
 def ends_in_one_line(command: Callable[P, int]) -> Callable[P, int]:
-    """The command, which ends without a traceback if nobody reads its output, or the system refuses disk space, memory,
-    open files or threads.
+    """The command, which ends without a traceback if nobody reads its output, the user interrupts it, or the system
+    refuses disk space, memory, open files or threads.
 
-    Exit codes: that of a process that SIGPIPE has ended (`toka --help | head -1`), or 1 with one line.
+    Exit codes: that of a process that SIGPIPE has ended (`toka --help | head -1`) or SIGINT, or 1 with one line.
     """
 
     @functools.wraps(command)
@@ -117,6 +117,9 @@ def ends_in_one_line(command: Callable[P, int]) -> Callable[P, int]:
                 raise
             _discard_output()
             return 128 + signal.SIGPIPE
+        except KeyboardInterrupt:
+            os.write(2, b"stopped\n")
+            return 128 + signal.SIGINT
         except (OSError, RuntimeError, MemoryError, ImportError) as error:
             reason = _describe_refusal(error)
             if reason is None:
