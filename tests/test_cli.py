@@ -1,6 +1,5 @@
 """The `toka` command: dispatch, help, exit codes, and `toka ping` against a scripted server."""
 
-import json
 import os
 import re
 import signal
@@ -10,25 +9,27 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import HTTPServer
 from pathlib import Path
-from socketserver import UnixStreamServer
 
 import pytest
 from gguf import GGMLQuantizationType
 
 from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
 from tests.helpers.examples import few
+from tests.helpers.scripted_api import UnixServer, scripted_api
 from tokasaurus import __version__
 from tokasaurus.cli import config_types, download_main, main, ping_main
 from tokasaurus.config import ServerConfig
 
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 RUN = "import sys; from tokasaurus.cli import main; sys.exit(main())"
 
 
 @pytest.fixture(autouse=True)
 def no_key_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TOKA_API_KEY", raising=False)
+    for name in ("TOKA_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_help_is_quick_and_lists_every_flag() -> None:
@@ -68,7 +69,7 @@ def test_short_help_has_the_flags_that_matter(capsys: pytest.CaptureFixture[str]
         (["port=x"], "toka: port=x: must be a whole number from 0 to 65535"),
         (
             ["pong"],
-            "toka: pong: no such sub-command, there are ping, download, plan, check, batch, map, mismatch, top, "
+            "toka: pong: no such sub-command, there are ping, chat, download, plan, check, batch, map, mismatch, top, "
             "completion; flags are name=value",
         ),
         (["--port"], "toka: --port: needs a value, port=..."),
@@ -177,61 +178,26 @@ def test_download_writes_the_weights_of_a_gguf_file_if_asked_to(
     assert [(path / "model.safetensors").is_file() for path in directories] == [False, True]
 
 
-class ScriptedApi(BaseHTTPRequestHandler):
-    """Answers with the request's own prompt, n times, in reverse order; prompt "fail" is a 400, "page" is no API."""
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append((self.path, self.headers["Authorization"], body))  # type: ignore[attr-defined]
-        is_chat = self.path == "/v1/chat/completions"
-        prompt = body["messages"][0]["content"] if is_chat else body["prompt"]
-        choices = [
-            {"index": index, "finish_reason": "stop"}
-            | ({"message": {"role": "assistant", "content": f"chat {prompt} {index}"}} if is_chat else {})
-            | ({} if is_chat else {"text": f"text {prompt} {index}"})
-            for index in reversed(range(body.get("n", 1)))
-        ]
-        usage = {"prompt_tokens": 3, "completion_tokens": 40, "total_tokens": 43}
-        answer = {"id": "x", "object": "x", "created": 0, "model": "m", "choices": choices, "usage": usage}
-        if prompt == "fail":
-            answer = {"error": {"message": "prompt is too long", "type": "invalid_request_error"}}
-        payload = b"<html>" if prompt == "page" else json.dumps(answer).encode()
-        self.send_response(400 if prompt == "fail" else 200)
-        self.send_header("Content-Type", "text/html" if prompt == "page" else "application/json")
-        self.send_header("Content-Length", str(len(payload)))
-        self.end_headers()
-        self.wfile.write(payload)
-
-    def log_message(self, *_: object) -> None: ...
-
-
-class UnixServer(UnixStreamServer):
-    def __init__(self, path: str, handler: type[BaseHTTPRequestHandler]) -> None:
-        super().__init__(path, handler)
-        self.requests: list[tuple[str, str, object]] = []
-
-
 @pytest.fixture
 def api() -> Iterator[HTTPServer]:
-    server = HTTPServer(("127.0.0.1", 0), ScriptedApi)
-    server.requests = []  # type: ignore[attr-defined]
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with scripted_api() as server:
+        yield server
 
 
 def test_ping_prints_the_answer_and_its_speed(api: HTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert ping_main(["prompt=tell me a joke", "max_tokens=64", f"port={api.server_port}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["text tell me a joke 0", ""]
-    seconds, tokens, speed = lines[2].split(", ")
+    seconds, tokens, speed, first = lines[2].split(", ")
+    assert first.startswith("first after ")
     assert seconds.endswith(" s")
     assert tokens == "40 tokens"
     assert speed.endswith(" tokens/s")
     ((path, key, body),) = api.requests  # type: ignore[attr-defined]
     assert (path, key) == ("/v1/completions", "Bearer none")
-    assert body == {"model": "default", "prompt": "tell me a joke", "n": 1, "temperature": 0.2, "max_tokens": 64}
+    assert (
+        body == {"model": "default", "prompt": "tell me a joke", "n": 1, "temperature": 0.2, "max_tokens": 64} | STREAM
+    )
 
 
 def test_ping_numbers_several_answers_of_a_chat(api: HTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,7 +206,7 @@ def test_ping_numbers_several_answers_of_a_chat(api: HTTPServer, capsys: pytest.
     assert capsys.readouterr().out.splitlines()[:3] == ["[1] chat hi 0", "[2] chat hi 1", "[3] chat hi 2"]
     ((path, key, body),) = api.requests  # type: ignore[attr-defined]
     assert (path, key) == ("/v1/chat/completions", "Bearer k")
-    assert body == {"model": "m", "messages": [{"role": "user", "content": "hi"}], "n": 3, "temperature": 0.0}
+    assert body == {"model": "m", "messages": [{"role": "user", "content": "hi"}], "n": 3, "temperature": 0.0} | STREAM
 
 
 @pytest.mark.parametrize(
@@ -257,13 +223,42 @@ def test_ping_shows_the_error_of_the_server(
     assert err.endswith(f"{line}\n")
 
 
+def test_ping_prints_what_has_arrived_when_the_answer_breaks(
+    api: HTTPServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ping_main(["break", f"port={api.server_port}"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "text break 0\n"
+    assert err.endswith("/v1: the engine died\n")
+
+
+def test_ping_shows_an_answer_while_it_arrives(api: HTTPServer) -> None:
+    words = ["ping", "prompt=slow", "chat=T", f"port={api.server_port}"]
+    with subprocess.Popen(
+        [sys.executable, "-c", RUN, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(8) == b"0 1 2 3 "
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (1, b"toka ping: stopped\n")
+
+
+def test_ping_takes_openais_key(api: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "openai")
+    assert ping_main(["prompt=hi", f"port={api.server_port}"]) == 0
+    monkeypatch.setenv("TOKA_API_KEY", "toka")
+    assert ping_main(["prompt=hi", f"port={api.server_port}"]) == 0
+    assert [key for _, key, _ in api.requests] == ["Bearer openai", "Bearer toka"]  # type: ignore[attr-defined]
+
+
 def test_ping_reaches_a_unix_socket(capsys: pytest.CaptureFixture[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = f"{directory}/socket"
         assert ping_main(["prompt=hi", f"unix_socket={path}"]) == 1
         line = f"no answer from unix_socket={path}: [Errno 2] No such file or directory; is toka running?"
         assert capsys.readouterr().err == f"toka ping: {line}\n"
-        with UnixServer(path, ScriptedApi) as server:
+        with UnixServer(path) as server:
             threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
             assert ping_main(["prompt=hi", f"unix_socket={path}"]) == 0
             server.shutdown()

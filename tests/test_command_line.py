@@ -156,7 +156,8 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_file(
 def test_every_flag_has_a_variable_of_its_name() -> None:
     for command, config_type in config_types().items():
         for name, flag in config_type.flags.items():
-            is_renamed = flag.variables == ("TOKA_SERVED_MODEL_NAME",)  # a model's name in a running server
+            # A model's name in a running server, and a model that is loaded for a conversation
+            is_renamed = flag.variables in (("TOKA_SERVED_MODEL_NAME",), ("TOKA_CHAT_MODEL",))
             assert f"TOKA_{name.upper()}" in flag.variables or is_renamed, (command, name)
     assert read(PingConfig, ["prompt=x"], {"OPENAI_API_KEY": "openai"}).config.api_key == "openai"
     both = {"OPENAI_API_KEY": "openai", "TOKA_API_KEY": "toka", "TOKA_MODEL": "org/name", "TOKA_SERVED_MODEL_NAME": "m"}

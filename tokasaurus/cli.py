@@ -35,6 +35,7 @@ _SERVE_USAGE = """\
 toka [name=value ...]            serve a model behind the OpenAI API;
                                  without model= the demo model
 toka ping prompt=TEXT [...]      ask a running server
+toka chat [model=NAME] [...]     converse with it, or with a model of its own
 toka download model=NAME [...]   fetch a model without serving it
 toka plan model=NAME [...]       how its memory would be divided on a GPU
 toka check model=NAME [...]      whether what computes it works here
@@ -45,6 +46,10 @@ toka completion bash|zsh|fish    a script that completes flags in a shell
 toka SUBCOMMAND --help, toka --version"""
 
 _PING_USAGE = "toka ping prompt=TEXT [name=value ...]   ask a running server"
+_CHAT_USAGE = """\
+toka chat [name=value ...]     converse with a running server in the terminal
+toka chat model=NAME           the same, with a model in processes of its own
+echo TEXT | toka chat [...]    print the answer to one message"""
 _DOWNLOAD_USAGE = "toka download model=NAME [name=value ...]   fetch a model without serving it"
 _PLAN_USAGE = """\
 toka plan model=NAME [name=value ...]   how a model's memory would be divided
@@ -133,6 +138,13 @@ def ping_main(args: list[str] | None = None) -> int:
     from tokasaurus.ping import PingConfig, ping
 
     return _run("toka ping", _PING_USAGE, PingConfig, args, lambda config, _: ping(config), "prompt")
+
+
+def chat_main(args: list[str] | None = None) -> int:
+    """`toka chat`. Returns the exit code."""
+    from tokasaurus.chat import ChatConfig, chat
+
+    return _run("toka chat", _CHAT_USAGE, ChatConfig, args, lambda config, _: chat(config), "model")
 
 
 @ends_in_one_line
@@ -261,6 +273,7 @@ def _run(
 def config_types() -> "dict[str, type[FlagConfig]]":
     """The flags of each command, by what is typed before them."""
     from tokasaurus.batch_command.config import RunConfig, StoredConfig
+    from tokasaurus.chat import ChatConfig
     from tokasaurus.check_command.config import CheckConfig
     from tokasaurus.config import ServerConfig
     from tokasaurus.download import DownloadConfig
@@ -273,6 +286,7 @@ def config_types() -> "dict[str, type[FlagConfig]]":
     return {
         "": ServerConfig,
         "ping": PingConfig,
+        "chat": ChatConfig,
         "download": DownloadConfig,
         "plan": PlanConfig,
         "check": CheckConfig,
@@ -342,6 +356,7 @@ def _stored_batches(action: str, config: "StoredConfig", batch_id: str) -> int:
 
 _SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "ping": ping_main,
+    "chat": chat_main,
     "download": download_main,
     "plan": plan_main,
     "check": check_main,

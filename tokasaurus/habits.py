@@ -108,6 +108,7 @@ _KV_SIZE = (
 
 HABITS = (
     _command("vLLM, SGLang", "serve Qwen/Qwen3-0.6B", "model=Qwen/Qwen3-0.6B"),
+    _command("Ollama", "run Qwen/Qwen3-0.6B", "chat model=Qwen/Qwen3-0.6B", "chat"),
     _command("Ollama", "pull Qwen/Qwen3-0.6B", "download model=Qwen/Qwen3-0.6B", "download"),
     _command("Ollama", "show Qwen/Qwen3-0.6B", "plan model=Qwen/Qwen3-0.6B", "plan"),
     _no_command("Ollama", "list", "toka keeps no list; downloaded models are in the Hugging Face cache", "ls"),

@@ -46,13 +46,30 @@ rope_scaling: {rope_type: linear, factor: 2.0}
 - One file and one environment serve all commands. Of the server's flags, a command takes those that it has. Beside
   `base_url=`, flags for starting a server are passed over.
 - In `toka ping`, `model=` is a model's name in the API: its variable is `TOKA_SERVED_MODEL_NAME`, and its entry in a
-  file `served_model_name`.
+  file `served_model_name`. That of `toka chat` has the variable `TOKA_CHAT_MODEL`.
 - A variable that begins with `TOKA_` and is no flag of any command is warned of. What Kubernetes sets beside a
   service named `toka`, such as `TOKA_PORT=tcp://10.0.0.1:80`, is passed over.
 - An error names the variable, or the file and the line. It never shows a key.
 - `--print-config` prints every flag with its value and where that is from, and ends. What it prints is a file for
   `config=`, without keys.
 - Programs that start an engine by `LLM(...)` set flags as arguments: neither the environment nor a file changes them.
+
+## A conversation
+
+`toka chat` converses in the terminal with the server that `port=`, `unix_socket=` or `base_url=` names, by default
+one on this machine. `toka chat model=NAME` loads a model in processes of its own, which end with the conversation; so
+does `toka run NAME`. Answers are streamed, and reasoning is dimmed. Ctrl-C stops an answer, not the conversation,
+which keeps what has come. `/system TEXT` sets instructions, `/clear` forgets the conversation, `/quit` or Ctrl-D
+ends.
+
+Input that is no terminal is one message, and only its answer is printed:
+
+```
+echo 'Name three rivers.' | toka chat max_tokens=100
+```
+
+`toka ping prompt=TEXT` sends one request, shows the answer while it arrives, and then its times. Both take the key of
+`TOKA_API_KEY` or else of `OPENAI_API_KEY`.
 
 ## What cannot run
 
