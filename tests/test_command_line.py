@@ -156,8 +156,9 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_file(
 def test_every_flag_has_a_variable_of_its_name() -> None:
     for command, config_type in config_types().items():
         for name, flag in config_type.flags.items():
-            # A model's name in a running server, and a model that is loaded for a conversation
-            is_renamed = flag.variables in (("TOKA_SERVED_MODEL_NAME",), ("TOKA_CHAT_MODEL",))
+            # A model's name in a running server; or a flag that means another thing than the server's of this name
+            others = {("TOKA_SERVED_MODEL_NAME",), (f"TOKA_{command.upper()}_{name.upper()}",)}
+            is_renamed = flag.variables in others
             assert f"TOKA_{name.upper()}" in flag.variables or is_renamed, (command, name)
     assert read(PingConfig, ["prompt=x"], {"OPENAI_API_KEY": "openai"}).config.api_key == "openai"
     both = {"OPENAI_API_KEY": "openai", "TOKA_API_KEY": "toka", "TOKA_MODEL": "org/name", "TOKA_SERVED_MODEL_NAME": "m"}

@@ -45,8 +45,9 @@ rope_scaling: {rope_type: linear, factor: 2.0}
 
 - One file and one environment serve all commands. Of the server's flags, a command takes those that it has. Beside
   `base_url=`, flags for starting a server are passed over.
-- In `toka ping`, `model=` is a model's name in the API: its variable is `TOKA_SERVED_MODEL_NAME`, and its entry in a
-  file `served_model_name`. That of `toka chat` has the variable `TOKA_CHAT_MODEL`.
+- Where a flag means another thing than the server's of the same name, its variable and its entry in a file are
+  others: `model=` of `toka ping` is `TOKA_SERVED_MODEL_NAME`, that of `toka chat` is `TOKA_CHAT_MODEL`, and `record=`
+  of `toka top` is `TOKA_TOP_RECORD`.
 - A variable that begins with `TOKA_` and is no flag of any command is warned of. What Kubernetes sets beside a
   service named `toka`, such as `TOKA_PORT=tcp://10.0.0.1:80`, is passed over.
 - An error names the variable, or the file and the line. It never shows a key.
