@@ -93,7 +93,8 @@ def test_the_engine_gets_the_same_request_from_responses_as_from_a_chat(
     ):
         assert shared_server.http.post(route, json={**body, "seed": 1, name: value}).status_code == 200
         request = shared_server.engine.requests[-1]
-        found.append(dataclasses.asdict(request) | {"request_id": "", "prompt_ids": request.prompt_ids.tolist()})
+        own = {"request_id": "", "arrived_s": 0.0, "prompt_ids": request.prompt_ids.tolist()}
+        found.append(dataclasses.asdict(request) | own)
     assert found[0] == found[1]
 
 
