@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Tests start hundreds of Python processes, each of which would compile every module again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help serve test check lint types unit test-clients test-gpu test-neon test-long test-flashinfer test-flashinfer-build flashinfer-packages test-wheel wheel release-check gpu-kit bench-manager torture soak format clean
+.PHONY: help serve test check lint types unit test-clients test-gpu test-neon test-long test-flashinfer test-flashinfer-build flashinfer-packages test-wheel wheel release-check docs gpu-kit bench-manager torture soak format clean
 
 serve: .venv/installed  ## Serves the demo model, or SERVE_ARGS
 	$(BIN)/toka $(SERVE_ARGS)
@@ -101,6 +101,9 @@ wheel: .venv/installed  ## A package in dist/ with compiled kernels
 
 test-wheel: .venv/installed-dev wheel  ## Installs the wheel where no compiler is found
 	$(BIN)/python -m pytest tests/check_wheel.py
+
+docs: .venv/installed-dev  ## The documentation as a web site, in build/docs
+	$(BIN)/python -m docs_site
 
 # The source and the wheels, installed and asked; RELEASE_ARGS="--python python3.10 --python python3.13" installs for
 # these, --draft allows a version without a day. Kernels for the other architecture need its cross compiler (Debian: g++-aarch64-linux-gnu)

@@ -1,0 +1,50 @@
+"""`python -m docs_site`: build the site in build/docs. A warning of MkDocs is an error, a link without a target too."""
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "build" / "docs_source"
+CONFIG = Path(__file__).with_name("mkdocs.yml")
+PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md")
+_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+
+
+def main() -> int:
+    """The exit code of MkDocs."""
+    copy_pages()
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(CONFIG)]
+    ).returncode
+
+
+def copy_pages() -> None:
+    """Fill SOURCE with all pages and with the files of the project that they link to, where they lie in the project: so
+    the pages' links are the site's."""
+    shutil.rmtree(SOURCE, ignore_errors=True)
+    for path in pages():
+        for copied in (path, *linked_files(path)):
+            target = SOURCE / copied.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(copied, target)
+
+
+def pages() -> list[Path]:
+    """All pages of the site."""
+    return [*(ROOT / name for name in PAGES), *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def linked_files(page: Path) -> Iterator[Path]:
+    """Files of the project that a page links to and that are no pages. Links to nothing are left for MkDocs to find."""
+    for link in _LINK.findall(page.read_text()):
+        path = (page.parent / link).resolve()
+        if path.is_file() and path.suffix != ".md" and path.is_relative_to(ROOT):
+            yield path
+
+
+if __name__ == "__main__":
+    sys.exit(main())
