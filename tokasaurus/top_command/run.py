@@ -207,7 +207,7 @@ async def _show_recording(config: TopConfig, recording: Recording, events: Event
         while True:
             view.history = player.history
             status = f"replay {_clock(player.position)} of {_clock(player.duration)}"
-            status += f", {config.speed:g} times as fast" if config.speed not in (None, 1) else ""
+            status += f", speed {config.speed:g}" if config.speed not in (None, 1) else ""
             if player.is_at_end or view.is_paused:
                 status += ", the end" if player.is_at_end else ", paused"
             view.draw(terminal, Frame(status, "yellow", _REPLAY_KEYS))

@@ -20,6 +20,8 @@ from typing_extensions import Self
 from tokasaurus.top_command.view import Look
 
 _SEQUENCES = {b"\x1b[C": "right", b"\x1bOC": "right", b"\x1b[D": "left", b"\x1bOD": "left"}
+_BUFFER_BYTES = 1 << 20
+"""More than any frame has."""
 
 
 def can_show_a_screen() -> bool:
@@ -31,7 +33,12 @@ class Terminal:
     """Use as a context."""
 
     def __init__(self) -> None:
-        self._console = Console(highlight=False, markup=False, emoji=False)
+        # When a signal, such as that of a new size, interrupts a write that is larger than a file's buffer, Python
+        # loses the rest of it; and the buffer of sys.stdout has 1 KiB on a terminal.
+        self._file = open(  # noqa: SIM115 (its descriptor is that of sys.stdout)
+            sys.stdout.fileno(), "w", _BUFFER_BYTES, sys.stdout.encoding, errors="replace", closefd=False
+        )
+        self._console = Console(file=self._file, highlight=False, markup=False, emoji=False)
         self.look = Look(
             has_colours=self._console.color_system is not None and not self._console.no_color,
             ascii_only=not self._console.encoding.lower().startswith("utf"),
