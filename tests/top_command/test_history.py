@@ -184,3 +184,24 @@ def test_a_clock_that_was_set_back_begins_a_new_series_and_old_samples_are_forgo
     assert len(history.samples) == 91
     history.add(read_sample(line(sample(5))))
     assert len(history.samples) == 1
+
+
+def test_a_sample_without_the_engines_answer_is_passed_over() -> None:
+    """It has the totals that the server knows by itself, and neither step nor blocks."""
+    samples = [sample(second) for second in range(80)]
+    whole = history_of(samples)
+    keys = ("index", "state", "restarts", "running", "background", "waiting", "queue_depth", "tokens")
+    for second in (40, 79):
+        late = samples[second]["replicas"][0]
+        samples[second]["replicas"] = [{key: late[key] for key in keys}]
+    history = history_of(samples)
+    found, past = history.replica(0), history.past_blocks(0)
+    assert found is not None
+    assert (found.step, found.blocks.total) == (78 * 80, 6000)
+    assert len(past.xs) == 78
+    assert past.xs[0] == -78 * 80.0
+    assert history.rates("generated", 100) == whole.rates("generated", 100)
+    history.add(read_sample(line(sample(86, replicas=samples[79]["replicas"]))))
+    late_one = history.replica(0)
+    assert late_one is not None
+    assert late_one.step is None, "nobody knows any more"

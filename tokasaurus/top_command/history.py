@@ -15,6 +15,8 @@ MAX_LENGTHS = 1024
 _EARLIER_S = 60.0
 """Age of the forecast that is shown beside the newest one."""
 _MIN_EARLIER_S = 5.0
+_LATE_S = 5.0
+"""How long the figures of an engine stay that does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +165,21 @@ class History:
         points.reverse()
         return Curve(tuple(x for x, _ in points), tuple(y for _, y in points))
 
-    def _latest(self, index: int) -> ReplicaSample | None:
-        return None if self.latest is None else self.latest.replica(index)
+    def replica(self, index: int) -> ReplicaSample | None:
+        """The newest sample of a replica. If its engine did not answer in time, the one before is the newest, for a few
+        seconds."""
+        latest = None if self.latest is None else self.latest.replica(index)
+        if self.latest is None or latest is None or latest.step is not None:
+            return latest
+        for sample in reversed(self.samples):
+            if self.latest.time - sample.time > _LATE_S:
+                break
+            before = sample.replica(index)
+            if before is None or (before.state, before.restarts) != (latest.state, latest.restarts):
+                break
+            if before.step is not None:
+                return before
+        return latest
 
     def _last(self, seconds: float) -> list[Sample]:
         """Samples of the last seconds, at least two if there are."""
@@ -188,21 +203,19 @@ class History:
 
     def _same_engine(self, index: int) -> Iterator[tuple[float, float, ReplicaSample]]:
         """(seconds ago, rounds ago, replica), newest first, as long as the replica was not started anew."""
-        latest, after = self.latest, self._latest(index)
+        latest, after = self.latest, self.replica(index)
         if latest is None or after is None:
             return
         microbatches = after.microbatches
         now = last = _moment(after)
         for sample in reversed(self.samples):
             replica = sample.replica(index)
-            moment = None if replica is None else _moment(replica)
-            if (
-                replica is None
-                or moment is None
-                or now is None
-                or last is None
-                or (replica.step or 0) > (after.step or 0)
-            ):
+            if replica is None or now is None or last is None:
+                return
+            if replica.step is None and replica.restarts == after.restarts:  # its engine did not answer in time
+                continue
+            moment = _moment(replica)
+            if moment is None or (replica.step or 0) > (after.step or 0):
                 return
             if replica.restarts != after.restarts or sample.server.started != latest.server.started:
                 return

@@ -127,13 +127,16 @@ def _header(sample: Sample | None, frame: Frame, width: int) -> Text:
 
 
 def _body(history: History, sample: Sample, frame: Frame, width: int, height: int, look: Look) -> list[Text]:
-    replica = sample.replica(frame.replica)
+    replica = history.replica(frame.replica)
     sections = [
         _Section(0, _throughput(history, width, look)),
         _Section(2, [_requests(sample, width)]),
     ]
     if len(sample.replicas) > 1:
-        lines = [_replica_line(history, one, width, one.index == frame.replica) for one in sample.replicas]
+        lines = [
+            _replica_line(history, history.replica(one.index) or one, width, one.index == frame.replica)
+            for one in sample.replicas
+        ]
         sections.append(_Section(3, _limited(lines, max(1, height // 6))))
     chart = _Section(6)
     if replica is None:
@@ -284,8 +287,7 @@ def _chart(history: History, replica: ReplicaSample, width: int, height: int, lo
         start = max(start, -end / 2)
     if end <= start:
         return []
-    limit = float(replica.blocks.total) if forecast is None or not forecast.limit else forecast.limit
-    top = max([limit, *ahead.ys])
+    top = max([float(replica.blocks.total), 0.0 if forecast is None else forecast.limit, *ahead.ys])
     columns = max(1, width - _LABEL - 1)
     rows = area_chart(
         [Area(past, "blue"), Area(ahead, "cyan")],
@@ -404,14 +406,14 @@ def _job(job: JobSample, width: int, look: Look) -> Text:
     name.truncate(18 if width < 100 else 30, overflow="ellipsis", pad=True)
     line = _labelled(job.kind).append_text(name).append(" ")
     if job.lines_total:
-        done = min(job.lines_done, job.lines_total)
+        done = min(job.lines_done + job.lines_failed, job.lines_total)
         cells = max(0, min(40, width - line.cell_len - 60))
         full = round(done / job.lines_total * cells)
         marks = "#." if look.ascii_only else "█░"
         line.append(marks[0] * full, "green").append(marks[1] * (cells - full), "dim")
         line.append(f" {_percent(done, job.lines_total)} of {job.lines_total:,}")
     else:
-        line.append(f" {job.lines_done:,} lines")
+        line.append(f" {job.lines_done + job.lines_failed:,} lines")
     facts = [""]
     if job.state == "running":
         facts.append(f"{_rate(job.tokens_per_second)} tokens/s")
