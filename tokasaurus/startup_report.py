@@ -20,6 +20,8 @@ COMPILER = "compiler"
 PROCESS = "launcher"
 """The launcher in log lines."""
 
+_UNNAMED = "start"
+"""What comes after a process's imports, until it says what that is."""
 _DETAIL_COLUMN = 41
 """Where the details of a phase begin."""
 _HINT_COLUMN = 7
@@ -63,6 +65,8 @@ class StartupReport:
     is_ready: bool = False
     ready_s: float | None = None
     """By time.perf_counter()."""
+    start_times: dict[str, float] = field(default_factory=dict)
+    """Seconds of each phase of an earlier start, and of this one's as they end; by `phase_key`."""
     totals: ServerTotals | None = None
     """What the server has answered; None until it ends in order."""
 
@@ -129,8 +133,12 @@ class StartupReport:
         running.num_done, running.num_total, running.unit = message.num_done, message.num_total, message.unit
 
     def show_phase(self, process: str, phase: PhaseDone) -> None:
+        self.start_times[phase_key(process, phase.phase)] = round(phase.seconds, 3)
+        running = self._running.get(process)
+        if running is not None and running.phase == _UNNAMED:
+            self.start_times[phase_key(process, _UNNAMED)] = round(time.perf_counter() - running.began, 3)
         if phase.phase == "imports" and process != LAUNCHER:
-            self._begin(process, "start")
+            self._begin(process, _UNNAMED)
         else:
             self._running.pop(process, None)
         kind = process.partition(" (")[0]  # without the rank
@@ -152,7 +160,10 @@ class StartupReport:
         if self.is_ready:
             return ()
         now = time.perf_counter()
-        return [_row(process, running, now) for process, running in list(self._running.items())]
+        return [
+            _row(process, running, now, self.start_times.get(phase_key(process, running.phase)))
+            for process, running in list(self._running.items())
+        ]
 
     def note_ready(self, message: Ready, is_server: bool) -> None:
         self.limits = self.limits if message.limits is None else message.limits
@@ -242,11 +253,21 @@ def _flag_for(address: str) -> str:
     return "" if port == str(ServerConfig.port) else f"port={port} "
 
 
-def _row(process: str, running: _Running, now: float) -> StatusRow:
+def phase_key(process: str, phase: str) -> str:
+    """The same for all ranks."""
+    return f"{process.partition(' (')[0]}: {phase}"
+
+
+def _row(process: str, running: _Running, now: float, expected_s: float | None) -> StatusRow:
+    """expected_s: what the phase took before; None if that is not known."""
+    seconds = now - running.began
     share = running.num_done / running.num_total if running.num_total else None
     amount = ""
     if running.num_total and running.unit == "bytes":
         amount = f"{running.num_done / 1e6:,.0f} of {running.num_total / 1e6:,.0f} MB"
     elif running.num_total:
         amount = f"{running.num_done:,} of {running.num_total:,} {running.unit}"
-    return StatusRow(process, running.phase, now - running.began, share, amount=amount)
+    is_expected = share is None and expected_s is not None and expected_s > 0
+    if is_expected and expected_s:
+        share = min(0.99, seconds / expected_s)
+    return StatusRow(process, running.phase, seconds, share, is_expected, amount)

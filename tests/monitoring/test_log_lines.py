@@ -139,7 +139,7 @@ def test_nothing_on_a_terminal_wraps_by_itself(columns: int) -> None:
         LogLine("全角文字" * 40, "warning", "server", "tokasaurus.server"),
         LogLine("first\n  second\tthird\n" + words, "error", "worker-0", "tokasaurus"),
     ]
-    rows = [StatusRow("model worker (rank 0)", "weights", 75.0, 0.62, amount="167 of 269 MB " * 9)]
+    rows = [StatusRow("model worker (rank 0)", "weights " * 20, 75.0, 0.62, amount="167 of 269 MB")]
     shown, content = shown_lines(columns, lines, rows)
     assert max(map(len, shown)) < columns
     assert max(map(len, shown)) <= MAX_COLUMNS
@@ -147,6 +147,8 @@ def test_nothing_on_a_terminal_wraps_by_itself(columns: int) -> None:
     for part in ("word59", "/a/long/path", "全角文字", "  second"):
         assert part in "".join(shown) or part in text
     assert "1:15 model worker (rank 0): weig" in shown[-1]
+    if columns > 60:
+        assert "━ 62%" in shown[-1]
     assert b"\x1b[?25l" not in content, "the cursor is never hidden"
 
 

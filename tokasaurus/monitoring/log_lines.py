@@ -87,7 +87,7 @@ class StatusRow:
         """Empty if it is not known."""
         if self.share is None:
             return ""
-        return f"{'~' if self.is_expected else ''}{min(99 if self.is_expected else 100, int(100 * self.share))}%"
+        return f"{'~' if self.is_expected else ''}{100 * self.share:.0f}%"
 
     def line(self) -> LogLine:
         parts = (self.percent, self.amount)
@@ -167,7 +167,7 @@ class StreamOutput(Descriptor):
         rows = self.status()
         if not rows:
             return None if self.status is no_status else MAX_SILENCE_S
-        longest = max(rows, key=lambda row: (row.share is not None, row.seconds))
+        longest = max(rows, key=lambda row: (row.amount != "", row.seconds))
         silence_s = max(MAX_SILENCE_S, _SHARE_OF_PHASE * longest.seconds)
         seconds_left = self._last_line_s + silence_s - time.monotonic()
         if seconds_left > 0:

@@ -29,6 +29,7 @@ _MAX_ROWS = 8
 _MIN_TEXT_COLUMNS = 38
 """Beside an indent."""
 _BAR_COLUMNS = 16
+_MIN_PHASE_COLUMNS = 12
 _ECHO_COLUMNS = 4
 """Left free in the rows that are redrawn: a terminal echoes Ctrl-C as ^C behind the last one, which must not wrap."""
 
@@ -193,21 +194,24 @@ def wrapped(text: str, columns: int, indent: int) -> Iterator[str]:
 
 
 def _row_text(row: StatusRow, columns: int) -> Text:
+    """If it does not fit, the phase is cut first: its time and share are more important."""
     from rich.cells import cell_len, set_cell_size
     from rich.text import Text
 
     seconds = int(row.seconds)
-    text = Text(f"{seconds // 60:3d}:{seconds % 60:02d} ", style="dim")
-    text.append(f"{row.process}: ", style="")
-    text.append(row.phase, style="bold")
+    begin = Text.assemble((f"{seconds // 60:3d}:{seconds % 60:02d} ", "dim"), f"{row.process}: ")
+    end = Text()
     if row.share is not None:
         num_done = round(_BAR_COLUMNS * min(1.0, row.share))
-        text.append("  ")
-        text.append("━" * num_done, style="green")
-        text.append("━" * (_BAR_COLUMNS - num_done), style="bright_black")
-        text.append(f" {row.percent}")
+        end.append("  ")
+        end.append("━" * num_done, style="green")
+        end.append("━" * (_BAR_COLUMNS - num_done), style="bright_black")
+        end.append(f" {row.percent}")
     if row.amount:
-        text.append(f"  {row.amount}")
-    if cell_len(text.plain) > columns:
-        text = Text(set_cell_size(text.plain, columns - 1) + "…")
-    return text
+        end.append(f"  {row.amount}")
+    left = columns - begin.cell_len - end.cell_len
+    phase = row.phase
+    if cell_len(phase) > left:
+        phase = set_cell_size(phase, max(_MIN_PHASE_COLUMNS, left - 1)).rstrip() + "…"
+    text = Text.assemble(begin, (phase, "bold"), end)
+    return text if text.cell_len <= columns else Text(set_cell_size(text.plain, columns - 1) + "…")

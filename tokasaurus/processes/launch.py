@@ -31,6 +31,7 @@ from tokasaurus.monitoring.trace import trace_file
 from tokasaurus.processes.feasible import CudaDevices, check_devices, check_model, cuda_devices
 from tokasaurus.processes.group import STOP_NUMBERS, Child, ChildProcess, ProcessGroup, StopSignals
 from tokasaurus.processes.replica import ReplicaProcesses, WeightHistory, describe_failure
+from tokasaurus.processes.start_times import read_start_times, write_start_times
 from tokasaurus.processes.titles import set_title
 from tokasaurus.startup_report import StartupReport
 
@@ -65,7 +66,7 @@ def serve(
     set_title("toka", _title(config))
     setup_logging(config, "launcher", has_terminal=True)
     if report is None:
-        report = StartupReport()
+        report = StartupReport(start_times=read_start_times())
         log_writer().show_status(report.rows)
     report.num_replicas, report.drain_seconds = config.dp_size, config.drain_seconds
     old_handlers = {
@@ -127,6 +128,8 @@ def _serve(
             if listener is not None:
                 listener.close()  # only the server's copy may stay open: clients must not wait for a dead server
             failure = _watch(processes, stop_signals, report)
+            if report.is_ready:
+                write_start_times(report.start_times)
             if failure is not None:
                 was_killed = any(child.was_killed for child in (processes.server, *processes.managers_and_workers))
                 _stop_at_once(processes.server)  # first, so that open requests get an answer instead of a reset

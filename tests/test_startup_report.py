@@ -1,0 +1,77 @@
+"""How far phases are: by what they count, or by the time that they took at an earlier start."""
+
+import time
+
+import pytest
+
+from tokasaurus.messages.status import EngineLimits, PhaseDone, PhaseProgress, Ready
+from tokasaurus.processes.start_times import read_start_times, write_start_times
+from tokasaurus.startup_report import StartupReport, phase_key
+
+WORKER = "model worker (rank 1)"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which only the test changes."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_each_process_has_a_row_until_all_are_ready(clock: list[float]) -> None:
+    report = StartupReport()
+    report.begin_process("server")
+    report.begin_process(WORKER)
+    clock[0] += 3.0
+    assert [(row.process, row.phase, row.seconds, row.share) for row in report.rows()] == [
+        ("server", "imports", 3.0, None),
+        (WORKER, "imports", 3.0, None),
+    ]
+    report.show_phase("server", PhaseDone("server", "imports", 3.0))
+    report.show_phase("server", PhaseDone("server", "load tokenizer", 0.1))
+    report.note_progress(WORKER, PhaseProgress("model worker", "weights"))
+    clock[0] += 2.0
+    report.note_progress(WORKER, PhaseProgress("model worker", "weights", 30_000_000, 120_000_000, "bytes"))
+    (row,) = report.rows()
+    assert (row.phase, row.seconds, row.percent, row.amount) == ("weights", 2.0, "25%", "30 of 120 MB")
+    report.note_progress(WORKER, PhaseProgress("model worker", "warm-up", 3, 12, "forwards"))
+    (row,) = report.rows()
+    assert (row.phase, row.seconds, row.percent, row.amount) == ("warm-up", 0.0, "25%", "3 of 12 forwards")
+    report.note_ready(Ready("server"), is_server=True)
+    report.note_ready(Ready("manager", EngineLimits(100, 16, 64)), is_server=False)
+    assert not report.rows()
+
+
+def test_a_phase_without_parts_is_measured_by_the_last_start(clock: list[float]) -> None:
+    first = StartupReport()
+    first.begin_process("manager")
+    clock[0] += 4.0
+    first.show_phase("manager", PhaseDone("manager", "imports", 4.0))
+    clock[0] += 8.0
+    first.show_phase("manager", PhaseDone("manager", "load tokenizer", 7.0))
+    report = StartupReport(start_times=dict(first.start_times))
+    report.begin_process("manager")
+    clock[0] += 1.0
+    assert [row.percent for row in report.rows()] == ["~25%"]
+    clock[0] += 50.0
+    assert [row.percent for row in report.rows()] == ["~99%"], "it takes longer this time"
+    report.show_phase("manager", PhaseDone("manager", "imports", 51.0))
+    clock[0] += 4.0
+    assert [row.percent for row in report.rows()] == ["~50%"]
+    assert report.start_times[phase_key("manager", "imports")] == 51.0
+
+
+def test_times_outlive_a_start_and_damaged_ones_are_ignored(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
+    assert read_start_times() == {}
+    write_start_times({"server: imports": 1.5})
+    assert read_start_times() == {"server: imports": 1.5}
+    (path,) = (tmp_path / "cache").iterdir()
+    for damage in ("", "[1]", '{"server: imports": "soon"}', "{"):
+        path.write_text(damage)
+        assert read_start_times() == {}
+    path.unlink()
+    path.mkdir()
+    write_start_times({"server: imports": 1.5})  # impossible, and no error
+    assert read_start_times() == {}
