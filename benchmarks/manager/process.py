@@ -1,5 +1,6 @@
 """CPU time of a real manager process, with an InstantWorker, and a server that replaces each finished request."""
 
+import math
 import multiprocessing
 import statistics
 import sys
@@ -31,6 +32,7 @@ from tokasaurus.manager.loop import run_manager
 from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender, make_channel, wait
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import EngineUpdate
+from tokasaurus.messages.live import TakeSample
 from tokasaurus.messages.status import EngineLimits, EngineStats, Ready
 
 TIMEOUT_S = 60.0
@@ -145,6 +147,8 @@ class ManagerRun:
         senders: Sequence[Sender[Any]] = (),
     ) -> None:
         self._load = load
+        self.num_samples = 0
+        """Samples that were received."""
         requests: tuple[Receiver[Any], Sender[Any]] = make_channel()
         updates: tuple[Receiver[EngineUpdate | Ready], Sender[EngineUpdate | Ready]] = make_channel()
         inputs: tuple[Receiver[ForwardInput], Sender[ForwardInput]] = make_channel()
@@ -171,9 +175,15 @@ class ManagerRun:
 
     def serve(self) -> list[EngineStats]:
         """Wait for updates and send a new request for each finished one -> the statistics of the updates."""
-        updates: list[EngineUpdate] = self._receive()
+        messages = self._receive()
+        updates = [message for message in messages if isinstance(message, EngineUpdate)]
+        self.num_samples += len(messages) - len(updates)
         self.send_requests(sum(delta.finish_reason is not None for update in updates for delta in update.deltas))
         return [update.stats for update in updates]
+
+    def ask_for_sample(self) -> None:
+        """As the server does once a second while somebody watches. The answer counts in `num_samples`."""
+        self._requests.send(TakeSample(begins=False))
 
     def kill(self) -> None:
         for process in (self.manager, self.worker):
@@ -252,7 +262,7 @@ def measure_process(
             advance(stats.total_generation_tokens / num_warm_tokens / 2)
         windows = []
         for index in range(num_windows):
-            windows.append(_measure_window(engine, stats, window_s))
+            windows.append(measure_window(engine, stats, window_s))
             stats = engine.serve()[-1]
             advance(0.5 + (index + 1) / num_windows / 2)
         torch_imported = engine.stop()
@@ -274,8 +284,10 @@ def measure_process(
     )
 
 
-def _measure_window(engine: ManagerUnderLoad, first: EngineStats, window_s: float) -> Window:
-    """first: the newest statistics when the window begins."""
+def measure_window(
+    engine: ManagerUnderLoad, first: EngineStats, window_s: float, sample_every_s: float = math.inf
+) -> Window:
+    """first: the newest statistics when the window begins. sample_every_s: time between two samples asked for."""
 
     def now() -> tuple[float, float, float, int, int]:
         pids = engine.manager.pid, engine.worker.pid
@@ -284,7 +296,11 @@ def _measure_window(engine: ManagerUnderLoad, first: EngineStats, window_s: floa
 
     before = now()
     seen: list[EngineStats] = []
-    while time.monotonic() < before[0] + window_s:
+    due_s = before[0] + sample_every_s / 2
+    while (now_s := time.monotonic()) < before[0] + window_s:
+        if now_s >= due_s:
+            engine.ask_for_sample()
+            due_s += sample_every_s
         seen += engine.serve()
     last = seen[-1]
     wall_s, manager_s, worker_s, num_bytes, num_rows = (b - a for a, b in zip(before, now(), strict=True))

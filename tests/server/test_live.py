@@ -1,20 +1,34 @@
 """GET /live on a real server: when samples are taken, what events say, and how streams end."""
 
+import asyncio
+import itertools
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
+import orjson
 import pytest
 
-from tests.server.helpers.bodies_and_errors import COMPLETIONS, minimal_body
-from tests.server.helpers.fake_engine import FakeEngine
+from tests.server.helpers.bodies_and_errors import COMPLETIONS, assert_openai_error, minimal_body
+from tests.server.helpers.client_driver import run_with
+from tests.server.helpers.fake_engine import FakeEngine, Reply, echo
 from tests.server.helpers.live_server import LiveServer, live_server
+from tokasaurus.config import ServerConfig
+from tokasaurus.messages.generation import EngineUpdate, GenerateRequest
 from tokasaurus.messages.live import BlockUse, KVForecastPoints, LiveSample, NextSequence, TakeSample
 from tokasaurus.messages.status import EngineStats
+from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.jobs.open_bulk import OpenBulks
+from tokasaurus.server.live import LiveFeed
 from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.state import ServerState
 
 STATS = EngineStats(5, 2, 30, 64, 100, 200, 3, 7, total_forward_seconds=10.0, num_running_background=1)
 SAMPLE = LiveSample(
@@ -121,3 +135,182 @@ def test_three_listeners_share_one_sample_a_second_and_without_any_none_is_taken
     with watching(sampled) as events:
         next(events)
     assert engine.asked_samples[-1] == TakeSample(begins=True)
+
+
+def test_the_key_is_asked_for(served_model: ServedModel) -> None:
+    with live_server(served_model, FakeEngine(), api_key="s3cret") as server:
+        refused = httpx.get(f"{server.url}/live", timeout=20)
+        assert (refused.status_code, assert_openai_error(refused.content)["code"]) == (401, "invalid_api_key")
+        with watching(server) as events:
+            assert next(events)["replicas"][0]["state"] == "up"
+
+
+def test_head_has_the_headers_and_ends(sampled: LiveServer) -> None:
+    head = sampled.http.head("/live")
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"].startswith("text/event-stream")
+    assert sampled.engine.asked_samples == []
+
+
+def test_events_come_while_replicas_start_are_silent_or_have_died(served_model: ServedModel) -> None:
+    engine = FakeEngine()
+    with live_server(served_model, engine, start_engine=False) as server, watching(server) as events:
+        event = next(events)
+        assert event["replicas"] == [{"index": 0, "state": "starting", "restarts": 0}]
+        assert event["server"]["page_size"] is None
+        engine.start()
+        while event["replicas"][0]["state"] == "starting":
+            event = next(events)
+        assert event["replicas"][0]["state"] == "up"
+        assert event["replicas"][0]["running"] == 0
+        assert "blocks" not in event["replicas"][0], "it was asked and did not answer"
+        engine.wait_until(lambda engine: len(engine.asked_samples) > 0)
+        next(events)
+        next(events)
+        assert len(engine.asked_samples) == 1, "not asked again before it answers"
+        engine.die()
+        while event["replicas"][0]["state"] == "up":
+            event = next(events)
+        assert event["replicas"] == [{"index": 0, "state": "down", "restarts": 0}]
+
+
+def test_a_late_sample_is_in_the_next_event(served_model: ServedModel) -> None:
+    def answer_late(asked: TakeSample) -> LiveSample:
+        time.sleep(0 if asked.begins else 0.7)
+        return SAMPLE
+
+    with live_server(served_model, FakeEngine(sample=answer_late)) as server, watching(server) as events:
+        has_steps = ["steps" in next(events)["replicas"][0] for _ in range(6)]
+    assert has_steps[0]
+    assert has_steps[1:] in ([False, True, False, True, False], [False, True, True, False, True])
+
+
+def test_a_stopping_server_ends_the_streams(sampled: LiveServer) -> None:
+    with watching(sampled) as events:
+        next(events)
+        sampled.client.is_draining = True
+        started = time.monotonic()
+        rest = list(events)
+        assert time.monotonic() - started < 5
+        assert len(rest) <= 1
+    refused = sampled.http.get("/live")
+    assert (refused.status_code, assert_openai_error(refused.content)["code"]) == (503, "server_stopping")
+
+
+def test_a_server_that_drains_shows_what_is_left(sampled: LiveServer) -> None:
+    sampled.engine.script = lambda request, index: None
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(sampled.http.post(COMPLETIONS, json=minimal_body(COMPLETIONS)))
+    )
+    asking.start()
+    sampled.engine.wait_until(lambda engine: len(engine.requests) == 1)
+    with watching(sampled) as events:
+        next(events)
+        sampled.client.is_draining = True
+        shown = [next(events) for _ in range(3)]
+        assert shown[-1]["server"]["draining"]
+        assert shown[-1]["requests"]["open"] == 1
+        sampled.engine.die()  # its request fails, since there is no other replica
+        list(events)
+    sampled.engine.stop()
+
+
+def test_requests_count_by_their_ends(sampled: LiveServer) -> None:
+    sampled.engine.script = echo
+    assert sampled.http.post(COMPLETIONS, json=minimal_body(COMPLETIONS)).status_code == 200
+    sampled.engine.script = lambda *_: Reply([], error="x", error_code="numerical_error")
+    assert sampled.http.post(COMPLETIONS, json=minimal_body(COMPLETIONS)).status_code == 500
+    sampled.engine.script = lambda *_: None
+    with pytest.raises(httpx.ReadTimeout):
+        sampled.http.post(COMPLETIONS, json=minimal_body(COMPLETIONS), timeout=0.5)
+    sampled.engine.wait_until(lambda engine: len(engine.cancelled) == 1)
+    with watching(sampled) as events:
+        assert next(events)["requests"] == {"open": 0, "answered": 1, "aborted": 1, "failed": 1}
+
+
+def line(number: int, prompt: str, max_tokens: int) -> bytes:
+    body = {"model": "default", "prompt": prompt, "max_tokens": max_tokens}
+    return orjson.dumps({"custom_id": str(number), "url": COMPLETIONS, "body": body}) + b"\n"
+
+
+def job_of(events: Iterator[dict[str, Any]], wanted: dict[str, Any]) -> dict[str, Any]:
+    """The only job, once it has these values."""
+    for event in itertools.islice(events, 60):
+        if event["jobs"] and event["jobs"][0].items() >= wanted.items():
+            assert len(event["jobs"]) == 1
+            job: dict[str, Any] = event["jobs"][0]
+            return job
+    raise AssertionError("the job is not shown so")
+
+
+def test_a_bulk_request_is_a_job_while_it_is_open(served_model: ServedModel) -> None:
+    def answer_short(request: GenerateRequest, index: int) -> Reply | None:
+        return echo(request, index) if request.max_new_tokens < 5 or may_end.is_set() else None
+
+    may_end = threading.Event()
+    engine = FakeEngine(answer_short, sample=lambda _: SAMPLE)
+    content = b"".join(line(number, "abcdef", 9 if number == 0 else 3) for number in range(8)) + b"no line\n"
+    headers = {"X-Toka-Job-Name": "na%C3%AFve%20map", "X-Toka-Job-Lines": "9"}
+    with live_server(served_model, engine, price_per_hour=3.6) as server, watching(server) as events:
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(
+            target=lambda: answers.append(server.http.post("/v1/bulk", content=content, headers=headers))
+        )
+        asking.start()
+        job = job_of(events, {"lines": {"total": 9, "done": 7, "failed": 1, "running": 1}})
+        assert (job["kind"], job["name"], job["state"]) == ("bulk", "naïve map", "running")
+        assert job["id"].startswith("bulk_")
+        assert job["tokens"] == {"prompt": 7 * 6, "generated": 7 * 3}
+        assert abs(job["started"] - time.time()) < 60
+        # The engine was busy for some seconds meanwhile, and computed these tokens and as many of others.
+        before, own = server.client.work_done, 7 * (6 + 3)
+        work = engine.stats.total_prompt_tokens + engine.stats.total_generation_tokens
+        assert before.num_tokens == work
+        engine.stats = replace(
+            engine.stats, total_forward_seconds=20.0, total_generation_tokens=engine.stats.total_generation_tokens + own
+        )
+        engine.updates.send(EngineUpdate([], engine.stats))
+        share = own / (work + own)
+        job = job_of(events, {"cost": {"device_seconds": round(20 * share, 3), "price": round(0.02 * share, 6)}})
+        may_end.set()
+        server.client.is_draining = True
+        engine.die()
+        asking.join()
+    assert len(answers[0].content.splitlines()) == 9
+
+
+def test_a_batch_is_a_job_until_a_minute_after_its_end(served_model: ServedModel, tmp_path: Path) -> None:
+    engine = FakeEngine(sample=lambda _: SAMPLE)
+    content = b"".join(line(number, "abcdef", 3) for number in range(5))
+    with live_server(served_model, engine, data_dir=tmp_path) as server, watching(server) as events:
+        assert next(events)["jobs"] == []
+        file = server.http.post("/v1/files", files={"file": ("in.jsonl", content)}, data={"purpose": "batch"}).json()
+        body = {"input_file_id": file["id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
+        batch = server.http.post("/v1/batches", json={**body, "metadata": {"name": "night"}}).json()
+        next(event for event in events if event["jobs"])
+        job = job_of(events, {"state": "finished"})
+        assert (job["id"], job["kind"], job["name"]) == (batch["id"], "batch", "night")
+        assert job["lines"] == {"total": 5, "done": 5, "failed": 0, "running": 0}
+        assert job["tokens"] == {"prompt": 5 * 6, "generated": 5 * 3}
+        assert job["eta_seconds"] is None
+        assert next(events)["jobs"][0]["state"] == "finished"
+
+
+def test_a_listener_that_reads_slowly_gets_the_newest_event_and_no_backlog(served_model: ServedModel) -> None:
+    async def use(client: EngineClient) -> None:
+        state = SimpleNamespace(engine=client, model=served_model, config=ServerConfig())
+        feed = LiveFeed(cast(ServerState, state), None, OpenBulks(), None)
+        async with feed.running():
+            events = feed.listen()
+            first = orjson.loads((await anext(events))[6:])
+            await asyncio.sleep(3.5)
+            stale = orjson.loads((await anext(events))[6:])
+            assert 2 < stale["time"] - first["time"] < 5
+            newest = orjson.loads((await anext(events))[6:])
+            assert 0.5 < newest["time"] - stale["time"] < 3
+            assert feed.num_listeners == 1
+            await events.aclose()
+            assert feed.num_listeners == 0
+
+    run_with([FakeEngine(sample=lambda _: SAMPLE)], use)
