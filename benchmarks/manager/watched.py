@@ -7,8 +7,9 @@ second, so one and three of them cost the manager the same.
 import argparse
 import statistics
 
+from benchmarks.manager.load import engine_options
 from benchmarks.manager.parts import make_load, num_outstanding, num_pool_tokens
-from benchmarks.manager.process import engine_options, manager_under_load, measure_window
+from benchmarks.manager.process import manager_under_load, measure_window
 from tokasaurus.server.live import SAMPLE_SECONDS
 
 
@@ -29,7 +30,7 @@ def measure(num_sequences: int, num_warm_steps: int, num_windows: int, window_s:
             while not (updates := engine.serve()):
                 pass
             stats = updates[-1]
-            assert (engine.num_samples > before) == is_watched, "samples come if they are asked for"
+            assert engine.num_samples > before or not is_watched, "samples come if they are asked for"
         engine.stop()
     return found
 

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -152,3 +153,15 @@ def test_closing_ends_the_calls_of_other_tasks() -> None:
     with echo_server(delay_s=100) as (server, url):
         (result,) = asyncio.run(call_and_close(url))
     assert str(result.error) == "the client is closed"
+
+
+def test_each_call_tells_the_server_the_program_and_what_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/home/x/naïve eval.py"])
+    with echo_server() as (server, url), Client(url) as client:
+        client.generate(["a"], progress=False)
+        client.map([{"prompt": "a"}], output=tmp_path / "answers.jsonl", progress=False)
+        monkeypatch.setattr("sys.argv", ["-c"])
+        client.generate(["a"], progress=False)
+    assert server.names == ["naïve eval.py: generate", "naïve eval.py: map answers.jsonl", "generate"]

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import orjson
@@ -140,10 +141,12 @@ class Server:
 class AsyncBulkSession:
     """The lines of one call. All methods run on the event loop."""
 
-    def __init__(self, server: Server, concurrency: int | None = None) -> None:
-        """concurrency: most lines without an answer; None: as many as the server takes."""
+    def __init__(self, server: Server, concurrency: int | None = None, name: str = "") -> None:
+        """concurrency: most lines without an answer; None: as many as the server takes. name: what the server's live
+        page calls the job."""
         self._server = server
         self._concurrency = concurrency or MAX_CONCURRENCY
+        self._name = name
         self._lines: dict[int, RequestLine] = {}
         """Lines without an answer, in the order in which they were sent first."""
         self._unsent: deque[RequestLine] = deque()
@@ -297,7 +300,7 @@ class AsyncBulkSession:
                 await self._can_send.wait()
 
         url = f"{self._server.url}/v1/bulk?progress=true"
-        headers = {"Content-Type": "application/x-ndjson"}
+        headers = {"Content-Type": "application/x-ndjson", "X-Toka-Job-Name": quote(self._name)}
         try:
             async with self._server.http.post(url, data=body(), headers=headers) as response:
                 if response.status in _TRANSIENT:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import dataclasses
+import sys
 import threading
 import time
 import weakref
@@ -304,7 +305,7 @@ class AsyncClient:
     async def score(self, prompts: Iterable[Any], completions: Iterable[Any], *, progress: bool = True) -> list[Score]:
         """As `Client.score`."""
         flow = _ScoreFlow(prompts, completions, await self.connect())
-        session = self._session()
+        session = self._session("score")
         flow.find_progress = lambda: session.progress
         with _shown(flow, flow.num_pairs, progress):
             try:
@@ -401,9 +402,10 @@ class AsyncClient:
         model = await self.connect()
         return RequestFormat(model, sampling, schema=schema, tools=tools, options=options, endpoints=endpoints)
 
-    def _session(self) -> AsyncBulkSession:
+    def _session(self, call: str) -> AsyncBulkSession:
+        """call: what the session is for."""
         assert self._server is not None, "connected"
-        session = AsyncBulkSession(self._server, self._concurrency)
+        session = AsyncBulkSession(self._server, self._concurrency, _job_name(call))
         self._sessions.add(session)
         return session
 
@@ -420,7 +422,7 @@ class AsyncClient:
         return _completed(results, rows, flow.failure)
 
     async def _results(self, flow: _Flow) -> AsyncIterator[Result]:
-        session = self._session()
+        session = self._session("generate")
         flow.find_progress = lambda: session.progress
         try:
             while True:
@@ -725,7 +727,7 @@ class Client:
         endpoints = (CHAT,) if map_options.chat or map_options.messages is not None else (COMPLETIONS, CHAT)
         request_format = self._format(sampling, schema, tools, options, endpoints)
         model_files = None if output is None else self._client._find_model_files()
-        with self._session() as session:
+        with self._session("map" if output is None else f"map {Path(output).name}") as session:
             return map_rows(session, request_format, rows, output, map_options, model_files)
 
     def _format(
@@ -738,9 +740,9 @@ class Client:
     ) -> RequestFormat:
         return RequestFormat(self.model, sampling, schema=schema, tools=tools, options=options, endpoints=endpoints)
 
-    def _session(self) -> BulkSession:
+    def _session(self, call: str) -> BulkSession:
         async def make() -> AsyncBulkSession:
-            return self._client._session()
+            return self._client._session(call)
 
         return BulkSession(self._loop, self._loop.run(make()))
 
@@ -757,7 +759,7 @@ class Client:
         return _completed(results, rows, flow.failure)
 
     def _results(self, flow: _Flow) -> Iterator[Result]:
-        with self._session() as session:
+        with self._session("generate") as session:
             flow.find_progress = session.progress
             try:
                 while True:
@@ -868,6 +870,12 @@ def _checked_pairs(prompts: Iterable[Any], completions: Iterable[Any]) -> list[t
     if len(first) != len(second):
         raise ValueError(f"score: there are {len(first)} prompts and {len(second)} completions")
     return list(zip(first, second, strict=True))
+
+
+def _job_name(call: str) -> str:
+    """What the server's live page calls the lines of this call: by the program's file, if it has one."""
+    program = Path(sys.argv[0]).name
+    return call if program in ("", "-c", "-m") else f"{program}: {call}"
 
 
 def _check_concurrency(concurrency: int | None) -> None:

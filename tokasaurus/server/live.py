@@ -23,7 +23,7 @@ from tokasaurus.server.engine_client.replicas import Replica
 from tokasaurus.server.jobs.open_bulk import OpenBulk, OpenBulks
 from tokasaurus.server.jobs.service import BatchService
 from tokasaurus.server.jobs.store.data_dir import StoreError
-from tokasaurus.server.jobs.store.records import FINAL_STATUSES, BatchRecord
+from tokasaurus.server.jobs.store.records import BatchRecord
 from tokasaurus.server.recording import Recording
 from tokasaurus.server.state import ServerState
 from tokasaurus.text.json_lines import write_json
@@ -408,10 +408,9 @@ class _Jobs:
             job.work_before = running.work_before
             job.tokens_before = running.record.input_tokens + running.record.output_tokens
             job.started = record.in_progress_at or record.created_at
-        is_known = record.num_lines > 0 or record.status in FINAL_STATUSES
         return _Figures(
             _STATES[record.status] if running is None else "running",
-            record.num_lines if is_known else None,
+            record.num_lines or None,  # 0 until it is validated
             record.num_completed,
             record.num_failed,
             0 if running is None else len(running.lines.lines),

@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request, Response
 from tests.server.helpers.live_server import http_server
 from tokasaurus.server.errors import ServiceUnavailable
 from tokasaurus.server.jobs.line_runner import Line
+from tokasaurus.server.jobs.open_bulk import announced
 from tokasaurus.server.protocol.answers import PromptTokensDetails, Usage
 from tokasaurus.server.respond.whole import Answer
 from tokasaurus.server.routes.bulk import BulkRun, BulkStream
@@ -30,6 +31,8 @@ class EchoServer:
         self.times: dict[str, int] = {}
         """How often a prompt has come."""
         self.num_connections = 0
+        self.names: list[str] = []
+        """What the clients call their bulk requests."""
         self._delay_s = delay_s
         self._max_line_bytes = max_line_bytes
 
@@ -54,8 +57,9 @@ class EchoServer:
             return {"data": [{"id": "m"}]}
 
         @app.post("/v1/bulk")
-        async def bulk(_: Request) -> Response:
+        async def bulk(request: Request) -> Response:
             self.num_connections += 1
+            self.names.append(announced(request.headers)[0])
             return BulkStream(BulkRun(self.read_line, self._max_line_bytes))
 
         return app

@@ -103,9 +103,7 @@ class LiveSampler:
         growth = totals.since(totals if state.asked_sample.begins else self._before)
         seconds = 0.0 if state.asked_sample.begins else started_s - self._taken_s
         work, num_microbatches = work_left(state, started_s), state.options.num_microbatches
-        forecast = None
-        if state.slots.num_running:
-            forecast = _points(state, forecast_kv(state, state.admission.prefill_rate))
+        kv_forecast = forecast_kv(state, state.admission.prefill_rate)
         sample = LiveSample(
             stats=stats,
             step=state.last_result_id,
@@ -119,8 +117,8 @@ class LiveSampler:
             num_finished=growth.num_finished,
             num_preempted=growth.num_preempted,
             num_evicted_blocks=growth.num_evicted_blocks,
-            forecast=forecast,
-            next=next_sequence(state, started_s),
+            forecast=_points(state, kv_forecast) if state.slots.num_running else None,
+            next=_next_sequence(state, kv_forecast, started_s),
             oldest_wait_s=work.oldest_wait_s,
             lengths=list(state.lengths.newest),
             eta_s=_seconds_to_end(state, work, growth, seconds),
@@ -173,14 +171,12 @@ def _points(state: EngineState, kv_forecast: KVForecast) -> KVForecastPoints:
     )
 
 
-def next_sequence(state: EngineState, now_s: float) -> NextSequence | None:
+def _next_sequence(state: EngineState, kv_forecast: KVForecast, now_s: float) -> NextSequence | None:
     """The first waiting sequence, and what it waits for. now_s: by time.monotonic."""
     sequences = state.queues.first_waiting(1)
     if not sequences:
         return None
     candidates = describe(state, sequences)
-    num_left = candidates.num_to_compute
-    kv_forecast = forecast_kv(state, state.admission.prefill_rate, candidates.num_prompt_tokens - num_left, num_left)
     own, shared = _blocks_of_first(candidates, kv_forecast)
     fits_in_steps = _first_fitting_step(state, candidates, kv_forecast, own, shared)
     blocked_by: Blocked | None = None

@@ -15,7 +15,9 @@ def work_left(state: EngineState, now_s: float) -> WorkLeft:
     """
     arrays = state.slots
     slots = np.flatnonzero(arrays.is_running & ~arrays.is_ending)
-    oldest_s = next((samples.added_s for samples in state.unfinished.values() if samples.is_waiting), None)
+    oldest_s = None
+    if state.queues.num_waiting:
+        oldest_s = next((samples.added_s for samples in state.unfinished.values() if samples.is_waiting), None)
     oldest_wait_s = None if oldest_s is None else max(0.0, now_s - oldest_s)
     if not len(slots):
         return WorkLeft(None, 0, oldest_wait_s)

@@ -1,0 +1,138 @@
+"""GET /live and record= on a real server: one replica whose KV cache is too small, and two of which one dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
+from tests.helpers.tiny_model import save_tiny_model
+
+KEY = "s3cret-key"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+FLAGS = ("dtype=float32", "max_tokens_per_forward=256", "max_seqs_per_forward=32", f"api_key={KEY}")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_tiny_model(directory, "llama")
+    return directory
+
+
+class Watcher(threading.Thread):
+    """Keeps the events of a server until it ends the stream."""
+
+    def __init__(self, toka: TokaProcess) -> None:
+        super().__init__(daemon=True)
+        self.events: list[dict[str, Any]] = []
+        self.has_ended = False
+        self._url = f"{toka.url}/live"
+
+    def run(self) -> None:
+        with httpx.stream("GET", self._url, headers=HEADERS, timeout=60) as response:
+            for line in response.iter_lines():
+                if line:
+                    self.events.append(json.loads(line.removeprefix("data: ")))
+        self.has_ended = True
+
+    def wait_for(self, number: int = 1) -> None:
+        """Until so many more events have come."""
+        wanted = len(self.events) + number
+        wait_for(lambda: len(self.events) >= wanted, 60)
+
+
+@contextmanager
+def requests_under_way(toka: TokaProcess, number: int, max_tokens: int) -> Iterator[None]:
+    body = {"model": "default", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "n": 4}
+
+    def ask(index: int) -> None:
+        prompt = f"{index} " + "word " * 20
+        httpx.post(f"{toka.url}/v1/completions", json=body | {"prompt": prompt}, headers=HEADERS, timeout=240)
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(number)]
+    for thread in threads:
+        thread.start()
+    yield
+    for thread in threads:
+        thread.join()
+
+
+def test_a_small_kv_cache_is_seen_to_fill_and_its_recording_has_the_same_events(model: Path, tmp_path: Path) -> None:
+    record = tmp_path / "run.jsonl"
+    with running_toka(f"model={model}", *FLAGS, "kv_cache_num_tokens=2048", f"record={record}") as toka:
+        assert httpx.get(f"{toka.url}/live").status_code == 401
+        page = httpx.get(toka.url)
+        assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        watcher = Watcher(toka)
+        watcher.start()
+        watcher.wait_for()
+        with requests_under_way(toka, 12, max_tokens=150):
+            watcher.wait_for(3)
+        watcher.wait_for(2)
+        started = time.monotonic()
+        assert toka.stop() == 0
+        assert time.monotonic() - started < 10, "those who watch do not hold up the end"
+        watcher.join(10)
+    assert watcher.has_ended
+    replicas = [event["replicas"][0] for event in watcher.events]
+    busy = [one for one in replicas if one.get("running")]
+    assert busy
+    for one in replicas:
+        if "blocks" in one:
+            assert sum(one["blocks"][name] for name in ("own", "shared", "cached", "free")) == one["blocks"]["total"]
+    forecasts = [one["forecast"] for one in busy if one["forecast"] is not None]
+    assert any(forecast["peak"] > 0.8 * forecast["limit"] for forecast in forecasts), "admission fills the cache"
+    assert all(forecast["blocks"][-1] == 0 for forecast in forecasts)
+    assert any(one["next"] is not None and one["next"]["blocked_by"] == "blocks" for one in busy)
+    assert sum(one["events"]["finished"] for one in replicas if "events" in one) == 12 * 4
+    assert {tuple(pair) for one in replicas for pair in one.get("lengths", ())} == {(150, 150)}
+    assert watcher.events[-1]["requests"] == {"open": 0, "answered": 12, "aborted": 0, "failed": 0}
+    assert replicas[-1]["tokens"]["generated"] == 12 * 4 * 150
+    recorded = [json.loads(line) for line in record.read_text().splitlines()]
+    by_time = {event["time"]: event for event in recorded}
+    assert len(recorded) >= len(watcher.events) - 1
+    assert all(by_time[event["time"]] == event for event in watcher.events[:-1])
+
+
+@pytest.mark.long
+def test_of_two_replicas_one_dies_and_comes_back_before_the_eyes_of_who_watches(model: Path) -> None:
+    with running_toka(f"model={model}", *FLAGS, "kv_cache_num_tokens=16384", "dp_size=2") as toka:
+        watcher = Watcher(toka)
+        watcher.start()
+        with requests_under_way(toka, 8, max_tokens=200):
+            watcher.wait_for(2)
+        assert [one["state"] for one in watcher.events[-1]["replicas"]] == ["up", "up"]
+        assert watcher.events[-1]["server"]["dp_size"] == 2
+        children = toka.children()
+        os.kill(next(pid for title, pid in children.items() if title.startswith("toka-manager1")), signal.SIGKILL)
+        first = len(watcher.events)
+        wait_for(lambda: any(event["replicas"][1]["state"] == "down" for event in watcher.events[first:]), 60)
+        wait_for(lambda: watcher.events[-1]["replicas"][1]["state"] == "up", 120)
+        watcher.wait_for(1)
+        replicas = watcher.events[-1]["replicas"]
+        assert [one["restarts"] for one in replicas] == [0, 1]
+        assert replicas[0]["tokens"]["generated"] > 0 == replicas[1]["tokens"]["generated"]
+        assert toka.stop() == 0
+        watcher.join(10)
+    assert watcher.has_ended
+
+
+@pytest.mark.long
+def test_a_file_that_is_no_recording_stops_the_start_with_one_line(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("notes\n")
+    command = [sys.executable, "-m", "tokasaurus", f"model={model}", "port=0", f"record={tmp_path}/notes.txt"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "is no recording" in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
