@@ -86,6 +86,13 @@ def test_the_wheel_contains_the_live_page(installed: Path) -> None:
     assert {path.name: path.read_bytes() for path in (installed / page).iterdir() if path.is_file()} == sources
 
 
+def test_the_wheel_contains_the_page_about_the_api_with_its_licence(installed: Path) -> None:
+    page = Path("tokasaurus", "server", "docs_page")
+    sources = {path.name: path.read_bytes() for path in (DIST.parent / page).iterdir() if path.is_file()}
+    assert sources.keys() >= {"docs.html", "swagger-ui-bundle.js.gz", "swagger-ui.css.gz", "LICENSE", "NOTICE"}
+    assert {path.name: path.read_bytes() for path in (installed / page).iterdir() if path.is_file()} == sources
+
+
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("readelf") is None, reason="reads ELF files by readelf")
 def test_libraries_need_only_what_torch_needs(installed: Path) -> None:
     for path in prebuilt(installed).values():

@@ -1,4 +1,4 @@
-"""API keys: every route except /health, /ready and the live page refuses a request without one, before it reads the
+"""API keys: every route except /health, /ready and the pages refuses a request without one, before it reads the
 body."""
 
 import hashlib
@@ -21,7 +21,7 @@ from tokasaurus.server.served_model import ServedModel
 
 KEY = "s3cret-key"
 FILE_KEYS = ["key-of-alice", "key-of-bob", "key-without-name", "second-of-alice"]
-UNLISTED_ROUTES = [("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/nowhere")]
+UNLISTED_ROUTES = [("GET", "/openapi.json"), ("GET", "/docs/other"), ("GET", "/nowhere")]
 
 
 def ask(
@@ -77,7 +77,7 @@ def test_every_route_except_the_open_ones_returns_401_without_the_key(guarded: L
         assert response.status == 401, path
         assert response.headers["WWW-Authenticate"] == "Bearer"
         assert KEY.encode() not in content
-    for path in ("/health", "/ready", "/"):
+    for path in ("/health", "/ready", "/", "/docs", "/docs/swagger-ui.css"):
         assert ask(guarded, "GET", path, header)[0].status == 200
 
 

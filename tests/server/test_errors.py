@@ -16,7 +16,7 @@ CONTEXT = LIMITS.max_tokens_per_sequence
     ("method", "path", "status", "code"),
     [
         ("GET", "/nowhere", 404, "unknown_url"),
-        ("POST", "/", 404, "unknown_url"),
+        ("POST", "/", 405, None),
         ("GET", "/v1", 404, "unknown_url"),
         ("GET", "/health/more", 404, "unknown_url"),
         ("GET", COMPLETIONS, 405, None),

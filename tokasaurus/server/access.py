@@ -19,10 +19,11 @@ from tokasaurus.config import ORIGIN
 from tokasaurus.flags import split_list
 from tokasaurus.messages.status import UserError
 from tokasaurus.random_ids import random_id
+from tokasaurus.server.docs_page import ASSETS
 from tokasaurus.server.errors import CrossSite, MisdirectedRequest, WrongApiKey, error_response, shorten
 
-# Load balancers check the first two without the key. The live page asks its reader for one.
-OPEN_PATHS = frozenset({"/health", "/ready", "/"})
+# Load balancers check the first two without the key. The pages ask their reader for one.
+OPEN_PATHS = frozenset({"/health", "/ready", "/", "/docs", *(f"/docs/{name}" for name in ASSETS)})
 _KEY = re.compile("[!-~]+")
 KEY_HEADERS = ("authorization", "api-key", "x-api-key")
 """Where clients send a key: the first is OpenAI's, as `Bearer KEY`, the others are Azure's and Anthropic's."""

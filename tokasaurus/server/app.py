@@ -70,7 +70,7 @@ from tokasaurus.server.resources import (
     request_limits,
 )
 from tokasaurus.server.routes import batches as batch_routes
-from tokasaurus.server.routes import bulk, files, generation, health, live, sglang_rollouts, vllm_rollouts
+from tokasaurus.server.routes import bulk, docs, files, generation, health, live, sglang_rollouts, vllm_rollouts
 from tokasaurus.server.routes import model as model_routes
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import HeadMiddleware, ServerState
@@ -244,6 +244,8 @@ def create_app(
         version=__version__,
         lifespan=lifespan,
         redirect_slashes=False,
+        docs_url=None,  # pages of FastAPI's, which load scripts from another host
+        redoc_url=None,
     )
     app.state.server = state
     app.state.batches = batches
@@ -251,7 +253,7 @@ def create_app(
     app.state.live = feed
     add_error_handlers(app)
     app.add_exception_handler(StoreError, _on_store_error)
-    served = [generation, bulk, files, batch_routes, model_routes, health, live]
+    served = [generation, bulk, files, batch_routes, model_routes, health, live, docs]
     for routes in [*served, vllm_rollouts, sglang_rollouts] if model.rl else served:
         # Not include_router, which builds each route again at the first request of the app: a fifth of a second.
         app.router.routes.extend(routes.router.routes)

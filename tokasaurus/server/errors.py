@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
 from tokasaurus.server.paths import paths_of
 from tokasaurus.server.unknown_paths import what_to_use
+from tokasaurus.server.value_words import words_for
 from tokasaurus.text.json_lines import write_json
 
 # Longest field or model name from a client that error messages repeat.
@@ -252,7 +252,7 @@ def internal_error() -> ApiError:
 
 
 def invalid_value(details: ErrorDetails) -> InvalidRequest:
-    """For one of the errors that pydantic found, with the field's name."""
+    """For one of the errors that pydantic found, with its context and the field's name."""
     param = field_name(details["loc"])
     match details["type"]:
         case "extra_forbidden":
@@ -268,7 +268,7 @@ def invalid_value(details: ErrorDetails) -> InvalidRequest:
         case "model_type" | "dataclass_type" if param is None:
             return WrongType("the body must be a JSON object")
     kind = WrongType if details["type"].endswith("_type") else InvalidRequest
-    return kind(f"{param}: {details['msg']}", param)
+    return kind(f"{'the body' if param is None else param} {words_for(details)}", param)
 
 
 def field_name(location: Sequence[int | str]) -> str | None:
@@ -322,12 +322,6 @@ def add_error_handlers(app: FastAPI) -> None:
             code = "unknown_url"  # as OpenAI names it
         return _respond(status, ErrorObject(message, "invalid_request_error", None, code), error.headers)
 
-    async def on_validation_error(_request: Request, error: Exception) -> Response:
-        """Errors in path and query parameters; bodies are parsed by `json_body`."""
-        assert isinstance(error, RequestValidationError)
-        details = error.errors()[0]
-        return error_response(invalid_value(details | {"loc": details["loc"][1:]}))  # without "query" or "path"
-
     async def on_client_gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=499)  # nginx's status for a closed connection; nobody reads it
 
@@ -337,7 +331,6 @@ def add_error_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(RequestValidationError, on_validation_error)
     app.add_exception_handler(ClientGone, on_client_gone)
     app.add_exception_handler(Exception, on_internal_error)
 

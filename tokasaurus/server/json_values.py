@@ -69,7 +69,7 @@ def validate_body(value: object, body_model: type[Body]) -> Body:
 
 def _first_error(error: ValidationError, body_model: type[BaseModel]) -> InvalidRequest:
     """The first that pydantic found. A misspelt field comes before the missing one that it stands for."""
-    details, *others = error.errors(include_url=False, include_context=False, include_input=False)
+    details, *others = error.errors(include_url=False, include_input=False)
     if details["type"] == "missing":
         beside = [other for other in others if other["loc"][:-1] == details["loc"][:-1]]
         details = next((other for other in beside if other["type"] == "extra_forbidden"), details)

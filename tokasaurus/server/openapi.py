@@ -1,15 +1,36 @@
-"""Error responses on the OpenAPI page: for each operation exactly the statuses that it may answer."""
+"""The OpenAPI page: for each operation exactly the statuses that it may answer, and a body that it accepts. Errors in
+queries, which FastAPI reads."""
 
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, get_type_hints
 
 import orjson
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 
 from tokasaurus.server.access import OPEN_PATHS
-from tokasaurus.server.errors import ErrorResponse
+from tokasaurus.server.errors import ErrorResponse, error_response, invalid_value, shorten, unknown_field
+from tokasaurus.server.protocol.known_fields import advice
 
 Responses = dict[int | str, dict[str, Any]]
+
+_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "What do whales eat?"}], "max_tokens": 100}
+_TOKENS = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 20}}
+EXAMPLES: Mapping[str, object] = {
+    "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 50},
+    "/v1/chat/completions": _CHAT,
+    "/v1/responses": {"input": "What do whales eat?", "max_output_tokens": 100},
+    "/v1/messages": _CHAT,
+    "/v1/messages/count_tokens": {"messages": _CHAT["messages"]},
+    "/v1/bulk": orjson.dumps({"custom_id": "1", "url": "/v1/chat/completions", "body": _CHAT}).decode() + "\n",
+    "/v1/batches": {"input_file_id": "file-…", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
+    "/tokenize": {"prompt": "What do whales eat?"},
+    "/detokenize": {"tokens": [1, 2, 3]},
+    "/inference/v1/generate": _TOKENS,
+    "/generate": {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 20}},
+}
+"""Path of a POST route → a body that it accepts, which the page offers to send. A batch needs the id of a file."""
 
 
 def error_responses(*statuses: int) -> Responses:
@@ -34,8 +55,24 @@ def _drop_unused_schemas(page: dict[str, Any]) -> None:
             del schemas[name]
 
 
+async def _on_query_error(request: Request, error: Exception) -> Response:
+    """Errors in the parameters of a path or a query; bodies are parsed by `json_body`."""
+    assert isinstance(error, RequestValidationError)
+    details = error.errors()[0]
+    details = details | {"loc": details["loc"][1:]}  # without "query" or "path"
+    if details["type"] != "extra_forbidden":
+        return error_response(invalid_value(details))
+    name = shorten(str(details["loc"][-1]))
+    known = get_type_hints(request.scope["route"].endpoint)["query"].model_fields
+    return error_response(unknown_field(name, advice(name, known)))
+
+
 class DescribedApp(FastAPI):
     """FastAPI with an OpenAPI page adapted to our own body parsing and to the errors that any route may answer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.add_exception_handler(RequestValidationError, _on_query_error)
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -51,5 +88,8 @@ class DescribedApp(FastAPI):
                         responses["403"] = {"description": "a web page of another site sent the request", **error}
                     if path not in OPEN_PATHS:
                         responses["401"] = {"description": "the server's API key is missing or wrong", **error}
+                    if method == "post" and path in EXAMPLES:
+                        for content in operation["requestBody"]["content"].values():
+                            content["example"] = EXAMPLES[path]
             _drop_unused_schemas(page)
         return super().openapi()

@@ -84,8 +84,8 @@ ANCHOR = field_part("expires_after[anchor]", "created_at")
 NOT_CLOSED = form(PURPOSE, FILE).removesuffix(b"--\r\n")
 MALFORMED: dict[str, tuple[bytes, str, str | None]] = {
     "empty": (b"", "ends before the last boundary", None),
-    "no parts": (form(), "no part named file", "file"),
-    "no file": (form(PURPOSE), "no part named file", "file"),
+    "no parts": (form(), "file is required", "file"),
+    "no file": (form(PURPOSE), "file is required", "file"),
     "two files": (form(PURPOSE, FILE, FILE), "two parts named file", "file"),
     "file is a field": (form(PURPOSE, field_part("file", "x")), "must be a file", "file"),
     "empty filename": (form(PURPOSE, file_part(CONTENT, "")), "must be a file", "file"),
@@ -100,7 +100,7 @@ MALFORMED: dict[str, tuple[bytes, str, str | None]] = {
     "unknown file": (form(PURPOSE, FILE, file_part(b"", name="b")), "unknown field 'b'", "b"),
     "only anchor": (form(PURPOSE, ANCHOR, FILE), "seconds is required", "expires_after.seconds"),
     "seconds": (form(PURPOSE, ANCHOR, field_part("expires_after[seconds]", "3599"), FILE), "3600", None),
-    "words": (form(PURPOSE, ANCHOR, field_part("expires_after[seconds]", "an hour"), FILE), "integer", None),
+    "words": (form(PURPOSE, ANCHOR, field_part("expires_after[seconds]", "an hour"), FILE), "whole number", None),
     "anchor": (form(PURPOSE, field_part("expires_after[anchor]", "now"), FILE), "created_at", None),
     "not closed": (NOT_CLOSED, "ends before the last boundary", None),
     "cut in the file": (NOT_CLOSED[:-30], "ends before the last boundary", None),

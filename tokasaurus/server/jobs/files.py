@@ -7,7 +7,7 @@ from typing import BinaryIO
 import apsw
 
 from tokasaurus.server.errors import BodyTooLarge, Conflict, InvalidRequest, NotFound, shorten, unknown_field
-from tokasaurus.server.jobs.multipart import FormReader
+from tokasaurus.server.jobs.multipart import FILE_FIELD, FormReader
 from tokasaurus.server.jobs.store.data_dir import NewContent, StoreError
 from tokasaurus.server.jobs.store.database import run_blocking
 from tokasaurus.server.jobs.store.records import (
@@ -21,6 +21,7 @@ from tokasaurus.server.jobs.store.records import (
 from tokasaurus.server.jobs.store.store import Store
 from tokasaurus.server.json_values import validate_body
 from tokasaurus.server.protocol.files import UploadFields
+from tokasaurus.server.protocol.known_fields import advice
 from tokasaurus.server.resources import DAY_SECONDS, BatchLimits
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class Upload:
         is stored."""
         self._reader.finish()
         if self._content is None:
-            raise InvalidRequest("the body has no part named file", "file")
+            raise InvalidRequest("file is required: the body has no part of this name", "file")
         fields = self._checked_fields()
         now = int(time.time())
         seconds = self._limits.keep_days * DAY_SECONDS
@@ -88,7 +89,7 @@ class Upload:
 
     def add_field(self, name: str, value: str) -> None:
         if name not in _FIELDS:
-            raise unknown_field(shorten(name))
+            raise unknown_field(shorten(name), advice(name, (*_FIELDS, FILE_FIELD)))
         if name in self._fields:
             raise InvalidRequest(f"{name} is given twice", name)
         self._fields[name] = value

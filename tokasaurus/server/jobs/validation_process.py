@@ -6,6 +6,7 @@ Imports nothing heavy.
 """
 
 import codecs
+import difflib
 import signal
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ MAX_SHOWN_ERRORS = 1000
 """A file may have an error in each line; the rest are only counted."""
 LINES_PER_PART = 500
 _METHOD = "POST"
+_FIELDS = ("custom_id", "method", "url", "body")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +72,17 @@ class InputReader:
             self._num_lines += not is_blank
             # so many blank lines are no accident, and reading them takes as long as other lines
             if max(self._num_lines, number - self._num_lines) > self._max_lines:
-                self._add("too_many_lines", f"at most {self._max_lines} lines (max_batch_lines)", None, None)
+                message = f"the file may have at most {self._max_lines} lines (max_batch_lines)"
+                self._add("too_many_lines", message, None, None)
                 return
             size = len(line.rstrip(b"\r\n"))
             is_whole = line.endswith(b"\n") or len(line) < self._max_line_bytes + 2
             try:
                 if not is_whole or size > self._max_line_bytes:
                     start += _skip_line(content, line)
-                    raise _BadLine("line_too_long", f"at most {self._max_line_bytes} bytes (max_line_bytes)")
+                    raise _BadLine(
+                        "line_too_long", f"the line may have at most {self._max_line_bytes} bytes (max_line_bytes)"
+                    )
                 if not is_blank:
                     yield self._check(line, number), start, size
             except _BadLine as error:
@@ -91,31 +96,35 @@ class InputReader:
         try:
             value = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            raise _BadLine("invalid_json_line", f"not valid JSON: {error.msg} (character {error.pos})") from None
+            raise _BadLine(
+                "invalid_json_line", f"the line is not valid JSON: {error.msg} (character {error.pos})"
+            ) from None
         if not isinstance(value, dict):
-            raise _BadLine("invalid_json_line", "must be a JSON object")
-        for name in ("custom_id", "method", "url", "body"):
+            raise _BadLine("invalid_json_line", "the line must be a JSON object")
+        for name in _FIELDS:
             if name not in value:
-                raise _BadLine("missing_required_parameter", f"{name} is missing", name)
+                raise _BadLine("missing_required_parameter", f"{name} is required", name)
         custom_id = value["custom_id"]
         if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID_CHARS:
             raise _BadLine(
-                "invalid_custom_id", f"must be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters", "custom_id"
+                "invalid_custom_id", f"custom_id must be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters", "custom_id"
             )
         if custom_id in self._line_of:
-            message = f"line {self._line_of[custom_id]} has the same custom_id"
+            message = f"custom_id is also that of line {self._line_of[custom_id]}"
             raise _BadLine("duplicate_custom_id", message, "custom_id")
         self._line_of[custom_id] = number
         if value["method"] != _METHOD:
-            raise _BadLine("invalid_method", f"must be {_METHOD}", "method")
+            raise _BadLine("invalid_method", f"method must be {_METHOD}", "method")
         if value["url"] != self._endpoint:
-            raise _BadLine("mismatched_endpoint", f"must be the batch's endpoint, {self._endpoint}", "url")
+            raise _BadLine("mismatched_endpoint", f"url must be the batch's endpoint, {self._endpoint}", "url")
         if not isinstance(value["body"], dict):
-            raise _BadLine("invalid_body", "must be a JSON object", "body")
-        unknown = value.keys() - {"custom_id", "method", "url", "body"}
+            raise _BadLine("invalid_body", "body must be a JSON object", "body")
+        unknown = value.keys() - set(_FIELDS)
         if unknown:
             name = min(unknown)[:MAX_CUSTOM_ID_CHARS]
-            raise _BadLine("unknown_parameter", "unknown field", name)
+            close = difflib.get_close_matches(name[:100], _FIELDS, n=1)
+            meant = f": did you mean {close[0]!r}?" if close else ""
+            raise _BadLine("unknown_parameter", f"unknown field {name!r}{meant}", name)
         return custom_id
 
     def _add(self, code: str, message: str, line: int | None, param: str | None) -> None:

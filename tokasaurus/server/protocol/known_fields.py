@@ -326,5 +326,6 @@ def advice(name: str, fields: Collection[str]) -> str:
     known = KNOWN_FIELDS.get(name)
     if known is not None:
         return f": it belongs to bodies of {_listed(known.endpoints)}"
-    close = difflib.get_close_matches(snake, fields, n=1, cutoff=0.75)
+    swapped = [name for name in fields if sorted(name) == sorted(snake)]
+    close = swapped or difflib.get_close_matches(snake, fields, n=1, cutoff=0.75)
     return f": did you mean {close[0]!r}?" if close else ""

@@ -1,8 +1,5 @@
 """GET /, the live page, and GET /live, its events."""
 
-import base64
-import hashlib
-import re
 from functools import cache
 
 from fastapi import APIRouter, Request
@@ -11,43 +8,18 @@ from starlette.responses import Response
 from tokasaurus.server.errors import ServerStopping
 from tokasaurus.server.live import LiveFeed
 from tokasaurus.server.page import read_live_page
+from tokasaurus.server.page_headers import page_headers
 from tokasaurus.server.routes.event_stream import HEADERS, EventStream
 from tokasaurus.server.state import is_head, state_of
 
 router = APIRouter(tags=["health"])
-
-_SCRIPT = re.compile(rb"<script(?:\s[^>]*)?>(.*?)</script>", re.DOTALL | re.IGNORECASE)
-
-
-def content_policy(page: bytes) -> str:
-    """Allows the scripts that are written in the page, its styles, and requests to its own server; nothing else."""
-    digests = (base64.b64encode(hashlib.sha256(script).digest()).decode() for script in _SCRIPT.findall(page))
-    scripts = " ".join(f"'sha256-{digest}'" for digest in digests)
-    return "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src {scripts}",
-            "style-src 'unsafe-inline'",
-            "img-src data:",
-            "connect-src 'self'",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-        )
-    )
 
 
 @cache
 def _page() -> tuple[bytes, dict[str, str]]:
     """The page and its headers."""
     content = read_live_page()
-    return content, {
-        "Content-Security-Policy": content_policy(content),
-        "Cache-Control": "no-cache",
-        "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"',
-        "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
-    }
+    return content, page_headers(content)
 
 
 @router.get("/", include_in_schema=False)

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from tokasaurus.server.page import read_live_page
-from tokasaurus.server.routes.live import content_policy
+from tokasaurus.server.page_headers import content_policy
 
 
 @dataclass
