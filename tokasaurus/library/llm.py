@@ -118,7 +118,7 @@ class LLM(Client):
         model: as `toka model=`: a repository id, a directory or a GGUF file; None for the small demo model.
         concurrency: most prompts that are in the engine at once; None: as many as its scheduler can look ahead over.
         show: print the phases of the start, and warnings, on stderr; log_level="info" shows more.
-        flags: of `toka`, such as kv_cache_num_tokens=100_000 or dp_size=2; `toka --help` lists them.
+        flags: of `toka`, such as kv_cache_num_tokens=100_000 or dp_size=2; `toka --help-all` lists them.
 
         Raises TypeError or ValueError for a wrong flag, and EngineError if the engine does not start; one line says
         why."""
