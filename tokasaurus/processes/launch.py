@@ -67,7 +67,7 @@ def serve(
     setup_logging(config, "launcher", has_terminal=True)
     if report is None:
         report = StartupReport(start_times=read_start_times())
-        log_writer().show_status(report.rows)
+    log_writer().show_status(report.rows)
     report.num_replicas, report.drain_seconds = config.dp_size, config.drain_seconds
     old_handlers = {
         number: signal.signal(number, signal.default_int_handler)
