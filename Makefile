@@ -3,6 +3,7 @@ BIN := .venv/bin
 SERVE_ARGS ?=
 BENCH_ARGS ?=
 CLIENTS ?=
+RECORD ?=
 PARTS ?=
 KIT_ARGS ?=
 RELEASE_ARGS ?=
@@ -19,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Tests start hundreds of Python processes, each of which would compile every module again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help serve test check lint types unit test-clients test-gpu test-neon test-long test-flashinfer test-flashinfer-build flashinfer-packages test-wheel wheel release-check docs gpu-kit bench-manager torture soak format clean
+.PHONY: help serve test check lint types unit test-clients test-clients-newest test-gpu test-neon test-long test-flashinfer test-flashinfer-build flashinfer-packages test-wheel wheel release-check docs gpu-kit bench-manager torture soak format clean
 
 serve: .venv/installed  ## Serves the demo model, or SERVE_ARGS
 	$(BIN)/toka $(SERVE_ARGS)
@@ -54,7 +55,11 @@ unit: .venv/installed-dev  ## The tests alone
 	$(PYTEST)
 
 test-clients: .venv/installed-dev  ## Clients that need environments of their own
-	$(BIN)/python -m tests.clients.in_environments $(CLIENTS)
+	$(BIN)/python -m tests.clients.in_environments $(if $(RECORD),--record) $(CLIENTS)
+
+# A report of what the next versions break: it ends with a line for each set of clients
+test-clients-newest: .venv/installed-dev  ## Clients in their newest versions
+	$(BIN)/python -m tests.clients.in_environments --newest $(CLIENTS)
 
 # What needs a CUDA device; docs/gpu.md. One line without one.
 test-gpu: .venv/installed-dev  ## What needs a CUDA device

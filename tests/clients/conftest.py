@@ -46,3 +46,23 @@ def plain_post(base_url: str) -> PlainPost:
             return parsed
 
     return post
+
+
+WHALES = "What do whales eat?"
+
+
+@pytest.fixture(scope="session")
+def whales(plain_post: PlainPost) -> Callable[..., str]:
+    """(number of tokens, system message) -> the greedy answer to WHALES, requested without a client library."""
+
+    def answer(max_tokens: int, system: str | None = None) -> str:
+        messages = [{"role": "system", "content": system}] if system else []
+        body = {
+            "messages": [*messages, {"role": "user", "content": WHALES}],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+        }
+        text: str = plain_post("chat/completions", body)["choices"][0]["message"]["content"]
+        return text
+
+    return answer

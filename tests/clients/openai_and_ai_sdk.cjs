@@ -77,6 +77,17 @@ async function aiSdk(model, expected, providerOptions) {
   assert.ok(called.length >= 2 && called.every((word) => ["whale", "seal"].includes(word)));
 }
 
+async function aiSdkConversation(openai) {
+  const limits = { model: openai("default"), maxOutputTokens: 12, temperature: 0 };
+  const question = { role: "user", content: prompt };
+  const first = await generateText({ ...limits, messages: [question] });
+  const messages = [question, ...first.response.messages, { role: "user", content: "And seals?" }];
+  // by default it names the first answer in place of sending it, and the refusal says what to set
+  await assert.rejects(generateText({ ...limits, maxRetries: 0, messages }), /providerOptions: \{openai: \{store: false\}\}/);
+  const second = await generateText({ ...limits, messages, providerOptions: { openai: { store: false } } });
+  assert.ok(second.text);
+}
+
 async function main() {
   const expected = await chatAnswer();
   const openai = createOpenAI({ baseURL, apiKey: "none" });
@@ -85,6 +96,7 @@ async function main() {
     "openai responses": () => openaiResponses(expected),
     "@ai-sdk/openai": () => aiSdk(openai("default"), expected),
     "@ai-sdk/openai, store false": () => aiSdk(openai("default"), expected, { openai: { store: false } }),
+    "@ai-sdk/openai, a conversation": () => aiSdkConversation(openai),
     "@ai-sdk/openai chat": () => aiSdk(openai.chat("default"), expected),
     "@ai-sdk/openai-compatible": () => aiSdk(compatible("default"), expected),
   };

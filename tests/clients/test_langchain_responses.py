@@ -19,9 +19,15 @@ def chat(base_url: str) -> Any:
     return module.ChatOpenAI(use_responses_api=True, max_tokens=80, **fields)
 
 
-def test_an_answer_its_stream_and_a_conversation_equal_the_chat(chat: Any, plain_post: PlainPost) -> None:
+@pytest.fixture
+def short_chat(chat: Any) -> Any:
+    return chat.model_copy(update={"max_tokens": 12})
+
+
+def test_an_answer_its_stream_and_a_conversation_equal_the_chat(short_chat: Any, plain_post: PlainPost) -> None:
+    chat, greedy = short_chat, {"max_tokens": 12, "temperature": 0}
     question = {"role": "user", "content": WHALES}
-    expected = plain_post("chat/completions", {"messages": [question], "max_tokens": 80, "temperature": 0})
+    expected = plain_post("chat/completions", {"messages": [question], **greedy})
     answer = chat.invoke(WHALES)
     assert answer.text == expected["choices"][0]["message"]["content"]
     assert answer.usage_metadata["output_tokens"] == expected["usage"]["completion_tokens"]
@@ -33,12 +39,12 @@ def test_an_answer_its_stream_and_a_conversation_equal_the_chat(chat: Any, plain
     assert len(chunks) > 4
     next_question = {"role": "user", "content": "And seals?"}
     messages = [question, {"role": "assistant", "content": answer.text}, next_question]
-    expected = plain_post("chat/completions", {"messages": messages, "max_tokens": 80, "temperature": 0})
+    expected = plain_post("chat/completions", {"messages": messages, **greedy})
     for sent_back in (answer, added):
         assert chat.invoke([question, sent_back, next_question]).text == expected["choices"][0]["message"]["content"]
 
 
-def test_a_tool_is_called_and_its_result_can_be_sent_back(chat: Any) -> None:
+def test_a_tool_is_called_and_its_result_can_be_sent_back(chat: Any, short_chat: Any) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
 
     question = HumanMessage(QUESTION)
@@ -53,7 +59,7 @@ def test_a_tool_is_called_and_its_result_can_be_sent_back(chat: Any) -> None:
         added += chunk
     assert [streamed["args"] for streamed in added.tool_calls] == [call["args"]]
     result = ToolMessage("It is the largest animal.", tool_call_id=call["id"])
-    assert chat.bind_tools([Animal], tool_choice="none").invoke([question, answer, result]).text
+    assert short_chat.bind_tools([Animal], tool_choice="none").invoke([question, answer, result]).text
 
 
 def test_structured_output_is_parsed_into_the_requested_class(chat: Any) -> None:

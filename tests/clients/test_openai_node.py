@@ -1,4 +1,4 @@
-"""OpenAI's Node client and the AI SDK against a real server. Their checks are in the .cjs files."""
+"""OpenAI's Node client, the AI SDK and others for Node against a real server. Their checks are in the scripts."""
 
 import subprocess
 from pathlib import Path
@@ -7,10 +7,14 @@ import pytest
 
 from tests.clients.node import NODE, VARIABLES, needs
 
-pytestmark = needs("openai", "ai")
+SCRIPTS = {
+    "openai_batches.cjs": ("openai",),
+    "openai_and_ai_sdk.cjs": ("openai", "ai"),
+    "agents_langchain_instructor.mjs": ("@openai/agents", "@langchain/openai", "@instructor-ai/instructor"),
+}
 
 
-@pytest.mark.parametrize("script", ["openai_batches.cjs", "openai_and_ai_sdk.cjs"])
+@pytest.mark.parametrize("script", [pytest.param(name, marks=needs(*packages)) for name, packages in SCRIPTS.items()])
 def test_node_clients(base_url: str, script: str) -> None:
     assert NODE is not None
     command = [NODE, str(Path(__file__).with_name(script)), base_url]

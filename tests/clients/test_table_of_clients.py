@@ -1,38 +1,55 @@
-"""docs/clients.md lists the clients of in_environments.py, with versions that it installs."""
-
-import re
+"""docs/clients.md shows what was recorded of every set of clients, and nothing else."""
 
 from packaging.requirements import Requirement
 
-from tests.clients.in_environments import ENVIRONMENTS, ROOT
-
-BROUGHT_ALONG = {"openai"}
-"""Clients that those of the environments require, in versions of their choice."""
-
-
-def rows() -> dict[str, list[str]]:
-    """Client -> its tested versions."""
-    table = (ROOT / "docs" / "clients.md").read_text().partition("| client | versions |")[2]
-    found = re.findall(r"^\| ([^-|][^|]*) \| ([\d., ]+) \|", table, flags=re.MULTILINE)
-    return {name.partition(",")[0].lower(): versions.split(", ") for name, versions in found}
+from tests.clients.environments import ENVIRONMENTS, Environment
+from tests.clients.in_environments import Installed
+from tests.clients.table import read_records, shown_table, table
 
 
-def test_every_environment_has_a_row_with_a_version_that_it_installs() -> None:
-    shown = rows()
+def fits(environment: Environment, package: str, version: str) -> bool:
+    """Whether the environment's requirements allow this version."""
+    for text in environment.npm_packages:
+        name, _, wanted = text.rpartition("@")
+        if name == package:
+            return f"{version}.".startswith(f"{wanted}.")
+    wanted_python = [Requirement(text) for text in environment.requirements]
+    return all(each.specifier.contains(version) for each in wanted_python if each.name == package)
+
+
+def test_the_page_shows_the_table_of_the_records() -> None:
+    """`python -m tests.clients.table` writes it."""
+    assert shown_table() == table(read_records())
+
+
+def test_what_is_recorded_is_of_versions_that_the_requirements_allow() -> None:
+    records = read_records()
+    known = {environment.name: environment for environment in ENVIRONMENTS}
+    assert records.keys() <= known.keys()
+    for name, record in records.items():
+        environment, versions = known[name], record["versions"]
+        assert versions.keys() == environment.clients.keys()
+        for package, version in versions.items():
+            assert fits(environment, package, version), f"{environment.name}: {package} {version}"
+
+
+def test_environments_that_test_the_same_of_a_client_share_a_row() -> None:
+    records = read_records()
+    for day, name in (("2026-11-03", "openai-1"), ("2026-11-02", "openai-3")):
+        records[name] = {"day": day, "versions": {"openai": f"{name[-1]}.0"}}
+    lines = [line.split(" | ") for line in table(records).splitlines()[2:]]
+    assert len({(line[0], line[3]) for line in lines}) == len(lines)
+    (openai,) = [line for line in lines if line[0] == "| openai"]
+    assert openai[1].startswith("1.0, ")
+    assert openai[1].endswith("3.0")
+    assert openai[2] == "2026-11-02"
+
+
+def test_the_newest_versions_are_those_without_a_bound() -> None:
     for environment in ENVIRONMENTS:
-        wanted = [Requirement(text) for text in environment.requirements]
-        listed = [each for each in wanted if each.name.lower() in shown.keys() - BROUGHT_ALONG]
-        assert listed or environment.npm_packages, f"docs/clients.md has no row for {environment.name}"
-        for requirement in listed:
-            versions = shown[requirement.name.lower()]
-            assert all(map(requirement.specifier.contains, versions)), f"{requirement}: {versions}"
-        for package in environment.npm_packages:
-            name, _, version = package.rpartition("@")
-            versions = shown.get(f"{name} for node", [])
-            assert all(f"{each}.".startswith(f"{version}.") for each in versions), f"{package}: {versions}"
-
-
-def test_every_row_is_a_client_of_an_environment() -> None:
-    python = {Requirement(text).name.lower() for each in ENVIRONMENTS for text in each.requirements}
-    node = {f"{package.rpartition('@')[0]} for node" for each in ENVIRONMENTS for package in each.npm_packages}
-    assert set(rows()) <= python | node | BROUGHT_ALONG
+        newest = Installed(environment, is_newest=True)
+        names = [Requirement(text).name for text in environment.requirements]
+        assert [Requirement(text).name for text in newest.requirements] == names
+        assert not any(Requirement(text).specifier for text in newest.requirements)
+        assert all(text.endswith("@latest") for text in newest.npm_packages)
+        assert newest.directory != Installed(environment, is_newest=False).directory
