@@ -284,14 +284,13 @@ ENVIRONMENTS = (
         {
             "@openai/agents": "agents with tools over responses and chats, streamed too",
             "@langchain/openai": "chats and responses: text, streams, tools",
-            "@instructor-ai/instructor": "structured output",
             "openai": "[batches](batches.md); responses, streams, tools",
             "@ai-sdk/openai": _AI_SDK,
             "@ai-sdk/openai-compatible": "chats, streams, tool loops",
         },
         (
             *("openai@7", "ai@7", "@ai-sdk/openai@4", "@ai-sdk/openai-compatible@3", "zod@4", "@openai/agents@0.20"),
-            *("@langchain/openai@1", "@langchain/core@1", "@instructor-ai/instructor@1"),
+            *("@langchain/openai@1", "@langchain/core@1"),
         ),
     ),
     Environment("openai-1", ("openai>=1.109,<2",), ("test_openai.py",), _OPENAI),

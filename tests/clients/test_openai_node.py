@@ -10,7 +10,7 @@ from tests.clients.node import NODE, VARIABLES, needs
 SCRIPTS = {
     "openai_batches.cjs": ("openai",),
     "openai_and_ai_sdk.cjs": ("openai", "ai"),
-    "agents_langchain_instructor.mjs": ("@openai/agents", "@langchain/openai", "@instructor-ai/instructor"),
+    "agents_and_langchain.mjs": ("@openai/agents", "@langchain/openai"),
 }
 
 

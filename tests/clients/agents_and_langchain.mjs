@@ -1,4 +1,4 @@
-// OpenAI's agents, LangChain and instructor for Node: text, streams, tools. Usage: node FILE BASE_URL
+// OpenAI's agents and LangChain for Node: text, streams, tools. Usage: node FILE BASE_URL
 import assert from "node:assert/strict";
 import { createRequire } from "node:module";
 import { pathToFileURL } from "node:url";
@@ -32,19 +32,6 @@ async function langchain(expected, useResponsesApi) {
   assert.ok(["whale", "seal"].includes(call.args.word));
 }
 
-async function instructor() {
-  const { OpenAI } = await load("openai");
-  const { default: module } = await load("@instructor-ai/instructor");
-  const createInstructor = module.default ?? module;
-  const { z } = await load("zod");
-  const client = createInstructor({ client: new OpenAI({ baseURL, apiKey: "none" }), mode: "TOOLS" });
-  const schema = z.object({ kind: z.enum(["whale", "seal"]) });
-  const messages = [{ role: "user", content: "Which animal eats krill?" }];
-  const fields = { model: "default", messages, max_tokens: 60, temperature: 0 };
-  const answer = await client.chat.completions.create({ ...fields, response_model: { schema, name: "Animal" } });
-  assert.ok(["whale", "seal"].includes(answer.kind));
-}
-
 async function agents(useResponses) {
   const { Agent, OpenAIProvider, Runner, tool } = await load("@openai/agents");
   const { z } = await load("zod");
@@ -74,7 +61,6 @@ const expected = await chatAnswer();
 const checks = {
   "langchain chats": () => langchain(expected, false),
   "langchain responses": () => langchain(expected, true),
-  "instructor": instructor,
   "agents over chats": () => agents(false),
   "agents over responses": () => agents(true),
 };
