@@ -222,12 +222,19 @@ def test_parts_are_sums_over_the_last_seconds_by_step() -> None:
     replicas = [one for event in recent for one in event["replicas"]]
     steps = sum(one["steps"] for one in replicas)
     assert [group["name"] for group in groups] == ["manager", "device", "phases"]
+    elapsed = 2 * (events[-1]["time"] - events[events.index(recent[0]) - 1]["time"])
     for group in groups:
-        for part in group["parts"]:
-            total = sum(one["parts"][group["name"]][part["name"]] for one in replicas)
-            assert part["perStep"] == pytest.approx(total / steps)
-    assert sum(part["share"] for part in groups[2]["parts"]) == pytest.approx(1)
-    assert sum(part["share"] for part in groups[1]["parts"]) < 1
+        parts = {
+            name: sum(one["parts"][group["name"]][name] for one in replicas)
+            for name in replicas[0]["parts"][group["name"]]
+        }
+        total = sum(parts.values())
+        assert group["perStep"] == pytest.approx(total / steps)
+        assert {part["name"]: (part["perStep"], part["share"]) for part in group["parts"]} == {
+            name: pytest.approx((value / steps, value / total)) for name, value in parts.items()
+        }
+        spent = {"manager": total, "device": parts.get("busy")}.get(group["name"])
+        assert group["ofTime"] == (None if spent is None else pytest.approx(spent / elapsed))
 
 
 def test_events_with_next_to_nothing_in_them_are_shown_as_unknown() -> None:
@@ -261,7 +268,7 @@ def test_events_with_next_to_nothing_in_them_are_shown_as_unknown() -> None:
     ("words", "values"),
     [
         ("duration", {0: "0 s", 0.0004: "1 ms", 0.25: "250 ms", 0.999: "1.0 s", 9.96: "10 s", 119.6: "2 min"}),
-        ("duration", {125: "2 min 5 s", 7199: "119 min 59 s", 7260: "2 h 1 min", 90000: "25 h", 180000: "2 d 2 h"}),
+        ("duration", {125: "2 min 5 s", 7199: "119 min", 7260: "2 h 1 min", 90000: "25 h", 180000: "2 d 2 h"}),
         ("compact", {0: "0", 999.4: "999", 9999: "9,999", 12345: "12.3K", 2500000: "2.5M"}),
         ("speed", {0: "0", 0.04: "0.0", 9.94: "9.9", 9.96: "10", 1234.4: "1,234"}),
         ("percent", {0: "0 %", 0.004: "0.4 %", 0.0951: "10 %", 1: "100 %"}),

@@ -3,6 +3,7 @@
 import { compact, duration, shortest } from "./samples.mjs";
 
 const SVG = "http://www.w3.org/2000/svg";
+const LETTER_WIDTH = 6.4; // of labels, on average
 const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400];
 
 export function element(name, attributes = {}, ...children) {
@@ -82,6 +83,10 @@ export function lengthAxis(pairs) {
   const between = round.filter((value) => value >= from && value <= to);
   const isLong = between.length > 7;
   return { from, to, ticks: isLong ? between.filter((value) => Number.isInteger(Math.log10(value))) : between };
+}
+
+function isNear(label, at, long) {
+  return at.x < label.x + label.long && label.x < at.x + long && Math.abs(label.y - at.y) < 13;
 }
 
 function round(value) {
@@ -164,22 +169,27 @@ export class TimeChart {
       line(guide.class, x(Math.max(guide.from ?? -spec.past, -spec.past)), y(guide.value), plot.right, y(guide.value));
     }
     if (spec.future > 0) line("now", x(0), plot.top, x(0), height - (spec.lanes ? 0 : bottom));
-    const labels = [];
+    const placed = [];
     for (const label of spec.labels ?? []) {
-      if (label.dot) nodes.push(element("circle", { class: label.class, cx: x(label.seconds), cy: y(label.value), r: 3.5 }));
-      const space = { left: x(label.seconds) - plot.left, right: plot.right - x(label.seconds) };
-      const anchor = label.anchor ?? (space.right > 150 ? "start" : "end");
-      const shift = label.shift ?? (anchor === "start" ? 7 : -7);
-      const at = { x: x(label.seconds) + shift, y: Math.max(plot.top + 10, y(label.value) + (label.below ? 14 : -6)) };
-      while (labels.some((other) => Math.abs(other.x - at.x) < 160 && Math.abs(other.y - at.y) < 13)) at.y += 13;
-      labels.push(at);
-      text(`label ${label.class}`, at, label.text, anchor);
+      const [atX, atY] = [x(label.seconds), y(label.value)];
+      if (label.dot) nodes.push(element("circle", { class: label.class, cx: atX, cy: atY, r: 3.5 }));
+      // right of its point where there is room, else left of it, else where it fits
+      const long = LETTER_WIDTH * label.text.length;
+      const fits = { right: atX + 7 + long <= plot.right, left: atX - 7 - long >= plot.left };
+      const start = fits.right ? atX + 7 : fits.left ? atX - 7 - long : Math.max(plot.left + 4, plot.right - long);
+      const at = { x: start, y: Math.max(plot.top + 11, atY + (label.below ? 14 : -6)) };
+      while (placed.some((other) => isNear(other, at, long))) at.y += 13;
+      placed.push({ ...at, long });
+      const isLeft = !fits.right && fits.left;
+      text(`label ${label.class}`, isLeft ? { x: atX - 7, y: at.y } : at, label.text, isLeft ? "end" : "start");
     }
     if (spec.hasTimes) {
       const most = Math.max(2, Math.floor((plot.right - plot.left) / 64));
       for (const tick of timeTicks(spec.past, spec.future, most)) {
         line("axis", x(tick), plot.bottom, x(tick), plot.bottom + 4);
-        const anchor = x(tick) > width - 24 ? "end" : "middle";
+        const isLast = x(tick) > width - 24;
+        if (isLast && tick !== 0) continue; // its text would reach into the one before
+        const anchor = isLast ? "end" : "middle";
         text(tick === 0 ? "tick is-now" : "tick", { x: x(tick), y: plot.bottom + 15 }, timeLabel(tick), anchor);
       }
     }

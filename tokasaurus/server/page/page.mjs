@@ -292,7 +292,7 @@ function showLengths() {
 }
 
 const GROUP_NAMES = { manager: "Manager", device: "Device", phases: "Phases of the forward" };
-const GROUP_WHOLE = { manager: "of the time", device: "of the time" };
+const GROUP_VERBS = { manager: "works", device: "is busy" };
 
 function showParts() {
   const groups = samples.partsOf(view.history, view.replica, PARTS_OF);
@@ -303,7 +303,7 @@ function showParts() {
   replace(at("parts"), groups.map(partsGroup));
 }
 
-function partsGroup({ name, parts, share, perStep }) {
+function partsGroup({ name, parts, perStep, ofTime }) {
   const classOf = (part, position) => (part.name === "idle" ? "part-idle" : `part-${(position % 8) + 1}`);
   const bar = make("div", { class: "bar", "aria-hidden": "true" });
   const list = make("ul", {});
@@ -313,7 +313,10 @@ function partsGroup({ name, parts, share, perStep }) {
     const value = part.perStep === null ? percent(part.share) : milliseconds(part.perStep);
     list.append(make("li", {}, key, `${words(part.name)} `, make("b", {}, value)));
   });
-  const whole = [perStep === null ? null : milliseconds(perStep), name in GROUP_WHOLE ? `${percent(share)} ${GROUP_WHOLE[name]}` : null];
+  const whole = [
+    ofTime === null ? null : `${GROUP_VERBS[name]} ${percent(ofTime)} of the time`,
+    perStep === null ? null : milliseconds(perStep),
+  ];
   const title = make("p", {}, make("b", {}, GROUP_NAMES[name] ?? words(name)), make("span", {}, whole.filter(Boolean).join(" · ")));
   return make("div", { class: "group" }, title, bar, list);
 }

@@ -152,10 +152,12 @@ export function earlierForecast(history, replica) {
 }
 
 // Seconds that charts show before and after the last event. `chosen`: the past in seconds, or null for about as much
-// past as the forecast reaches. Looks at forecasts of 30 events, so that the axis does not jump with each.
+// past as the forecast reaches. The end of the last forecast is inside; otherwise the median of 30 decides, so that the
+// axis does not jump with each event.
 export function timeWindow(history, replica, chosen) {
   const ends = history.slice(-30).map((sample) => forecastOf(sample, replica)?.seconds.at(-1) ?? 0);
-  const horizon = niceSeconds(Math.max(0, ...ends));
+  const usual = quantile(ends.toSorted((a, b) => a - b), 0.5);
+  const horizon = niceSeconds(Math.max(ends.at(-1), usual));
   const past = chosen ?? Math.min(HISTORY_SECONDS, Math.max(120, horizon));
   return { past, future: Math.max(horizon, past / 4) };
 }
@@ -232,19 +234,20 @@ export function quantile(sorted, share) {
   return sorted[below] + (position - below) * (sorted[above] - sorted[below]);
 }
 
-// Where the last seconds went: [{name, total, parts: [{name, seconds, share, perStep}]}]. Shares of the manager and of
-// the device are of the elapsed time of all replicas, shares of phases are of their sum; perStep in seconds.
+// Where the last seconds went: [{name, perStep, ofTime, parts: [{name, share, perStep}]}], in the order of the event.
+// perStep: seconds. share: of the group's sum. ofTime: share of the elapsed time of all replicas in which the manager
+// worked or the device was busy; null for other groups. Parts that took no time are left out.
 export function partsOf(history, replica, seconds) {
   const now = history.at(-1)?.time;
-  const chosen = history.filter((sample, position) => position > 0 && sample.time > now - seconds);
   const groups = new Map();
   let [steps, elapsed] = [0, 0];
-  for (const sample of chosen) {
-    const gone = sample.time - history[history.indexOf(sample) - 1].time;
+  for (let position = 1; position < history.length; position++) {
+    const sample = history[position];
+    if (sample.time <= now - seconds) continue;
     for (const one of replicasOf(sample, replica)) {
       if (!one.parts) continue;
       steps += one.steps ?? 0;
-      elapsed += gone;
+      elapsed += sample.time - history[position - 1].time;
       for (const [group, parts] of Object.entries(one.parts)) {
         const sums = groups.get(group) ?? new Map();
         for (const [name, value] of Object.entries(parts ?? {})) sums.set(name, (sums.get(name) ?? 0) + value);
@@ -252,16 +255,17 @@ export function partsOf(history, replica, seconds) {
       }
     }
   }
+  const perStep = (value) => (steps > 0 ? value / steps : null);
   return [...groups].map(([name, sums]) => {
     const total = sum([...sums.values()]) ?? 0;
-    const whole = name === "phases" ? total : Math.max(elapsed, total);
-    const parts = [...sums].map(([part, value]) => ({
-      name: part,
-      seconds: value,
-      share: whole > 0 ? value / whole : 0,
-      perStep: steps > 0 ? value / steps : null,
-    }));
-    return { name, total, perStep: steps > 0 ? total / steps : null, share: whole > 0 ? total / whole : 0, parts };
+    const spent = { manager: total, device: sums.get("busy") ?? 0 }[name];
+    const parts = [...sums].filter(([, value]) => value > 0);
+    return {
+      name,
+      perStep: perStep(total),
+      ofTime: spent === undefined || elapsed === 0 ? null : Math.min(1, spent / elapsed),
+      parts: parts.map(([part, value]) => ({ name: part, share: value / total, perStep: perStep(value) })),
+    };
   });
 }
 
@@ -314,16 +318,20 @@ export function percent(share) {
   return share > 0 && share < 0.095 ? `${(100 * share).toFixed(1)} %` : `${Math.round(100 * share)} %`;
 }
 
+// Two units below ten of the larger one, else one.
 export function duration(seconds) {
   if (!Number.isFinite(seconds)) return "–";
   if (seconds > 0 && seconds < 0.995) return `${Math.max(1, Math.round(1000 * seconds))} ms`;
   if (seconds > 0 && seconds < 9.95) return `${seconds.toFixed(1)} s`;
   const whole = Math.round(seconds);
   if (whole < 120) return `${whole} s`;
-  const [units, names] = whole < 7200 ? [[60, 1], ["min", "s"]] : [[3600, 60], ["h", "min"]];
-  if (whole >= 172800) return `${Math.floor(whole / 86400)} d ${Math.floor((whole % 86400) / 3600)} h`;
-  const [large, small] = [Math.floor(whole / units[0]), Math.floor((whole % units[0]) / units[1])];
-  return small === 0 ? `${large} ${names[0]}` : `${large} ${names[0]} ${small} ${names[1]}`;
+  const [large, small, names] = [
+    [60, 1, ["min", "s"]],
+    [3600, 60, ["h", "min"]],
+    [86400, 3600, ["d", "h"]],
+  ].findLast(([size]) => whole >= 2 * size);
+  const [first, second] = [Math.floor(whole / large), Math.floor((whole % large) / small)];
+  return second === 0 || first >= 10 ? `${first} ${names[0]}` : `${first} ${names[0]} ${second} ${names[1]}`;
 }
 
 export function milliseconds(seconds) {
