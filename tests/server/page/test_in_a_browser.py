@@ -125,7 +125,7 @@ def test_a_recording_replays_at_any_point(
     (tmp_path / "other.txt").write_text("nothing of ours\n")
     tab.choose_file("#file", tmp_path / "other.txt")
     tab.wait("!document.getElementById('notice').hidden")
-    assert text_of(tab, "#notice") == "other.txt cannot be replayed: line 1 is not an event of /live."
+    assert text_of(tab, "#notice") == "other.txt cannot be replayed: it has no events of /live."
     click(tab, "#close-replay")
     tab.wait(IS_LIVE)
     assert pages.keys == [None]

@@ -47,25 +47,27 @@ def parsed(*texts: str) -> list[object]:
     return found
 
 
-def test_a_recording_is_its_events_without_a_last_line_that_was_cut_off() -> None:
+def test_a_recording_is_its_events_without_lines_that_were_cut_off() -> None:
     whole = text(1, 2, 3)
-    assert parsed(whole, whole[:-5], whole[:-1], f"\n{whole}\n\n") == [
+    cut = text(1) + text(2)[:-9] + "\n" + text(3)
+    assert parsed(whole, whole[:-5], whole[:-1], f"\n{whole}\n\n", cut) == [
         events(1, 2, 3),
         events(1, 2),
         events(1, 2, 3),
         events(1, 2, 3),
+        events(1, 3),
     ]
 
 
-def test_what_is_no_recording_is_refused_by_line() -> None:
+def test_what_is_no_recording_is_refused() -> None:
     broken = text(1, 2).replace('"time":2', '"time":"2"')
     newer = text(1).replace('"format":1', '"format":2')
-    assert parsed("", "{}\n", "a,b\n1,2\n", broken, newer) == [
-        "it has no events",
-        "line 1 is not an event of /live",
-        "line 1 is not an event of /live",
-        "line 2 is not an event of /live",
-        "line 1 is not an event of /live",
+    assert parsed("", "a,b\nc,d\n", "{}\n", broken, newer) == [
+        "it has no events of /live",
+        "it has no events of /live",
+        "line 1 is not an event of /live that this page knows",
+        "line 2 is not an event of /live that this page knows",
+        "line 1 is not an event of /live that this page knows",
     ]
 
 

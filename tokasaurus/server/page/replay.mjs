@@ -5,24 +5,21 @@ import { HISTORY_SECONDS, isSample } from "./samples.mjs";
 export const MAX_BYTES = 256 * 1024 * 1024;
 const LONGEST_PAUSE = 3; // seconds; where a recording has none for longer, the replay skips them
 
-// The events of a recording's text in order; raises an error that names the first line that is none. A last line
-// without its end may have been cut off and is left out.
+// The events of a recording's text in order. Lines that are not whole are left out, such as the last one of a server
+// that was killed. Raises an error that names the first other line that is no event.
 export function parseRecording(text) {
-  const lines = text.split("\n");
-  const isCut = lines.at(-1).trim() !== "";
   const samples = [];
-  lines.forEach((line, position) => {
-    if (line.trim() === "") return;
+  text.split("\n").forEach((line, position) => {
     let value = null;
     try {
       value = JSON.parse(line);
     } catch {
-      if (isCut && position === lines.length - 1) return;
+      return;
     }
-    if (!isSample(value)) throw new Error(`line ${position + 1} is not an event of /live`);
+    if (!isSample(value)) throw new Error(`line ${position + 1} is not an event of /live that this page knows`);
     samples.push(value);
   });
-  if (samples.length === 0) throw new Error("it has no events");
+  if (samples.length === 0) throw new Error("it has no events of /live");
   return samples;
 }
 
