@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.server.page.helpers.chromium import CHROMIUM, Tab, chromium
+from tests.helpers.chromium import CHROMIUM, Tab, chromium
 
 
 @pytest.fixture(scope="session")

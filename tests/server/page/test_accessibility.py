@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.page.helpers.chromium import Tab
+from tests.helpers.chromium import Tab
 from tests.server.page.helpers.live_pages import LivePages, live_pages
 from tests.server.page.helpers.recordings import simulated_events, write_recording
 

@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 import pytest
 
-from tests.server.page.helpers.chromium import Tab
+from tests.helpers.chromium import Tab
 from tests.server.page.helpers.live_pages import LivePages, live_pages
 from tests.server.page.helpers.recordings import simulated_events, write_recording
 

@@ -157,29 +157,29 @@ def test_a_history_is_bounded_and_starts_again_when_the_clock_is_set_back() -> N
         (
             {},
             "Next in the queue fits in 61 steps, in 2.4 s (+310 blocks). "
-            "It waits for KV blocks, 900 prompt tokens, waiting for 3.2 s.",
+            "It waits for KV blocks; 900 prompt tokens, queued for 3.2 s.",
         ),
         (
             {"fits_in_steps": None},
             "Next in the queue does not fit within the forecast (+310 blocks). "
-            "It waits for KV blocks, 900 prompt tokens, waiting for 3.2 s.",
+            "It waits for KV blocks; 900 prompt tokens, queued for 3.2 s.",
         ),
         (
             {"blocked_by": None, "fits_in_steps": 0},
-            "Next in the queue starts now (+310 blocks). Nothing blocks it, 900 prompt tokens, waiting for 3.2 s.",
+            "Next in the queue starts now (+310 blocks). Nothing blocks it; 900 prompt tokens, queued for 3.2 s.",
         ),
         (
             {"blocked_by": "slots", "fits_in_steps": 1, "blocks": 1},
             "Next in the queue fits in 1 step, in 40 ms (+1 block). "
-            "All 1,024 slots are taken, 900 prompt tokens, waiting for 3.2 s.",
+            "All 1,024 slots are taken; 900 prompt tokens, queued for 3.2 s.",
         ),
         (
             {"blocked_by": "paused", "prompt_tokens": None},
-            "Next in the queue waits until admission resumes (+310 blocks). The replica is paused, waiting for 3.2 s.",
+            "Next in the queue waits until admission resumes (+310 blocks). The replica is paused; queued for 3.2 s.",
         ),
         (
             {"blocked_by": "a new reason", "step_seconds": None, "wait_seconds": None},
-            "Next in the queue fits in 61 steps (+310 blocks). It waits, 900 prompt tokens.",
+            "Next in the queue fits in 61 steps (+310 blocks). It waits; 900 prompt tokens.",
         ),
     ],
 )

@@ -81,7 +81,7 @@ function showTiles(sample, series, forecast) {
   say("running-note", kinds.filter(([number]) => number > 0).map(([number, kind]) => `${count(number)} ${kind}`).join(" · "));
   say("waiting", count(last("waiting")));
   const oldest = samples.oldestWait(sample, view.replica);
-  say("waiting-note", oldest === null ? "" : `the oldest for ${duration(oldest)}`);
+  say("waiting-note", oldest === null ? "" : `oldest ${duration(oldest)}`);
   say("pool", percent(last("inUse") / last("total")));
   say("pool-note", forecast === null ? "" : `peak to come: ${percent(forecast.peak / forecast.limit)}`);
   const eta = samples.etaOf(sample, view.replica);
@@ -298,13 +298,13 @@ function showParts() {
   const groups = samples.partsOf(view.history, view.replica, PARTS_OF);
   const stepSeconds = samples.sum(samples.replicasOf(view.history.at(-1), view.replica).map((one) => one.step_seconds));
   const replicas = samples.replicasOf(view.history.at(-1), view.replica).filter((one) => Number.isFinite(one.step_seconds));
-  const expected = replicas.length === 0 ? "" : `a round of decode steps takes ${milliseconds(stepSeconds / replicas.length)}; `;
-  say("parts-summary", groups.length === 0 ? "Not known yet." : `${expected}means over ${PARTS_OF} s, per step`);
+  const expected = replicas.length === 0 ? "" : `a decode step takes ${milliseconds(stepSeconds / replicas.length)} · `;
+  say("parts-summary", groups.length === 0 ? "Not known yet." : `${expected}means of ${PARTS_OF} s`);
   replace(at("parts"), groups.map(partsGroup));
 }
 
 function partsGroup({ name, parts, perStep, ofTime }) {
-  const classOf = (part, position) => (part.name === "idle" ? "part-idle" : `part-${(position % 8) + 1}`);
+  const classOf = (part, position) => (["idle", "others"].includes(part.name) ? "part-idle" : `part-${(position % 8) + 1}`);
   const bar = make("div", { class: "bar", "aria-hidden": "true" });
   const list = make("ul", {});
   parts.forEach((part, position) => {
@@ -447,6 +447,7 @@ function show() {
   const earlier = samples.earlierForecast(history, view.replica);
   shown = { series, times, forecast, earlier };
   const span = samples.timeWindow(history, view.replica, view.past);
+  at("main").dataset.time = sample.time;
   showHeader(sample);
   showTiles(sample, series, forecast);
   const [what, why] = samples.nextSentences(sample, view.replica);

@@ -186,9 +186,9 @@ export function nextSentences(sample, replica) {
   const size = Number.isFinite(next.blocks) ? ` (+${count(next.blocks)} ${next.blocks === 1 ? "block" : "blocks"})` : "";
   const facts = [
     Number.isFinite(next.prompt_tokens) ? `${count(next.prompt_tokens)} prompt tokens` : null,
-    Number.isFinite(next.wait_seconds) ? `waiting for ${duration(next.wait_seconds)}` : null,
+    Number.isFinite(next.wait_seconds) ? `queued for ${duration(next.wait_seconds)}` : null,
   ].filter((fact) => fact !== null);
-  return [`Next in the queue${where} ${when(next, at)}${size}.`, sentence([reason(next, at), ...facts].join(", "))];
+  return [`Next in the queue${where} ${when(next, at)}${size}.`, sentence([reason(next, at), facts.join(", ")].filter(Boolean).join("; "))];
 }
 
 function when(next, at) {
@@ -236,7 +236,7 @@ export function quantile(sorted, share) {
 
 // Where the last seconds went: [{name, perStep, ofTime, parts: [{name, share, perStep}]}], in the order of the event.
 // perStep: seconds. share: of the group's sum. ofTime: share of the elapsed time of all replicas in which the manager
-// worked or the device was busy; null for other groups. Parts that took no time are left out.
+// worked or the device was busy; null for other groups. Parts of less than a fiftieth of a group become "others".
 export function partsOf(history, replica, seconds) {
   const now = history.at(-1)?.time;
   const groups = new Map();
@@ -259,7 +259,10 @@ export function partsOf(history, replica, seconds) {
   return [...groups].map(([name, sums]) => {
     const total = sum([...sums.values()]) ?? 0;
     const spent = { manager: total, device: sums.get("busy") ?? 0 }[name];
-    const parts = [...sums].filter(([, value]) => value > 0);
+    const isSmall = ([, value]) => value < total / 50;
+    const others = sum([...sums].filter(isSmall).map(([, value]) => value)) ?? 0;
+    const parts = [...sums].filter((part) => !isSmall(part) && part[1] > 0);
+    if (others > 0) parts.push(["others", others]);
     return {
       name,
       perStep: perStep(total),
