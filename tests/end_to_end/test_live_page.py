@@ -73,6 +73,8 @@ def assert_is_drawn(shown: tuple[str, str, dict[str, str], str], events: list[di
     time, path, data, running = shown
     (event,) = [event for event in events if event["time"] == float(time)]
     (replica,) = event["replicas"]
+    if "forecast" not in replica:
+        return  # the manager was busy: the page shows the one before, as test_samples.py has it
     assert running == str(replica["running"])
     first, last = map(float, data["seconds"].split())
     left, top, right, bottom = map(float, data["plot"].split())
@@ -109,12 +111,12 @@ def test_the_page_shows_what_the_server_does_and_replays_it(demo_model: TokaProc
             return len(checked) >= 3
 
         tab.wait_for(draws_what_was_sent, "three events are drawn")
-        wait_for(lambda: len(events) >= 6 and any(event["replicas"][0]["lengths"] for event in events), 60)
+        wait_for(lambda: len(events) >= 6 and any(event["replicas"][0].get("lengths") for event in events), 60)
         tab.wait("Number(document.getElementById('generated').textContent) > 0")
         tab.wait("document.querySelector('#lengths-plot path.new').getAttribute('d') !== ''")
         assert tab.run("document.querySelectorAll('#parts .group').length") >= 2
         assert "SmolLM2" in tab.run("document.getElementById('model').textContent")
-        recorded = [event for event in list(events) if event["replicas"][0]["forecast"] is not None]
+        recorded = [event for event in list(events) if event["replicas"][0].get("forecast")]
     recording = tmp_path / "run.jsonl"
     recording.write_bytes(b"".join(orjson.dumps(event) + b"\n" for event in recorded))
     tab.open(f"{url}/?replay")

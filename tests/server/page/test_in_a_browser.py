@@ -13,6 +13,7 @@ import pytest
 from tests.helpers.chromium import Tab
 from tests.server.page.helpers.live_pages import LivePages, live_pages
 from tests.server.page.helpers.recordings import simulated_events, write_recording
+from tokasaurus.server.page import read_live_page
 
 IS_LIVE = "document.getElementById('state').dataset.state === 'live'"
 IS_STATE = "document.getElementById('state').dataset.state === '{}'"
@@ -131,6 +132,17 @@ def test_a_recording_replays_at_any_point(
     assert pages.keys == [None]
 
 
+def test_the_page_saved_as_a_file_replays_without_a_server(
+    tab: Tab, events: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    (tmp_path / "page.html").write_bytes(read_live_page())
+    tab.open((tmp_path / "page.html").as_uri())
+    tab.wait(IS_STATE.format("replay"))
+    tab.choose_file("#file", write_recording(tmp_path / "run.jsonl", events))
+    tab.wait(f"document.getElementById('running').textContent === '{events[0]['replicas'][0]['running']}'")
+    assert tab.hosts() == set()
+
+
 def test_a_key_is_asked_for_sent_and_forgotten(tab: Tab, pages: LivePages) -> None:
     pages.key = "s3cret"
     tab.expected = r"status of 401"
@@ -153,6 +165,7 @@ def test_a_key_is_asked_for_sent_and_forgotten(tab: Tab, pages: LivePages) -> No
     assert tab.run("sessionStorage.length") == 0
 
 
+@pytest.mark.long
 def test_a_lost_connection_is_made_again(tab: Tab, pages: LivePages, events: list[dict[str, Any]]) -> None:
     pages.ends_after = 30
     tab.open(pages.url)
@@ -241,6 +254,7 @@ def test_keys_move_the_time_cursor_and_say_its_figures(
     assert row[1] == f"{last['blocks']['own']:,}"
 
 
+@pytest.mark.long
 def test_the_theme_follows_the_system_until_it_is_chosen(tab: Tab, pages: LivePages) -> None:
     color = "getComputedStyle(document.querySelector('.card')).backgroundColor"
     tab.set_media(prefers_color_scheme="light")
@@ -257,7 +271,7 @@ def test_the_theme_follows_the_system_until_it_is_chosen(tab: Tab, pages: LivePa
     assert tab.run(f"[{color}, localStorage.length]") == [dark, 0]
 
 
-@pytest.mark.parametrize("width", [320, 390, 768, 1280])
+@pytest.mark.parametrize("width", [320, *(pytest.param(width, marks=pytest.mark.long) for width in (390, 768, 1280))])
 def test_nothing_is_wider_than_the_window(tab: Tab, pages: LivePages, width: int) -> None:
     pages.events = simulated_events(30, num_replicas=2, seed=5)
     tab.set_size(width, 800)

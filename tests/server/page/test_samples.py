@@ -149,6 +149,41 @@ def test_a_history_is_bounded_and_starts_again_when_the_clock_is_set_back() -> N
     assert kept == [seconds[-901:], quick[-1000:], [10.0, 11.0]]
 
 
+def test_what_an_event_leaves_out_is_as_before_for_five_seconds() -> None:
+    """The manager of a replica may be too busy for a sample in this second."""
+    full: dict[str, Any] = {
+        "index": 0,
+        "restarts": 0,
+        "running": 3,
+        "step_seconds": 0.5,
+        "blocks": {"total": 9, "own": 4, "shared": 0},
+    }
+    full["forecast"] = {"steps": [0, 4, 20], "blocks": [4, 8, 0], "limit": 9}
+    bare = {"index": 0, "restarts": 0, "running": 5}
+    events = [{"time": 10.0, "replicas": [full]}]
+    events += [{"time": 10.0 + age, "replicas": [bare]} for age in range(1, 8)]
+    restarted = [events[0], {"time": 11.0, "replicas": [bare | {"restarts": 1}]}]
+    grown, other = in_node(
+        "samples.mjs",
+        "data.map((events) => events.reduce((history, one) => m.appendSample(history, one), [])"
+        ".map((one) => [one.replicas[0].running, one.replicas[0].blocks ?? null, m.forecastOf(one, null)]))",
+        [events, restarted],
+    )
+    assert [running for running, _, _ in grown] == [3, *[5] * 7]
+    assert [blocks is not None for _, blocks, _ in grown] == [True] * 6 + [False] * 2
+    assert [forecast and (forecast["seconds"], forecast["blocks"]) for _, _, forecast in grown] == [
+        ([0, 2, 10], [4, 8, 0]),
+        ([0, 1, 9], [6, 8, 0]),
+        ([0, 8], [8, 0]),
+        ([0, 7], [7, 0]),
+        ([0, 6], [6, 0]),
+        ([0, 5], [5, 0]),
+        None,
+        None,
+    ]
+    assert other[1] == [5, None, None]
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -235,6 +270,16 @@ def test_parts_are_sums_over_the_last_seconds_by_step() -> None:
         }
         spent = {"manager": total, "device": parts.get("busy")}.get(group["name"])
         assert group["ofTime"] == (None if spent is None else pytest.approx(spent / elapsed))
+
+
+def test_several_small_parts_become_others() -> None:
+    manager = {"requests": 0.001, "admission": 0.5, "grouping": 0.0, "steps": 0.3, "results": 0.004}
+    events = [
+        {"time": time, "replicas": [{"index": 0, "steps": 2, "parts": {"manager": manager}}]} for time in (1.0, 2.0)
+    ]
+    (group,) = in_node("samples.mjs", "m.partsOf(data, null, 15)", events)
+    assert [part["name"] for part in group["parts"]] == ["admission", "steps", "others"]
+    assert [part["perStep"] for part in group["parts"]] == pytest.approx([0.25, 0.15, 0.0025])
 
 
 def test_events_with_next_to_nothing_in_them_are_shown_as_unknown() -> None:

@@ -24,7 +24,8 @@ export function valueTicks(largest, most) {
 
 // Round times between -past and future, 0 among them.
 export function timeTicks(past, future, most) {
-  const step = TIME_STEPS.find((size) => (past + future) / size <= most) ?? Math.ceil((past + future) / most / 86400) * 86400;
+  const step =
+    TIME_STEPS.find((size) => (past + future) / size <= most) ?? Math.ceil((past + future) / most / 86400) * 86400;
   const ticks = [];
   for (let time = -Math.floor(past / step) * step; time <= future + 1e-9; time += step) ticks.push(time + 0);
   return ticks;
@@ -79,7 +80,10 @@ export function lengthAxis(pairs) {
   const round = [];
   for (let power = -1; 10 ** power <= most * 10; power++) round.push(...[1, 2, 5].map((digit) => digit * 10 ** power));
   const from = round.findLast((value) => value <= least) ?? round[0];
-  const to = Math.max(round.find((value) => value >= most), from * 10);
+  const to = Math.max(
+    round.find((value) => value >= most),
+    from * 10,
+  );
   const between = round.filter((value) => value >= from && value <= to);
   const isLong = between.length > 7;
   return { from, to, ticks: isLong ? between.filter((value) => Number.isInteger(Math.log10(value))) : between };
@@ -153,7 +157,12 @@ export class TimeChart {
       element(
         "clipPath",
         { id: clip },
-        element("rect", { x: plot.left, y: plot.top - 2, width: plot.right - plot.left, height: plot.bottom - plot.top + 4 }),
+        element("rect", {
+          x: plot.left,
+          y: plot.top - 2,
+          width: plot.right - plot.left,
+          height: plot.bottom - plot.top + 4,
+        }),
       ),
     );
     const layers = element("g", { "clip-path": `url(#${clip})` });
@@ -220,7 +229,10 @@ export class TimeChart {
     if (spec === undefined || this.#x === null) return;
     const isInside = seconds !== null && seconds >= -spec.past && seconds <= spec.future;
     this.box.setAttribute("aria-valuenow", Math.round(isInside ? seconds : 0));
-    this.box.setAttribute("aria-valuetext", `${timeLabel(isInside ? seconds : 0)}: ${spec.readout(isInside ? seconds : 0)}`);
+    this.box.setAttribute(
+      "aria-valuetext",
+      `${timeLabel(isInside ? seconds : 0)}: ${spec.readout(isInside ? seconds : 0)}`,
+    );
     if (!isInside) {
       this.#cursor.replaceChildren();
       return;
@@ -228,7 +240,12 @@ export class TimeChart {
     const { of: x, plot } = this.#x;
     const at = round(x(seconds));
     const isRight = at > (plot.left + plot.right) / 2;
-    const label = { class: "tick cursor", x: at + (isRight ? -5 : 5), y: plot.top + 9, "text-anchor": isRight ? "end" : "start" };
+    const label = {
+      class: "tick cursor",
+      x: at + (isRight ? -5 : 5),
+      y: plot.top + 9,
+      "text-anchor": isRight ? "end" : "start",
+    };
     this.#cursor.replaceChildren(
       element("line", { class: "cursor", x1: at, x2: at, y1: plot.top, y2: this.#size.height }),
       ...(spec.hasTimes ? [element("text", label, timeLabel(Math.round(seconds)))] : []),

@@ -45,7 +45,11 @@ function replace(parent, nodes) {
 function showHeader(sample) {
   const server = sample.server ?? {};
   say("model", server.model ?? "");
-  const sizes = [["dp", server.dp_size], ["pp", server.pp_size], ["tp", server.tp_size]];
+  const sizes = [
+    ["dp", server.dp_size],
+    ["pp", server.pp_size],
+    ["tp", server.tp_size],
+  ];
   const facts = [
     server.version,
     [server.device, server.dtype].filter(Boolean).join(" "),
@@ -62,7 +66,10 @@ function showReplicaChoice(sample) {
   at("replica-choice").hidden = replicas.length < 2;
   if (view.replica !== null && !replicas.some((one) => one.index === view.replica)) view.replica = null;
   const options = [["", `all ${replicas.length}`], ...replicas.map((one) => [String(one.index), String(one.index)])];
-  replace(at("replica"), options.map(([value, text]) => make("option", { value }, text)));
+  replace(
+    at("replica"),
+    options.map(([value, text]) => make("option", { value }, text)),
+  );
   at("replica").value = view.replica === null ? "" : String(view.replica);
 }
 
@@ -77,8 +84,17 @@ function showTiles(sample, series, forecast) {
   say("prompt-note", cached === null ? "" : `${percent(cached)} from the cache`);
   say("running", count(last("running")));
   say("slots", last("slots") === null ? "" : `of ${count(last("slots"))}`);
-  const kinds = [[last("prefilling"), "prefilling"], [last("background"), "background"]];
-  say("running-note", kinds.filter(([number]) => number > 0).map(([number, kind]) => `${count(number)} ${kind}`).join(" · "));
+  const kinds = [
+    [last("prefilling"), "prefilling"],
+    [last("background"), "background"],
+  ];
+  say(
+    "running-note",
+    kinds
+      .filter(([number]) => number > 0)
+      .map(([number, kind]) => `${count(number)} ${kind}`)
+      .join(" · "),
+  );
   say("waiting", count(last("waiting")));
   const oldest = samples.oldestWait(sample, view.replica);
   say("waiting-note", oldest === null ? "" : `oldest ${duration(oldest)}`);
@@ -114,7 +130,12 @@ for (const strip of STRIPS) {
   const box = make("div", { class: "plot", id: `strip-${strip.name}` });
   strip.value = make("b", {});
   strip.note = make("span", {});
-  const title = make("p", {}, make("span", {}, strip.label), make("span", {}, strip.note, strip.value, ` ${strip.unit}`));
+  const title = make(
+    "p",
+    {},
+    make("span", {}, strip.label),
+    make("span", {}, strip.note, strip.value, ` ${strip.unit}`),
+  );
   at("strips").append(make("div", { class: "strip" }, title, box));
   strip.chart = new TimeChart(box, strip.label, moveCursor);
 }
@@ -218,7 +239,14 @@ function showPool(series, times, forecast, earlier, span) {
   if (limit > 0) {
     guides.push({ class: "limit", value: limit });
     const text = `limit ${count(limit)} blocks`;
-    labels.push({ class: "limit", seconds: -span.past, value: Math.min(limit, largest), text, anchor: "start", below: true });
+    labels.push({
+      class: "limit",
+      seconds: -span.past,
+      value: Math.min(limit, largest),
+      text,
+      anchor: "start",
+      below: true,
+    });
   }
   const lane = (name) => ({
     label: name,
@@ -235,7 +263,9 @@ function showPool(series, times, forecast, earlier, span) {
     margins: { left: 72, right: 12, top: 8, bottom: 70 },
     layers,
     guides: isLarge ? [] : guides,
-    labels: isLarge ? labels.map((one) => (one.class === "limit" ? { ...one, text: `${one.text} (above)` } : one)) : labels,
+    labels: isLarge
+      ? labels.map((one) => (one.class === "limit" ? { ...one, text: `${one.text} (above)` } : one))
+      : labels,
     lanes: ["admitted", "preempted", "evicted"].map(lane),
     laneHeight: 16,
     hasTimes: true,
@@ -245,7 +275,10 @@ function showPool(series, times, forecast, earlier, span) {
 
 function earlierLayers(earlier) {
   const line = { times: earlier.seconds, values: earlier.blocks };
-  return [{ class: "halo", ...line }, { class: "earlier", ...line }];
+  return [
+    { class: "halo", ...line },
+    { class: "earlier", ...line },
+  ];
 }
 
 function showStrips(series, times, span) {
@@ -281,14 +314,13 @@ function showStrips(series, times, span) {
 function showLengths() {
   const pairs = samples.lengthPairs(view.history, view.replica);
   const summary = samples.ratioSummary(pairs);
-  const factor = (value) => (value < 9.95 ? value.toFixed(2) : count(value));
-  say(
-    "lengths-summary",
-    summary === null
-      ? "No sequence has finished yet."
-      : `actual / predicted: median ${factor(summary.median)}, 80 % within ${factor(summary.low)} to ${factor(summary.high)} (${count(pairs.length)} sequences)`,
-  );
+  say("lengths-summary", summary === null ? "No sequence has finished yet." : lengthsText(summary, pairs.length));
   lengthChart.update(pairs);
+}
+
+function lengthsText({ median, low, high }, number) {
+  const [middle, least, most] = [median, low, high].map((value) => (value < 9.95 ? value.toFixed(2) : count(value)));
+  return `actual / predicted: median ${middle}, 80 % within ${least} to ${most} (${count(number)} sequences)`;
 }
 
 const GROUP_NAMES = { manager: "Manager", device: "Device", phases: "Phases of the forward" };
@@ -296,15 +328,19 @@ const GROUP_VERBS = { manager: "works", device: "is busy" };
 
 function showParts() {
   const groups = samples.partsOf(view.history, view.replica, PARTS_OF);
-  const stepSeconds = samples.sum(samples.replicasOf(view.history.at(-1), view.replica).map((one) => one.step_seconds));
-  const replicas = samples.replicasOf(view.history.at(-1), view.replica).filter((one) => Number.isFinite(one.step_seconds));
-  const expected = replicas.length === 0 ? "" : `a decode step takes ${milliseconds(stepSeconds / replicas.length)} · `;
-  say("parts-summary", groups.length === 0 ? "Not known yet." : `${expected}means of ${PARTS_OF} s`);
+  const replicas = samples.replicasOf(view.history.at(-1), view.replica);
+  const times = replicas.map((one) => one.step_seconds).filter(Number.isFinite);
+  const mean = times.length === 0 ? null : samples.sum(times) / times.length;
+  say(
+    "parts-summary",
+    groups.length === 0 ? "Not known yet." : `a decode step takes ${milliseconds(mean)} · means of ${PARTS_OF} s`,
+  );
   replace(at("parts"), groups.map(partsGroup));
 }
 
 function partsGroup({ name, parts, perStep, ofTime }) {
-  const classOf = (part, position) => (["idle", "others"].includes(part.name) ? "part-idle" : `part-${(position % 8) + 1}`);
+  const classOf = (part, position) =>
+    ["idle", "others"].includes(part.name) ? "part-idle" : `part-${(position % 8) + 1}`;
   const bar = make("div", { class: "bar", "aria-hidden": "true" });
   const list = make("ul", {});
   parts.forEach((part, position) => {
@@ -317,7 +353,12 @@ function partsGroup({ name, parts, perStep, ofTime }) {
     ofTime === null ? null : `${GROUP_VERBS[name]} ${percent(ofTime)} of the time`,
     perStep === null ? null : milliseconds(perStep),
   ];
-  const title = make("p", {}, make("b", {}, GROUP_NAMES[name] ?? words(name)), make("span", {}, whole.filter(Boolean).join(" · ")));
+  const title = make(
+    "p",
+    {},
+    make("b", {}, GROUP_NAMES[name] ?? words(name)),
+    make("span", {}, whole.filter(Boolean).join(" · ")),
+  );
   return make("div", { class: "group" }, title, bar, list);
 }
 
@@ -364,7 +405,13 @@ function jobRow(job) {
   const name = job.name || job.id || "";
   const progress = make(
     "div",
-    { class: "progress", role: "progressbar", "aria-label": `Progress of ${name}`, "aria-valuemin": "0", "aria-valuemax": "100" },
+    {
+      class: "progress",
+      role: "progressbar",
+      "aria-label": `Progress of ${name}`,
+      "aria-valuemin": "0",
+      "aria-valuemax": "100",
+    },
     setWidth(make("i", {}), share === null ? 0 : share - failed),
     setWidth(make("i", { class: "failed" }), failed),
   );
@@ -389,7 +436,12 @@ function jobRow(job) {
   return make(
     "li",
     { class: `is-${job.state}` },
-    make("div", { class: "title" }, make("b", { title: job.id ?? "" }, name), make("span", {}, state.filter(Boolean).join(" · "))),
+    make(
+      "div",
+      { class: "title" },
+      make("b", { title: job.id ?? "" }, name),
+      make("span", {}, state.filter(Boolean).join(" · ")),
+    ),
     progress,
     make("div", { class: "figures" }, ...figures.filter(Boolean).map((figure) => make("span", {}, figure))),
   );
@@ -399,27 +451,51 @@ function jobRow(job) {
 
 function showTables(series, times) {
   const isOn = at("tables").getAttribute("aria-pressed") === "true";
-  for (const [table, chart] of [["pool-table", "pool-plot"], ["strips-table", "strips"]]) {
+  for (const [table, chart] of [
+    ["pool-table", "pool-plot"],
+    ["strips-table", "strips"],
+  ]) {
     at(table).hidden = !isOn;
     at(chart).hidden = isOn;
   }
   if (!isOn) return;
-  const past = times.map((time, position) => [time, position]).slice(-TABLE_ROWS).reverse();
+  const past = times
+    .map((time, position) => [time, position])
+    .slice(-TABLE_ROWS)
+    .reverse();
   const { forecast, earlier } = shown;
   const ahead = forecast === null ? [] : sampled(forecast.seconds, 20).reverse();
   const blank = Array(7).fill("–");
-  showTable("pool-table", ["Time", "Own", "Shared", "Cached", "Free", "Admitted", "Preempted", "Evicted blocks", "Forecast", "A minute ago"], [
-    ...ahead.map((time) => [timeLabel(time), ...blank, count(blocksOf(forecast, time)), count(earlier && blocksOf(earlier, time))]),
-    ...past.map(([time, i]) => [
-      timeLabel(Math.round(time)),
-      ...["own", "shared", "cached", "free", "admitted", "preempted", "evicted"].map((name) => count(series[name][i])),
-      "–",
-      count(earlier && blocksOf(earlier, time)),
-    ]),
-  ]);
-  showTable("strips-table", ["Time", ...STRIPS.map((strip) => strip.label)], [
-    ...past.map(([time, i]) => [timeLabel(Math.round(time)), ...STRIPS.map((strip) => strip.text(series[strip.name][i]))]),
-  ]);
+  showTable(
+    "pool-table",
+    ["Time", "Own", "Shared", "Cached", "Free", "Admitted", "Preempted", "Evicted blocks", "Forecast", "A minute ago"],
+    [
+      ...ahead.map((time) => [
+        timeLabel(time),
+        ...blank,
+        count(blocksOf(forecast, time)),
+        count(earlier && blocksOf(earlier, time)),
+      ]),
+      ...past.map(([time, i]) => [
+        timeLabel(Math.round(time)),
+        ...["own", "shared", "cached", "free", "admitted", "preempted", "evicted"].map((name) =>
+          count(series[name][i]),
+        ),
+        "–",
+        count(earlier && blocksOf(earlier, time)),
+      ]),
+    ],
+  );
+  showTable(
+    "strips-table",
+    ["Time", ...STRIPS.map((strip) => strip.label)],
+    [
+      ...past.map(([time, i]) => [
+        timeLabel(Math.round(time)),
+        ...STRIPS.map((strip) => strip.text(series[strip.name][i])),
+      ]),
+    ],
+  );
 }
 
 function sampled(values, most) {
@@ -438,7 +514,6 @@ function showTable(id, heads, rows) {
 function show() {
   const { history, replica } = view;
   const sample = history.at(-1);
-  document.body.classList.toggle("is-empty", sample === undefined);
   if (sample === undefined || document.hidden) return;
   showReplicaChoice(sample);
   const series = samples.seriesOf(history, view.replica);

@@ -1,6 +1,6 @@
 // Replays a recording: JSON Lines, one event of /live each.
 
-import { HISTORY_SECONDS, isSample } from "./samples.mjs";
+import { HISTORY_SECONDS, completed, isSample } from "./samples.mjs";
 
 export const MAX_BYTES = 256 * 1024 * 1024;
 const LONGEST_PAUSE = 3; // seconds; where a recording has none for longer, the replay skips them
@@ -17,7 +17,7 @@ export function parseRecording(text) {
       return;
     }
     if (!isSample(value)) throw new Error(`line ${position + 1} is not an event of /live that this page knows`);
-    samples.push(value);
+    samples.push(completed(value.time > samples.at(-1)?.time ? samples.at(-1) : undefined, value));
   });
   if (samples.length === 0) throw new Error("it has no events of /live");
   return samples;

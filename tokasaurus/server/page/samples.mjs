@@ -14,12 +14,38 @@ export function isSample(value) {
   return typeof value === "object" && value !== null && Number.isFinite(value.time) && value.format === FORMAT;
 }
 
+// What a replica tells only now and then, if its manager is busy. Events between have the newest known for a while.
+const KEPT = [
+  "blocks",
+  "forecast",
+  "step_seconds",
+  "next",
+  "slots",
+  "prefilling",
+  "eta_seconds",
+  "oldest_wait_seconds",
+];
+
+// The event with what its replicas left out, as the event before it had it; `known_at` is the time of that.
+export function completed(before, sample) {
+  const kept = new Map((before?.replicas ?? []).map((one) => [one.index, one]));
+  const complete = (one) => {
+    const older = kept.get(one.index);
+    const knownAt = older?.known_at ?? before?.time;
+    const isNew = one.forecast !== undefined || older?.forecast === undefined;
+    if (isNew || older.restarts !== one.restarts || !(sample.time - knownAt <= GAP_SECONDS)) return one;
+    return { ...Object.fromEntries(KEPT.map((name) => [name, older[name]])), ...one, known_at: knownAt };
+  };
+  return sample.replicas ? { ...sample, replicas: sample.replicas.map(complete) } : sample;
+}
+
 // The history with one more event, without what is older than 15 minutes. Starts again if the clock was set back.
 export function appendSample(history, sample) {
   const last = history.at(-1);
   if (last !== undefined && sample.time <= last.time) return [sample];
   const first = Math.max(0, history.length + 1 - MAX_SAMPLES);
-  return [...history.slice(first).filter((one) => one.time >= sample.time - HISTORY_SECONDS), sample];
+  const kept = history.slice(first).filter((one) => one.time >= sample.time - HISTORY_SECONDS);
+  return [...kept, completed(last, sample)];
 }
 
 export function replicasOf(sample, replica) {
@@ -131,13 +157,24 @@ export function forecastOf(sample, replica) {
     const forecast = one.forecast;
     limit += forecast?.limit ?? one.blocks?.total ?? 0;
     if (!forecast || !Number.isFinite(one.step_seconds) || !forecast.steps?.length) continue;
-    curves.push({ seconds: forecast.steps.map((step) => step * one.step_seconds), blocks: forecast.blocks });
+    const age = sample.time - (one.known_at ?? sample.time);
+    const seconds = forecast.steps.map((step) => step * one.step_seconds - age);
+    curves.push(age > 0 ? afterNow({ seconds, blocks: forecast.blocks }) : { seconds, blocks: forecast.blocks });
   }
   if (curves.length === 0) return null;
   const seconds = [...new Set(curves.flatMap((curve) => curve.seconds))].sort((a, b) => a - b);
   const blocks = seconds.map((time) => sum(curves.map((curve) => valueAt(curve, time))));
   const peak = Math.max(...blocks);
   return { seconds, blocks, peak, peakSeconds: seconds[blocks.indexOf(peak)], limit };
+}
+
+function afterNow(curve) {
+  const first = curve.seconds.findIndex((time) => time > 0);
+  if (first === -1) return { seconds: [0], blocks: [0] };
+  return {
+    seconds: [0, ...curve.seconds.slice(first)],
+    blocks: [valueAt(curve, 0), ...curve.blocks.slice(first)],
+  };
 }
 
 // The forecast made a minute before the last event, over seconds from the last event on. Null without one.
@@ -156,7 +193,10 @@ export function earlierForecast(history, replica) {
 // axis does not jump with each event.
 export function timeWindow(history, replica, chosen) {
   const ends = history.slice(-30).map((sample) => forecastOf(sample, replica)?.seconds.at(-1) ?? 0);
-  const usual = quantile(ends.toSorted((a, b) => a - b), 0.5);
+  const usual = quantile(
+    ends.toSorted((a, b) => a - b),
+    0.5,
+  );
   const horizon = niceSeconds(Math.max(ends.at(-1), usual));
   const past = chosen ?? Math.min(HISTORY_SECONDS, Math.max(120, horizon));
   return { past, future: Math.max(horizon, past / 4) };
@@ -183,12 +223,17 @@ export function nextSentences(sample, replica) {
   }
   const { next, replica: at } = found;
   const where = replica === null && replicasOf(sample, null).length > 1 ? ` on replica ${at.index}` : "";
-  const size = Number.isFinite(next.blocks) ? ` (+${count(next.blocks)} ${next.blocks === 1 ? "block" : "blocks"})` : "";
+  const size = Number.isFinite(next.blocks)
+    ? ` (+${count(next.blocks)} ${next.blocks === 1 ? "block" : "blocks"})`
+    : "";
   const facts = [
     Number.isFinite(next.prompt_tokens) ? `${count(next.prompt_tokens)} prompt tokens` : null,
     Number.isFinite(next.wait_seconds) ? `queued for ${duration(next.wait_seconds)}` : null,
   ].filter((fact) => fact !== null);
-  return [`Next in the queue${where} ${when(next, at)}${size}.`, sentence([reason(next, at), facts.join(", ")].filter(Boolean).join("; "))];
+  return [
+    `Next in the queue${where} ${when(next, at)}${size}.`,
+    sentence([reason(next, at), facts.join(", ")].filter(Boolean).join("; ")),
+  ];
 }
 
 function when(next, at) {
@@ -207,7 +252,10 @@ function reason(next, at) {
     paused: "the replica is paused",
     turn: "it waits for its turn",
   };
-  return reasons[next.blocked_by] ?? (Number.isFinite(next.fits_in_steps) && !next.blocked_by ? "nothing blocks it" : "it waits");
+  return (
+    reasons[next.blocked_by] ??
+    (Number.isFinite(next.fits_in_steps) && !next.blocked_by ? "nothing blocks it" : "it waits")
+  );
 }
 
 function sentence(text) {
@@ -236,7 +284,7 @@ export function quantile(sorted, share) {
 
 // Where the last seconds went: [{name, perStep, ofTime, parts: [{name, share, perStep}]}], in the order of the event.
 // perStep: seconds. share: of the group's sum. ofTime: share of the elapsed time of all replicas in which the manager
-// worked or the device was busy; null for other groups. Parts of less than a fiftieth of a group become "others".
+// worked or the device was busy; null for other groups. Several parts of less than a fiftieth become "others".
 export function partsOf(history, replica, seconds) {
   const now = history.at(-1)?.time;
   const groups = new Map();
@@ -259,9 +307,10 @@ export function partsOf(history, replica, seconds) {
   return [...groups].map(([name, sums]) => {
     const total = sum([...sums.values()]) ?? 0;
     const spent = { manager: total, device: sums.get("busy") ?? 0 }[name];
-    const isSmall = ([, value]) => value < total / 50;
-    const others = sum([...sums].filter(isSmall).map(([, value]) => value)) ?? 0;
-    const parts = [...sums].filter((part) => !isSmall(part) && part[1] > 0);
+    const all = [...sums];
+    const small = all.filter(([, value]) => value < total / 50);
+    const parts = all.filter((part) => part[1] > 0 && (small.length < 2 || !small.includes(part)));
+    const others = sum(all.filter((part) => !parts.includes(part)).map(([, value]) => value));
     if (others > 0) parts.push(["others", others]);
     return {
       name,
