@@ -13,11 +13,13 @@ export function element(name, attributes = {}, ...children) {
   return made;
 }
 
-// Round values from 0 to at least `largest`: about `most` steps.
+// Round whole numbers from 0 to at least `largest`: about `most` steps.
 export function valueTicks(largest, most) {
-  const rough = Math.max(largest, 1e-9) / most;
+  const rough = Math.max(1, largest / most);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
+  const step = [1, 2, 2.5, 5, 10]
+    .map((factor) => factor * power)
+    .find((size) => size >= rough && Number.isInteger(size));
   const number = Math.ceil(largest / step - 1e-9);
   return Array.from({ length: Math.max(1, number) + 1 }, (_, position) => position * step);
 }
