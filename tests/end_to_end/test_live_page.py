@@ -123,7 +123,7 @@ def test_the_page_shows_what_the_server_does_and_replays_it(demo_model: TokaProc
     tab.choose_file("#file", recording)
     tab.wait("document.getElementById('play').textContent === 'Pause'")
     tab.run("document.getElementById('play').click()")
-    for event in recorded:
+    for event in (recorded[0], recorded[len(recorded) // 2], recorded[-1]):
         milliseconds = 1000 * (event["time"] - recorded[0]["time"]) + 1
         tab.run(
             f"(() => {{ const scrub = document.getElementById('scrub'); scrub.value = {milliseconds};"

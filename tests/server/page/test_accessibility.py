@@ -11,7 +11,6 @@ from tests.server.page.helpers.recordings import simulated_events, write_recordi
 
 AXE = Path(__file__).parents[3] / ".venv-clients" / "node" / "node_modules" / "axe-core" / "axe.min.js"
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
-SIZES = [(1280, 800), (390, 844)]
 
 pytestmark = pytest.mark.skipif(not AXE.is_file(), reason="needs `make test-clients CLIENTS=node`")
 
@@ -29,8 +28,15 @@ def violations(tab: Tab) -> list[str]:
     return [": ".join(one) for one in found]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("size", "scheme"),
+    [
+        ((1280, 800), "light"),
+        ((390, 844), "dark"),
+        pytest.param((1280, 800), "dark", marks=pytest.mark.long),
+        pytest.param((390, 844), "light", marks=pytest.mark.long),
+    ],
+)
 def test_axe_finds_nothing_in_any_view(
     tab: Tab, pages: LivePages, size: tuple[int, int], scheme: str, tmp_path: Path
 ) -> None:
