@@ -144,7 +144,7 @@ def test_the_next_sequence_is_admitted_about_when_the_sample_says(seed: int) -> 
     ]
     # Not always: cached blocks come and go, and prompts that run now have been computed by then.
     assert np.median(np.abs(errors)) <= 1
-    assert np.mean(np.abs(errors) <= STEPS_AHEAD) > 0.85
+    assert np.mean(np.abs(errors) <= STEPS_AHEAD) > 0.95
     driver.assert_nothing_is_left()
 
 
