@@ -4,8 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import orjson
+from pydantic import BaseModel
 
+from tokasaurus.server.protocol.fields import Only
 from tokasaurus.server.protocol.known_fields import KNOWN_FIELDS, KnownField
+from tokasaurus.server.protocol.sglang_rollouts import GenerateRequest
+from tokasaurus.server.protocol.vllm_rollouts import TokensRequest
 
 PATH = Path(__file__).parents[2] / "docs" / "fields.md"
 
@@ -61,7 +65,36 @@ def page() -> str:
             if is_in(field)
         ]
         lines += [f"## {heading}", "", text, "", head, *rows, ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_of_rollouts()])
+
+
+ROLLOUTS: dict[str, type[BaseModel]] = {"/inference/v1/generate": TokensRequest, "/generate": GenerateRequest}
+"""Route → its body."""
+
+
+def rollout_fields(body: type[BaseModel]) -> dict[str, Only | None]:
+    """Each field of a body for roll-outs, with those of sampling_params → what alone it accepts; None for a field that
+    is implemented or without effect."""
+    found: dict[str, Only | None] = {}
+    for name, field in body.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            found |= {f"{name}.{one}": limit for one, limit in rollout_fields(inner).items()}
+        else:
+            found[name] = next((one for one in field.metadata if isinstance(one, Only)), None)
+    return found
+
+
+def _of_rollouts() -> list[str]:
+    lines = ["## Roll-outs", ""]
+    lines += ["The bodies of the routes that `rl=T` serves, in the forms of vLLM and of SGLang: [roll-outs](rl.md)."]
+    for route, body in ROLLOUTS.items():
+        fields = rollout_fields(body)
+        accepted = [f"`{name}`" for name, limit in fields.items() if limit is None]
+        rows = [f"| `{name}` | {_values(limit.neutral)} |" for name, limit in fields.items() if limit is not None]
+        lines += ["", f"`POST {route}` accepts {', '.join(accepted)}. Other fields have no effect at these values:", ""]
+        lines += ["| field | accepted |", "|---|---|", *rows]
+    return [*lines, ""]
 
 
 def _only(field: KnownField) -> str:

@@ -68,20 +68,20 @@ class Only:
     instead: why others are refused, or what to do instead; a clause after a semicolon."""
 
     def __init__(self, *neutral: object, instead: str = "") -> None:
-        self._neutral = neutral
+        self.neutral = neutral
         self._instead = f"; {instead}" if instead else ""
 
     def __get_pydantic_core_schema__(self, _source: object, _handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._check)
 
     def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"enum": list(self._neutral), "description": "Not implemented: only these neutral values."}
+        return {"enum": list(self.neutral), "description": "Not implemented: only these neutral values."}
 
     def _check(self, value: object) -> object:
         # compare types too: 0 == False == 0.0 in Python
-        if any(type(value) is type(neutral) and value == neutral for neutral in self._neutral):
+        if any(type(value) is type(neutral) and value == neutral for neutral in self.neutral):
             return value
-        allowed = " and ".join(orjson.dumps(neutral).decode() for neutral in self._neutral)
+        allowed = " and ".join(orjson.dumps(neutral).decode() for neutral in self.neutral)
         raise field_not_implemented(f"is not implemented beyond {allowed}{self._instead}")
 
 
