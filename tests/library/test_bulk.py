@@ -161,7 +161,7 @@ def test_each_call_tells_the_server_the_program_and_what_it_does(
     monkeypatch.setattr("sys.argv", ["/home/x/naïve eval.py"])
     with echo_server() as (server, url), Client(url) as client:
         client.generate(["a"], progress=False)
-        client.map([{"prompt": "a"}], output=tmp_path / "answers.jsonl", progress=False)
+        client.map([{"prompt": "a"}], prompt="prompt", output=tmp_path / "answers.jsonl", progress=False)
         monkeypatch.setattr("sys.argv", ["-c"])
         client.generate(["a"], progress=False)
     assert server.names == ["naïve eval.py: generate", "naïve eval.py: map answers.jsonl", "generate"]
