@@ -1,9 +1,12 @@
 """Sentences of the screen, and what stays where there is little room."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.top_command.helpers.scripted_samples import job, line, replica, sample
 from tokasaurus.top_command.history import History
+from tokasaurus.top_command.run import LIVE_KEYS
 from tokasaurus.top_command.samples import NextInQueue, read_sample
 from tokasaurus.top_command.view import Frame, Look, compact_line, next_sentence, screen_lines
 
@@ -96,3 +99,16 @@ def test_the_line_for_pipes(history: History) -> None:
     assert text.endswith("  70 % of 12,000 blocks  40 s left  replica 1 starting")
     assert "217 running, 6 prefilling, 33 waiting" in text
     assert "33,600 generated, 1,800 prompt tokens/s" in text
+
+
+def test_the_docs_show_what_is_drawn() -> None:
+    """Of a pool whose use grows for a minute, and then begins anew."""
+    history = History()
+    for second in range(150):
+        one = replica(second)
+        one["tokens"]["generated"] += sum(500 * (number * number % 23) for number in range(second))
+        one["tokens"]["prompt"] += sum(90 * (number * number % 17) for number in range(second))
+        history.add(read_sample(line(sample(second, replicas=[one]))))
+    text = "\n".join(text.rstrip() for text in shown(history, 80, 24, keys=LIVE_KEYS).splitlines())
+    page = Path(__file__).parents[2] / "docs" / "live.md"
+    assert f"```\n{text}\n```" in page.read_text(), text

@@ -33,7 +33,7 @@ _SCRUB_S = {"left": -10.0, "right": 10.0}
 _SECONDS_PER_DRAWING = 0.05
 """Least time between two samples of a replay that are drawn."""
 _MAX_HELD = 1000
-_LIVE_KEYS = "q quit   p pause   r next replica   ? help"
+LIVE_KEYS = "q quit   p pause   r next replica   ? help"
 _REPLAY_KEYS = "q quit   space pause   left, right 10 s   r next replica   ? help"
 
 
@@ -171,7 +171,7 @@ async def _show_events(config: TopConfig, events: Events) -> int:
                 status, style = f"{config.server_name} {lost}; trying again", "bold red"
             elif config.record is not None:
                 status += ", recording"
-            view.draw(terminal, Frame(status, style, _LIVE_KEYS))
+            view.draw(terminal, Frame(status, style, LIVE_KEYS))
 
 
 async def _replay(config: TopConfig, recording: Recording) -> int:

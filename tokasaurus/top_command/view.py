@@ -422,7 +422,7 @@ def _job(job: JobSample, width: int, look: Look) -> Text:
     else:
         facts.append(job.state)
     if job.price is not None:
-        facts.append(f"cost {job.price:,.2f}")
+        facts.append(f"cost {job.price:,.2f}" if job.price >= 0.995 else f"cost {job.price:.2g}")
     elif job.device_seconds is not None:
         facts.append(f"device {_seconds(job.device_seconds)}")
     if job.lines_failed:
