@@ -113,17 +113,17 @@ def check_last_line(code: int, output: str, message: str) -> None:
 @pytest.fixture(autouse=True)
 def own_cache_and_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
-    # else sys.stderr, which capsys has replaced, would be replaced by the descriptor's writer
-    monkeypatch.setattr("tokasaurus.check_command.command.setup_logging", lambda *_: None)
+    # else sys.stderr, which capfd has replaced, would be replaced by the descriptor's writer
+    monkeypatch.setattr("tokasaurus.check_command.command.setup_logging", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize("damage", IN_HEADERS)
 @pytest.mark.parametrize("command", ["download", "plan", "check", "mismatch"])
 def test_a_damaged_model_is_one_line_and_exit_code_2(
-    command: str, damage: Callable[[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, damage: Callable[[Path], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words_of(command, damage(tmp_path), tmp_path)) == 2
-    out, err = capsys.readouterr()
+    out, err = capfd.readouterr()
     assert out == ""
     told = [line for line in err.splitlines() if line.startswith(f"toka {command}: ")]
     assert IN_HEADERS[damage] in told[-1]
@@ -131,13 +131,13 @@ def test_a_damaged_model_is_one_line_and_exit_code_2(
 
 @pytest.mark.parametrize("words", [["check", "device=cpu", "cpu_isa=torch"], ["download", "dequantized=T"]])
 def test_scales_that_are_not_numbers_end_what_reads_the_weights(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = with_scales_that_are_not_numbers(tmp_path)
     assert main([*words, f"model={model}"]) == 2
     assert (
         f"toka {words[0]}: tensor model.layers.1.mlp.up_proj.weight has scales that are not finite\n"
-        in capsys.readouterr().err
+        in capfd.readouterr().err
     )
 
 
@@ -163,10 +163,10 @@ def test_a_damaged_model_ends_the_programs_that_start_an_engine_with_exit_code_2
 
 @pytest.mark.parametrize("command", ["download", "plan", "mismatch"])
 def test_a_cache_that_cannot_be_written_is_a_failure_of_the_machine(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_gguf(tmp_path / "tiny.gguf", "llama", random_weights("llama", tied=True), GGMLQuantizationType.Q8_0)
     (tmp_path / "file").touch()
     monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "file" / "below"))
     assert main(words_of(command, tmp_path / "tiny.gguf", tmp_path)) == 1
-    assert "cannot write" in capsys.readouterr().err
+    assert "cannot write" in capfd.readouterr().err
