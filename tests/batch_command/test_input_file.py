@@ -78,12 +78,12 @@ LIMITS = InputLimits(("/v1/completions", "/v1/chat/completions"), 60_000, 1000)
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 3: not valid JSON: "),
-        (request_line("a"), "line 3: custom_id: line 1 has the same custom_id"),
-        (request_line("c", url="/v1/chat/completions"), "line 3: url: must be the batch's endpoint, /v1/completions"),
-        (request_line("c").replace("POST", "GET"), "line 3: method: must be POST"),
-        (request_line("c", prompt="x" * 1000), "line 3: at most 1000 bytes (max_line_bytes)"),
-        (request_line("c").replace('"url"', '"ur"'), "line 3: url: url is missing"),
+        ("{", "line 3: the line is not valid JSON: "),
+        (request_line("a"), "line 3: custom_id is also that of line 1"),
+        (request_line("c", url="/v1/chat/completions"), "line 3: url must be the batch's endpoint, /v1/completions"),
+        (request_line("c").replace("POST", "GET"), "line 3: method must be POST"),
+        (request_line("c", prompt="x" * 1000), "line 3: the line may have at most 1000 bytes (max_line_bytes)"),
+        (request_line("c").replace('"url"', '"ur"'), "line 3: url is required"),
     ],
 )
 def test_each_bad_line_is_one_line_with_its_number(tmp_path: Path, line: str, message: str) -> None:
@@ -94,7 +94,7 @@ def test_each_bad_line_is_one_line_with_its_number(tmp_path: Path, line: str, me
     heading, first, second = str(refused.value).splitlines()
     assert heading == f"input={path} is bad:"
     assert first.startswith(message)
-    assert second == "line 5: must be a JSON object"
+    assert second == "line 5: the line must be a JSON object"
 
 
 def test_the_limits_are_those_of_the_server_that_will_run_it(tmp_path: Path) -> None:

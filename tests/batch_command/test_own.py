@@ -89,7 +89,7 @@ def test_an_input_that_is_written_to_or_replaced_by_another_ends_the_run(tmp_pat
 def test_an_input_that_the_server_would_refuse_is_not_stored(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text(request_line("a") + request_line("a"))
-    with pytest.raises(InputRefused, match="line 2: custom_id: line 1 has the same custom_id"):
+    with pytest.raises(InputRefused, match="line 2: custom_id is also that of line 1"):
         store(tmp_path / "run", source)
     with pytest.raises(InputRefused, match=rf"{source}: has more than 100 bytes \(max_file_bytes\)"):
         store(tmp_path / "run", source, max_bytes=100)

@@ -28,8 +28,8 @@ def test_a_bad_file_is_explained_and_a_corrected_one_can_be_run(
     lines = capsys.readouterr().err.splitlines()[-22:]
     assert lines[0] == f"toka batch: input={source} is bad:"
     assert server.http.get("/v1/files").json()["data"] == [], "it is checked before it is uploaded"
-    assert lines[1].startswith("line 2: not valid JSON")
-    assert lines[2] == "line 3: custom_id: line 1 has the same custom_id"
+    assert lines[1].startswith("line 2: the line is not valid JSON")
+    assert lines[2] == "line 3: custom_id is also that of line 1"
     assert lines[20].startswith("line 21: ")
     assert lines[21] == "and 11 more"
     assert not server.engine.requests

@@ -147,8 +147,8 @@ def test_show_names_the_bad_lines(
     lines = output_of(["show", batch_id, f"data_dir={data_dir}"], capsys).splitlines()
     assert 'metadata           {"who":"me"}' in lines
     assert [line for line in lines if line.startswith("error ")] == [
-        "error              line 2: method: must be POST (invalid_method)",
-        "error              line 3: url: must be the batch's endpoint, /v1/completions (mismatched_endpoint)",
+        "error              line 2: method must be POST (invalid_method)",
+        "error              line 3: url must be the batch's endpoint, /v1/completions (mismatched_endpoint)",
     ]
 
 

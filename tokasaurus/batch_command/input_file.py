@@ -134,7 +134,9 @@ def show_errors(heading: str, errors: Sequence[dict[str, Any]], num_errors: int,
     lines = [heading]
     for error in errors[:MAX_PRINTED_ERRORS]:
         place = "the file" if error.get("line") is None else f"line {error['line']}"
-        param = f"{error['param']}: " if error.get("param") else ""
+        # other servers' messages may not name the field
+        is_named = not error.get("param") or str(error["param"]) in str(error.get("message"))
+        param = "" if is_named else f"{error['param']}: "
         lines.append(f"{place}: {param}{error.get('message')}")
     if num_errors > MAX_PRINTED_ERRORS:
         lines.append(f"and {'at least ' if is_least else ''}{num_errors - MAX_PRINTED_ERRORS} more")

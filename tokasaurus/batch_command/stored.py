@@ -177,7 +177,8 @@ def _fields(batch: BatchRecord) -> str:
         lines.append(f"{name:<18} {text}")
     for error in errors:
         place = f"line {error['line']}: " if "line" in error else ""
-        param = f"{error['param']}: " if "param" in error else ""
+        is_named = "param" not in error or error["param"] in error["message"]
+        param = "" if is_named else f"{error['param']}: "
         lines.append(f"{'error':<18} {place}{param}{error['message']} ({error['code']})")
     return "\n".join(lines)
 
