@@ -1,0 +1,44 @@
+"""`toka top` and a real server: its samples are read, and agree with what was asked of it."""
+
+import json
+import subprocess
+import sys
+import threading
+
+import httpx
+
+from tests.end_to_end.helpers.toka_process import TokaProcess
+from tokasaurus.top_command.samples import Sample, read_sample
+
+
+def test_samples_of_a_real_server(demo_model: TokaProcess) -> None:
+    """From before a request until after its end."""
+    body = {"model": "default", "prompt": "Once upon a time", "max_tokens": 120, "n": 4, "ignore_eos": True}
+    asked = threading.Thread(target=lambda: httpx.post(f"{demo_model.url}/v1/completions", json=body, timeout=120))
+    command = [sys.executable, "-m", "tokasaurus", "top", demo_model.url, "json=T"]
+    samples: list[Sample] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            assert json.loads(line)["format"] == 1
+            samples.append(read_sample(line))
+            if len(samples) == 1:
+                asked.start()
+            elif samples[-1].replicas[0].tokens["generated"] >= samples[0].replicas[0].tokens["generated"] + 480:
+                break
+            assert len(samples) < 120, "the request does not end"
+        process.terminate()
+    asked.join()
+    whole = [sample.replicas[0] for sample in samples if sample.replicas[0].step is not None]
+    assert whole, "the engine has answered"
+    for replica in whole:
+        blocks = replica.blocks
+        assert blocks.total == blocks.own + blocks.shared + blocks.cached + blocks.free > 0
+        assert (replica.running > 0) == (replica.forecast is not None)
+        if replica.forecast is not None:
+            forecast = replica.forecast
+            assert (forecast.steps[0], forecast.blocks[-1]) == (0, 0)
+            assert forecast.peak == max(forecast.blocks) <= forecast.limit
+            assert len(forecast.steps) <= 240
+    assert max(replica.running for replica in whole) == 4
+    assert samples[-1].requests["answered"] >= samples[0].requests["answered"]
