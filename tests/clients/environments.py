@@ -217,8 +217,7 @@ ENVIRONMENTS = (
             "deepagents": "an agent with its many tools",
         },
     ),
-    # litellm requires openai < 3 and huggingface-hub < 2, and the server newer versions. For requests with tools it
-    # imports mcp, which it does not install.
+    # For requests with tools litellm imports mcp, which it does not install.
     Environment(
         "litellm",
         ("litellm>=1.106,<2", "mcp>=2.2,<3"),

@@ -4,7 +4,7 @@ from packaging.requirements import Requirement
 
 from tests.clients.environments import ENVIRONMENTS, Environment
 from tests.clients.in_environments import Installed
-from tests.clients.table import read_records, shown_table, table
+from tests.clients.table import Record, read_records, shown_table, table
 
 
 def fits(environment: Environment, package: str, version: str) -> bool:
@@ -34,15 +34,15 @@ def test_what_is_recorded_is_of_versions_that_the_requirements_allow() -> None:
 
 
 def test_environments_that_test_the_same_of_a_client_share_a_row() -> None:
-    records = read_records()
-    for day, name in (("2026-11-03", "openai-1"), ("2026-11-02", "openai-3")):
-        records[name] = {"day": day, "versions": {"openai": f"{name[-1]}.0"}}
+    """With all their versions and the oldest day."""
+    records: dict[str, Record] = {
+        "openai-3": {"day": "2026-11-02", "versions": {"openai": "3.10"}},
+        "openai-1": {"day": "2026-11-03", "versions": {"openai": "1.9"}},
+    }
     lines = [line.split(" | ") for line in table(records).splitlines()[2:]]
     assert len({(line[0], line[3]) for line in lines}) == len(lines)
     (openai,) = [line for line in lines if line[0] == "| openai"]
-    assert openai[1].startswith("1.0, ")
-    assert openai[1].endswith("3.0")
-    assert openai[2] == "2026-11-02"
+    assert openai[1:3] == ["1.9, 3.10", "2026-11-02"]
 
 
 def test_the_newest_versions_are_those_without_a_bound() -> None:
