@@ -189,6 +189,8 @@ def test_what_an_event_leaves_out_is_as_before_for_five_seconds() -> None:
     [
         ({"next": None}, "Nothing waits. All sequences run."),
         ({"next": None, "running": 0}, "Idle. Nothing runs and nothing waits."),
+        ({"next": None, "running": None}, "Not known yet. "),
+        ({"next": None, "waiting": 1}, "1 sequence waits. All that wait, wait for grammars."),
         (
             {},
             "Next in the queue fits in 61 steps, in 2.4 s (+310 blocks). "
@@ -220,11 +222,19 @@ def test_what_an_event_leaves_out_is_as_before_for_five_seconds() -> None:
 )
 def test_a_sentence_says_when_the_next_sequence_starts_and_why(changes: dict[str, Any], expected: str) -> None:
     upcoming = {"fits_in_steps": 61, "blocks": 310, "prompt_tokens": 900, "wait_seconds": 3.2, "blocked_by": "blocks"}
-    replica = {"index": 0, "running": 5, "slots": 1024, "step_seconds": 0.04, "next": upcoming}
+    replica = {"index": 0, "running": 5, "waiting": 0, "slots": 1024, "step_seconds": 0.04, "next": upcoming}
     for name, value in changes.items():
         (replica if name in replica else upcoming)[name] = value
     sentences = in_node("samples.mjs", "m.nextSentences(data, null)", {"time": 0, "replicas": [replica]})
     assert " ".join(sentences) == expected
+
+
+def test_no_sentence_says_that_nothing_waits_while_the_manager_has_not_told_what_for() -> None:
+    sample = {"time": 0, "replicas": [{"index": 0, "running": 5, "waiting": 2}]}
+    assert in_node("samples.mjs", "m.nextSentences(data, null)", sample) == [
+        "2 sequences wait.",
+        "What for is not known yet.",
+    ]
 
 
 def test_of_several_replicas_the_sentence_is_about_the_longest_wait() -> None:

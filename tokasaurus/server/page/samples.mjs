@@ -218,7 +218,15 @@ export function nextOf(sample, replica) {
 export function nextSentences(sample, replica) {
   const found = nextOf(sample, replica);
   if (found === null) {
-    const running = sumOf(replicasOf(sample, replica), (one) => one.running);
+    const replicas = replicasOf(sample, replica);
+    const [running, waiting] = [sumOf(replicas, (one) => one.running), sumOf(replicas, (one) => one.waiting)];
+    if (waiting > 0) {
+      // null: none of them may be admitted yet; absent: the manager has not told
+      const isTold = replicas.every((one) => !one.waiting || one.next === null);
+      const what = `${count(waiting)} ${waiting === 1 ? "sequence waits" : "sequences wait"}.`;
+      return [what, isTold ? "All that wait, wait for grammars." : "What for is not known yet."];
+    }
+    if (running === null) return ["Not known yet.", ""];
     return running > 0 ? ["Nothing waits.", "All sequences run."] : ["Idle.", "Nothing runs and nothing waits."];
   }
   const { next, replica: at } = found;
