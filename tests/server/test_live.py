@@ -194,6 +194,30 @@ def test_a_late_sample_is_in_a_later_event(served_model: ServedModel) -> None:
     assert 1 < sum(has_steps[1:]) < 6, "not in every event, and not lost"
 
 
+def test_a_sample_that_arrives_after_all_have_left_is_not_shown_to_those_who_come_later(
+    served_model: ServedModel,
+) -> None:
+    engine = FakeEngine()
+
+    def answer(_: TakeSample) -> LiveSample:
+        if len(engine.asked_samples) == 1:
+            time.sleep(3 * SAMPLE_SECONDS)
+        return replace(SAMPLE, step=len(engine.asked_samples))
+
+    engine.sample = answer
+    with live_server(served_model, engine) as server:
+        with watching(server) as events:
+            assert "step" not in next(events)["replicas"][0]
+        deadline = time.monotonic() + 30
+        while server.client.replicas[0].sample is None:
+            assert time.monotonic() < deadline, "the late sample has not arrived"
+            time.sleep(0.02)
+        with watching(server) as events:
+            shown = [next(events)["replicas"][0].get("step") for _ in range(3)]
+    assert 1 not in shown
+    assert 2 in shown
+
+
 def test_a_stopping_server_ends_the_streams(sampled: LiveServer) -> None:
     with watching(sampled) as events:
         next(events)

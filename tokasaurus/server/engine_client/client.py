@@ -426,6 +426,8 @@ class EngineClient:
         """Returns when `Replica.sample` is set of all replicas that are up, or after `timeout_s`. A later answer sets
         it too, and until then that replica is not asked again. begins: see TakeSample."""
         for replica in self._up:
+            if begins:
+                replica.sample = None  # it arrived when nobody watched any more
             if replica.sample is None and not replica.is_asked:
                 replica.is_asked = True
                 replica.send(TakeSample(begins))
