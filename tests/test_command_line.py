@@ -131,6 +131,7 @@ def test_our_flags_are_understood_as_options_too(words: list[str], same: list[st
         (["org/name", "model=x"], ["model=x: given twice, first as model=org/name"]),
         (["--prot", "80"], ["--prot 80: unknown flag, did you mean port=?"]),
         (["--zzz", "80", "-zzz"], ["--zzz 80: unknown flag, --help-all lists those there are"]),
+        (["--zzz"], ["--zzz: unknown flag, --help-all lists those there are"]),
         (["--api-kye", "secret"], ["--api-kye: unknown flag, did you mean api_key=?"]),
         (["--max-num-seqs"], ["--max-num-seqs: needs a value, max_seqs_per_forward=..."]),
     ],

@@ -1,8 +1,18 @@
-"""`python -m tokasaurus` runs `toka`."""
+"""The entry of `toka` and `python -m tokasaurus`: imports the commands. A Ctrl-C meanwhile ends in one line too."""
 
+import os
 import sys
 
-from tokasaurus.cli import main
+
+def main() -> int:
+    """As tokasaurus.cli.main."""
+    try:
+        from tokasaurus.cli import main as run
+    except KeyboardInterrupt:
+        os.write(2, b"stopped\n")
+        return 130
+    return run()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -42,6 +42,7 @@ toka check model=NAME [...]      whether what computes it works here
 toka batch input=F output=F ...  run a file of requests, without a server
 toka map input=F output=DIR ...  answer every row of a data set
 toka mismatch model=NAME [...]   its log-probabilities beside a trainer's
+toka top [URL]                   watch a running server in the terminal
 toka completion bash|zsh|fish    a script that completes flags in a shell
 toka SUBCOMMAND --help, toka --version"""
 

@@ -402,7 +402,7 @@ def _as_kind(value: Any, kind: type) -> Any:
 
 def _label(before: str, text: str, is_secret: bool) -> str:
     """before: what stands before the value, such as `port=` or `--port `."""
-    return before.rstrip("=: ") if is_secret else before + _show(text)
+    return before.rstrip("=: ") if is_secret else (before + _show(text)).rstrip()
 
 
 class _Unreadable(ValueError):
