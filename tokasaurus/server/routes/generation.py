@@ -80,10 +80,10 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
 _NOTHING_STORED = {**error_responses(404)}
 
 
-@router.get("/v1/responses/{response_id}", responses=_NOTHING_STORED)
-@router.delete("/v1/responses/{response_id}", responses=_NOTHING_STORED)
-@router.post("/v1/responses/{response_id}/cancel", responses=_NOTHING_STORED)
-@router.get("/v1/responses/{response_id}/input_items", responses=_NOTHING_STORED)
+@router.get("/v1/responses/{response_id}", summary="Retrieve Response", responses=_NOTHING_STORED)
+@router.delete("/v1/responses/{response_id}", summary="Delete Response", responses=_NOTHING_STORED)
+@router.post("/v1/responses/{response_id}/cancel", summary="Cancel Response", responses=_NOTHING_STORED)
+@router.get("/v1/responses/{response_id}/input_items", summary="List Input Items", responses=_NOTHING_STORED)
 async def find_response(response_id: str) -> Response:
     """There is none: responses are not stored."""
     raise ResponseNotStored(response_id)
