@@ -19,6 +19,9 @@ def test_it_answers_and_goes_on(base_url: str, tmp_path: Path) -> None:
         "ANTHROPIC_API_KEY": "none",
         "CLAUDE_CONFIG_DIR": str(tmp_path),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        # An answer is one sentence. It asks again after one that its limit cut, and fails after four of them.
+        "CLAUDE_CODE_EXTRA_BODY": json.dumps({"stop_sequences": [".", "!", "?"]}),
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "100",
     }
 
     def ask(question: str, *more: str) -> dict[str, Any]:
@@ -31,7 +34,7 @@ def test_it_answers_and_goes_on(base_url: str, tmp_path: Path) -> None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=60,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         result: dict[str, Any] = json.loads(done.stdout)
