@@ -71,6 +71,15 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"input": 5}, "input must be"),
     (RESPONSES, {"include": ["all"]}, 'include[0] must be "file_search_call.results", '),
     (RESPONSES, {"reasoning": {"summary": "long"}}, 'reasoning.summary must be "auto", "concise" or "detailed"'),
+    *(
+        (route, {name: value}, f"{name} is not implemented beyond {neutral}; the answer here has no place for it; ")
+        for route in (RESPONSES, MESSAGES)
+        for name, value, neutral in (
+            ("echo", True, "null and false"),
+            ("return_token_ids", True, "null and false"),
+            ("prompt_logprobs", 0, "null"),
+        )
+    ),
     (MESSAGES, {"max_tokens": None}, "max_tokens is required"),
     (MESSAGES, {"max_tokens": 0}, "max_tokens must be at least 1"),
     (f"{MESSAGES}/count_tokens", {"messages": 5}, "messages must be a list"),

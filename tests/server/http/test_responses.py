@@ -369,7 +369,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "'g'"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
     ({"include": ["all"]}, "include[0]", "must be"),
-    ({"input": []}, "input", "at least 1"),
+    ({"input": []}, "input", "must not be empty"),
     ({"input": 3}, "input", "a string or a list"),
     ({"input": ["a"]}, "input[0]", "an object"),
     (

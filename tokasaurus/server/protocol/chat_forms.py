@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import PlainValidator
 
 from tokasaurus.server.protocol.chat import TemplateFields
-from tokasaurus.server.protocol.fields import WHOLE_FLOATS, NullMeans, not_implemented
+from tokasaurus.server.protocol.fields import WHOLE_FLOATS, NullMeans, Only, not_implemented
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 
 
@@ -19,9 +19,7 @@ def named_here(name: str) -> PlainValidator:
     return PlainValidator(check, None)
 
 
-def _check_absent(value: object) -> None:
-    if value not in (None, False):
-        raise not_implemented("has no place in this route's answer: /v1/chat/completions has it")
+_NO_PLACE = "the answer here has no place for it; that of /v1/chat/completions has"
 
 
 class ChatForm(SamplingFields, TemplateFields):
@@ -29,10 +27,10 @@ class ChatForm(SamplingFields, TemplateFields):
     place in its answer, which has a single choice."""
 
     n: Annotated[Literal[1], WHOLE_FLOATS, NullMeans(1)] = 1
-    return_token_ids: Annotated[Literal[False], NullMeans(False)] = False
-    prompt_logprobs: Annotated[None, PlainValidator(_check_absent, None)] = None
-    logprobs_in_fingerprint: Annotated[Literal[False], NullMeans(False)] = False
-    echo: Annotated[Literal[False], NullMeans(False)] = False
+    return_token_ids: Annotated[bool, Only(None, False, instead=_NO_PLACE), NullMeans(False)] = False
+    prompt_logprobs: Annotated[None, Only(None, instead=_NO_PLACE)] = None
+    logprobs_in_fingerprint: Annotated[bool, Only(None, False, instead=_NO_PLACE), NullMeans(False)] = False
+    echo: Annotated[bool, Only(None, False, instead=_NO_PLACE), NullMeans(False)] = False
 
     separate_reasoning: Annotated[bool, NullMeans(True)] = True
     include_reasoning: Annotated[bool, NullMeans(True)] = True
