@@ -105,6 +105,17 @@ def test_the_largest_cache_that_may_fit_is_told(
     check_model(ServerConfig.parse([*f"device=cpu kv_cache_num_tokens={most - 2} {words}".split()]), info, None)
 
 
+def test_more_workers_than_the_memory_has_room_for(info: ModelInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feasible, "available_cpu_bytes", lambda: 4 * GIB)
+    small = "device=cpu max_seqs_per_forward=1 max_tokens_per_forward=16"
+    line = refused(f"{small} dp_size=11 pp_size=3", None, info)
+    assert line == (
+        "dp_size=11, pp_size=3: 33 model workers need 4.1 GiB besides the model, but only 4.0 GiB of memory are "
+        "available; their product may be at most 32"
+    )
+    check_model(ServerConfig.parse([*small.split(), "dp_size=32"]), info, None)
+
+
 def test_every_cuda_worker_has_a_device_of_its_own(info: ModelInfo) -> None:
     devices = CudaDevices(3, 4 * GIB)
     most = 4 * GIB // (2 * 30 * 64 * 2)  # one KV head each

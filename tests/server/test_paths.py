@@ -75,7 +75,15 @@ def test_every_route_has_the_same_answer_under_every_spelling_of_its_path(guarde
         *("/health;/v1/models", "/%2e%2e/v1/models", "/health%2f..%2fv1/models", "/v1/v1/models", "/models/"),
         *("//v1//models//", "/v1/models/../health", "/./v1/models", "/health\\..\\v1/models", "/%76%31/models"),
         *("http://localhost/v1/models", "http://health/v1/models", "//health/v1/models", "/Health", "/v1/healthy"),
-        *("/V1/models", "/docs", "/openapi.json", "/v1/docs", "/metrics/", "/v1/metrics", "//metrics"),
+        *(
+            "/V1/models",
+            "/docs/nothing",
+            "/openapi.json",
+            "/docs/../v1/models",
+            "/metrics/",
+            "/v1/metrics",
+            "//metrics",
+        ),
     ],
 )
 def test_no_spelling_leads_past_the_key_and_the_host(guarded: LiveServer, path: str) -> None:

@@ -17,6 +17,9 @@ from tokasaurus.messages.status import FlagRefused
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.monitoring.available_memory import available_cpu_bytes
 
+WORKER_BYTES = 128 << 20
+"""The least memory of a worker on a CPU that no other process shares: torch and Python, before the model."""
+
 _FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, None: 2}
 
 
@@ -37,14 +40,12 @@ def check_devices(config: ServerConfig, found: CudaDevices | None) -> None:
         if config.device == "cuda":
             raise FlagRefused("device=cuda: torch sees no CUDA device on this machine; device=cpu needs none")
         return
-    sizes = {name: getattr(config, name) for name in ("dp_size", "pp_size", "tp_size")}
     num_workers = config.dp_size * config.pp_size * config.tp_size
     if num_workers > found.count:
-        shown = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
         there = "there is 1" if found.count == 1 else f"there are {found.count}"
         raise FlagRefused(
-            f"{shown}: needs {num_workers} CUDA devices, one for each model worker, and {there}; their product may be "
-            f"at most {found.count}, or device=cpu"
+            f"{_sizes_above_one(config)}: needs {num_workers} CUDA devices, one for each model worker, and {there}; "
+            f"their product may be at most {found.count}, or device=cpu"
         )
 
 
@@ -62,6 +63,7 @@ def check_model(config: ServerConfig, info: ModelInfo, found: CudaDevices | None
         # All workers share the memory.
         limit, of = available_cpu_bytes(), "of memory are available"
         workers = config.dp_size * config.pp_size * config.tp_size
+        _check_number(config, workers, limit)
     elif found is not None:
         limit, of, workers = found.largest_bytes, "are on the largest device", 1
     else:
@@ -73,6 +75,21 @@ def check_model(config: ServerConfig, info: ModelInfo, found: CudaDevices | None
             together = f" on {workers} workers together" if workers > 1 else ""
             fits = f"only {_gib(limit)} {of}, enough for at most {most}"
             raise FlagRefused(f"{flag}={wanted}: needs {_gib(needed)}{together}, but {fits}")
+
+
+def _check_number(config: ServerConfig, num_workers: int, limit_bytes: int) -> None:
+    """Raises FlagRefused if so many workers on CPUs would take more than this without any model."""
+    most = max(1, limit_bytes // WORKER_BYTES)
+    if num_workers > most:
+        raise FlagRefused(
+            f"{_sizes_above_one(config)}: {num_workers} model workers need {_gib(num_workers * WORKER_BYTES)} besides "
+            f"the model, but only {_gib(limit_bytes)} of memory are available; their product may be at most {most}"
+        )
+
+
+def _sizes_above_one(config: ServerConfig) -> str:
+    sizes = {name: getattr(config, name) for name in ("dp_size", "pp_size", "tp_size")}
+    return ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
 
 
 def _least_bytes(config: ServerConfig, info: ModelInfo) -> list[tuple[str, int, float]]:
