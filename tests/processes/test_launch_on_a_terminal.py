@@ -91,7 +91,6 @@ def test_ctrl_c_while_the_model_is_looked_for(tmp_path: Path) -> None:
             check_end(shown, last="stopped before the start was complete")
 
 
-@pytest.mark.xfail(strict=False, reason="a process that has not come to ignore Ctrl-C yet may show a traceback")
 def test_ctrl_c_while_the_processes_import(model: Path) -> None:
     with launcher(model) as shown:
         shown.wait_for(": imports")

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -202,6 +203,8 @@ class ProcessGroup:
             name=description.label,
             args=(description, values, time.time(), os.getpid(), self._lifeline, log, sender, (values, *args, sender)),
         )
+        # Else the first `start` runs the tracker, and so unblocks the signal before it spawns the child.
+        resource_tracker.ensure_running()
         # The child inherits the mask, so that Ctrl-C cannot interrupt its imports. A Ctrl-C during the start is handled
         # after the unblock.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
