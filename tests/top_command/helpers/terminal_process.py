@@ -15,6 +15,8 @@ import pyte
 from wcwidth import wcswidth
 
 _TIMEOUT_S = 60
+_FRAME_S = 0.1
+"""Longest time in which a frame arrives."""
 _ALTERNATE_SCREEN = 1049 << 5
 """As pyte numbers the private mode."""
 
@@ -59,12 +61,17 @@ class TerminalProcess:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def wait_for(self, is_there: Callable[[str], bool]) -> str:
-        """The screen's text once it is as asked for."""
+        """The screen's text once it is as asked for. A frame may come in parts: the rest of it is waited for."""
         deadline = time.monotonic() + _TIMEOUT_S
-        while not is_there(self.text):
+        while True:
+            if is_there(self.text):
+                rest_s = time.monotonic() + _FRAME_S
+                while self._read(_FRAME_S / 4) and time.monotonic() < rest_s:
+                    pass
+                if is_there(self.text):
+                    return self.text
             assert time.monotonic() < deadline, f"never shown; last:\n{self.text}"
             self._read(0.1)
-        return self.text
 
     def hang_up(self) -> None:
         """As if the terminal's window were closed. Nothing can be read any more."""
