@@ -73,7 +73,7 @@ def test_lines_come_over_a_restart_of_the_server_and_are_recorded(tmp_path: Path
 
 
 def test_samples_are_printed_as_they_came(tmp_path: Path) -> None:
-    """Through a Unix socket, with a key, also of those that a later version has added something to."""
+    """Through a Unix socket, with a key; samples with fields that this version does not know are read too."""
     script = Script(make=lambda second: sample(second, later={"a": "ü"}), api_key="secret")
     unix_socket = tmp_path / "socket"
     with serving(script, unix_socket=unix_socket):

@@ -40,8 +40,8 @@ from tokasaurus.messages.status import (
 )
 from tokasaurus.monitoring.log_writer import log_writer, setup_logging
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage, hint_at_memory
+from tokasaurus.monitoring.titles import set_title
 from tokasaurus.processes.log_relay import LogRelay
-from tokasaurus.processes.titles import set_title
 
 if TYPE_CHECKING:
     from tempfile import TemporaryDirectory

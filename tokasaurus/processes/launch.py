@@ -27,12 +27,12 @@ from tokasaurus.messages.status import (
 from tokasaurus.model.cpu.build import kernels_built_ahead
 from tokasaurus.monitoring.log_lines import no_status
 from tokasaurus.monitoring.log_writer import log_writer, setup_logging
+from tokasaurus.monitoring.titles import set_title
 from tokasaurus.monitoring.trace import trace_file
 from tokasaurus.processes.feasible import CudaDevices, check_devices, check_model, cuda_devices
 from tokasaurus.processes.group import STOP_NUMBERS, Child, ChildProcess, ProcessGroup, StopSignals
 from tokasaurus.processes.replica import ReplicaProcesses, WeightHistory, describe_failure
 from tokasaurus.processes.start_times import read_start_times, write_start_times
-from tokasaurus.processes.titles import set_title
 from tokasaurus.startup_report import StartupReport
 
 # Time for a graceful end before SIGTERM: for the server's open requests, and for the engine's current step.

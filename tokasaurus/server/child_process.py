@@ -1,22 +1,45 @@
 """Child processes of the server that work on what clients send: limits that each sets for itself, on Linux."""
 
 import ctypes
+import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+
+from tokasaurus.monitoring.titles import set_title
 
 PACKAGE_PARENT = Path(__file__).parents[2]
 """Working directory for `python -m`, which imports from it: the user's may contain any module."""
 
 # From linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
 
 
-def limit_memory(num_bytes: int) -> None:
+def answer_lines(answer: Callable[[bytes], bytes], memory_bytes: int, limit_s: float) -> None:
+    """Say on stdout that the process is ready, and answer each line of stdin with a line, until stdin ends.
+
+    memory_bytes: address space that answers may use on top of what the process uses now. limit_s: after which the
+    server kills a process that has not answered.
+    """
+    questions, answers = sys.stdin.buffer, sys.stdout.buffer
+    _limit_memory(memory_bytes)
+    answers.write(b"true\n")
+    answers.flush()
+    # What a failing library prints may have texts of clients, which must not reach a log.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    while (question := questions.readline()).endswith(b"\n"):
+        # If the server itself was killed, this timer ends the process.
+        signal.setitimer(signal.ITIMER_REAL, limit_s + 1)
+        answers.write(answer(question) + b"\n")
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        answers.flush()
+
+
+def _limit_memory(num_bytes: int) -> None:
     """No core dumps, and at most so much more address space than the process uses now."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
@@ -25,8 +48,7 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def die_with_server(name: str) -> None:
-    """name: of the process, at most 15 characters. On other systems the process ends at the end of stdin."""
+    """name: as of set_title. On other systems than Linux the process ends at the end of stdin."""
+    set_title(name)
     if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

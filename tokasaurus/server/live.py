@@ -350,7 +350,7 @@ class _Jobs:
         return [self._describe(job) for job in self._jobs.values()]
 
     def _note_bulks(self, now_s: float) -> set[str]:
-        """Ids of those that are open."""
+        """Ids of the bulk requests that are open."""
         open_now = {bulk.id: bulk for bulk in self._bulks}
         clients = [bulk.client for bulk in open_now.values()]
         for bulk in {**self._open, **open_now}.values():
@@ -385,7 +385,7 @@ class _Jobs:
         )
 
     async def _note_batches(self, batches: BatchService, now_s: float) -> set[str]:
-        """Ids of those that are not finished. Raises StoreError."""
+        """Ids of the batches that are not finished. Raises StoreError."""
         records = {record.id: record for record in await batches.unfinished()}
         seen = set(records)
         for job in self._jobs.values():

@@ -253,16 +253,11 @@ def _replica(fields: _Fields, number: int) -> ReplicaSample:
         events=fields.object("events").numbers(),
         forecast=_forecast(fields.object("forecast")),
         next=_next(fields.object("next")),
-        oldest_wait_seconds=_oldest_wait(fields),
+        oldest_wait_seconds=fields.number("oldest_wait_seconds"),
         lengths=tuple(pair for value in fields.values("lengths") if (pair := _pair(value)) is not None),
         eta_seconds=fields.number("eta_seconds"),
         parts={name: parts.object(name).numbers() for name in parts.keys()},  # noqa: SIM118 (no dictionary)
     )
-
-
-def _oldest_wait(fields: _Fields) -> float | None:
-    own = fields.number("oldest_wait_seconds")
-    return fields.object("next").number("oldest_wait_seconds") if own is None else own
 
 
 def _forecast(fields: _Fields) -> Forecast | None:

@@ -346,7 +346,7 @@ def next_sentence(waiting: NextInQueue, step_seconds: float | None) -> str:
     needs = f" (+{waiting.blocks:,} blocks)"
     if waiting.blocked_by == "paused":
         return "next in the queue waits until the server resumes"
-    if waiting.blocked_by in ("", "turn"):
+    if waiting.blocked_by == "":
         return f"next in the queue is admitted with the next steps{needs}"
     what = "gets a slot" if waiting.blocked_by == "slots" else "fits"
     if waiting.fits_in_steps is None:

@@ -7,13 +7,12 @@ DIRECTORY contains the tokenizer. Questions arrive on stdin and answers leave on
 first line on stdout says whether grammars can be used with this tokenizer.
 """
 
-import os
 import random
 import re
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ import orjson
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from tokasaurus.server.child_process import die_with_server, limit_memory
+from tokasaurus.server.child_process import answer_lines, die_with_server
 from tokasaurus.text.grammars import LIMITS, GrammarError, GrammarVocabulary, load_grammar_vocabulary
 from tokasaurus.text.token_decoder import TokenizerError
 
@@ -184,24 +183,13 @@ def answer(vocabulary: GrammarVocabulary, question: bytes) -> bytes:
 
 
 def main(directory: str, vocab_size: str, time_limit_s: str, *eos_ids: str) -> None:
-    questions, answers = sys.stdin.buffer, sys.stdout.buffer
     try:
         vocabulary = load_grammar_vocabulary(Path(directory), int(vocab_size), map(int, eos_ids))
     except TokenizerError as error:
         print(error, file=sys.stderr)
-        answers.write(b"false\n")
+        sys.stdout.write("false\n")
         return
-    limit_memory(_MEMORY_BYTES)
-    answers.write(b"true\n")
-    answers.flush()
-    # A failing library may print text that a client sent, which must not reach a log.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    while (question := questions.readline()).endswith(b"\n"):
-        # The server kills a process that takes too long. If the server itself was killed, this timer ends the process.
-        signal.setitimer(signal.ITIMER_REAL, float(time_limit_s) + 1)
-        answers.write(answer(vocabulary, question) + b"\n")
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.flush()
+    answer_lines(partial(answer, vocabulary), _MEMORY_BYTES, float(time_limit_s))
 
 
 if __name__ == "__main__":

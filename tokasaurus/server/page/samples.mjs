@@ -258,7 +258,6 @@ function reason(next, at) {
     blocks: "it waits for KV blocks",
     slots: Number.isFinite(at.slots) ? `all ${count(at.slots)} slots are taken` : "it waits for a slot",
     paused: "the replica is paused",
-    turn: "it waits for its turn",
   };
   return (
     reasons[next.blocked_by] ??
@@ -337,7 +336,7 @@ export function etaOf(sample, replica) {
 }
 
 export function oldestWait(sample, replica) {
-  const read = (one) => one.oldest_wait_seconds ?? one.next?.oldest_wait_seconds ?? one.next?.wait_seconds;
+  const read = (one) => one.oldest_wait_seconds ?? one.next?.wait_seconds;
   const waits = replicasOf(sample, replica).map(read).filter(Number.isFinite);
   return waits.length === 0 ? null : Math.max(...waits);
 }

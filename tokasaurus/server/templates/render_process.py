@@ -7,15 +7,14 @@ Questions arrive on stdin and answers leave on stdout, each as a line of JSON. T
 process is ready.
 """
 
-import os
-import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from tokasaurus.server.child_process import die_with_server, limit_memory
+from tokasaurus.server.child_process import answer_lines, die_with_server
 from tokasaurus.text.tokenizer import (
     ChatTemplateError,
     ChatTemplateTooLarge,
@@ -58,20 +57,9 @@ def _refusal(kind: str, reason: str) -> bytes:
 
 
 def main(directory: str, limit_s: str) -> None:
-    questions, answers = sys.stdin.buffer, sys.stdout.buffer
     tokenizer = Tokenizer.load(Path(directory))
     tokenizer.render_chat([{"role": "user", "content": ""}], template="")  # loads all that rendering needs
-    limit_memory(_MEMORY_BYTES)
-    answers.write(b"true\n")
-    answers.flush()
-    # What a failing library prints may have texts of clients, which must not reach a log.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    while (question := questions.readline()).endswith(b"\n"):
-        # The server kills a process that takes too long. If the server itself was killed, this timer ends the process.
-        signal.setitimer(signal.ITIMER_REAL, float(limit_s) + 1)
-        answers.write(answer(tokenizer, question) + b"\n")
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.flush()
+    answer_lines(partial(answer, tokenizer), _MEMORY_BYTES, float(limit_s))
 
 
 if __name__ == "__main__":
