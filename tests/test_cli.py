@@ -8,19 +8,25 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import HTTPServer
 from pathlib import Path
 
 import pytest
 from gguf import GGMLQuantizationType
+from openai import OpenAI
 
 from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
 from tests.helpers.examples import few
 from tests.helpers.scripted_api import UnixServer, scripted_api
 from tokasaurus import __version__
+from tokasaurus import ping as ping_module
 from tokasaurus.cli import config_types, download_main, main, ping_main
 from tokasaurus.config import ServerConfig
+from tokasaurus.ping import PingConfig
+from tokasaurus.running_server import client_of
 
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 RUN = "import sys; from tokasaurus.cli import main; sys.exit(main())"
@@ -212,6 +218,22 @@ def test_ping_prints_the_answer_and_its_speed(api: HTTPServer, capsys: pytest.Ca
     assert (
         body == {"model": "default", "prompt": "tell me a joke", "n": 1, "temperature": 0.2, "max_tokens": 64} | STREAM
     )
+
+
+def test_ping_does_not_count_the_time_until_it_asks(
+    api: HTTPServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client's modules alone take half a second to import."""
+
+    @contextmanager
+    def late_client(config: PingConfig) -> Iterator[OpenAI]:
+        with client_of(config) as client:
+            time.sleep(3)
+            yield client
+
+    monkeypatch.setattr(ping_module, "client_of", late_client)
+    assert ping_main(["prompt=Hi", f"port={api.server_port}"]) == 0
+    assert float(capsys.readouterr().out.split("\n")[-2].partition(" s,")[0]) < 3
 
 
 def test_ping_numbers_several_answers_of_a_chat(api: HTTPServer, capsys: pytest.CaptureFixture[str]) -> None:

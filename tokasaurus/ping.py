@@ -32,13 +32,15 @@ class PingConfig(AddressConfig):
 
 def ping(config: PingConfig) -> int:
     """Print the answers, then times and token count. Returns the exit code: 1, with one line on stderr, on failure."""
-    started = time.perf_counter()
+    started = 0.0
     first_s: float | None = None
     answers = [""] * config.n
     num_tokens = 0
     is_begun = False
     try:
         with client_of(config) as client:
+            _ = client.chat.completions, client.completions  # imports them
+            started = time.perf_counter()
             for index, text, num_so_far in _answer(client, config):
                 num_tokens = max(num_tokens, num_so_far)
                 if text and first_s is None:
