@@ -7,8 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +50,34 @@ class Watcher(threading.Thread):
         wait_for(lambda: len(self.events) >= wanted, 60)
 
 
-@contextmanager
-def requests_under_way(toka: TokaProcess, number: int, max_tokens: int) -> Iterator[None]:
-    body = {"model": "default", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "n": 4}
+class Load:
+    """Clients that ask again and again; counts the answers."""
 
-    def ask(index: int) -> None:
-        prompt = f"{index} " + "word " * 20
-        httpx.post(f"{toka.url}/v1/completions", json=body | {"prompt": prompt}, headers=HEADERS, timeout=240)
+    def __init__(self, toka: TokaProcess, num_clients: int, max_tokens: int) -> None:
+        self.num_answers = 0
+        self._url = f"{toka.url}/v1/completions"
+        self._body = {"model": "default", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "n": 4}
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._ask, args=(index,)) for index in range(num_clients)]
 
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(number)]
-    for thread in threads:
-        thread.start()
-    yield
-    for thread in threads:
-        thread.join()
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, index: int) -> None:
+        body = self._body | {"prompt": f"{index} " + "word " * 20}
+        while not self._is_over.is_set():
+            answer = httpx.post(self._url, json=body, headers=HEADERS, timeout=240)
+            if answer.status_code == 200:
+                with self._lock:
+                    self.num_answers += 1
 
 
 def test_a_small_kv_cache_is_seen_to_fill_and_its_recording_has_the_same_events(model: Path, tmp_path: Path) -> None:
@@ -77,8 +89,8 @@ def test_a_small_kv_cache_is_seen_to_fill_and_its_recording_has_the_same_events(
         watcher = Watcher(toka)
         watcher.start()
         watcher.wait_for()
-        with requests_under_way(toka, 12, max_tokens=150):
-            watcher.wait_for(3)
+        with Load(toka, 12, max_tokens=150) as load:
+            watcher.wait_for(4)
         watcher.wait_for(2)
         started = time.monotonic()
         assert toka.stop() == 0
@@ -95,10 +107,10 @@ def test_a_small_kv_cache_is_seen_to_fill_and_its_recording_has_the_same_events(
     assert any(forecast["peak"] > 0.8 * forecast["limit"] for forecast in forecasts), "admission fills the cache"
     assert all(forecast["blocks"][-1] == 0 for forecast in forecasts)
     assert any(one["next"] is not None and one["next"]["blocked_by"] == "blocks" for one in busy)
-    assert sum(one["events"]["finished"] for one in replicas if "events" in one) == 12 * 4
+    assert sum(one["events"]["finished"] for one in replicas if "events" in one) == load.num_answers * 4
     assert {tuple(pair) for one in replicas for pair in one.get("lengths", ())} == {(150, 150)}
-    assert watcher.events[-1]["requests"] == {"open": 0, "answered": 12, "aborted": 0, "failed": 0}
-    assert replicas[-1]["tokens"]["generated"] == 12 * 4 * 150
+    assert watcher.events[-1]["requests"] == {"open": 0, "answered": load.num_answers, "aborted": 0, "failed": 0}
+    assert replicas[-1]["tokens"]["generated"] == load.num_answers * 4 * 150
     recorded = [json.loads(line) for line in record.read_text().splitlines()]
     by_time = {event["time"]: event for event in recorded}
     assert len(recorded) >= len(watcher.events) - 1
@@ -110,7 +122,7 @@ def test_of_two_replicas_one_dies_and_comes_back_before_the_eyes_of_who_watches(
     with running_toka(f"model={model}", *FLAGS, "kv_cache_num_tokens=16384", "dp_size=2") as toka:
         watcher = Watcher(toka)
         watcher.start()
-        with requests_under_way(toka, 8, max_tokens=200):
+        with Load(toka, 8, max_tokens=200):
             watcher.wait_for(2)
         assert [one["state"] for one in watcher.events[-1]["replicas"]] == ["up", "up"]
         assert watcher.events[-1]["server"]["dp_size"] == 2
