@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Tests start hundreds of Python processes, each of which would compile every module again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help serve test check lint types unit test-clients test-clients-newest test-gpu test-neon test-long test-flashinfer test-flashinfer-build flashinfer-packages test-wheel wheel release-check docs gpu-kit bench-manager torture soak format clean
+.PHONY: help serve test check lint types unit test-clients test-clients-newest test-gpu test-neon test-long test-flashinfer test-flashinfer-build flashinfer-packages test-wheel wheel release-check reference docs gpu-kit bench-manager torture soak format clean
 
 serve: .venv/installed  ## Serves the demo model, or SERVE_ARGS
 	$(BIN)/toka $(SERVE_ARGS)
@@ -106,6 +106,9 @@ wheel: .venv/installed  ## A package in dist/ with compiled kernels
 
 test-wheel: .venv/installed-dev wheel  ## Installs the wheel where no compiler is found
 	$(BIN)/python -m pytest tests/check_wheel.py
+
+reference: .venv/installed-dev  ## The pages of docs/ that are made from code
+	$(BIN)/python -m tests.helpers.reference_pages
 
 docs: .venv/installed-dev  ## The documentation as a web site, in build/docs
 	$(BIN)/python -m docs_site

@@ -5,7 +5,9 @@ import inspect
 import re
 from pathlib import Path
 
-from tests.helpers import command_line_page, fields_page, flags_page, library_page
+import pytest
+
+from tests.helpers import library_page, reference_pages
 from tokasaurus.batch_command.config import RunConfig, StoredConfig
 from tokasaurus.config import ServerConfig
 from tokasaurus.library.client import Client
@@ -125,21 +127,12 @@ def test_links_between_pages_lead_somewhere() -> None:
                 assert anchor in anchors, f"{page.name}: {target}#{anchor}"
 
 
-def test_the_page_of_flags_is_made_from_their_declarations() -> None:
-    assert flags_page.PATH.read_text() == flags_page.page(), "python -m tests.helpers.flags_page writes it anew"
+@pytest.mark.parametrize("path", reference_pages.PAGES, ids=lambda path: path.name)
+def test_a_page_of_the_reference_is_made_from_the_code(path: Path) -> None:
+    assert path.read_text() == reference_pages.PAGES[path](), "`make reference` writes it anew"
 
 
-def test_the_page_of_the_command_line_is_made_from_the_table_of_habits() -> None:
-    written = command_line_page.PATH.read_text()
-    assert written == command_line_page.page(), "python -m tests.helpers.command_line_page writes it anew"
-
-
-def test_the_page_of_fields_is_made_from_their_table() -> None:
-    assert fields_page.PATH.read_text() == fields_page.page(), "python -m tests.helpers.fields_page writes it anew"
-
-
-def test_the_reference_of_the_library_is_made_from_its_docstrings() -> None:
-    assert library_page.PATH.read_text() == library_page.page(), "python -m tests.helpers.library_page writes it anew"
+def test_the_reference_of_the_library_has_every_name_that_can_be_imported() -> None:
     names: dict[str, object] = {}
     exec("from tokasaurus import *", names)
-    assert set(library_page.NAMES) == names.keys() - {"__builtins__"}, "the page has every name that can be imported"
+    assert set(library_page.NAMES) == names.keys() - {"__builtins__"}

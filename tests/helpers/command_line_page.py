@@ -1,6 +1,4 @@
-"""docs/command_line.md, with the table of tokasaurus/habits.py.
-
-`python -m tests.helpers.command_line_page` writes it."""
+"""docs/command_line.md, with the table of tokasaurus/habits.py."""
 
 from pathlib import Path
 
@@ -11,8 +9,8 @@ PATH = Path(__file__).parents[2] / "docs" / "command_line.md"
 TEXT = """\
 # The command line
 
-`python -m tests.helpers.command_line_page` makes this page; its table is `tokasaurus/habits.py`, which the command line
-reads and a test runs row by row.
+`make reference` makes this page; its table is `tokasaurus/habits.py`, which the command line reads and a test runs row
+by row.
 
 ## Flags
 
@@ -121,7 +119,3 @@ def _row(habit: Habit) -> str:
     else:
         made = f"`{habit.means}`" if habit.means else "nothing: it is always so"
     return f"| {habit.program} | `{habit.example}` | {made} |"
-
-
-if __name__ == "__main__":
-    PATH.write_text(page())

@@ -1,4 +1,4 @@
-"""docs/fields.md, made from the table of known fields: `python -m tests.helpers.fields_page` writes it."""
+"""docs/fields.md, made from the table of known fields."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +16,8 @@ PATH = Path(__file__).parents[2] / "docs" / "fields.md"
 INTRODUCTION = """\
 # Fields of other servers
 
-`python -m tests.helpers.fields_page` makes this page from `tokasaurus/server/protocol/known_fields.py`, the table that
-bodies and error messages are made from too; a test compares the two.
+`make reference` makes this page from `tokasaurus/server/protocol/known_fields.py`, the table that bodies and error
+messages are made from too; a test compares the two.
 
 Clients that were written for other servers send fields that OpenAI's API does not have. They are accepted by
 `/v1/completions`, `/v1/chat/completions`, `/v1/responses` and `/v1/messages`, live and in the lines of `/v1/bulk` and
@@ -107,7 +107,3 @@ def _values(values: tuple[object, ...]) -> str:
 
 def _effect(field: KnownField) -> str:
     return field.effect + (f"; for example {_values(field.examples)}" if field.examples else "")
-
-
-if __name__ == "__main__":
-    PATH.write_text(page())

@@ -1,4 +1,4 @@
-"""docs/flags.md, made from the declarations in tokasaurus/config.py: `python -m tests.helpers.flags_page` writes it."""
+"""docs/flags.md, made from the declarations in tokasaurus/config.py."""
 
 from pathlib import Path
 
@@ -10,8 +10,7 @@ PATH = Path(__file__).parents[2] / "docs" / "flags.md"
 INTRODUCTION = """\
 # Flags of `toka`
 
-`python -m tests.helpers.flags_page` makes this page from `tokasaurus/config.py`, where every flag is declared; a test
-compares the two.
+`make reference` makes this page from `tokasaurus/config.py`, where every flag is declared; a test compares the two.
 
 Flags are written `name=value`: `T` and `F` are true and false, `None` is none or auto, `'(2 * 1024)'` is evaluated.
 Flags that are wrong in name, type or range end the command with a line for each and exit code 2. Every flag is also an
@@ -47,7 +46,3 @@ def _row(name: str, flag: Flag) -> str:
     names = f"`{name}`" + (f", also `{flag.alias}`" if flag.alias else "")
     values = "; ".join([values, *(rule.text for rule in flag.rules)])
     return f"| {names} | {default} | {values} | {flag.meaning} |".replace("*", "\\*")
-
-
-if __name__ == "__main__":
-    PATH.write_text(page())

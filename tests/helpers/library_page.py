@@ -1,4 +1,4 @@
-"""The reference in docs/library.md, made from the docstrings: `python -m tests.helpers.library_page` writes it."""
+"""The reference in docs/library.md, made from the docstrings."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ ROOT = Path(__file__).parents[2]
 PATH = ROOT / "docs" / "library.md"
 HEADING = "## Reference\n"
 INTRODUCTION = """
-`python -m tests.helpers.library_page` makes this part from the docstrings, which `help(LLM.generate)` shows as well; a
-test compares the two.
+`make reference` makes this part from the docstrings, which `help(LLM.generate)` shows as well; a test compares the two.
 """
 NAMES = (
     *("LLM", "Client", "AsyncLLM", "AsyncClient", "Sampling"),
@@ -183,7 +182,3 @@ def _alias_part(name: str, module: str) -> str:
                 value = str(item.value.value) if isinstance(item.value, ast.Constant) else ast.unparse(item.value)
                 return f"- `{name}`: `{value}`. {_text_of(following)}"
     raise AssertionError(f"{module} has no {name}")
-
-
-if __name__ == "__main__":
-    PATH.write_text(page())

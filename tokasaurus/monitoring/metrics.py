@@ -27,8 +27,8 @@ __all__ = ["CONTENT_TYPE_LATEST", "BatchStats", "EngineCollector", "LoopLag", "r
 
 # (name, field of EngineStats, help)
 _GAUGES = [
-    ("toka_requests_running", "num_running", "Sequences being prefilled or decoded; a request with n=4 counts as 4."),
-    ("toka_requests_waiting", "num_waiting", "Sequences waiting to be admitted; a request with n=4 counts as 4."),
+    ("toka_requests_running", "num_running", "Sequences in prefill or decode; a request with n=4 counts as 4."),
+    ("toka_requests_waiting", "num_waiting", "Sequences that are not admitted yet; a request with n=4 counts as 4."),
     (
         "toka_background_requests_running",
         "num_running_background",
@@ -37,19 +37,25 @@ _GAUGES = [
     (
         "toka_kv_blocks_used",
         "num_kv_blocks_used",
-        "KV blocks in use by sequences; cached blocks that no sequence uses are not counted.",
+        "KV blocks that sequences use; cached blocks that no sequence uses are not counted.",
     ),
     ("toka_kv_blocks_total", "num_kv_blocks_total", "KV blocks that sequences may use."),
     (
         "toka_kv_blocks_cached",
         "num_kv_blocks_cached",
-        "KV blocks of cached prefixes that no sequence uses; they stay until their memory is needed.",
+        "KV blocks of cached prefixes that no sequence uses; they stay until their memory is needed. The "
+        "rest of toka_kv_blocks_total is free.",
     ),
-    ("toka_worker_queue_depth", "worker_queue_depth", "Steps sent to the model worker whose results have not arrived."),
+    (
+        "toka_worker_queue_depth",
+        "worker_queue_depth",
+        "Steps sent to the model worker whose results have not returned.",
+    ),
     (
         "toka_manager_busy_fraction",
         "manager_busy_fraction",
-        "Share of the last complete second in which the manager was busy, 0 to 1.",
+        "Fraction of the last completed second in which the manager worked, 0 to 1; near 1, throughput "
+        "is limited by the scheduler rather than by the model.",
     ),
 ]
 # The exposition appends "_total" to a counter's name.
@@ -57,60 +63,78 @@ _COUNTERS = [
     (
         "toka_prompt_tokens",
         "total_prompt_tokens",
-        "Prompt tokens since start; a prompt counts once, for any number of samples.",
+        "Prompt tokens since start; a prompt counts once, however many samples it has.",
     ),
-    ("toka_generation_tokens", "total_generation_tokens", "Tokens generated since start, including eos."),
+    ("toka_generation_tokens", "total_generation_tokens", "Tokens generated since start, including the end token."),
     (
         "toka_asked_prompt_tokens",
         "total_asked_prompt_tokens",
-        "Prompt tokens of all sequences that have started: each sample of a prompt counts.",
+        "Prompt tokens of all sequences that have started; each sample of a prompt counts.",
     ),
     (
         "toka_prefix_cache_hit_tokens",
         "total_prefix_cache_hit_tokens",
-        "Prompt tokens not computed because their KV was cached or being computed: each sample of a prompt counts.",
+        "Asked prompt tokens that were not computed, because their KV was cached or was being computed; "
+        "may exceed toka_prompt_tokens_total, which counts a prompt once.",
     ),
     (
         "toka_computed_prompt_tokens",
         "total_computed_prompt_tokens",
-        "Prompt tokens computed, over all sequences; those computed again after preemption count once.",
+        "Asked prompt tokens that were computed, each counted once per sequence, also where "
+        "preemption made it necessary again.",
     ),
     (
         "toka_shared_prompt_tokens",
         "total_shared_prompt_tokens",
-        "Prompt tokens attended to in a prefix group, over all sequences; each counts once, for any number of steps.",
+        "Asked prompt tokens attended to as a shared prefix (Hydragen) in any step; each counts once, "
+        "for any number of steps.",
     ),
     (
         "toka_kv_blocks_evicted",
         "total_kv_blocks_evicted",
         "Cached KV blocks given up because their memory was needed.",
     ),
-    ("toka_preemptions", "total_preemptions", "Sequences preempted because KV blocks ran out."),
+    (
+        "toka_preemptions",
+        "total_preemptions",
+        "Sequences that had to wait again because KV blocks had run out; each keeps its sampled tokens, "
+        "and its text is unchanged.",
+    ),
     (
         "toka_recomputed_tokens",
         "total_recomputed_tokens",
-        "Prompt and sampled tokens computed again because preemption had freed their KV.",
+        "Prompt or sampled tokens computed again because preemption had freed their KV.",
     ),
     (
         "toka_recompiles",
         "total_recompiles",
-        "Compilations of the model after warm-up (torch_compile=T), each of which delayed a step.",
+        "Compilations of the model after warm-up, with compiled layers (torch_compile=); each one delays "
+        "a step. A value other than 0 is an error, and the worker logs a line for each.",
     ),
     (
         "toka_graph_misses",
         "total_graph_misses",
-        "Decode steps with more sequences than any CUDA graph (cudagraph_max_size=), which launched each operation.",
+        "Decode steps with more sequences than any CUDA graph has room for, so that each operation was "
+        "launched by itself; 0 unless cudagraph_max_size= is lower than max_seqs_per_forward=.",
     ),
     (
         "toka_nonfinite_rows",
         "total_nonfinite_rows",
-        "Rows of steps for which the model computed NaN or infinity; their requests fail with numerical_error.",
+        "Rows of steps for which the model computed NaN or infinity: their requests fail with "
+        "numerical_error (500) and no other is affected. A value other than 0 means a damaged model, or "
+        "numbers beyond the range of its dtype.",
     ),
-    ("toka_forward_seconds", "total_forward_seconds", "Seconds that the model worker was busy with steps."),
+    (
+        "toka_forward_seconds",
+        "total_forward_seconds",
+        "Seconds in which the model worker was busy with steps; with several pipeline stages, those of "
+        "the last stage, including its waits for the stages before it.",
+    ),
     (
         "toka_device_idle_seconds",
         "total_device_idle_seconds",
-        "Seconds in which the device waited for the next step although sequences were left to compute.",
+        "Seconds between two steps in which the device computed nothing although sequences were left to "
+        "compute; measured by events of the device on CUDA, by the worker's clock on a CPU.",
     ),
     ("toka_manager_cpu_seconds", "manager_cpu_seconds", "CPU time of the manager process, in seconds."),
 ]
@@ -120,40 +144,42 @@ _HISTOGRAMS = [
     (
         "toka_time_to_first_token_seconds",
         "time_to_first_token",
-        "Seconds from a request's arrival to a sequence's first token in the manager, per sequence with any token.",
+        "From a request's arrival to a sequence's first token in the manager, in seconds; per sequence with any token.",
     ),
     (
         "toka_time_per_output_token_seconds",
         "time_per_output_token",
-        "Mean seconds between two tokens of a sequence, per sequence of at least two tokens.",
+        "Mean time between two tokens of a sequence, in seconds; per sequence of at least two tokens.",
     ),
     (
         "toka_queue_seconds",
         "queue",
-        "Seconds from a request's arrival until a sequence was admitted first, per sequence that was.",
+        "From a request's arrival until a sequence was first admitted, its tokenisation included, in "
+        "seconds; per sequence that was admitted.",
     ),
     (
         "toka_prefill_seconds",
         "prefill",
-        "Seconds from the first admission of a sequence to its first token, per sequence whose prompt was computed.",
+        "From a sequence's first admission to its first token, in seconds; per sequence whose prompt was computed.",
     ),
     (
         "toka_decode_seconds",
         "decode",
-        "Seconds from a sequence's first token to its last, per sequence with any token; preemptions are included.",
+        "From a sequence's first token to its last, preemptions included, in seconds; per sequence with any token.",
     ),
-    ("toka_completion_tokens", "completion_tokens", "Tokens of a completion, including the end token, per sequence."),
+    ("toka_completion_tokens", "completion_tokens", "Tokens of a completion, including the end token; per sequence."),
     (
         "toka_request_seconds",
         "request",
-        "Seconds from a request's arrival to the end of its last sequence, per prompt whose sequences all finished.",
+        "From a request's arrival to the end of its last sequence, in seconds; per prompt whose "
+        "sequences all finished.",
     ),
-    ("toka_request_prompt_tokens", "prompt_tokens", "Tokens of a prompt, per prompt, however many samples it has."),
-    ("toka_request_n", "num_samples", "Samples asked for, per prompt."),
+    ("toka_request_prompt_tokens", "prompt_tokens", "Tokens of a prompt; per prompt, however many samples it has."),
+    ("toka_request_n", "num_samples", "Samples asked for; per prompt. Its sum is the number of sequences."),
     (
         "toka_request_longest_completion_tokens",
         "longest_completion",
-        "Tokens of the longest completion of a prompt, per prompt whose sequences all finished.",
+        "Tokens of a prompt's longest completion; per prompt whose sequences all finished.",
     ),
 ]
 
@@ -191,6 +217,9 @@ _VLLM_HISTOGRAMS = [
 ]
 _VLLM_REASONS: Mapping[EndReason, str] = MappingProxyType({"cancelled": "abort"})
 """vLLM's finished_reason for our reasons that it does not have."""
+
+BUILD_LABELS = ("version", "model", "dtype", "device", "torch", "python")
+"""Of toka_build_info."""
 
 LAG_INTERVAL_S = 0.05
 LAG_WINDOW_S = 10.0
@@ -301,19 +330,24 @@ class EngineCollector(Collector):
         yield from _request_metrics(self._requests)
         answers = CounterMetricFamily(
             "toka_http_answers",
-            "HTTP answers by method, route and status; 499 if the client left before the answer began.",
+            "HTTP answers by method, route (with names of parameters in braces, other for paths that the server "
+            "does not have) and status; 499 if the client left before the answer began. HEAD counts as GET. "
+            "Requests that are not HTTP, or that exceed limits of connections and headers, are answered before they "
+            "count.",
             labels=["method", "route", "status"],
         )
         for (method, route, status), number in sorted(self._answers.items()):
             answers.add_metric([method, route, str(status)], number)
         yield answers
-        build = GaugeMetricFamily("toka_build_info", "1; its labels say what runs.", labels=list(self._build))
+        build = GaugeMetricFamily("toka_build_info", "1; its labels say what runs.", labels=BUILD_LABELS)
         if self._build:
-            build.add_metric(list(self._build.values()), 1)
+            build.add_metric([self._build[name] for name in BUILD_LABELS], 1)
         yield build
         phases = CounterMetricFamily(
             "toka_forward_phase_seconds",
-            "Seconds of forwards by phase, if the worker counts them (CPU kernels).",
+            "The part of toka_forward_seconds_total that the CPU kernels measure, by phase: gemm (matrix products "
+            "with norms, gates and sums), prefix_attention (shared prefixes), attention (all other attention), "
+            "heads (rotary embedding, writing keys and values), sampling.",
             labels=["replica", "phase"],
         )
         for replica, stats in stats_by_replica.items():
@@ -322,7 +356,8 @@ class EngineCollector(Collector):
         yield phases
         restarts = CounterMetricFamily(
             "toka_engine_restarts",
-            "Times that a replica was started again after one of its processes died or hung. Its counters start at 0.",
+            "Restarts of the replica after one of its processes died or hung; its other counters then start at 0 "
+            "again.",
             labels=["replica"],
         )
         for replica_index, num_restarts in enumerate(self._read_restarts()):
@@ -330,7 +365,9 @@ class EngineCollector(Collector):
         yield restarts
         switched_off = GaugeMetricFamily(
             "toka_switched_off",
-            "1 for each feature that a check of the start has switched off, because it fails or computes wrongly here.",
+            "1 for each feature that a check of the start (toka check) has switched off because it fails or "
+            "computes wrongly on this machine: attention_backend=flashinfer, torch_compile, use_cudagraphs, "
+            "symmetric_all_reduce, triton_attention, triton_sampling, triton_layers; the log has the reason.",
             labels=["replica", "feature"],
         )
         for replica_index, features in enumerate(self._read_switched_off()):
@@ -342,17 +379,18 @@ class EngineCollector(Collector):
         )
         yield CounterMetricFamily(
             "toka_log_records_dropped",
-            "Log records of the server process dropped because nobody read its stderr.",
+            "Log records of the server process that were dropped because nobody read its stderr.",
             value=log_writer().num_dropped,
         )
         yield GaugeMetricFamily(
             "toka_event_loop_lag_seconds",
-            "Largest delay of the server's event loop in the last ten seconds.",
+            "Largest delay of the server's event loop in the last ten seconds, measured every 50 ms. During a "
+            "delay, no client is served.",
             value=self._loop_lag.largest_s(),
         )
         yield CounterMetricFamily(
             "toka_event_loop_stalls",
-            "Delays of the server's event loop of more than 250 ms.",
+            "Delays of the server's event loop of more than 250 ms. If it grows, some request blocks all others.",
             value=self._loop_lag.num_stalls,
         )
         if self._batches is not None:
@@ -403,7 +441,9 @@ def _kv_usage(stats: EngineStats) -> float:
 def _request_metrics(requests: Mapping[str, RequestMetrics]) -> Iterable[Metric]:
     finished = CounterMetricFamily(
         "toka_requests_finished",
-        "Sequences that have ended, by reason; a request with n=4 counts as 4.",
+        "Sequences that have ended, by reason: stop, length, abort (by a route for roll-outs), error (the engine "
+        "failed it, or another sample of its body), cancelled (nobody waited for it any more, mostly because the "
+        "client had disconnected). A request with n=4 counts as 4.",
         labels=["replica", "reason"],
     )
     for replica, metrics in requests.items():
@@ -425,9 +465,17 @@ def _add_histogram(family: HistogramMetricFamily, labels: Sequence[str], histogr
 def _batch_metrics(batches: BatchStats) -> Iterable[Metric]:
     yield GaugeMetricFamily("toka_batches_unfinished", "Batches that are not finished.", value=batches.num_unfinished)
     yield GaugeMetricFamily(
-        "toka_batch_lines_running", "Lines of batches that run or wait to be stored.", value=batches.num_lines_running
+        "toka_batch_lines_running",
+        "Lines of batches that have been started and have no stored result: in the engine, being "
+        "prepared, or waiting for the disk.",
+        value=batches.num_lines_running,
     )
-    lines = CounterMetricFamily("toka_batch_lines", "Lines of batches that were answered.", labels=["result"])
+    lines = CounterMetricFamily(
+        "toka_batch_lines",
+        "Lines of batches that were answered since start, by result: completed or failed. Lines that a "
+        "cancelled or expired batch leaves undone do not count.",
+        labels=["result"],
+    )
     lines.add_metric(["completed"], batches.total_completed_lines)
     lines.add_metric(["failed"], batches.total_failed_lines)
     yield lines

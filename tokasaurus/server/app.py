@@ -80,6 +80,11 @@ from tokasaurus.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+SERVED_ROUTES = (generation, bulk, files, batch_routes, model_routes, health, live, docs)
+"""Modules with a router, in the order of /openapi.json."""
+ROLLOUT_ROUTES = (vllm_rollouts, sglang_rollouts)
+"""Served with rl=T."""
+
 # How long the requests that are open after draining have to end with an error.
 GRACE_S = 2
 # Longest wait until the launcher has read the last message.
@@ -253,8 +258,7 @@ def create_app(
     app.state.live = feed
     add_error_handlers(app)
     app.add_exception_handler(StoreError, _on_store_error)
-    served = [generation, bulk, files, batch_routes, model_routes, health, live, docs]
-    for routes in [*served, vllm_rollouts, sglang_rollouts] if model.rl else served:
+    for routes in (*SERVED_ROUTES, *ROLLOUT_ROUTES) if model.rl else SERVED_ROUTES:
         # Not include_router, which builds each route again at the first request of the app: a fifth of a second.
         app.router.routes.extend(routes.router.routes)
     origins = allowed_origins(state.config.cors_origins)

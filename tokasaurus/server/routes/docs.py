@@ -30,7 +30,8 @@ def _asset(name: str, compressed: bool) -> tuple[bytes, dict[str, str]]:
 
 @router.get("/docs")
 async def docs(request: Request) -> Response:
-    """The page. It needs no key: it asks for one, and sends it with its own requests."""
+    """The routes and their fields, with bodies to try. The page needs no key: it asks for one, and sends it with its
+    own requests."""
     content, headers = _page()
     if headers["ETag"] in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
@@ -39,6 +40,7 @@ async def docs(request: Request) -> Response:
 
 @router.get("/docs/{name}")
 async def docs_asset(request: Request, name: str) -> Response:
+    """A file that /docs loads."""
     if name not in ASSETS:
         raise NotFound(f"the page /docs has no file {shorten(name)!r}", "name")
     content, headers = _asset(name, "gzip" in request.headers.get("accept-encoding", ""))

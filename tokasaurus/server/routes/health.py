@@ -34,11 +34,13 @@ async def ready(request: Request) -> JSONResponse:
 
 @router.get("/ping")
 async def ping() -> JSONResponse:
+    """The HTTP server answers requests that have the key, if it has one."""
     return JSONResponse({"message": "pong"})
 
 
 @router.get("/version")
 async def version() -> JSONResponse:
+    """The version of this server."""
     return JSONResponse({"version": __version__})
 
 

@@ -139,6 +139,7 @@ async def update_weights_from_disk(request: Request, body: UpdateFromDiskRequest
 
 @router.get("/get_weight_version", responses={200: {"model": WeightVersion}})
 async def get_weight_version(request: Request) -> JSONResponse:
+    """The name of the newest weights."""
     return JSONResponse({"weight_version": state_of(request).rollouts.weight_version})
 
 

@@ -71,6 +71,7 @@ async def resume(request: Request) -> JSONResponse:
 
 @router.get("/is_paused", responses={200: {"model": PauseState}})
 async def is_paused(request: Request) -> JSONResponse:
+    """Whether /pause has paused the engine."""
     return JSONResponse({"is_paused": state_of(request).rollouts.is_paused})
 
 
@@ -92,6 +93,7 @@ async def wake_up(request: Request) -> JSONResponse:
 
 @router.get("/is_sleeping", responses={200: {"model": SleepState}})
 async def is_sleeping(request: Request) -> JSONResponse:
+    """Whether the engine has given memory back to the system."""
     return JSONResponse({"is_sleeping": state_of(request).rollouts.is_asleep})
 
 
