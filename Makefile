@@ -153,7 +153,7 @@ endef
 	@touch $@
 
 .venv/installed-dev: pyproject.toml | .venv/bin/python
-	$(call install,.[dev],125,2.8)
+	$(call install,.[dev],150,3.2)
 	@touch $@ .venv/installed
 
 clean:  ## Removes environments and what was built

@@ -6,9 +6,8 @@ import ast
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tokasaurus"
@@ -41,7 +40,7 @@ LAYERS = [
     ["cli"],
     [
         *("completion", "ping", "chat", "download", "batch_command", "plan_command", "check_command"),
-        *("map_command", "mismatch_command", "top_command"),
+        *("map_command", "mismatch_command", "top_command", "ray"),
     ],
     ["running_server", "library"],
     ["processes"],
@@ -110,6 +109,8 @@ WITHOUT_TORCH = [
     "messages",
 ]
 WITHOUT_TORCH += ["processes", "monitoring"]
+if find_spec("ray") is not None:
+    WITHOUT_TORCH += ["ray"]
 
 
 def package_of(module: str, depth: int = 1) -> str:
@@ -189,8 +190,17 @@ def test_only_the_workers_load_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("library", ["flashinfer", "ray"])
-def test_optional_library_has_one_importer_and_loads_late(library: str) -> None:
+def test_ray_has_a_package_of_its_own_that_nothing_else_imports() -> None:
+    for module, path in MODULES.items():
+        if package_of(module) != "ray":
+            names = imported_modules(path)
+            assert not any(name.split(".")[0] == "ray" or name.startswith("tokasaurus.ray") for name in names), module
+    tops = ast.parse(MODULES["tokasaurus.ray"].read_text()).body
+    assert not any(isinstance(node, ast.Import) for node in tops), "each part is loaded when it is used"
+
+
+def test_flashinfer_has_one_importer_and_loads_late() -> None:
+    library = "flashinfer"
     importers = []
     for module, path in MODULES.items():
         if any(name.split(".")[0] == library for name in imported_modules(path)):

@@ -36,8 +36,9 @@ _LOOK_S = 0.1
 _ABANDONED_S = 60.0
 """A directory without a lock may be so new that its engine has not locked it yet, in seconds."""
 _PREFIX = "toka-engine-"
-_SOCKET_NAME = "socket"
-_ROOM_BYTES = len(f"/{_PREFIX}12345678/{_SOCKET_NAME}")
+SOCKET_NAME = "socket"
+"""Of the server's socket in its private directory."""
+_ROOM_BYTES = len(f"/{_PREFIX}12345678/{SOCKET_NAME}")
 
 
 class EngineError(Exception):
@@ -116,7 +117,7 @@ class _Supervisor:
         """Held by the thread that takes the server's messages."""
         self._restarts_s: deque[float] = deque()
         """When they began, by time.monotonic(), within RESTART_WINDOW_S."""
-        self._directory: _PrivateDirectory | None = None
+        self._directory: PrivateDirectory | None = None
         self.socket_path = ""
         self.model = ""
 
@@ -125,8 +126,8 @@ class _Supervisor:
         with self._changed:
             self._check_usable()
         assert self._directory is None, "an engine starts once"
-        self._directory = _PrivateDirectory()
-        self.socket_path = str(self._directory.path / _SOCKET_NAME)
+        self._directory = PrivateDirectory()
+        self.socket_path = str(self._directory.path / SOCKET_NAME)
         # A restart is the same start again, whatever this process has changed meanwhile. The last word counts.
         self._words = ["drain_seconds=0", *self._words, f"unix_socket={self.socket_path}"]
         try:
@@ -281,7 +282,7 @@ def _not_started(error: OSError | RuntimeError) -> EngineError:
     return EngineError(f"the engine cannot be started: {reason or error}")
 
 
-class _PrivateDirectory:
+class PrivateDirectory:
     """A new directory that only this user can open, with a path short enough for a socket in it.
 
     This process and the launcher hold a lock in it. If both are killed at once, which nobody can notice, the next start

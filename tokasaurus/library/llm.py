@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -134,9 +135,14 @@ def _words(model: str | None, flags: dict[str, Any]) -> list[str]:
             raise TypeError(f"LLM has no argument {name!r}: only this program can reach its engine")
     if model is not None:
         flags = {"model": model, **flags}
-    words = [f"{name}={_written(value)}" for name, value in {**_OWN_DEFAULTS, **flags}.items()]
+    words = flag_words({**_OWN_DEFAULTS, **flags})
     ServerConfig.parse(words)  # FlagError, a ValueError, names the flag
     return words
+
+
+def flag_words(flags: Mapping[str, Any]) -> list[str]:
+    """Flags as on a command line, in their order. None is checked."""
+    return [f"{name}={_written(value)}" for name, value in flags.items()]
 
 
 def _written(value: object) -> str:

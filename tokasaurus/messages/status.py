@@ -157,6 +157,8 @@ class Serving:
     """A private server is ready. The launcher sends it to the process that has started it."""
 
     model: str
+    kv_cache_tokens: int
+    """Tokens of the KV caches of all replicas together."""
 
 
 @dataclass(frozen=True, slots=True)

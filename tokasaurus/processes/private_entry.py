@@ -158,7 +158,9 @@ def _report_to(channel: Connection) -> StartupReport:
             was_ready = self.is_ready
             super().note_ready(message, is_server)
             if self.is_ready and not was_ready:
-                channel.send(Serving(self.model))
+                assert self.limits is not None, "a replica is ready"
+                tokens = self.limits.num_kv_blocks * self.limits.page_size * self.num_replicas
+                channel.send(Serving(self.model, tokens))
 
         def note_tokens(self, message: BatchTokens) -> None:
             channel.send(message)

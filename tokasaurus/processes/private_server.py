@@ -92,6 +92,8 @@ class PrivateServer:
         self._is_stopping = False
         self.model = ""
         """Name of the model that it serves; empty until it is ready."""
+        self.kv_cache_tokens = 0
+        """Tokens of the KV caches of all its replicas together; 0 until it is ready."""
         self.tokens: BatchTokens | None = None
         """How far the lines of its batches are; None until it has told."""
 
@@ -182,7 +184,7 @@ class PrivateServer:
             case str():
                 self._show(message)
             case Serving():
-                self.model = message.model
+                self.model, self.kv_cache_tokens = message.model, message.kv_cache_tokens
             case BatchTokens():
                 self.tokens = message
             case Failed():

@@ -149,6 +149,33 @@ MAX_SESSIONS = 65_536
 """Most sessions that are remembered of a replica."""
 
 
+@dataclass(frozen=True, slots=True)
+class RoutedPrompt:
+    """What the choice of a replica needs to know of a request."""
+
+    num_tokens: int
+    prefixes: list[int]
+    """From `hash_prefixes`."""
+    session: str = ""
+
+    def cost(self, index: PrefixIndex, num_sequences: int) -> tuple[int, int]:
+        """Of sending it to a replica: the least is the best, by tokens that are computed before it is answered, then by
+        tokens that the replica was sent.
+
+        index: of the replica. num_sequences: unfinished there."""
+        if self.session and index.has_session(self.session):
+            num_uncached, num_sequences = 0, num_sequences - SESSION_SEQUENCES
+        else:
+            num_uncached = self.num_tokens - index.num_cached_tokens(self.prefixes)
+        return num_uncached + TOKENS_PER_SEQUENCE * num_sequences, index.num_tokens
+
+    def add_to(self, index: PrefixIndex) -> None:
+        """The replica of the index is sent it."""
+        index.add(self.prefixes)
+        if self.session:
+            index.note_session(self.session)
+
+
 def choose_replica(replicas: Sequence[Replica], request: GenerateRequest) -> Replica:
     """The replica with most of the prompt cached, unless another is so much less busy that it is ready sooner.
 
@@ -159,17 +186,7 @@ def choose_replica(replicas: Sequence[Replica], request: GenerateRequest) -> Rep
     if len(replicas) == 1:
         return replicas[0]  # hashing would be useless
     prefixes = hash_prefixes(request.prompt_ids, request.cache_salt)
-
-    def cost(replica: Replica) -> tuple[int, int]:
-        num_sequences = replica.num_unfinished_sequences
-        if request.session and replica.prefixes.has_session(request.session):
-            num_uncached, num_sequences = 0, num_sequences - SESSION_SEQUENCES
-        else:
-            num_uncached = len(request.prompt_ids) - replica.prefixes.num_cached_tokens(prefixes)
-        return num_uncached + TOKENS_PER_SEQUENCE * num_sequences, replica.prefixes.num_tokens
-
-    replica = min(replicas, key=cost)
-    replica.prefixes.add(prefixes)
-    if request.session:
-        replica.prefixes.note_session(request.session)
+    prompt = RoutedPrompt(len(request.prompt_ids), prefixes, request.session)
+    replica = min(replicas, key=lambda one: prompt.cost(one.prefixes, one.num_unfinished_sequences))
+    prompt.add_to(replica.prefixes)
     return replica
