@@ -40,7 +40,7 @@ LAYERS = [
     ["cli"],
     [
         *("completion", "ping", "chat", "download", "batch_command", "plan_command", "check_command"),
-        *("map_command", "mismatch_command", "top_command", "ray"),
+        *("map_command", "mismatch_command", "top_command", "bench_command", "ray"),
     ],
     ["running_server", "library"],
     ["processes"],
@@ -105,6 +105,7 @@ WITHOUT_TORCH = [
     "batch_command",
     "map_command",
     "top_command",
+    "bench_command",
     "library",
     "messages",
 ]

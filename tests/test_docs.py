@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers import library_page, reference_pages
 from tokasaurus.batch_command.config import RunConfig, StoredConfig
+from tokasaurus.bench_command.config import BenchConfig
 from tokasaurus.config import ServerConfig
 from tokasaurus.library.client import Client
 from tokasaurus.map_command.config import MapConfig
@@ -54,6 +55,7 @@ def test_flags_in_the_docs_exist() -> None:
         *MapConfig.flags,
         *MismatchConfig.flags,
         *TopConfig.flags,
+        *BenchConfig.flags,
         *inspect.signature(Client.map).parameters,
     }
     for page in PAGES:

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from tokasaurus import __version__
@@ -14,6 +15,7 @@ from tokasaurus.monitoring.shortage import ends_in_one_line
 
 if TYPE_CHECKING:
     from tokasaurus.batch_command.config import RunConfig, StoredConfig
+    from tokasaurus.bench_command.config import BenchConfig, CompareConfig
     from tokasaurus.check_command.config import CheckConfig
     from tokasaurus.config import ServerConfig
     from tokasaurus.flags import FlagConfig
@@ -43,6 +45,7 @@ toka batch input=F output=F ...  run a file of requests, without a server
 toka map input=F output=DIR ...  answer every row of a data set
 toka mismatch model=NAME [...]   its log-probabilities beside a trainer's
 toka top [URL]                   watch a running server in the terminal
+toka bench [WORKLOAD] [...]      measure a server, or several in turns
 toka completion bash|zsh|fish    a script that completes flags in a shell
 toka SUBCOMMAND --help, toka --version"""
 
@@ -88,6 +91,15 @@ trainer's forward gives the same tokens"""
 _TOP_USAGE = """\
 toka top [URL] [name=value ...]   watch a running server
 toka top replay=FILE [speed=N]    show a recording"""
+
+
+_BENCH_USAGE = """\
+toka bench [WORKLOAD] [name=value ...]   measure any OpenAI-compatible server
+toka bench compare FILE [FILE ...]       what earlier runs wrote, side by side
+
+  toka bench sharegpt base_url=http://127.0.0.1:8000/v1 output=vllm.json
+  toka bench monkeys peer=toka,vllm model=Qwen/Qwen3-0.6B html=report.html
+  toka bench compare before.json after.json"""
 
 
 _COMPLETION_USAGE = """\
@@ -216,6 +228,23 @@ def top_main(args: list[str] | None = None) -> int:
     return _run("toka top", _TOP_USAGE, TopConfig, args, _top, "base_url")
 
 
+@ends_in_one_line
+def bench_main(args: list[str] | None = None) -> int:
+    """`toka bench`. Returns the exit code."""
+    from tokasaurus.bench_command.config import BenchConfig, CompareConfig
+
+    words = sys.argv[1:] if args is None else args
+    if not words or words[0] != "compare":
+        return _run("toka bench", _BENCH_USAGE, BenchConfig, words, _bench, "workload")
+    files = [word for word in words[1:] if _is_file(word)]
+    if not files and not _wants_help(words):
+        return _refuse("toka bench compare", "needs files that toka bench output=FILE has written")
+    flags = [word for word in words[1:] if not _is_file(word)]
+    return _run(
+        "toka bench compare", _BENCH_USAGE, CompareConfig, flags, lambda config, _: _bench_compare(config, files)
+    )
+
+
 def completion_main(words: list[str]) -> int:
     """`toka completion`: print the script for a shell. Returns the exit code."""
     from tokasaurus.completion import SHELLS, script
@@ -274,6 +303,7 @@ def _run(
 def config_types() -> "dict[str, type[FlagConfig]]":
     """The flags of each command, by what is typed before them."""
     from tokasaurus.batch_command.config import RunConfig, StoredConfig
+    from tokasaurus.bench_command.config import BenchConfig, CompareConfig
     from tokasaurus.chat import ChatConfig
     from tokasaurus.check_command.config import CheckConfig
     from tokasaurus.config import ServerConfig
@@ -298,6 +328,8 @@ def config_types() -> "dict[str, type[FlagConfig]]":
         "map": MapConfig,
         "mismatch": MismatchConfig,
         "top": TopConfig,
+        "bench": BenchConfig,
+        "bench compare": CompareConfig,
     }
 
 
@@ -346,6 +378,21 @@ def _top(config: "TopConfig", _words: list[str]) -> int:
     return top(config)
 
 
+def _bench(config: "BenchConfig", words: list[str]) -> int:
+    """Raises FlagError."""
+    from tokasaurus.bench_command.config import raise_unused
+    from tokasaurus.bench_command.run import run_bench
+
+    raise_unused(config, words)
+    return run_bench(config)
+
+
+def _bench_compare(config: "CompareConfig", files: list[str]) -> int:
+    from tokasaurus.bench_command.run import run_compare
+
+    return run_compare(config, files)
+
+
 def _stored_batches(action: str, config: "StoredConfig", batch_id: str) -> int:
     """`toka batch list`, `show` and `cancel`. Raises FlagError."""
     from tokasaurus.batch_command.stored import cancel_stored, list_stored, show_stored
@@ -365,6 +412,7 @@ _SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "map": map_main,
     "mismatch": mismatch_main,
     "top": top_main,
+    "bench": bench_main,
     "completion": completion_main,
 }
 
@@ -372,6 +420,11 @@ _SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
 def _is_bare(word: str) -> bool:
     """Whether it is no flag."""
     return "=" not in word and not word.startswith((".", "-"))
+
+
+def _is_file(word: str) -> bool:
+    """Whether a word of `toka bench compare` is a file to read."""
+    return not word.startswith("-") and ("=" not in word or Path(word).exists())
 
 
 def _wants_help(words: list[str]) -> bool:

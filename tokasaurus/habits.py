@@ -122,7 +122,6 @@ HABITS = (
         "batch",
     ),
     _no_command("vLLM", "complete", "toka ping prompt=TEXT completes a text"),
-    _no_command("vLLM, SGLang", "bench", "`python -m benchmarks.throughput` of the repository measures a server"),
     _value("SGLang", "--model-path Qwen/Qwen3-0.6B", "model=Qwen/Qwen3-0.6B"),
     _value("llama.cpp", "-m tiny.gguf", "model=tiny.gguf"),
     _value("llama.cpp", "-hf Qwen/Qwen3-0.6B", "model=Qwen/Qwen3-0.6B", "-hfr --hf-repo"),

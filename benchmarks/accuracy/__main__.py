@@ -36,9 +36,10 @@ from benchmarks.accuracy.models import (
 )
 from benchmarks.accuracy.report import Logprobs, Row, check_rows, make_row, perplexity_of, print_rows
 from benchmarks.kernels.gemm import TORCH_ENVIRONMENT
-from benchmarks.results import add_result_arguments, begin_results, end_results, machine_facts, make_console
-from benchmarks.throughput.workloads import DATA, load_jsonl
+from benchmarks.results import add_result_arguments, begin_results, end_results, make_console
 from tokasaurus import LLM
+from tokasaurus.bench_command.results import machine_facts
+from tokasaurus.bench_command.workloads import DATA, load_jsonl
 from tokasaurus.checkpoint.cache import cache_directory
 from tokasaurus.checkpoint.resolve import demo_gguf
 

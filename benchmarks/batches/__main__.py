@@ -19,11 +19,12 @@ from rich.table import Table
 
 from benchmarks.batches.client import BatchClient, open_batch_client, write_large_file, write_requests
 from benchmarks.batches.first_token import LOADS, first_token_times
-from benchmarks.results import make_console, print_error
+from benchmarks.results import make_console
 from benchmarks.server.own_server import ServerWatch, own_server, watched_server
-from benchmarks.throughput import workloads
-from benchmarks.throughput.client import ClientOptions, ServerError, open_client
-from benchmarks.throughput.workloads import OfferedRequest
+from tokasaurus.bench_command import workloads
+from tokasaurus.bench_command.client import ClientOptions, ServerError, open_client
+from tokasaurus.bench_command.results import print_error
+from tokasaurus.bench_command.workloads import OfferedRequest
 
 MIN_THROUGHPUT_RATIO = 0.97
 MAX_FIRST_TOKEN_RATIO = 1.3

@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from benchmarks.throughput.client import UNREACHABLE, ServerError
-from benchmarks.throughput.workloads import DATA, OfferedRequest, load_jsonl
+from tokasaurus.bench_command.client import UNREACHABLE, ServerError
+from tokasaurus.bench_command.workloads import DATA, OfferedRequest, load_jsonl
 
 ENDPOINT = "/v1/completions"
 _POLL_S = 0.05

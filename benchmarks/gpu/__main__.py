@@ -24,9 +24,10 @@ from rich.table import Table
 
 from benchmarks.gpu.models import LLAMA_1B, LLAMA_8B, TINY, ModelShape, num_bytes, write_config, write_model
 from benchmarks.gpu.parts import Sizes, run_part
-from benchmarks.results import machine_facts, make_console
+from benchmarks.results import make_console
 from benchmarks.server.own_server import own_server
-from benchmarks.throughput.client import ServerError
+from tokasaurus.bench_command.client import ServerError
+from tokasaurus.bench_command.results import machine_facts
 
 MAX_MINUTES = 8.0
 MIN_SECONDS = 20.0

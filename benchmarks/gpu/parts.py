@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.server.target import read_counters
-from benchmarks.throughput import measure as throughput
-from benchmarks.throughput.client import ClientOptions, ServerError, open_client
-from benchmarks.throughput.workloads import OfferedRequest
+from tokasaurus.bench_command.client import ClientOptions, ServerError, open_client
+from tokasaurus.bench_command.config import BenchConfig
+from tokasaurus.bench_command.measure import measure, requests_of
+from tokasaurus.bench_command.workloads import OfferedRequest
 
 PROMPT = "What does a dinosaur eat?"
 
@@ -44,14 +45,14 @@ Values = dict[str, Any]
 
 async def measure_monkeys(base_url: str, sizes: Sizes, _directory: Path, values: Values) -> None:
     """Many samples of few questions behind one long prefix. Raises ServerError."""
-    arguments = ["--questions", str(sizes.questions), "--samples", str(sizes.samples)]
-    values |= await _measure_workload(base_url, ["monkeys", *arguments, "--max-tokens", str(sizes.max_tokens)])
+    flags = [f"questions={sizes.questions}", f"samples={sizes.samples}", f"max_tokens={sizes.max_tokens}"]
+    values |= await _measure_workload(base_url, flags)
 
 
 async def measure_top_p(base_url: str, sizes: Sizes, _directory: Path, values: Values) -> None:
     """As monkeys, with a limit on what may be drawn. Raises ServerError."""
-    arguments = ["--questions", str(sizes.questions), "--samples", str(sizes.samples), "--extra-body", '{"top_p": 0.9}']
-    values |= await _measure_workload(base_url, ["monkeys", *arguments, "--max-tokens", str(sizes.max_tokens)])
+    flags = [f"questions={sizes.questions}", f"samples={sizes.samples}", f"max_tokens={sizes.max_tokens}"]
+    values |= await _measure_workload(base_url, [*flags, 'extra_body={"top_p": 0.9}'])
 
 
 async def measure_groups(base_url: str, sizes: Sizes, _directory: Path, values: Values) -> None:
@@ -59,16 +60,15 @@ async def measure_groups(base_url: str, sizes: Sizes, _directory: Path, values: 
     rows = values["groups"] = []
     for num_rows in sizes.group_rows:
         num_samples = min(sizes.samples, num_rows)
-        arguments = ["--questions", str(num_rows // num_samples), "--samples", str(num_samples)]
-        command = ["monkeys", *arguments, "--max-tokens", str(sizes.max_tokens)]
-        rows.append({"num_rows": num_rows, **await _measure_workload(base_url, command)})
+        flags = [f"questions={num_rows // num_samples}", f"samples={num_samples}", f"max_tokens={sizes.max_tokens}"]
+        rows.append({"num_rows": num_rows, **await _measure_workload(base_url, flags)})
 
 
 async def measure_sharegpt(base_url: str, sizes: Sizes, directory: Path, values: Values) -> None:
     """Unrelated requests, all at once. directory: the model's. Raises ServerError."""
-    arguments = ["--requests", str(sizes.requests), "--mean-tokens", str(sizes.mean_tokens), "--concurrency", "0"]
-    cap = ["--cap", str(4 * sizes.mean_tokens), "--tokenizer", str(directory)]
-    values |= await _measure_workload(base_url, ["sharegpt", *arguments, *cap])
+    flags = ["workload=sharegpt", "stream=F", f"requests={sizes.requests}", "concurrency=0"]
+    lengths = [f"mean_tokens={sizes.mean_tokens}", f"cap={4 * sizes.mean_tokens}", f"tokenizer={directory}"]
+    values |= await _measure_workload(base_url, [*flags, *lengths])
 
 
 async def measure_steps(base_url: str, sizes: Sizes, _directory: Path, values: Values) -> None:
@@ -107,10 +107,11 @@ async def read_metrics(base_url: str) -> dict[str, float]:
     return values
 
 
-async def _measure_workload(base_url: str, arguments: Sequence[str]) -> dict[str, Any]:
-    args, requests = throughput.parse([*arguments, "--base-url", base_url])
+async def _measure_workload(base_url: str, flags: Sequence[str]) -> dict[str, Any]:
+    """flags: of `toka bench`."""
+    config = BenchConfig.parse(flags)
     before = await read_metrics(base_url)
-    report = await throughput.measure(args, requests)
+    report = await measure(config, requests_of(config, config.seed), "server", base_url, None, config.seed)
     after = await read_metrics(base_url)
     if report.summary.num_failed:
         error = next(result.error for result in report.requests if result.error is not None)

@@ -19,20 +19,12 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.results import (
-    Check,
-    add_result_arguments,
-    at_least,
-    begin_results,
-    end_results,
-    machine_facts,
-    make_console,
-    print_error,
-)
+from benchmarks.results import Check, add_result_arguments, at_least, begin_results, end_results, make_console
 from benchmarks.server.own_server import running_server
-from benchmarks.throughput.client import UNREACHABLE, ServerError
-from benchmarks.throughput.workloads import DATA, load_jsonl
 from tokasaurus import Client, Sampling
+from tokasaurus.bench_command.client import UNREACHABLE, ServerError
+from tokasaurus.bench_command.results import machine_facts, print_error
+from tokasaurus.bench_command.workloads import DATA, load_jsonl
 
 CONNECTIONS = 64
 TIMEOUT = aiohttp.ClientTimeout(1800)

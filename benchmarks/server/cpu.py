@@ -20,9 +20,10 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.results import make_console, print_error
+from benchmarks.results import make_console
 from benchmarks.server.target import Target
-from benchmarks.throughput.client import UNREACHABLE, ServerError
+from tokasaurus.bench_command.client import UNREACHABLE, ServerError
+from tokasaurus.bench_command.results import print_error
 
 NUM_SPARE_FILES = 64
 SERVER_CPU = "toka_server_cpu_seconds_total"

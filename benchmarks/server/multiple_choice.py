@@ -23,11 +23,12 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.results import counting_bar, make_console, print_error
+from benchmarks.results import make_console
 from benchmarks.server.own_server import running_server
 from benchmarks.server.target import Target
-from benchmarks.throughput.client import UNREACHABLE, ServerError
-from benchmarks.throughput.workloads import DATA, load_jsonl
+from tokasaurus.bench_command.client import UNREACHABLE, ServerError
+from tokasaurus.bench_command.results import counting_bar, print_error
+from tokasaurus.bench_command.workloads import DATA, load_jsonl
 
 NUM_OPTIONS = 4
 COMPUTED_TOKENS = "toka_computed_prompt_tokens_total"

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from benchmarks.throughput.client import ServerError
+from tokasaurus.bench_command.client import ServerError
 
 _STOP_TIMEOUT_S = 20
 _NUM_LINES_KEPT = 20

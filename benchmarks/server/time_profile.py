@@ -1,6 +1,6 @@
 """Divides the wall time of a run into parts, by the server's own counters.
 
-`python -m benchmarks.server.time_profile monkeys` takes the arguments of benchmarks.throughput. It works only with this
+`python -m benchmarks.server.time_profile workload=monkeys` takes the flags of `toka bench`. It works only with this
 server, which must have no other load.
 """
 
@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.results import make_console, print_error
+from benchmarks.results import make_console
 from benchmarks.server.target import read_counters
-from benchmarks.throughput import measure as throughput
-from benchmarks.throughput.client import ServerError
-from benchmarks.throughput.report import Report, print_summary
+from tokasaurus.bench_command.client import ServerError
+from tokasaurus.bench_command.config import BenchConfig
+from tokasaurus.bench_command.measure import Run, measure, requests_of
+from tokasaurus.bench_command.results import print_error
+from tokasaurus.bench_command.run import DEFAULT_URL, print_run
+from tokasaurus.flags import FlagError
 
 PHASES = {
     "gemm": "gemms, with norms, gates and sums",
@@ -76,15 +79,17 @@ def print_profile(profile: Profile, console: Console) -> None:
     console.print(table)
 
 
-async def measure(argv: Sequence[str]) -> tuple[Report, Profile]:
-    """Run the load and read the counters before and after. Raises ServerError."""
-    args, requests = throughput.parse(argv)
-    args.warmup = 0  # the counters would include its steps
-    before = await asyncio.to_thread(read_counters, args.base_url)
-    report = await throughput.measure(args, requests)
+async def measure_profile(flags: Sequence[str]) -> tuple[Run, Profile]:
+    """Run the load and read the counters before and after. flags: of `toka bench`. Raises ServerError and FlagError."""
+    # The counters would include the steps of a warm-up.
+    config = BenchConfig.parse(["stream=F", *flags, "warmup=0"])
+    base_url = config.base_url or DEFAULT_URL
+    requests = requests_of(config, config.seed)
+    before = await asyncio.to_thread(read_counters, base_url)
+    run = await measure(config, requests, "server", base_url, config.model, config.seed)
     await asyncio.sleep(_SECONDS_TO_COUNT)
-    after = await asyncio.to_thread(read_counters, args.base_url)
-    return report, make_profile(before, after, report.summary.wall_s, report.client_cpu_s)
+    after = await asyncio.to_thread(read_counters, base_url)
+    return run, make_profile(before, after, run.summary.wall_s, run.client_cpu_s)
 
 
 _SECONDS_TO_COUNT = 2.0
@@ -94,14 +99,14 @@ _SECONDS_TO_COUNT = 2.0
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 1 if a request failed or no server of this project answered."""
     try:
-        report, profile = asyncio.run(measure(argv))
-    except ServerError as error:
+        run, profile = asyncio.run(measure_profile(argv))
+    except (ServerError, FlagError) as error:
         print_error(error)
         return 1
     console = make_console(120)
-    print_summary(" ".join(argv), report.summary, console)
+    print_run(run, console)
     print_profile(profile, console)
-    return 1 if report.summary.num_failed else 0
+    return 1 if run.summary.num_failed else 0
 
 
 if __name__ == "__main__":

@@ -19,18 +19,11 @@ import aiohttp
 import psutil
 from rich.table import Table
 
-from benchmarks.results import (
-    add_result_arguments,
-    begin_results,
-    end_results,
-    machine_facts,
-    make_console,
-    print_error,
-    progress_bar,
-)
+from benchmarks.results import add_result_arguments, begin_results, end_results, make_console
 from benchmarks.server.own_server import OwnServer, own_server
-from benchmarks.throughput.client import ServerError
 from tests.helpers.tiny_model import family_config, save_random_model
+from tokasaurus.bench_command.client import ServerError
+from tokasaurus.bench_command.results import machine_facts, print_error, progress_bar
 from tokasaurus.checkpoint import resolve_checkpoint
 
 NUM_REQUESTS = 64

@@ -15,12 +15,12 @@ from benchmarks.batches import first_token
 from benchmarks.batches.__main__ import Measured, print_rows
 from benchmarks.batches.store import INPUT_FILE, main, write_input
 from benchmarks.server.own_server import ServerWatch
-from benchmarks.throughput.client import ServerError
-from benchmarks.throughput.workloads import OfferedRequest
 from tests.helpers.tiny_model import save_tiny_model
 from tests.server import conftest as fixtures
 from tests.server.helpers.fake_engine import FakeEngine, Reply
 from tests.server.helpers.live_server import LiveServer, live_server
+from tokasaurus.bench_command.client import ServerError
+from tokasaurus.bench_command.workloads import OfferedRequest
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.jobs.store.data_dir import DataDir
 from tokasaurus.server.served_model import ServedModel

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.server import time_profile
 from benchmarks.server.time_profile import OVERHEAD, WAITING, make_profile
-from benchmarks.throughput.client import ServerError
 from tests.end_to_end.helpers.toka_process import running_toka
+from tokasaurus.bench_command.client import ServerError
 
 BEFORE = {
     ("toka_forward_seconds_total", ""): 100.0,
@@ -45,7 +45,7 @@ def test_a_server_that_does_not_count_phases_is_an_error() -> None:
 
 
 def test_no_server_is_an_error_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert time_profile.main(["monkeys", "--base-url", "http://127.0.0.1:9/v1"]) == 1
+    assert time_profile.main(["workload=monkeys", "base_url=http://127.0.0.1:9/v1"]) == 1
     assert "http://127.0.0.1:9/metrics" in capsys.readouterr().err
 
 
@@ -57,7 +57,8 @@ def test_parts_of_a_real_run_add_up(tmp_path: Path) -> None:
     load.write_text(json.dumps(line) + "\n", encoding="utf-8")
     groups = ("use_hydragen=T", "hydragen_min_group_size=8", "hydragen_min_prefix_len=16")
     with running_toka("kv_cache_num_tokens=20000", *groups) as toka:
-        report, profile = asyncio.run(time_profile.measure(["file", str(load), "--base-url", f"{toka.url}/v1"]))
+        words = ["workload=file", f"input={load}", f"base_url={toka.url}/v1"]
+        report, profile = asyncio.run(time_profile.measure_profile(words))
         assert toka.stop() == 0
     assert report.summary.num_failed == 0
     assert sum(profile.seconds.values()) == pytest.approx(report.summary.wall_s)

@@ -2,13 +2,14 @@ import json
 import math
 import re
 import statistics
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from benchmarks.throughput import workloads
+from tokasaurus.bench_command import workloads
 
 SHAREGPT = {"mean_tokens": 220, "sigma": 1.0, "cap": 1024, "temperature": 0.5, "ignore_eos": True}
 ONE_TOKEN_A_WORD = workloads.cut_by_words(1.0)
@@ -154,10 +155,42 @@ def test_wrong_file_line_is_named(tmp_path: Path, line: str, reason: str) -> Non
     assert str(file) in str(raised.value)
 
 
-def test_poisson_arrivals_have_the_rate_and_the_spread_of_a_poisson_process() -> None:
+@pytest.mark.parametrize(("burstiness", "deviation"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5), (math.inf, 0.0)])
+def test_arrivals_have_the_rate_and_the_spread_of_their_distribution(burstiness: float, deviation: float) -> None:
     request = workloads.OfferedRequest({"prompt": "a"}, 1, 1, 0.0, True)
-    requests = workloads.with_poisson_arrivals([request] * 5000, per_second=20, seed=0)
+    requests = workloads.with_arrivals([request] * 20_000, per_second=20, burstiness=burstiness, seed=0)
     gaps = np.diff([0.0, *(request.arrival_s for request in requests)])
     assert gaps.min() >= 0
-    assert gaps.mean() == pytest.approx(1 / 20, rel=0.05)
-    assert gaps.std() == pytest.approx(1 / 20, rel=0.05)  # exponential: deviation equals mean
+    assert gaps.mean() == pytest.approx(1 / 20)
+    # of a gamma distribution: the deviation is the mean divided by the root of the shape
+    assert gaps.std() == pytest.approx(deviation / 20, rel=0.05, abs=1e-9)
+
+
+def test_a_context_is_asked_with_each_of_four_options() -> None:
+    requests = workloads.multiple_choice(5, 60, ONE_TOKEN_A_WORD, seed=3)
+    prompts = [str(request.content["prompt"]) for request in requests]
+    assert len(set(prompts)) == 20
+    assert [len(prompt) for prompt in prompts] == sorted(map(len, prompts), reverse=True)
+    contexts = Counter(prompt.rpartition(" ")[0] for prompt in prompts)
+    assert set(contexts.values()) == {4}
+    assert {request.max_tokens for request in requests} == {1}
+    assert requests[0].fields == {"echo": True, "logprobs": 1}
+    lines = workloads.load_jsonl(workloads.DATA / "gsm8k_test_200.jsonl")
+    for context in contexts:
+        question = context.rpartition("Question: ")[2].removesuffix("\nAnswer: The answer is")
+        right = next(line["answer"].split("#### ")[1] for line in lines if line["question"] == question)
+        assert f"{context} {right}" in prompts
+        assert len(context.rpartition("\n\nQuestion: ")[0].split()) == 60
+
+
+def test_chats_of_a_group_share_their_system_message_and_turns_follow_each_other() -> None:
+    requests = workloads.prefix_chat(2, 3, 2, 50, 16, 0.5, True, ONE_TOKEN_A_WORD, seed=1)
+    first, second = requests[:6], requests[6:]
+    assert [request.after for request in first] == [None] * 6
+    assert [request.after for request in second] == list(range(6))
+    systems = [request.messages()[0]["content"] for request in first]
+    assert systems[0] == systems[2] == systems[4] != systems[1] == systems[3] == systems[5]
+    assert {len(system.split()) for system in systems} == {50}
+    assert {len(request.messages()) for request in second} == {1}
+    other = workloads.prefix_chat(2, 3, 2, 50, 16, 0.5, True, ONE_TOKEN_A_WORD, seed=2)
+    assert not {request.messages()[0]["content"] for request in other[:6]} & set(systems)

@@ -1,11 +1,12 @@
 import asyncio
+import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
 import pytest
 
-from benchmarks.throughput.client import (
+from tokasaurus.bench_command.client import (
     BadAnswer,
     ClientOptions,
     RequestResult,
@@ -14,7 +15,7 @@ from benchmarks.throughput.client import (
     open_client,
     read_usage,
 )
-from benchmarks.throughput.workloads import OfferedRequest, as_chat
+from tokasaurus.bench_command.workloads import OfferedRequest, as_chat
 
 
 def offered(prompt: str = "a b", max_tokens: int = 4, num_samples: int = 1, **fields: Any) -> OfferedRequest:
@@ -68,12 +69,14 @@ def test_requests_are_sent_when_they_are_due(scripted_server: Any) -> None:
         assert arrival_s <= result.sent_s < arrival_s + 10
 
 
-def test_latency_of_a_due_request_includes_its_wait_for_a_connection(scripted_server: Any) -> None:
+def test_the_wait_of_a_due_request_for_a_connection_is_told_apart(scripted_server: Any) -> None:
     scripted_server.latency_s = lambda _: 0.2
     results = offer(scripted_server.base_url, [offered(arrival_s=0.0) for _ in range(3)], concurrency=1)
-    latencies = sorted(result.latency_s for result in results)
-    assert latencies[1] >= 0.4
-    assert latencies[2] >= 0.6
+    waits = sorted(result.waited_s or 0.0 for result in results)
+    assert waits[1] >= 0.2
+    assert waits[2] >= 0.4
+    assert all(result.latency_s < waits[1] + 10 for result in results)
+    assert offer(scripted_server.base_url, [offered()])[0].waited_s is None
 
 
 def test_body_and_headers_match_the_offered_requests(scripted_server: Any) -> None:
@@ -115,17 +118,15 @@ def test_absent_server_fails_requests_and_has_no_model() -> None:
         asyncio.run(find_model())
 
 
-def payload(num_choices: int, completion_tokens: object) -> bytes:
-    return orjson.dumps(
-        {"choices": [{}] * num_choices, "usage": {"prompt_tokens": 9, "completion_tokens": completion_tokens}}
-    )
+def payload(num_choices: int, completion_tokens: object) -> Any:
+    return {"choices": [{}] * num_choices, "usage": {"prompt_tokens": 9, "completion_tokens": completion_tokens}}
 
 
 def test_usage_of_one_choice_is_multiplied_only_where_asked() -> None:
     request = offered(max_tokens=4, num_samples=8)
     assert read_usage(payload(8, 32), request, usage_per_choice=False) == Usage(9, 0, 32)
     assert read_usage(payload(8, 4), request, usage_per_choice=True) == Usage(9, 0, 32)
-    with pytest.raises(BadAnswer, match=r"is 4, expected 32 .*--usage-per-choice"):
+    with pytest.raises(BadAnswer, match=r"is 4, expected 32 .*usage_per_choice=T"):
         read_usage(payload(8, 4), request, usage_per_choice=False)
 
 
@@ -136,8 +137,8 @@ def test_fewer_tokens_are_accepted_only_where_eos_may_end_a_choice() -> None:
         read_usage(payload(1, 40), offered(max_tokens=100), usage_per_choice=False)
 
 
-@pytest.mark.parametrize("answer", [b"", b"[]", b"{}", b'{"choices": [{}], "usage": null}', payload(1, None)])
-def test_answer_without_usage_is_not_counted(answer: bytes) -> None:
+@pytest.mark.parametrize("answer", [[], {}, {"choices": [{}], "usage": None}, payload(1, None)])
+def test_answer_without_usage_is_not_counted(answer: Any) -> None:
     with pytest.raises(BadAnswer, match="no valid choices and usage"):
         read_usage(answer, offered(), usage_per_choice=False)
 
@@ -145,3 +146,67 @@ def test_answer_without_usage_is_not_counted(answer: bytes) -> None:
 def test_missing_choice_is_not_counted() -> None:
     with pytest.raises(BadAnswer, match="1 choices, expected 2"):
         read_usage(payload(1, 8), offered(num_samples=2), usage_per_choice=False)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_times_of_a_stream_are_those_of_its_events(scripted_server: Any, is_chat: bool) -> None:
+    request = offered(max_tokens=5)
+    [result] = offer(scripted_server.base_url, [as_chat(request) if is_chat else request], is_streaming=True)
+    assert result.error is None
+    assert scripted_server.bodies[0]["stream_options"] == {"include_usage": True}
+    assert (result.completion_tokens, result.cached_tokens, len(result.events_s)) == (5, 3, 5)
+    assert result.first_token_s == result.events_s[0] >= 0.01
+    assert result.latency_s == result.events_s[-1]
+    assert sum(result.gaps_s) == pytest.approx(result.events_s[-1] - result.events_s[0])
+    assert len(result.gaps_s) == 4
+    assert sum(result.gaps_s) >= 0.03
+
+
+def test_gaps_are_between_events_of_one_sample(scripted_server: Any) -> None:
+    [result] = offer(scripted_server.base_url, [offered(max_tokens=4, num_samples=3)], is_streaming=True)
+    assert result.error is None
+    assert len(result.events_s) == 12
+    times = [result.events_s[index::3] for index in range(3)]
+    gaps = sorted(after - before for one in times for before, after in itertools.pairwise(one))
+    assert sorted(result.gaps_s) == pytest.approx(gaps)
+
+
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        ([(0.0, {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 0}})], "no token"),
+        ([(0.0, {"choices": [{"text": "a"}]})], "connection was closed"),
+        ([(0.0, {"choices": [{"text": "a", "finish_reason": "stop"}]})], "usage"),
+        ([(0.0, {"choices": [{"text": "a"}]}), (0.0, {"error": {"message": "engine died"}})], "engine died"),
+        ([(0.0, [1, 2])], "none of the API"),
+    ],
+)
+def test_a_stream_that_is_not_whole_is_a_failure(
+    scripted_server: Any, events: list[tuple[float, Any]], reason: str
+) -> None:
+    scripted_server.events = lambda _: events
+    [result] = offer(scripted_server.base_url, [offered()], is_streaming=True)
+    assert reason in str(result.error)
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_turn_follows_the_answer_to_the_turn_before(scripted_server: Any, is_streaming: bool) -> None:
+    first, second = (as_chat(offered(text)) for text in ("one", "two"))
+    requests = [first, dataclasses.replace(second, after=0)]
+    results = offer(scripted_server.base_url, requests, concurrency=1, is_streaming=is_streaming)
+    assert [result.error for result in results] == [None, None]
+    said = "roar " * 4 if is_streaming else "roar"
+    assert scripted_server.bodies[1]["messages"] == [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "two"},
+    ]
+    assert results[1].sent_s >= results[0].finished_s
+
+
+def test_a_turn_after_a_failed_one_is_not_sent(scripted_server: Any) -> None:
+    scripted_server.status = lambda _: 500
+    chat = as_chat(offered("one"))
+    results = offer(scripted_server.base_url, [chat, dataclasses.replace(chat, after=0)])
+    assert results[1].error == "the turn before it failed"
+    assert len(scripted_server.bodies) == 1

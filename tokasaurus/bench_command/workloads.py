@@ -7,13 +7,15 @@ import math
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import orjson
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).with_name("data")
+"""Extracts of GSM8K (arXiv 2110.14168), under the licence beside them."""
 
 TOKENS_PER_WORD = 1.336
 """Measured with SmolLM2's tokenizer on the questions of data/gsm8k_test_200.jsonl: 12,395 tokens in 9,278 words."""
@@ -36,6 +38,20 @@ class OfferedRequest:
     ignore_eos: bool
     arrival_s: float | None = None
     """Seconds from the start of the run until it is due; None: as soon as the concurrency allows."""
+    after: int | None = None
+    """Position of the request before it in the same chat: sent when that one is answered, and its messages follow that
+    one's messages and answer."""
+    fields: dict[str, object] = field(default_factory=dict)
+    """Further fields of the body."""
+
+    def messages(self) -> list[dict[str, str]]:
+        """Of a chat."""
+        messages: Any = self.content["messages"]
+        return list(messages)
+
+    def following(self, messages: list[dict[str, str]]) -> "OfferedRequest":
+        """The same request after `messages`."""
+        return dataclasses.replace(self, content={"messages": [*messages, *self.messages()]}, after=None)
 
 
 def load_jsonl(path: Path) -> list[dict[str, str]]:
@@ -165,6 +181,76 @@ def sharegpt(
     return requests
 
 
+NUM_OPTIONS = 4
+
+
+def multiple_choice(num_contexts: int, context_tokens: int, cut: Cut, seed: int) -> list[OfferedRequest]:
+    """Each of `num_contexts` solved examples and one question, with each of four answers: only its log-probabilities
+    are wanted, as lm-eval asks for them. The longest requests come first.
+
+    context_tokens: length of a context, about."""
+    lines = load_jsonl(DATA / "gsm8k_test_200.jsonl")
+    numbers = [line["answer"].split("#### ")[1] for line in lines]
+    chance = random.Random(seed)
+    prompts = []
+    for index in range(num_contexts):
+        question = f"Question: {lines[index % len(lines)]['question']}\nAnswer: The answer is"
+        others = chance.sample([other for other in range(len(lines)) if other != index % len(lines)], len(lines) - 1)
+        solved = itertools.cycle(
+            f"Question: {lines[other]['question']}\nAnswer: The answer is {numbers[other]}\n\n" for other in others
+        )
+        text = ""
+        while len(text) < 8 * context_tokens:  # a token has fewer than 8 characters
+            text += next(solved)
+        context = f"{cut(text, context_tokens)}\n\n{question}"
+        right = numbers[index % len(lines)]
+        wrong = chance.sample(sorted(set(numbers) - {right}), NUM_OPTIONS - 1)
+        prompts += [f"{context} {option}" for option in (right, *wrong)]
+    scored: dict[str, object] = {"echo": True, "logprobs": 1}
+    return [
+        OfferedRequest({"prompt": prompt}, 1, 1, 0.0, ignore_eos=False, fields=scored)
+        for prompt in sorted(prompts, key=lambda prompt: (-len(prompt), prompt))
+    ]
+
+
+def prefix_chat(
+    num_groups: int,
+    chats_per_group: int,
+    num_turns: int,
+    system_tokens: int,
+    max_tokens: int,
+    temperature: float,
+    ignore_eos: bool,
+    cut: Cut,
+    seed: int,
+) -> list[OfferedRequest]:
+    """Conversations: all of a group have the same long system message, and each turn has the turns before it with the
+    answers that the server gave.
+
+    system_tokens: of the system message, about. The first turns come first, then the second ones; groups take turns."""
+    lines = load_jsonl(DATA / "gsm8k_test_200.jsonl")
+    rng = random.Random(seed)
+    systems = []
+    for number in range(num_groups):
+        solved = itertools.cycle(rng.sample(lines, len(lines)))
+        text = f"You are tutor number {number} of class {seed}."
+        while len(text) < 8 * system_tokens:  # a token has fewer than 8 characters
+            line = next(solved)
+            text += f"\nQuestion: {line['question']}\nAnswer: {line['answer']}"
+        systems.append(cut(text, system_tokens))
+    requests: list[OfferedRequest] = []
+    num_chats = num_groups * chats_per_group
+    for turn in range(num_turns):
+        for chat in range(num_chats):
+            messages = [{"role": "user", "content": rng.choice(lines)["question"]}]
+            if turn == 0:
+                messages.insert(0, {"role": "system", "content": systems[chat % num_groups]})
+            after = None if turn == 0 else (turn - 1) * num_chats + chat
+            content: dict[str, object] = {"messages": messages}
+            requests.append(OfferedRequest(content, 1, max_tokens, temperature, ignore_eos, after=after))
+    return requests
+
+
 def read_file(path: Path, temperature: float, ignore_eos: bool) -> list[OfferedRequest]:
     """Requests from JSONL: {"prompt" or "messages", "max_tokens", and optionally "n", "temperature", "ignore_eos",
     "arrival_s"}.
@@ -213,10 +299,19 @@ def _parse_line(line: str, temperature: float, ignore_eos: bool) -> OfferedReque
     )
 
 
-def with_poisson_arrivals(requests: list[OfferedRequest], per_second: float, seed: int) -> list[OfferedRequest]:
-    """The same requests in the same order, with arrival times of a Poisson process that starts with the run."""
+def with_arrivals(
+    requests: list[OfferedRequest], per_second: float, burstiness: float, seed: int
+) -> list[OfferedRequest]:
+    """The same requests in the same order, with arrival times.
+
+    The times between two arrivals have a gamma distribution of shape `burstiness` and mean 1 / per_second: 1 is a
+    Poisson process, less is more bursty, infinity is a fixed interval. Their sum is len(requests) / per_second, so that
+    every seed offers the same rate. These are the arrivals of `vllm bench serve`."""
     rng = random.Random(seed)
-    arrivals = itertools.accumulate(rng.expovariate(per_second) for _ in requests)
+    is_regular = math.isinf(burstiness)
+    gaps = [1.0 if is_regular else rng.gammavariate(burstiness, 1.0) for _ in requests]
+    scale = len(requests) / per_second / sum(gaps)
+    arrivals = itertools.accumulate(gap * scale for gap in gaps)
     return [
         dataclasses.replace(request, arrival_s=arrival) for request, arrival in zip(requests, arrivals, strict=True)
     ]

@@ -1,1 +1,0 @@
-"""Any OpenAI-compatible server under a load: requests, a client, results, and a comparison of several servers."""
