@@ -9,9 +9,11 @@ import pytest
 from tokasaurus.bench_command.compare import Measured, compare_measured
 from tokasaurus.cli import bench_main
 
+FIGURES = {"kv_peak": 0.5, "preemptions": 3.0, "cached_share": None, "idle_share": 0.0}
+
 
 def measured(name: str, seed: int, rate: float, p99_s: float | None = None) -> Measured:
-    return Measured(name, seed, summary(rate, p99_s))
+    return Measured(name, seed, summary(rate, p99_s), FIGURES)
 
 
 def summary(rate: float, p99_s: float | None = None, num_failed: int = 0) -> dict[str, Any]:
@@ -45,9 +47,23 @@ def test_a_figure_that_one_server_lacks_is_left_out_for_it() -> None:
     assert "itl_s p50" not in compared.rows
 
 
+def test_figures_of_the_server_are_compared_too() -> None:
+    rows = compare_measured([measured("old", 1, 100), measured("new", 1, 150)]).rows
+    assert rows["server kv_peak"]["new"].median == 50
+    assert rows["server preemptions"]["new"].median == 3
+    assert rows["server idle_share"]["new"].ratio is None
+    assert "server cached_share" not in rows
+
+
 def write(path: Path, name: str, *rates: float, workload: str = "monkeys", num_failed: int = 0) -> str:
     runs = [
-        {"name": name, "seed": seed, "workload": workload, "summary": summary(rate, num_failed=num_failed)}
+        {
+            "name": name,
+            "seed": seed,
+            "workload": workload,
+            "summary": summary(rate, num_failed=num_failed),
+            "server_figures": FIGURES,
+        }
         for seed, rate in enumerate(rates)
     ]
     path.write_text(json.dumps({"runs": runs}))

@@ -28,8 +28,12 @@ COMPARED = {
     "itl_s p99": "ITL p99, ms",
     "e2el_s p50": "end to end p50, ms",
     "e2el_s p99": "end to end p99, ms",
+    "server kv_peak": "KV cache, most in use, %",
+    "server cached_share": "prompt tokens cached, %",
+    "server idle_share": "device idle, %",
+    "server preemptions": "preemptions",
 }
-"""Figure: its heading. Those with two words are percentiles of a time."""
+"""Figure: its heading. Those with two words are percentiles of a time, or of the server's own metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +45,15 @@ class Measured:
     """Runs with the same seed had the same requests."""
     summary: dict[str, Any]
     """As in the JSON file."""
+    server_figures: dict[str, float | None]
+    """As in the JSON file."""
 
     def figure(self, name: str) -> float | None:
         """None if the run does not have it."""
         field, _, percentile = name.partition(" ")
+        if field == "server":
+            own = self.server_figures[percentile]
+            return own if own is None or percentile == "preemptions" else 100 * own
         value = self.summary[field]
         if value is not None and percentile:
             return 1000 * float(value["percentiles"][percentile])
@@ -82,7 +91,7 @@ class NotComparable(ValueError):
 
 
 def measured(run: Run) -> Measured:
-    return Measured(run.name, run.seed, asdict(run.summary))
+    return Measured(run.name, run.seed, asdict(run.summary), asdict(run.server_figures))
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
@@ -150,7 +159,7 @@ def shown_ratio(row: Row | None) -> str:
 
 
 def of_json(run: dict[str, Any]) -> Measured:
-    return Measured(run["name"], run["seed"], run["summary"])
+    return Measured(run["name"], run["seed"], run["summary"], run["server_figures"])
 
 
 def read_runs(files: Sequence[Path]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from tokasaurus.bench_command.client import RequestResult
 from tokasaurus.bench_command.compare import COMPARED, Comparison, compare_measured, of_json, shown, shown_ratio
+from tokasaurus.bench_command.config import BenchConfig
 from tokasaurus.bench_command.figures import TIMES, time_per_token_s
 from tokasaurus.bench_command.measure import Run
 
@@ -64,8 +65,8 @@ def _facts(runs: Sequence[dict[str, Any]]) -> str:
         version = version.get("version", "") if isinstance(version, dict) else ""
         words = [server["command"] or server["url"], *([f"version {version}"] if version else [])]
         facts[run["name"]] = ", ".join([*words, f"model {server['model']}"])
-    changed = {name: value for name, value in runs[0]["config"].items() if value is not None}
-    facts["Flags"] = " ".join(f"{name}={value}" for name, value in changed.items())
+    changed = {name: value for name, value in runs[0]["config"].items() if value != getattr(BenchConfig, name, None)}
+    facts["Flags"] = " ".join(f"{name}={value}" for name, value in changed.items()) or "defaults"
     rows = (f"<li>{html.escape(name)}: <code>{html.escape(str(text))}</code></li>" for name, text in facts.items())
     return f"<ul>{''.join(rows)}</ul>"
 
@@ -90,8 +91,10 @@ def _plots(runs: Sequence[dict[str, Any]], names: Sequence[str]) -> Iterator[str
     color = {name: _COLORS[index % len(_COLORS)] for index, name in enumerate(names)}
     results = [[_result(fields) for fields in run["requests"]] for run in runs]
 
-    def figure(heading: str, x: str, y: str, curves: Sequence[tuple[str, list[float], list[float]]]) -> str:
-        """curves: (server, x, y)."""
+    def figure(
+        heading: str, x: str, y: str, curves: Sequence[tuple[str, list[float], list[float]]], shape: str = "linear"
+    ) -> str:
+        """curves: (server, x, y). shape: of the line between two points."""
         plot = go.Figure()
         shown = set[str]()
         for name, xs, ys in curves:
@@ -102,7 +105,7 @@ def _plots(runs: Sequence[dict[str, Any]], names: Sequence[str]) -> Iterator[str
                 name=name,
                 legendgroup=name,
                 showlegend=name not in shown,
-                line={"color": color[name], "width": 1.5},
+                line={"color": color[name], "width": 1.5, "shape": shape},
             )
             shown.add(name)
         plot.update_layout(
@@ -110,14 +113,16 @@ def _plots(runs: Sequence[dict[str, Any]], names: Sequence[str]) -> Iterator[str
             height=380,
             xaxis_title=x,
             yaxis_title=y,
-            margin={"t": 10, "b": 40, "l": 60, "r": 10},
+            margin={"t": 40, "b": 40, "l": 60, "r": 10},
+            legend={"orientation": "h", "y": 1.12},
         )
+        plot.update_xaxes(rangemode="tozero")
         plot.update_yaxes(rangemode="tozero")
         drawn = plot.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
         return f"<h2>{html.escape(heading)}</h2>{drawn}"
 
     in_flight = [(run["name"], *_in_flight(of_run)) for run, of_run in zip(runs, results, strict=True)]
-    yield figure("Requests in flight", "seconds", "requests", in_flight)
+    yield figure("Requests in flight", "seconds", "requests", in_flight, "hv")
     rates = [(run["name"], *_token_rate(of_run)) for run, of_run in zip(runs, results, strict=True)]
     yield figure("Output tokens per second", "seconds", "tokens/s", rates)
     values: dict[str, Callable[[RequestResult], Sequence[float | None]]] = {
