@@ -33,13 +33,11 @@ def toka(demo_model: TokaProcess) -> TokaProcess:
     return demo_model
 
 
-def run_example(name: str | Path, *arguments: object, folder: Path | None = None) -> list[str]:
-    """The lines that it prints. folder: the working directory."""
+def run_example(name: str, *arguments: object) -> list[str]:
+    """The lines that it prints."""
     command = [sys.executable, str(FOLDER / name), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "PYTHONUTF8": "1"}
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, env=environment, cwd=folder
-    )
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.splitlines()
 
@@ -122,26 +120,6 @@ def test_programs_of_the_library_page_print_what_it_says(
     answered = pq.read_table("answers")
     assert answered.column_names == ["id", "question", "answer", "finish_reason", "error"]
     assert [len(answer) for answer in answered["answer"].to_pylist()] == [4, 4]
-
-
-@pytest.mark.long
-def test_programs_of_the_tutorial(toka: TokaProcess, tmp_path: Path) -> None:
-    """With four questions, and with a client in place of an engine."""
-    page = (FOLDER.parent / "docs" / "tutorial_dataset.md").read_text()
-    programs = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, flags=re.DOTALL)
-    assert [name for name, _ in programs] == ["make_questions.py", "look.py", "sample.py", "pass_at_k.py"]
-    printed: dict[str, list[str]] = {}
-    for name, code in programs:
-        code = code.replace("range(40)", "range(4)").replace("import LLM,", "import Client,")
-        code = code.replace("LLM(show=False)", f"Client({toka.url!r})")
-        (tmp_path / name).write_text(code)
-        printed[name] = run_example(tmp_path / name, folder=tmp_path)
-    shown = re.findall(r"\$ python look\.py\n(.*?)```", page, flags=re.DOTALL)[0].splitlines()
-    assert len(printed["look.py"]) == len(shown) == 4
-    assert [line.split()[:3] for line in printed["look.py"]] == [line.split()[:3] for line in shown], "the same sums"
-    assert printed["sample.py"][0].startswith("MapSummary(num_rows=4, num_skipped=0, num_errors=0,")
-    assert run_example(tmp_path / "sample.py", folder=tmp_path)[0].startswith("MapSummary(num_rows=4, num_skipped=4,")
-    assert [line.split()[0] for line in printed["pass_at_k.py"]] == ["pass@1", "pass@2", "pass@4", "pass@8", "pass@16"]
 
 
 def read_notebook() -> Any:
