@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -76,8 +77,10 @@ def build_processor(
         placement = place(config, num_cpus, ray.cluster_resources().get("GPU", 0.0))
         device = "cuda" if placement.num_gpus else "cpu"
         if preprocess is not None:
-            rows = rows.map(preprocess)
-        rows = rows.map_batches(
+            rows = _apply_to_each(preprocess, rows)
+        # One block for each call: rows of a large one would be answered by one engine, batch after batch. Strict, since
+        # Ray would otherwise make the blocks within the engine's task.
+        rows = rows.repartition(target_num_rows_per_block=batch_size, strict=True).map_batches(
             MapRows,
             fn_constructor_args=({**flags, "device": device}, arguments),
             batch_format="pyarrow",
@@ -92,6 +95,26 @@ def build_processor(
             udf_modifying_row_count=False,
             **placement.actor_options,
         )
-        return rows if postprocess is None else rows.map(postprocess)
+        return rows if postprocess is None else _apply_to_each(postprocess, rows)
 
     return process
+
+
+def _apply_to_each(function: RowFunction, rows: Dataset) -> Dataset:
+    """As `Dataset.map`, which would make a column that is null in a block one without a type: the files that are
+    written could not be read together."""
+    return rows.map_batches(partial(apply_to_table, function), batch_format="pyarrow", udf_modifying_row_count=False)
+
+
+def apply_to_table(function: RowFunction, table: pa.Table) -> pa.Table:
+    """The rows that the function returns. Columns of nulls keep the type that they have in the table, if any."""
+    import pyarrow as pa
+
+    made = [function(row) for row in table.to_pylist()]
+    columns = {}
+    for name in dict.fromkeys(name for row in made for name in row):
+        values = pa.array([row.get(name) for row in made])
+        if pa.types.is_null(values.type) and name in table.column_names:
+            values = values.cast(table.schema.field(name).type)
+        columns[name] = values
+    return pa.table(columns)
