@@ -231,7 +231,7 @@ def test_folders_of_tests_mirror_the_package() -> None:
     for path in TESTS.values():
         folder = path.parent.relative_to(ROOT / "tests").as_posix().removesuffix("/helpers")
         # tests of what is not in the package
-        is_beside = folder.split("/")[0] in ("benchmarks", "docs_site", "release", "torture")
+        is_beside = folder.split("/")[0] in ("benchmarks", "deploy", "docs_site", "release", "torture")
         is_mirrored = ((ROOT if is_beside else PACKAGE) / folder).is_dir()
         assert folder in OWN_FOLDERS or is_mirrored, path
 
