@@ -28,7 +28,7 @@ pytest.importorskip("ray", reason="needs the extra ray")
 NUM_REQUESTS = 6
 """Streamed, and as many whole."""
 STREAMED = [(f"{number}: a stream", 400) for number in range(NUM_REQUESTS)]
-WHOLE = [(f"{number}: a whole answer", 200) for number in range(NUM_REQUESTS)]
+WHOLE = [(f"{number}: a whole answer", 450) for number in range(NUM_REQUESTS)]
 
 
 @pytest.fixture(scope="module")

@@ -56,13 +56,16 @@ def app(arguments: AppArguments) -> Application:
     return build_app(arguments.flags, arguments.num_cpus, PrefixRouter)
 
 
-def build_app(flags: Mapping[str, Any], num_cpus: float | None, router: str | Callable[..., Any]) -> Application:
-    """As `app`. router: class of the request router of `Engine`, or its import path."""
+def build_app(
+    flags: Mapping[str, Any], num_cpus: float | None, router: str | Callable[..., Any], num_replicas: int = 1
+) -> Application:
+    """As `app`. router: class of the request router of `Engine`, or its import path. num_replicas: of `Engine`."""
     words = checked_words(flags)
     placement = place(ServerConfig.parse(words), num_cpus, ray.cluster_resources().get("GPU", 0.0))
     engine = serve.deployment(
         EngineReplica,
         name="Engine",
+        num_replicas=num_replicas,
         ray_actor_options=placement.actor_options,
         placement_group_bundles=placement.bundles,
         placement_group_strategy=STRATEGY,

@@ -19,6 +19,8 @@ from tokasaurus.server.paths import PathMiddleware
 
 MAX_ATTEMPTS = 4
 """Replicas that may die over one request: it may be what kills them."""
+_PAUSE_S = 0.25
+"""Before the second attempt; each later pause is twice as long. A replica that dies may be chosen again at first."""
 _MAX_BYTES_AT_ONCE = 1 << 18
 """Of a body that the event loop parses; longer ones are parsed in a thread."""
 
@@ -48,7 +50,9 @@ class Ingress:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ApiError before anything is sent."""
         request = await _read(scope, receive)
-        for _ in range(MAX_ATTEMPTS):
+        for attempt in range(MAX_ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(_PAUSE_S * 2 ** (attempt - 1))
             watch = StreamWatch(scope["path"])
             has_begun = False
             try:

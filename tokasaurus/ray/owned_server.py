@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import socket
 import threading
 
 from tokasaurus.library.engine import SOCKET_NAME, EngineError, PrivateDirectory
@@ -50,9 +52,20 @@ class OwnedServer:
         self._server.stop()
         self._directory.remove()
 
+    def end_if_dead(self) -> None:
+        """After a lost connection: end this process if toka has ended, since the last of its processes may take a
+        while, and the replica would be sent request after request meanwhile."""
+        with socket.socket(socket.AF_UNIX) as client:
+            client.setblocking(False)
+            # EAGAIN: many clients wait already.
+            if client.connect_ex(self.socket_path) not in (0, errno.EAGAIN):
+                self._end("it accepts no connection")
+
     def _end_with_server(self) -> None:
-        ended = self._server.wait_for_end()
+        self._end(str(self._server.wait_for_end()))
+
+    def _end(self, why: str) -> None:
         if not self._is_stopping:
-            logger.error(f"toka: the engine died: {ended}; the replica ends with it")
+            logger.error(f"toka: the engine died: {why}; the replica ends with it")
             self._directory.remove()
             os._exit(1)

@@ -59,6 +59,7 @@ class EngineReplica:
                 async for events in _whole_events(answer.content):
                     yield events
         except aiohttp.ClientError as error:
+            self._server.end_if_dead()
             raise EngineLost(f"the engine's connection was lost: {error}") from None
 
     async def check_health(self) -> None:
