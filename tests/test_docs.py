@@ -116,6 +116,15 @@ def test_the_page_of_benchmarks_lists_every_command() -> None:
     assert sorted(listed) == sorted(commands - {"gpu.attention", "gpu.profile_steps"})  # benchmarks.gpu runs these two
 
 
+def test_figures_of_the_comparison_are_those_of_the_benchmarks() -> None:
+    measured = (ROOT / "docs" / "comparison.md").read_text().partition("\n## On CPUs\n")[2].partition("\n## ")[0]
+    cells = [cell.strip() for line in measured.splitlines() for cell in line.split("|")[2:-1]]
+    figures = [cell for cell in cells if re.fullmatch(r"\d[\d, ]*", cell)]
+    assert len(figures) >= 20
+    benchmarks = (ROOT / "benchmarks" / "README.md").read_text()
+    assert [figure for figure in figures if figure not in benchmarks] == []
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"):
         for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):

@@ -4,6 +4,7 @@ With the demo model, texts are those of the page. With a tiny one, which needs n
 others; commands, programs and the form of what they print are the same.
 """
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -57,7 +58,7 @@ def without_engine(toka: TokaProcess, code: str) -> str:
     """Programs of the data set's page ask the server in place of an engine of their own."""
     code = code.replace("max_tokens=6", f"max_tokens={NUM_TOKENS}").replace("import LLM,", "import Client,")
     code = code.replace("toka map ", f"toka map base_url={toka.url}/v1 ")
-    return code.replace("LLM(show=False)", f"Client({toka.url!r})")
+    return re.sub(r"LLM\(.*show=False\)", f"Client({toka.url!r})", code)
 
 
 def has_some_rows(folder: Path) -> bool:
