@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -24,6 +25,7 @@ from rich.table import Table
 
 from benchmarks.server.own_server import running_server
 
+ROOT = Path(__file__).parents[2]
 PORT = 9165
 NUM_CPUS = 8
 """That Ray believes there are, so that it starts all actors."""
@@ -120,19 +122,6 @@ async def send(url: str, load: Load) -> Done:
     return Done(seconds, counts["completion_tokens"], counts["prompt_tokens"], counts["cached_tokens"])
 
 
-def random_router() -> type:
-    """A router that knows nothing."""
-    from ray.serve.request_router import RequestRouter
-
-    class RandomRouter(RequestRouter):  # type: ignore[misc]
-        async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
-            if pending_request is not None:
-                pending_request.routing_context.should_backoff = True
-            return [[replica] for replica in random.sample(candidate_replicas, len(candidate_replicas))]
-
-    return RandomRouter
-
-
 @contextmanager
 def serve_app(flags: dict[str, Any], num_replicas: int, router: str | Callable[..., Any]) -> Iterator[str]:
     """Yields the base URL; needs a cluster."""
@@ -180,7 +169,7 @@ def measure_routers(flags: dict[str, Any], num_rounds: int, console: Console) ->
     routers: dict[str, str | Callable[..., Any]] = {
         "by prefix and load": PrefixRouter,
         "Serve's default": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
-        "at random": random_router(),
+        "at random": "benchmarks.parallelism.random_router:RandomRouter",
     }
     loads: dict[str, Callable[[int], Load]] = {
         "questions": lambda seed: behind_prefixes(48, 8, seed),
@@ -221,7 +210,8 @@ def main() -> None:
     parser.add_argument("--part", choices=("throughput", "routers", "all"), default="all")
     args = parser.parse_args()
     # Before Ray and the servers start: one thread for each engine.
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     import ray
     from ray import serve
 

@@ -1,5 +1,7 @@
 """Ray Data on two nodes' worth of processes: rows while engines are killed, and jobs that go on after a failure."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -187,6 +189,28 @@ def test_a_job_that_failed_goes_on_with_the_rows_that_it_has_not_written(
         context.checkpoint_config = None
     assert len(asked.read_text().splitlines()) == NUM_ROWS - num_written
     check(pq.read_table(out).to_pylist(), expected)
+
+
+@pytest.mark.long
+def test_an_actor_ends_with_an_engine_that_is_not_started_again(model: Path, expected: list[list[int] | None]) -> None:
+    """Else all its further rows would be errors."""
+    del expected  # which makes the model
+    script = f"""
+import os, signal, pyarrow as pa
+from tests.library.helpers.engine_scripts import launcher_of
+from tokasaurus.library import engine
+from tokasaurus.ray.data import MapRows
+engine.MAX_RESTARTS = 0
+answer = MapRows({TINY_FLAGS | {"model": str(model)}!r}, {{"prompt": "{{question}}"}})
+rows = pa.table({{"question": ["a", "b"]}})
+print(answer(rows)["error"].null_count, flush=True)
+os.kill(launcher_of(answer._llm._llm._engine), signal.SIGKILL)
+answer(rows)
+print("goes on")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S)
+    assert (done.returncode, done.stdout) == (1, "2\n"), done.stderr
+    assert "died again after 0 restarts" in done.stderr
 
 
 def test_columns_that_are_null_keep_their_types() -> None:

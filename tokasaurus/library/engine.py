@@ -84,6 +84,10 @@ class PrivateEngine:
         Raises EngineNotUp if they are not after `timeout_s` seconds, and EngineError if they will not be any more."""
         self._supervisor.wait_until_up(timeout_s)
 
+    def check(self) -> None:
+        """Raises EngineError if it will not be started again, whether it is up at the moment or not."""
+        self._supervisor.check()
+
     @property
     def socket_path(self) -> str:
         """File of the Unix socket; it stays the same after a restart."""
@@ -157,6 +161,11 @@ class _Supervisor:
             if time.monotonic() >= deadline:
                 raise EngineNotUp(f"the engine does not serve again after {timeout_s:g} s")
             time.sleep(_LOOK_S)
+
+    def check(self) -> None:
+        """Raises EngineError."""
+        with self._changed:
+            self._check_usable()
 
     def close(self) -> None:
         """End all processes and remove the directory; in a forked child, nothing."""

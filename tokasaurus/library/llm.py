@@ -66,6 +66,10 @@ class AsyncLLM(AsyncClient):
     def end(self) -> None:
         self._engine.close()
 
+    def check_engine(self) -> None:
+        """As `LLM.check_engine`."""
+        self._engine.check()
+
     def _find_model_files(self) -> ModelFiles | None:
         return find_model_files(*self._model_paths)
 
@@ -123,7 +127,14 @@ class LLM(Client):
 
         Raises TypeError or ValueError for a wrong flag, and EngineError if the engine does not start; one line says
         why."""
-        self._start(AsyncLLM(model, concurrency=concurrency, show=show, **flags))
+        self._llm = AsyncLLM(model, concurrency=concurrency, show=show, **flags)
+        self._start(self._llm)
+
+    def check_engine(self) -> None:
+        """Raises EngineError if the engine is closed, or has died so often that it is not started again.
+
+        All rows have that error from then on."""
+        self._llm.check_engine()
 
 
 def _words(model: str | None, flags: dict[str, Any]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ import ray
 from ray.data import ActorPoolStrategy
 
 from tokasaurus.config import ServerConfig
+from tokasaurus.library.engine import EngineError
 from tokasaurus.library.llm import LLM, flag_words
 from tokasaurus.ray.placement import place
 
@@ -34,6 +37,12 @@ class MapRows:
     def __call__(self, rows: pa.Table) -> pa.Table:
         """The rows with the columns that `LLM.map` adds: what is wrong with a row is in its column `error`."""
         answered: pa.Table = self._llm.map(rows, progress=False, **self._arguments)
+        try:
+            self._llm.check_engine()
+        except EngineError as error:
+            # An exception would end the job; Ray starts an actor again that dies, and repeats its calls.
+            print(f"toka: {error}; the actor ends with it", file=sys.stderr, flush=True)
+            os._exit(1)
         return answered
 
 

@@ -50,6 +50,8 @@ class Ingress:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ApiError before anything is sent."""
         request = await _read(scope, receive)
+        if request is None:
+            return
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(_PAUSE_S * 2 ** (attempt - 1))
@@ -109,8 +111,8 @@ async def _live(receive: Receive, send: Send) -> None:
     await send({"type": "lifespan.shutdown.complete"})
 
 
-async def _read(scope: Scope, receive: Receive) -> ForwardedRequest:
-    """The whole request. Raises ApiError."""
+async def _read(scope: Scope, receive: Receive) -> ForwardedRequest | None:
+    """The whole request; None if the client has gone. Raises ApiError."""
     path = scope["path"]
     if not _is_forwarded(path):
         raise NotFound(
@@ -121,7 +123,7 @@ async def _read(scope: Scope, receive: Receive) -> ForwardedRequest:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise asyncio.CancelledError
+            return None
         chunks.append(message.get("body", b""))
         if not message.get("more_body", False):
             break
