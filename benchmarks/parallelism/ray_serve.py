@@ -209,9 +209,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--part", choices=("throughput", "routers", "all"), default="all")
     args = parser.parse_args()
-    # Before Ray and the servers start: one thread for each engine.
+    # Before Ray and the servers start: one thread for each engine, and Ray's workers at the plain server's priority.
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    os.environ |= {"RAY_worker_niceness": "0"}
     import ray
     from ray import serve
 

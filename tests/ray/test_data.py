@@ -75,17 +75,17 @@ def question(number: int) -> str:
     return f"{number:02}: where is it" * (40 if number == TOO_LONG else 1)
 
 
-def processor_of(model: Path, **arguments: Any) -> Any:
+def processor_of(model: Path, tp_size: int = 1, **arguments: Any) -> Any:
     from tokasaurus.ray import build_processor
 
     return build_processor(
-        {**TINY_FLAGS, "model": str(model)},
+        {**TINY_FLAGS, "model": str(model), "tp_size": tp_size},
         prompt="{question}:",
         sampling=Sampling(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
         columns=["token_ids"],
         batch_size=8,
         batches_at_once=2,
-        num_cpus=1,
+        num_cpus=tp_size,
         **arguments,
     )
 
@@ -146,6 +146,15 @@ def test_every_row_is_answered_once_though_engines_are_killed(
     check(answered, expected)
     assert all(row["number"] == row["id"] for row in answered)
     assert_all_end(killer.left, ENDED_S)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("cluster")
+def test_two_engines_of_two_ranks_each(model: Path, expected: list[list[int] | None], rows: str) -> None:
+    import ray
+
+    process = processor_of(model, tp_size=2, num_engines=2)
+    check(process(ray.data.read_parquet(rows)).take_all(), expected)
 
 
 @pytest.mark.long

@@ -12,13 +12,13 @@ from tokasaurus.ray.placement import Placement, checked_words, place, words_on
 @pytest.mark.parametrize(
     ("flags", "num_cpus", "cluster_gpus", "expected"),
     [
-        ({}, None, 0.0, Placement(0, 1)),
-        ({}, None, 8.0, Placement(1, 1)),
-        ({"device": "cpu"}, None, 8.0, Placement(0, 1)),
-        ({"device": "cpu", "tp_size": 2, "dp_size": 2}, None, 0.0, Placement(0, 4)),
-        ({"device": "cpu", "tp_size": 2}, 6.0, 0.0, Placement(0, 6)),
-        ({"tp_size": 2, "pp_size": 2}, None, 8.0, Placement(4, 4)),
-        ({"device": "cuda", "tp_size": 4}, 2.0, 0.0, Placement(4, 2)),
+        ({}, None, 0.0, Placement(0, 1, 1)),
+        ({}, None, 8.0, Placement(1, 1, 1)),
+        ({"device": "cpu"}, None, 8.0, Placement(0, 1, 1)),
+        ({"device": "cpu", "tp_size": 2, "dp_size": 2}, None, 0.0, Placement(0, 4, 4)),
+        ({"device": "cpu", "tp_size": 2}, 6.0, 0.0, Placement(0, 6, 2)),
+        ({"tp_size": 2, "pp_size": 2}, None, 8.0, Placement(4, 4, 4)),
+        ({"device": "cuda", "tp_size": 4}, 2.0, 0.0, Placement(4, 2, 4)),
     ],
 )
 def test_a_bundle_has_a_device_for_each_process_that_computes(
@@ -34,6 +34,20 @@ def test_a_bundle_has_a_device_for_each_process_that_computes(
     assert placement.bundles[0]["CPU"] == placement.actor_options["num_cpus"] == expected.num_cpus
     device = ServerConfig.parse(words_on(placement, words)).device
     assert device == ("cuda" if expected.num_gpus else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("placement", "threads"),
+    [
+        (Placement(0, 4, 1), None),  # Ray's own number
+        (Placement(0, 6, 2), "3"),
+        (Placement(0, 1, 2), "1"),
+        (Placement(2, 2, 2), None),
+    ],
+)
+def test_workers_on_a_cpu_divide_the_reserved_cores(placement: Placement, threads: str | None) -> None:
+    environment = placement.actor_options.get("runtime_env", {}).get("env_vars", {})
+    assert environment.get("OMP_NUM_THREADS") == threads
 
 
 def test_flags_are_written_as_on_a_command_line() -> None:

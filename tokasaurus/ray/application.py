@@ -32,8 +32,8 @@ class AppArguments(BaseModel):
     flags: dict[str, Any] = Field(default_factory=dict)
     """Of `toka`, such as model, tp_size and kv_cache_num_tokens."""
     num_cpus: float | None = Field(default=None, gt=0)
-    """CPUs that each replica reserves; without GPUs, also the threads of each process that computes. None: one for each
-    such process."""
+    """CPUs that each replica reserves; without GPUs, its processes that compute divide them into threads. None: one for
+    each such process."""
 
 
 class IngressReplica:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import quote
 
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
@@ -134,7 +135,9 @@ async def _read(scope: Scope, receive: Receive) -> ForwardedRequest | None:
     else:
         prompt = routed_prompt(path, headers, body)
     query = scope["query_string"].decode("latin-1")
-    target = f"{path}?{query}" if query else path
+    target = quote(path)
+    if query:
+        target += f"?{query}"
     return ForwardedRequest(scope["method"], target, list(scope["headers"]), body, prompt)
 
 

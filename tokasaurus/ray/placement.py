@@ -23,6 +23,8 @@ class Placement:
     num_gpus: int
     """0 on a CPU."""
     num_cpus: float
+    num_workers: int
+    """Processes that compute."""
 
     @property
     def bundles(self) -> list[dict[str, float]]:
@@ -33,7 +35,12 @@ class Placement:
     @property
     def actor_options(self) -> dict[str, Any]:
         """Of the actor that starts the processes."""
-        return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
+        options: dict[str, Any] = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
+        if not self.num_gpus and self.num_workers > 1:
+            # Each would have as many threads as Ray says that the actor has CPUs.
+            threads = max(1, int(self.num_cpus / self.num_workers))
+            options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
+        return options
 
 
 def place(config: ServerConfig, num_cpus: float | None, cluster_gpus: float) -> Placement:
@@ -44,7 +51,7 @@ def place(config: ServerConfig, num_cpus: float | None, cluster_gpus: float) -> 
     num_workers = config.dp_size * config.pp_size * config.tp_size
     is_on_gpus = config.device == "cuda" or (config.device is None and cluster_gpus > 0)
     cpus = float(num_workers) if num_cpus is None else num_cpus
-    return Placement(num_workers if is_on_gpus else 0, cpus)
+    return Placement(num_workers if is_on_gpus else 0, cpus, num_workers)
 
 
 def checked_words(flags: Mapping[str, Any]) -> list[str]:
