@@ -108,7 +108,7 @@ def running_app(model: Path, logs: Path, oracle: PreTrainedModel) -> Iterator[Ap
     settings["http_options"]["port"] = port
     application = settings["applications"][0]
     application["args"] = {"flags": {**TINY_FLAGS, "model": str(model)}, "num_cpus": 1}
-    application["deployments"][0] |= {"health_check_period_s": 1, "health_check_timeout_s": 5}
+    application["deployments"][0] |= {"health_check_period_s": 1, "health_check_timeout_s": 10}
     serve.start(http_options=settings["http_options"])
     try:
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))

@@ -22,7 +22,8 @@ TINY_FLAGS = {
 @contextmanager
 def two_nodes(cpus_of_each: int = 4) -> Iterator[Path]:
     """Within the context, this process is a driver of the cluster. Yields the directory of its logs."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Serve kills proxies that do not start within 5 s, as on a machine that does other work.
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120"}
     import ray
     from ray.cluster_utils import Cluster
 
