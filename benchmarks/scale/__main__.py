@@ -30,7 +30,7 @@ from tokasaurus.server.engine_client.replicas import choose_replica
 
 # A small KV cache, so that a short run fills it.
 LIMITS = EngineLimits(2048, 16, 4096, seconds_per_step=H100_8B.per_step)
-OPTIONS: EngineOptions = make_options(LIMITS, max_seqs_per_forward=16, max_tokens_per_forward=2048)
+OPTIONS: EngineOptions = make_options(LIMITS, max_seqs_per_forward=12, max_tokens_per_forward=2048)
 RESTART_S = 1.0
 PARTS = ("steady", "by load alone", "deaths", "update")
 MAX_ERROR = 0.10
@@ -38,7 +38,7 @@ MAX_ERROR = 0.10
 
 def shape(num_replicas: int, turns: int) -> Shape:
     """Eight prefixes for each replica, of which the most common comes with every tenth request of 1,000 replicas."""
-    return Shape(20 * num_replicas, turns, 8 * num_replicas, 512, (32, 96), (16, 48))
+    return Shape(16 * num_replicas, turns, 8 * num_replicas, 512, (32, 96), (8, 32))
 
 
 def run_part(part: str, num_replicas: int, turns: int, seed: int) -> Figures:
@@ -141,7 +141,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 10, 100, 1000])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--turns", type=int, default=4, help="requests of each of a replica's 20 sessions")
+    parser.add_argument("--turns", type=int, default=3, help="requests of each of a replica's 16 sessions")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write a picture (SVG) to FILE")
     parser.add_argument("--real", action="store_true", help="compare with real replicas instead, two minutes a round")
