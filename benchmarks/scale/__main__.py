@@ -9,7 +9,7 @@ import math
 import statistics
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -32,7 +32,7 @@ from tokasaurus.server.engine_client.replicas import choose_replica
 LIMITS = EngineLimits(2048, 16, 4096, seconds_per_step=H100_8B.per_step)
 OPTIONS: EngineOptions = make_options(LIMITS, max_seqs_per_forward=12, max_tokens_per_forward=2048)
 RESTART_S = 1.0
-PARTS = ("steady", "by load alone", "deaths", "update")
+PARTS = ("steady", "by load alone", "deaths", "update", "crowded")
 MAX_ERROR = 0.10
 
 
@@ -43,8 +43,11 @@ def shape(num_replicas: int, turns: int) -> Shape:
 
 def run_part(part: str, num_replicas: int, turns: int, seed: int) -> Figures:
     some = math.ceil(num_replicas / 20)
+    asked = shape(num_replicas, turns)
+    if part == "crowded":  # five sessions for each row of a step, nine of ten of them of one client
+        asked = replace(asked, sessions=60 * num_replicas, turns=1, heavy_share=0.9)
     simulation = Simulation(
-        plan(shape(num_replicas, turns), seed),
+        plan(asked, seed),
         num_replicas,
         OPTIONS,
         H100_8B,
@@ -68,6 +71,7 @@ def simulate(args: argparse.Namespace, console: Console) -> dict[str, object]:
         lines = {
             part: {float(number): figures.tokens_per_s / number for number, figures in of_part.items()}
             for part, of_part in found.items()
+            if part != "crowded"  # another load
         }
         title = "Simulated: tokens/s of each replica"
         write_line_plot(args.picture, title, "replicas", "generated tokens/s per replica", lines)

@@ -30,7 +30,7 @@ class Figures:
     light_over_heavy: float
     """Median time of answers of clients with one session over that of the client with half of all sessions."""
     routing_us: float
-    """Real microseconds of a choice of a replica."""
+    """CPU time of a choice of a replica, in microseconds."""
     num_again: int
     """Requests that were run again after a death."""
     slowest_again_s: float

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from tokasaurus.messages.status import EngineLimits
 
+_REWEIGHTINGS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
@@ -63,19 +65,28 @@ class RecordedSteps:
 
 
 def fit(features: Sequence[Sequence[float]], seconds: Sequence[float], source: str) -> StepTimes:
-    """The non-negative weights with the least sum of squared errors, each square divided by the step's time: long steps
-    may have larger errors. Tries every set of features, and takes the best one without a negative weight."""
+    """The non-negative weights with the least sum of squared errors, each square divided by the predicted time: long
+    steps may have larger errors, and the predictions of all steps add up to what they took."""
     table, times = np.array(features, np.float64), np.array(seconds, np.float64)
     scales = np.maximum(table.max(axis=0), 1.0)
-    rows = table / scales / np.sqrt(times)[:, None]
-    targets = np.sqrt(times)
-    num_features = table.shape[1]
-    best, least = np.zeros(num_features), math.inf
-    for chosen in itertools.product((False, True), repeat=num_features):
-        weights = np.zeros(num_features)
+    predicted = np.full(len(times), times.mean())
+    for _ in range(_REWEIGHTINGS):
+        weights = _non_negative_least_squares(table / scales, times, 1.0 / np.sqrt(predicted))
+        predicted = np.maximum(table / scales @ weights, 1e-3 * times.mean())
+    values = (weights / scales).tolist()
+    return StepTimes(values[0], values[1], values[2], values[3], values[4], source)
+
+
+def _non_negative_least_squares(
+    table: NDArray[np.float64], times: NDArray[np.float64], importance: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """[features]. Tries every set of features, and takes the best one without a negative weight."""
+    rows, targets = table * importance[:, None], times * importance
+    best, least = np.zeros(table.shape[1]), math.inf
+    for chosen in itertools.product((False, True), repeat=table.shape[1]):
+        weights = np.zeros(table.shape[1])
         weights[list(chosen)] = np.linalg.lstsq(rows[:, list(chosen)], targets, rcond=None)[0]
         error = float(((rows @ weights - targets) ** 2).sum())
         if (weights >= 0).all() and error < least:
             best, least = weights, error
-    values = (best / scales).tolist()
-    return StepTimes(values[0], values[1], values[2], values[3], values[4], source)
+    return best

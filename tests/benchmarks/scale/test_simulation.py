@@ -160,6 +160,6 @@ def test_a_fit_finds_the_weights_of_noisy_steps() -> None:
     noisy = exact * rng.normal(1.0, 0.05, 400)
     found = fit(features.tolist(), noisy.tolist(), "")
     predicted = np.array([found.seconds(row) for row in features.astype(np.float64)])
-    assert predicted.sum() == pytest.approx(exact.sum(), rel=0.01)
+    assert predicted.sum() == pytest.approx(noisy.sum(), rel=1e-3)
     assert np.abs(predicted / exact - 1).max() < 0.1
     assert found.per_step == pytest.approx(true.per_step, rel=0.1)
