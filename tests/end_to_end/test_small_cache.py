@@ -22,9 +22,10 @@ from tests.end_to_end.helpers.expected_texts import (
 from tests.end_to_end.helpers.toka_process import running_toka, wait_for
 from tests.helpers.examples import IS_NIGHTLY
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
+from tokasaurus.bench_command.workloads import DATA
 from tokasaurus.text.tokenizer import Tokenizer
 
-QUESTIONS = Path(__file__).parents[2] / "benchmarks" / "data" / "gsm8k_test_200.jsonl"
+QUESTIONS = DATA / "gsm8k_test_200.jsonl"
 
 # Each answer is expected to end after 1/50 of max_tokens, and the length predictor never learns from finished
 # sequences: far more sequences are admitted than the cache can hold until they finish.

@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.model.helpers.steps import CPU, NOTHING, int32, open_greedy
+from tokasaurus.bench_command.workloads import DATA
 from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint, weight_files, with_safetensors
 from tokasaurus.messages.forward import ForwardInput, PromptLogprobsInput, SlotChanges
 from tokasaurus.model.attention.backend import KVShape
@@ -27,7 +27,7 @@ from tokasaurus.model.staging.staging import ON_HOST
 from tokasaurus.model.worker.device import choose_kv_cache_dtype
 from tokasaurus.text.tokenizer import Tokenizer
 
-DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "gsm8k_test_200.jsonl"
+QUESTIONS = DATA / "gsm8k_test_200.jsonl"
 NUM_TEXTS = 3
 PAGE_SIZE = 16
 MAX_TOKENS = 320
@@ -35,7 +35,7 @@ MAX_TOKENS = 320
 
 def read_texts(tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:
     """(prompt, continuation) ids: a question and its worked answer."""
-    items = [json.loads(line) for line in DATA.read_text().splitlines()[:NUM_TEXTS]]
+    items = [json.loads(line) for line in QUESTIONS.read_text().splitlines()[:NUM_TEXTS]]
     return [
         (tokenizer.encode(item["question"], False), tokenizer.encode("\n" + item["answer"], False)) for item in items
     ]

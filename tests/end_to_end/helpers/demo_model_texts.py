@@ -1,7 +1,6 @@
 """Compares greedy texts of the demo model: a server against transformers."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,13 +10,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.end_to_end.helpers.toka_process import TokaProcess
 from tests.helpers.examples import IS_NIGHTLY
+from tokasaurus.bench_command.workloads import DATA
 from tokasaurus.checkpoint import resolve_checkpoint, with_safetensors
 from tokasaurus.text.tokenizer import Tokenizer
 
 NUM_TOKENS = 40 if IS_NIGHTLY else 12
 
 
-QUESTIONS = Path(__file__).parents[3] / "benchmarks" / "data" / "gsm8k_test_200.jsonl"
+QUESTIONS = DATA / "gsm8k_test_200.jsonl"
 
 
 TIE = 1e-3
