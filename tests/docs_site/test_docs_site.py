@@ -13,7 +13,16 @@ from docs_site.__main__ import CONFIG, ROOT, pages
 
 OUTPUT = ROOT / "build" / "docs"
 HOSTS = {
-    *("arxiv.org", "docs.astral.sh", "docs.rs", "docs.sglang.io", "github.com", "huggingface.co", "pre-commit.com"),
+    *(
+        "arxiv.org",
+        "docs.astral.sh",
+        "docs.ray.io",
+        "docs.rs",
+        "docs.sglang.io",
+        "github.com",
+        "huggingface.co",
+        "pre-commit.com",
+    ),
     *("squidfunk.github.io", "ui.perfetto.dev"),
 }
 WITHOUT_ENCRYPTION = {"http://joschu.net/blog/kl-approx.html"}
