@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.server.own_server import running_server
+from tokasaurus.addresses import bind
 
 ROOT = Path(__file__).parents[2]
-PORT = 9165
 NUM_CPUS = 8
 """That Ray believes there are, so that it starts all actors."""
 OBJECT_STORE_BYTES = 100 << 20
@@ -123,21 +123,27 @@ async def send(url: str, load: Load) -> Done:
 
 
 @contextmanager
-def serve_app(flags: dict[str, Any], num_replicas: int, router: str | Callable[..., Any]) -> Iterator[str]:
-    """Yields the base URL; needs a cluster."""
+def serve_app(flags: dict[str, Any], num_replicas: int, router: str | Callable[..., Any], port: int) -> Iterator[str]:
+    """Yields the base URL; needs a cluster whose proxy listens on the port."""
     from ray import serve
 
     from tokasaurus.ray.application import build_app
 
     serve.run(build_app(flags, 1, router, num_replicas), name="toka", route_prefix="/")
     try:
-        yield f"http://127.0.0.1:{PORT}/v1"
+        yield f"http://127.0.0.1:{port}/v1"
     finally:
         serve.delete("toka")
 
 
 def measure_throughput(
-    flags: dict[str, Any], num_rounds: int, num_requests: int, num_at_once: int, num_tokens: int, console: Console
+    flags: dict[str, Any],
+    port: int,
+    num_rounds: int,
+    num_requests: int,
+    num_at_once: int,
+    num_tokens: int,
+    console: Console,
 ) -> None:
     from tokasaurus.ray.router import PrefixRouter
 
@@ -148,7 +154,7 @@ def measure_throughput(
             if way == ways[0]:
                 context = running_server([f"{name}={value}" for name, value in flags.items()])
             else:
-                context = serve_app(flags, 2 if way == ways[2] else 1, PrefixRouter)
+                context = serve_app(flags, 2 if way == ways[2] else 1, PrefixRouter, port)
             with context as url:
                 asyncio.run(send(url, unrelated(8, 8, 8, False, seed=-1)))
                 for is_streamed in (False, True):
@@ -163,7 +169,7 @@ def measure_throughput(
     console.print(table)
 
 
-def measure_routers(flags: dict[str, Any], num_rounds: int, console: Console) -> None:
+def measure_routers(flags: dict[str, Any], port: int, num_rounds: int, console: Console) -> None:
     from tokasaurus.ray.router import PrefixRouter
 
     routers: dict[str, str | Callable[..., Any]] = {
@@ -180,7 +186,7 @@ def measure_routers(flags: dict[str, Any], num_rounds: int, console: Console) ->
         table.add_column(label, justify="right")
     for name, router in routers.items():
         done: dict[str, list[Done]] = {label: [] for label in loads}
-        with serve_app(flags, 2, router) as url:
+        with serve_app(flags, 2, router, port) as url:
             for number in range(num_rounds):
                 for label, make in loads.items():
                     last = asyncio.run(send(url, make(number)))
@@ -217,16 +223,18 @@ def main() -> None:
     from ray import serve
 
     console = Console()
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
     flags: dict[str, Any] = {"device": "cpu", "log_level": "warning", "max_seqs_per_forward": 64}
     ray.init(num_cpus=NUM_CPUS, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False, log_to_driver=False)
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": PORT}, logging_config={"enable_access_log": False})
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
         if args.part != "routers":
             sizes = (args.requests, args.at_once, args.tokens)
-            measure_throughput(flags | {"kv_cache_num_tokens": 32_768}, args.rounds, *sizes, console)
+            measure_throughput(flags | {"kv_cache_num_tokens": 32_768}, port, args.rounds, *sizes, console)
         if args.part != "throughput":
             # The prefixes of all questions do not fit into the cache of one replica.
-            measure_routers(flags | {"kv_cache_num_tokens": 6_144}, args.rounds, console)
+            measure_routers(flags | {"kv_cache_num_tokens": 6_144}, port, args.rounds, console)
         serve.shutdown()
     finally:
         ray.shutdown()
