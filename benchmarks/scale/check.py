@@ -36,6 +36,7 @@ FLAGS = (
     "log_level=warning",
     "uvicorn_log_level=warning",
 )
+_START = "import sys; from benchmarks.scale.recorded import main; sys.exit(main())"
 _START_S, _STOP_S, _ANSWER_S = 240.0, 60.0, 600.0
 
 
@@ -176,7 +177,7 @@ def _recorded_server(records: Path, num_replicas: int) -> Iterator[str]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks.scale.recorded", *FLAGS, f"port={port}", f"dp_size={num_replicas}"]
+    command = [sys.executable, "-c", _START, *FLAGS, f"port={port}", f"dp_size={num_replicas}"]
     command.append(f"data_dir={records / 'data'}")
     with subprocess.Popen(command, env=os.environ | {DIRECTORY: str(records)}, stderr=subprocess.DEVNULL) as process:
         url = f"http://127.0.0.1:{port}"

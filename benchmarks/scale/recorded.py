@@ -1,4 +1,4 @@
-"""`python -m benchmarks.scale.recorded FLAGS`: a server whose managers write down each step, for `--real`.
+"""A server whose managers write down each step, for `python -m benchmarks.scale --real`.
 
 Each replica's file, in the directory that SCALE_RECORDS names, has what the step's time depends on, that time, and when
 its result arrived.
@@ -41,5 +41,6 @@ def run_manager(config: Any, checkpoint: Any, index: int, *channels: Any) -> Non
     RecordedSteps(limits, features, seconds, ended_s).write(Path(os.environ[DIRECTORY]) / f"{index}.json")
 
 
-if __name__ == "__main__":
-    sys.exit(serve(ServerConfig.parse(sys.argv[1:]), Entries(manager="benchmarks.scale.recorded:run_manager")))
+def main() -> int:
+    """The process of the server: serves with the flags of its command line, and returns the exit code."""
+    return serve(ServerConfig.parse(sys.argv[1:]), Entries(manager=f"{__name__}:run_manager"))
