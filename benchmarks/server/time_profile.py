@@ -18,8 +18,9 @@ from tokasaurus.bench_command.client import ServerError
 from tokasaurus.bench_command.config import BenchConfig
 from tokasaurus.bench_command.measure import Run, measure, requests_of
 from tokasaurus.bench_command.results import print_error
-from tokasaurus.bench_command.run import DEFAULT_URL, print_run
+from tokasaurus.bench_command.run import api_url, print_run
 from tokasaurus.flags import FlagError
+from tokasaurus.running_server import url_of_server
 
 PHASES = {
     "gemm": "gemms, with norms, gates and sums",
@@ -83,7 +84,7 @@ async def measure_profile(flags: Sequence[str]) -> tuple[Run, Profile]:
     """Run the load and read the counters before and after. flags: of `toka bench`. Raises ServerError and FlagError."""
     # The counters would include the steps of a warm-up.
     config = BenchConfig.parse(["stream=F", *flags, "warmup=0"])
-    base_url = config.base_url or DEFAULT_URL
+    base_url = api_url(url_of_server(config))
     requests = requests_of(config, config.seed)
     before = await asyncio.to_thread(read_counters, base_url)
     run = await measure(config, requests, "server", base_url, config.model, config.seed)

@@ -1,6 +1,7 @@
 import asyncio
 import dataclasses
 import itertools
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -202,6 +203,22 @@ def test_a_turn_follows_the_answer_to_the_turn_before(scripted_server: Any, is_s
         {"role": "user", "content": "two"},
     ]
     assert results[1].sent_s >= results[0].finished_s
+
+
+def test_a_stream_may_end_without_a_line_end(scripted_server: Any) -> None:
+    usage = {"prompt_tokens": 1, "completion_tokens": 4}
+    scripted_server.events = lambda _: [(0.0, {"choices": [{"index": 0, "text": "a"}]})]
+    scripted_server.stream_end = b'data: {"choices": [], "usage": ' + json.dumps(usage).encode() + b"}"
+    [result] = offer(scripted_server.base_url, [offered()], is_streaming=True)
+    assert (result.error, result.completion_tokens) == (None, 4)
+
+
+@pytest.mark.parametrize("choice", [None, {}, {"message": None}])
+def test_a_chat_without_a_message_is_a_failure(scripted_server: Any, choice: Any) -> None:
+    usage = {"prompt_tokens": 1, "completion_tokens": 4}
+    scripted_server.answer = lambda _: {"choices": [choice], "usage": usage}
+    [result] = offer(scripted_server.base_url, [as_chat(offered())])
+    assert result.error == "the answer has no message"
 
 
 def test_a_turn_after_a_failed_one_is_not_sent(scripted_server: Any) -> None:

@@ -13,7 +13,7 @@ FIGURES = {"kv_peak": 0.5, "preemptions": 3.0, "cached_share": None, "idle_share
 
 
 def measured(name: str, seed: int, rate: float, p99_s: float | None = None) -> Measured:
-    return Measured(name, seed, summary(rate, p99_s), FIGURES)
+    return Measured(name, seed, "load", summary(rate, p99_s), FIGURES)
 
 
 def summary(rate: float, p99_s: float | None = None, num_failed: int = 0) -> dict[str, Any]:
@@ -55,12 +55,18 @@ def test_figures_of_the_server_are_compared_too() -> None:
     assert "server cached_share" not in rows
 
 
-def write(path: Path, name: str, *rates: float, workload: str = "monkeys", num_failed: int = 0) -> str:
+def write(
+    path: Path, name: str, *rates: float, workload: str = "monkeys", num_failed: int = 0, questions: int = 16
+) -> str:
     runs = [
         {
             "name": name,
             "seed": seed,
             "workload": workload,
+            "config": {"workload": workload, "questions": questions, "model": name},
+            "requests": [],
+            "server": {"model": "m"},
+            "machine": {"cpu_model": "c"},
             "summary": summary(rate, num_failed=num_failed),
             "server_figures": FIGURES,
         }
@@ -90,7 +96,8 @@ def test_files_are_compared_by_their_servers_or_else_their_names(
     [
         (["absent.json"], "absent.json: No such file"),
         (["other.json"], "is no result of toka bench"),
-        (["failed.json"], "not comparable"),
+        (["failed.json"], "1 runs with failed requests are left out"),
+        (["empty.json"], "has no runs"),
         (["one.json", "chats.json"], "different workloads"),
     ],
 )
@@ -98,6 +105,7 @@ def test_what_cannot_be_compared_is_one_line(
     tmp_path: Path, files: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "other.json").write_text('{"summary": {}}')
+    (tmp_path / "empty.json").write_text('{"runs": []}')
     write(tmp_path / "failed.json", "toka", 5, num_failed=1)
     write(tmp_path / "one.json", "toka", 5)
     write(tmp_path / "chats.json", "vllm", 5, workload="prefix-chat")
@@ -105,6 +113,32 @@ def test_what_cannot_be_compared_is_one_line(
     captured = capsys.readouterr().err
     assert named in captured
     assert "Traceback" not in captured
+
+
+def test_files_of_the_same_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    files = []
+    for folder, rate in (("a", 100.0), ("b", 300.0)):
+        (tmp_path / folder).mkdir()
+        files.append(write(tmp_path / folder / "run.json", "toka", rate))
+    assert bench_main(["compare", *files, f"output={tmp_path / 'c.json'}"]) == 0
+    compared = json.loads((tmp_path / "c.json").read_text())
+    assert compared["names"] == [f"{file}: toka" for file in files]
+    assert compared["rows"]["output_tokens_per_s"][f"{files[1]}: toka"]["ratio"] == 3
+
+
+def test_runs_of_another_load_form_no_round(tmp_path: Path) -> None:
+    files = [write(tmp_path / "few.json", "few", 100), write(tmp_path / "many.json", "many", 300, questions=32)]
+    assert bench_main(["compare", *files, f"output={tmp_path / 'c.json'}"]) == 0
+    row = json.loads((tmp_path / "c.json").read_text())["rows"]["output_tokens_per_s"]["many"]
+    assert (row["ratio"], row["ratio_low"]) == (3, None)
+
+
+def test_a_run_with_failures_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [write(tmp_path / "good.json", "good", 100), write(tmp_path / "bad.json", "bad", 300, num_failed=1)]
+    assert bench_main(["compare", *files]) == 0
+    captured = capsys.readouterr()
+    assert "left out" in captured.err
+    assert "bad" not in captured.out
 
 
 def test_compare_needs_files(capsys: pytest.CaptureFixture[str]) -> None:

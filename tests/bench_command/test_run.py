@@ -1,15 +1,20 @@
 """`toka bench` as it is called, against a scripted server."""
 
+import errno
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.end_to_end.helpers.toka_process import wait_for
 from tokasaurus.bench_command.config import BenchConfig
-from tokasaurus.bench_command.measure import requests_of
-from tokasaurus.bench_command.run import round_orders
+from tokasaurus.bench_command.measure import requests_of, values_of
+from tokasaurus.bench_command.run import api_url, round_orders
 from tokasaurus.cli import bench_main
 from tokasaurus.command_line import read
 from tokasaurus.flags import FlagError
@@ -234,6 +239,89 @@ def test_the_model_to_serve_may_be_a_variable_where_one_is_served(peers: list[st
     assert read(BenchConfig, [*peers, "model=typed"], {"TOKA_MODEL": "org/served"}).config.model == "typed"
 
 
+def test_a_signal_stops_the_server_that_was_started_and_keeps_the_results(scripted_server: Any, tmp_path: Path) -> None:
+    output, pid_file, program = tmp_path / "runs.json", tmp_path / "pid", tmp_path / "never_ready"
+    program.write_text(f"#!/bin/sh\necho $$ > {pid_file}\nexec sleep 600\n")
+    program.chmod(0o755)
+    words = [
+        f"peer=good={scripted_server.base_url},sglang",
+        "model=m",
+        f'peer_env={{"sglang": "{program}"}}',
+        "rounds=1",
+    ]
+    command = [sys.executable, "-m", "tokasaurus", "bench", "monkeys", *words, *SHORT, f"output={output}"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_for(pid_file.exists, 60)
+    wait_for(lambda: bool(pid_file.read_text()), 10)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err.splitlines()[-1] == "toka bench: stopped"
+    assert "Traceback" not in err
+    assert [run["name"] for run in json.loads(output.read_text())["runs"]] == ["good"]
+    wait_for(lambda: not Path(f"/proc/{int(pid_file.read_text())}").exists(), 10)
+
+
+def test_secrets_are_not_written(scripted_server: Any, tmp_path: Path) -> None:
+    output = tmp_path / "runs.json"
+    url = scripted_server.base_url.replace("://", "://user:hidden1@")
+    given = BenchConfig.parse(
+        [f"base_url={url}", "peer=vllm", "model=m", 'peer_args={"vllm": "--api-key hidden2 -x 1"}']
+    )
+    shown = json.dumps(values_of(given))
+    assert "hidden" not in shown
+    assert "--api-key ***" in shown.replace("'", "")
+    assert "-x 1" in shown
+    assert bench_main([f"base_url={url}", *SHORT, "api_key=hidden3", f"output={output}"]) == 0
+    assert "hidden" not in output.read_text()
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_old_file(
+    scripted_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "runs.json"
+    output.write_text("old")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    assert run(scripted_server, "monkeys", *SHORT, f"output={output}") == 1
+    assert f"{output}: No space left on device" in capsys.readouterr().err.replace("\n", "")
+    assert output.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("http://h:1", "http://h:1/v1"),
+        ("http://h:1/", "http://h:1/v1"),
+        ("https://h/v1/", "https://h/v1"),
+        ("http://[::1]:80/v3", "http://[::1]:80/v3"),
+    ],
+)
+def test_a_url_without_a_path_gets_that_of_the_api(typed: str, meant: str) -> None:
+    assert api_url(typed) == meant
+
+
+def test_a_server_is_reached_by_its_port_or_its_socket(
+    scripted_server: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = scripted_server.base_url.rpartition(":")[2].removesuffix("/v1")
+    assert bench_main([f"port={port}", *SHORT]) == 0
+    assert bench_main(["unix_socket=/nowhere/socket", *SHORT]) == 1
+    assert "/nowhere/socket" in capsys.readouterr().err
+
+
+def test_proxies_of_the_environment_are_for_other_machines(
+    scripted_server: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert run(scripted_server, "monkeys", *SHORT) == 0
+    assert bench_main(["base_url=http://192.0.2.1/v1", *SHORT]) == 1
+    assert "127.0.0.1:1" in capsys.readouterr().err.replace("', ", ":").replace("'", "")
+
+
 def test_a_rate_and_arrivals_of_a_file_exclude_each_other(tmp_path: Path) -> None:
     load = tmp_path / "load.jsonl"
     load.write_text('{"prompt": "a", "max_tokens": 3, "arrival_s": 0}\n')
@@ -243,7 +331,5 @@ def test_a_rate_and_arrivals_of_a_file_exclude_each_other(tmp_path: Path) -> Non
 
 
 def test_the_programs_that_measure_load_no_torch() -> None:
-    import subprocess
-
     code = "import tokasaurus.bench_command.run, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -166,6 +166,13 @@ def test_arrivals_have_the_rate_and_the_spread_of_their_distribution(burstiness:
     assert gaps.std() == pytest.approx(deviation / 20, rel=0.05, abs=1e-9)
 
 
+def test_gaps_that_are_all_too_small_for_a_float_are_even() -> None:
+    request = workloads.OfferedRequest({"prompt": "a"}, 1, 1, 0.0, True)
+    for seed in range(100):
+        [only] = workloads.with_arrivals([request], per_second=4, burstiness=1e-3, seed=seed)
+        assert only.arrival_s == pytest.approx(0.25)
+
+
 def test_a_context_is_asked_with_each_of_four_options() -> None:
     requests = workloads.multiple_choice(5, 60, ONE_TOKEN_A_WORD, seed=3)
     prompts = [str(request.content["prompt"]) for request in requests]

@@ -30,6 +30,7 @@ class ScriptedServer:
         self.status = lambda _: 200
         self.answer = self.honest_answer
         self.events = self.honest_events
+        self.stream_end = b"data: [DONE]\n\n"
         self.metrics = ""
         """Text of /metrics; empty for none."""
 
@@ -87,7 +88,7 @@ class ScriptedServer:
             await asyncio.sleep(self.latency_s(body))
             self.num_in_flight -= 1
             if body.get("stream") and self.status(body) == 200:
-                return StreamingResponse(_stream(self.events(body)), media_type="text/event-stream")
+                return StreamingResponse(_stream(self.events(body), self.stream_end), media_type="text/event-stream")
             return JSONResponse(self.answer(body), status_code=self.status(body))
 
         return app
@@ -97,14 +98,14 @@ def _choice(index: int, **fields: Any) -> dict[str, Any]:
     return {"choices": [{"index": index, "finish_reason": None} | fields]}
 
 
-async def _stream(events: list[tuple[float, Any]]) -> AsyncIterator[bytes]:
+async def _stream(events: list[tuple[float, Any]], end: bytes) -> AsyncIterator[bytes]:
     """Each event when it is due, counted from the first byte: delays of the server's loop do not add up."""
     due_s = time.perf_counter()
     for wait_s, event in events:
         due_s += wait_s
         await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
         yield b"data: " + json.dumps(event).encode() + b"\n\n"
-    yield b"data: [DONE]\n\n"
+    yield end
 
 
 @pytest.fixture

@@ -16,11 +16,16 @@ from typing import Any
 import aiohttp
 import orjson
 
+from tokasaurus.addresses import leads_here, proxies_for
 from tokasaurus.bench_command.scrape import Scrape, watched
 from tokasaurus.bench_command.workloads import OfferedRequest
 
 # In Python 3.10, asyncio.TimeoutError is not a subclass of OSError.
 UNREACHABLE = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
+
+# uvicorn and llama.cpp close idle connections after 5 s. A request sent on a connection that the server is closing
+# fails, so the client closes idle connections well before.
+_IDLE_S = 2.0
 
 
 class ServerError(Exception):
@@ -47,6 +52,8 @@ class ClientOptions:
     """Fields merged into every request's body."""
     is_streaming: bool = False
     """Answers are streamed, so that the times of tokens are known."""
+    unix_socket: str | None = None
+    """File of a socket that is connected to, whatever host the URL has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +173,7 @@ class _StreamReader:
         if text is None:
             return
         if index == 0:
-            self.text.append(text)
+            self.text.append(str(text))
         if index in self._last_s:
             self.gaps_s.append(now_s - self._last_s[index])
         self.events_s.append(now_s)
@@ -180,6 +187,14 @@ class _StreamReader:
             missing = "usage, which stream_options asks for" if self._ended else "an end: the connection was closed"
             raise BadAnswer(f"the stream lacks {missing}")
         return {"choices": sorted(self._last_s), "usage": self.usage}
+
+
+def _text_of_chat(answer: dict[str, Any]) -> str:
+    """Raises BadAnswer."""
+    try:
+        return str(answer["choices"][0]["message"].get("content") or "")
+    except (KeyError, TypeError, AttributeError):
+        raise BadAnswer("the answer has no message") from None
 
 
 def _streamed_text(delta: dict[str, Any]) -> str | None:
@@ -207,8 +222,10 @@ class Client:
                 response.raise_for_status()
                 return str(orjson.loads(await response.read())["data"][0]["id"])
         except (*UNREACHABLE, ValueError, KeyError, IndexError, TypeError) as error:
+            socket = self._options.unix_socket
+            place = url if socket is None else f"unix_socket={socket}"
             raise ServerError(
-                f"no model at {url}: {error!r}; is the server running? (not asked with --model)"
+                f"no model at {place}: {error!r}; is the server running? model= is not looked for"
             ) from None
 
     async def version(self) -> object:
@@ -326,8 +343,7 @@ class Client:
         except ValueError as error:
             raise BadAnswer(f"the answer is no JSON: {error}") from None
         usage = read_usage(answer, request, self._options.usage_per_choice)
-        first = answer["choices"][0]
-        return _Answer(usage, (first.get("message") or {}).get("content") or "" if is_chat else "")
+        return _Answer(usage, _text_of_chat(answer) if is_chat else "")
 
     async def _read_stream(self, response: aiohttp.ClientResponse, request: OfferedRequest, began_s: float) -> _Answer:
         """Raises BadAnswer, and the errors of a connection."""
@@ -348,17 +364,26 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
                 data = line[5:].strip()
                 if data and data != b"[DONE]":
                     yield data
+    data = rest[5:].strip() if rest.startswith(b"data:") else b""
+    if data and data != b"[DONE]":  # the last line may lack its end
+        yield data
 
 
 @asynccontextmanager
 async def open_client(options: ClientOptions) -> AsyncIterator[Client]:
-    """A client without retries and without a limit on connections."""
+    """A client without retries and without a limit on connections. The environment's proxies are used, but not for URLs
+    that lead to this machine. Raises UserError for a proxy that cannot be used."""
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if options.api_key is not None:
         headers["Authorization"] = f"Bearer {options.api_key}"
-    # uvicorn and llama.cpp close idle connections after 5 s. A request sent on a connection that the server is closing
-    # fails, so the client closes idle connections well before.
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+    connector: aiohttp.BaseConnector
+    if options.unix_socket is None:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S)
+    else:
+        connector = aiohttp.UnixConnector(options.unix_socket, limit=0, keepalive_timeout=_IDLE_S)
     timeout = aiohttp.ClientTimeout(total=options.timeout_s)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
+    has_proxy = options.unix_socket is None and not leads_here(options.base_url)
+    with proxies_for(options.base_url):
+        session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers, trust_env=has_proxy)
+    async with session:
         yield Client(session, options)

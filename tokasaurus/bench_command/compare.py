@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tokasaurus.bench_command.config import BenchConfig
 from tokasaurus.bench_command.measure import Run
 
 COMPARED = {
@@ -42,7 +43,8 @@ class Measured:
 
     name: str
     seed: int
-    """Runs with the same seed had the same requests."""
+    load: str
+    """Runs with the same seed and load had the same requests."""
     summary: dict[str, Any]
     """As in the JSON file."""
     server_figures: dict[str, float | None]
@@ -91,7 +93,7 @@ class NotComparable(ValueError):
 
 
 def measured(run: Run) -> Measured:
-    return Measured(run.name, run.seed, asdict(run.summary), asdict(run.server_figures))
+    return Measured(run.name, run.seed, load_of(run.config), asdict(run.summary), asdict(run.server_figures))
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
@@ -104,7 +106,11 @@ def compare_measured(runs: Sequence[Measured]) -> Comparison:
     rows: dict[str, dict[str, Row]] = {}
     for figure in COMPARED:
         of_name = {
-            name: {run.seed: value for run in runs if run.name == name and (value := run.figure(figure)) is not None}
+            name: {
+                (run.seed, run.load): value
+                for run in runs
+                if run.name == name and (value := run.figure(figure)) is not None
+            }
             for name in names
         }
         base = of_name[names[0]]
@@ -114,10 +120,10 @@ def compare_measured(runs: Sequence[Measured]) -> Comparison:
     return Comparison(names, {name: sum(run.name == name for run in runs) for name in names}, rows)
 
 
-def _row(values: dict[int, float], base: dict[int, float]) -> Row:
-    """values, base: by seed."""
+def _row(values: dict[tuple[int, str], float], base: dict[tuple[int, str], float]) -> Row:
+    """values, base: by seed and load."""
     median = statistics.median(values.values())
-    ratios = [value / base[seed] for seed, value in values.items() if base.get(seed)]
+    ratios = [value / base[key] for key, value in values.items() if base.get(key)]
     ratio: tuple[float | None, float | None, float | None] = (None, None, None)
     if ratios:
         ratio = (statistics.median(ratios), min(ratios), max(ratios))
@@ -158,8 +164,18 @@ def shown_ratio(row: Row | None) -> str:
     return f"{row.ratio:.2f}{spread}"
 
 
+def load_of(config: dict[str, Any]) -> str:
+    """The flags that decide what is asked and when, but for the seed."""
+    names = [
+        name
+        for name, flag in BenchConfig.flags.items()
+        if flag.heading in ("workload", "load") and name not in ("rounds", "seed", "timeout")
+    ]
+    return " ".join(f"{name}={config.get(name)}" for name in names)
+
+
 def of_json(run: dict[str, Any]) -> Measured:
-    return Measured(run["name"], run["seed"], run["summary"], run["server_figures"])
+    return Measured(run["name"], run["seed"], load_of(run["config"]), run["summary"], run["server_figures"])
 
 
 def read_runs(files: Sequence[Path]) -> list[dict[str, Any]]:
@@ -171,21 +187,24 @@ def read_runs(files: Sequence[Path]) -> list[dict[str, Any]]:
         try:
             of_file[file] = json.loads(file.read_text(encoding="utf-8"))["runs"]
             for run in of_file[file]:
-                of_json(run).figure("output_tokens_per_s")
+                for figure in COMPARED:
+                    of_json(run).figure(figure)
+                _ = run["workload"], run["requests"], run["server"]["model"], run["machine"]["cpu_model"]
         except OSError as error:
             raise NotComparable(f"{file}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise NotComparable(f"{file} is no result of toka bench: {error!r}") from None
+        if not of_file[file]:
+            raise NotComparable(f"{file} has no runs")
     names = {file: {run["name"] for run in runs} for file, runs in of_file.items()}
+    stems = [file.stem for file in of_file]
     for file, runs in of_file.items():
-        others = set().union(*(names[other] for other in of_file if other != file))
+        others = set[str]().union(*(names[other] for other in of_file if other != file))
         if names[file] & others:
+            label = file.stem if stems.count(file.stem) == 1 else str(file)
             for run in runs:
-                run["name"] = f"{file.stem}: {run['name']}"
+                run["name"] = f"{label}: {run['name']}"
     found = [run for runs in of_file.values() for run in runs]
-    failed = [run for run in found if run["summary"]["num_failed"]]
-    if failed:
-        raise NotComparable(f"{failed[0]['name']}, seed {failed[0]['seed']}, has failed requests: not comparable")
     workloads = {run["workload"] for run in found}
     if len(workloads) > 1:
         raise NotComparable(f"the files have different workloads: {', '.join(sorted(workloads))}")

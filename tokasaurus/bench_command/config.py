@@ -5,8 +5,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from tokasaurus.config import ServerConfig
 from tokasaurus.flags import FlagConfig, FlagError, Setting, count, flag
+from tokasaurus.running_server import AddressConfig
 
 WORKLOADS = ("monkeys", "sharegpt", "multiple-choice", "prefix-chat", "file")
 PEERS = ("toka", "vllm", "sglang", "llama.cpp", "openvino")
@@ -36,13 +36,14 @@ def _only_of(name: str, meaning: str) -> str:
     return f"{', '.join(_OF_WORKLOADS[name])}: {meaning}"
 
 
-class BenchConfig(FlagConfig):
+class BenchConfig(AddressConfig):
     """The flags of a measurement, checked by `finalize`."""
 
     main_flags = frozenset(
         (
             *("workload", "questions", "samples", "max_tokens", "requests", "mean_tokens", "input", "chat"),
-            *("concurrency", "request_rate", "stream", "rounds", "base_url", "api_key", "model", "peer", "peer_env"),
+            *("concurrency", "request_rate", "stream", "rounds", "port", "base_url", "api_key", "model"),
+            *("peer", "peer_env"),
             *("goodput", "price_per_hour", "output", "html"),
         )
     )
@@ -106,28 +107,16 @@ class BenchConfig(FlagConfig):
     seed: int = flag(0, "of prompts, lengths and arrivals of the first round", minimum=0)
     timeout: float = flag(7200.0, "limit for one request, in seconds", minimum=0.001)
 
-    base_url: str | None = flag(
-        None,
-        "URL of a running server, up to and including /v1",
-        none_means=f"http://127.0.0.1:{ServerConfig.port}/v1, with peer= none",
-        heading="servers",
-    )
-    api_key: str | None = flag(
-        None,
-        "API key of the servers",
-        none_means="TOKA_API_KEY or OPENAI_API_KEY",
-        variables=("TOKA_API_KEY", "OPENAI_API_KEY"),
-        is_secret=True,
-    )
     model: str | None = flag(
         None,
         "what those of peer= serve; else the model's name in requests",
         none_means="the first that the server lists",
+        heading="servers",
     )
     peer: str | None = flag(
         None,
         f"servers that are started and stopped, with commas between them: {', '.join(PEERS)}; NAME=URL runs already",
-        none_means="none",
+        none_means="only the server",
     )
     peer_env: dict | None = flag(  # type: ignore[type-arg]
         None,
@@ -169,6 +158,7 @@ class BenchConfig(FlagConfig):
         return {name: one for name, one in settings.items() if starts or not one.source or name != "model"}
 
     def further_errors(self) -> Iterator[str]:
+        yield from super().further_errors()
         if self.workload == "file" and self.input is None:
             yield "input: the workload file needs it: toka bench file input=requests.jsonl"
         for name, value in (("base_url", self.base_url), *(pair for pair in self.peers() if "://" in pair[1])):

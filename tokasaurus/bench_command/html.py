@@ -14,6 +14,7 @@ from tokasaurus.bench_command.compare import COMPARED, Comparison, compare_measu
 from tokasaurus.bench_command.config import BenchConfig
 from tokasaurus.bench_command.figures import TIMES, time_per_token_s
 from tokasaurus.bench_command.measure import Run
+from tokasaurus.bench_command.results import write_text
 
 _COLORS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2")
 _MAX_POINTS = 2000
@@ -34,7 +35,7 @@ def write_html(path: Path, runs: Sequence[Run]) -> None:
 
 
 def write_html_of(path: Path, runs: Sequence[dict[str, Any]]) -> None:
-    """runs: as in the JSON file of `toka bench`. Raises OSError."""
+    """runs: as in the JSON file of `toka bench`, without those with failures. Raises OSError."""
     from plotly.offline import get_plotlyjs
 
     comparison = compare_measured([of_json(run) for run in runs])
@@ -50,7 +51,7 @@ def write_html_of(path: Path, runs: Sequence[dict[str, Any]]) -> None:
         *_plots(runs, comparison.names),
         "</body></html>\n",
     ]
-    path.write_text("\n".join(parts), encoding="utf-8")
+    write_text(path, "\n".join(parts))
 
 
 def _facts(runs: Sequence[dict[str, Any]]) -> str:
@@ -132,12 +133,13 @@ def _plots(runs: Sequence[dict[str, Any]], names: Sequence[str]) -> Iterator[str
         "e2el_s": lambda result: (result.latency_s,),
     }
     for field, of_result in values.items():
-        if runs[0]["summary"][field] is None:
-            continue
         curves = []
         for run, of_run in zip(runs, results, strict=True):
             found = [value for result in of_run for value in of_result(result) if value is not None]
-            curves.append((run["name"], *_distribution(found)))
+            if found:
+                curves.append((run["name"], *_distribution(found)))
+        if not curves:
+            continue
         yield figure(f"{TIMES[field]}: share that took at most so long", "milliseconds", "percent", curves)
 
 
@@ -156,16 +158,20 @@ def _token_rate(results: Sequence[RequestResult]) -> tuple[list[float], list[flo
     succeeded = [one for one in results if one.error is None]
     end_s = max((one.finished_s for one in succeeded), default=1.0)
     width_s = end_s / _NUM_BINS
-    tokens = [0.0] * (_NUM_BINS + 1)
+    tokens = [0.0] * _NUM_BINS
+
+    def bin_of(time_s: float) -> int:
+        return min(_NUM_BINS - 1, int(time_s / width_s))
+
     for one in succeeded:
         if not one.events_s:  # spread evenly, as in figures.tokens_within
-            first, last = int(one.sent_s / width_s), int(one.finished_s / width_s)
+            first, last = bin_of(one.sent_s), bin_of(one.finished_s)
             for index in range(first, last + 1):
                 tokens[index] += one.completion_tokens / (last - first + 1)
         else:
             for event_s in one.events_s:
-                tokens[int((one.sent_s + event_s) / width_s)] += one.completion_tokens / len(one.events_s)
-    return [(index + 0.5) * width_s for index in range(_NUM_BINS)], [count / width_s for count in tokens[:_NUM_BINS]]
+                tokens[bin_of(one.sent_s + event_s)] += one.completion_tokens / len(one.events_s)
+    return [(index + 0.5) * width_s for index in range(_NUM_BINS)], [count / width_s for count in tokens]
 
 
 def _distribution(values_s: Sequence[float]) -> tuple[list[float], list[float]]:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 from tokasaurus.bench_command import workloads
 from tokasaurus.bench_command.client import Client, ClientOptions, RequestResult, ServerError, open_client
 from tokasaurus.bench_command.config import BenchConfig
 from tokasaurus.bench_command.figures import Summary, summarize
-from tokasaurus.bench_command.results import counting_bar, machine_facts, utc_now
+from tokasaurus.bench_command.peers import without_secrets, words_of
+from tokasaurus.bench_command.results import counting_bar, machine_facts, utc_now, write_text
 from tokasaurus.bench_command.scrape import ServerFigures
 from tokasaurus.bench_command.workloads import OfferedRequest
 from tokasaurus.flags import FlagError
+
+OWN_NAME = "server"
+"""Of the server that the flags of its address name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +108,13 @@ def _requests_of(config: BenchConfig, seed: int) -> list[OfferedRequest]:
 def options_of(config: BenchConfig, name: str, base_url: str) -> ClientOptions:
     """How to reach the server `name`."""
     return ClientOptions(
-        base_url=base_url,
+        base_url=base_url if config.api_key is None else without_user(base_url),  # only one of them can be sent
         api_key=config.api_key,
         timeout_s=config.timeout,
         usage_per_choice=config.counts_one_choice(name),
         extra_body=config.extra_body or {},
         is_streaming=config.is_streaming,
+        unix_socket=config.unix_socket if name == OWN_NAME else None,
     )
 
 
@@ -132,7 +140,7 @@ async def measure(
     """Warm up, send the requests and report. model: None asks the server. Raises ServerError."""
     async with open_client(options_of(config, name, base_url)) as client:
         model = await client.find_model() if model is None else model
-        server = {"url": base_url, "model": model, "version": await client.version(), "command": command}
+        server = {"url": without_user(base_url), "model": model, "version": await client.version(), "command": command}
         await _warm_up(client, model, config.warmup, requests[0])
         machine, started_at = machine_facts("aiohttp"), utc_now()
         async with client.watched() as scrape:
@@ -157,11 +165,27 @@ async def measure(
 
 
 def values_of(config: BenchConfig) -> dict[str, Any]:
-    """The flags that say what was measured, without the API key."""
-    return {name: getattr(config, name) for name in config.flags if name not in ("api_key", "output", "html")}
+    """The flags that say what was measured, without secrets."""
+    values = {name: getattr(config, name) for name in config.flags if name not in ("api_key", "output", "html")}
+    if config.base_url is not None:
+        values["base_url"] = without_user(config.base_url)
+    if config.peer is not None:
+        values["peer"] = ",".join(f"{name}={without_user(url)}" if url else name for name, url in config.peers())
+    if config.peer_args is not None:
+        values["peer_args"] = {
+            name: shlex.join(without_secrets(words_of(name, text))) for name, text in config.peer_args.items()
+        }
+    if math.isinf(config.burstiness):  # JSON has no such number
+        values["burstiness"] = "inf"
+    return values
+
+
+def without_user(url: str) -> str:
+    """Without the user and password that it may contain."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def write_runs(path: Path, runs: list[Run]) -> None:
     """Raises OSError."""
-    text = json.dumps({"runs": [dataclasses.asdict(run) for run in runs]}, indent=None)
-    path.write_text(text + "\n", encoding="utf-8")
+    write_text(path, json.dumps({"runs": [dataclasses.asdict(run) for run in runs]}, allow_nan=False) + "\n")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -11,9 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from tokasaurus.bench_command.results import progress_bar
 
 _LOOK_S = 0.2
 _STOP_S = 60.0
+_SECRET = re.compile(r"(?i)(key|token|password|secret)$")
 _NUM_LINES = 15
 """Of a server that did not start, that are shown."""
 
@@ -82,6 +84,7 @@ class Started:
 
     base_url: str
     command: str
+    """Without what seems to be a secret."""
 
 
 def program_of(name: str, environment: str | None) -> list[str]:
@@ -114,26 +117,51 @@ def started(
     with tempfile.TemporaryDirectory(prefix="toka-bench-") as directory:
         port = _free_port()
         own = peer.words(model or "", port, directory)
-        command = [*program_of(name, environment), *own, *shlex.split(arguments)]
+        command = [*program_of(name, environment), *own, *words_of(name, arguments)]
         log = Path(directory) / "log"
         environ = dict(os.environ)
         if environment is not None and Path(environment).expanduser().is_dir():
             # As an activated environment: some servers start their own processes by PATH.
             environ["PATH"] = f"{Path(environment).expanduser() / 'bin'}{os.pathsep}{environ.get('PATH', '')}"
         with log.open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for this process, which then stops the server
-                env=environ,
-            )
+            try:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C is for this process, which then stops the server
+                    env=environ,
+                )
+            except OSError as error:
+                raise ServerError(f"{name}: {command[0]}: {error.strerror}") from None
         try:
             _wait_until_ready(name, process, f"http://127.0.0.1:{port}{peer.ready_path}", start_timeout_s, log)
-            yield Started(f"http://127.0.0.1:{port}{peer.api_path}", shlex.join(command))
+            yield Started(f"http://127.0.0.1:{port}{peer.api_path}", shlex.join(without_secrets(command)))
         finally:
             _stop(process)
+
+
+def words_of(name: str, arguments: str) -> list[str]:
+    """The words of peer_args. Raises ServerError."""
+    try:
+        return shlex.split(arguments)
+    except ValueError as error:
+        raise ServerError(f"peer_args: {name}: {error}: {arguments}") from None
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """With *** in place of the values of options whose name has key, token or password at its end."""
+    shown: list[str] = []
+    for index, word in enumerate(words):
+        name, equals, _ = word.partition("=")
+        if equals and _SECRET.search(name):
+            shown.append(f"{name}=***")
+        elif index and words[index - 1].startswith("-") and _SECRET.search(words[index - 1]):
+            shown.append("***")
+        else:
+            shown.append(word)
+    return shown
 
 
 def _free_port() -> int:
@@ -151,7 +179,7 @@ def _wait_until_ready(name: str, process: subprocess.Popen[bytes], url: str, tim
         while (waited_s := time.monotonic() - began_s) < timeout_s:
             if process.poll() is not None:
                 raise ServerError(f"{name} ended with {process.returncode} at its start:\n{_end_of(log)}")
-            with suppress(OSError, urllib.error.URLError), opener.open(url, timeout=5) as answer:
+            with suppress(OSError, http.client.HTTPException), opener.open(url, timeout=5) as answer:
                 if answer.status == 200:
                     return
             show(waited_s)
@@ -166,10 +194,12 @@ def _end_of(log: Path) -> str:
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """Ends the server and what it has started."""
-    with suppress(ProcessLookupError):
-        process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_STOP_S)
-    with suppress(ProcessLookupError):  # the rest of its session
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
+    finally:  # also if a second signal cuts the wait
+        with suppress(ProcessLookupError):  # the rest of its session
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.table import Table
@@ -23,12 +24,14 @@ from tokasaurus.bench_command.compare import (
 )
 from tokasaurus.bench_command.config import BenchConfig, CompareConfig
 from tokasaurus.bench_command.figures import TIMES, Spread, rows
-from tokasaurus.bench_command.measure import Run, measure, requests_of, write_runs
+from tokasaurus.bench_command.measure import OWN_NAME, Run, measure, requests_of, write_runs
 from tokasaurus.bench_command.peers import program_of, started
 from tokasaurus.bench_command.results import console, print_error, write_json
-from tokasaurus.config import ServerConfig
+from tokasaurus.bench_command.workloads import OfferedRequest
+from tokasaurus.messages.status import UserError
+from tokasaurus.processes.stop_signals import Stopped, signals_raise
+from tokasaurus.running_server import url_of_server
 
-DEFAULT_URL = f"http://127.0.0.1:{ServerConfig.port}/v1"
 _MAX_KINDS = 8
 """Kinds of failures that are shown."""
 
@@ -44,10 +47,16 @@ class _Server:
 
 def servers_of(config: BenchConfig) -> list[_Server]:
     """In the order of the first round."""
-    servers = [_Server(name, url.rstrip("/")) for name, url in config.peers()]
-    if config.base_url is not None or not servers:
-        servers.insert(0, _Server("server", (config.base_url or DEFAULT_URL).rstrip("/")))
+    servers = [_Server(name, api_url(url) if url else "") for name, url in config.peers()]
+    if config.base_url is not None or config.unix_socket is not None or not servers:
+        servers.insert(0, _Server(OWN_NAME, api_url(url_of_server(config))))
     return servers
+
+
+def api_url(url: str) -> str:
+    """With /v1, if it has no path, and without a slash at the end."""
+    url = url.rstrip("/")
+    return url if urlsplit(url).path else f"{url}/v1"
 
 
 def round_orders(names: Sequence[str], num_rounds: int) -> list[list[str]]:
@@ -56,7 +65,8 @@ def round_orders(names: Sequence[str], num_rounds: int) -> list[list[str]]:
 
 
 def run_bench(config: BenchConfig) -> int:
-    """Measures, prints and writes. Returns the exit code: 1 if a request failed or a server cannot be measured.
+    """Measures, prints and writes; call from the main thread. Returns the exit code: 1 if a request failed or a server
+    cannot be measured, 128 + N if stopped by signal N.
 
     What was measured until then is written. Raises FlagError for a workload that cannot be made."""
     servers = {server.name: server for server in servers_of(config)}
@@ -66,49 +76,57 @@ def run_bench(config: BenchConfig) -> int:
     runs: list[Run] = []
     exit_code = 0
     try:
-        for server in servers.values():
-            if not server.url:
-                program_of(server.name, (config.peer_env or {}).get(server.name))
-        for number, names in enumerate(round_orders(list(servers), config.num_rounds)):
-            for name in names:
-                with _reached(config, servers[name]) as (url, command):
-                    model = config.model if command is None else None
-                    run = asyncio.run(measure(config, of_round[number], name, url, model, seeds[number], command))
+        with signals_raise():
+            for run in _measured(config, servers, seeds, of_round):
                 runs.append(run)
                 if len(servers) * config.num_rounds > 1:
                     rate = f"{run.summary.output_tokens_per_s:,.1f} output tokens/s"
-                    err.print(f"round {number + 1}, {name}: {rate}", markup=False, soft_wrap=True)
+                    err.print(f"seed {run.seed}, {run.name}: {rate}", markup=False, soft_wrap=True)
                 _print_failures(run.requests, err)
                 exit_code |= 1 if run.summary.num_failed else 0
-    except ServerError as error:
+    except (ServerError, UserError) as error:
         print_error(error)
         exit_code = 1
+    except Stopped as stopped:
+        print_error("toka bench: stopped")
+        exit_code = 128 + stopped.number
     if runs:
         whole = [run for run in runs if not run.summary.num_failed]
         if len(runs) == 1:
             print_run(runs[0], out)
         elif whole:
             if len(whole) < len(runs):
-                err.print(
-                    f"{len(runs) - len(whole)} runs with failed requests are left out of the comparison", style="red"
-                )
+                print_error(_left_out(len(runs) - len(whole)))
             print_comparison(compare(whole), out)
         try:
-            _write(config, runs)
+            if config.output is not None:
+                write_runs(Path(config.output), runs)
+            if config.html is not None and whole:
+                from tokasaurus.bench_command.html import write_html
+
+                write_html(Path(config.html), whole)
         except OSError as error:
             print_error(f"{error.filename}: {error.strerror}")
-            exit_code = 1
+            exit_code = exit_code or 1
     return exit_code
 
 
-def _write(config: BenchConfig, runs: list[Run]) -> None:
-    """Raises OSError."""
-    if config.output is not None:
-        write_runs(Path(config.output), runs)
-    if config.html is not None:
-        from tokasaurus.bench_command.html import write_html
+def _measured(
+    config: BenchConfig, servers: Mapping[str, _Server], seeds: Sequence[int], of_round: Sequence[list[OfferedRequest]]
+) -> Iterator[Run]:
+    """Each run when it is done. Raises ServerError, before the first one if a program is missing."""
+    for server in servers.values():
+        if not server.url:
+            program_of(server.name, (config.peer_env or {}).get(server.name))
+    for number, names in enumerate(round_orders(list(servers), len(seeds))):
+        for name in names:
+            with _reached(config, servers[name]) as (url, command):
+                model = config.model if command is None else None
+                yield asyncio.run(measure(config, of_round[number], name, url, model, seeds[number], command))
 
-        write_html(Path(config.html), runs)
+
+def _left_out(num_runs: int) -> str:
+    return f"{num_runs} runs with failed requests are left out of the comparison"
 
 
 @contextmanager
@@ -177,7 +195,12 @@ def run_compare(config: CompareConfig, files: Sequence[str]) -> int:
     except NotComparable as error:
         print_error(error)
         return 1
-    comparison = compare_measured([of_json(run) for run in runs])
+    whole = [run for run in runs if not run["summary"]["num_failed"]]
+    if len(whole) < len(runs):
+        print_error(_left_out(len(runs) - len(whole)))
+    if not whole:
+        return 1
+    comparison = compare_measured([of_json(run) for run in whole])
     print_comparison(comparison, console())
     try:
         if config.output is not None:
@@ -185,7 +208,7 @@ def run_compare(config: CompareConfig, files: Sequence[str]) -> int:
         if config.html is not None:
             from tokasaurus.bench_command.html import write_html_of
 
-            write_html_of(Path(config.html), runs)
+            write_html_of(Path(config.html), whole)
     except OSError as error:
         print_error(f"{error.filename}: {error.strerror}")
         return 1

@@ -108,7 +108,7 @@ class Scrape:
 @asynccontextmanager
 async def watched(session: aiohttp.ClientSession, base_url: str) -> AsyncIterator[Scrape]:
     """Reads the server's /metrics before, during and after the context. A server without them gives no samples."""
-    url = f"{base_url.removesuffix('/v1')}/metrics"
+    url = f"{base_url.rpartition('/')[0]}/metrics"
     scrape = Scrape()
 
     async def read() -> bool:

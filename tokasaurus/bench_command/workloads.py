@@ -20,6 +20,8 @@ DATA = Path(__file__).with_name("data")
 TOKENS_PER_WORD = 1.336
 """Measured with SmolLM2's tokenizer on the questions of data/gsm8k_test_200.jsonl: 12,395 tokens in 9,278 words."""
 
+_SMALLEST = 1e-200
+
 Cut = Callable[[str, int], str]
 """(text, num_tokens) -> the start of the text, about `num_tokens` tokens long, at least one word or token."""
 
@@ -310,6 +312,8 @@ def with_arrivals(
     rng = random.Random(seed)
     is_regular = math.isinf(burstiness)
     gaps = [1.0 if is_regular else rng.gammavariate(burstiness, 1.0) for _ in requests]
+    if sum(gaps) < _SMALLEST:  # a few gaps of a very bursty process may all be too small for a float
+        gaps = [1.0] * len(requests)
     scale = len(requests) / per_second / sum(gaps)
     arrivals = itertools.accumulate(gap * scale for gap in gaps)
     return [
