@@ -169,7 +169,8 @@ def _opened_tab(port: int) -> Iterator[Tab]:
     request = Request(f"http://127.0.0.1:{port}/json/new?about:blank", method="PUT")
     with urlopen(request, timeout=_ANSWER_S) as answer:
         address = json.load(answer)["webSocketDebuggerUrl"]
-    with connect(address, max_size=None, max_queue=None, proxy=None, compression=None) as connection:
+    # close_timeout: a tab that is closed does not answer.
+    with connect(address, max_size=None, max_queue=None, proxy=None, compression=None, close_timeout=0.5) as connection:
         tab = Tab(connection)
         for domain in ("Page", "Runtime", "Network", "Log", "DOM"):
             tab.send(f"{domain}.enable")
