@@ -1,4 +1,5 @@
-"""`python -m docs_site`: build the site in build/docs. A warning of MkDocs is an error, a link without a target too."""
+"""`python -m docs_site [DIRECTORY]`: build the site in DIRECTORY/docs, by default build/docs. A warning of MkDocs is an error,
+a link without a target too."""
 
 import os
 import re
@@ -9,27 +10,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "build" / "docs_source"
 CONFIG = Path(__file__).with_name("mkdocs.yml")
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md")
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 
 
-def main() -> int:
+def main(directory: Path) -> int:
     """The exit code of MkDocs."""
-    copy_pages()
+    source = directory.resolve() / "docs_source"
+    copy_pages(source)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file", str(CONFIG)]
     # Material's advice to move to another generator, which is no fault of the pages
-    return subprocess.run(command, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}).returncode
+    places = {"DOCS_SOURCE": str(source), "DOCS_OUTPUT": str(directory.resolve() / "docs")}
+    return subprocess.run(command, env={**os.environ, **places, "NO_MKDOCS_2_WARNING": "1"}).returncode
 
 
-def copy_pages() -> None:
-    """Fill SOURCE with all pages and with the files of the project that they link to, where they lie in the project: so
+def copy_pages(source: Path) -> None:
+    """Fill a directory with all pages and with the files of the project that they link to, where they lie in the project: so
     the pages' links are the site's."""
-    shutil.rmtree(SOURCE, ignore_errors=True)
+    shutil.rmtree(source, ignore_errors=True)
     for path in pages():
         for copied in (path, *linked_files(path)):
-            target = SOURCE / copied.relative_to(ROOT)
+            target = source / copied.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(copied, target)
 
@@ -48,4 +50,4 @@ def linked_files(page: Path) -> Iterator[Path]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build"))
