@@ -26,8 +26,8 @@ def main(directory: Path) -> int:
 
 
 def copy_pages(source: Path) -> None:
-    """Fill a directory with all pages and with the files of the project that they link to, where they lie in the project:
-    so the pages' links are the site's."""
+    """Fill a directory with all pages and with the files of the project that they link to, where they lie in the
+    project: so the pages' links are the site's."""
     shutil.rmtree(source, ignore_errors=True)
     for path in pages():
         for copied in (path, *linked_files(path)):
