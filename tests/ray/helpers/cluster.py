@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import psutil
@@ -23,19 +24,21 @@ TINY_FLAGS = {
 def two_nodes(cpus_of_each: int = 4) -> Iterator[Path]:
     """Within the context, this process is a driver of the cluster. Yields the directory of its logs."""
     # Serve kills proxies that do not start within 5 s, as on a machine that does other work.
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120"}
-    import ray
-    from ray.cluster_utils import Cluster
+    variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120"}
+    with mock.patch.dict(os.environ, variables):
+        import ray
+        from ray.cluster_utils import Cluster
 
-    cluster = Cluster()
-    try:
-        head = cluster.add_node(num_cpus=cpus_of_each, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False)
-        cluster.add_node(num_cpus=cpus_of_each, object_store_memory=OBJECT_STORE_BYTES)
-        ray.init(address=cluster.address, log_to_driver=False)
-        yield Path(head.get_logs_dir_path())
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+        cluster = Cluster()
+        memory = OBJECT_STORE_BYTES
+        try:
+            head = cluster.add_node(num_cpus=cpus_of_each, object_store_memory=memory, include_dashboard=False)
+            cluster.add_node(num_cpus=cpus_of_each, object_store_memory=memory)
+            ray.init(address=cluster.address, log_to_driver=False)
+            yield Path(head.get_logs_dir_path())
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
 
 
 def actors(title: str) -> list[psutil.Process]:
