@@ -71,13 +71,10 @@ class Summary:
     """Between two events with tokens of one sample."""
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Percentile with linear interpolation between the two nearest ranks, numpy's default. `values` is not empty."""
-    ordered = sorted(values)
-    return _percentile(ordered, percent)
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Percentile with linear interpolation between the two nearest ranks, numpy's default.
 
-
-def _percentile(ordered: Sequence[float], percent: float) -> float:
+    ordered: values in ascending order, at least one."""
     rank = (len(ordered) - 1) * percent / 100
     below = math.floor(rank)
     above = min(below + 1, len(ordered) - 1)
@@ -91,7 +88,7 @@ def spread_of(values: Sequence[float]) -> Spread | None:
     ordered = sorted(values)
     mean = math.fsum(ordered) / len(ordered)
     std = math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / len(ordered))
-    return Spread(mean, std, {f"p{percent}": _percentile(ordered, percent) for percent in PERCENTILES}, ordered[-1])
+    return Spread(mean, std, {f"p{percent}": percentile(ordered, percent) for percent in PERCENTILES}, ordered[-1])
 
 
 def time_per_token_s(result: RequestResult) -> float | None:
