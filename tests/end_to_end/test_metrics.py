@@ -3,7 +3,9 @@ dashboards and alert rules read."""
 
 import json
 import math
+import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -47,10 +49,22 @@ def toka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokaProcess]:
     directory = tmp_path_factory.mktemp("model")
     save_tiny_model(directory, "llama")
     with starting_toka(free_port(), f"model={directory}", f"data_dir={directory / 'data'}", *FLAGS) as toka:
-        wait_for(lambda: _status(f"{toka.url}/ready") == 503, 120)  # a status for the rule about server errors
+        _ask_before_it_is_ready(toka)
         toka.wait_until_ready()
         yield toka
         assert toka.stop() == 0
+
+
+def _ask_before_it_is_ready(toka: TokaProcess) -> None:
+    """An answer 503, for the rule about server errors. The worker stands still until it came, else the engine could be
+    ready between two tries."""
+    wait_for(lambda: "toka-worker-0" in toka.children(), 60)
+    worker = toka.children()["toka-worker-0"]
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        wait_for(lambda: _status(f"{toka.url}/ready") == 503, 60)
+    finally:
+        os.kill(worker, signal.SIGCONT)
 
 
 def _status(url: str) -> int:
