@@ -25,7 +25,7 @@ from tests.deploy.helpers.files import (
     unknown_flags,
 )
 from tests.deploy.helpers.play import Probes, Stream, started
-from tests.end_to_end.helpers.toka_process import free_port, wait_for
+from tests.end_to_end.helpers.toka_process import free_port, not_ready, wait_for
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_tiny_model
 
@@ -142,11 +142,11 @@ def test_the_manifest_starts_probes_and_drains(model: Path, tmp_path: Path) -> N
     authorized = {"Authorization": f"Bearer {KEY}"}
     assert health_check(image_check, port) != 0
     with started([*TOKA, *arguments], environment) as process:
-        # While the model is loaded, the server is alive and not ready. A start is too short to ask by other processes.
-        wait_for(lambda: probes.ask("livenessProbe").is_success, START_S)
-        assert not probes.ask("readinessProbe").is_success
+        with not_ready(process.pid):  # alive, but the model is not loaded
+            wait_for(lambda: probes.ask("livenessProbe").is_success, START_S)
+            assert not probes.ask("startupProbe").is_success
+            assert not probes.ask("readinessProbe").is_success
         probes.wait_for_start(START_S)
-        assert not probes.answers["startupProbe"][0].is_success
         assert health_check(image_check, port) == 0
         assert health_check(compose_check, port) == 0
 

@@ -3,9 +3,7 @@ dashboards and alert rules read."""
 
 import json
 import math
-import os
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -31,7 +29,7 @@ from tests.end_to_end.helpers.dashboards import (
 )
 from tests.end_to_end.helpers.promql import missing_series
 from tests.end_to_end.helpers.scrape import Scrape, scrape
-from tests.end_to_end.helpers.toka_process import TokaProcess, free_port, starting_toka, wait_for
+from tests.end_to_end.helpers.toka_process import TokaProcess, free_port, not_ready, starting_toka, wait_for
 from tests.helpers.tiny_model import EOS_ID, save_tiny_model
 from tokasaurus import __version__
 
@@ -49,22 +47,11 @@ def toka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokaProcess]:
     directory = tmp_path_factory.mktemp("model")
     save_tiny_model(directory, "llama")
     with starting_toka(free_port(), f"model={directory}", f"data_dir={directory / 'data'}", *FLAGS) as toka:
-        _ask_before_it_is_ready(toka)
+        with not_ready(toka.process.pid):  # an answer 503, for the rule about server errors
+            wait_for(lambda: _status(f"{toka.url}/ready") == 503, 60)
         toka.wait_until_ready()
         yield toka
         assert toka.stop() == 0
-
-
-def _ask_before_it_is_ready(toka: TokaProcess) -> None:
-    """An answer 503, for the rule about server errors. The worker stands still until it came, else the engine could be
-    ready between two tries."""
-    wait_for(lambda: "toka-worker-0" in toka.children(), 60)
-    worker = toka.children()["toka-worker-0"]
-    os.kill(worker, signal.SIGSTOP)
-    try:
-        wait_for(lambda: _status(f"{toka.url}/ready") == 503, 60)
-    finally:
-        os.kill(worker, signal.SIGCONT)
 
 
 def _status(url: str) -> int:

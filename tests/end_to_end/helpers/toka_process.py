@@ -1,5 +1,6 @@
 """A real `toka` process, started as a user starts it."""
 
+import os
 import re
 import signal
 import socket
@@ -38,11 +39,7 @@ class TokaProcess:
 
     def children(self) -> dict[str, int]:
         """Process ids by the title that `ps` shows."""
-        listing = subprocess.run(
-            ["ps", "-o", "pid=,comm=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=False
-        ).stdout  # the exit code is 1 if it has none
-        pairs = (line.split(None, 1) for line in listing.splitlines())
-        return {title.strip(): int(pid) for pid, title in pairs if title.startswith("toka-")}
+        return _children(self.process.pid)
 
     def wait_until_ready(self) -> None:
         self.has_spoken.wait(_START_TIMEOUT_S)
@@ -52,6 +49,14 @@ class TokaProcess:
         """Sends SIGTERM; returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=_STOP_TIMEOUT_S)
+
+
+def _children(launcher: int) -> dict[str, int]:
+    listing = subprocess.run(
+        ["ps", "-o", "pid=,comm=", "--ppid", str(launcher)], capture_output=True, text=True, check=False
+    ).stdout  # the exit code is 1 if it has none
+    pairs = (line.split(None, 1) for line in listing.splitlines())
+    return {title.strip(): int(pid) for pid, title in pairs if title.startswith("toka-")}
 
 
 def free_port() -> int:
@@ -65,6 +70,21 @@ def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"the condition is still false after {timeout_s} s"
         time.sleep(0.02)
+
+
+@contextmanager
+def not_ready(launcher: int) -> Iterator[None]:
+    """Inside, a `toka` that was just started, of this process id, does not become ready: its worker stands still.
+
+    Without this, an idle machine may be ready between two questions.
+    """
+    wait_for(lambda: "toka-worker-0" in _children(launcher), 60)
+    pid = _children(launcher)["toka-worker-0"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager
