@@ -416,39 +416,44 @@ def test_wrong_calls_raise_at_once_and_name_what_is_wrong(client: Client) -> Non
     with pytest.raises(TypeError, match="temprature"):
         Sampling(temprature=1)  # type: ignore[call-arg]
     for wrong, message in (
-        ({"temperature": 3}, "temperature: .* less than or equal to 2, not 3"),
+        ({"temperature": 3}, "temperature must be at most 2, not 3"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"n": 1.5}, "n: .*1.5"),
-        ({"stop": 5}, "stop: must be a string or a list of strings, not 5"),
+        ({"n": 1.5}, "n must be a whole number, not 1.5"),
+        ({"stop": 5}, "stop must be a string or a list of strings, not 5"),
         ({"logprobs": 1}, "logprobs must be True or False, not 1"),
         ({"top_logprobs": 2, "logprobs": False}, "top_logprobs goes with logprobs=True"),
         ({"logit_bias": [1]}, "logit_bias must map token ids to numbers"),
-        ({"logit_bias": {-1: 1}}, "logit_bias: must contain token ids as keys"),
-        ({"logit_bias": {1: 101}}, "logit_bias: must contain numbers from -100 to 100"),
+        ({"logit_bias": {-1: 1}}, "logit_bias must contain token ids as keys"),
+        ({"logit_bias": {1: 101}}, "logit_bias must contain numbers from -100 to 100"),
         ({"seed": -1}, r"seed must be a whole number from 0 to 2\*\*64 - 1, not -1"),
         ({"seed": 2**64}, "seed must be"),
         ({"seed": 1.0}, "seed must be"),
-        ({"temperature": -0.1}, "temperature: .* greater than or equal to 0, not -0.1"),
-        ({"temperature": float("nan")}, "temperature: .* finite number, not nan"),
-        ({"temperature": "1"}, "temperature: .* number, not '1'"),
-        ({"n": 0}, "n: .* greater than or equal to 1, not 0"),
-        ({"n": True}, "n: .* integer, not True"),
-        ({"top_p": 0}, "top_p: .* greater than 0, not 0"),
-        ({"top_p": 1.5}, "top_p: .* less than or equal to 1, not 1.5"),
-        ({"top_k": -2}, "top_k: .*not -2"),
-        ({"min_p": 2}, "min_p: .*not 2"),
-        ({"presence_penalty": 3}, "presence_penalty: .*not 3"),
-        ({"frequency_penalty": -3}, "frequency_penalty: .*not -3"),
-        ({"repetition_penalty": 0}, "repetition_penalty: .*not 0"),
-        ({"max_tokens": -1}, "max_tokens: .*not -1"),
-        ({"min_tokens": -1}, "min_tokens: .*not -1"),
+        ({"temperature": -0.1}, "temperature must be at least 0, not -0.1"),
+        ({"temperature": float("nan")}, "temperature must be a finite number, not nan"),
+        ({"temperature": "1"}, "temperature must be a number, not '1'"),
+        ({"n": 0}, "n must be at least 1, not 0"),
+        ({"n": True}, "n must be a whole number, not True"),
+        ({"top_p": 0}, "top_p must be greater than 0, not 0"),
+        ({"top_p": 1.5}, "top_p must be at most 1, not 1.5"),
+        ({"top_k": -2}, "top_k must be .*not -2"),
+        ({"min_p": 2}, "min_p must be .*not 2"),
+        ({"presence_penalty": 3}, "presence_penalty must be .*not 3"),
+        ({"frequency_penalty": -3}, "frequency_penalty must be .*not -3"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be .*not 0"),
+        ({"max_tokens": -1}, "max_tokens must be .*not -1"),
+        ({"min_tokens": -1}, "min_tokens must be .*not -1"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens must be at most max_tokens=4, not 5"),
-        ({"stop": ""}, "stop: must not contain an empty string"),
+        ({"stop": ""}, "stop must not contain an empty string"),
         ({"stop_token_ids": [-1]}, "stop_token_ids: -1 is no token id"),
-        ({"stop_token_ids": ["a"]}, "stop_token_ids: must be a list of token ids"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids must be a list of token ids"),
         ({"top_logprobs": -1}, "top_logprobs must be a whole number from 0"),
-        ({"priority": 2**63}, "priority: "),
-        ({"ignore_eos": 1}, "ignore_eos: .*not 1"),
+        ({"priority": 2**63}, "priority must be "),
+        ({"ignore_eos": 1}, "ignore_eos must be .*not 1"),
+        (
+            {"seed": -1, "n": 0, "top_p": 2},
+            r"Sampling: 3 problems: \(1\) seed must be .*, not -1; "
+            r"\(2\) (n|top_p) must be .*; \(3\) (n|top_p) must be [^;]*$",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             Sampling(**wrong)
@@ -468,6 +473,8 @@ def test_wrong_calls_raise_at_once_and_name_what_is_wrong(client: Client) -> Non
         client.generate(["a"], structured_outputs="yes|no")
     with pytest.raises(ValueError, match="options: user must be a string"):
         list(client.stream(["a"], user=5))
+    with pytest.raises(ValueError, match=r"options: 2 problems: \(1\) .* must be .*; \(2\) .* must be "):
+        list(client.stream(["a"], user=5, cache_salt=5))
     with pytest.raises(TypeError, match="echo cannot be chosen"):
         client.generate(["a"], echo=True)
     with pytest.raises(TypeError, match="response_format cannot be combined with schema"):

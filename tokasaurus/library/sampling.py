@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from tokasaurus.messages.generation import LogprobsMode
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
+from tokasaurus.server.value_words import told_together, words_for
 
 GENERATE_TOKENS = 256
 """`max_tokens` of a prompt without a chat template, where Sampling leaves it open."""
@@ -71,35 +72,41 @@ class Sampling:
             value = getattr(self, field.name)
             if isinstance(value, np.generic):
                 object.__setattr__(self, field.name, value.item())
+        problems = list(self._problems())
+        if problems:
+            raise ValueError(f"Sampling: {told_together(problems)}")
+
+    def _problems(self) -> Iterator[str]:
         if type(self.logprobs) is not bool:
-            raise ValueError(f"Sampling: logprobs must be True or False, not {self.logprobs!r}")
+            yield f"logprobs must be True or False, not {self.logprobs!r}"
         if type(self.top_logprobs) is not int or self.top_logprobs < 0:
-            raise ValueError(f"Sampling: top_logprobs must be a whole number from 0, not {self.top_logprobs!r}")
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("Sampling: top_logprobs goes with logprobs=True")
+            yield f"top_logprobs must be a whole number from 0, not {self.top_logprobs!r}"
+        elif self.top_logprobs and not self.logprobs:
+            yield "top_logprobs goes with logprobs=True"
         if self.seed is not None and not (type(self.seed) is int and 0 <= self.seed < 1 << 64):
-            raise ValueError(f"Sampling: seed must be a whole number from 0 to 2**64 - 1, not {self.seed!r}")
-        if not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"Sampling: logit_bias must map token ids to numbers, not {self.logit_bias!r}")
+            yield f"seed must be a whole number from 0 to 2**64 - 1, not {self.seed!r}"
+        fields = self._written_fields()  # with the defaults, since True equals 1
+        if isinstance(self.logit_bias, Mapping):
+            fields["logit_bias"] = _written_biases(self.logit_bias)
+        else:
+            yield f"logit_bias must map token ids to numbers, not {self.logit_bias!r}"
         try:
-            # with the defaults, since True equals 1
-            SamplingFields.model_validate({"model": "default", **self._written_fields(), **self.shared_fields()})
+            SamplingFields.model_validate({"model": "default", **fields})
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            raise ValueError(f"Sampling: {first['loc'][0]}: {first['msg']}, not {first['input']!r}") from None
+            for details in error.errors(include_url=False):
+                yield f"{details['loc'][0]} {words_for(details)}, not {details['input']!r}"
+            return
         if min(self.stop_token_ids, default=0) < 0:
-            raise ValueError(f"Sampling: stop_token_ids: {min(self.stop_token_ids)} is no token id")
+            yield f"stop_token_ids: {min(self.stop_token_ids)} is no token id"
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"Sampling: min_tokens must be at most max_tokens={self.max_tokens}, not {self.min_tokens}"
-            )
+            yield f"min_tokens must be at most max_tokens={self.max_tokens}, not {self.min_tokens}"
 
     def shared_fields(self) -> dict[str, Any]:
         """The fields of bodies that differ from their defaults and that both endpoints have; without the seed, which
         is no part of what is asked if it is random."""
         fields = {name: value for name, value in self._written_fields().items() if value != _WRITTEN_DEFAULTS[name]}
         if self.logit_bias:
-            fields["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
+            fields["logit_bias"] = _written_biases(self.logit_bias)
         if self.seed is not None:
             fields["seed"] = self.seed
         return fields
@@ -111,6 +118,10 @@ class Sampling:
             for field in dataclasses.fields(self)
             if field.name not in _OWN_FIELDS
         }
+
+
+def _written_biases(biases: Mapping[int, float]) -> dict[str, float]:
+    return {str(token_id): bias for token_id, bias in biases.items()}
 
 
 def _written(value: object, default: object) -> object:

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 
 from tokasaurus.server.paths import paths_of
 from tokasaurus.server.unknown_paths import what_to_use
-from tokasaurus.server.value_words import words_for
+from tokasaurus.server.value_words import told_together, words_for
 from tokasaurus.text.json_lines import write_json
 
 # Longest field or model name from a client that error messages repeat.
@@ -252,11 +252,9 @@ def internal_error() -> ApiError:
 
 
 def invalid_value(details: ErrorDetails) -> InvalidRequest:
-    """For one of the errors that pydantic found, with its context and the field's name."""
+    """For one of the errors that pydantic found, with its context and the field's name; not for an unknown field."""
     param = field_name(details["loc"])
     match details["type"]:
-        case "extra_forbidden":
-            return unknown_field(str(param))
         case "missing":
             return MissingField(f"{param} is required", param)
         case "not_implemented":
@@ -295,6 +293,14 @@ def naming_fields(names: Mapping[str, str]) -> Iterator[None]:
 def unknown_field(name: str, advice: str = "") -> UnknownField:
     """advice: what may be meant, to be read after the name."""
     return UnknownField(f"unknown field {name!r}{advice}", name)
+
+
+def one_error(problems: Sequence[InvalidRequest], num_more: int = 0) -> InvalidRequest:
+    """All problems of a body in one error, which is of the kind of the first and names its field.
+
+    num_more: how many there are beside `problems`."""
+    first = problems[0]
+    return type(first)(told_together([problem.message for problem in problems], num_more), first.param)
 
 
 def error_response(error: ApiError) -> Response:

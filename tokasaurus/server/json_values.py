@@ -9,6 +9,7 @@ from typing import TypeVar, get_args
 
 import orjson
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from tokasaurus.server.errors import (
     InvalidRequest,
@@ -16,10 +17,11 @@ from tokasaurus.server.errors import (
     TooManyValues,
     field_name,
     invalid_value,
-    shorten,
+    one_error,
     unknown_field,
 )
-from tokasaurus.server.protocol.known_fields import advice
+from tokasaurus.server.protocol.known_fields import advice, meant_field
+from tokasaurus.server.value_words import MAX_TOLD
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -54,29 +56,43 @@ def load_json(content: bytes | bytearray, max_values: int) -> object:
 
 
 def validate_body(value: object, body_model: type[Body]) -> Body:
-    """value: parsed JSON. Raises InvalidRequest unless it is an object that matches the model."""
-    if isinstance(value, dict):
-        # Checked here because pydantic would create an error for each name, of which there may be a million.
-        known = body_model.model_fields
-        for name in value:
-            if name not in known:
-                raise unknown_field(shorten(name), advice(name, known))
+    """value: parsed JSON. Raises InvalidRequest, which tells all that is wrong, unless it is an object that matches the
+    model."""
     try:
         return body_model.model_validate(value)
     except ValidationError as error:
-        raise _first_error(error, body_model) from None
+        raise one_error(*problems_of(error.errors(include_url=False, include_input=False), body_model)) from None
 
 
-def _first_error(error: ValidationError, body_model: type[BaseModel]) -> InvalidRequest:
-    """The first that pydantic found. A misspelt field comes before the missing one that it stands for."""
-    details, *others = error.errors(include_url=False, include_input=False)
-    if details["type"] == "missing":
-        beside = [other for other in others if other["loc"][:-1] == details["loc"][:-1]]
-        details = next((other for other in beside if other["type"] == "extra_forbidden"), details)
-    if details["type"] != "extra_forbidden":
-        return invalid_value(details)
-    *place, name = details["loc"]
-    return unknown_field(str(field_name(details["loc"])), advice(str(name), _fields_at(body_model, place)))
+def problems_of(found: Sequence[ErrorDetails], body_model: type[BaseModel] | None) -> tuple[list[InvalidRequest], int]:
+    """(the first MAX_TOLD problems, how many there are beside them). Unknown fields come first, since a misspelt one is
+    why another is missing; that one is then no problem of its own. Neither are the other fields of an object whose
+    "type" is wrong.
+
+    found: by pydantic. body_model: whose fields unknown ones are compared with; None: with no others."""
+    types = {details["loc"] for details in found if details["loc"][-1:] == ("type",) and details["type"] != "missing"}
+    found = [
+        details
+        for details in found
+        if details["loc"] in types
+        or not any((*details["loc"][:end], "type") in types for end in range(1, len(details["loc"])))
+    ]
+    unknown = [details for details in found if details["type"] == "extra_forbidden"]
+    problems: list[InvalidRequest] = []
+    meant: set[tuple[int | str, ...]] = set()
+    for details in unknown[:MAX_TOLD]:
+        *place, name = details["loc"]
+        fields = () if body_model is None else _fields_at(body_model, place)
+        problems.append(unknown_field(str(field_name(details["loc"])), advice(str(name), fields)))
+        if (other := meant_field(str(name), fields)) is not None:
+            meant.add((*place, other))
+    others = [
+        details
+        for details in found
+        if details["type"] != "extra_forbidden" and not (details["type"] == "missing" and details["loc"] in meant)
+    ]
+    problems += map(invalid_value, others[: MAX_TOLD - len(problems)])
+    return problems, len(unknown) + len(others) - len(problems)
 
 
 def _fields_at(model: type[BaseModel], place: Sequence[int | str]) -> Collection[str]:

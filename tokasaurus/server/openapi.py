@@ -10,8 +10,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 
 from tokasaurus.server.access import OPEN_PATHS
-from tokasaurus.server.errors import ErrorResponse, error_response, invalid_value, shorten, unknown_field
-from tokasaurus.server.protocol.known_fields import advice
+from tokasaurus.server.errors import ErrorResponse, error_response, one_error
+from tokasaurus.server.json_values import problems_of
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -58,13 +58,9 @@ def _drop_unused_schemas(page: dict[str, Any]) -> None:
 async def _on_query_error(request: Request, error: Exception) -> Response:
     """Errors in the parameters of a path or a query; bodies are parsed by `json_body`."""
     assert isinstance(error, RequestValidationError)
-    details = error.errors()[0]
-    details = details | {"loc": details["loc"][1:]}  # without "query" or "path"
-    if details["type"] != "extra_forbidden":
-        return error_response(invalid_value(details))
-    name = shorten(str(details["loc"][-1]))
-    known = get_type_hints(request.scope["route"].endpoint)["query"].model_fields
-    return error_response(unknown_field(name, advice(name, known)))
+    found = [details | {"loc": details["loc"][1:]} for details in error.errors()]  # without "query" or "path"
+    query_model = get_type_hints(request.scope["route"].endpoint).get("query")
+    return error_response(one_error(*problems_of(found, query_model)))
 
 
 class DescribedApp(FastAPI):

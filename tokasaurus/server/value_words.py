@@ -1,10 +1,10 @@
 """What pydantic finds wrong with a value, in the words of this server's own checks: what the value must be.
 
-Each is read after the field's name.
+Each is read after the field's name. Several problems in one message.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import ErrorDetails
@@ -44,6 +44,25 @@ _WORDS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
         f"must have {_as_json(limits['expected_tags'])} as its {_as_json(limits['discriminator'])}"
     ),
 }
+
+
+MAX_TOLD = 10
+"""Problems that one message lists."""
+MAX_COUNTED = 100
+"""Unknown fields of one object that are looked at."""
+
+
+def told_together(problems: Sequence[str], num_more: int = 0) -> str:
+    """problems: one at least, each a sentence. num_more: how many others there are."""
+    told = problems[:MAX_TOLD]
+    num_problems = len(problems) + num_more
+    if num_problems == 1:
+        return told[0]
+    listed = "; ".join(f"({number}) {problem}" for number, problem in enumerate(told, 1))
+    if num_problems >= MAX_COUNTED:
+        return f"at least {MAX_COUNTED} problems: {listed}; and more"
+    num_left = num_problems - len(told)
+    return f"{num_problems} problems: {listed}" + (f"; and {num_left} more" if num_left else "")
 
 
 def words_for(details: ErrorDetails) -> str:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, RESPONSES, minimal_body
+from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, RESPONSES, minimal_body, refused_quickly
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.jobs.helpers.forms import FORM, field_part, file_part, form
@@ -114,6 +114,7 @@ QUERIES = [
     ("/v1/files?limit=x", "limit must be a whole number"),
     ("/v1/files?order=up", 'order must be "asc" or "desc"'),
     ("/v1/files?limt=5", "unknown field 'limt': did you mean 'limit'?"),
+    ("/v1/files?order=up&limit=0&limt=5", "3 problems: (1) unknown field 'limt': did you mean 'limit'?; (2) "),
     ("/v1/batches?limit=101", "limit must be at most 100"),
     ("/v1/batches?affter=x", "unknown field 'affter': did you mean 'after'?"),
     ("/v1/batches/batch_1/results?first=-1", "first must be at least 0"),
@@ -148,7 +149,7 @@ def check(answer: httpx.Response, words: str) -> None:
     assert words in message
     param = error.get("param")
     if param is not None:
-        assert message.startswith((param, f"unknown field {param!r}"))
+        assert re.sub(r"^\d+ problems: \(1\) ", "", message).startswith((param, f"unknown field {param!r}"))
     assert not OF_PYTHON.search(message), message
     assert not message.endswith(".")
     assert "\n" not in message
@@ -162,6 +163,115 @@ def body_of(route: str, change: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(("route", "change", "words"), TABLE)
 def test_bodies(server: LiveServer, route: str, change: dict[str, Any], words: str) -> None:
     check(server.http.post(route, content=json.dumps(body_of(route, change))), words)
+
+
+# Of a body that has all of these problems, what its message lists, in this order; the first is its `param`.
+SEVERAL: list[tuple[str, dict[str, Any], list[str]]] = [
+    *(
+        (
+            route,
+            {"temperature": 9, "top_p": 0, "user": 5, "temprature": 1, "suffixx": ""},
+            [
+                "unknown field 'temprature': did you mean 'temperature'?",
+                "unknown field 'suffixx'",
+                "temperature must be at most 2",
+                "top_p must be greater than 0",
+                "user must be a string",
+            ],
+        )
+        for route in (CHAT, RESPONSES)
+    ),
+    # a missing field is no problem beside the misspelt one that stands for it
+    (
+        COMPLETIONS,
+        {"prompt": None, "promt": "a", "n": 0},
+        ["unknown field 'promt': did you mean 'prompt'?", "n must be at least 1"],
+    ),
+    (COMPLETIONS, {"prompt": None, "no_such": 1}, ["unknown field 'no_such'", "prompt is required"]),
+    (
+        CHAT,
+        {"messages": [{"role": "system", "content": "a"}, {"role": "asistant", "tool_calls": [], "nmae": "a"}]},
+        ["unknown field 'messages[1].nmae': did you mean 'name'?", "messages[1].role must be "],
+    ),
+    # of an object whose type is wrong, no other field is
+    (CHAT, {"tools": [{"type": "custom", "custom": {}}], "n": 0}, ["n must be ", "tools[0].type is not implemented "]),
+    (CHAT, {"messages": [{"content": 5}]}, ["messages[0].role is required", "messages[0].content must be a string"]),
+    (MESSAGES, {"max_tokens": 0, "top_k": "a"}, ["top_k must be a whole number", "max_tokens must be at least 1"]),
+    (f"{MESSAGES}/count_tokens", {"messages": 5, "sytem": "a"}, ["unknown field 'sytem'", "messages must be a list"]),
+    ("/tokenize", {"prompt": 5, "add_special_tokens": 1}, ["prompt must be a string", "add_special_tokens must be "]),
+    (
+        "/v1/batches",
+        {"endpoint": "/v1/embeddings", "completion_window": 5, "metadata": {"a": 5, "b": 6}},
+        ["endpoint must be ", "completion_window must be ", "metadata.a must be ", "metadata.b must be a string"],
+    ),
+    (
+        TOKENS,
+        {"token_ids": [], "sampling_params": {"n": 0, "temprature": 1}},
+        ["unknown field 'sampling_params.temprature'", "token_ids must not be empty", "sampling_params.n must be "],
+    ),
+    (TEXT, {"text": 5, "sampling_params": {"top_k": "1"}}, ["text must be ", "sampling_params.top_k must be "]),
+    ("/abort_request", {"rid": 5, "abort_al": 1}, ["unknown field 'abort_al'", "rid must be "]),
+    ("/update_weights", {"weight_dir": 5, "mode": "x"}, ["weight_dir must be a string", "mode must be "]),
+]
+
+
+def check_listed(message: str, words: list[str]) -> None:
+    head, *listed = re.split(r"(?:; )?\(\d+\) ", message)
+    assert head == f"{len(words)} problems: "
+    assert all(problem.startswith(start) for problem, start in zip(listed, words, strict=True)), message
+
+
+@pytest.mark.parametrize(("route", "change", "words"), SEVERAL)
+def test_all_wrong_fields_of_a_body_are_told(
+    server: LiveServer, route: str, change: dict[str, Any], words: list[str]
+) -> None:
+    answer = server.http.post(route, content=json.dumps(body_of(route, change)))
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    check_listed(error["message"], words)
+    assert not OF_PYTHON.search(error["message"])
+    if "param" in error:  # Anthropic's has none
+        assert words[0].startswith((error["param"], f"unknown field {error['param']!r}"))
+        alone = server.http.post(
+            route, content=json.dumps(body_of(route, dict([first_change(change, error["param"])])))
+        )
+        assert (error["code"], error["param"]) == (alone.json()["error"]["code"], alone.json()["error"]["param"])
+
+
+def first_change(change: dict[str, Any], param: str) -> tuple[str, Any]:
+    """The part of the change that has this param's field."""
+    name = re.split(r"[.\[]", param)[0]
+    return name, change[name]
+
+
+@pytest.mark.parametrize("number", [10, 11, 60])
+def test_a_message_lists_ten_problems(server: LiveServer, number: int) -> None:
+    body = body_of(CHAT, {f"field_{index}": 1 for index in range(number)})
+    message = server.http.post(CHAT, json=body).json()["error"]["message"]
+    assert message.startswith(f"{number} problems: (1) unknown field 'field_0'; (2) ")
+    assert "; (10) unknown field 'field_9'" in message
+    assert "(11)" not in message
+    assert message.endswith({10: "'field_9'", 11: "; and 1 more", 60: "; and 50 more"}[number])
+
+
+MANY = {f"field_{index}": 1 for index in range(200_000)}
+
+
+@pytest.mark.parametrize(
+    ("route", "change", "start"),
+    [
+        (CHAT, MANY, "at least 100 problems: (1) unknown field 'field_0'; "),
+        (CHAT, {"stream": True, "stream_options": MANY}, "at least 100 problems: (1) unknown field 'stream_options."),
+        ("/v1/batches", {"metadata": MANY}, "metadata may have at most 16 items"),
+        ("/release_memory_occupation", {"tags": ["a"] * 200_000}, "tags[0] must be "),
+    ],
+)
+def test_very_many_problems_are_refused_quickly(
+    server: LiveServer, route: str, change: dict[str, Any], start: str
+) -> None:
+    answer = refused_quickly(server, route, json.dumps(MINIMAL.get(route, {}) | change))
+    assert answer.json()["error"]["message"].startswith(start)
+    assert len(answer.content) < 2000
 
 
 @pytest.mark.parametrize("route", MINIMAL)
@@ -189,10 +299,17 @@ def test_lines_of_bulk_requests_have_the_same_words(server: LiveServer) -> None:
         for number, (route, change, _) in enumerate(bad)
     ]
     lines.append({"custom_id": "no url", "ulr": CHAT, "body": {}})
+    several = [row for row in SEVERAL if row[0] in (COMPLETIONS, CHAT, RESPONSES, MESSAGES)]
+    lines += [
+        {"custom_id": f"several {number}", "url": route, "body": body_of(route, change)}
+        for number, (route, change, _) in enumerate(several)
+    ]
     answer = server.http.post("/v1/bulk", content="\n".join(map(json.dumps, lines)))
     messages = {line["custom_id"]: line["error"]["message"] for line in map(json.loads, answer.text.splitlines())}
     for number, (_, _, words) in enumerate(bad):
         assert words in messages[str(number)]
+    for number, (_, _, all_words) in enumerate(several):
+        check_listed(messages[f"several {number}"], all_words)
     assert messages["no url"] == "unknown field 'ulr': did you mean 'url'?"
 
 

@@ -98,6 +98,18 @@ MALFORMED: dict[str, tuple[bytes, str, str | None]] = {
     "long purpose": (form(field_part("purpose", "x" * 2000), FILE), "at most 1024 bytes", "purpose"),
     "unknown field": (form(PURPOSE, field_part("surprise", "1"), FILE), "unknown field 'surprise'", "surprise"),
     "unknown file": (form(PURPOSE, FILE, file_part(b"", name="b")), "unknown field 'b'", "b"),
+    "several fields": (
+        form(field_part("surprise", "1"), field_part("purpose", "vision"), FILE),
+        "2 problems: (1) unknown field 'surprise'; (2) purpose must be 'batch', not 'vision': ",
+        "surprise",
+    ),
+    "several at the end": (
+        form(PURPOSE, PURPOSE, ANCHOR, field_part("expires_after[seconds]", "5")),
+        "3 problems: (1) purpose is given twice; (2) file is required: the body has no part of this name; "
+        "(3) expires_after.seconds must be at least 3600",
+        "purpose",
+    ),
+    "very many": (form(*(field_part(f"z{number}", "1") for number in range(500))), "10 problems: ", "z0"),
     "only anchor": (form(PURPOSE, ANCHOR, FILE), "seconds is required", "expires_after.seconds"),
     "seconds": (form(PURPOSE, ANCHOR, field_part("expires_after[seconds]", "3599"), FILE), "3600", None),
     "words": (form(PURPOSE, ANCHOR, field_part("expires_after[seconds]", "an hour"), FILE), "whole number", None),

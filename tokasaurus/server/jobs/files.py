@@ -5,8 +5,9 @@ import time
 from typing import BinaryIO
 
 import apsw
+from pydantic import ValidationError
 
-from tokasaurus.server.errors import BodyTooLarge, Conflict, InvalidRequest, NotFound, shorten, unknown_field
+from tokasaurus.server.errors import BodyTooLarge, Conflict, InvalidRequest, NotFound, one_error, shorten, unknown_field
 from tokasaurus.server.jobs.multipart import FILE_FIELD, FormReader
 from tokasaurus.server.jobs.store.data_dir import NewContent, StoreError
 from tokasaurus.server.jobs.store.database import run_blocking
@@ -19,10 +20,11 @@ from tokasaurus.server.jobs.store.records import (
     remove_file_row,
 )
 from tokasaurus.server.jobs.store.store import Store
-from tokasaurus.server.json_values import validate_body
+from tokasaurus.server.json_values import problems_of
 from tokasaurus.server.protocol.files import UploadFields
 from tokasaurus.server.protocol.known_fields import advice
 from tokasaurus.server.resources import DAY_SECONDS, BatchLimits
+from tokasaurus.server.value_words import MAX_TOLD
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,8 @@ class Upload:
         self._limits = limits
         self._reader = FormReader(content_type, self)
         self._fields: dict[str, str] = {}
+        self._problems: list[InvalidRequest] = []
+        """Of the fields so far."""
         self._num_bytes = 0
         self._file_id = new_file_id()
         self._filename = ""
@@ -68,9 +72,8 @@ class Upload:
         """The file, of which nothing is lost from now on. Called after the last bytes. Raises StoreError: then nothing
         is stored."""
         self._reader.finish()
-        if self._content is None:
-            raise InvalidRequest("file is required: the body has no part of this name", "file")
         fields = self._checked_fields()
+        assert self._content is not None, "it is among the fields that are checked"
         now = int(time.time())
         seconds = self._limits.keep_days * DAY_SECONDS
         if fields.expires_after is not None:
@@ -89,16 +92,22 @@ class Upload:
 
     def add_field(self, name: str, value: str) -> None:
         if name not in _FIELDS:
-            raise unknown_field(shorten(name), advice(name, (*_FIELDS, FILE_FIELD)))
-        if name in self._fields:
-            raise InvalidRequest(f"{name} is given twice", name)
-        self._fields[name] = value
-        if name == "purpose" and value != "batch":  # before the file arrives, if possible
-            raise InvalidRequest(
-                f"purpose must be 'batch', not {shorten(value)!r}: this server has files for batches only", "purpose"
+            self._problems.append(unknown_field(shorten(name), advice(name, (*_FIELDS, FILE_FIELD))))
+        elif name in self._fields:
+            self._problems.append(InvalidRequest(f"{name} is given twice", name))
+        elif name == "purpose" and value != "batch":
+            self._problems.append(
+                InvalidRequest(
+                    f"purpose must be 'batch', not {shorten(value)!r}: this server has files for batches only", name
+                )
             )
+        self._fields[name] = value
+        if len(self._problems) == MAX_TOLD:
+            raise one_error(self._problems)
 
     def begin_file(self, filename: str) -> None:
+        if self._problems:  # before the file arrives, if possible
+            raise one_error(self._problems)
         if self._content is not None:
             raise InvalidRequest("the body has two parts named file: send each file in a request of its own", "file")
         if len(filename) > _MAX_FILENAME_CHARS or not filename.isprintable():
@@ -115,9 +124,13 @@ class Upload:
         self._content.write(content)
 
     def _checked_fields(self) -> UploadFields:
+        """Raises InvalidRequest, which tells all that is wrong."""
+        problems, num_more = self._problems, 0
+        if self._content is None:
+            problems.append(InvalidRequest("file is required: the body has no part of this name", "file"))
         fields: dict[str, object] = {}
         if "purpose" in self._fields:
-            fields["purpose"] = self._fields["purpose"]
+            fields["purpose"] = "batch"  # a wrong one is among the problems
         expires_after: dict[str, object] = {}
         if (anchor := self._fields.get("expires_after[anchor]")) is not None:
             expires_after["anchor"] = anchor
@@ -126,7 +139,14 @@ class Upload:
             expires_after["seconds"] = int(seconds) if is_number else seconds
         if expires_after:
             fields["expires_after"] = expires_after
-        return validate_body(fields, UploadFields)
+        try:
+            checked = UploadFields.model_validate(fields)
+        except ValidationError as error:
+            found, num_more = problems_of(error.errors(include_url=False, include_input=False), UploadFields)
+            problems += found
+        if problems:
+            raise one_error(problems, num_more)
+        return checked
 
 
 def _too_large(max_file_bytes: int) -> BodyTooLarge:

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import Annotated, Any, Literal, Protocol
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from tokasaurus.random_ids import random_id
 from tokasaurus.server.endpoints import ENDPOINTS, Endpoint
@@ -22,6 +22,7 @@ from tokasaurus.server.jobs.validation_process import MAX_CUSTOM_ID_CHARS
 from tokasaurus.server.json_values import load_json, validate_body
 from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.protocol.batches import EndpointUrl
+from tokasaurus.server.protocol.fields import StrictObject
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.respond.whole import Answer
 from tokasaurus.server.state import ServerState
@@ -37,10 +38,8 @@ START_BYTES = 4096
 _FIRST_CUSTOM_ID = re.compile(rb'\s*\{\s*"custom_id"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
-class BulkLine(BaseModel):
+class BulkLine(StrictObject):
     """custom_id: the caller's unique name of the line. body: a request body for the route `url`."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     custom_id: Annotated[str, Field(min_length=1, max_length=MAX_CUSTOM_ID_CHARS)]
     method: Literal["POST"] = "POST"

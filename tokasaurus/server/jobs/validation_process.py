@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -21,6 +21,8 @@ MAX_CUSTOM_ID_CHARS = 512
 MAX_SHOWN_ERRORS = 1000
 """A file may have an error in each line; the rest are only counted."""
 LINES_PER_PART = 500
+_MAX_UNKNOWN = 10
+"""Unknown fields of a line that are named."""
 _METHOD = "POST"
 _FIELDS = ("custom_id", "method", "url", "body")
 
@@ -84,53 +86,68 @@ class InputReader:
                         "line_too_long", f"the line may have at most {self._max_line_bytes} bytes (max_line_bytes)"
                     )
                 if not is_blank:
-                    yield self._check(line, number), start, size
+                    value = _load(line)
+                    problems = list(self._problems(value, number))
+                    if not problems:
+                        yield value["custom_id"], start, size
+                    for problem in problems:
+                        self._add(problem.code, problem.message, number, problem.param)
             except _BadLine as error:
                 self._add(error.code, error.message, number, error.param)
             start += len(line)
         if self._num_lines == 0 and not self.errors:
             self._add("empty_file", "the file has no lines", None, None)
 
-    def _check(self, line: bytes, number: int) -> str:
-        """The line's custom_id. Raises _BadLine."""
-        try:
-            value = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise _BadLine(
-                "invalid_json_line", f"the line is not valid JSON: {error.msg} (character {error.pos})"
-            ) from None
-        if not isinstance(value, dict):
-            raise _BadLine("invalid_json_line", "the line must be a JSON object")
+    def _problems(self, value: dict[str, Any], number: int) -> Iterator[_BadLine]:
+        """All that is wrong with this line."""
+        meant = set()
+        for unknown in sorted(value.keys() - set(_FIELDS))[:_MAX_UNKNOWN]:
+            name = unknown[:MAX_CUSTOM_ID_CHARS]
+            is_shown = len(self.errors) < MAX_SHOWN_ERRORS  # else the time is saved
+            close = difflib.get_close_matches(name[:100], _FIELDS, n=1) if is_shown else []
+            meant.update(close)
+            advice = f": did you mean {close[0]!r}?" if close else ""
+            yield _BadLine("unknown_parameter", f"unknown field {name!r}{advice}", name)
         for name in _FIELDS:
-            if name not in value:
-                raise _BadLine("missing_required_parameter", f"{name} is required", name)
-        custom_id = value["custom_id"]
-        if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID_CHARS:
-            raise _BadLine(
-                "invalid_custom_id", f"custom_id must be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters", "custom_id"
-            )
-        if custom_id in self._line_of:
-            message = f"custom_id is also that of line {self._line_of[custom_id]}"
-            raise _BadLine("duplicate_custom_id", message, "custom_id")
-        self._line_of[custom_id] = number
-        if value["method"] != _METHOD:
-            raise _BadLine("invalid_method", f"method must be {_METHOD}", "method")
-        if value["url"] != self._endpoint:
-            raise _BadLine("mismatched_endpoint", f"url must be the batch's endpoint, {self._endpoint}", "url")
-        if not isinstance(value["body"], dict):
-            raise _BadLine("invalid_body", "body must be a JSON object", "body")
-        unknown = value.keys() - set(_FIELDS)
-        if unknown:
-            name = min(unknown)[:MAX_CUSTOM_ID_CHARS]
-            close = difflib.get_close_matches(name[:100], _FIELDS, n=1)
-            meant = f": did you mean {close[0]!r}?" if close else ""
-            raise _BadLine("unknown_parameter", f"unknown field {name!r}{meant}", name)
-        return custom_id
+            if name in value:
+                yield from self._problem_of(name, value[name], number)
+            elif name not in meant:
+                yield _BadLine("missing_required_parameter", f"{name} is required", name)
+
+    def _problem_of(self, name: str, value: object, number: int) -> Iterator[_BadLine]:
+        """None or one."""
+        if name == "method" and value != _METHOD:
+            yield _BadLine("invalid_method", f"method must be {_METHOD}", name)
+        if name == "url" and value != self._endpoint:
+            yield _BadLine("mismatched_endpoint", f"url must be the batch's endpoint, {self._endpoint}", name)
+        if name == "body" and not isinstance(value, dict):
+            yield _BadLine("invalid_body", "body must be a JSON object", name)
+        if name != "custom_id":
+            return
+        if not isinstance(value, str) or not 1 <= len(value) <= MAX_CUSTOM_ID_CHARS:
+            message = f"custom_id must be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters"
+            yield _BadLine("invalid_custom_id", message, name)
+        elif value in self._line_of:
+            yield _BadLine("duplicate_custom_id", f"custom_id is also that of line {self._line_of[value]}", name)
+        else:
+            self._line_of[value] = number
 
     def _add(self, code: str, message: str, line: int | None, param: str | None) -> None:
         self.num_errors += 1
         if len(self.errors) < MAX_SHOWN_ERRORS:
             self.errors.append(InputError(code, message, line, param))
+
+
+def _load(line: bytes) -> dict[str, Any]:
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise _BadLine(
+            "invalid_json_line", f"the line is not valid JSON: {error.msg} (character {error.pos})"
+        ) from None
+    if not isinstance(value, dict):
+        raise _BadLine("invalid_json_line", "the line must be a JSON object")
+    return value
 
 
 def _skip_byte_order_mark(content: BinaryIO) -> int:

@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from tokasaurus.server.protocol.fields import value_error
+from tokasaurus.server.protocol.fields import StrictObject, value_error
 from tokasaurus.server.protocol.files import ExpiresAfter
 
 BatchStatus = Literal[
@@ -38,18 +38,26 @@ def _check_window(window: str) -> str:
     return window
 
 
+def _check_number_of_pairs(value: object) -> object:
+    """Before pydantic looks at the pairs: it would create an error for each, and there may be a million."""
+    if isinstance(value, dict) and len(value) > _MAX_PAIRS:
+        raise value_error(f"may have at most {_MAX_PAIRS} items")
+    return value
+
+
+_MAX_PAIRS = 16
 Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=_MAX_PAIRS),
+    BeforeValidator(_check_number_of_pairs),
 ]
 
 
-class CreateBatch(BaseModel):
+class CreateBatch(StrictObject):
     """input_file_id: a file with the purpose "batch".
     completion_window: "24h"; our extension: any time up to 30 days, such as "90m". Lines unfinished then expire.
     metadata: up to 16 pairs; a key has up to 64 characters, a value up to 512.
     output_expires_after: when the output files are removed."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     input_file_id: str
     endpoint: EndpointUrl

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
+from pydantic import Field, PlainValidator, ValidationInfo, field_validator
 
 from tokasaurus.messages.generation import FinishReason
 from tokasaurus.server.protocol.answers import Usage, WrittenPromptLogprobs
@@ -38,7 +38,7 @@ MAX_TEMPLATE_CHARS = 65_536
 TemplateVariables = Annotated[dict[str, Any], NullMeans({})]
 
 
-class TemplateFields(BaseModel):
+class TemplateFields(StrictObject):
     """add_generation_prompt: end the prompt with the start of an assistant message; null: yes, unless
     continue_final_message is set.
     continue_final_message: leave the final message open, so that the model continues it.
@@ -50,13 +50,11 @@ class TemplateFields(BaseModel):
     apply_chat_template_overrides: all of the above but chat_template in one object.
     """
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: TemplateVariables = {}
+    chat_template_kwargs: TemplateVariables = Field(default={})
     chat_template: Annotated[str | None, Field(max_length=MAX_TEMPLATE_CHARS)] = None
-    apply_chat_template_overrides: TemplateVariables = {}
+    apply_chat_template_overrides: TemplateVariables = Field(default={})
     enable_thinking: bool | None = None
     reasoning_effort: AskedReasoningEffort = None
 
@@ -70,12 +68,17 @@ def _parse_content(value: object, info: ValidationInfo) -> str:
     if isinstance(value, str):
         return value
     if value is None:
-        if info.data.get("role") == "assistant":
+        if _has_role(info, "assistant"):
             return info.data.get("refusal") or ""
         raise missing()
     if not isinstance(value, list):
         raise value_error("must be a string or a list of text parts")
     return "".join(_parse_part(part) for part in value)
+
+
+def _has_role(info: ValidationInfo, role: str) -> bool:
+    """Whether the message has this role, or a wrong one that may stand for it."""
+    return "role" not in info.data or info.data["role"] == role
 
 
 # The type of a part → the field with its text. "input_text" and "output_text" are those of /v1/responses.
@@ -188,31 +191,30 @@ class ChatMessage(StrictObject):
     @field_validator("reasoning_content", "reasoning", "thinking_blocks")
     @classmethod
     def _check_reasoning(cls, text: str | None, info: ValidationInfo) -> str | None:
-        if text and info.data.get("role") != "assistant":
+        if text and not _has_role(info, "assistant"):
             raise value_error('goes with the role "assistant"')
         return text
 
     @field_validator("tool_calls")
     @classmethod
     def _check_calls(cls, calls: list[MessageToolCall], info: ValidationInfo) -> list[MessageToolCall]:
-        if calls and info.data.get("role") != "assistant":
+        if calls and not _has_role(info, "assistant"):
             raise value_error('goes with the role "assistant"')
         return calls
 
     @field_validator("tool_call_id")
     @classmethod
     def _check_call_id(cls, call_id: str | None, info: ValidationInfo) -> str | None:
-        is_tool = info.data.get("role") == "tool"
-        if is_tool and call_id is None:
+        if call_id is None and info.data.get("role") == "tool":
             raise missing()
-        if not is_tool and call_id is not None:
+        if call_id is not None and not _has_role(info, "tool"):
             raise value_error('goes with the role "tool"')
         return call_id
 
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str | None, info: ValidationInfo) -> str | None:
-        if name == "" and info.data.get("role") != "tool":
+        if name == "" and not _has_role(info, "tool"):
             raise value_error("must not be empty")
         return name
 

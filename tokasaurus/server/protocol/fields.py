@@ -5,6 +5,7 @@ Null means the default for every optional field: OpenAI's clients send it. An un
 validator of our own parses a field, `PlainValidator`'s second argument is its form on the OpenAPI page.
 """
 
+from itertools import islice
 from typing import Annotated, Any
 
 import orjson
@@ -20,6 +21,8 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from tokasaurus.server.value_words import MAX_COUNTED
+
 Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -31,12 +34,13 @@ class StrictObject(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _keep_one_unknown_field(cls, value: object) -> object:
-        """Drop the others: pydantic would create an error for each, and there may be a million."""
-        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+    def _limit_unknown_fields(cls, value: object) -> object:
+        """Drop most of very many: pydantic would create an error for each, and there may be a million."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields) + MAX_COUNTED:
             return value
-        unknown = next(name for name in value if name not in cls.model_fields)
-        return {name: value[name] for name in (*cls.model_fields, unknown) if name in value}
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        unknown = islice((name for name in value if name not in known), MAX_COUNTED)
+        return {name: value[name] for name in (*known, *unknown) if name in value}
 
 
 class OptionalObject(StrictObject):

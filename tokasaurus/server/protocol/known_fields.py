@@ -320,12 +320,20 @@ def advice(name: str, fields: Collection[str]) -> str:
     """For a field that a body does not have, after its name: what may be meant, as ": did you mean …?", or "".
 
     fields: of the body. Only the first characters of `name` are read."""
+    meant = meant_field(name, fields)
+    if meant is not None:
+        return f": did you mean {meant!r}?"
+    known = KNOWN_FIELDS.get(name)
+    return "" if known is None else f": it belongs to bodies of {_listed(known.endpoints)}"
+
+
+def meant_field(name: str, fields: Collection[str]) -> str | None:
+    """Which of a body's fields may be meant by one that it does not have. Only the first characters are read."""
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name[:100]).lower().replace("-", "_").replace(" ", "_")
     if snake in fields:
-        return f": did you mean {snake!r}?"
-    known = KNOWN_FIELDS.get(name)
-    if known is not None:
-        return f": it belongs to bodies of {_listed(known.endpoints)}"
+        return snake
+    if name in KNOWN_FIELDS:
+        return None
     swapped = [name for name in fields if sorted(name) == sorted(snake)]
     close = swapped or difflib.get_close_matches(snake, fields, n=1, cutoff=0.75)
-    return f": did you mean {close[0]!r}?" if close else ""
+    return close[0] if close else None

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from tokasaurus.server.protocol.chat import ChatMessage, TemplateFields
-from tokasaurus.server.protocol.fields import NullMeans
+from tokasaurus.server.protocol.fields import NullMeans, StrictObject
 from tokasaurus.server.protocol.tools import Tools
 
 
@@ -59,9 +59,7 @@ class TokenizeResponse:
     token_strs: list[str] | None
 
 
-class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
+class DetokenizeRequest(StrictObject):
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 

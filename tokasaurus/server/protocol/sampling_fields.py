@@ -3,18 +3,14 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainValidator,
-)
+from pydantic import Field, PlainValidator
 
 from tokasaurus.messages.generation import LOGPROBS_MODES, MAX_STOP_TOKEN_IDS, LogprobsMode
 from tokasaurus.server.protocol.fields import (
     WHOLE_FLOATS,
     NullMeans,
     Only,
+    StrictObject,
     Text,
     TokenId,
     as_integer,
@@ -119,12 +115,10 @@ CacheSalt = Annotated[
 ]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(StrictObject):
     """include_usage: the last chunk has the usage.
     continuous_usage_stats (vLLM's extension): every chunk has the usage so far.
     """
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     include_usage: Annotated[bool, NullMeans(False)] = False
     continuous_usage_stats: Annotated[bool, NullMeans(False)] = False
@@ -220,10 +214,8 @@ RequestId = Annotated[
 ]
 
 
-class SamplingNumbers(BaseModel):
+class SamplingNumbers(StrictObject):
     """How tokens are sampled, and what ends a text, by the names that all protocols have."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False), NullMeans(1.0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), NullMeans(1.0)] = 1.0

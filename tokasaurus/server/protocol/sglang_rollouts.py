@@ -170,7 +170,7 @@ MemoryTag = Literal["kv_cache", "weights"]
 class MemoryRequest(OptionalObject):
     """tags: whose memory; null means both."""
 
-    tags: Annotated[list[MemoryTag] | None, Field(min_length=1)] = None
+    tags: Annotated[list[MemoryTag] | None, Field(min_length=1, fail_fast=True)] = None
 
     @property
     def chosen(self) -> set[str]:
