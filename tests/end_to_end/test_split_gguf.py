@@ -10,13 +10,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
 from tests.end_to_end.helpers.toka_process import running_toka
-from tokasaurus.checkpoint import resolve_checkpoint, with_safetensors
+from tokasaurus.checkpoint import cache_directory, resolve_checkpoint, with_safetensors
 
 FLAGS = ("dtype=float32", "kv_cache_num_tokens=1024", "max_tokens_per_forward=64", "max_seqs_per_forward=8")
 NUM_TOKENS = 24
 
 
 def test_a_model_in_three_files_is_served_as_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (kernels := cache_directory() / "kernels").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/kernels").symlink_to(kernels)  # else the server would compile them again
     monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
     tokens = ["<|end|>", *(chr(ord("!") + index) for index in range(79))]
     kinds = [3] + [1] * 79

@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from tests.server.helpers.bodies_and_errors import COMPLETIONS, minimal_body
-from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
+from tests.server.helpers.fake_engine import FakeEngine, Reply, Script, echo, never
 from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
 from tests.server.helpers.raw_http import (
     ask,
@@ -183,18 +183,25 @@ def test_bulk_body_may_take_any_time(timed: LiveServer) -> None:
     assert [orjson.loads(line)["response"]["status_code"] for line in answer.body.splitlines()] == [200, 200]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_generation_may_take_any_time(timed: LiveServer, stream: bool) -> None:
-    def slow(request: GenerateRequest, index: int) -> Reply:
-        time.sleep(KEEP_S + 1)
-        return echo(request, index) or Reply([])
+def echo_after(seconds: float) -> Script:
+    """The first request waits so long, and those behind it with it."""
+    pauses = [seconds]
 
-    timed.engine.script = slow
-    with connect(timed.url) as connection:
-        connection.sendall(completion(stream=stream))
-        answer = connection.recv(65536)
+    def script(request: GenerateRequest, index: int) -> Reply | None:
+        time.sleep(pauses.pop() if pauses else 0)
+        return echo(request, index)
+
+    return script
+
+
+def test_generation_may_take_any_time(timed: LiveServer) -> None:
+    timed.engine.script = echo_after(KEEP_S + 1)
+    with connect(timed.url) as whole, connect(timed.url) as streamed:
+        whole.sendall(completion(stream=False))
+        streamed.sendall(completion(stream=True))
+        answers = [connection.recv(65536) for connection in (whole, streamed)]
     timed.engine.script = echo
-    assert answer.startswith(b"HTTP/1.1 200")
+    assert [answer.startswith(b"HTTP/1.1 200") for answer in answers] == [True, True]
 
 
 def many_tokens(_request: GenerateRequest, _index: int) -> Reply:
@@ -244,25 +251,19 @@ def test_client_that_reads_slowly_keeps_its_connection(timed: LiveServer) -> Non
 
 
 @on_both
-@pytest.mark.parametrize("stream", [False, True])
-def test_client_that_is_done_sending_gets_its_whole_answer(timed: LiveServer, stream: bool) -> None:
-    def slow(request: GenerateRequest, index: int) -> Reply:
-        time.sleep(1.5)
-        return echo(request, index) or Reply([])
-
-    timed.engine.script = slow
+def test_client_that_is_done_sending_gets_its_whole_answer(timed: LiveServer) -> None:
+    timed.engine.script = echo_after(1.5)
     timed.engine.pause_s = 0.3
-    with connect(timed.url) as connection:
-        connection.sendall(completion(prompt="half", max_tokens=4, stream=stream))
-        connection.shutdown(socket.SHUT_WR)
-        (answer,) = parse_answers(read_all(connection))
+    with connect(timed.url) as whole, connect(timed.url) as streamed:
+        for connection in (whole, streamed):
+            connection.sendall(completion(prompt="half", max_tokens=4, stream=connection is streamed))
+            connection.shutdown(socket.SHUT_WR)
+        (answer,), (stream,) = (parse_answers(read_all(connection)) for connection in (whole, streamed))
     timed.engine.script, timed.engine.pause_s = echo, 0.0
-    assert answer.status == 200
-    if stream:
-        events = [orjson.loads(event[6:]) for event in answer.body.split(b"\n\n")[:-2]]
-        assert "".join(event["choices"][0]["text"] for event in events) == "half"
-    else:
-        assert orjson.loads(answer.body)["choices"][0]["text"] == "half"
+    assert (answer.status, stream.status) == (200, 200)
+    assert orjson.loads(answer.body)["choices"][0]["text"] == "half"
+    events = [orjson.loads(event[6:]) for event in stream.body.split(b"\n\n")[:-2]]
+    assert "".join(event["choices"][0]["text"] for event in events) == "half"
 
 
 @on_both
