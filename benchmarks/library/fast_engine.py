@@ -14,6 +14,7 @@ from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
+from tokasaurus.messages.stages import StageBoard
 from tokasaurus.messages.status import EngineLimits, Failed, PhaseDone, Ready
 from tokasaurus.processes.launch import Entries
 
@@ -59,6 +60,7 @@ def run_worker(
     rendezvous: Path | None,
     inputs: Receiver[ForwardInput],
     outputs: Sender[ForwardOutput | Ready],
+    stages: StageBoard | None,
     status: Sender[PhaseDone | Ready | Failed],
 ) -> None:
     """Process entry, in place of the model worker's."""

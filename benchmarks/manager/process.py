@@ -155,7 +155,7 @@ class ManagerRun:
         outputs: tuple[Receiver[ForwardOutput | Ready], Sender[ForwardOutput | Ready]] = make_channel()
         status: tuple[Receiver[Any], Sender[Any]] = make_channel()
         self._requests, self._updates, self._status = requests[1], updates[0], status[0]
-        channels = (0, requests[0], updates[1], [inputs[1]], outputs[0], status[1])
+        channels = (0, requests[0], updates[1], [inputs[1]], outputs[0], None, status[1])
         entry, arguments = manager
         self.manager: BaseProcess = SPAWN.Process(
             target=entry, args=(*arguments, config, checkpoint, *channels), daemon=True

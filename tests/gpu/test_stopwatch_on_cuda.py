@@ -1,10 +1,12 @@
-"""The stopwatch of a CUDA device."""
+"""The stopwatch of a CUDA device, and times between marks."""
 
 import time
 
 import pytest
 import torch
 
+from tokasaurus.messages.stages import StageBoard
+from tokasaurus.model.execution.stage_times import StageTimes
 from tokasaurus.model.staging.staging import CudaTransfers
 from tokasaurus.model.worker.device import make_stopwatch
 
@@ -45,3 +47,24 @@ def test_marks_tell_how_long_the_device_waited() -> None:
     transfers.mark()
     torch.cuda.synchronize()
     assert 0.05 <= begin.seconds_since(end) < 1
+
+
+def test_a_mark_is_reached_when_the_device_has_computed_what_was_launched_before() -> None:
+    device = torch.device("cuda", 0)
+    transfers = CudaTransfers(device)
+    board = StageBoard(1)
+    board.look()
+    times = StageTimes(board, 0, transfers.mark)
+    torch.cuda.synchronize()
+    times.begin()
+    torch.cuda._sleep(200_000_000)  # cycles: about a tenth of a second
+    with times.waiting():
+        torch.cuda._sleep(100_000_000)
+    times.end()
+    assert board.look()[0].num_steps == 0, "the device still computes"
+    torch.cuda.synchronize()
+    times.begin()
+    times.end()
+    (totals,) = board.look()
+    assert totals.num_steps >= 1
+    assert 1.5 * totals.waiting_seconds < totals.busy_seconds < 3 * totals.waiting_seconds

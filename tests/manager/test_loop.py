@@ -234,7 +234,7 @@ def running_manager(checkpoint: Checkpoint, with_worker: bool) -> Iterator[Engin
     config = ServerConfig()
     config.max_tokens_per_forward = 24
     config.max_seqs_per_forward = 6
-    arguments = (config, checkpoint, 0, requests_in, updates_out, [input_0_out, input_1_out], outputs, status_out)
+    arguments = (config, checkpoint, 0, requests_in, updates_out, [input_0_out, input_1_out], outputs, None, status_out)
     processes = [context.Process(target=run_manager, args=arguments)]
     if with_worker:
         outputs_out.send(Ready("worker", replace(PROCESS_LIMITS, num_kv_blocks=50)))  # of the other rank
@@ -334,7 +334,7 @@ def test_requests_sent_before_the_worker_is_ready_are_answered_and_the_last_wind
     with caplog.at_level(logging.INFO, logger="tokasaurus.manager.loop"):
         manager = threading.Thread(
             target=run_manager,
-            args=(config, checkpoint, 0, requests_in, updates_out, [inputs_out], outputs, status_out),
+            args=(config, checkpoint, 0, requests_in, updates_out, [inputs_out], outputs, None, status_out),
             daemon=True,
         )
         manager.start()

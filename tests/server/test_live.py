@@ -22,7 +22,7 @@ from tests.server.helpers.fake_engine import FakeEngine, Reply, echo
 from tests.server.helpers.live_server import LiveServer, live_server
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.generation import EngineUpdate, GenerateRequest
-from tokasaurus.messages.live import BlockUse, KVForecastPoints, LiveSample, NextSequence, TakeSample
+from tokasaurus.messages.live import BlockUse, KVForecastPoints, LiveSample, NextSequence, StageSample, TakeSample
 from tokasaurus.messages.status import EngineStats
 from tokasaurus.server import live
 from tokasaurus.server.engine_client.client import EngineClient
@@ -122,6 +122,16 @@ def test_an_event_has_the_figures_of_a_sample_under_their_documented_names(sampl
                 "phases": {"gemm": 0.5, "heads": 0.1, "prefix_attention": 0.0, "attention": 0.2, "sampling": 0.1},
             },
         }
+    ]
+
+
+def test_pipeline_stages_are_in_the_event(served_model: ServedModel) -> None:
+    sample = replace(SAMPLE, stages=(StageSample(0.625, 0.25, 2), StageSample(0.5, 0.0, 1)))
+    with live_server(served_model, FakeEngine(sample=lambda _: sample)) as server, watching(server) as events:
+        (shown,) = next(events)["replicas"]
+    assert shown["stages"] == [
+        {"busy": 0.625, "waiting": 0.25, "microbatches": 2},
+        {"busy": 0.5, "waiting": 0.0, "microbatches": 1},
     ]
 
 

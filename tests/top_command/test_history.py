@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.top_command.helpers.scripted_samples import START_S, line, replica, sample
-from tokasaurus.top_command.history import Curve, History, quantile
+from tokasaurus.top_command.history import Curve, History, StageShares, quantile
 from tokasaurus.top_command.samples import read_sample
 
 
@@ -177,6 +177,13 @@ def test_events_and_parts_are_sums_of_the_samples_after_the_first() -> None:
     assert (parts.seconds, parts.steps) == (10, 800)
     assert parts.by_group["device"] == pytest.approx({"busy": 9.0, "idle": 0.2})
     assert history.events(7) == {}
+
+
+def test_stages_have_their_shares_of_the_last_ten_seconds() -> None:
+    stages = [{"busy": 0.5, "waiting": 0.25, "microbatches": 2}, {"busy": 0.75}]
+    history = history_of([sample(second, replicas=[replica(second, stages=stages)]) for second in range(30)])
+    assert history.stages(0) == [StageShares(0.5, 0.25, 2), StageShares(0.75, 0.0, 0)]
+    assert history_of([sample(0), sample(1)]).stages(0) == []
 
 
 def test_a_clock_that_was_set_back_begins_a_new_series_and_old_samples_are_forgotten() -> None:

@@ -52,6 +52,14 @@ def test_the_sentence_about_the_next_in_the_queue(
     assert next_sentence(waiting, step_seconds) == expected
 
 
+def test_pipeline_stages_have_a_line() -> None:
+    stages = [{"busy": 0.625, "waiting": 0.25, "microbatches": 2}, {"busy": 0.5, "waiting": 0.0, "microbatches": 1}]
+    history = History()
+    for second in range(20):
+        history.add(read_sample(line(sample(second, replicas=[replica(second, stages=stages)]))))
+    assert "stages      busy 62, 50 %; waiting 25, 0 %; microbatches 2, 1" in shown(history, 100, 30)
+
+
 def test_a_usual_terminal_has_all_of_it(history: History) -> None:
     text = shown(history, 80, 24)
     for words in (

@@ -36,6 +36,7 @@ from tokasaurus.messages.commands import CommandDone, EngineCommand, WorkerComma
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest, SequenceProgress
 from tokasaurus.messages.live import LiveSample, TakeSample
+from tokasaurus.messages.stages import StageBoard
 from tokasaurus.messages.status import (
     DEFAULT_HYDRAGEN,
     HEARTBEAT_SECONDS,
@@ -113,12 +114,13 @@ def run_manager(
     updates: Sender[EngineUpdate | LiveSample | Ready],
     inputs: list[Sender[ForwardInput | WorkerCommand]],
     outputs: Receiver[ForwardOutput | Ready | CommandDone],
+    stages: StageBoard | None,
     status: Sender[PhaseDone | Ready | Failed | Alive],
 ) -> None:
     """Process entry. Returns when `requests` or `outputs` is closed, before or after the worker is ready.
 
     index: of the replica. inputs: one channel per rank of the replica's worker; each channel gets every message, and is
-    closed at the end.
+    closed at the end. stages: what the pipeline stages count; None if there is only one.
     """
     started = time.monotonic()
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -148,7 +150,7 @@ def run_manager(
             prefix = "toka" if config.dp_size == 1 else f"toka.replica_{index}"
             statsd = StatsdSender(config.statsd_server_url, prefix)
         step_stats = StepStats(config.stats_report_seconds)
-        _serve(state, step_stats, statsd, config.watchdog_seconds, early, channels, trace)
+        _serve(state, step_stats, statsd, LiveSampler(stages), config.watchdog_seconds, early, channels, trace)
         trace.write()
     for channel in inputs:
         channel.close()
@@ -228,6 +230,7 @@ def _serve(
     state: EngineState,
     step_stats: StepStats,
     statsd: StatsdSender | None,
+    sampler: LiveSampler,
     watchdog_seconds: float,
     messages: list[RequestMessage],
     channels: _Channels,
@@ -248,7 +251,7 @@ def _serve(
         send_to_all(channels.inputs, message)
 
     engine = Engine(state, send, trace, send)
-    busy, garbage, intake, sampler = BusyFraction(), GarbageCollector(), Intake(), LiveSampler()
+    busy, garbage, intake = BusyFraction(), GarbageCollector(), Intake()
     last_stats, last_update_s = state.stats(), time.monotonic()
     last_progress_s = last_update_s
     watch, last_alive_s = WorkerWatch(watchdog_seconds, last_update_s), -math.inf

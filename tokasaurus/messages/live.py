@@ -69,6 +69,18 @@ class NextSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class StageSample:
+    """A pipeline stage. Seconds are since the previous sample."""
+
+    busy_seconds: float
+    """In which it computed."""
+    waiting_seconds: float
+    """Within its steps, for what other stages send or receive."""
+    num_microbatches: int
+    """That the stage before it has computed, and it has not; of the first stage, those that the manager has sent."""
+
+
+@dataclass(frozen=True, slots=True)
 class LiveSample:
     """A snapshot of one manager. Sums are since the previous sample."""
 
@@ -107,6 +119,8 @@ class LiveSample:
     """Of the device, as EngineStats.total_device_idle_seconds."""
     phase_seconds: tuple[float, ...]
     """In each of FORWARD_PHASES; empty if the worker does not count them."""
+    stages: tuple[StageSample, ...] = ()
+    """Empty if there is only one."""
 
 
 MAX_SAMPLE_LENGTHS = 64

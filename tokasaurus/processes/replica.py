@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tokasaurus.messages.channel import Receiver, ReplicaConnection, Sender, make_channel, send_connection
 from tokasaurus.messages.commands import add_update
+from tokasaurus.messages.stages import StageBoard
 from tokasaurus.messages.status import HEARTBEAT_SECONDS, Alive, Failed, PhaseDone, PhaseProgress, Ready, WeightsChanged
 from tokasaurus.processes.group import DEATH_S, Child, ChildProcess, ProcessGroup
 
@@ -109,6 +110,7 @@ class ReplicaProcesses:
         inputs: list[Sender[ForwardInput | WorkerCommand]] = []
         num_workers = config.pp_size * config.tp_size
         rendezvous = self._group.new_path() if num_workers > 1 else None
+        stages = StageBoard(config.pp_size) if config.pp_size > 1 else None
         for rank in range(num_workers):
             input_in: Receiver[ForwardInput | WorkerCommand]
             input_out: Sender[ForwardInput | WorkerCommand]
@@ -116,13 +118,13 @@ class ReplicaProcesses:
             label, title = f"model worker{self._number} (rank {rank})", f"toka-worker{self._number.strip()}-{rank}"
             worker = ChildProcess(label, title, self._worker_entry)
             index = self._index * num_workers + rank
-            arguments = config, checkpoint, index, rendezvous, input_in, outputs_out
+            arguments = config, checkpoint, index, rendezvous, input_in, outputs_out, stages
             self.children.append(self._group.start(worker, *arguments))
             input_in.close()
             inputs.append(input_out)
         title = f"toka-manager{self._number.strip()}"
         manager = ChildProcess(f"manager{self._number}", title, self._manager_entry)
-        channels = (requests_in, updates_out, inputs, outputs)
+        channels = (requests_in, updates_out, inputs, outputs, stages)
         self.children.append(self._group.start(manager, config, checkpoint, self._index, *channels))
         # The ends belong to the processes now: a copy here would keep a channel open after its process has died.
         for receiver in (requests_in, outputs):

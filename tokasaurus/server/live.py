@@ -16,7 +16,7 @@ import orjson
 
 from tokasaurus import __version__
 from tokasaurus.messages.forward import FORWARD_PHASES
-from tokasaurus.messages.live import LiveSample
+from tokasaurus.messages.live import LiveSample, StageSample
 from tokasaurus.messages.status import EngineStats
 from tokasaurus.server.engine_client.client import EngineClient, WorkDone
 from tokasaurus.server.engine_client.replicas import Replica
@@ -233,7 +233,8 @@ def _sample(sample: LiveSample) -> dict[str, Any]:
     if sample.phase_seconds:
         phases = zip(FORWARD_PHASES, sample.phase_seconds, strict=False)
         parts["phases"] = {name: round(seconds, 6) for name, seconds in phases}
-    return {
+    shown = {} if not sample.stages else {"stages": [_stage(stage) for stage in sample.stages]}
+    return shown | {
         "step": sample.step,
         "steps": sample.num_steps,
         "step_seconds": _rounded(sample.round_seconds, 6),
@@ -261,6 +262,14 @@ def _sample(sample: LiveSample) -> dict[str, Any]:
         "lengths": sample.lengths,
         "eta_seconds": _rounded(sample.eta_s, 1),
         "parts": parts,
+    }
+
+
+def _stage(stage: StageSample) -> dict[str, Any]:
+    return {
+        "busy": round(stage.busy_seconds, 6),
+        "waiting": round(stage.waiting_seconds, 6),
+        "microbatches": stage.num_microbatches,
     }
 
 

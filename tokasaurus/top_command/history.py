@@ -75,6 +75,18 @@ class PartsOfSteps:
     """Seconds."""
 
 
+@dataclass(frozen=True, slots=True)
+class StageShares:
+    """A pipeline stage."""
+
+    busy: float
+    """Share of the time."""
+    waiting: float
+    """Share of the time, for other stages."""
+    microbatches: int
+    """In flight now."""
+
+
 class History:
     """The samples of the last minutes, oldest first."""
 
@@ -130,6 +142,22 @@ class History:
         return PartsOfSteps(
             samples[-1].time - samples[0].time, float(sum(replica.steps for replica in counted)), by_group
         )
+
+    def stages(self, index: int, seconds: float = 10.0) -> list[StageShares]:
+        """Of the last `seconds`; empty without pipeline stages."""
+        samples = self._last(seconds)
+        counted = [replica.stages for replica in self._counted(index, seconds) if replica.stages]
+        if not counted:
+            return []
+        elapsed_s = samples[-1].time - samples[0].time
+        return [
+            StageShares(
+                sum(stage.busy for stage in stages) / elapsed_s,
+                sum(stage.waiting for stage in stages) / elapsed_s,
+                stages[-1].microbatches,
+            )
+            for stages in zip(*counted, strict=False)
+        ]
 
     def lengths(self, index: int) -> LengthQuotients | None:
         """Of the newest sequences that have finished; None if there are none."""

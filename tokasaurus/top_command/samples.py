@@ -64,6 +64,17 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """A pipeline stage. Seconds are since the sample before."""
+
+    busy: float
+    waiting: float
+    """For other stages."""
+    microbatches: int
+    """In flight: that the stage before it has computed, and it has not."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaSample:
     index: int
     state: str
@@ -94,6 +105,8 @@ class ReplicaSample:
     eta_seconds: float | None
     parts: Mapping[str, Mapping[str, float]]
     """Seconds by part, of `manager`, `device` and `phases`."""
+    stages: tuple[Stage, ...]
+    """Empty if there is only one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +270,10 @@ def _replica(fields: _Fields, number: int) -> ReplicaSample:
         lengths=tuple(pair for value in fields.values("lengths") if (pair := _pair(value)) is not None),
         eta_seconds=fields.number("eta_seconds"),
         parts={name: parts.object(name).numbers() for name in parts.keys()},  # noqa: SIM118 (no dictionary)
+        stages=tuple(
+            Stage(stage.number("busy") or 0.0, stage.number("waiting") or 0.0, stage.count("microbatches"))
+            for stage in fields.objects("stages")
+        ),
     )
 
 

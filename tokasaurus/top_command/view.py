@@ -152,6 +152,7 @@ def _body(history: History, sample: Sample, frame: Frame, width: int, height: in
             _Section(4, [_events(history, replica, width)]),
             _Section(4, [_lengths(history, replica, width)]),
             _Section(7, _step(history, replica, width)),
+            _Section(6, _stages(history, replica, width)),
         ]
     if sample.jobs:
         order = sorted(sample.jobs, key=lambda job: job.state not in ("running", "validating", "waiting"))
@@ -399,6 +400,23 @@ def _step(history: History, replica: ReplicaSample, width: int) -> list[Text]:
             line = _labelled("", f"{name} {whole * 1000:.2f} ms: ")
             lines.append(_fitting(line, width, listed, ", "))
     return lines
+
+
+def _stages(history: History, replica: ReplicaSample, width: int) -> list[Text]:
+    """One line for all pipeline stages, the first one first; none without."""
+    stages = history.stages(replica.index)
+    if not stages:
+        return []
+
+    def listed(shares: Sequence[float]) -> str:
+        return ", ".join(f"{min(1.0, share) * 100:.0f}" for share in shares) + " %"
+
+    facts = [
+        f"busy {listed([stage.busy for stage in stages])}",
+        f"waiting {listed([stage.waiting for stage in stages])}",
+        f"microbatches {', '.join(str(stage.microbatches) for stage in stages)}",
+    ]
+    return [_fitting(_labelled("stages"), width, facts)]
 
 
 def _job(job: JobSample, width: int, look: Look) -> Text:

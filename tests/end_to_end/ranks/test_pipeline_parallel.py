@@ -1,7 +1,11 @@
 """Pipeline stages over gloo, in float32: the texts of one process, also after one of the stages is killed."""
 
+import json
+import threading
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.end_to_end.helpers.one_process import (
@@ -9,7 +13,7 @@ from tests.end_to_end.helpers.one_process import (
     assert_gives_the_demo_models_texts,
     assert_requests_outlive_deaths,
 )
-from tests.end_to_end.helpers.toka_process import free_port, starting_toka
+from tests.end_to_end.helpers.toka_process import free_port, running_toka, starting_toka
 from tests.helpers.tiny_model import save_tiny_model
 
 
@@ -25,6 +29,41 @@ from tests.helpers.tiny_model import save_tiny_model
 def test_stages_equal_one_process(family: str, parallel: str, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, family, tied=family == "llama")
     assert_equals_one_process(tmp_path, *parallel.split())
+
+
+def test_a_watched_server_tells_what_each_stage_does(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    flags = f"model={tmp_path}", "device=cpu", "pp_size=2", "dtype=float32", "kv_cache_num_tokens=4096"
+    with running_toka(*flags) as toka:
+        body = {"model": "default", "prompt": "a", "max_tokens": 200, "n": 8, "ignore_eos": True}
+
+        def ask() -> None:
+            while not is_over.is_set():
+                assert httpx.post(f"{toka.url}/v1/completions", json=body, timeout=120).status_code == 200
+
+        is_over = threading.Event()
+        client = threading.Thread(target=ask)
+        client.start()
+        time.sleep(1)  # work that nobody watches
+        events = []
+        with httpx.stream("GET", f"{toka.url}/live", timeout=60) as response:
+            for line in response.iter_lines():
+                if line and "stages" in (event := json.loads(line.removeprefix("data: ")))["replicas"][0]:
+                    events.append(event)
+                if len(events) == 4:
+                    break
+        is_over.set()
+        client.join()
+    assert all(stage["busy"] == stage["waiting"] == 0 for stage in events[0]["replicas"][0]["stages"])
+    elapsed_s = events[-1]["time"] - events[0]["time"]
+    for number in range(2):
+        stages = [event["replicas"][0]["stages"][number] for event in events[1:]]
+        busy_s, waiting_s = (sum(stage[name] for stage in stages) for name in ("busy", "waiting"))
+        assert busy_s > 0.01 * elapsed_s
+        assert waiting_s > 0, "a stage waits for hidden states or tokens"
+        assert busy_s + waiting_s < elapsed_s + 2  # a step, or a late sample
+        assert all(stage["microbatches"] >= 0 for stage in stages)
+    assert any(stage["microbatches"] for event in events for stage in event["replicas"][0]["stages"])
 
 
 @pytest.mark.long

@@ -16,7 +16,8 @@ from tokasaurus.manager.engine.live_sample import MAX_WAIT_SECONDS, LiveSampler
 from tokasaurus.manager.state.sequence import Phase
 from tokasaurus.messages.commands import Pause, Resume
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.messages.live import LiveSample, TakeSample
+from tokasaurus.messages.live import LiveSample, StageSample, TakeSample
+from tokasaurus.messages.stages import StageBoard, StageTotals
 
 STEPS_AHEAD = 4
 
@@ -247,3 +248,23 @@ def test_a_large_engine_is_sampled_in_milliseconds() -> None:
         sampler.take(driver.state, driver.state.stats(), {})
         seconds.append(time.process_time() - started)
     assert min(seconds) < 0.05
+
+
+def test_stages_have_the_times_since_the_sample_before_and_the_steps_between_them() -> None:
+    board = StageBoard(2)
+    driver, sampler = quick_driver(0), LiveSampler(board)
+    board.write(0, StageTotals(0, 5.0, 1.0))
+    assert take(driver, sampler, begins=True).stages == (StageSample(0.0, 0.0, 0), StageSample(0.0, 0.0, 0))
+    driver.step([make_request(0, 4, 1, 20, ignore_eos=True)], 0)
+    driver.step([], 0)
+    sent = driver.state.next_step_id
+    assert sent >= 2
+    board.write(0, StageTotals(sent - 1, 5.75, 1.125))
+    board.write(1, StageTotals(sent - 2, 0.5, 0.25))
+    sample = take(driver, sampler)
+    waiting = driver.state.next_step_id - (sent - 1)
+    assert sample.stages == (StageSample(0.75, 0.125, waiting), StageSample(0.5, 0.25, 1))
+    while driver.queue:
+        driver.step([], 1)
+    assert [stage.num_microbatches for stage in take(driver, sampler).stages] == [0, 0], "nothing is in flight"
+    assert take(driver, LiveSampler()).stages == ()

@@ -38,6 +38,7 @@ def run_manager(
     updates: Sender[Any],
     inputs: list[Sender[Any]],
     outputs: Receiver[Any],
+    stages: Any,
     status: Sender[Any],
 ) -> None:
     with contextlib.suppress(ChannelClosed):
@@ -66,6 +67,7 @@ def run_worker(
     rendezvous: Any,
     inputs: Receiver[Any],
     outputs: Sender[Any],
+    stages: Any,
     status: Sender[Any],
 ) -> None:
     status.send(PhaseDone("worker", "load weights", 1.25, "7 of [7] layers"))
@@ -82,6 +84,7 @@ def run_worker_that_reports_its_index(
     rendezvous: Any,
     inputs: Receiver[Any],
     outputs: Sender[Any],
+    stages: Any,
     status: Sender[Any],
 ) -> None:
     status.send(PhaseDone("worker", "index", 0.0, str(index)))
@@ -120,6 +123,7 @@ def run_worker_that_returns_in_replica_1(
     rendezvous: Any,
     inputs: Receiver[Any],
     outputs: Sender[Any],
+    stages: Any,
     status: Sender[Any],
 ) -> None:
     ready = Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64))
@@ -137,6 +141,7 @@ def run_worker_that_never_starts(
     rendezvous: Any,
     inputs: Receiver[Any],
     outputs: Sender[Any],
+    stages: Any,
     status: Sender[Any],
 ) -> None:
     status.send(PhaseDone("worker", "stuck", 0.0))
@@ -150,6 +155,7 @@ def run_worker_that_loads_for_ever(
     rendezvous: Any,
     inputs: Receiver[Any],
     outputs: Sender[Any],
+    stages: Any,
     status: Sender[Any],
 ) -> None:
     status.send(PhaseDone("worker", "device", 0.5, "a detail of many words " * 9))
@@ -164,6 +170,7 @@ def run_worker_that_will_not_end(
     rendezvous: Any,
     inputs: Receiver[Any],
     outputs: Sender[Any],
+    stages: Any,
     status: Sender[Any],
 ) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -180,6 +187,7 @@ def run_worker_that_returns_after_ready(
     rendezvous: Any,
     inputs: Receiver[Any],
     outputs: Sender[Any],
+    stages: Any,
     status: Sender[Any],
 ) -> None:
     outputs.send(Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64)))

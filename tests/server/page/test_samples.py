@@ -282,6 +282,21 @@ def test_parts_are_sums_over_the_last_seconds_by_step() -> None:
         assert group["ofTime"] == (None if spent is None else pytest.approx(spent / elapsed))
 
 
+def test_pipeline_stages_are_groups_of_their_own() -> None:
+    stages = [{"busy": 0.5, "waiting": 0.25, "microbatches": 2}, {"busy": 0.75, "waiting": 0.0, "microbatches": 1}]
+    replicas = [
+        {"index": index, "steps": 5, "parts": {"device": {"busy": 0.9, "idle": 0.1}}, "stages": stages}
+        for index in range(2)
+    ]
+    events = [{"time": float(time), "replicas": replicas} for time in range(3)]
+    _, first, second = in_node("samples.mjs", "m.partsOf(data, null, 15)", events)
+    assert [part["name"] for part in first["parts"]] == ["busy", "waiting"]
+    assert (first["name"], first["ofTime"], first["perStep"]) == ("stage 1", 0.5, pytest.approx(0.15))
+    assert (second["name"], second["ofTime"]) == ("stage 2", 0.75)
+    assert in_node("samples.mjs", "m.microbatchesOf(data, null)", events[0]) == {"stage 1": 4, "stage 2": 2}
+    assert in_node("samples.mjs", "m.microbatchesOf(data, 1)", events[0]) == {"stage 1": 2, "stage 2": 1}
+
+
 def test_several_small_parts_become_others() -> None:
     manager = {"requests": 0.001, "admission": 0.5, "grouping": 0.0, "steps": 0.3, "results": 0.004}
     events = [

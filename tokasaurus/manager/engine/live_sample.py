@@ -4,7 +4,7 @@ Nothing here runs unless the server has asked for a sample, which it does about 
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +24,9 @@ from tokasaurus.messages.live import (
     KVForecastPoints,
     LiveSample,
     NextSequence,
+    StageSample,
 )
+from tokasaurus.messages.stages import StageBoard, StageTotals
 from tokasaurus.messages.status import EngineStats
 from tokasaurus.monitoring.step_stats import WorkLeft
 
@@ -53,12 +55,16 @@ class _Totals:
     idle_seconds: float = 0.0
     phase_seconds: tuple[float, ...] = ()
     manager_seconds: Mapping[str, float] = field(default_factory=dict)
+    stages: tuple[StageTotals, ...] = ()
 
     def since(self, before: "_Totals") -> "_Totals":
         """The growth from `before` to this."""
         phases = self.phase_seconds
         if before.phase_seconds:
             phases = tuple(new - old for old, new in zip(before.phase_seconds, phases, strict=True))
+        stages = self.stages
+        if before.stages:
+            stages = tuple(new.since(old) for old, new in zip(before.stages, stages, strict=True))
         return _Totals(
             num_tokens=self.num_tokens - before.num_tokens,
             num_steps=self.num_steps - before.num_steps,
@@ -72,13 +78,16 @@ class _Totals:
             manager_seconds={
                 name: total - before.manager_seconds.get(name, 0.0) for name, total in self.manager_seconds.items()
             },
+            stages=stages,
         )
 
 
 class LiveSampler:
     """Takes the samples of one engine, and remembers the previous one."""
 
-    def __init__(self) -> None:
+    def __init__(self, stages: StageBoard | None = None) -> None:
+        """stages: what the pipeline stages count; None if there is only one."""
+        self._stages = stages
         self.num_taken = 0
         """Samples since the start."""
         self._before = _Totals()
@@ -99,7 +108,8 @@ class LiveSampler:
         """Answers state.asked_sample. stats: of this moment. manager_seconds: by part of the step, since the start."""
         started_s = time.monotonic()
         assert state.asked_sample is not None, "no sample is asked for"
-        totals = _totals(state, manager_seconds)
+        stages = () if self._stages is None else self._stages.look()
+        totals = _totals(state, manager_seconds, stages)
         growth = totals.since(totals if state.asked_sample.begins else self._before)
         seconds = 0.0 if state.asked_sample.begins else started_s - self._taken_s
         work, num_microbatches = work_left(state, started_s), state.options.num_microbatches
@@ -126,6 +136,7 @@ class LiveSampler:
             busy_seconds=growth.busy_seconds,
             idle_seconds=growth.idle_seconds,
             phase_seconds=growth.phase_seconds,
+            stages=_stage_samples(state, stages, growth.stages),
         )
         state.lengths.newest.clear()
         state.asked_sample = self._asked_s = None
@@ -135,7 +146,7 @@ class LiveSampler:
         return sample
 
 
-def _totals(state: EngineState, manager_seconds: Mapping[str, float]) -> _Totals:
+def _totals(state: EngineState, manager_seconds: Mapping[str, float], stages: tuple[StageTotals, ...]) -> _Totals:
     return _Totals(
         num_tokens=state.totals.generation_tokens,
         num_steps=state.step_totals.num_steps,
@@ -147,7 +158,22 @@ def _totals(state: EngineState, manager_seconds: Mapping[str, float]) -> _Totals
         idle_seconds=state.step_totals.idle_seconds,
         phase_seconds=state.totals.phase_seconds,
         manager_seconds=manager_seconds,
+        stages=stages,
     )
+
+
+def _stage_samples(
+    state: EngineState, totals: Sequence[StageTotals], growth: Sequence[StageTotals]
+) -> tuple[StageSample, ...]:
+    """totals: since the start. growth: since the previous sample."""
+    samples = []
+    num_before = state.next_step_id
+    for now, new in zip(totals, growth, strict=True):
+        # A device that has no further step does not say that it has finished the last one.
+        num_microbatches = max(0, num_before - now.num_steps) if state.steps_in_flight else 0
+        samples.append(StageSample(new.busy_seconds, new.waiting_seconds, num_microbatches))
+        num_before = now.num_steps
+    return tuple(samples)
 
 
 def block_use(state: EngineState) -> BlockUse:

@@ -19,6 +19,7 @@ from tokasaurus.messages.forward import (
     SlotChanges,
     TopOfRows,
 )
+from tokasaurus.messages.stages import StageBoard
 from tokasaurus.model.attention.backend import AttentionBackend, RecordableBackend
 from tokasaurus.model.attention.row_split import Attends, attends_over
 from tokasaurus.model.cpu.bindings import Kernels
@@ -28,6 +29,7 @@ from tokasaurus.model.execution.device_batch import DeviceBatch, build_batch
 from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.execution.graphs import DecodeGraphs, DecodeOutput, Recorder, padded, padding_alone
 from tokasaurus.model.execution.slot_table import SlotTable
+from tokasaurus.model.execution.stage_times import StageTimes
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.stage_links import StageLinks
 from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, compute_prompt_logprobs, fill_token_logprobs
@@ -202,8 +204,14 @@ class ModelRunner:
         self._shard = VocabularyShard.of(mesh, model.vocab_size)
         assert (links is not None) == (mesh.pp_size > 1)
         self._links = links
+        self.times = StageTimes(None, mesh.pp_rank, self._mark)
+        """Of the steps; whoever calls `run` says where each begins and ends."""
         self._num_recompiles = 0
         self._graphs: DecodeGraphs | None = None
+
+    def count_for_stage(self, board: StageBoard) -> None:
+        """This rank counts, from now on, what the pipeline stage does."""
+        self.times = StageTimes(board, self._mesh.pp_rank, self._mark)
 
     @property
     def always_on_kernels(self) -> bool:
@@ -346,7 +354,8 @@ class ModelRunner:
         """Begin the step's transfers and apply its changes to the slots. The list gets a mark once they have arrived,
         and once the tokens that the first stage embeds are there."""
         if self._links is not None and self._links.is_first:
-            self._links.await_tokens(step.slots[: step.num_decode], self._slots.last_tokens)
+            with self.times.waiting():
+                self._links.await_tokens(step.slots[: step.num_decode], self._slots.last_tokens)
         begun: list[Mark] = []
         self._staging.begin()
         self._staging.then(lambda: begun.append(self._mark()))
@@ -355,7 +364,8 @@ class ModelRunner:
 
     def _pass_on(self, links: StageLinks, batch: DeviceBatch, hidden: Tensor, num_sampled: int) -> None:
         """Send hidden [n, E] to the next stage; the first stage also expects the tokens that the last one samples."""
-        links.send_hidden(hidden)
+        with self.times.waiting():  # until the next stage has received what was sent before
+            links.send_hidden(hidden)
         if links.is_first:
             slots = batch.host_sampled_slots[:num_sampled], batch.sampled_slots[:num_sampled]
             links.expect_tokens(*slots, self._slots.last_tokens)
@@ -417,7 +427,8 @@ class ModelRunner:
         if self._links is None or self._links.is_first:
             return None
         num_tokens = int(step.num_tokens.sum())
-        return self._links.receive_hidden(num_tokens, max(num_tokens, num_padded))
+        with self.times.waiting():
+            return self._links.receive_hidden(num_tokens, max(num_tokens, num_padded))
 
     def _sample(self, hidden: Tensor, logits: Tensor | None, batch: DeviceBatch) -> Sampled:
         """hidden [T, E]; logits [T, v] of this rank, if they are known already. A separate method, so that logits are

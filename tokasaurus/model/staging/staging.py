@@ -80,6 +80,9 @@ class Mark(Protocol):
     def seconds_since(self, earlier: "Mark") -> float:
         """From `earlier` to here; waits for neither: the device must have passed both."""
 
+    def is_reached(self) -> bool:
+        """Whether the device has passed it."""
+
 
 class Transfers(Protocol):
     """Copies between the host and a device that computes on one stream, in the order of the calls."""
@@ -116,6 +119,9 @@ class HostMark:
         assert isinstance(earlier, HostMark)
         return self._at_s - earlier._at_s
 
+    def is_reached(self) -> bool:
+        return True
+
 
 class CudaMark:
     """An event that keeps its time."""
@@ -127,6 +133,9 @@ class CudaMark:
     def seconds_since(self, earlier: Mark) -> float:
         assert isinstance(earlier, CudaMark)
         return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+    def is_reached(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 class CudaTransfers:

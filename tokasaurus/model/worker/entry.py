@@ -19,6 +19,7 @@ from tokasaurus.checkpoint.block_types import why_dequantised
 from tokasaurus.messages.channel import Receiver, Sender
 from tokasaurus.messages.commands import CommandDone, Sleep, UpdateWeights, Wake, WorkerCommand
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
+from tokasaurus.messages.stages import StageBoard
 from tokasaurus.messages.status import (
     DEFAULT_HYDRAGEN,
     EngineLimits,
@@ -119,11 +120,13 @@ def run_worker(
     rendezvous: Path | None,
     inputs: Receiver[ForwardInput | WorkerCommand],
     outputs: Sender[ForwardOutput | Ready | CommandDone],
+    stages: StageBoard | None,
     status: Sender[PhaseDone | PhaseProgress | Ready | Failed | WeightsChanged],
 ) -> None:
     """Run the steps of one rank of one replica until `inputs` is closed.
 
-    index: among the workers of all replicas, as in Mesh.of_worker. rendezvous: see parallel/collectives.
+    index: among the workers of all replicas, as in Mesh.of_worker. rendezvous: see parallel/collectives. stages: None
+    if there is only one.
     """
     mesh = Mesh.of_worker(index, config.pp_size, config.tp_size)
     try:
@@ -133,6 +136,8 @@ def run_worker(
     try:
         with _joined(config, mesh, index, rendezvous, status.send) as own_mesh:
             worker = start_worker(config, checkpoint, own_mesh, index, status.send, status.send)
+            if stages is not None and own_mesh.tp_rank == 0:
+                worker.runner.count_for_stage(stages)
             outputs.send(Ready(PROCESS, worker.limits))
             status.send(Ready(PROCESS))
             # A CUDA device runs asynchronously; a CPU step is complete when the call returns.

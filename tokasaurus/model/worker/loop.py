@@ -79,7 +79,9 @@ def run_steps(
             continue
         trace.cover(running[0][0].step_id if running else message.step_id, message.step_id)
         started = time.perf_counter()
+        runner.times.begin()
         result = runner.run(message)
+        runner.times.end()
         if trace.is_on:
             counts = {"decode_rows": message.num_decode, "prompt_tokens": len(message.prompt_ids)}
             trace.add(f"microbatch {message.microbatch}", started, time.perf_counter(), "host", **counts)

@@ -324,7 +324,7 @@ function lengthsText({ median, low, high }, number) {
 }
 
 const GROUP_NAMES = { manager: "Manager", device: "Device", phases: "Phases of the forward" };
-const GROUP_VERBS = { manager: "works", device: "is busy" };
+const GROUP_VERBS = { manager: "works" };
 
 function showParts() {
   const groups = samples.partsOf(view.history, view.replica, PARTS_OF);
@@ -335,12 +335,16 @@ function showParts() {
     "parts-summary",
     groups.length === 0 ? "Not known yet." : `a decode step takes ${milliseconds(mean)} · means of ${PARTS_OF} s`,
   );
-  replace(at("parts"), groups.map(partsGroup));
+  const microbatches = samples.microbatchesOf(view.history.at(-1), view.replica);
+  replace(
+    at("parts"),
+    groups.map((group) => partsGroup(group, microbatches[group.name])),
+  );
 }
 
-function partsGroup({ name, parts, perStep, ofTime }) {
+function partsGroup({ name, parts, perStep, ofTime }, microbatches) {
   const classOf = (part, position) =>
-    ["idle", "others"].includes(part.name) ? "part-idle" : `part-${(position % 8) + 1}`;
+    ["idle", "waiting", "others"].includes(part.name) ? "part-idle" : `part-${(position % 8) + 1}`;
   const bar = make("div", { class: "bar", "aria-hidden": "true" });
   const list = make("ul", {});
   parts.forEach((part, position) => {
@@ -350,8 +354,9 @@ function partsGroup({ name, parts, perStep, ofTime }) {
     list.append(make("li", {}, key, `${words(part.name)} `, make("b", {}, value)));
   });
   const whole = [
-    ofTime === null ? null : `${GROUP_VERBS[name]} ${percent(ofTime)} of the time`,
+    ofTime === null ? null : `${GROUP_VERBS[name] ?? "is busy"} ${percent(ofTime)} of the time`,
     perStep === null ? null : milliseconds(perStep),
+    microbatches === undefined ? null : `${microbatches} microbatches in flight`,
   ];
   const title = make(
     "p",

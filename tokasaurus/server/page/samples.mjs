@@ -291,7 +291,8 @@ export function quantile(sorted, share) {
 
 // Where the last seconds went: [{name, perStep, ofTime, parts: [{name, share, perStep}]}], in the order of the event.
 // perStep: seconds. share: of the group's sum. ofTime: share of the elapsed time of all replicas in which the manager
-// worked or the device was busy; null for other groups. Several parts of less than a fiftieth become "others".
+// worked, or the device or the pipeline stage was busy; null for other groups. Several parts of less than a fiftieth
+// become "others".
 export function partsOf(history, replica, seconds) {
   const now = history.at(-1)?.time;
   const groups = new Map();
@@ -303,7 +304,8 @@ export function partsOf(history, replica, seconds) {
       if (!one.parts) continue;
       steps += one.steps ?? 0;
       elapsed += sample.time - history[position - 1].time;
-      for (const [group, parts] of Object.entries(one.parts)) {
+      const stages = (one.stages ?? []).map(({ busy, waiting }, number) => [stageName(number), { busy, waiting }]);
+      for (const [group, parts] of [...Object.entries(one.parts), ...stages]) {
         const sums = groups.get(group) ?? new Map();
         for (const [name, value] of Object.entries(parts ?? {})) sums.set(name, (sums.get(name) ?? 0) + value);
         groups.set(group, sums);
@@ -313,7 +315,7 @@ export function partsOf(history, replica, seconds) {
   const perStep = (value) => (steps > 0 ? value / steps : null);
   return [...groups].map(([name, sums]) => {
     const total = sum([...sums.values()]) ?? 0;
-    const spent = { manager: total, device: sums.get("busy") ?? 0 }[name];
+    const spent = name === "manager" ? total : sums.get("busy");
     const all = [...sums];
     const small = all.filter(([, value]) => value < total / 50);
     const parts = all.filter((part) => part[1] > 0 && (small.length < 2 || !small.includes(part)));
@@ -326,6 +328,22 @@ export function partsOf(history, replica, seconds) {
       parts: parts.map(([part, value]) => ({ name: part, share: value / total, perStep: perStep(value) })),
     };
   });
+}
+
+function stageName(number) {
+  return `stage ${number + 1}`;
+}
+
+// Microbatches in flight of each pipeline stage, by the name of its group of parts; of several replicas, the sum.
+export function microbatchesOf(sample, replica) {
+  const counts = {};
+  for (const one of replicasOf(sample, replica)) {
+    (one.stages ?? []).forEach((stage, number) => {
+      const name = stageName(number);
+      counts[name] = (counts[name] ?? 0) + (stage.microbatches ?? 0);
+    });
+  }
+  return counts;
 }
 
 // The last to end of the replicas; null if one of those with work does not know.
