@@ -157,6 +157,7 @@ def test_arguments_of_a_forced_tool_call_are_parsed_into_its_class(client: opena
     assert not last.choices[0].message.tool_calls
 
 
+@pytest.mark.long
 def test_an_agent_goes_on_after_a_call_that_was_cut(client: openai.OpenAI) -> None:
     """The cut call goes back as the server returned it, with an error as its result."""
     fields: dict[str, Any] = {

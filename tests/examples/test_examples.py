@@ -51,6 +51,7 @@ def test_best_of_n(toka: TokaProcess) -> None:
     assert values[-1] in (0, 25, 50, 75, 100)
 
 
+@pytest.mark.long
 def test_rl_in_100_lines(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     arguments = ("--model", tmp_path, "--steps", 2, "--prompts", 2, "--layers", 1)

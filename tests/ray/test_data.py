@@ -133,7 +133,8 @@ class Killer:
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("num_kills", [1, pytest.param(10, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_kills", [1, 10])
+@pytest.mark.long
 def test_every_row_is_answered_once_though_engines_are_killed(
     model: Path, expected: list[list[int] | None], rows: str, num_kills: int
 ) -> None:
@@ -220,6 +221,17 @@ print("goes on")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S)
     assert (done.returncode, done.stdout) == (1, "2\n"), done.stderr
     assert "died again after 0 restarts" in done.stderr
+
+
+def test_an_actor_answers_every_row_of_a_block(model: Path, expected: list[list[int] | None]) -> None:
+    """What Ray calls, without a cluster."""
+    from tokasaurus.ray.data import MapRows
+
+    arguments = {"prompt": "{question}:", "columns": ["token_ids"]}
+    sampling = Sampling(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    actor = MapRows({**TINY_FLAGS, "model": str(model)}, {**arguments, "sampling": sampling})
+    rows = pa.table({"id": range(NUM_ROWS), "question": [question(number) for number in range(NUM_ROWS)]})
+    check(actor(rows).to_pylist(), expected)
 
 
 def test_columns_that_are_null_keep_their_types() -> None:

@@ -35,8 +35,14 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     model = tmp_path_factory.mktemp("checkpoint") / "tiny-llama"
     oracle = make_model(model)
     with two_nodes() as logs, running_app(model, logs, oracle) as app:
-        app.deploy(2)
+        app.deploy(1)
         yield app
+
+
+@pytest.fixture
+def two_replicas(app: App) -> App:
+    app.deploy(2)
+    return app
 
 
 def check(app: App, streams: list[Received], wholes: list[str]) -> int:
@@ -54,7 +60,7 @@ def check(app: App, streams: list[Received], wholes: list[str]) -> int:
 
 
 def kill_one(app: App, pick: Callable[[psutil.Process], int]) -> None:
-    """Kill a process of a replica under load, check all answers, and wait for the replica's successor.
+    """Kill a process of one of two replicas under load, check all answers, and wait for the replica's successor.
 
     pick: the process id to kill."""
     retried = app.num_retried()
@@ -78,22 +84,13 @@ def launcher_of(replica: psutil.Process) -> int:
     return next(child.pid for child in replica.children() if "unix_socket=" in " ".join(child.cmdline()))
 
 
-def test_a_killed_replica_breaks_its_streams_and_nothing_else(app: App) -> None:
-    kill_one(app, lambda replica: replica.pid)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("pick", [lambda replica: replica.pid, launcher_of], ids=["replica", "launcher"])
-def test_ten_killed_replicas(app: App, pick: Callable[[psutil.Process], int]) -> None:
-    for _ in range(10):
-        kill_one(app, pick)
-
-
 def test_answers_are_those_of_the_server(app: App) -> None:
     with httpx.Client(base_url=app.url, timeout=WAIT_S) as client:
         assert client.get("/ready").json() == {"status": "ready", "replicas": 1, "replicas_up": 1}
         assert client.get("/v1/models").json()["data"][0]["id"] == "tiny-llama"
         assert client.get("//v1//models/tiny-llama/").json()["id"] == "tiny-llama", "paths as clients write them"
+        answer = client.post("/v1/completions", json=body_of("a whole answer", 20)).json()
+        assert answer["choices"][0]["text"] == app.expected("a whole answer", 20)
         wrong = client.post("/v1/completions", json={"model": "default", "prompt": "a", "max_tokens": -1})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "max_tokens")
         wrong = client.post("/v1/messages", json={"model": "default", "messages": []})
@@ -110,27 +107,41 @@ def test_a_client_that_goes_stops_its_request(app: App) -> None:
             async with client.stream("POST", "/v1/completions", json=body) as answer:
                 async for _ in answer.aiter_bytes():
                     break
-            await asyncio.to_thread(wait_until, lambda: app.running() == [0, 0])
+            await asyncio.to_thread(wait_until, lambda: not any(app.running()))
             whole = asyncio.ensure_future(client.post("/v1/completions", json=body_of("another one", 500)))
-            await asyncio.to_thread(wait_until, lambda: sum(app.running()) > 0)
+            await asyncio.to_thread(wait_until, lambda: any(app.running()))
             whole.cancel()
 
     asyncio.run(leave())
-    wait_until(lambda: app.running() == [0, 0])
+    wait_until(lambda: not any(app.running()))
+
+
+@pytest.mark.long  # with stand-ins for replicas: test_router.py, test_broken_streams.py
+def test_a_killed_replica_breaks_its_streams_and_nothing_else(two_replicas: App) -> None:
+    kill_one(two_replicas, lambda replica: replica.pid)
 
 
 @pytest.mark.long
-def test_a_replica_that_hangs_is_replaced(app: App) -> None:
+@pytest.mark.parametrize("pick", [lambda replica: replica.pid, launcher_of], ids=["replica", "launcher"])
+def test_ten_killed_replicas(two_replicas: App, pick: Callable[[psutil.Process], int]) -> None:
+    for _ in range(10):
+        kill_one(two_replicas, pick)
+
+
+@pytest.mark.long
+def test_a_replica_that_hangs_is_replaced(two_replicas: App) -> None:
     """Its /ready answers no more."""
     victim = actors(ENGINE)[0]
     server = next(child for child in victim.children(recursive=True) if child.name() == "toka-server")
     server.suspend()
     wait_until(lambda: not victim.is_running())
-    app.wait_for(2)
+    two_replicas.wait_for(2)
 
 
-def test_a_replica_that_is_not_needed_any_more_answers_its_requests_first(app: App) -> None:
+@pytest.mark.long
+def test_a_replica_that_is_not_needed_any_more_answers_its_requests_first(two_replicas: App) -> None:
     """It does not begin to end before: streams of both replicas are whole."""
+    app = two_replicas
     before = actors(ENGINE)
     left = [pid for replica in before for pid in family(replica)]
     bodies = [body_of(*request) for request in STREAMED], [body_of(*request) for request in WHOLE]
