@@ -43,6 +43,9 @@ class _EmptyEngine:
     def __init__(self) -> None:
         self._in_flight: Sequence[RequestLine] = ()
 
+    def announce(self, num_lines: int | None) -> None:
+        pass
+
     def room(self) -> int:
         return _MAX_LINES - len(self._in_flight)
 

@@ -155,6 +155,25 @@ def test_closing_ends_the_calls_of_other_tasks() -> None:
     assert str(result.error) == "the client is closed"
 
 
+def test_the_number_of_lines_is_announced_and_after_a_loss_those_that_are_left() -> None:
+    rows = [str(number) for number in range(12)]
+    with (
+        echo_server(delay_s=0.2) as (server, url),
+        cutting_proxy(url, []) as proxy,
+        Client(proxy.url, concurrency=4) as client,
+    ):
+        cutting = threading.Timer(0.5, proxy.cut)  # while the second or third four lines are in flight
+        cutting.start()
+        assert [result.text for result in client.generate(rows)] == [row * 2 for row in rows]
+        cutting.join()
+        list(client.stream(iter(rows)))
+        client.score(["a"] * 3, ["b"] * 3)
+    first, second, stream, score = server.num_lines
+    assert (first, stream, score) == (12, None, 3)
+    assert second is not None
+    assert 4 <= second < 12
+
+
 def test_each_call_tells_the_server_the_program_and_what_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,13 @@ def test_pipeline_stages_have_a_line() -> None:
     assert "stages      busy 62, 50 %; waiting 25, 0 %; microbatches 2, 1" in shown(history, 100, 30)
 
 
+def test_a_job_whose_number_of_lines_is_not_known_says_so() -> None:
+    history = History()
+    unknown = job(0, lines={"total": None, "done": 40, "failed": 2, "running": 64}, eta_seconds=None)
+    history.add(read_sample(line(sample(0, jobs=[unknown]))))
+    assert "42 lines, of an unknown number, 900.0 tokens/s" in shown(history, 100, 30)
+
+
 def test_a_usual_terminal_has_all_of_it(history: History) -> None:
     text = shown(history, 80, 24)
     for words in (

@@ -123,6 +123,10 @@ class BulkSession:
         """As `AsyncBulkSession.progress`."""
         return self._session.progress
 
+    def announce(self, num_lines: int | None) -> None:
+        """How many lines there will be in all, as far as that is known; call it before the first ones are sent."""
+        self._session.num_lines = num_lines
+
     @property
     def unanswered(self) -> list[RequestLine]:
         """Lines without an answer, once `exchange` has raised ServerError."""

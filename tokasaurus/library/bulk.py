@@ -169,6 +169,9 @@ class AsyncBulkSession:
         """Answers for a call to return, or a reason not to wait for more."""
         self._can_send = asyncio.Event()
         self._failure: ServerError | None = None
+        self.num_lines: int | None = None
+        """How many lines there will be in all; None if that is not known. The server is told when a connection begins:
+        the time left on its live page depends on it."""
         self.progress: Progress | None = None
         """The server's latest report, which it sends once a second; None before the first one."""
         self._task: asyncio.Task[None] | None = None
@@ -301,6 +304,9 @@ class AsyncBulkSession:
 
         url = f"{self._server.url}/v1/bulk?progress=true"
         headers = {"Content-Type": "application/x-ndjson", "X-Toka-Job-Name": quote(self._name)}
+        num_lines = self._num_lines_to_come()
+        if num_lines is not None:
+            headers["X-Toka-Job-Lines"] = str(num_lines)
         try:
             async with self._server.http.post(url, data=body(), headers=headers) as response:
                 if response.status in _TRANSIENT:
@@ -339,6 +345,12 @@ class AsyncBulkSession:
         if self._lines:
             return f"{self._server.url} ended its answer early"
         return None
+
+    def _num_lines_to_come(self) -> int | None:
+        """Lines of the next connection; None if that is not known."""
+        if self._is_last:
+            return len(self._lines)
+        return None if self.num_lines is None else max(len(self._lines), self.num_lines - self._num_answered)
 
     def _next_write(self) -> bytes:
         parts = []

@@ -306,6 +306,7 @@ class AsyncClient:
         """As `Client.score`."""
         flow = _ScoreFlow(prompts, completions, await self.connect())
         session = self._session("score")
+        session.num_lines = flow.num_pairs
         flow.find_progress = lambda: session.progress
         with _shown(flow, flow.num_pairs, progress):
             try:
@@ -414,15 +415,16 @@ class AsyncClient:
         results: list[Result | None] = [None] * len(rows)
         try:
             with _shown(flow, len(rows), progress):
-                async for result in self._results(flow):
+                async for result in self._results(flow, len(rows)):
                     results[result.key] = result
         except ServerError:
             if flow.failure is None:
                 raise
         return _completed(results, rows, flow.failure)
 
-    async def _results(self, flow: _Flow) -> AsyncIterator[Result]:
+    async def _results(self, flow: _Flow, num_rows: int | None = None) -> AsyncIterator[Result]:
         session = self._session("generate")
+        session.num_lines = num_rows
         flow.find_progress = lambda: session.progress
         try:
             while True:
@@ -751,15 +753,16 @@ class Client:
         results: list[Result | None] = [None] * len(rows)
         try:
             with _shown(flow, len(rows), progress):
-                for result in self._results(flow):
+                for result in self._results(flow, len(rows)):
                     results[result.key] = result
         except ServerError:
             if flow.failure is None:
                 raise
         return _completed(results, rows, flow.failure)
 
-    def _results(self, flow: _Flow) -> Iterator[Result]:
+    def _results(self, flow: _Flow, num_rows: int | None = None) -> Iterator[Result]:
         with self._session("generate") as session:
+            session.announce(num_rows)
             flow.find_progress = session.progress
             try:
                 while True:

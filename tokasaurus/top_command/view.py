@@ -431,7 +431,7 @@ def _job(job: JobSample, width: int, look: Look) -> Text:
         line.append(marks[0] * full, "green").append(marks[1] * (cells - full), "dim")
         line.append(f" {_percent(done, job.lines_total)} of {job.lines_total:,}")
     else:
-        line.append(f" {job.lines_done + job.lines_failed:,} lines")
+        line.append(f" {job.lines_done + job.lines_failed:,} lines, of an unknown number")
     facts = [""]
     if job.state == "running":
         facts.append(f"{_rate(job.tokens_per_second)} tokens/s")

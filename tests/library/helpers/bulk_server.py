@@ -33,6 +33,8 @@ class EchoServer:
         self.num_connections = 0
         self.names: list[str] = []
         """What the clients call their bulk requests."""
+        self.num_lines: list[int | None] = []
+        """How many lines the clients announce, by connection."""
         self._delay_s = delay_s
         self._max_line_bytes = max_line_bytes
 
@@ -59,7 +61,9 @@ class EchoServer:
         @app.post("/v1/bulk")
         async def bulk(request: Request) -> Response:
             self.num_connections += 1
-            self.names.append(announced(request.headers)[0])
+            name, num_lines = announced(request.headers)
+            self.names.append(name)
+            self.num_lines.append(num_lines)
             return BulkStream(BulkRun(self.read_line, self._max_line_bytes))
 
         return app

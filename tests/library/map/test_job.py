@@ -192,6 +192,15 @@ def test_the_same_call_again_computes_nothing(output: Path) -> None:
     assert {path: path.read_bytes() for path in output.iterdir()} == files
 
 
+def test_the_rows_to_come_are_announced_where_their_number_is_known(output: Path) -> None:
+    rows = make_rows(600)
+    first, second, unknown = InstantSession(), InstantSession(), InstantSession()
+    call_map(rows[:200], output, first, prompt="{q}", key="id")
+    call_map(rows, output, second, prompt="{q}", key="id")
+    call_map(iter(rows), session=unknown, prompt="{q}")
+    assert (first.announced, second.announced, unknown.announced) == (200, 400, None)
+
+
 def test_more_rows_are_added_to_those_that_are_done(output: Path) -> None:
     rows = make_rows(600)
     call_map(rows[:200] + rows[300:400], output, prompt="{q}", key="id")

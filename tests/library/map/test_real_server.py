@@ -2,10 +2,12 @@
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pandas
 import pyarrow as pa
@@ -87,6 +89,31 @@ def test_further_columns_are_the_fields_of_samples(client: Client, tmp_path: Pat
         assert (row["m_seed"], row["m_reasoning"]) == (7, [None] * n if n > 1 else None)
     with pytest.raises(JobChanged, match="answer_columns was"):
         client.map(rows, tmp_path / "out", prompt="{q}", key="id", sampling=sampling, format=format_name, prefix="m_")
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_the_live_page_has_the_time_left_of_a_map_of_a_known_number_of_rows(
+    toka: TokaProcess, client: Client, is_known: bool
+) -> None:
+    rows = [{"q": f"question {number}"} for number in range(400)]
+
+    def call() -> None:
+        sampling = Sampling(max_tokens=100, ignore_eos=True)
+        client.map(rows if is_known else iter(rows), prompt="q", sampling=sampling, progress=False)
+
+    jobs = []
+    with httpx.stream("GET", f"{toka.url}/live", timeout=60) as response:
+        calling = threading.Thread(target=call)
+        calling.start()
+        for line in response.iter_lines():
+            jobs += json.loads(line.removeprefix("data: "))["jobs"] if line else []
+            if not calling.is_alive():
+                break
+    calling.join()
+    running = [job for job in jobs if job["kind"] == "bulk" and job["state"] == "running"]
+    assert running
+    assert {job["lines"]["total"] for job in running if job["lines"]["done"] < 400} == {400 if is_known else None}
+    assert any(job["eta_seconds"] is not None for job in running) == is_known
 
 
 def test_a_random_seed_in_a_column_gives_the_answer_again(client: Client) -> None:

@@ -196,6 +196,8 @@ class _Job:
     def run(self) -> object:
         """What `map_rows` returns."""
         started_s = time.monotonic()
+        if self._source.num_rows is not None:  # rows without a prompt, of which nobody knows yet, will send no line
+            self._session.announce(max(0, self._source.num_rows - self._output.num_done))
         try:
             with _delayed_signals() as signals, self._progress:
                 if self._output.num_done:

@@ -47,7 +47,9 @@ class OpenBulk:
     @property
     def num_lines(self) -> int | None:
         """None while it is not known."""
-        return self.num_read if self.has_read_all else self.num_expected
+        if self.has_read_all or self.num_expected is None:
+            return self.num_read if self.has_read_all else None
+        return max(self.num_read, self.num_expected)
 
     def note(self, result: LineResult) -> None:
         """A line has its result."""

@@ -424,7 +424,7 @@ function jobRow(job) {
   const finished = (lines.done ?? 0) + (lines.failed ?? 0);
   const cost = job.cost ?? {};
   const figures = [
-    Number.isFinite(lines.total) ? `${count(finished)} of ${count(lines.total)} lines` : `${count(finished)} lines`,
+    `${count(finished)} of ${Number.isFinite(lines.total) ? count(lines.total) : "an unknown number of"} lines`,
     lines.failed > 0 ? `${count(lines.failed)} failed` : null,
     lines.running > 0 ? `${count(lines.running)} running` : null,
     Number.isFinite(job.tokens_per_second) ? `${speed(job.tokens_per_second)} tokens/s` : null,

@@ -49,7 +49,11 @@ class InstantSession:
         self._respond = respond
         self._in_flight: list[RequestLine] = []
         self.sent: list[RequestLine] = []
+        self.announced: int | None = None
         self.is_closed = False
+
+    def announce(self, num_lines: int | None) -> None:
+        self.announced = num_lines
 
     def room(self) -> int:
         return self._max_lines - len(self._in_flight)
