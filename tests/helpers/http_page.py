@@ -26,7 +26,7 @@ In a body, a field with a default may also be null, which means the default; in 
 is always there. "any" is any JSON value. Objects that have a name are described [at the end](#objects).
 """
 NOT_DESCRIBED = """\
-`/openapi.json` leaves these out, since they answer with pages for people, or with a stream without an end:
+`/openapi.json` leaves these out, since they answer with pages for people:
 """
 GENERATION = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 HEAD = ("field", "type", "default")
@@ -73,7 +73,7 @@ class _Page:
             if tag == "roll-outs":
                 parts.append("Served with `rl=T`: [roll-outs](rl.md).\n")
             parts += routes
-        parts += ["## Pages and events\n", NOT_DESCRIBED, _table(("route", "what it answers"), self._hidden_rows())]
+        parts += ["## Pages\n", NOT_DESCRIBED, _table(("route", "what it answers"), self._hidden_rows())]
         parts += ["## Objects\n", *self._objects()]
         return "\n".join(parts).rstrip("\n") + "\n"
 
@@ -131,7 +131,9 @@ class _Page:
         kinds = []
         for kind, one in content.items():
             schema = one["schema"]
-            if kind != _JSON:
+            if kind != _JSON and "$ref" in schema:
+                kinds.append(f"`{kind}` of {self._type(schema)}")
+            elif kind != _JSON:
                 kinds.append(f"`{kind}`" + (f" ({_as_note(schema['description'])})" if "description" in schema else ""))
             else:
                 kinds.append(self._type(schema) if schema else "a JSON object")

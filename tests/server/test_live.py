@@ -19,11 +19,11 @@ import pytest
 from tests.server.helpers.bodies_and_errors import COMPLETIONS, assert_openai_error, minimal_body
 from tests.server.helpers.client_driver import run_with
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo
+from tests.server.helpers.live_sample import SAMPLE
 from tests.server.helpers.live_server import LiveServer, live_server
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.generation import EngineUpdate, GenerateRequest
-from tokasaurus.messages.live import BlockUse, KVForecastPoints, LiveSample, NextSequence, StageSample, TakeSample
-from tokasaurus.messages.status import EngineStats
+from tokasaurus.messages.live import LiveSample, StageSample, TakeSample
 from tokasaurus.server import live
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.jobs.open_bulk import OpenBulks
@@ -32,30 +32,6 @@ from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
 
 SAMPLE_SECONDS = 0.25
-STATS = EngineStats(5, 2, 30, 64, 100, 200, 3, 7, total_forward_seconds=10.0, num_running_background=1)
-SAMPLE = LiveSample(
-    stats=STATS,
-    step=41,
-    num_steps=9,
-    round_seconds=0.0125,
-    num_microbatches=1,
-    num_slots=16,
-    num_prefilling=1,
-    blocks=BlockUse(own=20, shared=10, cached=14, free=20),
-    num_admitted=4,
-    num_finished=3,
-    num_preempted=2,
-    num_evicted_blocks=1,
-    forecast=KVForecastPoints(44, [0, 10, 11], [30, 33, 0], 33, 64),
-    next=NextSequence(11, 12, 90, 3.25, "blocks"),
-    oldest_wait_s=3.5,
-    lengths=[(10, 12), (5, 5)],
-    eta_s=4.04,
-    manager_seconds={"results": 0.02},
-    busy_seconds=0.9,
-    idle_seconds=0.05,
-    phase_seconds=(0.5, 0.1, 0.0, 0.2, 0.1),
-)
 
 
 @pytest.fixture(autouse=True)

@@ -1,16 +1,26 @@
 """Schemathesis generates valid and invalid requests from our OpenAPI page; every response must conform to the page."""
 
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import jsonschema_rs
 import pytest
 from hypothesis import HealthCheck, given
 
 from tests.helpers.examples import examples
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, RESPONSES
-from tests.server.helpers.live_server import LiveServer
+from tests.server.helpers.fake_engine import FakeEngine, Reply, echo
+from tests.server.helpers.live_sample import SAMPLE
+from tests.server.helpers.live_server import LiveServer, live_server
+from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.messages.live import StageSample
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.protocol.responses import ResponsesRequest
+from tokasaurus.server.served_model import ServedModel
 
 schemathesis = pytest.importorskip("schemathesis")
 openapi_checks = pytest.importorskip("schemathesis.specs.openapi.checks")
@@ -56,6 +66,9 @@ OPERATIONS = [
     ("POST", "/v1/responses/{response_id}/cancel"),
 ]
 
+ENDLESS = ("GET", "/live")
+"""Its answer does not end."""
+
 # The others have no body and no query. /v1/bulk answers 200 to an invalid line too: its result contains the error.
 CAN_BE_INVALID = {("GET", "/v1/batches"), ("GET", "/v1/batches/{batch_id}/results"), ("GET", "/v1/files")} | {
     (method, path)
@@ -63,6 +76,9 @@ CAN_BE_INVALID = {("GET", "/v1/batches"), ("GET", "/v1/batches/{batch_id}/result
     if method == "POST"
     and path not in ("/v1/bulk", "/v1/batches/{batch_id}/cancel", "/v1/responses/{response_id}/cancel")
 }
+
+
+WHOLE_SAMPLE = replace(SAMPLE, stages=(StageSample(0.5, 0.25, 2),))
 
 
 @schemathesis.serializer("application/x-ndjson")
@@ -77,7 +93,9 @@ def page(shared_server: LiveServer) -> Any:
 
 def test_page_lists_exactly_the_tested_operations(page: Any) -> None:
     operations = [result.ok() for result in page.get_all_operations()]
-    assert sorted((operation.method.upper(), operation.path) for operation in operations) == sorted(OPERATIONS)
+    assert sorted((operation.method.upper(), operation.path) for operation in operations) == sorted(
+        [*OPERATIONS, ENDLESS]
+    )
 
 
 def test_every_schema_on_the_page_is_referenced(shared_server: LiveServer) -> None:
@@ -110,6 +128,47 @@ def test_every_response_conforms_to_the_page_and_none_is_a_server_error(
         case.call_and_validate(checks=CHECKS)
 
     ask()
+
+
+def test_events_of_the_live_page_have_the_fields_of_their_schema(served_model: ServedModel) -> None:
+    """And no others: the page tells all."""
+
+    def answer_short(request: GenerateRequest, index: int) -> Reply | None:
+        return echo(request, index) if request.max_new_tokens == 1 else None
+
+    engine = FakeEngine(answer_short, sample=lambda _: WHOLE_SAMPLE)
+    with live_server(served_model, engine) as server:
+        line = {"url": COMPLETIONS, "body": {"prompt": "a", "max_tokens": 1}}
+        lines = [line | {"custom_id": "a"}, line | {"custom_id": "b", "body": {"prompt": "a", "max_tokens": 9}}]
+        content = "\n".join(map(json.dumps, lines))  # the second line stays open
+        page = server.http.get("/openapi.json").json()
+        with server.http.stream("GET", "/live") as answer, server.http.stream("POST", "/v1/bulk", content=content):
+            events = (json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line)
+            event = next(event for event in itertools.islice(events, 20) if event["jobs"])
+    kind, described = next(iter(page["paths"]["/live"]["get"]["responses"]["200"]["content"].items()))
+    assert (kind, described["schema"]) == ("text/event-stream", {"$ref": "#/components/schemas/LiveEvent"})
+    schema = described["schema"] | {"components": page["components"]}
+    assert [error.message for error in jsonschema_rs.Draft202012Validator(schema).iter_errors(event)] == []
+    assert set(missing_from(page, described["schema"], event)) == set()
+    names = page["components"]["schemas"]["LiveReplica"]["properties"]
+    assert event["replicas"][0].keys() == names.keys(), "the sample has all that a replica may have"
+
+
+def missing_from(page: Any, schema: Any, value: Any) -> Iterator[str]:
+    """Keys of objects in the value that the schema does not have."""
+    if "$ref" in schema:
+        schema = page["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    for alternative in schema.get("anyOf", ()):
+        yield from missing_from(page, alternative, value) if alternative.get("type") != "null" else ()
+    if isinstance(value, list):
+        for item in value:
+            yield from missing_from(page, schema.get("items", {}), item)
+    if isinstance(value, dict) and "properties" in schema:
+        for name, inner in value.items():
+            if name in schema["properties"]:
+                yield from missing_from(page, schema["properties"][name], inner)
+            else:
+                yield name
 
 
 def test_page_describes_request_bodies_and_error_statuses(shared_server: LiveServer) -> None:

@@ -9,14 +9,14 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 import orjson
 
 from tokasaurus import __version__
 from tokasaurus.messages.forward import FORWARD_PHASES
-from tokasaurus.messages.live import LiveSample, StageSample
+from tokasaurus.messages.live import KVForecastPoints, LiveSample, NextSequence, StageSample
 from tokasaurus.messages.status import EngineStats
 from tokasaurus.server.engine_client.client import EngineClient, WorkDone
 from tokasaurus.server.engine_client.replicas import Replica
@@ -24,13 +24,25 @@ from tokasaurus.server.jobs.open_bulk import OpenBulk, OpenBulks
 from tokasaurus.server.jobs.service import BatchService
 from tokasaurus.server.jobs.store.data_dir import StoreError
 from tokasaurus.server.jobs.store.records import BatchRecord
+from tokasaurus.server.protocol.live import (
+    FORMAT,
+    JobState,
+    LiveEvent,
+    LiveForecast,
+    LiveJob,
+    LiveNext,
+    LiveParts,
+    LiveReplica,
+    LiveServer,
+    LiveStage,
+    ReplicaState,
+)
 from tokasaurus.server.recording import Recording
 from tokasaurus.server.state import ServerState
 from tokasaurus.text.json_lines import write_json
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
 SAMPLE_SECONDS = 1.0
 MAX_SAMPLE_WAIT_SECONDS = 0.4
 """Longest time for which an event waits for the replicas' samples."""
@@ -41,7 +53,6 @@ SHOWN_SECONDS = 60.0
 SPEED_SAMPLES = 10
 """Samples over which a job's tokens per second are the mean."""
 
-JobState = Literal["validating", "waiting", "running", "finished", "failed", "cancelled"]
 _STATES: dict[str, JobState] = {
     "validating": "validating",
     "in_progress": "waiting",
@@ -153,7 +164,7 @@ class LiveFeed:
         for listener in self._listeners:
             listener.has_news.set()
 
-    async def _event(self) -> dict[str, Any]:
+    async def _event(self) -> LiveEvent:
         engine, calls = self._state.engine, self._state.engine.calls
         return {
             "format": FORMAT,
@@ -169,7 +180,7 @@ class LiveFeed:
             "jobs": await self._jobs.describe(),
         }
 
-    def _server(self) -> dict[str, Any]:
+    def _server(self) -> LiveServer:
         state, config, limits = self._state, self._state.config, self._state.engine.limits
         return {
             "version": __version__,
@@ -186,20 +197,23 @@ class LiveFeed:
         }
 
 
-def _replica(index: int, replica: Replica, engine: EngineClient) -> dict[str, Any]:
+def _replica(index: int, replica: Replica, engine: EngineClient) -> LiveReplica:
     """Takes the replica's sample, if one has arrived; without, what the server knows by itself."""
-    shown: dict[str, Any] = {
+    shown: LiveReplica = {
         "index": index,
         "state": _state_of(replica, engine),
         "restarts": max(0, replica.num_starts - 1),
     }
     sample, replica.sample = replica.sample, None
+    stats = replica.stats if sample is None else sample.stats
+    if stats is not None:
+        _add_stats(shown, stats)
     if sample is not None:
-        return shown | _stats(sample.stats) | _sample(sample)
-    return shown if replica.stats is None else shown | _stats(replica.stats)
+        _add_sample(shown, sample)
+    return shown
 
 
-def _state_of(replica: Replica, engine: EngineClient) -> str:
+def _state_of(replica: Replica, engine: EngineClient) -> ReplicaState:
     if not replica.is_ready:
         return "starting" if replica.num_starts <= 1 and replica.limits is None else "down"
     if engine.is_asleep:
@@ -207,65 +221,81 @@ def _state_of(replica: Replica, engine: EngineClient) -> str:
     return "paused" if engine.is_paused else "up"
 
 
-def _stats(stats: EngineStats) -> dict[str, Any]:
-    return {
-        "running": stats.num_running,
-        "background": stats.num_running_background,
-        "waiting": stats.num_waiting,
-        "queue_depth": stats.worker_queue_depth,
-        "tokens": {
-            "prompt": stats.total_prompt_tokens,
-            "generated": stats.total_generation_tokens,
-            "cached": stats.total_prefix_cache_hit_tokens,
-            "computed": stats.total_computed_prompt_tokens,
-            "shared": stats.total_shared_prompt_tokens,
-            "recomputed": stats.total_recomputed_tokens,
-        },
+def _add_stats(shown: LiveReplica, stats: EngineStats) -> None:
+    shown["running"] = stats.num_running
+    shown["background"] = stats.num_running_background
+    shown["waiting"] = stats.num_waiting
+    shown["queue_depth"] = stats.worker_queue_depth
+    shown["tokens"] = {
+        "prompt": stats.total_prompt_tokens,
+        "generated": stats.total_generation_tokens,
+        "cached": stats.total_prefix_cache_hit_tokens,
+        "computed": stats.total_computed_prompt_tokens,
+        "shared": stats.total_shared_prompt_tokens,
+        "recomputed": stats.total_recomputed_tokens,
     }
 
 
-def _sample(sample: LiveSample) -> dict[str, Any]:
-    waiting = sample.next
-    parts: dict[str, Any] = {
+def _add_sample(shown: LiveReplica, sample: LiveSample) -> None:
+    shown["step"], shown["steps"] = sample.step, sample.num_steps
+    shown["step_seconds"] = _rounded(sample.round_seconds, 6)
+    shown["microbatches"] = sample.num_microbatches
+    shown["prefilling"], shown["slots"] = sample.num_prefilling, sample.num_slots
+    shown["blocks"] = {
+        "total": sample.stats.num_kv_blocks_total,
+        "own": sample.blocks.own,
+        "shared": sample.blocks.shared,
+        "cached": sample.blocks.cached,
+        "free": sample.blocks.free,
+    }
+    shown["events"] = {
+        "admitted": sample.num_admitted,
+        "finished": sample.num_finished,
+        "preempted": sample.num_preempted,
+        "evicted": sample.num_evicted_blocks,
+    }
+    shown["forecast"] = None if sample.forecast is None else _forecast(sample.forecast)
+    shown["next"] = None if sample.next is None else _next(sample.next)
+    shown["oldest_wait_seconds"] = _rounded(sample.oldest_wait_s, 3)
+    shown["lengths"] = sample.lengths
+    shown["eta_seconds"] = _rounded(sample.eta_s, 1)
+    shown["parts"] = _parts(sample)
+    if sample.stages:
+        shown["stages"] = [_stage(stage) for stage in sample.stages]
+
+
+def _forecast(points: KVForecastPoints) -> LiveForecast:
+    return {
+        "step": points.step,
+        "steps": points.steps,
+        "blocks": points.blocks,
+        "peak": points.peak,
+        "limit": points.limit,
+    }
+
+
+def _next(waiting: NextSequence) -> LiveNext:
+    return {
+        "fits_in_steps": waiting.fits_in_steps,
+        "blocks": waiting.num_blocks,
+        "prompt_tokens": waiting.num_prompt_tokens,
+        "wait_seconds": round(waiting.wait_s, 3),
+        "blocked_by": waiting.blocked_by,
+    }
+
+
+def _parts(sample: LiveSample) -> LiveParts:
+    parts: LiveParts = {
         "manager": {name: round(seconds, 6) for name, seconds in sample.manager_seconds.items()},
         "device": {"busy": round(sample.busy_seconds, 6), "idle": round(sample.idle_seconds, 6)},
     }
     if sample.phase_seconds:
         phases = zip(FORWARD_PHASES, sample.phase_seconds, strict=False)
         parts["phases"] = {name: round(seconds, 6) for name, seconds in phases}
-    shown = {} if not sample.stages else {"stages": [_stage(stage) for stage in sample.stages]}
-    return shown | {
-        "step": sample.step,
-        "steps": sample.num_steps,
-        "step_seconds": _rounded(sample.round_seconds, 6),
-        "microbatches": sample.num_microbatches,
-        "prefilling": sample.num_prefilling,
-        "slots": sample.num_slots,
-        "blocks": {"total": sample.stats.num_kv_blocks_total, **asdict(sample.blocks)},
-        "events": {
-            "admitted": sample.num_admitted,
-            "finished": sample.num_finished,
-            "preempted": sample.num_preempted,
-            "evicted": sample.num_evicted_blocks,
-        },
-        "forecast": None if sample.forecast is None else asdict(sample.forecast),
-        "next": None
-        if waiting is None
-        else {
-            "fits_in_steps": waiting.fits_in_steps,
-            "blocks": waiting.num_blocks,
-            "prompt_tokens": waiting.num_prompt_tokens,
-            "wait_seconds": round(waiting.wait_s, 3),
-            "blocked_by": waiting.blocked_by,
-        },
-        "oldest_wait_seconds": _rounded(sample.oldest_wait_s, 3),
-        "lengths": sample.lengths,
-        "eta_seconds": _rounded(sample.eta_s, 1),
-        "parts": parts,
-    }
+    return parts
 
 
-def _stage(stage: StageSample) -> dict[str, Any]:
+def _stage(stage: StageSample) -> LiveStage:
     return {
         "busy": round(stage.busy_seconds, 6),
         "waiting": round(stage.waiting_seconds, 6),
@@ -342,7 +372,7 @@ class _Jobs:
         self._jobs.clear()
         self._open.clear()
 
-    async def describe(self) -> list[dict[str, Any]]:
+    async def describe(self) -> list[LiveJob]:
         now_s = time.monotonic()
         seen = self._note_bulks(now_s)
         if self._batches is not None:
@@ -428,7 +458,7 @@ class _Jobs:
             None if progress is None else progress.expected_tokens,
         )
 
-    def _describe(self, job: _Job) -> dict[str, Any]:
+    def _describe(self, job: _Job) -> LiveJob:
         figures = job.last
         assert figures is not None, "it was noted when it was found"
         tokens_per_second, lines_per_second = job.speeds()

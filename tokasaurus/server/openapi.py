@@ -33,6 +33,10 @@ EXAMPLES: Mapping[str, object] = {
 """Path of a POST route → a body that it accepts, which the page offers to send. A batch needs the id of a file."""
 
 
+_EVENT_PATHS = ("/live",)
+"""Their answer is a stream of events; the schema is that of one of them."""
+
+
 def error_responses(*statuses: int) -> Responses:
     """Value for a route's `responses`; DescribedApp adds 500 to every route, 401 to those that need the key, and 403
     to those that web pages may not use."""
@@ -84,6 +88,9 @@ class DescribedApp(FastAPI):
                         responses["403"] = {"description": "a web page of another site sent the request", **error}
                     if path not in OPEN_PATHS:
                         responses["401"] = {"description": "the server's API key is missing or wrong", **error}
+                    if path in _EVENT_PATHS:
+                        answer = responses["200"]
+                        answer["content"] = {"text/event-stream": answer["content"]["application/json"]}
                     if method == "post" and path in EXAMPLES:
                         for content in operation["requestBody"]["content"].values():
                             content["example"] = EXAMPLES[path]

@@ -7,8 +7,10 @@ from starlette.responses import Response
 
 from tokasaurus.server.errors import ServerStopping
 from tokasaurus.server.live import LiveFeed
+from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.page import read_live_page
 from tokasaurus.server.page_headers import page_headers
+from tokasaurus.server.protocol.live import LiveEvent
 from tokasaurus.server.routes.event_stream import HEADERS, EventStream
 from tokasaurus.server.state import is_head, state_of
 
@@ -31,9 +33,15 @@ async def page(request: Request) -> Response:
     return Response(content, headers=headers, media_type="text/html")
 
 
-@router.get("/live", include_in_schema=False)
+@router.get(
+    "/live",
+    responses={
+        200: {"model": LiveEvent, "description": "Server-sent events, each with `data: ` and one object in a line."},
+        **error_responses(503),
+    },
+)
 async def live(request: Request) -> Response:
-    """Server-sent events, one a second, whatever the state of the engine, until the server stops."""
+    """What the server does, once a second, whatever the state of the engine, until the server stops."""
     if state_of(request).engine.is_draining:
         raise ServerStopping("the server is stopping")
     if is_head(request.scope):

@@ -1,0 +1,195 @@
+"""Events of GET /live. Readers must ignore fields that they do not know; docs/live.md says more of each field."""
+
+from typing import Final, Literal
+
+from typing_extensions import Required, TypedDict
+
+from tokasaurus.messages.live import Blocked
+
+FORMAT: Final = 1
+
+JobState = Literal["validating", "waiting", "running", "finished", "failed", "cancelled"]
+ReplicaState = Literal["starting", "up", "paused", "asleep", "down"]
+
+
+class LiveServer(TypedDict):
+    """started: seconds since 1970. device, dtype, page_size: as flags ask for, or null, until the model is loaded.
+    price_per_hour: of the flag."""
+
+    version: str
+    model: str
+    started: float
+    dp_size: int
+    pp_size: int
+    tp_size: int
+    device: str | None
+    dtype: str | None
+    page_size: int | None
+    draining: bool
+    price_per_hour: float | None
+
+
+class LiveRequests(TypedDict):
+    """Bodies of generation routes, and lines of jobs. open: now. answered, aborted, failed: since the start."""
+
+    open: int
+    answered: int
+    aborted: int
+    failed: int
+
+
+class LiveTokens(TypedDict):
+    """Totals since the replica's start. prompt: of requests, each once. cached, computed: of sequences. shared: in
+    prefix groups. recomputed: after preemptions."""
+
+    prompt: int
+    generated: int
+    cached: int
+    computed: int
+    shared: int
+    recomputed: int
+
+
+class LiveBlocks(TypedDict):
+    """KV blocks by who uses them. own: one sequence. shared: several. cached: none; they hold prefixes."""
+
+    total: int
+    own: int
+    shared: int
+    cached: int
+    free: int
+
+
+class LiveEvents(TypedDict):
+    """Since the event before. admitted, finished, preempted: sequences. evicted: blocks."""
+
+    admitted: int
+    finished: int
+    preempted: int
+    evicted: int
+
+
+class LiveForecast(TypedDict):
+    """Blocks in use by the running sequences until their predicted ends; linear between the points.
+
+    step: number of the next step. steps: rounds after it. blocks: in use then. limit: what admission fills.
+    """
+
+    step: int
+    steps: list[int]
+    blocks: list[int]
+    peak: int
+    limit: int
+
+
+class LiveNext(TypedDict):
+    """The first waiting sequence. fits_in_steps: the first round in which its blocks suffice; null: not foreseen.
+    blocks: that it will need beyond those that running sequences have. blocked_by: null if it is admitted at once."""
+
+    fits_in_steps: int | None
+    blocks: int
+    prompt_tokens: int
+    wait_seconds: float
+    blocked_by: Blocked | None
+
+
+class LiveParts(TypedDict, total=False):
+    """Seconds since the event before, by part of the manager's step, of the device's time and of the forward."""
+
+    manager: Required[dict[str, float]]
+    device: Required[dict[str, float]]
+    phases: dict[str, float]
+
+
+class LiveStage(TypedDict):
+    """A pipeline stage. busy, waiting: seconds since the event before. microbatches: in flight."""
+
+    busy: float
+    waiting: float
+    microbatches: int
+
+
+class LiveReplica(TypedDict, total=False):
+    """A replica. Fields may be missing while it is down, or answers late; stages, without pp_size.
+
+    restarts: how often it was started again. step: number of the newest step whose results have arrived.
+    steps: since the event before. step_seconds: expected time of a round of decode steps. microbatches: steps of a
+    round. background: running sequences of batches. slots: most sequences that can run. queue_depth: steps in flight.
+    oldest_wait_seconds: of a request with a waiting sequence. lengths: predicted and actual tokens of sequences that
+    finished since the event before. eta_seconds: until all that runs and waits will have ended.
+    """
+
+    index: Required[int]
+    state: Required[ReplicaState]
+    restarts: Required[int]
+    step: int
+    steps: int
+    step_seconds: float | None
+    microbatches: int
+    running: int
+    prefilling: int
+    background: int
+    waiting: int
+    slots: int
+    queue_depth: int
+    tokens: LiveTokens
+    blocks: LiveBlocks
+    events: LiveEvents
+    forecast: LiveForecast | None
+    next: LiveNext | None
+    oldest_wait_seconds: float | None
+    lengths: list[tuple[int, int]]
+    eta_seconds: float | None
+    parts: LiveParts
+    stages: list[LiveStage]
+
+
+class LiveLines(TypedDict):
+    """total: null while it is not known. done: with an answer."""
+
+    total: int | None
+    done: int
+    failed: int
+    running: int
+
+
+class LiveJobTokens(TypedDict):
+    """prompt: of lines that are done. generated: also of running lines, where they are known."""
+
+    prompt: int
+    generated: int
+
+
+class LiveCost(TypedDict):
+    """device_seconds: the job's share of the time in which the devices were busy. price: their part of
+    price_per_hour."""
+
+    device_seconds: float
+    price: float | None
+
+
+class LiveJob(TypedDict):
+    """started: seconds since 1970. tokens_per_second: generated. eta_seconds: until its end; null while there is no
+    basis."""
+
+    id: str
+    kind: Literal["batch", "bulk"]
+    name: str
+    state: JobState
+    lines: LiveLines
+    tokens: LiveJobTokens
+    started: float
+    tokens_per_second: float
+    eta_seconds: float | None
+    cost: LiveCost
+
+
+class LiveEvent(TypedDict):
+    """What the server does now: one of the events of GET /live. time: seconds since 1970."""
+
+    format: Literal[1]
+    time: float
+    server: LiveServer
+    requests: LiveRequests
+    replicas: list[LiveReplica]
+    jobs: list[LiveJob]
