@@ -41,3 +41,16 @@ def test_prompts_and_answers_are_not_logged_at_any_level(
     logged = [record for record in caplog.records if record.name.startswith(("uvicorn", "tokasaurus"))]
     assert any(record.levelno < logging.DEBUG for record in logged), "the lowest level is on"
     assert not [record for record in logged if SECRET in record.getMessage() or SECRET in (record.exc_text or "")]
+
+
+@pytest.mark.parametrize(("level", "is_told"), [("info", False), ("debug", True)])
+def test_the_web_server_tells_its_start_and_end_at_debug_level_alone(
+    served_model: ServedModel, caplog: pytest.LogCaptureFixture, level: str, is_told: bool
+) -> None:
+    with live_server(served_model, FakeEngine(), uvicorn_log_level=level):
+        logging.getLogger("uvicorn.error").warning("a warning")
+    messages = [record.getMessage() for record in caplog.records if record.name == "uvicorn.error"]
+    assert "a warning" in messages
+    told = {"Waiting for application startup.", "Application startup complete.", "Application shutdown complete."}
+    assert (told <= set(messages)) == is_told
+    assert len(messages) == 1 or is_told

@@ -317,7 +317,7 @@ def http_config(app: ASGIApp, connections: ConnectionTable) -> uvicorn.Config:
     """How uvicorn serves `app`. connections: empty; also needed by `HttpServer`."""
     log_level = connections.config.uvicorn_log_level
     protocol = partial(ConnectionProtocol, connections)
-    return uvicorn.Config(
+    config = uvicorn.Config(
         app,
         loop="uvloop",
         http=cast(type[asyncio.Protocol], protocol),  # uvicorn only calls it
@@ -330,6 +330,9 @@ def http_config(app: ASGIApp, connections: ConnectionTable) -> uvicorn.Config:
         backlog=LISTEN_BACKLOG,
         timeout_graceful_shutdown=GRACE_S,
     )
+    if log_level == "info":  # at this level it tells its own start and end, which the launcher does
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    return config
 
 
 class HttpServer(uvicorn.Server):
