@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.examples import few
 from tests.helpers.scripted_api import scripted_api
 from tests.helpers.tiny_model import save_tiny_model
 from tokasaurus.chat import ChatConfig
@@ -112,6 +113,7 @@ def test_a_conversation_at_a_terminal(api: HTTPServer) -> None:
     assert len(api.ended_early) == 1, "the server learns that an answer is not wanted any more"  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_end_of_input_ends_the_conversation(api: HTTPServer) -> None:
     terminal = Terminal(f"base_url=http://127.0.0.1:{api.server_port}/v1", "model=m")
     try:
@@ -122,7 +124,8 @@ def test_end_of_input_ends_the_conversation(api: HTTPServer) -> None:
         terminal.kill()
 
 
-@pytest.mark.parametrize(
+@few(
+    1,
     ("message", "code", "out", "err"),
     [
         ("two\nlines\n", 0, "chat two\nlines 0\n", ""),

@@ -73,6 +73,7 @@ def test_is_not_torn_down(breaks_later): pass
     assert result.line("all", 3.2) == "all: 1 passed, 3 failed, 1 skipped, 3 s"
 
 
+@pytest.mark.long
 def test_arguments_go_to_pytest(tmp_path: Path) -> None:
     part = part_of(tmp_path, many="def test_one(): pass\ndef test_two(): assert False\ndef test_three(): assert False")
     assert by_name(run_part(part, ["-k", "one"], 60)) == {"test_one": "passed"}
@@ -90,6 +91,7 @@ def test_a_test_that_kills_its_process_costs_only_itself(tmp_path: Path) -> None
     assert (result.exit_code, result.not_run) == (FAILED, [])
 
 
+@pytest.mark.long
 def test_a_test_that_hangs_in_c_ends_after_its_limit_with_its_children(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,6 +120,7 @@ def test_a_test_that_hangs_in_python_fails_after_its_limit(tmp_path: Path) -> No
     assert by_name(result) == {"test_a": "failed", "test_b": "passed"}
 
 
+@pytest.mark.long
 def test_a_test_at_work_at_the_end_of_the_time_is_killed_and_the_rest_not_run(tmp_path: Path) -> None:
     source = "import time\ndef test_a(): time.sleep(60)\ndef test_b(): pass"
     started_s = time.monotonic()
@@ -137,6 +140,7 @@ def test_no_test_begins_when_no_time_is_left(tmp_path: Path) -> None:
     assert result.line("all", 8.0) == "all: 1 passed, 1 not run, 8 s"
 
 
+@pytest.mark.long
 def test_a_broken_cuda_context_ends_the_process_and_not_the_part(tmp_path: Path) -> None:
     """A module that looks like torch after an illegal access in a kernel."""
     source = """

@@ -38,7 +38,7 @@ def check_complete(tmp_path: Path, num_lines: int = 30) -> None:
 
 
 @few(
-    2,
+    1,
     "script",
     [
         'cat "$FILE" | toka_batch input=- "$@"',
@@ -57,6 +57,7 @@ def test_the_output_is_that_of_the_file(words: list[str], tmp_path: Path, script
     check_complete(tmp_path)
 
 
+@pytest.mark.long
 def test_a_socket_as_standard_input(words: list[str], tmp_path: Path) -> None:
     own, other = socket.socketpair()
     with own, other:
@@ -67,7 +68,8 @@ def test_a_socket_as_standard_input(words: list[str], tmp_path: Path) -> None:
     check_complete(tmp_path)
 
 
-@pytest.mark.parametrize(
+@few(
+    2,
     ("script", "message"),
     [
         ('toka_batch input=- "$@" < /dev/null', "input=-: is empty"),
@@ -136,6 +138,7 @@ def test_a_killed_run_does_not_continue_with_another_input(
     check_complete(tmp_path)
 
 
+@pytest.mark.long
 def test_a_stopped_run_says_what_a_later_one_needs(words: list[str], server: LiveServer, tmp_path: Path) -> None:
     server.engine.script = never
     with (tmp_path / "in.jsonl").open() as source:

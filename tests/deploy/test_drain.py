@@ -60,6 +60,7 @@ def health_check(words: list[str], port: int) -> int:
     return subprocess.run(replaced, env={"PATH": "/usr/bin:/bin", "TOKA_PORT": str(port)}, timeout=30).returncode
 
 
+@pytest.mark.long
 def test_the_unit_drains_running_streams(model: Path, tmp_path: Path) -> None:
     unit = read_unit(DEPLOY / "toka.service")
     environment = dict(word.split("=", 1) for line in unit["Environment"] for word in line.split())

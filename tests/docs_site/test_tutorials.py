@@ -73,6 +73,7 @@ def assert_answered(folder: Path) -> None:
     assert {len(row["answer"]) for row in rows} == {16}
 
 
+@pytest.mark.long
 def test_serve_and_ask(demo_model: TokaProcess, tmp_path: Path) -> None:
     assert server_flags(SERVE) == {"dtype=float32"}, "the flags of the server that tests share"
     tutorial(SERVE, tmp_path, demo_model).run()

@@ -101,6 +101,7 @@ def tab() -> Iterator[Tab]:
         assert opened.hosts() == {"127.0.0.1"}
 
 
+@pytest.mark.long
 def test_the_page_shows_what_the_server_does_and_replays_it(demo_model: TokaProcess, tab: Tab, tmp_path: Path) -> None:
     url = demo_model.url
     with under_load(url), listening(url) as events:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.helpers.terminal import on_terminal
 from tests.helpers.tiny_model import save_tiny_model
@@ -16,6 +17,7 @@ NUM_REQUESTS, NUM_SAMPLES = 6, 3
 CTRL_C = b"\x03"
 
 
+@pytest.mark.long
 def test_start_load_and_end_wrap_nothing_and_the_summary_counts_what_clients_saw(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     flags = [f"model={tmp_path}", "served_model_name=tiny", "port=0", "stats_report_seconds=0.2", "drain_seconds=1"]

@@ -12,9 +12,15 @@ from tokasaurus.top_command.samples import Sample, read_sample
 
 
 def test_samples_of_a_real_server(demo_model: TokaProcess) -> None:
-    """From before a request until after its end."""
-    body = {"model": "default", "prompt": "Once upon a time", "max_tokens": 120, "n": 4, "ignore_eos": True}
-    asked = threading.Thread(target=lambda: httpx.post(f"{demo_model.url}/v1/completions", json=body, timeout=120))
+    """From before a request until after its end, which comes when a sample has shown it."""
+    body = {"model": "default", "prompt": "Once upon a time", "max_tokens": 3000, "n": 4, "ignore_eos": True}
+    is_seen = threading.Event()
+
+    def ask() -> None:
+        with httpx.stream("POST", f"{demo_model.url}/v1/completions", json=body | {"stream": True}, timeout=120):
+            is_seen.wait(120)
+
+    asked = threading.Thread(target=ask)
     command = [sys.executable, "-m", "tokasaurus", "top", demo_model.url, "json=T"]
     samples: list[Sample] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -22,9 +28,12 @@ def test_samples_of_a_real_server(demo_model: TokaProcess) -> None:
         for line in process.stdout:
             assert json.loads(line)["format"] == 1
             samples.append(read_sample(line))
+            newest = samples[-1].replicas[0]
             if len(samples) == 1:
                 asked.start()
-            elif samples[-1].replicas[0].tokens["generated"] >= samples[0].replicas[0].tokens["generated"] + 480:
+            elif newest.running == 4:
+                is_seen.set()
+            elif is_seen.is_set() and newest.step is not None and newest.running == 0:
                 break
             assert len(samples) < 120, "the request does not end"
         process.terminate()
@@ -41,4 +50,5 @@ def test_samples_of_a_real_server(demo_model: TokaProcess) -> None:
             assert forecast.peak == max(forecast.blocks) <= forecast.limit
             assert len(forecast.steps) <= 240
     assert max(replica.running for replica in whole) == 4
-    assert samples[-1].requests["answered"] >= samples[0].requests["answered"]
+    assert whole[-1].tokens["generated"] > whole[0].tokens["generated"]
+    assert samples[-1].requests["aborted"] > samples[0].requests["aborted"]

@@ -77,6 +77,7 @@ def run(directory: Path, *words: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_float32_engine_differs_from_transformers_by_rounding_in_every_mode(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +93,16 @@ def test_a_float32_engine_differs_from_transformers_by_rounding_in_every_mode(
         assert mode.name in shown
         assert mode.name in (tmp_path / "figures.svg").read_text()
     assert ET.parse(tmp_path / "figures.svg").getroot().tag.endswith("svg")
+
+
+def test_a_float32_engine_differs_from_transformers_by_rounding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_model(tmp_path, "qwen3")
+    monkeypatch.setattr("tokasaurus.mismatch_command.run.MODES", MODES[:1])
+    (mode,) = run(tmp_path)["modes"]
+    assert 0 < mode["largest"] < 1e-4
+    assert mode["num_tokens"] > 8 * 15
 
 
 def test_a_reference_of_another_dtype_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.helpers.toka_process import free_port
+from tests.helpers.examples import few
 from tests.top_command.helpers.live_stub import Script, serving
 from tests.top_command.helpers.scripted_samples import line, sample
 
@@ -87,6 +88,7 @@ def test_samples_are_printed_as_they_came(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_an_answer_that_may_pass_is_waited_for() -> None:
     script = Script(status=503)
     with serving(script) as url, running(f"base_url={url}") as process:
@@ -96,7 +98,8 @@ def test_an_answer_that_may_pass_is_waited_for() -> None:
         assert "210 running" in read_lines(process, 1)[0]
 
 
-@pytest.mark.parametrize(
+@few(
+    2,
     ("script", "message"),
     [
         (Script(status=404), "has no /live: it is an older toka, or another server"),
@@ -125,6 +128,7 @@ def test_a_server_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:
     assert failure(absent) == f"toka top: {absent} does not answer: No such file or directory; is toka running?"
 
 
+@pytest.mark.long
 def test_a_file_that_cannot_be_written_ends_the_command(tmp_path: Path) -> None:
     path = tmp_path / "absent" / "run.jsonl"
     with serving(Script()) as url:

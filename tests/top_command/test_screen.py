@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.helpers.toka_process import free_port
+from tests.helpers.examples import few
 from tests.top_command.helpers.live_stub import Script, serving
 from tests.top_command.helpers.scripted_samples import job, line, replica, sample
 from tests.top_command.helpers.terminal_process import in_terminal
@@ -44,7 +45,7 @@ def answered(text: str) -> int:
     return int(found[1].replace(",", ""))
 
 
-@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (120, 40), (33, 9)])
+@few(1, ("columns", "rows"), [(80, 24), (33, 9), (120, 40)])
 @pytest.mark.parametrize(
     "how", [pytest.param("q", id="q"), pytest.param("ctrl-c", id="ctrl-c"), pytest.param("sigterm", id="sigterm")]
 )
@@ -158,6 +159,7 @@ def test_colours_and_characters_are_those_that_the_terminal_has(url: str) -> Non
     assert b"####" in seen["ascii"]
 
 
+@pytest.mark.long
 def test_a_terminal_without_a_cursor_has_a_line_a_second(url: str) -> None:
     with in_terminal([*COMMAND, url], 80, 24, TERM="dumb") as terminal:
         terminal.wait_for(lambda text: text.count("217 running") > 2)
@@ -167,6 +169,7 @@ def test_a_terminal_without_a_cursor_has_a_line_a_second(url: str) -> None:
         assert b"\x1b" not in terminal.output
 
 
+@pytest.mark.long
 def test_errors_of_the_first_moment_come_without_a_screen() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with in_terminal([*COMMAND, url], 80, 24) as terminal:
@@ -194,6 +197,7 @@ def test_a_replay_is_scrubbed_and_stays_at_its_end(tmp_path: Path) -> None:
         terminal.assert_as_before()
 
 
+@pytest.mark.long
 def test_a_replay_goes_through_its_samples_by_itself(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_bytes(b"".join(line(sample(second)) for second in range(61)))

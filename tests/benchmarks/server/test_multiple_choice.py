@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from benchmarks.server import multiple_choice
 from benchmarks.server.multiple_choice import Target, choose, count_distinct, make_questions, measure
+from tests.helpers.examples import few
 from tests.helpers.tiny_model import save_tiny_model
 from tests.server.helpers.live_server import http_server
 
@@ -152,7 +153,7 @@ def question_starts(context: list[int]) -> list[int]:
     return [index for index, token_id in enumerate(context) if [token_id] == words_as_tokens("Question:")]
 
 
-@pytest.mark.parametrize("wrong", ["first known", "one missing", "one null"])
+@few(1, "wrong", ["first known", "one missing", "one null"])
 def test_log_probabilities_that_lm_eval_could_not_read_are_an_error(
     server: KeepingServer, wrong: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +172,7 @@ def test_counts_that_disagree_fail(server: KeepingServer) -> None:
     assert run(server) == 1
 
 
+@pytest.mark.long
 def test_a_ratio_above_the_limit_fails_with_check(server: KeepingServer) -> None:
     server.keeps = False
     assert run(server) == 0

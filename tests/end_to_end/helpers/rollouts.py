@@ -14,10 +14,11 @@ from typing import Any
 import httpx
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
+from tests.helpers.examples import IS_NIGHTLY
 from tests.helpers.tiny_model import save_tiny_model
 
 FLAGS = ("dtype=float32", "kv_cache_num_tokens=32768", "max_tokens_per_forward=512", "max_seqs_per_forward=64")
-NUM_REQUESTS = 64
+NUM_REQUESTS = 64 if IS_NIGHTLY else 32
 NUM_TOKENS = 200
 """Of each completion: some tenths of a second for all of them."""
 

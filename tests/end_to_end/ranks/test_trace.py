@@ -110,6 +110,7 @@ def test_a_trace_of_two_stages_shows_each_step_and_each_transfer(tmp_path: Path)
         assert sampled < used
 
 
+@pytest.mark.long
 def test_a_server_that_is_stopped_before_the_last_step_writes_its_trace(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model", "llama")
     path = tmp_path / "trace.json"

@@ -13,6 +13,7 @@ import pytest
 
 from tests.end_to_end.helpers.rollouts import RolloutServer
 from tests.end_to_end.helpers.toka_process import wait_for
+from tests.helpers.examples import few
 
 PROMPT = [72, 101, 108, 108, 111]
 
@@ -72,7 +73,7 @@ def loads(server: RolloutServer) -> list[dict[str, int]]:
     return list(server.http.get("/v1/loads?include=core,disagg,queues").json()["loads"])
 
 
-@pytest.mark.parametrize("mode", [None, "abort", "retract"])
+@few(1, "mode", [None, "abort", "retract"])
 def test_areal_is_interrupted_by_an_update_from_disk(
     server: RolloutServer, models: list[Path], mode: str | None
 ) -> None:

@@ -16,7 +16,7 @@ from tests.server.http.helpers.server_process import probing_health, server_proc
 from tests.server.jobs.helpers.forms import FORM, PURPOSE, file_part
 from tests.server.jobs.helpers.uploads import FILES
 
-NUM_BYTES = (150 if IS_NIGHTLY else 50) << 20
+NUM_BYTES = (150 if IS_NIGHTLY else 24) << 20
 MAX_GROWTH_BYTES = 16 << 20
 
 

@@ -179,6 +179,7 @@ def test_a_lost_connection_is_made_again(tab: Tab, pages: LivePages, events: lis
     assert len(drawn(tab, "path.edge-used")) == 60
 
 
+@pytest.mark.long
 def test_what_refuses_is_said(tab: Tab, pages: LivePages) -> None:
     pages.status = 403
     tab.expected = r"status of 403"
@@ -191,6 +192,7 @@ def test_what_refuses_is_said(tab: Tab, pages: LivePages) -> None:
     assert tab.run("document.getElementById('notice').hidden")
 
 
+@pytest.mark.long
 def test_a_hidden_tab_keeps_the_history_and_draws_when_it_is_seen(
     tab: Tab, pages: LivePages, events: list[dict[str, Any]]
 ) -> None:
@@ -206,6 +208,7 @@ def test_a_hidden_tab_keeps_the_history_and_draws_when_it_is_seen(
     assert len(drawn(tab, "path.edge-used")) == len(events)
 
 
+@pytest.mark.long
 def test_several_replicas_are_summed_or_chosen(tab: Tab, pages: LivePages) -> None:
     pages.events = simulated_events(28, num_replicas=3, seed=2, restart_at=20)
     replicas = pages.events[-1]["replicas"]
@@ -232,6 +235,7 @@ def test_an_idle_server_and_events_with_little_in_them_are_shown(tab: Tab, pages
     assert [text_of(tab, f"#{name}") for name in ("running", "pool", "eta")] == ["0", "–", "–"]
 
 
+@pytest.mark.long
 def test_keys_move_the_time_cursor_and_say_its_figures(
     tab: Tab, pages: LivePages, events: list[dict[str, Any]]
 ) -> None:
