@@ -126,8 +126,8 @@ class FlagConfig(Config):
     flags = dict[str, Flag]()  # noqa: RUF012  (annotated, it would be a flag)
     """By name, in the order of the help. A subclass begins with its own groups."""
     main_flags = frozenset[str]()
-    """Those in the short help; empty for all. A subclass has its own groups, and of the others those that its base
-    class has."""
+    """Flags in the short help; empty for all. For its own groups a subclass says which; for inherited groups, its base
+    class does."""
 
     def __init_subclass__(
         cls, without: Iterable[str] = (), only: Iterable[str] | None = None, heading: str | None = None
@@ -227,7 +227,7 @@ class FlagConfig(Config):
 
     @classmethod
     def relevant(cls, settings: dict[str, Setting]) -> dict[str, Setting]:
-        """Without those of the environment and of files that are not for this call of the command."""
+        """The settings for this call of the command: the environment and files may have settings for other calls."""
         return settings
 
     @classmethod

@@ -13,7 +13,7 @@ from tokasaurus.top_command.config import TopConfig
     [
         ([], "http://127.0.0.1:10210", "http://127.0.0.1:10210"),
         (["host=::1", "port=8080"], "http://[::1]:8080", "http://[::1]:8080"),
-        (["base_url=https://h/v1"], "https://h/v1", "https://h/v1"),
+        (["base_url=https://h/v1"], "https://h", "https://h"),
         (["unix_socket=/run/toka"], "http://localhost", "unix_socket=/run/toka"),
     ],
 )

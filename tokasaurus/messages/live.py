@@ -32,8 +32,8 @@ class BlockUse:
 class KVForecastPoints:
     """Blocks in use by the running sequences until the last of them ends, linear between the points.
 
-    Steps are rounds: one step of each microbatch. The points are those of the KV simulation, or if they are more than
-    MAX_FORECAST_POINTS, the highest and the lowest of each of equal parts of the time.
+    Steps are rounds: one step of each microbatch. The points come from the KV simulation. If it has more than
+    MAX_FORECAST_POINTS, the time is cut into equal parts, and each part has its highest and its lowest point.
     """
 
     step: int
@@ -59,7 +59,7 @@ class NextSequence:
     fits_in_steps: int | None
     """By the forecast, the step from which on its blocks suffice to its end; None if the forecast does not tell."""
     num_blocks: int
-    """That it is expected to need beyond those that running sequences or the cache have."""
+    """That it is expected to need, without blocks that running sequences or the cache already have."""
     num_prompt_tokens: int
     """To prefill: the prompt, and what was sampled before a preemption."""
     wait_s: float
@@ -77,7 +77,7 @@ class StageSample:
     waiting_seconds: float
     """Within its steps, for what other stages send or receive."""
     num_microbatches: int
-    """That the stage before it has computed, and it has not; of the first stage, those that the manager has sent."""
+    """Steps that the stage before it has computed and it has not; of the first stage: that the manager has sent."""
 
 
 @dataclass(frozen=True, slots=True)

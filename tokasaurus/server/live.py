@@ -96,7 +96,7 @@ class LiveFeed:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Within the context, those who listen get events."""
+        """Within the context, listeners get events."""
         task = asyncio.create_task(self._run(), name="live feed")
         try:
             yield
@@ -324,7 +324,7 @@ class _Figures:
 
 @dataclass(slots=True)
 class _Job:
-    """A job that is shown. Times are those of time.monotonic."""
+    """A job that is shown. Times of fields that end in `_s` are by time.monotonic."""
 
     id: str
     kind: Literal["batch", "bulk"]
@@ -334,7 +334,7 @@ class _Job:
     work_before: WorkDone | None = None
     """Of the server, when the job's lines began to run; None before."""
     tokens_before: int = 0
-    """Of the job at that moment: those that an earlier server has computed."""
+    """Of the job at that moment: an earlier server has computed them."""
     device_seconds: float = 0.0
     ended_s: float | None = None
     history: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=SPEED_SAMPLES + 1))
@@ -356,7 +356,7 @@ class _Job:
 
 
 class _Jobs:
-    """The jobs that run, and those that have ended lately."""
+    """Jobs that run or have ended lately."""
 
     def __init__(self, state: ServerState, batches: BatchService | None, bulks: OpenBulks) -> None:
         self._state = state

@@ -3,19 +3,14 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from tokasaurus.addresses import URL_OF_SOCKETS
-from tokasaurus.config import ServerConfig
-from tokasaurus.flags import FlagConfig, flag
+from tokasaurus.flags import flag
+from tokasaurus.running_server import AddressConfig, url_of_server
 
 
-class TopConfig(FlagConfig):
+class TopConfig(AddressConfig):
     """The flags of `toka top`, checked by `finalize`."""
 
-    host: str = flag("127.0.0.1", "address of the server", heading="server")
-    port: int = flag(ServerConfig.port, "TCP port of the server", minimum=1, maximum=65535)
-    unix_socket: str | None = flag(None, "file of the server's Unix socket, replaces host and port")
     base_url: str | None = flag(None, "URL of the server, with or without /v1, replaces host and port")
-    api_key: str | None = flag(None, "API key of the server", none_means="TOKA_API_KEY", is_secret=True)
     json: bool = flag(False, "print the samples as they come, one JSON object per line", heading="output")
     record: str | None = flag(
         None,
@@ -32,8 +27,7 @@ class TopConfig(FlagConfig):
     )
 
     def further_errors(self) -> Iterator[str]:
-        if self.unix_socket is not None and self.base_url is not None:
-            yield f"unix_socket={self.unix_socket}: either it or base_url= names the server"
+        yield from super().further_errors()
         if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
             yield f"base_url={self.base_url}: must begin with http:// or https://"
         if self.replay is not None and self.record is not None:
@@ -45,11 +39,8 @@ class TopConfig(FlagConfig):
 
     @property
     def url(self) -> str:
-        """For a client."""
-        if self.unix_socket is not None:
-            return URL_OF_SOCKETS
-        host = f"[{self.host}]" if ":" in self.host else self.host  # IPv6
-        return f"http://{host}:{self.port}" if self.base_url is None else self.base_url
+        """For a client; without /v1."""
+        return url_of_server(self).rstrip("/").removesuffix("/v1")
 
     @property
     def server_name(self) -> str:

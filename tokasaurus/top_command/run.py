@@ -279,7 +279,7 @@ def _clock(seconds: float) -> str:
 
 @contextmanager
 def _signals(events: Events) -> Iterator[None]:
-    """Signals that end programs become events. Those that are ignored, as under nohup, stay ignored."""
+    """Signals that end programs become events. Ignored signals, as under nohup, stay ignored."""
     loop = asyncio.get_running_loop()
     caught = [number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
     for number in caught:

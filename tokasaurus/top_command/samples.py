@@ -153,8 +153,8 @@ class Sample:
 
 
 def read_sample(line: bytes) -> Sample:
-    """A sample from its JSON. Keys that are not known are ignored; those that are absent, or have another type, count
-    as not known or 0. Raises NotASample, UnknownFormat for another version of the format."""
+    """A sample from its JSON. Unknown keys are ignored. A key that is absent, or has another type, counts as not known
+    or 0. Raises NotASample, UnknownFormat for another version of the format."""
     try:
         value = orjson.loads(line)
     except ValueError:

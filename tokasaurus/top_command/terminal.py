@@ -33,9 +33,9 @@ class Terminal:
     """Use as a context."""
 
     def __init__(self) -> None:
-        # When a signal, such as that of a new size, interrupts a write that is larger than a file's buffer, Python
+        # When a signal, such as SIGWINCH, interrupts a write that is larger than a file's buffer, Python
         # loses the rest of it; and the buffer of sys.stdout has 1 KiB on a terminal.
-        self._file = open(  # noqa: SIM115 (its descriptor is that of sys.stdout)
+        self._file = open(  # noqa: SIM115 (its descriptor is sys.stdout's)
             sys.stdout.fileno(), "w", _BUFFER_BYTES, sys.stdout.encoding, errors="replace", closefd=False
         )
         self._console = Console(file=self._file, highlight=False, markup=False, emoji=False)

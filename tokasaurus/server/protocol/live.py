@@ -84,7 +84,7 @@ class LiveForecast(TypedDict):
 
 class LiveNext(TypedDict):
     """The first waiting sequence. fits_in_steps: the first round in which its blocks suffice; null: not foreseen.
-    blocks: that it will need beyond those that running sequences have. blocked_by: null if it is admitted at once."""
+    blocks: that it will need and no running sequence has. blocked_by: null if it is admitted at once."""
 
     fits_in_steps: int | None
     blocks: int
