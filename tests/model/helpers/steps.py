@@ -100,8 +100,11 @@ class StepDriver:
     """Opens slots, allocates scattered blocks (all blocks of a prompt at once), and runs steps with any mix of decode
     rows and prefill chunks."""
 
-    def __init__(self, runner: Runner, page_size: int = 16, num_blocks: int = 200, seed: int = 0) -> None:
+    def __init__(
+        self, runner: Runner, page_size: int = 16, num_blocks: int = 200, seed: int = 0, want_logprobs: bool = True
+    ) -> None:
         self.runner = runner
+        self._want_logprobs = want_logprobs
         self._page_size = page_size
         self._free = np.random.default_rng(seed).permutation(np.arange(1, num_blocks + 1)).tolist()
         self._step_ids = itertools.count(1)
@@ -257,7 +260,7 @@ class StepDriver:
             sampling=np.array(list(params), SAMPLING_DTYPE),
             seeds=np.array(seeds, np.uint64),
             sample_indices=np.array(samples, np.uint32),
-            want_logprobs=np.ones(len(slots), np.bool_),
+            want_logprobs=np.full(len(slots), self._want_logprobs),
             rules=rules[0] if rules else None,
             num_top_logprobs=int32([self._num_top[slot] for slot in slots]),
             first_writes=int32([self._first_writes[slot] for slot in slots]),

@@ -3,6 +3,7 @@
 import ctypes
 import math
 import threading
+from typing import Any
 
 from torch import Tensor
 
@@ -72,9 +73,15 @@ class CpuBackend:
         self._layout = layout  # owns what the structs point to
         parts = (PagedPartStruct * len(layout.parts))(*map(_struct, layout.parts))
         prefix = None if layout.prefix is None else ctypes.pointer(_struct(layout.prefix))
-        self._paged = PagedForwardStruct(
+        self._paged = self.paged_forward(layout.kv_indices.data_ptr(), parts, prefix)
+
+    def paged_forward(
+        self, kv_indices: int, parts: "ctypes.Array[PagedPartStruct]", prefix: Any = None
+    ) -> PagedForwardStruct:
+        """Of the cache as it is allocated now. kv_indices: the address of int64 [T]."""
+        return PagedForwardStruct(
             *(cache_code(self._cache), self._cache.data_ptr(), self._cache[0].numel()),
-            *(self._shape.page_size, layout.kv_indices.data_ptr(), parts, len(parts), prefix),
+            *(self._shape.page_size, kv_indices, parts, len(parts), prefix),
         )
 
     @property

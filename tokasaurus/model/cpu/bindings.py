@@ -132,6 +132,22 @@ class TopLogprobsStruct(ctypes.Structure):
     _fields_ = (("count", ctypes.c_int64), *((name, ctypes.c_void_p) for name in ("index_of_row", "ids", "logprobs")))
 
 
+class DecodeStepStruct(ctypes.Structure):
+    """The struct DecodeStep of decode_step.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("activation_type", "num_layers", "head_dim")),
+        *((name, ctypes.c_void_p) for name in ("layers", "embedding", "head", "embedding_rows", "final_norm")),
+        ("final_eps", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("cos_sin_of_position", "positions", "block_tables")),
+        ("table_width", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("last_tokens", "cached_tokens", "sequence_keys")),
+        ("num_rows", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("slots", "sampling_params", "forward", "token_ids", "kv_indices")),
+        *((name, ctypes.c_void_p) for name in ("noise_keys", "kv_lengths", "cos_sin", "hidden", "logits", "sampled")),
+    )
+
+
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "PackedWeights": PackedWeightsStruct,
     "PackedLayer": PackedLayerStruct,
@@ -141,6 +157,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "LogitRules": LogitRulesStruct,
     "TokenMasks": TokenMasksStruct,
     "TopLogprobs": TopLogprobsStruct,
+    "DecodeStep": DecodeStepStruct,
 }
 """Every struct, by its name in C++."""
 
@@ -200,6 +217,7 @@ class Kernels:
             *(integer, integer, pointer, pointer, integer, integer, pointer, integer, pointer, *(integer,) * 3)
         ]
         self._library.toka_sample.argtypes = [integer, pointer, integer, integer, *(pointer,) * 8]
+        self._library.toka_decode_step.argtypes = [pointer]
         self._library.toka_token_logprobs.argtypes = [
             *(integer, pointer, integer, integer, pointer, pointer, pointer, integer, pointer, pointer)
         ]
@@ -329,6 +347,10 @@ class Kernels:
             *(tokens.data_ptr(), 0 if logprobs is None else logprobs.data_ptr()),
             None if top_struct is None else ctypes.addressof(top_struct),
         )
+
+    def decode_step(self, step: DecodeStepStruct) -> None:
+        """Compute a decode step, whose fields point to all that it reads and fills."""
+        self._library.toka_decode_step(ctypes.addressof(step))
 
     def fill_token_logprobs(
         self, logits: Tensor, target_ids: Tensor, logprobs: Tensor, ranks: Tensor, top_ids: Tensor, top_logprobs: Tensor

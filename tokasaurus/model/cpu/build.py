@@ -56,7 +56,7 @@ _PREBUILT_LINK_FLAGS = ("-static-libstdc++", "-Wl,--gc-sections")
 _EXPORTED = "toka_*"
 """Only these symbols are exported. Otherwise two of the libraries in one process would share variables."""
 
-_TOGETHER = (("gemm", "forward"), ("attention", "sampling", "token_logprobs", "touch", "library"))
+_TOGETHER = (("gemm", "forward", "decode_step"), ("attention", "sampling", "token_logprobs", "touch", "library"))
 """Sources compiled in one compiler call, in this order: for a short source, most of the time goes into headers."""
 
 _FEATURES_SOURCE = SOURCES / "simd" / "cpu_features.cpp"

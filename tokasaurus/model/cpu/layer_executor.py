@@ -267,7 +267,7 @@ class PackedLayers:
         self._kernels = kernels
         self._layers = tuple(layers)  # they own what the structs point to
         structs = [layer.struct(num_heads, num_kv_heads, head_dim, eps) for layer in layers]
-        self._structs = (PackedLayerStruct * len(structs))(*structs)
+        self.structs = (PackedLayerStruct * len(structs))(*structs)
 
     def run(self, hidden: Tensor, cos_sin: Tensor, paged: PagedForwardStruct) -> None:
         """Run all layers on hidden [T, E], contiguous and in the activation dtype, in place.
@@ -279,13 +279,13 @@ class PackedLayers:
         assert hidden.dtype == self._layers[0].qkv.activation_dtype
         assert cos_sin.is_contiguous()
         self._kernels.run_layers(
-            *(ctypes.addressof(self._structs), len(self._structs), ctypes.addressof(paged)),
+            *(ctypes.addressof(self.structs), len(self.structs), ctypes.addressof(paged)),
             *(hidden.shape[0], cos_sin.data_ptr(), hidden.data_ptr()),
         )
 
     def reserve(self, num_rows: int) -> None:
         """Allocate and touch the memory that forwards of up to num_rows tokens keep between calls."""
-        self._kernels.reserve_forward(ctypes.addressof(self._structs), num_rows)
+        self._kernels.reserve_forward(ctypes.addressof(self.structs), num_rows)
 
 
 def takes(weight: Tensor) -> bool:

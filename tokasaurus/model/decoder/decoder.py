@@ -68,7 +68,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.layer_index = layer_index
-        self._head_dim = info.head_dim
+        self.head_dim = info.head_dim
         head_start, self.num_heads = mesh.shard(info.num_heads, "attention heads")
         kv_start, self.num_kv_heads = mesh.kv_head_shard(info.num_kv_heads)
         query_size = info.num_heads * info.head_dim
@@ -91,7 +91,7 @@ class Attention(nn.Module):
 
     def heads(self, features: Tensor) -> Tensor:
         """[..., (H + 2K) * D] -> [..., H + 2K, D]: the features of all heads, by head."""
-        return torch.unflatten(features, -1, (-1, self._head_dim))
+        return torch.unflatten(features, -1, (-1, self.head_dim))
 
     def split_heads(self, heads: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """heads [T, H + 2K, D] -> query [T, H, D], key and value [T, K, D]; query and key are rotated."""
@@ -249,7 +249,7 @@ class Decoder(nn.Module):
 
         Raises CannotQuantize."""
         stored = Packing(is_int8=self._packing.is_int8)  # embedding and LM head stay as they are stored
-        if module is self._head:
+        if module is self.head:
             assert isinstance(module, VocabShard)
             module.pack(self._layer_kernels, self.gemm_choice, module is self.embedding, stored)
         elif module is self.embedding:  # plain numbers stay as they are: rows of packed ones are not contiguous
@@ -262,8 +262,8 @@ class Decoder(nn.Module):
     def end_packing(self) -> None:
         """Pack the layers, once every module is packed, or compile the LM head where it is not."""
         if self._compiler is not None:
-            if self._head is not None:
-                self._head.compile_product(self._compiler)
+            if self.head is not None:
+                self.head.compile_product(self._compiler)
         elif self._layer_kernels is not None and self._mesh.tp_size == 1:
             self.packed_layers = self._pack_layers(self._layer_kernels)
 
@@ -290,6 +290,11 @@ class Decoder(nn.Module):
         return next(self.parameters()).device
 
     @property
+    def rotary(self) -> "RotaryTable":
+        assert self._rotary is not None, "materialize must come first"
+        return self._rotary
+
+    @property
     def is_first_stage(self) -> bool:
         return self._mesh.is_first_stage
 
@@ -301,8 +306,8 @@ class Decoder(nn.Module):
         """Allocate the memory that the kernels keep between forwards, for up to num_tokens and num_logit_rows."""
         if self.packed_layers is not None:
             self.packed_layers.reserve(num_tokens)
-        if self._head is not None:
-            self._head.reserve(num_logit_rows)
+        if self.head is not None:
+            self.head.reserve(num_logit_rows)
 
     def _pack_layers(self, kernels: LayerKernels) -> PackedLayers | None:
         packed = [layer.packed() for layer in self.decoder_layers()]
@@ -313,7 +318,7 @@ class Decoder(nn.Module):
         return PackedLayers(kernels, whole_layers, info.num_heads, info.num_kv_heads, info.head_dim, info.norm_eps)
 
     @property
-    def _head(self) -> VocabShard | None:
+    def head(self) -> VocabShard | None:
         """The LM head; None unless this is the last stage."""
         if self.final_norm is None:
             return None
@@ -342,15 +347,14 @@ class Decoder(nn.Module):
         token_ids: int64 [T], read by the first stage. hidden: [T, E], read by later stages; may be overwritten.
         positions: int64 [T].
         """
-        assert self._rotary is not None, "materialize must come first"
         if hidden is None:
             hidden = self.embed(token_ids)
-        return executor.run(hidden, self._rotary.at(positions), attends)
+        return executor.run(hidden, self.rotary.at(positions), attends)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E], rows of the last stage's `forward` output -> logits of this rank's token ids, [R, v], in its
         dtype. The next call may overwrite them."""
-        head = self._head
+        head = self.head
         assert head is not None, "the last stage has an LM head"
         assert self.final_norm is not None
         return head.logits(hidden, self.final_norm)
@@ -483,11 +487,12 @@ class RotaryTable:
     def __init__(self, rope: RopeInfo, head_dim: int, num_positions: int, device: torch.device) -> None:
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequencies(rope, head_dim))
         cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
-        self._cos_sin = cos_sin.to(device)  # [num_positions, D]
+        self.cos_sin = cos_sin.to(device)
+        """float32 [num_positions, D]: D / 2 cosines, then D / 2 sines."""
 
     def at(self, positions: Tensor) -> Tensor:
         """positions [T] -> float32 [T, 1, D]: D / 2 cosines, then D / 2 sines."""
-        return self._cos_sin[positions].unsqueeze(1)
+        return self.cos_sin[positions].unsqueeze(1)
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:

@@ -350,11 +350,16 @@ class VocabShard(Linear):
         call may overwrite them."""
         if self.packed is None or not self.runs_on_kernels(hidden.shape[0]):
             return self._product(self, hidden, norm)
-        # Keep the memory: an allocation of this size would go back to the system when freed, and allocating it again,
-        # zeroed and page by page, would take a quarter of the gemm's time.
-        if self._logits is None or len(self._logits) < len(hidden):
-            self._logits = hidden.new_empty((len(hidden), self._length))
-        return self.packed.multiply(hidden, (norm.float_weight, norm.eps), self._logits[: len(hidden)])
+        return self.packed.multiply(hidden, (norm.float_weight, norm.eps), self.logits_memory(len(hidden)))
+
+    def logits_memory(self, num_rows: int) -> Tensor:
+        """Of the kernels' logits, [R, v], in the activation dtype."""
+        # Keep it: an allocation of this size would go back to the system when freed, and allocating it again, zeroed
+        # and page by page, would take a quarter of the gemm's time.
+        assert self.packed is not None
+        if self._logits is None or len(self._logits) < num_rows:
+            self._logits = torch.empty((num_rows, self._length), dtype=self.packed.activation_dtype)
+        return self._logits[:num_rows]
 
     def weight_shards(self, source: str) -> list[WeightShard]:
         rows = slice(self._start, self._start + self._length)

@@ -117,16 +117,20 @@ class KernelExecutor:
     """Runs all layers in one call of the CPU kernels, or module by module for token counts where that is faster."""
 
     def __init__(self, layers: PackedLayers, backend: CpuBackend, choice: GemmChoice, modules: ModuleExecutor) -> None:
-        self._layers = layers
-        self._backend = backend
+        self.layers = layers
+        self.backend = backend
         self._choice = choice
         self._modules = modules
         self.always_on_kernels = choice.always_kernels
 
+    def runs_on_kernels(self, num_tokens: int) -> bool:
+        """Whether the kernels run all layers of a forward of this size."""
+        return self.always_on_kernels or self._choice.uses_kernels(num_tokens)
+
     def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
-        if not (self.always_on_kernels or self._choice.uses_kernels(hidden.shape[0])):
+        if not self.runs_on_kernels(hidden.shape[0]):
             return self._modules.run(hidden, cos_sin, attends)
-        self._layers.run(hidden, cos_sin, self._backend.planned)
+        self.layers.run(hidden, cos_sin, self.backend.planned)
         return hidden
 
 

@@ -26,8 +26,9 @@ from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
 from tokasaurus.model.execution.device_batch import DeviceBatch, build_batch
-from tokasaurus.model.execution.executors import choose_executor
+from tokasaurus.model.execution.executors import KernelExecutor, choose_executor
 from tokasaurus.model.execution.graphs import DecodeGraphs, DecodeOutput, Recorder, padded, padding_alone
+from tokasaurus.model.execution.kernel_decode import KernelDecode
 from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.execution.stage_times import StageTimes
 from tokasaurus.model.parallel.mesh import Mesh
@@ -35,7 +36,15 @@ from tokasaurus.model.parallel.stage_links import StageLinks
 from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, compute_prompt_logprobs, fill_token_logprobs
 from tokasaurus.model.sampling.sample import Sampled, sample, sample_by_triton
 from tokasaurus.model.sampling.shards import VocabularyShard
-from tokasaurus.model.staging.packed import BufferSizes, Fetched, HostResults, PackedResults, PackedStaging, Results
+from tokasaurus.model.staging.packed import (
+    BufferSizes,
+    Fetched,
+    HostArrays,
+    HostResults,
+    PackedResults,
+    PackedStaging,
+    Results,
+)
 from tokasaurus.model.staging.staging import CudaTransfers, DirectStaging, HostMark, Mark, Staging, Transfers
 from tokasaurus.model.triton_choice import uses_triton
 from tokasaurus.monitoring.trace import NO_TRACE, Trace
@@ -208,6 +217,9 @@ class ModelRunner:
         """Of the steps; whoever calls `run` says where each begins and ends."""
         self._num_recompiles = 0
         self._graphs: DecodeGraphs | None = None
+        self._kernel_decode: KernelDecode | None = None
+        if kernels is not None and links is None and isinstance(self._executor, KernelExecutor):
+            self._kernel_decode = KernelDecode.of(model, self._executor, slots, page_size, kernels)
 
     def count_for_stage(self, board: StageBoard) -> None:
         """This rank counts, from now on, what the pipeline stage does."""
@@ -293,7 +305,7 @@ class ModelRunner:
         if last_tokens is not None:
             self._slots.last_tokens[torch.from_numpy(step.slots).long().to(self.device)] = last_tokens
         self._staging.begin()
-        self._slots.apply(step.changes, self._staging)
+        self._apply(step.changes)
         batch, (hidden, logits, drawn) = self._compute(step, entering)
         redrawn = None
         if drawn is not None:
@@ -304,7 +316,7 @@ class ModelRunner:
             logits = logits.clone()
         self._staging.finish()
         tokens = None if drawn is None else drawn.tokens[:num_rows].clone()
-        self._slots.apply(SlotChanges(closed=step.slots, opened=None, block_slots=_NOTHING, block_ids=_NOTHING))
+        self._apply(SlotChanges(closed=step.slots, opened=None, block_slots=_NOTHING, block_ids=_NOTHING))
         return ComputedStep(hidden[:num_rows].float().clone(), logits, tokens, redrawn)
 
     @torch.inference_mode()
@@ -323,6 +335,8 @@ class ModelRunner:
         """Run one step. On an asynchronous device, returns before the result is computed. None on all pipeline stages
         but the last."""
         begun = self._take(step)
+        if self._kernel_decode is not None and (result := self._by_kernels(self._kernel_decode, step, begun[0])):
+            return result
         batch, computed = self._compute(step)
         num_tokens = int(step.num_tokens.sum())
         num_sampled = batch.num_sampled - (len(batch.token_slots) - num_tokens)  # without the rows that pad a graph
@@ -346,7 +360,7 @@ class ModelRunner:
             batch.token_blocks,
             self._new_recompiles(),
             self._graphs is not None and self._graphs.is_missed_by(step),
-            () if self._kernels is None else self._kernels.phase_seconds(),
+            self._phase_seconds(),
             *(begun[0], ended),
         )
 
@@ -359,8 +373,36 @@ class ModelRunner:
         begun: list[Mark] = []
         self._staging.begin()
         self._staging.then(lambda: begun.append(self._mark()))
-        self._slots.apply(step.changes, self._staging)
+        self._apply(step.changes)
         return begun
+
+    def _apply(self, changes: SlotChanges) -> None:
+        self._slots.apply(changes, self._staging)
+        if self._kernel_decode is not None:
+            self._kernel_decode.note(changes)
+
+    def _by_kernels(self, kernel_decode: KernelDecode, step: ForwardInput, begun: Mark) -> StepResult | None:
+        """None if the step is not one of those that the kernels compute in one call."""
+        decoded = kernel_decode.run(step)
+        if decoded is None:
+            return None
+        is_finite = decoded.tokens >= 0
+        token_ids = np.maximum(decoded.tokens, 0).astype(np.int32)
+        return StepResult(
+            step.step_id,
+            HostArrays({"token_ids": token_ids, "is_finite": is_finite}),
+            want_logprobs=np.zeros(len(token_ids), np.bool_),
+            top_rows=None,
+            sampled_tokens=np.arange(len(token_ids)),
+            token_slots=step.slots,
+            token_positions=decoded.positions,
+            token_blocks=decoded.blocks,
+            phase_seconds=self._phase_seconds(),
+            begun=begun,
+        )
+
+    def _phase_seconds(self) -> tuple[float, ...]:
+        return () if self._kernels is None else self._kernels.phase_seconds()
 
     def _pass_on(self, links: StageLinks, batch: DeviceBatch, hidden: Tensor, num_sampled: int) -> None:
         """Send hidden [n, E] to the next stage; the first stage also expects the tokens that the last one samples."""

@@ -191,6 +191,10 @@ class SlotRules:
                 self._biases[slot] = rules.bias_ids[own], rules.bias_values[own], rules.bias_ends[own]
                 self._last_bias_ends[slot] = rules.bias_ends[own].max()
 
+    def have_any(self, slots: NDArray[np.int32]) -> bool:
+        """Whether one of the slots has rules, or biases that may have ended."""
+        return bool((self._has_penalties[slots] | (self._last_bias_ends[slots] > 0)).any())
+
     def select(
         self,
         slots: NDArray[np.int32],

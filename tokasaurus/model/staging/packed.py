@@ -176,7 +176,7 @@ class HostResults:
     """Implements Results for tensors on the host: nothing is copied."""
 
     def fetch(self, tensors: Mapping[str, Tensor]) -> Fetched:
-        return _OnHost(tensors)
+        return HostArrays({name: tensor.numpy() for name, tensor in tensors.items()})
 
 
 class PackedResults:
@@ -206,12 +206,14 @@ class PackedResults:
         return fetched
 
 
-class _OnHost:
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
+class HostArrays:
+    """Implements Fetched for arrays that are there."""
+
+    def __init__(self, arrays: dict[str, NDArray[Any]]) -> None:
+        self._arrays = arrays
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        return {name: tensor.numpy() for name, tensor in self._tensors.items()}
+        return self._arrays
 
 
 class _Packed:
