@@ -5,6 +5,7 @@ padding; no sequence uses them.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,6 +171,12 @@ class ForwardInput:
     microbatch: int = 0
     """The microbatch of all its rows: see manager/engine/microbatches."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        changes = self.changes
+        arrays = self.slots, self.num_tokens, self.prompt_ids, changes.closed, changes.block_slots, changes.block_ids
+        parts = changes.opened, changes.copies, self.groups, self.prompt_logprobs, self.masks, self.microbatch
+        return _forward_input, (self.step_id, self.num_decode, *map(_int32_bytes, arrays), *parts)
+
 
 @dataclass(frozen=True, slots=True)
 class TopOfRows:
@@ -233,3 +240,46 @@ class ForwardOutput:
     """Whether this decode step was larger than all CUDA graphs that are recorded."""
     idle_seconds: float = 0.0
     """Time from the end of the step before this one until this one began, on the device's clock; 0 for the first."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        parts = (self.logprobs, self.forward_seconds, self.num_recompiles, self.phase_seconds, self.top)
+        rest = (self.prompt_logprobs, self.nonfinite, self.missed_graphs, self.idle_seconds)
+        return _forward_output, (self.step_id, _int32_bytes(self.token_ids), *parts, *rest)
+
+
+# pickle takes a few microseconds for each array and each field of a dataclass, which is most of what a small step costs
+# both processes. Bytes and positional arguments take a tenth of that.
+
+
+def _int32_bytes(array: NDArray[np.int32]) -> bytearray | None:
+    return bytearray(array.astype(np.int32, copy=False)) if len(array) else None
+
+
+def _int32_array(content: bytearray | None) -> NDArray[np.int32]:
+    return _NOTHING if content is None else np.frombuffer(content, np.int32)
+
+
+_NOTHING = np.zeros(0, np.int32)
+
+
+def _forward_input(
+    step_id: int,
+    num_decode: int,
+    slots: bytearray | None,
+    num_tokens: bytearray | None,
+    prompt_ids: bytearray | None,
+    closed: bytearray | None,
+    block_slots: bytearray | None,
+    block_ids: bytearray | None,
+    opened: SlotOpens | None,
+    copies: TableCopies | None,
+    *rest: Any,
+) -> ForwardInput:
+    blocks = _int32_array(block_slots), _int32_array(block_ids)
+    changes = SlotChanges(_int32_array(closed), opened, *blocks, copies)
+    rows = _int32_array(slots), _int32_array(num_tokens)
+    return ForwardInput(step_id, *rows, num_decode, _int32_array(prompt_ids), changes, *rest)
+
+
+def _forward_output(step_id: int, token_ids: bytearray | None, *rest: Any) -> ForwardOutput:
+    return ForwardOutput(step_id, _int32_array(token_ids), *rest)
