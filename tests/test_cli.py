@@ -130,22 +130,14 @@ def test_help_and_version_print_and_succeed(
 
 
 @few(1, "unbuffered", ["", "1"])
-@pytest.mark.parametrize(
+@few(
+    4,
     "words",
     [
-        *(
-            ["--help"],
-            ["--version"],
-            ["ping", "--help"],
-            ["batch", "--help"],
-            ["plan", "--help"],
-            ["download", "--help"],
-            ["map", "--help-all"],
-            ["--print-config"],
-            ["completion", "bash"],
-            ["completion", "--help"],
-        ),
-        *(["port=x"], ["pong"], ["ping", "prompt=x", "port=1"], ["batch", "list", "data_dir=/nowhere"]),
+        *(["--help"], ["pong"], ["--print-config"], ["ping", "prompt=x", "port=1"]),
+        *(["--version"], ["ping", "--help"], ["batch", "--help"], ["plan", "--help"], ["download", "--help"]),
+        *(["map", "--help-all"], ["completion", "bash"], ["completion", "--help"]),
+        *(["port=x"], ["batch", "list", "data_dir=/nowhere"]),
     ],
 )
 def test_output_that_nobody_reads_ends_the_command_without_a_word(words: list[str], unbuffered: str) -> None:

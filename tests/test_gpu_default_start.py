@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.gpu.models import TINY
 from tests.gpu.default_start import check_default_start
 
 
+@pytest.mark.long
 def test_a_tiny_server_with_every_default_answers_and_stops(tmp_path: Path) -> None:
     check_default_start(tmp_path, TINY, "device=cpu", "kv_cache_num_tokens=16384")

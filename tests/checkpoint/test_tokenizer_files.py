@@ -233,6 +233,7 @@ def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path, monke
     assert (native_tokenizer(Path("source"), lambda _: None) / "tokenizer.json").is_file()
 
 
+@pytest.mark.long
 def test_a_cache_that_cannot_be_written_is_replaced_by_a_temporary_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +279,7 @@ def test_a_file_of_which_reading_fails_is_one_line(tmp_path: Path) -> None:
         native_tokenizer(tmp_path, lambda _: None)
 
 
+@pytest.mark.long
 def test_files_beside_the_tokenizer_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
     LAYOUTS["Llama 3"].write(tmp_path)

@@ -178,6 +178,7 @@ def test_port_taken_by_another_server_raises_a_user_error() -> None:
             run_server(config, checkpoint, second, launcher, status)
 
 
+@pytest.mark.long
 def test_process_raises_its_file_descriptor_limit_to_the_hard_limit(tokenizer_directory: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))  # the server process inherits this limit

@@ -8,6 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from tests.helpers.examples import few
 from tests.manager.helpers.block_accounting import block_table
 from tests.manager.helpers.engine_driver import QUICK_STEP_SECONDS, EngineDriver, make_options, make_quick_driver
 from tests.manager.helpers.kv_usage_replay import replay_usage
@@ -117,7 +118,7 @@ def test_blocks_by_their_users_equal_a_count_block_by_block(seed: int) -> None:
     assert all(num_kinds[name] > 3 for name in ("own", "shared", "cached", "free"))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@few(3, "seed", range(8))
 def test_the_next_sequence_is_admitted_about_when_the_sample_says(seed: int) -> None:
     driver, sampler, rng = quick_driver(seed, 30, deferred_tasks="always"), LiveSampler(), Random(seed)
     requests = random_requests(rng, 30, driver.options)

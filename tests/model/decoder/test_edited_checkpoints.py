@@ -82,7 +82,7 @@ TIED: dict[str, tuple[Callable[[Tensors], object], bool, bool]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@few(1, "family", FAMILIES)
 @pytest.mark.parametrize("stored", TIED)
 def test_the_stored_tensors_decide_whether_embeddings_are_tied(family: str, stored: str, tmp_path: Path) -> None:
     change, flag, is_tied = TIED[stored]
@@ -125,7 +125,7 @@ def test_a_head_in_another_file_than_the_embedding_is_compared(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["both", "shards gone", "shards only"])
-@pytest.mark.parametrize("family", FAMILIES)
+@few(1, "family", FAMILIES)
 def test_the_file_that_transformers_reads_is_served(family: str, kind: str, tmp_path: Path) -> None:
     """The single file is another model than the shards."""
     save_tiny_model(tmp_path, family, max_shard_size="300KB", seed=1)
@@ -215,6 +215,7 @@ def test_rotary_settings_are_applied_as_in_transformers(family: str, settings: s
     assert_equals_transformers(tmp_path)
 
 
+@pytest.mark.long
 def test_each_rotary_setting_gives_other_logits(tmp_path: Path) -> None:
     """Or the comparison above would show nothing."""
     save_tiny_model(tmp_path, "qwen3")
@@ -241,7 +242,7 @@ FLAGS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@few(1, "family", FAMILIES)
 @pytest.mark.parametrize("flag", FLAGS)
 def test_rope_scaling_replaces_the_checkpoints_own_as_in_transformers(family: str, flag: str, tmp_path: Path) -> None:
     scaling, context_length = FLAGS[flag]

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
 from tests.checkpoint.helpers.quantised_models import change_quantization, save_quantised_model
 from tests.checkpoint.helpers.quantised_weights import Format, by_compressed_tensors, quantise
+from tests.helpers.examples import few
 from tests.helpers.tiny_model import save_tiny_model
 from tests.model.helpers.greedy_decoding import assert_equals_oracle, load, run_stages, run_whole_prompt
 from tests.model.helpers.quantized_rows import plain_rows
@@ -123,7 +124,8 @@ def test_shards_in_blocks_mean_the_same_weights(how: Format, tmp_path: Path) -> 
             torch.testing.assert_close(smaller.dequantized(), expected[:, 32:64], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
+@few(
+    3,
     ("family", "how", "tied"),
     [
         ("llama", Format("awq"), False),

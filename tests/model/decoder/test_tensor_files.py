@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
+from tests.helpers.examples import few
 from tokasaurus.checkpoint import CheckpointError, resolve_checkpoint, weight_files, with_safetensors
 from tokasaurus.checkpoint.gguf.blocks import BLOCK_TYPES
 from tokasaurus.checkpoint.gguf.header import TYPES
@@ -85,7 +86,7 @@ def test_shards_are_parts_of_what_the_library_dequantises(
                 np.testing.assert_array_equal(dequantize(blocks.numpy(), Kind[kind]), expected[part])
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@few(1, "value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("kind", sorted(BLOCK_TYPES))
 def test_a_scale_that_is_not_finite_is_refused(tmp_path: Path, kind: str, value: float) -> None:
     block_bytes = TYPES[kind].block_bytes

@@ -289,6 +289,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long
 def test_siblings_are_the_other_workers_of_the_same_parent() -> None:
     """This process's own siblings are unknown, so a child looks for its siblings, which are this process's children."""
     look = "from tokasaurus.model.worker.memory import sibling_bytes; print(list(sibling_bytes()))"

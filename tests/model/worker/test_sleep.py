@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
 from tests.checkpoint.helpers.quantised_models import save_quantised_model
 from tests.checkpoint.helpers.quantised_weights import Format
+from tests.helpers.examples import few
 from tests.helpers.tiny_model import VOCAB_SIZE, family_config, save_random_model, save_tiny_model
 from tests.model.helpers.greedy_decoding import load, run_whole_prompt
 from tokasaurus.checkpoint import file_states, resolve_checkpoint, weight_files
@@ -66,7 +67,7 @@ def test_a_model_that_woke_up_has_the_newest_weights(layout: str, updates_before
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("layout", CHOICES)
+@few(2, "layout", CHOICES)
 def test_the_memory_of_weights_and_cache_is_given_back(layout: str, tmp_path: Path) -> None:
     config = family_config("llama", vocab_size=40_000)
     config.hidden_size, config.intermediate_size = 512, 1024

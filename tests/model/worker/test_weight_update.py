@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
+from tests.helpers.examples import few
 from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import load, run_whole_prompt
 from tokasaurus.checkpoint import ModelInfo, file_states, resolve_checkpoint, update_files
@@ -60,7 +61,7 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@few(1, "family", FAMILIES)
 def test_an_updated_model_computes_what_a_loaded_one_does(family: str, tied: bool, layout: str, tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     save_tiny_model(old, family, tied, seed=0)

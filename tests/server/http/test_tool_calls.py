@@ -152,7 +152,7 @@ def test_forced_calls_that_are_cut_keep_their_complete_calls_and_have_no_content
     text = write_calls(server, *calls)
     expected = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
     ends = [text.index(arguments + "}") + len(arguments) for _, arguments in expected]
-    lengths = range(1, len(text) + 1, 1 if IS_NIGHTLY else 4)
+    lengths = range(1, len(text) + 1, 1 if IS_NIGHTLY else 7)
     server.engine.script = say(*(text[:length] for length in lengths), finish_reason="length")
     answer = ask(server, tool_choice=choice, n=len(lengths), logprobs=True)
     for length, cut in zip(lengths, answer.choices, strict=True):
@@ -173,7 +173,7 @@ def test_forced_calls_that_are_cut_keep_their_complete_calls_and_have_no_content
 def test_answers_that_follow_the_grammar_of_forced_calls_have_no_content_wherever_they_are_cut(
     server: LiveServer, tokenizer_directory: Path, choice: Any
 ) -> None:
-    num_lengths = 100 if IS_NIGHTLY else 40
+    num_lengths = 100 if IS_NIGHTLY else 25
     follow = follow_grammars(tokenizer_directory)
     server.engine.script = lambda request, index: follow(replace(request, max_new_tokens=index + 1), index)
     answer = ask(server, tool_choice=choice, n=num_lengths, seed=5)
