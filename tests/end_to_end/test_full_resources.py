@@ -41,6 +41,7 @@ def is_ready(toka: TokaProcess) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_malformed_requests_do_not_stop_a_server_whose_stderr_nobody_reads(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen2")
     reader, writer = os.pipe()

@@ -186,6 +186,7 @@ def test_no_span_has_text_of_a_client(toka: TokaProcess, collector: Collector) -
     assert not any(SECRET.encode() in content for content in collector.bodies)
 
 
+@pytest.mark.long
 def test_a_collector_that_hangs_delays_neither_requests_nor_the_end(tmp_path: Path) -> None:
     """Of its own, for other tests may come later."""
     with running_collector() as collector, traced_toka(collector, tmp_path) as toka:

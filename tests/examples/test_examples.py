@@ -42,6 +42,7 @@ def run_example(name: str, *arguments: object) -> list[str]:
     return ended.stdout.splitlines()
 
 
+@pytest.mark.long
 def test_best_of_n(toka: TokaProcess) -> None:
     lines = run_example("best_of_n.py", "--questions", 4, "--n", 4, "--url", toka.url)
     shown = dict(re.fullmatch(r"(.*?) +([\d.]+)%", line).groups() for line in lines)  # type: ignore[union-attr]
@@ -61,6 +62,7 @@ def test_rl_in_100_lines(tmp_path: Path) -> None:
     assert len((FOLDER / "rl_in_100_lines.py").read_text().splitlines()) <= 100
 
 
+@pytest.mark.long
 def test_synthetic_data(toka: TokaProcess, tmp_path: Path) -> None:
     output = tmp_path / "people.jsonl"
     lines = run_example("synthetic_data.py", "--rows", 3, "--output", output, "--url", toka.url)
@@ -143,6 +145,7 @@ def _imports_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_imports_this_package")
+@pytest.mark.long
 def test_notebook_on_a_server(toka: TokaProcess) -> None:
     """Its cells, with a client in place of an engine, show what is stored beside them."""
     notebook = read_notebook()

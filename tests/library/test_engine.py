@@ -20,6 +20,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.helpers.examples import few
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_tiny_model
 from tests.library.helpers import stub_entry
@@ -202,7 +203,7 @@ def restarts(lines: list[str]) -> list[str]:
     return [line.partition("; restart ")[2] for line in lines if "; restart " in line]
 
 
-@pytest.mark.parametrize("worker", ["run_worker_that_never_starts", "run_worker_that_is_killed"])
+@few(1, "worker", ["run_worker_that_never_starts", "run_worker_that_is_killed"])
 def test_an_engine_that_is_killed_while_it_starts_again_is_started_once_more(start, worker: str) -> None:
     """Its launcher, while the worker does not start; or the worker."""
     lines: list[str] = []

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.examples import few
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_tiny_model
 from tokasaurus.monitoring.shortage import hint_at_memory
@@ -180,7 +181,7 @@ def test_sigterm_ends_a_worker_that_will_not_end(launch, monkeypatch: pytest.Mon
     assert_all_end(pids, within_s=0.1)
 
 
-@pytest.mark.parametrize("title", CHILDREN)
+@few(2, "title", CHILDREN)
 def test_kill_9_of_a_child_ends_the_others_and_names_it_without_restarts(launch, title: str) -> None:
     launcher = launch("run_worker", "max_restarts=0")
     launcher.wait_for_line("^ready: ")
@@ -195,7 +196,7 @@ def test_kill_9_of_a_child_ends_the_others_and_names_it_without_restarts(launch,
     )
 
 
-@pytest.mark.parametrize(("title", "number"), [("toka-worker-0", signal.SIGKILL), ("toka-manager", signal.SIGTERM)])
+@few(1, ("title", "number"), [("toka-worker-0", signal.SIGKILL), ("toka-manager", signal.SIGTERM)])
 def test_a_killed_part_of_the_engine_is_started_again(launch, title: str, number: signal.Signals) -> None:
     launcher = launch()
     launcher.wait_for_line("^ready: ")

@@ -98,6 +98,7 @@ def test_ctrl_c_while_the_processes_import(model: Path) -> None:
         check_end(shown)
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_is_said_to_kill_and_kills(model: Path) -> None:
     with launcher(model, "run_worker_that_will_not_end") as shown:
         shown.wait_for("stop:  Ctrl-C")

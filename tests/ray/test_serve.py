@@ -24,6 +24,8 @@ from tests.ray.helpers.app import (
 from tests.ray.helpers.cluster import actors, family, two_nodes
 
 pytest.importorskip("ray", reason="needs the extra ray")
+# A cluster starts a dozen processes. What needs none: test_router.py, test_requests.py, test_broken_streams.py
+pytestmark = pytest.mark.long
 
 STREAMED = [(f"{number}: a stream", 400) for number in range(6)]
 WHOLE = [(f"{number}: a whole answer", 450) for number in range(18)]
@@ -116,19 +118,16 @@ def test_a_client_that_goes_stops_its_request(app: App) -> None:
     wait_until(lambda: not any(app.running()))
 
 
-@pytest.mark.long  # with stand-ins for replicas: test_router.py, test_broken_streams.py
 def test_a_killed_replica_breaks_its_streams_and_nothing_else(two_replicas: App) -> None:
     kill_one(two_replicas, lambda replica: replica.pid)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("pick", [lambda replica: replica.pid, launcher_of], ids=["replica", "launcher"])
 def test_ten_killed_replicas(two_replicas: App, pick: Callable[[psutil.Process], int]) -> None:
     for _ in range(10):
         kill_one(two_replicas, pick)
 
 
-@pytest.mark.long
 def test_a_replica_that_hangs_is_replaced(two_replicas: App) -> None:
     """Its /ready answers no more."""
     victim = actors(ENGINE)[0]
@@ -138,7 +137,6 @@ def test_a_replica_that_hangs_is_replaced(two_replicas: App) -> None:
     two_replicas.wait_for(2)
 
 
-@pytest.mark.long
 def test_a_replica_that_is_not_needed_any_more_answers_its_requests_first(two_replicas: App) -> None:
     """It does not begin to end before: streams of both replicas are whole."""
     app = two_replicas

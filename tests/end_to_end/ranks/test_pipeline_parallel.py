@@ -20,8 +20,8 @@ from tests.helpers.tiny_model import save_tiny_model
 @pytest.mark.parametrize(
     ("family", "parallel"),
     [
-        ("qwen3", "pp_size=2 tp_size=2"),  # both kinds of ranks: the one case in `make test`
-        pytest.param("llama", "pp_size=2", marks=pytest.mark.long),
+        ("llama", "pp_size=2"),  # tensor-parallel ranks: test_engine_deaths.py
+        pytest.param("qwen3", "pp_size=2 tp_size=2", marks=pytest.mark.long),
         pytest.param("qwen2", "dp_size=2 pp_size=2", marks=pytest.mark.long),
         pytest.param("llama", "pp_size=2 torch_compile=T", marks=pytest.mark.long),
     ],

@@ -20,9 +20,10 @@ from tests.end_to_end.helpers.rollouts import (
     rollout_server,
 )
 from tests.end_to_end.helpers.toka_process import wait_for
+from tests.helpers.examples import IS_NIGHTLY
 from tokasaurus import Client, Sampling
 
-MODES = ["keep", "wait", "abort"]
+MODES = ["keep", "abort", *(["wait"] if IS_NIGHTLY else [])]
 PROMPTS = make_prompts()
 
 

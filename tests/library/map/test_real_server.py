@@ -16,6 +16,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
+from tests.helpers.examples import few
 from tests.helpers.tiny_model import save_tiny_model
 from tests.library.map.helpers.finished import read_output
 from tokasaurus import Client, JobChanged, MapSummary, Sampling
@@ -194,7 +195,7 @@ BAD: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize("is_stored", [True, False])
+@few(1, "is_stored", [True, False])
 def test_among_many_rows_each_bad_one_has_its_reason(client: Client, tmp_path: Path, is_stored: bool) -> None:
     num_rows = 5_000
     bad = {number: BAD[number // 10 % len(BAD)] for number in range(10, num_rows, 10)}

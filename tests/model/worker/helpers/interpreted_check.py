@@ -207,22 +207,6 @@ def check_is_found(
         assert use_every_group(model) == set().union(*(OF_GROUP[other] for other in left()))
 
 
-def check_a_few() -> None:
-    """One model and cache: right kernels pass, wrong ones are found; of sampling, which is slow, one wrong draw."""
-    with tempfile.TemporaryDirectory() as name, torch.inference_mode():
-        save_tiny_model(Path(name), "qwen3")
-        model, info = load(Path(name))
-        shape = KVShape(2, info.num_heads, info.num_kv_heads, info.head_dim, 16, torch.float32, CPU)
-        with on_pretended_cuda():
-            assert (lines := check(model, shape)) == [], lines
-            assert left() == {*GROUPS}
-            assert use_every_group(model) == set().union(*OF_GROUP.values())
-        faults = [*wrong_kernels()]
-        wrong_draw = [fault for fault in faults if fault[0] == "sampling"][-1]
-        for fault in [wrong_draw, *(fault for fault in faults if fault[0] != "sampling")]:
-            check_is_found(model, shape, *fault)
-
-
 def main() -> None:
     with tempfile.TemporaryDirectory() as name, torch.inference_mode():
         for family in FAMILIES:
