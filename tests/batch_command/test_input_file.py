@@ -83,7 +83,7 @@ LIMITS = InputLimits(("/v1/completions", "/v1/chat/completions"), 60_000, 1000)
         (request_line("c", url="/v1/chat/completions"), "line 3: url must be the batch's endpoint, /v1/completions"),
         (request_line("c").replace("POST", "GET"), "line 3: method must be POST"),
         (request_line("c", prompt="x" * 1000), "line 3: the line may have at most 1000 bytes (max_line_bytes)"),
-        (request_line("c").replace('"url"', '"ur"'), "line 3: url is required"),
+        (request_line("c").replace('"url"', '"ur"'), "line 3: unknown field 'ur': did you mean 'url'?"),
     ],
 )
 def test_each_bad_line_is_one_line_with_its_number(tmp_path: Path, line: str, message: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.helpers.toka_process import wait_for
 from tests.library.helpers.bulk_server import echo_server
 from tests.library.helpers.cutting_proxy import cutting_proxy
 from tokasaurus import AsyncClient, Client, Result
@@ -132,8 +133,8 @@ def test_answers_that_are_not_taken_are_bounded_in_bytes(monkeypatch: pytest.Mon
         results = client.stream(str(number) + "x" * 100_000 for number in range(150))
         found = [next(results)]
         (session,) = client._client._sessions
-        time.sleep(1.0)
-        assert sum(server.times.values()) == 150
+        wait_for(lambda: sum(server.times.values()) == 150, 60)
+        time.sleep(0.5)  # longer than a silence may be
         assert 0.9 * (1 << 20) < session._num_held_bytes < 4 << 20
         found += results
     assert sorted(int(result.row.rstrip("x")) for result in found) == list(range(150))

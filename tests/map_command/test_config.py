@@ -109,7 +109,7 @@ def test_a_wrong_flag_gives_one_line_and_exit_code_2(
 def test_a_value_that_only_sampling_refuses_is_a_wrong_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["map", *JOB, 'logit_bias={"1": 500}']) == 2
     err = capsys.readouterr().err
-    assert err.startswith("toka map: logit_bias: ")
+    assert err.startswith("toka map: logit_bias must contain numbers ")
     assert err.count("\n") == 1
 
 

@@ -168,7 +168,7 @@ def test_verl_aborts_one_request_by_its_id(server: RolloutServer) -> None:
         answers = [one.result() for one in asked]
     assert [answer["meta_info"]["id"] for answer in answers] == ["rid-0", "rid-1", "rid-2"]
     assert [answer["meta_info"]["finish_reason"]["type"] for answer in answers] == ["length", "abort", "length"]
-    assert 0 < len(answers[1]["output_ids"]) < 450
+    assert len(answers[1]["output_ids"]) < 450  # none, if its prompt was still being computed
     assert answers[1]["meta_info"]["finish_reason"]["message"]
 
 

@@ -117,14 +117,14 @@ def test_oversized_grammars_are_refused_in_time_and_block_nothing(served_model: 
             num_pauses += 1
         messages = [task.result() for task in refusals]
         assert "too deeply" in messages[0]
-        assert "longer than 4 s" in messages[1]
+        assert "longer than 2 s" in messages[1]
         assert "at most" in messages[2]
         assert longest_work_s < 0.3
-        assert num_pauses > 30, "300 on a free machine; a loop that waits for a process has none"
+        assert num_pauses > 15, "150 on a free machine; a loop that waits for a process has none"
         await checker.check(source("regex", "b+"))  # the checker still works
         assert len(checker._processes) <= validator.MAX_PROCESSES
 
-    run(served_model, check_oversized, time_limit_s=4)
+    run(served_model, check_oversized, time_limit_s=2)
 
 
 def test_each_grammar_is_compiled_once(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
