@@ -54,7 +54,7 @@ def test_every_route_has_the_same_answer_under_every_spelling_of_its_path(guarde
         for method in methods:
             plain = path.replace("{name}", "org/small").replace("{file_id}", "x").replace("{batch_id}", "x")
             spelled = spellings(plain, random)
-            for key in (KEY, "wrong"):
+            for key in ("wrong",) if path == "/live" else (KEY, "wrong"):  # /live has no end
                 headers = {"Authorization": f"Bearer {key}", "Connection": "close"}
                 answers = []
                 for asked in (plain, spelled):

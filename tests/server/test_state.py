@@ -39,6 +39,7 @@ def test_every_get_route_answers_head(server: LiveServer) -> None:
     page = server.http.get("/openapi.json").json()
     file_id = upload(server)["id"]
     paths = [path for path, operations in page["paths"].items() if "get" in operations]
+    paths.remove("/live")  # whose answer to GET has no end: test_live.py
     assert len(paths) >= 12
     for path in [*paths, "/openapi.json", "/docs"]:
         filled = path.format(file_id=file_id, batch_id="x_none", name="default", response_id="x_none")
