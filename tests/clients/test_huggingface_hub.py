@@ -29,6 +29,7 @@ def test_a_chat_and_its_stream_equal_plain_http(client: Any, plain_post: PlainPo
     assert len(chunks) > 4
 
 
+@pytest.mark.long
 def test_a_tool_is_called_whole_and_streamed(client: Any) -> None:
     tool = {"type": "function", "function": {"name": "Animal", "parameters": Animal.model_json_schema()}}
     forced: dict[str, Any] = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "Animal"}}}

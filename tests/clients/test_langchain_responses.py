@@ -44,6 +44,7 @@ def test_an_answer_its_stream_and_a_conversation_equal_the_chat(short_chat: Any,
         assert chat.invoke([question, sent_back, next_question]).text == expected["choices"][0]["message"]["content"]
 
 
+@pytest.mark.long
 def test_a_tool_is_called_and_its_result_can_be_sent_back(chat: Any, short_chat: Any) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
 

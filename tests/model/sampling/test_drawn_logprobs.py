@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.installed_triton import needs_interpreter, run_python
 from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule
 from tests.model.helpers.sampling_rows import make_rows, noise_keys, staged_masks, top_rows, with_params
 from tests.model.sampling.helpers.drawn_logprobs import (
@@ -124,8 +123,3 @@ def test_two_ranks_have_the_same_logprobs(tmp_path: Path) -> None:
     for of_rank in run_ranks(2, tmp_path, 2 * len(RANK_CASES), sample_on_rank):
         for index, arrays in enumerate(of_rank):
             check(make_case(RANK_CASES[index // 2]), Sampled(*map(torch.from_numpy, arrays)))
-
-
-@needs_interpreter
-def test_interpreted_triton_has_the_same_logprobs() -> None:
-    assert run_python("-m", "tests.model.sampling.helpers.drawn_logprobs") == "all equal\n"

@@ -1,8 +1,7 @@
 """Rows with each rule alone and with mixes of all, and the logprobs of the distribution that each draws from, by NumPy
-in float64. Run as a module, it compares those of the Triton executor, interpreted, in a process of its own."""
+in float64."""
 
 import dataclasses
-import os
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.sampling.rules import choose_rows
-from tokasaurus.model.sampling.sample import Sampled, SamplingRows, sample, sample_by_triton
+from tokasaurus.model.sampling.sample import Sampled, SamplingRows, sample
 from tokasaurus.model.sampling.shards import VocabularyShard
 from tokasaurus.model.staging.staging import ON_HOST
 
@@ -200,11 +199,3 @@ def sample_on_rank(rank: int, num_ranks: int, rendezvous: Path, answers: Connect
 
 RANK_CASES = [ALONE, [Row(SamplingParams(temperature=0.6)), Row(is_drawn=False)] * 3]
 """In the second, no row but those of `SamplingRows.drawn` needs whole rows of logits."""
-
-
-if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"
-    for some in (ALONE, mixes(1, 12)):
-        interpreted = make_case(some)
-        check(interpreted, sample_by_triton(interpreted.logits, interpreted.rows))
-    print("all equal")
