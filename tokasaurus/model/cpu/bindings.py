@@ -204,6 +204,7 @@ class Kernels:
         self.max_group: int = self._library.toka_max_group()
         self.panel_size: int = self._library.toka_panel_size()
         self.has_bfloat16_arithmetic = bool(self._library.toka_has_bfloat16_arithmetic())
+        self._phase_seconds = (ctypes.c_double * len(FORWARD_PHASES))()
         self.set_num_threads(torch.get_num_threads())
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         self._library.toka_attend.argtypes = [
@@ -295,9 +296,8 @@ class Kernels:
 
     def phase_seconds(self) -> tuple[float, ...]:
         """Seconds that each of FORWARD_PHASES has taken since `reset_phases`."""
-        seconds = (ctypes.c_double * len(FORWARD_PHASES))()
-        self._library.toka_phase_seconds(seconds)
-        return tuple(seconds)
+        self._library.toka_phase_seconds(self._phase_seconds)
+        return tuple(self._phase_seconds)
 
     def reset_phases(self) -> None:
         self._library.toka_reset_phases()

@@ -139,9 +139,9 @@ class StepResult:
 
     def _nonfinite(self, is_finite: NDArray[np.bool_]) -> NonfiniteTokens | None:
         """The first token that is not finite of each slot; None if all are finite."""
-        tokens = np.flatnonzero(~is_finite)
-        if not len(tokens):
+        if is_finite.all():
             return None
+        tokens = np.flatnonzero(~is_finite)
         first = tokens[np.unique(self.token_slots[tokens], return_index=True)[1]]
         return NonfiniteTokens(self.token_positions[first].astype(np.int32), self.token_blocks[first].astype(np.int32))
 

@@ -61,9 +61,10 @@ class SlotTable:
 
     def apply(self, changes: SlotChanges, staging: Staging = ON_HOST) -> None:
         """Close slots, open slots, append blocks, then copy the beginnings of block tables."""
-        self.block_tables[changes.closed] = 0
-        self.num_blocks[changes.closed] = 0
-        self.rules.close(changes.closed)
+        if len(changes.closed):
+            self.block_tables[changes.closed] = 0
+            self.num_blocks[changes.closed] = 0
+            self.rules.close(changes.closed)
         if changes.opened is not None:
             self._open(changes.opened)
             if self.on_device is not None:
@@ -72,9 +73,10 @@ class SlotTable:
         if copies is not None:
             self.num_blocks[copies.slots] = copies.num_blocks
         slots = changes.block_slots
-        # Of blocks and of padding, which is in block 0, no kv index is below 0: plain torch would write from the end.
-        assert (changes.block_ids >= 0).all(), "blocks have numbers from 0 on"
         if len(slots):
+            # Of blocks and of padding, which is in block 0, no kv index is below 0: plain torch would write from the
+            # end.
+            assert (changes.block_ids >= 0).all(), "blocks have numbers from 0 on"
             # A slot may get several blocks at once: the i-th of them is appended i entries later.
             order = np.argsort(slots, kind="stable")
             ordered = slots[order]
