@@ -13,9 +13,9 @@ CPP_FILES = $(shell find tokasaurus tests -name '*.h' -o -name '*.cpp')
 FLASHINFER_VERSIONS := 0.6.18.post1 0.7.2.post1
 PREBUILT := tokasaurus/model/cpu/prebuilt
 LONG_LIMITS := --timeout 1500 -o faulthandler_timeout=1800
-# Two tests at a time: many wait for one process, or compute on one thread. Each process runs half of the tests, and the
-# one that ends first takes over what the other has not begun.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+# Three tests at a time, for two cores: many tests wait, for a time limit or another process. Each process begins with a
+# third of the tests, and one that ends takes over what another has not begun.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
 # Tests start hundreds of Python processes, each of which would compile every module again.
 export PYTHONDONTWRITEBYTECODE :=

@@ -31,6 +31,7 @@ def check(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.long
 def test_a_right_model_passes(model: Path) -> None:
     command = [sys.executable, "-m", "tokasaurus", "check", f"model={model}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

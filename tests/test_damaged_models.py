@@ -15,6 +15,7 @@ from tests.batch_command.helpers.request_lines import write_requests
 from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
 from tests.checkpoint.helpers.quantised_models import save_quantised_model
 from tests.checkpoint.helpers.quantised_weights import Format
+from tests.helpers.examples import few
 from tests.helpers.tiny_model import save_tiny_model
 from tokasaurus.cli import main
 
@@ -141,18 +142,19 @@ def test_scales_that_are_not_numbers_end_what_reads_the_weights(
     )
 
 
-@pytest.mark.parametrize(
+@few(
+    1,
     ("command", "damage"),
     [
-        ("serve", with_scales_that_are_not_numbers),
         ("batch", with_offsets_past_the_end),
         ("map", with_a_wrong_count),
+        ("serve", with_scales_that_are_not_numbers),
     ],
 )
 def test_a_damaged_model_ends_the_programs_that_start_an_engine_with_exit_code_2(
     command: str, damage: Callable[[Path], Path], tmp_path: Path
 ) -> None:
-    """The first is found by the worker, the others by the launcher."""
+    """The last is found by the worker, the others by the launcher."""
     words = words_of(command, damage(tmp_path), tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "tokasaurus", *words], capture_output=True, text=True, timeout=200, check=False

@@ -3,7 +3,9 @@ dashboards and alert rules read."""
 
 import json
 import math
+import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -176,11 +178,15 @@ def send_load(toka: TokaProcess) -> Sent:
     sent.samples.append(8)
     sent.reasons["cancelled"] += 8
 
-    with ThreadPoolExecutor(1) as pool:
+    worker = toka.children()["toka-worker-0"]
+    with ThreadPoolExecutor(2) as pool:
         future = pool.submit(post, toka, body("End", max_tokens=LONG, n=2))
         wait_for(lambda: toka.gauge("toka_requests_running") == 2, 60)
-        time.sleep(0.1)
-        assert post(toka, {"abort_all": True}, "/abort_request").status_code == 200
+        os.kill(worker, signal.SIGSTOP)  # else they might end before they are aborted
+        aborted = pool.submit(post, toka, {"abort_all": True}, "/abort_request")
+        time.sleep(0.2)
+        os.kill(worker, signal.SIGCONT)
+        assert aborted.result().status_code == 200
         usage = future.result()
     note("/v1/completions", 200)
     note("/abort_request", 200)

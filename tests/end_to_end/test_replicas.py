@@ -79,6 +79,7 @@ def test_a_killed_rank_ends_its_replica_alone(model: Path) -> None:
         assert leftovers.found(toka.port) == []
 
 
+@pytest.mark.long
 def test_chats_return_to_the_replica_that_has_their_turns(toka: TokaProcess) -> None:
     """Six chats of four turns, each turn of all chats at once. They take turns to be the first, so that each would
     change its replica if only the load counted."""

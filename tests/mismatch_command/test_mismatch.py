@@ -105,6 +105,7 @@ def test_a_float32_engine_differs_from_transformers_by_rounding(
     assert mode["num_tokens"] > 8 * 15
 
 
+@pytest.mark.long
 def test_a_reference_of_another_dtype_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_model(tmp_path, "llama")
     monkeypatch.setattr("tokasaurus.mismatch_command.run.MODES", MODES[:1])

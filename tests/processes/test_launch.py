@@ -149,6 +149,7 @@ def test_signal_ends_all_with_exit_code_0(launch, number: signal.Signals) -> Non
     assert not any("Traceback" in line for line in launcher.lines)
 
 
+@pytest.mark.long
 def test_signal_while_starting_ends_all_with_exit_code_0(launch) -> None:
     launcher = launch("run_worker_that_never_starts")
     launcher.wait_for_line("stuck")

@@ -59,6 +59,7 @@ def in_batch(url: str, route: str, body: dict[str, Any]) -> tuple[int, dict[str,
         ),
     ],
 )
+@pytest.mark.long
 def test_the_longest_request_is_served_and_one_token_more_blames_the_limit(
     model: Path, tmp_path: Path, flags: tuple[str, ...], longest: int, words: str, others: list[str]
 ) -> None:

@@ -31,6 +31,7 @@ def test_stages_equal_one_process(family: str, parallel: str, tmp_path: Path) ->
     assert_equals_one_process(tmp_path, *parallel.split())
 
 
+@pytest.mark.long
 def test_a_watched_server_tells_what_each_stage_does(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     flags = f"model={tmp_path}", "device=cpu", "pp_size=2", "dtype=float32", "kv_cache_num_tokens=4096"

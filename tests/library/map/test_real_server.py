@@ -93,10 +93,12 @@ def test_further_columns_are_the_fields_of_samples(client: Client, tmp_path: Pat
 
 
 @pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.long
 def test_the_live_page_has_the_time_left_of_a_map_of_a_known_number_of_rows(
     toka: TokaProcess, client: Client, is_known: bool
 ) -> None:
-    rows = [{"q": f"question {number}"} for number in range(400)]
+    num_rows = 1000  # for several seconds
+    rows = [{"q": f"question {number}"} for number in range(num_rows)]
 
     def call() -> None:
         sampling = Sampling(max_tokens=100, ignore_eos=True)
@@ -113,7 +115,9 @@ def test_the_live_page_has_the_time_left_of_a_map_of_a_known_number_of_rows(
     calling.join()
     running = [job for job in jobs if job["kind"] == "bulk" and job["state"] == "running"]
     assert running
-    assert {job["lines"]["total"] for job in running if job["lines"]["done"] < 400} == {400 if is_known else None}
+    assert {job["lines"]["total"] for job in running if job["lines"]["done"] < num_rows} == {
+        num_rows if is_known else None
+    }
     assert any(job["eta_seconds"] is not None for job in running) == is_known
 
 

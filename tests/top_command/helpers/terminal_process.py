@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import select
 import struct
 import subprocess
@@ -45,6 +46,8 @@ class TerminalProcess:
         self._master = master
         self._slave = slave
         self._stream = pyte.ByteStream(screen)
+        self._unfed = b""
+        """The beginning of a sequence, whose rest has not been read yet."""
         self._first_modes = termios.tcgetattr(slave)
 
     @property
@@ -128,7 +131,13 @@ class TerminalProcess:
             return False
         content = os.read(self._master, 1 << 16)
         self.output += content
-        self._stream.feed(content)
+        # Ctrl-C and Ctrl-Z make the kernel drop what was written and not read yet, within a sequence too. A terminal
+        # begins anew at the next escape character, which the emulator would take for a part of the one that was cut.
+        whole = re.sub(rb"\x1b\[[0-9;?]*(?=\x1b)", b"", self._unfed + content)
+        begun = re.search(rb"\x1b(\[[0-9;?]*)?$", whole)
+        end = len(whole) if begun is None else begun.start()
+        self._unfed = whole[end:]
+        self._stream.feed(whole[:end])
         return True
 
 
