@@ -1,6 +1,7 @@
 """Decode steps that the kernels compute in one call, against the same steps taken apart: rows with logprobs take the
 usual way, and logprobs do not change what is drawn."""
 
+import ctypes
 import random
 from pathlib import Path
 
@@ -12,18 +13,21 @@ from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.steps import CPU, NOTHING, StepDriver, int32, make_runner
 from tokasaurus.checkpoint import read_model_info, weight_files
 from tokasaurus.messages.forward import ForwardInput, LogitRules, SlotChanges, TokenMasks
-from tokasaurus.model.cpu.bindings import DecodeStepStruct, Kernels, load_kernels
+from tokasaurus.model.cpu.bindings import DecodeStepStruct, Kernels, PagedForwardStruct, load_kernels
 from tokasaurus.model.decoder.families import build_decoder
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.worker.warmup import steps_of_all_classes
 
 NUM_SLOTS = 6
+PAGE_SIZE = 16
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers of rows of the steps that the kernels computed in one call."""
+    """Numbers of rows of the steps that the kernels computed in one call. Each row's block table reaches its position:
+    the kernels do not check it."""
     if load_kernels() is None:
         pytest.skip("no kernels for this machine")
     found: list[int] = []
@@ -31,6 +35,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def decode_step(kernels: Kernels, step: DecodeStepStruct) -> None:
         found.append(step.num_rows)
+        slots = (ctypes.c_int32 * step.num_rows).from_address(step.slots)
+        positions = (ctypes.c_int32 * (max(slots) + 1)).from_address(step.positions)
+        table_tokens = PagedForwardStruct.from_address(step.forward).parts[0].table_stride * PAGE_SIZE
+        assert max(positions[slot] for slot in slots) < table_tokens
         original(kernels, step)
 
     monkeypatch.setattr(Kernels, "decode_step", decode_step)
@@ -151,3 +159,13 @@ def test_a_row_that_is_not_finite_is_told_and_others_go_on(tmp_path: Path, calls
     assert at_once.nonfinite.blocks.tolist() == apart.nonfinite.blocks.tolist()
     assert at_once.token_ids.tolist() == apart.token_ids.tolist()
     assert at_once.token_ids[0] == 0
+
+
+def test_steps_of_the_warm_up_have_tables_though_their_slots_own_no_block(tmp_path: Path, calls: list[int]) -> None:
+    save_tiny_model(tmp_path, "llama")
+    at_once, apart = (make(tmp_path, torch.float32) for _ in range(2))
+    apart._kernel_decode = None
+    for step in steps_of_all_classes(64, 8, 512, PAGE_SIZE):
+        found, expected = (runner.run(step).output() for runner in (at_once, apart))
+        assert found.token_ids.tolist() == expected.token_ids.tolist()
+    assert calls == [1, 2, 3]

@@ -98,12 +98,14 @@ class KernelDecode:
                 return None
             rows = self._rows = self._take(step.slots)
         if rows.table is None:
-            num_columns = int(self._slots.num_blocks[rows.slots].max())
-            rows.table = self._slots.block_tables[rows.slots, :num_columns]
+            # The warm-up's slots own no block; all entries of their tables are the padding block.
+            num_columns = int(self._slots.num_blocks[rows.slots].max()) or self._slots.block_tables.shape[1]
+            rows.table = np.ascontiguousarray(self._slots.block_tables[rows.slots, :num_columns])
             rows.part.block_table, rows.part.table_stride = rows.table.ctypes.data, num_columns
         self._kernels.decode_step(rows.step)
         blocks = rows.kv_indices.numpy() // self._page_size
-        return Decoded(rows.sampled.numpy().copy(), rows.kv_lengths.numpy() - np.int64(1), blocks.astype(np.int32))
+        positions = rows.kv_lengths.numpy().astype(np.int64) - 1
+        return Decoded(rows.sampled.numpy().copy(), positions, blocks.astype(np.int32))
 
     def _computes(self, slots: NDArray[np.int32]) -> bool:
         head = self._model.head
