@@ -274,7 +274,7 @@ def field_name(location: Sequence[int | str]) -> str | None:
     name = ""
     for part in location:
         name += f"[{part}]" if isinstance(part, int) else f".{shorten(part)}"
-    return name.removeprefix(".") or None
+    return name.removeprefix(".") if location else None
 
 
 @contextmanager

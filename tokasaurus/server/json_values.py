@@ -64,13 +64,20 @@ def validate_body(value: object, body_model: type[Body]) -> Body:
         raise one_error(*problems_of(error.errors(include_url=False, include_input=False), body_model)) from None
 
 
+_SAY_NO_TYPE = ("missing", "extra_forbidden", "string_type")
+"""Problems of "type" after which the object's other fields are checked all the same. string_type: of a key that a
+client chose, as in metadata."""
+
+
 def problems_of(found: Sequence[ErrorDetails], body_model: type[BaseModel] | None) -> tuple[list[InvalidRequest], int]:
     """(the first MAX_TOLD problems, how many there are beside them). Unknown fields come first, since a misspelt one is
     why another is missing; that one is then no problem of its own. Neither are the other fields of an object whose
     "type" is wrong.
 
     found: by pydantic. body_model: whose fields unknown ones are compared with; None: with no others."""
-    types = {details["loc"] for details in found if details["loc"][-1:] == ("type",) and details["type"] != "missing"}
+    types = {
+        details["loc"] for details in found if details["loc"][-1:] == ("type",) and details["type"] not in _SAY_NO_TYPE
+    }
     found = [
         details
         for details in found

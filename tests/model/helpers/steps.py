@@ -113,6 +113,7 @@ class StepDriver:
         self._tables: dict[int, list[int]] = {}
         self._num_sent: dict[int, int] = {}
         self._to_open: list[int] = []
+        self._to_close: list[int] = []
         self._options: dict[int, tuple[SamplingParams, int, int]] = {}
         self._rules: dict[int, LogitRules | None] = {}
         self._num_top: dict[int, int] = {}
@@ -159,6 +160,10 @@ class StepDriver:
         self._drawn_logprobs[slot] = drawn_logprobs
         self._to_open.append(slot)
 
+    def close(self, slot: int) -> None:
+        """With the next step, which may open it again."""
+        self._to_close.append(slot)
+
     def remaining(self, slot: int) -> int:
         """Prompt tokens not prefilled yet."""
         return max(0, len(self._prompts[slot]) - self._done[slot])
@@ -190,7 +195,8 @@ class StepDriver:
             self._num_sent[slot] += len(unsent)
             block_slots += [slot] * len(unsent)
             blocks += unsent
-        changes = SlotChanges(NOTHING, opened, int32(block_slots), int32(blocks))
+        changes = SlotChanges(int32(self._to_close), opened, int32(block_slots), int32(blocks))
+        self._to_close = []
         slots = [*decode, *(slot for slot, _ in prefill)]
         counts = [1] * len(decode) + [count for _, count in prefill]
         step = ForwardInput(

@@ -70,6 +70,7 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"top_logprobs": 99, "logprobs": True}, "top_logprobs may be at most 20 (max_topk_logprobs)"),
     (RESPONSES, {"input": 5}, "input must be"),
     (RESPONSES, {"include": ["all"]}, 'include[0] must be "file_search_call.results", '),
+    (CHAT, {"reasoning_effort": "huge"}, 'reasoning_effort must be "none", "minimal", '),
     (RESPONSES, {"reasoning": {"summary": "long"}}, 'reasoning.summary must be "auto", "concise" or "detailed"'),
     *(
         (route, {name: value}, f"{name} is not implemented beyond {neutral}; the answer here has no place for it; ")
@@ -193,6 +194,11 @@ SEVERAL: list[tuple[str, dict[str, Any], list[str]]] = [
         {"messages": [{"role": "system", "content": "a"}, {"role": "asistant", "tool_calls": [], "nmae": "a"}]},
         ["unknown field 'messages[1].nmae': did you mean 'name'?", "messages[1].role must be "],
     ),
+    (
+        CHAT,
+        {"": 1, "messages": [{"role": "x", "content": "a", "type": "message"}], "reasoning_effort": "huge"},
+        ["unknown field 'messages[0].type'", "unknown field ''", "reasoning_effort must ", "messages[0].role must be "],
+    ),
     # of an object whose type is wrong, no other field is
     (CHAT, {"tools": [{"type": "custom", "custom": {}}], "n": 0}, ["n must be ", "tools[0].type is not implemented "]),
     (CHAT, {"messages": [{"content": 5}]}, ["messages[0].role is required", "messages[0].content must be a string"]),
@@ -201,8 +207,8 @@ SEVERAL: list[tuple[str, dict[str, Any], list[str]]] = [
     ("/tokenize", {"prompt": 5, "add_special_tokens": 1}, ["prompt must be a string", "add_special_tokens must be "]),
     (
         "/v1/batches",
-        {"endpoint": "/v1/embeddings", "completion_window": 5, "metadata": {"a": 5, "b": 6}},
-        ["endpoint must be ", "completion_window must be ", "metadata.a must be ", "metadata.b must be a string"],
+        {"endpoint": "/v1/embeddings", "completion_window": 5, "metadata": {"a": 5, "type": 6}},
+        ["endpoint must be ", "completion_window must be ", "metadata.a must be ", "metadata.type must be a string"],
     ),
     (
         TOKENS,

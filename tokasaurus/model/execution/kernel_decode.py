@@ -41,7 +41,7 @@ class Decoded:
 
 @dataclass(slots=True)
 class _Rows:
-    """What does not change from step to step for as long as the rows are the same."""
+    """Made once for all steps in a row that have the same slots in the same order."""
 
     slots: NDArray[np.int32]
     kv_indices: Tensor
@@ -50,7 +50,7 @@ class _Rows:
     part: PagedPartStruct
     step: DecodeStepStruct
     pointed_at: tuple[object, ...]
-    """Memory of which the structs have addresses alone."""
+    """Keeps the memory alive to which the structs have only addresses."""
     table: NDArray[np.int32] | None = None
     """int32 [R, blocks]; None if the slots have got blocks since it was copied."""
 
@@ -72,7 +72,7 @@ class KernelDecode:
     def of(
         cls, model: Decoder, executor: KernelExecutor, slots: SlotTable, page_size: int, kernels: Kernels
     ) -> "KernelDecode | None":
-        """None if other parts than the kernels compute some of a decode step, whatever its number of rows."""
+        """None if every decode step needs more than the kernels, whatever its number of rows."""
         head, embedding = model.head, model.embedding
         if head is None or head.packed is None or embedding is None:
             return None
@@ -123,8 +123,8 @@ class KernelDecode:
         assert head is not None
         assert embedding is not None
         assert norm is not None
-        at, of_slots = slots.positions[row_slots], slots.num_prompt_tokens[row_slots]
-        assert (at >= of_slots).all(), "a decode row is past its prompt, so that it samples and writes its keys"
+        is_past_prompt = slots.positions[row_slots] >= slots.num_prompt_tokens[row_slots]
+        assert is_past_prompt.all(), "a decode row is past its prompt, so that it samples and writes its keys"
         token_ids, kv_indices, sampled = (torch.empty(num_rows, dtype=torch.int64) for _ in range(3))
         noise_keys = torch.empty((num_rows, 2), dtype=torch.int64)
         kv_lengths = torch.empty(num_rows, dtype=torch.int32)

@@ -26,7 +26,8 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 def _parse_reasoning_effort(value: object) -> object:
     if value is not None and value not in get_args(ReasoningEffort):
-        raise value_error("must be " + ", ".join([f'"{effort}"' for effort in get_args(ReasoningEffort)]))
+        *others, last = [f'"{effort}"' for effort in get_args(ReasoningEffort)]
+        raise value_error(f"must be {', '.join(others)} or {last}")
     return value
 
 
