@@ -183,7 +183,6 @@ def test_a_second_command_on_the_same_output_is_refused(
     assert process.returncode == 128 + signal.SIGTERM
 
 
-@pytest.mark.long
 def test_a_changed_input_says_what_to_delete(
     words: list[str], server: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -261,7 +260,6 @@ def test_lost_answers_are_asked_for_again_and_make_no_second_batch(
     assert len(server.engine.requests) == 30
 
 
-@pytest.mark.long
 def test_on_a_terminal_there_is_a_bar(words: list[str], server: LiveServer) -> None:
     server.engine.script = never
     terminal, other_end = pty.openpty()

@@ -184,7 +184,6 @@ def test_cost_limits_apply_only_to_eos_at_random_and_growth_is_of_the_largest_ba
     assert len(check_costs(costs[:1], [])) == 3, "no cost at 8,192 sequences and no second size to compare with"
 
 
-@pytest.mark.long
 def test_a_missed_limit_makes_the_exit_code_1_only_with_check(tmp_path, monkeypatch, capsys) -> None:
     path = tmp_path / "found.json"
     monkeypatch.setattr(manager_report, "MAX_MATCH_MS", 1e6)  # however busy the machine is

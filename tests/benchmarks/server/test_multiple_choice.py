@@ -172,7 +172,6 @@ def test_counts_that_disagree_fail(server: KeepingServer) -> None:
     assert run(server) == 1
 
 
-@pytest.mark.long
 def test_a_ratio_above_the_limit_fails_with_check(server: KeepingServer) -> None:
     server.keeps = False
     assert run(server) == 0

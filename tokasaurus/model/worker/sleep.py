@@ -1,4 +1,5 @@
-"""Sleep: memory of KV and weights is given back to the system, at the same addresses, and taken again."""
+"""Sleep: memory of KV and weights is given back to the system and taken again. The cache and packed weights keep their
+addresses."""
 
 import threading
 
