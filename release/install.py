@@ -90,7 +90,13 @@ def _served(python: Path, cache: str) -> Iterator[str]:
     command = [str(python.parent / "toka"), f"port={port}", "kv_cache_num_tokens=8192"]
     with log.open("w") as file:
         server = subprocess.Popen(
-            command, env=_without_compiler(python, cache), cwd="/", stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            command,
+            env=_without_compiler(python, cache),
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            preexec_fn=_heed_interrupts,
         )
     try:
         _await_ready(server, log)
@@ -102,6 +108,11 @@ def _served(python: Path, cache: str) -> Iterator[str]:
         if server.poll() is None:
             server.terminate()
             server.wait(timeout=60)
+
+
+def _heed_interrupts() -> None:
+    """A shell's background job, such as `nohup make release-check &`, ignores Ctrl-C, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _await_ready(server: "subprocess.Popen[bytes]", log: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_stop_signal_lets_open_requests_finish_and_refuses_new_ones(
         httpx.Client(timeout=60) as http,
     ):
         url = f"{toka.url}/v1/completions"
-        body = {"model": "default", "prompt": "A", "n": 20, "max_tokens": 400, "ignore_eos": True}
+        body = {"model": "default", "prompt": "A", "n": 60, "max_tokens": 400, "ignore_eos": True}
         request = pool.submit(httpx.post, url, json=body, timeout=300)
         wait_for(lambda: toka.gauge("toka_requests_running") > 0, timeout_s=60)
         toka.process.send_signal(number)
@@ -87,7 +87,7 @@ def test_a_stop_signal_lets_open_requests_finish_and_refuses_new_ones(
         assert int(refused.headers["Retry-After"]) > 0
         assert not request.done()
         choices = request.result().json()["choices"]
-        assert [choice["finish_reason"] for choice in choices] == ["length"] * 20
+        assert [choice["finish_reason"] for choice in choices] == ["length"] * 60
         assert toka.process.wait(timeout=60) == 0
 
 

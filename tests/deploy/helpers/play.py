@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 STREAM_TOKENS = 400
-STREAM_SAMPLES = 24
+STREAM_SAMPLES = 72
 
 
 @dataclass
