@@ -78,7 +78,7 @@ def test_a_pause_that_aborts_does_not_wait_behind_one_that_waits(server: Rollout
 def test_lines_of_a_batch_that_are_aborted_run_again(server: RolloutServer) -> None:
     body = {"model": "default", "prompt": "a", "max_tokens": 400, "n": 8, "ignore_eos": True}
     line = {"url": "/v1/completions", "method": "POST", "body": body}
-    lines = [line | {"custom_id": str(number)} for number in range(4)]
+    lines = [line | {"custom_id": str(number)} for number in range(16)]
     content = "".join(json.dumps(line) + "\n" for line in lines)
     file = server.http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("lines.jsonl", content)}).json()
     before = server.toka.gauge("toka_generation_tokens_total")
@@ -86,14 +86,14 @@ def test_lines_of_a_batch_that_are_aborted_run_again(server: RolloutServer) -> N
     batch = server.post("/v1/batches", asked)
     wait_for(lambda: server.toka.gauge("toka_generation_tokens_total") > before, 60)
     server.post("/pause", mode="abort")
-    assert server.toka.gauge("toka_generation_tokens_total") < before + 4 * 8 * 400
+    assert server.toka.gauge("toka_generation_tokens_total") < before + 16 * 8 * 400
     assert server.http.get(f"/v1/batches/{batch['id']}").json()["request_counts"]["completed"] < len(lines)
     server.post("/resume")
     wait_for(lambda: server.http.get(f"/v1/batches/{batch['id']}").json()["status"] == "completed", 120)
     output = server.http.get(f"/v1/batches/{batch['id']}").json()["output_file_id"]
     results = [json.loads(line) for line in server.http.get(f"/v1/files/{output}/content").text.splitlines()]
     choices = [choice for result in results for choice in result["response"]["body"]["choices"]]
-    assert [choice["finish_reason"] for choice in choices] == ["length"] * 32
+    assert [choice["finish_reason"] for choice in choices] == ["length"] * 16 * 8
 
 
 def test_samples_of_the_library_name_their_weights(server: RolloutServer, models: list[Path]) -> None:
