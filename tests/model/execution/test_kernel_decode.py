@@ -10,14 +10,9 @@ import pytest
 import torch
 
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
-from tests.model.helpers.steps import CPU, NOTHING, StepDriver, int32, make_runner
-from tokasaurus.checkpoint import read_model_info, weight_files
+from tests.model.helpers.steps import NOTHING, StepDriver, int32, load_runner
 from tokasaurus.messages.forward import ForwardInput, LogitRules, SlotChanges, TokenMasks
 from tokasaurus.model.cpu.bindings import DecodeStepStruct, Kernels, PagedForwardStruct, load_kernels
-from tokasaurus.model.decoder.families import build_decoder
-from tokasaurus.model.decoder.weights import load_weights
-from tokasaurus.model.execution.runner import ModelRunner
-from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.warmup import steps_of_all_classes
 
 NUM_SLOTS = 6
@@ -45,15 +40,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def make(directory: Path, dtype: torch.dtype) -> ModelRunner:
-    info = read_model_info(directory)
-    model = build_decoder(info, Mesh(), dtype)
-    model.materialize(CPU, info.context_length)
-    load_weights(weight_files(directory), model.weight_shards(), model.ignores, lambda _: None)
-    model.pack(load_kernels())
-    return make_runner(model, info, None, dtype=dtype)
-
-
 def prompt_of(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(VOCAB_SIZE) for _ in range(length)]
 
@@ -66,8 +52,8 @@ def test_tokens_equal_those_of_the_usual_way(
     """Sequences begin and end at different steps, slots are opened again at once or later, prompts come in chunks
     beside decode rows, rows change their order and leave for some steps, and pages end at different steps."""
     save_tiny_model(tmp_path, family, tied)
-    at_once = StepDriver(make(tmp_path, dtype), want_logprobs=False)
-    apart = StepDriver(make(tmp_path, dtype), want_logprobs=True)
+    at_once = StepDriver(load_runner(tmp_path, dtype), want_logprobs=False)
+    apart = StepDriver(load_runner(tmp_path, dtype), want_logprobs=True)
     drivers = at_once, apart
     rng = random.Random(f"{family} {dtype}")
     decoding: list[int] = []
@@ -114,7 +100,7 @@ def test_tokens_equal_those_of_the_usual_way(
 @pytest.mark.parametrize("what", ["rules", "biases", "masks", "groups"])
 def test_other_steps_take_the_usual_way(what: str, tmp_path: Path, calls: list[int]) -> None:
     save_tiny_model(tmp_path, "llama")
-    driver = StepDriver(make(tmp_path, torch.float32), want_logprobs=False)
+    driver = StepDriver(load_runner(tmp_path, torch.float32), want_logprobs=False)
     rng = random.Random(1)
     prompt = prompt_of(rng, 40)
     rules = None
@@ -145,7 +131,7 @@ def test_a_row_that_is_not_finite_is_told_and_others_go_on(tmp_path: Path, calls
     bad = 7
     outputs = []
     for want_logprobs in (False, True):
-        runner = make(tmp_path, torch.float32)
+        runner = load_runner(tmp_path, torch.float32)
         driver = StepDriver(runner, want_logprobs=want_logprobs)
         for slot in (1, 2):
             driver.open(slot, prompt_of(random.Random(slot), 20))
@@ -168,7 +154,7 @@ def test_a_row_that_is_not_finite_is_told_and_others_go_on(tmp_path: Path, calls
 
 def test_steps_of_the_warm_up_have_tables_though_their_slots_own_no_block(tmp_path: Path, calls: list[int]) -> None:
     save_tiny_model(tmp_path, "llama")
-    at_once, apart = (make(tmp_path, torch.float32) for _ in range(2))
+    at_once, apart = (load_runner(tmp_path, torch.float32) for _ in range(2))
     apart._kernel_decode = None
     for step in steps_of_all_classes(64, 8, 512, PAGE_SIZE):
         found, expected = (runner.run(step).output() for runner in (at_once, apart))

@@ -9,25 +9,10 @@ import torch
 
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import oracle_greedy
-from tests.model.helpers.steps import CPU, NOTHING, int32, make_runner
-from tokasaurus.checkpoint import read_model_info, weight_files
+from tests.model.helpers.steps import NOTHING, int32, load_runner
 from tokasaurus.messages.forward import ForwardInput, SlotChanges, SlotOpens
 from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
-from tokasaurus.model.cpu.bindings import load_kernels
-from tokasaurus.model.decoder.families import build_decoder
-from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.execution.runner import ModelRunner, StepResult
-from tokasaurus.model.parallel.mesh import Mesh
-
-
-def load_runner(directory: Path, dtype: torch.dtype) -> ModelRunner:
-    """A runner with the attention backend and the weight layout that the server would choose."""
-    info = read_model_info(directory)
-    model = build_decoder(info, Mesh(), dtype)
-    model.materialize(CPU, info.context_length)
-    load_weights(weight_files(directory), model.weight_shards(), model.ignores, lambda _: None)
-    model.pack(load_kernels())
-    return make_runner(model, info, None, dtype=dtype)
 
 
 class OneSlot:

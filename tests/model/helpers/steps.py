@@ -4,12 +4,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.checkpoint import ModelInfo, read_model_info, weight_files
 from tokasaurus.messages.forward import (
     ForwardInput,
     LogitRules,
@@ -25,6 +26,8 @@ from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.families import build_decoder
+from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.execution.runner import ModelRunner, StepResult
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.mesh import Mesh
@@ -64,6 +67,16 @@ def make_runner(
     slots.rules.allocate((num_blocks + 1) * page_size)
     places = model, chosen, slots, page_size, device, kernels
     return ModelRunner(*places, compiler, transfers, buffer_sizes, mesh, async_tp_threshold, links=links)
+
+
+def load_runner(directory: Path, dtype: torch.dtype) -> ModelRunner:
+    """A runner with the attention backend and the weight layout that the server would choose."""
+    info = read_model_info(directory)
+    model = build_decoder(info, Mesh(), dtype)
+    model.materialize(CPU, info.context_length)
+    load_weights(weight_files(directory), model.weight_shards(), model.ignores, lambda _: None)
+    model.pack(load_kernels())
+    return make_runner(model, info, None, dtype=dtype)
 
 
 @contextmanager

@@ -15,12 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokasaurus.messages.forward import ForwardInput, SlotChanges
-from tokasaurus.model.cpu.bindings import (
-    ELEMENT_CODES,
-    DecodeStepStruct,
-    Kernels,
-    PagedPartStruct,
-)
+from tokasaurus.model.cpu.bindings import ELEMENT_CODES, DecodeStepStruct, Kernels, PagedPartStruct
 from tokasaurus.model.cpu.layer_executor import PackedWeights
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.execution.executors import KernelExecutor

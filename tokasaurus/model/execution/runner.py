@@ -382,7 +382,7 @@ class ModelRunner:
             self._kernel_decode.note(changes)
 
     def _by_kernels(self, kernel_decode: KernelDecode, step: ForwardInput, begun: Mark) -> StepResult | None:
-        """None if the step is not one of those that the kernels compute in one call."""
+        """None if the kernels do not compute such a step in one call."""
         decoded = kernel_decode.run(step)
         if decoded is None:
             return None
