@@ -16,7 +16,7 @@ from tokasaurus.cli import main
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.execution.executors import KernelExecutor
 
-FEATURES = ["attention_backend=cpu"] * 4 + ["layers"] * 6 + ["sampling"] * 8
+FEATURES = ["attention_backend=cpu"] * 4 + ["layers"] * 6 + ["sampling"] * 8 + ["decode steps"] * 2
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_what_computes_wrongly_is_named_and_makes_the_exit_code_1(
     code, found = check(capsys, f"model={model}")
     assert code == 1
     wrong = {result["feature"]: result["failure"] for result in found["results"] if result["failure"] is not None}
-    assert wrong.keys() == {"layers", "sampling"}
+    assert wrong.keys() == {"layers", "sampling", "decode steps"}, "steps taken apart need both of them"
     assert wrong["sampling"] == "RuntimeError: no such instruction"
     assert wrong["layers"].startswith("layers (decode): median row differs by ")
     assert main(["check", f"model={model}", "device=cpu"]) == 1

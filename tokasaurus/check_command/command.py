@@ -22,7 +22,7 @@ from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.weights import FilledModules, fill_randomly
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.entry import LoadedWorker, Phases, check_layers, graph_sizes_of, load_worker, record_graphs
-from tokasaurus.model.worker.self_check import Checks, Result, compare_sampling
+from tokasaurus.model.worker.self_check import NUM_SEQUENCES, Checks, Result, compare_sampling, measure_one_call_decode
 from tokasaurus.monitoring.log_lines import no_status
 from tokasaurus.monitoring.log_writer import log_writer, setup_logging
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
@@ -112,13 +112,24 @@ def _check_the_rest(config: ServerConfig, loaded: LoadedWorker, phases: Phases) 
                     vocab_size, dtype, loaded.device, lambda logits, rows: sample(logits, rows, kernels)
                 ),
             )
-    sizes = graph_sizes_of(config, loaded.device)
-    if sizes:
-        num_blocks = sizes[0] + 1
-        loaded.backend.allocate(num_blocks + 1)
-        loaded.slots.rules.allocate((num_blocks + 1) * config.page_size)
-        record_graphs(config, loaded, sorted({sizes[0], sizes[-1]}, reverse=True), num_blocks, phases)
+    if runner.decodes_in_one_call:
+        with phases("decode steps"):
+            num_blocks = NUM_SEQUENCES + 1  # one is shared
+            _allocate(config, loaded, num_blocks)
+            sizes = config.page_size, num_blocks, loaded.limits
+            checks.describe_wrong("decode steps", partial(measure_one_call_decode, runner, *sizes))
+    graph_sizes = graph_sizes_of(config, loaded.device)
+    if graph_sizes:
+        num_blocks = graph_sizes[0] + 1
+        _allocate(config, loaded, num_blocks)
+        record_graphs(config, loaded, sorted({graph_sizes[0], graph_sizes[-1]}, reverse=True), num_blocks, phases)
         runner.drop_graphs()
+
+
+def _allocate(config: ServerConfig, loaded: LoadedWorker, num_blocks: int) -> None:
+    """A KV cache for steps. num_blocks: without the padding block."""
+    loaded.backend.allocate(num_blocks + 1)
+    loaded.slots.rules.allocate((num_blocks + 1) * config.page_size)
 
 
 def _show_phase(report: StartupReport, phase: PhaseDone) -> None:

@@ -1,5 +1,6 @@
 """The checks of a start: what is right passes, in every family; what is wrong is found and switched off."""
 
+import ctypes
 import logging
 import random
 import unittest.mock
@@ -8,6 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ from tests.model.attention.helpers import flashinfer_double
 from tests.model.execution.helpers.device_sampling import sample_on_device
 from tests.model.execution.helpers.launch_tape import LaunchTape, TapedCompiler, TapedGraph
 from tests.model.helpers.greedy_decoding import greedy_in_a_mixed_batch, load
-from tests.model.helpers.steps import CPU, StepDriver, make_runner, one_thread
+from tests.model.helpers.steps import CPU, StepDriver, load_runner, make_runner, one_thread
 from tests.model.sampling.helpers.shard_ranks import run_ranks
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import ServerConfig
@@ -28,7 +30,7 @@ from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend
 from tokasaurus.model.attention.torch_backend import TorchBackend
-from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.cpu.bindings import DecodeStepStruct, Kernels, load_kernels
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.weights import fill_randomly
@@ -45,6 +47,7 @@ from tokasaurus.model.worker.self_check import (
     compared,
     measure_attention,
     measure_graphs,
+    measure_one_call_decode,
 )
 from tokasaurus.model.worker.warmup import ForwardLimits
 
@@ -365,6 +368,48 @@ def test_wrong_layers_of_the_cpu_kernels_are_found(fault: str, tmp_path: Path, m
     assert len(failures) == (1 if fault == "raises" else 6), "a thorough check goes on after a wrong result"
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "limits"),
+    [(NUM_BLOCKS, {}), (1, {}), (2, {}), (NUM_BLOCKS, {"context_length": 1}), (NUM_BLOCKS, {"max_tokens": 8})],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_right_decode_steps_in_one_call_pass(
+    dtype: torch.dtype, num_blocks: int, limits: dict[str, int], tmp_path: Path
+) -> None:
+    save_tiny_model(tmp_path, "qwen3")
+    measured = measure_decode(load_runner(tmp_path, dtype), num_blocks, **limits)
+    assert len(measured) == 2
+    assert all(one.is_right for one in measured), measured
+
+
+@pytest.mark.parametrize("fault", ["drawn otherwise", "other noise", "keys not stored"])
+def test_wrong_decode_steps_in_one_call_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny_model(tmp_path, "llama")
+    runner = load_runner(tmp_path, torch.float32)
+    (cache,) = runner._backend.caches
+    no_keys = np.zeros(NUM_BLOCKS, np.uint64)
+    original = Kernels.decode_step
+
+    def decode_step(kernels: Kernels, step: DecodeStepStruct) -> None:
+        before = cache.clone()
+        if fault == "other noise":
+            step.sequence_keys = no_keys.ctypes.data
+        original(kernels, step)
+        if fault == "drawn otherwise":
+            last = (ctypes.c_int64 * step.num_rows).from_address(step.sampled)
+            last[step.num_rows - 1] ^= 1
+        if fault == "keys not stored":
+            cache.copy_(before)
+
+    monkeypatch.setattr(Kernels, "decode_step", decode_step)
+    assert not all(one.is_right for one in measure_decode(runner))
+
+
+def measure_decode(runner: ModelRunner, num_blocks: int = NUM_BLOCKS, **limits: int) -> list[Measured]:
+    assert runner.decodes_in_one_call
+    return list(measure_one_call_decode(runner, 16, num_blocks, limits_of(runner._model, limits)))
+
+
 def recorded(directory: Path, monkeypatch: pytest.MonkeyPatch, backend: str, compiled: bool = False) -> ModelRunner:
     """A runner with graphs of 3 and 11 rows, which draw tokens too."""
     flashinfer_double.install(monkeypatch, any_dtype=True)
@@ -379,9 +424,12 @@ def recorded(directory: Path, monkeypatch: pytest.MonkeyPatch, backend: str, com
 
 
 def measure(runner: ModelRunner, num_blocks: int = NUM_BLOCKS, **limits: int) -> list[Measured]:
-    model = runner._model
+    return list(measure_graphs(runner, runner._model, 16, num_blocks, limits_of(runner._model, limits)))
+
+
+def limits_of(model: Decoder, others: dict[str, int]) -> ForwardLimits:
     usual = {"max_tokens": 256, "max_seqs": 16, "context_length": 64, "vocab_size": model.vocab_size}
-    return list(measure_graphs(runner, model, 16, num_blocks, ForwardLimits(**(usual | limits))))
+    return ForwardLimits(**(usual | others))
 
 
 @few(2, ("backend", "compiled"), [("torch", False), ("flashinfer", False), ("torch", True), ("flashinfer", True)])

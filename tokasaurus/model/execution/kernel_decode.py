@@ -82,6 +82,10 @@ class KernelDecode:
         elif self._rows is not None and len(changes.block_slots):
             self._rows.table = None
 
+    def forget(self) -> None:
+        """Steps have run whose changes were not noted."""
+        self._rows = None
+
     def run(self, step: ForwardInput) -> Decoded | None:
         """Compute a step whose changes are applied and noted, if it is of this kind, and store its tokens as their
         slots' last ones. None, and nothing is done, if it is not."""

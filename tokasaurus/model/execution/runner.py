@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -270,6 +270,11 @@ class ModelRunner:
             self._backend.prepare_recording(0, 0)
 
     @property
+    def decodes_in_one_call(self) -> bool:
+        """Whether the CPU kernels compute the usual decode steps in one call."""
+        return self._kernel_decode is not None
+
+    @property
     def executor(self) -> LayerExecutor:
         """Runs the layers of every forward."""
         return self._executor
@@ -286,12 +291,16 @@ class ModelRunner:
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Inside, no step replays a graph."""
+        """Inside, no step replays a graph or is one call of the CPU kernels."""
         graphs, self._graphs = self._graphs, None
+        kernel_decode, self._kernel_decode = self._kernel_decode, None
         try:
             yield
         finally:
             self._graphs = graphs
+            self._kernel_decode = kernel_decode
+            if kernel_decode is not None:
+                kernel_decode.forget()
 
     @torch.inference_mode()
     def compute_alone(self, step: ForwardInput, last_tokens: Tensor | None, entering: Tensor | None) -> ComputedStep:
@@ -318,6 +327,22 @@ class ModelRunner:
         tokens = None if drawn is None else drawn.tokens[:num_rows].clone()
         self._apply(SlotChanges(closed=step.slots, opened=None, block_slots=_NOTHING, block_ids=_NOTHING))
         return ComputedStep(hidden[:num_rows].float().clone(), logits, tokens, redrawn)
+
+    @torch.inference_mode()
+    def decode_alone(self, step: ForwardInput, last_tokens: Tensor, num_steps: int) -> NDArray[np.int32]:
+        """Run a decode step of R rows that opens all its slots, then the next steps of the same rows, and close the
+        slots -> int32 [num_steps, R], the tokens drawn. For a model without other stages.
+
+        last_tokens: int64 [R], which the first step embeds."""
+        self._slots.last_tokens[torch.from_numpy(step.slots).long().to(self.device)] = last_tokens
+        tokens = []
+        for _ in range(num_steps):
+            result = self.run(step)
+            assert result is not None, "other stages were excluded"
+            tokens.append(result.output().token_ids)
+            step = replace(step, changes=SlotChanges(_NOTHING, None, _NOTHING, _NOTHING))
+        self._apply(SlotChanges(closed=step.slots, opened=None, block_slots=_NOTHING, block_ids=_NOTHING))
+        return np.stack(tokens)
 
     @torch.inference_mode()
     def expect(self, step: ForwardInput) -> None:

@@ -8,6 +8,7 @@ off what differs or raises. Each check yields what it measured; `toka check` sho
   launched steps. Both sides round differently, and a deep model may magnify one rounding of its input to the size of
   the result. So each difference is compared with what such a rounding does: the same step is also launched with a
   perturbed input.
+- Decode steps that the CPU kernels compute in one call, against the same steps taken apart, which draw the same tokens.
 """
 
 import functools
@@ -102,8 +103,8 @@ _PROMPTS = (5, 20, 30)
 _CHUNK = 7
 """Tokens of a second chunk of the first prompt."""
 
-_NUM_SEQUENCES = 8
-"""Different sequences among a graph's rows."""
+NUM_SEQUENCES = 8
+"""Different sequences among a decode step's rows."""
 _MAX_OWN = 16
 """Tokens of a sequence after the shared block."""
 
@@ -653,6 +654,29 @@ def measure_graphs(
                 yield Measured(f"{name}: share of tokens", float(is_other.double().mean()), 0.0)
 
 
+@torch.inference_mode()
+def measure_one_call_decode(
+    runner: ModelRunner, page_size: int, num_blocks: int, limits: ForwardLimits
+) -> Iterator[Measured]:
+    """Tokens of decode steps of one row and of several, each followed by a step that reads what it has stored, against
+    those of the same steps taken apart.
+
+    Overwrites blocks of the KV cache. num_blocks: without the padding block."""
+    prompts = _Prompts(page_size, num_blocks, limits)
+    if (first := prompts.prefill()) is not None:
+        runner.compute_alone(first, None, None)
+    for num_rows in dict.fromkeys((1, min(NUM_SEQUENCES, limits.max_seqs))):
+        at_once, apart = list[NDArray[np.int32]](), list[NDArray[np.int32]]()
+        for turn in (0, 1):
+            step = prompts.decode(num_rows, has_groups=False, turn=turn)
+            token_ids = torch.from_numpy((prompts.sequences(num_rows, turn) * 7 + turn) % limits.vocab_size)
+            at_once.append(runner.decode_alone(step, token_ids, prompts.num_decodes))
+            with runner.launching():
+                apart.append(runner.decode_alone(step, token_ids, prompts.num_decodes))
+        share = float(np.mean(np.concatenate(at_once) != np.concatenate(apart)))
+        yield Measured(f"decode of {num_rows} rows in one call: share of tokens", share, 0.0)
+
+
 def _layer_forwards(page_size: int) -> tuple[int, list[SmallForward]]:
     """The number of blocks with the padding block, and the forwards, each of which goes on with the last one's
     sequences."""
@@ -686,14 +710,18 @@ class _Prompts:
     def __init__(self, page_size: int, num_blocks: int, limits: ForwardLimits) -> None:
         """num_blocks: without the padding block."""
         self._page_size = page_size
-        max_sequences = min(_NUM_SEQUENCES, limits.max_seqs)
+        max_sequences = min(NUM_SEQUENCES, limits.max_seqs)
         max_tokens = limits.max_tokens // max_sequences
         room = min(limits.context_length, max_tokens) - page_size
         self.num_shared = int(room > 0 and num_blocks > 1)
         self._vocab_size = limits.vocab_size
         num_own = max(1, min(page_size, _MAX_OWN, room if self.num_shared else max_tokens, limits.context_length))
+        self.num_decodes = min(2, num_own)
+        """Decode steps that have room after each prompt."""
         count = min(max_sequences, num_blocks - self.num_shared)
-        self._lengths = self.num_shared * page_size + (5 * np.arange(count, dtype=np.int32)) % num_own
+        self._lengths = self.num_shared * page_size + (5 * np.arange(count, dtype=np.int32)) % (
+            num_own - self.num_decodes + 1
+        )
         shared = np.arange(1, 1 + self.num_shared, dtype=np.int32)
         own = 1 + self.num_shared + np.arange(count, dtype=np.int32)[::-1]
         self._tables = np.concatenate((np.tile(shared, (count, 1)), own[:, None]), axis=1)
