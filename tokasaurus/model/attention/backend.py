@@ -28,11 +28,11 @@ class KVShape:
     head_dim: int
     page_size: int
     dtype: torch.dtype
-    """Of the cache."""
+    """dtype of the cached keys and values."""
 
     device: torch.device
     activation_dtype: torch.dtype | None = None
-    """Of the queries, keys and values passed in, and of outputs; None: the same as dtype."""
+    """dtype of the queries, keys and values passed in, and of outputs; None: the same as dtype."""
 
     @property
     def query_dtype(self) -> torch.dtype:
@@ -234,8 +234,9 @@ class RecordableBackend(Protocol):
         """
 
     def plan_recorded(self, layout: PagedLayout) -> None:
-        """As plan, before a recording, or before a replay instead of it. The layout's one part has as many rows as that
-        recording, each a segment of its own."""
+        """Plan a decode step before it is recorded, or before a recording is replayed for it.
+
+        layout: one part with as many rows as the recording, each row a segment of its own."""
 
 
 def output_of(query: Tensor, part: PagedPart, output: Tensor | None) -> Tensor:

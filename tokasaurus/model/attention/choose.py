@@ -22,7 +22,7 @@ class Candidate:
     """A backend that serves this device and model."""
 
     name: str
-    """As the flag has it."""
+    """A value of the flag attention_backend."""
 
     build: Callable[[], AttentionBackend]
 

@@ -78,7 +78,7 @@ class CpuBackend:
     def paged_forward(
         self, kv_indices: int, parts: "ctypes.Array[PagedPartStruct]", prefix: Any = None
     ) -> PagedForwardStruct:
-        """Of the cache as it is allocated now. kv_indices: the address of int64 [T]."""
+        """The kernels' description of a forward over the cache as allocated now. kv_indices: address of int64 [T]."""
         return PagedForwardStruct(
             *(cache_code(self._cache), self._cache.data_ptr(), self._cache[0].numel()),
             *(self._shape.page_size, kv_indices, parts, len(parts), prefix),

@@ -89,7 +89,7 @@ class _WrapperSet:
     prefill: list[Wrapper] = field(default_factory=list)
     decode: list[Wrapper] = field(default_factory=list)
     plan_bytes: int = 0
-    """Of each wrapper, on the device and in pinned memory; 0 if a wrapper still has its own."""
+    """Bytes of each wrapper's plan memory, on the device and pinned; 0 if a wrapper still has its own."""
 
     copied: torch.cuda.Event | None = None
 
@@ -459,7 +459,7 @@ def provide_tools(environment: MutableMapping[str, str], toolkits: Path = _TOOLK
 
 
 def missing_tools(environment: Mapping[str, str], toolkits: Path = _TOOLKITS) -> list[str]:
-    """Of nvcc and ninja, after `provide_tools`."""
+    """Names of the tools that FlashInfer's compilation lacks, "nvcc" or "ninja". Call after `provide_tools`."""
     found = {"nvcc": find_cuda(environment, toolkits), "ninja": _which_ninja(environment)}
     return [name for name, place in found.items() if place is None]
 

@@ -48,7 +48,7 @@ def write_kv(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, kv_indice
 
 
 def merge_partial(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
-    """As `row_split.merge_partial`, on contiguous tensors. Where a part has no weight, its output is not read."""
+    """`row_split.merge_partial` as one kernel, on contiguous tensors. It reads no output of a part without weight."""
     (first_output, first_lse), (second_output, second_lse) = first, second
     assert all(tensor.is_contiguous() for tensor in (*first, *second, output))
     assert first_lse.shape == second_lse.shape == first_output.shape[:2]
@@ -68,7 +68,7 @@ def merge_partial(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], o
 
 
 def fill_lists(block_tables: Tensor, first_entries: Tensor, page_size: int, lists: BlockLists) -> None:
-    """As `block_lists.fill_lists`."""
+    """`block_lists.fill_lists` as one kernel."""
     assert block_tables.is_contiguous()
     num_segments = len(first_entries)
     _list_blocks[(num_segments + 1,)](

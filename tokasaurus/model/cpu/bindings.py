@@ -391,8 +391,9 @@ def load_kernels(cpu_isa: str | None = None) -> Kernels | None:
 
 
 def _load_first(levels: Sequence[InstructionSet]) -> Kernels:
-    """Of the first one whose library can be built: an old compiler may not know the newest. Raises LibraryUnavailable,
-    for the first."""
+    """Kernels of the first instruction set whose library can be built: an old compiler may not know the newest.
+
+    Raises LibraryUnavailable, for the first set, if none can be built."""
     first_error: LibraryUnavailable | None = None
     for level in levels:
         try:

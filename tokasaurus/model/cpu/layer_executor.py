@@ -22,7 +22,7 @@ from tokasaurus.model.cpu.bindings import (
 )
 
 _PART_BYTES = 1 << 20
-"""Of blocks that are dequantised at a time."""
+"""Bytes of quantised blocks that are dequantised at a time."""
 
 # T tokens, E hidden size or input size, O output size, D head size
 
@@ -60,7 +60,7 @@ class BlockRows:
     """Rows of a quantised weight, as checkpoint/block_types describes them."""
 
     type: str
-    """Of BLOCK_TYPES."""
+    """A type in BLOCK_TYPES."""
     blocks: Tensor
     """uint8 [rows, bytes of a row], contiguous."""
 
@@ -184,7 +184,7 @@ class PackedWeights:
         self._kernels.pack_rows(*pointers, first_row, len(rows), self._panels.data_ptr())
 
     def write_blocks(self, first_row: int, rows: BlockRows) -> None:
-        """As `write`, of a quantised weight. rows: of the type that the weight has there."""
+        """Replace quantised rows from `first_row` on. rows: of the type that the weight has there."""
         assert rows.blocks.is_contiguous()
         pointers = ctypes.byref(self.struct), BLOCK_TYPES[rows.type], rows.blocks.data_ptr()
         self._kernels.pack_blocks(*pointers, first_row, len(rows.blocks), self._panels.data_ptr())

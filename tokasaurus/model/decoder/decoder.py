@@ -273,7 +273,7 @@ class Decoder(nn.Module):
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of the loaded weights, also where they are packed."""
+        """dtype of the loaded weights, packed ones included."""
         return self._dtype
 
     @property

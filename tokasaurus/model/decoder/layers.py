@@ -84,7 +84,7 @@ class Linear(nn.Module):
         self._blocks: dict[int, BlockRows] = {}
         """Quantised rows by the number of the first one, until they are packed."""
         self.dequantised_types: list[str] = []
-        """Of weights whose blocks could not be packed."""
+        """Types of the weights whose blocks could not be packed."""
         self._quantization: str | None = None
         """What plain weights are quantised to, as in Packing."""
 
@@ -353,7 +353,7 @@ class VocabShard(Linear):
         return self.packed.multiply(hidden, (norm.float_weight, norm.eps), self.logits_memory(len(hidden)))
 
     def logits_memory(self, num_rows: int) -> Tensor:
-        """Of the kernels' logits, [R, v], in the activation dtype."""
+        """Memory for the kernels' logits, [R, v], in the activation dtype. Calls share it."""
         # Keep it: an allocation of this size would go back to the system when freed, and allocating it again, zeroed
         # and page by page, would take a quarter of the gemm's time.
         assert self.packed is not None

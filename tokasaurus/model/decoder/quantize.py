@@ -52,7 +52,7 @@ def _int8(rows: Tensor) -> Tensor:
 
 
 def _int4(rows: Tensor) -> Tensor:
-    """As _int8."""
+    """float32 [R, E] -> uint8 [R, bytes of a row]."""
     groups = rows.view(len(rows), -1, I4_GROUPS[_INT4])
     mins, most = groups.amin(2), groups.amax(2)
     scales = ((most - mins) / 15).clamp(min=_TINY)

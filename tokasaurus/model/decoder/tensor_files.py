@@ -27,7 +27,7 @@ from tokasaurus.model.cpu.layer_executor import BlockRows
 
 _PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DEQUANTIZED_DTYPES = frozenset(_PLAIN_TYPES.values())
-"""Of parts of tensors in files with quantised ones; in GGUF files, norms are always float32."""
+"""dtypes of the parts that a file with quantised tensors yields; the norms of a GGUF file are always float32."""
 _PART_NUMBERS = 1 << 24
 """Most numbers that a part of a dequantised shard has: 64 MiB."""
 
@@ -44,10 +44,10 @@ class TensorFile(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def num_bytes(self, name: str) -> int:
-        """Of the whole tensor, as it is stored."""
+        """Bytes of the whole tensor in the file."""
 
     def block_type(self, name: str) -> str | None:
-        """Of a quantised tensor, such as "Q4_1"; None if its numbers are plain."""
+        """Type of a quantised tensor's blocks, such as "Q4_1"; None if its numbers are plain."""
 
     def parts(self, name: str, shard: tuple[slice, ...]) -> Iterator[tuple[slice, Tensor]]:
         """The shard in parts of bounded memory, each after the indices that it has in the shard's first dimension.

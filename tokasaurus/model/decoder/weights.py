@@ -27,7 +27,7 @@ class WeightShard:
     """Name in the checkpoint."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor in the checkpoint."""
+    """Shape of the whole tensor in the checkpoint."""
 
     shard: tuple[slice, ...]
     """The part of the tensor that this rank has."""

@@ -71,7 +71,9 @@ class FusedExecutor:
 
 
 def run_layers(layers: Sequence[DecoderLayer], hidden: Tensor, cos_sin: Tensor, caches: Sequence[Tensor]) -> Tensor:
-    """As LayerExecutor.run, with attention as one operation of the compiler. caches: of the backend."""
+    """Run these layers, with attention as one operation of the compiler: `hidden` [T, E] -> [T, E].
+
+    caches: tensors of the attention backend."""
     # The compiler does not relate the sizes of two arguments by itself.
     torch._check(hidden.shape[0] == cos_sin.shape[0])  # type: ignore[no-untyped-call]
     for layer in layers:

@@ -128,7 +128,7 @@ class DecodeOutput(NamedTuple):
     """[S, V], or None if they are not part of the graphs."""
 
     sampled: Sampled | None = None
-    """Of all rows; None if sampling is not part of the graphs, or if rows want more than the graphs do."""
+    """Samples of all rows; None if the graphs do not sample, or if rows want more than the graphs compute."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class StepResult:
     """Whether this was a decode step, but larger than all graphs that were recorded."""
 
     phase_seconds: tuple[float, ...] = ()
-    """As in ForwardOutput."""
+    """Seconds in each phase, as in ForwardOutput."""
 
     begun: Mark = field(default_factory=HostMark)
     """The step's arrays have arrived, and no work before it is left."""
@@ -214,7 +214,7 @@ class ModelRunner:
         assert (links is not None) == (mesh.pp_size > 1)
         self._links = links
         self.times = StageTimes(None, mesh.pp_rank, self._mark)
-        """Of the steps; whoever calls `run` says where each begins and ends."""
+        """Times of this stage's steps; whoever calls `run` marks where each begins and ends."""
         self._num_recompiles = 0
         self._graphs: DecodeGraphs | None = None
         self._kernel_decode: KernelDecode | None = None

@@ -54,7 +54,7 @@ class SlotTable:
         self.want_logprobs: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self.num_top_logprobs: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.drawn_logprobs: NDArray[np.bool_] = np.zeros(slots, np.bool_)
-        """As in SlotOpens."""
+        """Whether the slot's logprobs are of the distribution it draws from, as in SlotOpens."""
         self.rules = SlotRules(slots, device)
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.on_device = None if device.type == "cpu" else DeviceSlots(slots, size.max_blocks, device)

@@ -9,9 +9,10 @@ from tokasaurus.model.staging.staging import Mark
 
 
 class StageTimes:
-    """Of one stage's steps, in order: `begin`, `waiting` around each wait for another stage, `end`.
+    """Busy and waiting seconds of one stage's steps.
 
-    Times are between marks, and so the device's. They are measured only while somebody watches.
+    For each step, in order: `begin`; `waiting` around each wait for another stage; `end`. Times are between marks, and
+    so the device's. They are measured only while somebody watches.
     """
 
     def __init__(self, board: StageBoard | None, stage: int, mark: Callable[[], Mark]) -> None:
@@ -20,7 +21,7 @@ class StageTimes:
         self._stage = stage
         self._mark = mark
         self._marks: list[Mark] = []
-        """Of the present step: its begin, then the begin and the end of each wait. Empty if it is not measured."""
+        """Marks of the present step: its begin, then begin and end of each wait. Empty if it is not measured."""
         self._ended: deque[list[Mark]] = deque()
         """The marks of steps that the device may still compute."""
         self._num_steps, self._busy_s, self._waiting_s = 0, 0.0, 0.0

@@ -21,7 +21,7 @@ from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.monitoring.trace import NO_TRACE, Trace
 
 NUM_BUFFERS = 2
-"""Of hidden states in each direction: one step is computed while the next one arrives, or while the last one leaves."""
+"""Buffers of hidden states per direction: one step is computed while the next arrives, or while the last leaves."""
 
 _MAX_UNREAD = 64
 """Messages with tokens that no decode row has needed yet: of more, the oldest are read, and their memory is freed."""
@@ -187,7 +187,7 @@ class StageLinks:
         self._tokens: deque[_Tokens] = deque()
         self._num_expected_tokens = self._num_received_tokens = 0  # messages
         self._last_message = np.zeros(num_slots, np.int64)
-        """Of each slot: how many messages must be here before its last token is."""
+        """Messages that must have arrived before a slot's last token is known, for each slot."""
 
     @property
     def is_first(self) -> bool:

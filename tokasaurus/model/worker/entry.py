@@ -185,7 +185,7 @@ class StartedWorker:
 def _joined(
     config: ServerConfig, mesh: Mesh, index: int, rendezvous: Path | None, report: Callable[[PhaseDone], None]
 ) -> Iterator[Mesh]:
-    """As parallel/collectives.joined; shown to the user as a phase if there is something to join."""
+    """Yields the mesh with its process groups; shows joining as a phase if the replica has several ranks."""
     if mesh.num_ranks == 1:
         yield mesh
         return
@@ -246,7 +246,9 @@ def start_worker(
 
 
 def _apply_earlier_updates(checkpoint: Checkpoint, updates: WeightUpdates, phases: Phases) -> None:
-    """Those that this replica or another had before it was started again. Raises UserError if one cannot be applied."""
+    """Load the weight updates that came before this replica was restarted, its own or another replica's.
+
+    Raises UserError if one cannot be applied."""
     for update in checkpoint.weight_updates:
         with phases("new weights") as details:
             details.append(f"version {update.version}")
@@ -508,7 +510,7 @@ class _Platform:
     compiles: bool
     """Whether torch compiles the layers."""
     dtype: torch.dtype
-    """Of the weights."""
+    """dtype of the weights."""
     activation_dtype: torch.dtype
     kv_cache_dtype: torch.dtype
 

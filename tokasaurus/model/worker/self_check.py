@@ -150,7 +150,7 @@ class Result:
     """What a check has found."""
 
     feature: str
-    """As the metric toka_switched_off names it."""
+    """The checked feature's label in the metric toka_switched_off."""
     measured: Measured | None
     """None: the check raised an error."""
     failure: str | None

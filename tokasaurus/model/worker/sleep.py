@@ -14,7 +14,7 @@ from tokasaurus.model.worker.weight_update import WeightUpdates
 
 
 class Sleeper:
-    """Of one rank. The other ranks of the replica must get the same calls."""
+    """Gives one rank's memory back and takes it again. The other ranks of the replica must get the same calls."""
 
     def __init__(self, model: Decoder, backend: AttentionBackend, updates: WeightUpdates, device: torch.device) -> None:
         """The cache's memory is touched in the background from now on, as after each `wake`."""
@@ -30,7 +30,7 @@ class Sleeper:
 
     @torch.inference_mode()
     def sleep(self, with_weights: bool) -> str:
-        """One line that says why it cannot be; "" if it sleeps."""
+        """Give the cache's memory back, and the weights' if asked; returns why it cannot be, in one line, or ""."""
         if self._device.type != "cpu":
             return "sleep is implemented on CPUs only"
         try:
@@ -49,8 +49,10 @@ class Sleeper:
 
     @torch.inference_mode()
     def wake(self, may_lack_weights: bool = False) -> str:
-        """One line that says why it cannot be, and goes on sleeping; "" if it is awake. may_lack_weights: it is awake
-        also if the weights cannot be read again; they must come by `update`, or at the next call."""
+        """Take the memory again; returns why it cannot be, in one line, or "". After an error, the rank sleeps on.
+
+        may_lack_weights: wake also if the weights cannot be read again. They must come by `update`, or at the next
+        call."""
         if not self._has_weights:
             if not self._has_weight_memory:
                 self._model.take_again()
@@ -68,7 +70,7 @@ class Sleeper:
         return ""
 
     def update(self, update: UpdateWeights) -> str:
-        """As WeightUpdates.apply. Not while the weights' memory is given back."""
+        """Apply a weight update; returns why nothing changed, or "". Partial ones need the weights to be in memory."""
         if not self._has_weights and update.is_partial:
             return "the weights have not been read again: an update of all weights must come before one of a part"
         error = self._updates.apply(update)

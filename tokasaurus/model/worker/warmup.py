@@ -60,13 +60,13 @@ class WarmUpTimes:
     """What forwards of the warm-up took, in seconds."""
 
     per_token: float
-    """Of the forward that took least for each of its tokens."""
+    """Least seconds per token of any forward."""
 
     single_token: float
-    """The shortest forward of one token."""
+    """Seconds of the shortest forward of one token."""
 
     per_pair: float
-    """Of attention, for each token and token of its context; 0 if a long context took no time."""
+    """Seconds of attention per pair of a token and a token of its context; 0 if a long context took no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class ForwardLimits:
 
 
 def widest_prefill(limits: ForwardLimits) -> ForwardInput:
-    """As many tokens and sampling rows as a forward may have, and prompt logprobs for LOGPROBS_AT_ONCE tokens."""
+    """A prefill with a forward's most tokens and sampling rows, and prompt logprobs for LOGPROBS_AT_ONCE tokens."""
     num_rows = min(limits.max_seqs, limits.max_tokens)
     shares = np.full(num_rows, limits.max_tokens // num_rows, np.int32)
     shares[: limits.max_tokens % num_rows] += 1
@@ -103,7 +103,7 @@ def longest_prefill(limits: ForwardLimits) -> ForwardInput:
 
 
 def longest_last_tokens(limits: ForwardLimits) -> ForwardInput:
-    """As many rows as a forward may have, each with the last token of a sequence that fills the context."""
+    """A step with the most rows of a forward, each the last token of a sequence that fills the context."""
     num_rows = min(limits.max_seqs, limits.max_tokens)
     return _first_step(np.ones(num_rows, np.int32), np.full(num_rows, limits.context_length - 1, np.int32), limits)
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightUpdates:
-    """Of one rank's model. The other ranks of the replica must call `apply` with the same updates, in order."""
+    """Applies weight updates to one rank's model. The other ranks of the replica must get the same calls, in order."""
 
     def __init__(self, model: Decoder, info: ModelInfo, directory: Path, mesh: Mesh, device: torch.device) -> None:
         """directory: of the checkpoint."""
@@ -39,7 +39,7 @@ class WeightUpdates:
 
     @torch.inference_mode()  # what was made in it may be changed only in it
     def apply(self, update: UpdateWeights) -> str:
-        """One line that says why nothing was changed; "" after the update. No step may be running.
+        """Write new weights; returns why nothing was changed, in one line, or "" after the update. No step may run.
 
         Raises CheckpointError if a file that was readable just before is no longer: the weights are then a mixture, and
         the process must end.
@@ -65,7 +65,7 @@ class WeightUpdates:
         return ""
 
     def apply_again(self) -> str:
-        """Write all weights anew, after their memory was given back. As `apply`."""
+        """Write all weights anew after their memory was given back. Returns as `apply` does."""
         before = [*self._applied]  # `apply` changes it
         updates = before
         if not updates or updates[0].is_partial:
