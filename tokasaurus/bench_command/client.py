@@ -69,7 +69,7 @@ class RequestResult:
     latency_s: float
     """Seconds from sending to the whole answer, or to the last token of a stream."""
     prompt_tokens: int
-    """As the server reports them; 0 if the request failed, as for the other token counts."""
+    """Prompt tokens by the server's count; like the other token counts, 0 if the request failed."""
     cached_tokens: int
     """Prompt tokens found in a prefix cache; 0 if the server does not report them."""
     completion_tokens: int
@@ -78,11 +78,11 @@ class RequestResult:
     """None if the request succeeded, otherwise one line."""
     num_samples: int = 1
     events_s: tuple[float, ...] = ()
-    """Of a stream: seconds from sending to each event with tokens, of any choice."""
+    """Seconds from sending to each event with tokens, of any choice; empty without a stream."""
     gaps_s: tuple[float, ...] = ()
-    """Of a stream: seconds between two events with tokens of one choice, in the order in which they came."""
+    """Seconds between two events with tokens of one choice, in the order they came; empty without a stream."""
     waited_s: float | None = None
-    """Of a request with an arrival time: seconds from then until it was sent, for want of a free connection."""
+    """Seconds that the request waited for a free connection after its arrival time; None without an arrival time."""
 
     @property
     def first_token_s(self) -> float | None:
@@ -105,9 +105,9 @@ class _Answer:
 
     usage: Usage
     text: str
-    """Of the first choice."""
+    """Text of the first choice."""
     events_s: list[float] = field(default_factory=list)
-    """Of a stream, as in RequestResult."""
+    """Times of a stream's events, as in RequestResult."""
     gaps_s: list[float] = field(default_factory=list)
 
 
@@ -180,7 +180,7 @@ class _StreamReader:
         self._last_s[index] = now_s
 
     def answer(self) -> dict[str, Any]:
-        """As of a request that is not streamed. Raises BadAnswer if the stream lacks its end."""
+        """The stream's answer in the form of one that is not streamed. Raises BadAnswer if the stream lacks its end."""
         if not self.events_s:
             raise BadAnswer("the stream has no token")
         if self.usage is None:

@@ -46,9 +46,9 @@ class Measured:
     load: str
     """Runs with the same seed and load had the same requests."""
     summary: dict[str, Any]
-    """As in the JSON file."""
+    """Figures of the load, by their names in the JSON file."""
     server_figures: dict[str, float | None]
-    """As in the JSON file."""
+    """Figures of the server's metrics, by their names in the JSON file."""
 
     def figure(self, name: str) -> float | None:
         """None if the run does not have it."""

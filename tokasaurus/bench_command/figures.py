@@ -11,7 +11,7 @@ from tokasaurus.bench_command.client import RequestResult
 from tokasaurus.bench_command.config import PERCENTILES
 
 _FULL = 0.9
-"""Of the most requests in flight: the load is full while there are so many."""
+"""The load counts as full from this share of the most requests in flight on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Summary:
     wall_s: float
     """Seconds from sending the first request to the end of the last answer, failures included."""
     prompt_tokens: int
-    """As the server counts them: once for a request with n samples."""
+    """Prompt tokens by the server's count: a prompt with n samples counts once."""
     cached_tokens: int
     """Prompt tokens found in a prefix cache, as far as the server reports them."""
     completion_tokens: int
@@ -58,17 +58,17 @@ class Summary:
     goodput_per_s: float | None
     """Requests per second that kept to all limits; None without limits."""
     cost_per_million_tokens: float | None
-    """Of output tokens, by the price of an hour; None without a price, or without tokens."""
+    """Cost of a million output tokens by the price of an hour; None without a price, or without tokens."""
     e2el_s: Spread | None
-    """Of whole requests: from sending to the last token; to the end of the answer if it is not streamed."""
+    """Time from sending a request to its last token, or to the end of the answer if it is not streamed."""
     e2el_from_arrival_s: Spread | None
-    """From when it was due, with its wait for a connection; None without arrival times."""
+    """Time from when a request was due to its end, with its wait for a connection; None without arrival times."""
     ttft_s: Spread | None
-    """From sending to the first token; this and the next two are None without streams."""
+    """Time from sending to the first token; this and the next two are None without streams."""
     tpot_s: Spread | None
-    """Of a request: seconds per token after its first; with n samples, after the first of each."""
+    """Time per token after a request's first token; with n samples, after the first token of each."""
     itl_s: Spread | None
-    """Between two events with tokens of one sample."""
+    """Time between two events with tokens of one sample."""
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:

@@ -18,7 +18,7 @@ from tokasaurus.bench_command.results import write_text
 
 _COLORS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2")
 _MAX_POINTS = 2000
-"""Of a curve."""
+"""Most points of a curve."""
 _NUM_BINS = 120
 _STYLE = """\
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1080px; margin: 2rem auto;

@@ -23,7 +23,7 @@ from tokasaurus.bench_command.workloads import OfferedRequest
 from tokasaurus.flags import FlagError
 
 OWN_NAME = "server"
-"""Of the server that the flags of its address name."""
+"""Name of the server that the flags of its address name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Run:
     """One run, as it is written to the JSON file."""
 
     name: str
-    """Of the server."""
+    """Name of the server."""
     seed: int
     """Runs with the same flags and seed have the same requests."""
     workload: str

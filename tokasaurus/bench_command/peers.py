@@ -26,7 +26,7 @@ _LOOK_S = 0.2
 _STOP_S = 60.0
 _SECRET = re.compile(r"(?i)(key|token|password|secret)$")
 _NUM_LINES = 15
-"""Of a server that did not start, that are shown."""
+"""Last lines shown of the log of a server that did not start."""
 
 
 @dataclass(frozen=True, slots=True)

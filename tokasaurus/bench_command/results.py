@@ -91,7 +91,7 @@ def progress_bar(description: str, total: float = 1.0, *columns: ProgressColumn)
 
 @contextmanager
 def counting_bar(description: str, total: int) -> Iterator[Callable[[], None]]:
-    """As `progress_bar`, with numbers. Yields a function to call when one more is done."""
+    """A progress bar with numbers. Yields a function to call when one more is done."""
     done = itertools.count(1)
     with progress_bar(description, total, MofNCompleteColumn()) as show:
         yield lambda: show(next(done))

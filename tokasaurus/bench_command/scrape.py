@@ -61,7 +61,7 @@ _ALL_NAMES = {
 
 @dataclass(slots=True)
 class ServerFigures:
-    """Of the server's own metrics, over one load; None for what it has not."""
+    """Figures of one load by the server's own metrics; None for each that it does not report."""
 
     kv_peak: float | None = None
     """Largest share of the KV cache in use, from 0 to 1, read once a second."""

@@ -47,7 +47,7 @@ class OfferedRequest:
     """Further fields of the body."""
 
     def messages(self) -> list[dict[str, str]]:
-        """Of a chat."""
+        """Messages of a chat request."""
         messages: Any = self.content["messages"]
         return list(messages)
 

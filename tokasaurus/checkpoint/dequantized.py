@@ -94,7 +94,7 @@ def _parts_of_gguf(path: Path, tensors: Mapping[str, StoredTensor]) -> Iterator[
 
 
 def _parts(tensors: Mapping[str, StoredTensor]) -> Iterator[NDArray[Any]]:
-    """As _parts_of_gguf, of a safetensors file."""
+    """The numbers of a safetensors file's tensors, one after another."""
     with closing(QuantizedReader(os.cpu_count() or 1)) as reader:
         for name, tensor in tensors.items():
             if isinstance(tensor, QuantizedTensor):

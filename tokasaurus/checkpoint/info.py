@@ -62,11 +62,11 @@ class ModelInfo:
     eos_ids: tuple[int, ...]
     """Union of eos_token_id in both files; tokenizer_files.with_tokenizer_end adds the tokenizer's."""
     dtype: str
-    """Of the stored weights, such as "bfloat16"."""
+    """dtype of the stored weights, such as "bfloat16"."""
     embedding_tensor: str = EMBEDDING
     """The stored tensor that is the embedding: HEAD where the two are tied and only the LM head is stored."""
     quantization: Quantization | None = None
-    """Of weights in safetensors files; None: they are plain numbers. GGUF files say so themselves."""
+    """How weights in safetensors files are quantised; None: they are plain numbers. GGUF files say so themselves."""
 
     @property
     def head_layers(self) -> float:
@@ -111,8 +111,9 @@ def read_model_info(directory: Path, rope_scaling: Fields | None = None) -> Mode
 def read_config(
     path: Path, generation: Mapping[str, Any] | None = None, rope_scaling: Fields | None = None
 ) -> ModelInfo:
-    """As read_model_info, of one config.json and files of SETTINGS_FILES beside it. generation: the content of
-    generation_config.json."""
+    """Parse one config.json, with the files of SETTINGS_FILES beside it. Raises as read_model_info does.
+
+    generation: the content of generation_config.json."""
     config: Fields = read_json(path)
     if rope_scaling is not None:
         try:

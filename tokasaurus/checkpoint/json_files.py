@@ -21,7 +21,7 @@ class CheckpointError(UserError):
     """A model cannot be found, downloaded, read or run. The message is one line for the user."""
 
     exit_code = 2
-    """As for a wrong flag: the same command would fail again."""
+    """The exit code for a wrong flag: the same command would fail again."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
@@ -75,7 +75,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def positive_int(fields: Fields, name: str, maximum: int, default: int | None = None) -> int:
-    """An absent or null field takes the default; without a default it is an error."""
+    """The field's value. An absent or null field takes the default; without a default it is an error."""
     value = _value(fields, name, default)
     if type(value) is not int or not 1 <= value <= maximum:
         raise CheckpointError(f"{name} must be a positive integer, at most {maximum}, not {value!r}")
@@ -83,7 +83,7 @@ def positive_int(fields: Fields, name: str, maximum: int, default: int | None = 
 
 
 def positive_float(fields: Fields, name: str, maximum: float, default: float | None = None) -> float:
-    """As positive_int."""
+    """The field's value; absent and null fields are treated as by positive_int."""
     value = _value(fields, name, default)
     # not NaN, which compares as false
     if type(value) not in (int, float) or not 0 < value <= maximum:

@@ -74,7 +74,7 @@ class Checkpoint:
 
     @property
     def update_number(self) -> int:
-        """Of the newest of these updates; 0 if there is none."""
+        """Number of the newest of these updates; 0 if there is none."""
         return self.weight_updates[-1].number if self.weight_updates else 0
 
 
@@ -194,7 +194,7 @@ def gguf_directory(path: Path, on_phase: OnPhase = _ignore_phase) -> Path:
 
 
 def _key(files: Sequence[Path]) -> str:
-    """Of what is made of these files."""
+    """A hash of the files' paths, sizes and times: the name of what is made of them in the cache."""
     identity = [str(CONVERSION_VERSION)]
     for file in files:
         stat = file.stat()

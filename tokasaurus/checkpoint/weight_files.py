@@ -39,7 +39,7 @@ _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16
 
 _CHUNK_BYTES = 1 << 24
 _GGUF_BYTES = 1 << 20
-"""Of a GGUF file's metadata: enough to tell files with the same time apart."""
+"""Bytes of a GGUF file's beginning that file_states hashes: enough metadata to tell files with the same time apart."""
 
 
 def weight_file_names(directory: Path) -> list[str]:
@@ -138,7 +138,7 @@ def check_weight_sizes(files: Sequence[Path], info: ModelInfo) -> None:
 
 
 def check_tensor_sizes(tensors: Mapping[str, StoredTensor], info: ModelInfo) -> None:
-    """As check_weight_sizes."""
+    """Compare the sizes in config.json with these tensors, as check_weight_sizes does. Raises CheckpointError."""
     first = "model.layers.0."
     vocab_shape = (info.vocab_size, info.hidden_size)
     expected = {

@@ -21,7 +21,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class PartFigures:
-    """Of the tokens at some positions of all completions."""
+    """Differences |d| of the tokens at some positions of all completions; d as in ModeFigures."""
 
     first_position: int
     num_tokens: int
@@ -31,20 +31,22 @@ class PartFigures:
 
 @dataclass(frozen=True, slots=True)
 class ModeFigures:
-    """Of one way of sampling. d is the engine's log-probability minus the reference's."""
+    """Differences of one way of sampling. d is the engine's log-probability minus the reference's."""
 
     mode: str
     num_sequences: int
     num_tokens: int
     mean: float
-    """Of |d|."""
+    """Mean of |d|."""
     largest: float
-    """|d|."""
+    """Largest |d|."""
     share_above_bound: float
-    """Tokens with |d| above the bound, over all."""
+    """Share of the tokens with |d| above the bound."""
     kl: float
-    """Of the distribution that tokens were drawn from and the reference's, estimated from the tokens as the mean of
-    exp(-d) - 1 + d, which is never negative (http://joschu.net/blog/kl-approx.html, k3); at temperature 1 only."""
+    """KL(engine || reference) of the distribution that tokens are drawn from; at temperature 1 only.
+
+    Estimated from the tokens as the mean of exp(-d) - 1 + d, which is never negative
+    (http://joschu.net/blog/kl-approx.html, k3)."""
     longest_ratio: float
     """Largest of exp(|d|): the weight of a token in an importance ratio."""
     parts: tuple[PartFigures, ...]

@@ -40,7 +40,8 @@ class TransformersReference:
 
     @torch.inference_mode()
     def logprobs(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> NDArray[np.float64]:
-        """Of each of the T tokens after the prompt, float64 [T], computed in float32 from the model's logits."""
+        """Log-probability of each of the T tokens after the prompt, float64 [T], computed in float32 from the model's
+        logits."""
         ids = torch.tensor([[*prompt_ids, *token_ids]], device=self._device)
         logits = self._model(ids).logits[0, len(prompt_ids) - 1 : -1].float()
         chosen = logits.log_softmax(-1).gather(1, ids[0, len(prompt_ids) :].unsqueeze(1))

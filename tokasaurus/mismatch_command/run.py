@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _NUM_ALONE = 8
 """Prompts of the mode that has one sequence at a time."""
 _SAMPLES = 8
-"""Of each prompt with a long prefix in common, for prefix groups."""
+"""Samples of each prompt with a long prefix in common, so that prefix groups form."""
 _PREFIX_TOKENS = 256
 _CHUNK_TOKENS = 16
 """Largest forward of the mode that cuts prompts into chunks."""
@@ -53,7 +53,7 @@ class Mode:
 
     name: str
     flags: dict[str, Any]
-    """Of the engine, besides the user's."""
+    """Flags of the engine, besides the user's."""
     temperature: float = 1.0
     is_alone: bool = False
     """One sequence at a time."""

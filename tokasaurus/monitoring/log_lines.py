@@ -33,7 +33,7 @@ class LogLine:
     fields: Mapping[str, Any] | None = None
     """What the message says, by name, for programs that read the log."""
     indent: int = 0
-    """Of a message that takes several lines on a terminal: how far all but the first are indented."""
+    """Columns by which a terminal indents all lines of the message but the first."""
 
 
 def as_text(line: LogLine) -> str:
@@ -76,7 +76,7 @@ class StatusRow:
     seconds: float
     """Since the phase began."""
     share: float | None = None
-    """Of it that is done; None if that is not known."""
+    """Share of the phase that is done, from 0 to 1; None if that is not known."""
     is_expected: bool = False
     """`share` is by the time that an earlier start took."""
     amount: str = ""

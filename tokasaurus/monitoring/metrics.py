@@ -219,7 +219,7 @@ _VLLM_REASONS: Mapping[EndReason, str] = MappingProxyType({"cancelled": "abort"}
 """vLLM's finished_reason for our reasons that it does not have."""
 
 BUILD_LABELS = ("version", "model", "dtype", "device", "torch", "python")
-"""Of toka_build_info."""
+"""Labels of toka_build_info."""
 
 LAG_INTERVAL_S = 0.05
 LAG_WINDOW_S = 10.0

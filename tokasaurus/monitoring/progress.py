@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN_LINES = 10.0
 _SECONDS_BETWEEN_CHANGES = 0.2
-"""Of a bar or a line that changes."""
+"""Least time between two changes of a bar or a line."""
 _WINDOW_S = 60.0
 
 

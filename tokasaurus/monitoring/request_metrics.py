@@ -79,14 +79,14 @@ def _tokens() -> Histogram:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Of the requests of one replica. `metrics` says of each histogram what it counts."""
+    """Histograms and counts over the requests of one replica. `metrics` says of each histogram what it counts."""
 
     finished: dict[EndReason, int] = field(default_factory=lambda: dict.fromkeys(END_REASONS, 0))
     """Sequences that have ended."""
     time_to_first_token: Histogram = field(default_factory=_first_token_seconds)
     time_per_output_token: Histogram = field(default_factory=_per_token_seconds)
     between_tokens: Histogram = field(default_factory=_per_token_seconds)
-    """As time_per_output_token, but a sequence counts once for each of its tokens after the first."""
+    """Values of time_per_output_token, where a sequence counts once for each of its tokens after the first."""
     queue: Histogram = field(default_factory=_phase_seconds)
     prefill: Histogram = field(default_factory=_phase_seconds)
     decode: Histogram = field(default_factory=_phase_seconds)

@@ -191,4 +191,4 @@ class RequestSpan:
 
 
 current_span: ContextVar[RequestSpan | None] = ContextVar("request_span", default=None)
-"""Of the HTTP request that runs in this context; the tasks of its lines inherit it."""
+"""Span of the HTTP request that runs in this context; the tasks of its lines inherit it."""

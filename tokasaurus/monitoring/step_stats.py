@@ -14,7 +14,7 @@ from tokasaurus.messages.status import EngineStats
 logger = logging.getLogger(__name__)
 
 MAX_LINE_CHARS = 71
-"""Of a window's line: so it fits into a terminal of 80 columns, after the time of day."""
+"""Most characters of a window's line, which then fits into 80 columns after the time of day."""
 
 _COUNTED = (
     *("total_generation_tokens", "total_asked_prompt_tokens", "total_prefix_cache_hit_tokens"),
@@ -56,7 +56,7 @@ class StepTotals:
     """Sequences per step, summed over all steps."""
     num_prefill_tokens: int = 0
     busy_seconds: float = 0.0
-    """As reported by the worker."""
+    """Time of the steps' forwards, as reported by the worker."""
     idle_seconds: float = 0.0
     """Between two steps, of which the first left sequences to compute."""
     num_finished_requests: int = 0
@@ -88,7 +88,7 @@ class StepWindow:
     output_tokens_per_second: float
     prompt_tokens_per_second: float
     prefix_cache_hit_fraction: float | None
-    """Of all prompt tokens of the sequences that started in the window; None if none did."""
+    """Cached share of the prompt tokens of sequences that started in the window; None if none started."""
     sequences_per_step: float
     milliseconds_per_step: float
     worker_busy_fraction: float

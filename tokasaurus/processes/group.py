@@ -142,7 +142,7 @@ class Child:
     process: SpawnProcess
     status: Receiver[Status]
     log: LogRelay
-    """Of what it writes to stderr."""
+    """Relay of the lines that the process writes to stderr."""
 
     @property
     def was_killed(self) -> bool:

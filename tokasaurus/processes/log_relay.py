@@ -14,7 +14,7 @@ from tokasaurus.monitoring.log_lines import from_relayed
 from tokasaurus.monitoring.log_writer import LogWriter
 
 _MAX_BYTES = 1 << 20
-"""Of a line; a longer one is cut into several."""
+"""Most bytes of a line; a longer one is cut into several."""
 _FULL_S = 0.05
 """Pause until the LogWriter is asked again whether it has space."""
 

@@ -117,7 +117,7 @@ def lock_file(directory: Path) -> int:
 
 
 def _kill_descendants() -> None:
-    """Those too that lead a session of their own, such as compilers."""
+    """Kill all processes below this one, those in sessions of their own, such as compilers, included."""
     with suppress(Exception):
         import psutil
 

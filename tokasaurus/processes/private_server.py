@@ -99,7 +99,7 @@ class PrivateServer:
 
     @property
     def pid(self) -> int:
-        """Of the launcher, which leads a session of its own."""
+        """Process id of the launcher, which leads a session of its own."""
         return self._process.pid
 
     def start(self) -> None:

@@ -67,7 +67,7 @@ class ReplicaProcesses:
         self.has_been_ready = False
         self.num_restarts = 0
         self.exit_code = 1
-        """Of the launcher, if a failure of this replica ends it."""
+        """Exit code of the launcher if a failure of this replica ends it."""
         self.is_given_up = False
         """It has failed too often and is not started again, while other replicas go on."""
         self.name = "the engine" if config.dp_size == 1 else f"replica {index}"

@@ -30,7 +30,7 @@ class AppArguments(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     flags: dict[str, Any] = Field(default_factory=dict)
-    """Of `toka`, such as model, tp_size and kv_cache_num_tokens."""
+    """Flags of `toka`, such as model, tp_size and kv_cache_num_tokens."""
     num_cpus: float | None = Field(default=None, gt=0)
     """CPUs that each replica reserves; without GPUs, its processes that compute divide them into threads. None: one for
     each such process."""
@@ -59,7 +59,9 @@ def app(arguments: AppArguments) -> Application:
 def build_app(
     flags: Mapping[str, Any], num_cpus: float | None, router: str | Callable[..., Any], num_replicas: int = 1
 ) -> Application:
-    """As `app`. router: class of the request router of `Engine`, or its import path. num_replicas: of `Engine`."""
+    """The deployments `Ingress` and `Engine`, as `app` returns them.
+
+    router: class of the request router of `Engine`, or its import path. num_replicas: of `Engine`."""
     words = checked_words(flags)
     placement = place(ServerConfig.parse(words), num_cpus, ray.cluster_resources().get("GPU", 0.0))
     engine = serve.deployment(

@@ -110,8 +110,9 @@ def build_processor(
 
 
 def _apply_to_each(function: RowFunction, rows: Dataset) -> Dataset:
-    """As `Dataset.map`, which would make a column that is null in a block one without a type: the files that are
-    written could not be read together."""
+    """Apply the function to each row, as `Dataset.map` does, but keep the types of columns that are null in a block.
+
+    `Dataset.map` drops such a type; the files that are written could then not be read together."""
     return rows.map_batches(partial(apply_to_table, function), batch_format="pyarrow", udf_modifying_row_count=False)
 
 

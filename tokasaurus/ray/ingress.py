@@ -23,7 +23,7 @@ MAX_ATTEMPTS = 4
 _PAUSE_S = 0.25
 """Before the second attempt; each later pause is twice as long. A replica that dies may be chosen again at first."""
 _MAX_BYTES_AT_ONCE = 1 << 18
-"""Of a body that the event loop parses; longer ones are parsed in a thread."""
+"""Most bytes of a body that the event loop parses; longer ones are parsed in a thread."""
 
 logger = logging.getLogger("ray.serve")
 

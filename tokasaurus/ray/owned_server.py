@@ -29,7 +29,7 @@ class OwnedServer:
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Of all its replicas together."""
+        """KV cache of all the server's replicas together, in tokens."""
         return self._server.kv_cache_tokens
 
     def start(self) -> None:

@@ -12,7 +12,7 @@ from tokasaurus.library.llm import flag_words
 _OWN_FLAGS = ("host", "port", "unix_socket", "data_dir")
 """Flags that the owner of the processes sets itself, or that need one server for all requests."""
 STRATEGY = "STRICT_PACK"
-"""Of placement groups: all bundles are on one node."""
+"""Strategy of placement groups: all bundles are on one node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class Placement:
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """Of the placement group."""
+        """Bundles of the placement group: CPUs and GPUs."""
         bundle = {"CPU": float(self.num_cpus)}
         return [bundle | {"GPU": float(self.num_gpus)} if self.num_gpus else bundle]
 
     @property
     def actor_options(self) -> dict[str, Any]:
-        """Of the actor that starts the processes."""
+        """Ray's options for the actor that starts the processes."""
         options: dict[str, Any] = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
         if not self.num_gpus and self.num_workers > 1:
             # Each would have as many threads as Ray says that the actor has CPUs.

@@ -22,7 +22,8 @@ FORWARDED = (
 """Paths that any replica answers alike. The others are of one server: its files, its page, its metrics, its weights."""
 
 _BYTES_PER_TOKEN = 4
-"""Of text, about: prefixes of texts are hashed in units of so many bytes, as those of token ids are in tokens."""
+"""Rough bytes of text per token: prefixes of texts are hashed in units of so many bytes, prefixes of token ids in
+tokens."""
 
 Headers = Sequence[tuple[bytes, bytes]]
 

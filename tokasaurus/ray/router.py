@@ -23,7 +23,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         """Called once, before all others."""
         del kwargs
         self._indexes: dict[ReplicaID, PrefixIndex] = {}
-        """Of replicas that are there."""
+        """Prefix index of each replica that is there."""
         self._running: dict[str, ReplicaID] = {}
         """By the internal id of a request: where it runs."""
         self._num_running: dict[ReplicaID, int] = {}
@@ -85,6 +85,6 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
 
 def _prompt_of(pending: PendingRequest) -> RoutedPrompt:
-    """Of a call of `EngineReplica.answer`, as of any other, such as one for its health."""
+    """The prompt of a call of `EngineReplica.answer`; no prompt for any other call, such as one for its health."""
     request = pending.args[0] if pending.args else None
     return request.prompt or _NO_PROMPT if isinstance(request, ForwardedRequest) else _NO_PROMPT

@@ -234,13 +234,13 @@ class Tokenizer(TokenDecoder):
 
     @property
     def bos_token(self) -> str | None:
-        """As in tokenizer_config.json."""
+        """The bos token of tokenizer_config.json."""
         token: str | None = self._load_chat_tokenizer().bos_token
         return token
 
     @property
     def eos_token(self) -> str | None:
-        """As in tokenizer_config.json."""
+        """The eos token of tokenizer_config.json."""
         token: str | None = self._load_chat_tokenizer().eos_token
         return token
 

@@ -12,7 +12,7 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-:=+*#"
 _DOTS = ((0x40, 0x80), (0x04, 0x20), (0x02, 0x10), (0x01, 0x08))
-"""Of a braille character: rows from the bottom, (left, right)."""
+"""Bits of a braille character's dots: rows from the bottom, (left, right)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,5 +44,5 @@ class TopConfig(AddressConfig):
 
     @property
     def server_name(self) -> str:
-        """As messages name the server."""
+        """The server's name in messages."""
         return self.url if self.unix_socket is None else f"unix_socket={self.unix_socket}"

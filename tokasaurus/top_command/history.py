@@ -51,7 +51,7 @@ class Curve:
 class EarlierForecast:
     seconds_ago: float
     curve: Curve
-    """In rounds after now."""
+    """Blocks in use, over rounds after now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +61,18 @@ class LengthQuotients:
     count: int
     median: float
     low: float
-    """A tenth is below."""
+    """The quotient that a tenth of the sequences is below."""
     high: float
-    """A tenth is above."""
+    """The quotient that a tenth of the sequences is above."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartsOfSteps:
     seconds: float
-    """In which they were counted."""
+    """Time in which the steps were counted."""
     steps: float
     by_group: Mapping[str, Mapping[str, float]]
-    """Seconds."""
+    """Seconds of each part, by group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +80,11 @@ class StageShares:
     """A pipeline stage."""
 
     busy: float
-    """Share of the time."""
+    """Share of the time in which the stage computes."""
     waiting: float
-    """Share of the time, for other stages."""
+    """Share of the time in which it waits for other stages."""
     microbatches: int
-    """In flight now."""
+    """Microbatches in flight now."""
 
 
 class History:
@@ -123,14 +123,14 @@ class History:
         ]
 
     def events(self, index: int, seconds: float = 60.0) -> dict[str, float]:
-        """How many of each there were in the last `seconds`."""
+        """Number of events of each kind in the last `seconds`."""
         sums: dict[str, float] = {}
         for replica in self._counted(index, seconds):
             _add(sums, replica.events)
         return sums
 
     def parts(self, index: int, seconds: float = 10.0) -> PartsOfSteps | None:
-        """Of the last `seconds`; None if nothing was counted."""
+        """Times of the steps' parts in the last `seconds`; None if nothing was counted."""
         by_group: dict[str, dict[str, float]] = {}
         counted = self._counted(index, seconds)
         for replica in counted:
@@ -144,7 +144,7 @@ class History:
         )
 
     def stages(self, index: int, seconds: float = 10.0) -> list[StageShares]:
-        """Of the last `seconds`; empty without pipeline stages."""
+        """Shares of each pipeline stage in the last `seconds`; empty without pipeline stages."""
         samples = self._last(seconds)
         counted = [replica.stages for replica in self._counted(index, seconds) if replica.stages]
         if not counted:
@@ -160,7 +160,7 @@ class History:
         ]
 
     def lengths(self, index: int) -> LengthQuotients | None:
-        """Of the newest sequences that have finished; None if there are none."""
+        """Quotients of the newest sequences that have finished; None if there are none."""
         quotients: list[float] = []
         for replica in self._backwards(index):
             for predicted, actual in reversed(replica.lengths):

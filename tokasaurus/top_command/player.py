@@ -30,7 +30,7 @@ class Player:
 
     @property
     def position(self) -> float:
-        """Of the sample that is shown."""
+        """Position of the sample that is shown."""
         return self._positions[self._index]
 
     @property

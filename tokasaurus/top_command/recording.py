@@ -83,7 +83,7 @@ class Recording:
         return len(self.times)
 
     def line(self, index: int) -> bytes:
-        """As it was recorded, without its end. Raises RecordingError."""
+        """The line as it was recorded, without its end. Raises RecordingError."""
         try:
             self._file.seek(self._offsets[index], os.SEEK_SET)
             return self._file.readline().rstrip(b"\r\n")

@@ -29,7 +29,7 @@ class Forecast:
     steps: tuple[float, ...]
     """Rounds of decode steps after that moment, ascending."""
     blocks: tuple[float, ...]
-    """In use then; linear between two entries."""
+    """Blocks in use after each of these rounds; linear between two entries."""
     peak: float
     limit: float
     """Blocks of the pool."""
@@ -40,9 +40,9 @@ class NextInQueue:
     """The first waiting sequence."""
 
     fits_in_steps: int | None
-    """None if never within the forecast."""
+    """Steps until it fits; None if it never does within the forecast."""
     blocks: int
-    """That it needs."""
+    """Blocks that it needs."""
     prompt_tokens: int
     wait_seconds: float | None
     blocked_by: str
@@ -55,11 +55,11 @@ class Blocks:
 
     total: int
     own: int
-    """Used by one sequence."""
+    """Blocks used by one sequence."""
     shared: int
-    """Used by several."""
+    """Blocks used by several."""
     cached: int
-    """Used by none, but kept."""
+    """Blocks that none uses, kept for later prompts."""
     free: int
 
 
@@ -69,9 +69,9 @@ class Stage:
 
     busy: float
     waiting: float
-    """For other stages."""
+    """Time in which it waited for other stages."""
     microbatches: int
-    """In flight: that the stage before it has computed, and it has not."""
+    """Microbatches in flight: the stage before it has computed them, and it has not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,9 @@ class ReplicaSample:
     state: str
     restarts: int
     step: int | None
-    """The newest one whose results have arrived."""
+    """The newest step whose results have arrived."""
     steps: int
-    """Since the sample before, as `events`, `lengths` and `parts`."""
+    """Steps since the sample before; `events`, `lengths` and `parts` are since then, too."""
     step_seconds: float | None
     """Expected time of a round of decode steps."""
     microbatches: int
@@ -106,7 +106,7 @@ class ReplicaSample:
     parts: Mapping[str, Mapping[str, float]]
     """Seconds by part, of `manager`, `device` and `phases`."""
     stages: tuple[Stage, ...]
-    """Empty if there is only one."""
+    """The pipeline stages; empty if there is only one."""
 
 
 @dataclass(frozen=True, slots=True)

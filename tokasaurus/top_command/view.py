@@ -465,5 +465,5 @@ def _percent(part: float, whole: float) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    """As `show_time`, with a decimal below 10 s."""
+    """A time as `show_time` writes it, but with a decimal below 10 s."""
     return f"{seconds:.1f} s" if seconds < 9.95 else show_time(seconds)

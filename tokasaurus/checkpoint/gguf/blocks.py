@@ -62,7 +62,9 @@ class MappedTensors:
         return stored[rows]
 
     def blocks(self, name: str, rows: slice) -> NDArray[np.uint8]:
-        """As `stored_rows`, of a type in BLOCK_TYPES. Raises CheckpointError if a scale of a block is not finite."""
+        """uint8 [rows, bytes per row] of a tensor with a type in BLOCK_TYPES, in Hugging Face order.
+
+        Raises CheckpointError if a scale of a block is not finite."""
         stored, tensor = self.stored_rows(name, rows), self._tensors[name]
         kind = TYPES[tensor.dtype]
         each = stored.reshape(len(stored), tensor.shape[-1] // kind.block_elements, kind.block_bytes)

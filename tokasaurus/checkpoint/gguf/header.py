@@ -93,7 +93,7 @@ class Header:
     tensors: list[TensorEntry]
     """In the order of the header."""
     num_bytes: int
-    """Of the header, with the padding before the first tensor."""
+    """Bytes of the header, with the padding before the first tensor."""
 
 
 def read_header(path: Path, wanted: Callable[[str], bool] = lambda _: True) -> Header:

@@ -54,7 +54,7 @@ class GGUFModel:
 
     architecture: str
     metadata: dict[str, Any]
-    """Of the first file."""
+    """Metadata of the first file."""
     tensors: dict[str, StoredTensor]
     """By the name in Hugging Face format, in the files' order."""
     rope_factors: StoredTensor | None

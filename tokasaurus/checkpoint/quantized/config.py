@@ -26,7 +26,7 @@ the fields without which such a file does not say how the weights are stored."""
 _GROUP_SIZES = (32, 64, 128)
 _STORED_ORDERS = (True, "group", "dynamic")
 _ACTIVATION_ORDERS = (None, False, "weight", "static", *_STORED_ORDERS)
-"""Of compressed-tensors. The stored ones are no longer written since its version 0.20."""
+"""Values of compressed-tensors' actorder. Its version 0.20 and later no longer write the stored ones."""
 
 
 class Layout(Enum):
@@ -55,7 +55,7 @@ class Quantization:
 
     layout: Layout
     num_bits: int
-    """Of a code: 4 or 8."""
+    """Bits of a code: 4 or 8."""
     group_size: int | None
     """Adjacent inputs with one scale and zero, unless the checkpoint orders them otherwise; None: all inputs."""
     is_per_tensor: bool = False

@@ -49,7 +49,7 @@ class QuantizedTensor(StoredTensor):
     zeros: StoredTensor | None
     group_indices: StoredTensor | None
     num_groups: int
-    """Of a row."""
+    """Groups of inputs in a row, each with its own scale."""
 
     @property
     def num_bytes(self) -> int:

@@ -24,11 +24,11 @@ class AnswerNames:
     answer: str
     """Text, or a list of n texts; null if there is an error."""
     finish_reason: str
-    """Likewise."""
+    """Text, or a list of n texts; null if there is an error."""
     error: str
-    """Null unless the row could not be answered."""
+    """The finish reason, or a list of n; null if there is an error."""
     more: tuple[str, ...] = ()
-    """Of the further columns, in the order of `fields`."""
+    """Names of the further columns, in the order of `fields`."""
     fields: tuple[str, ...] = ()
     """Some of COLUMNS."""
 

@@ -327,7 +327,8 @@ class Journal:
             )
 
     def _check_settings(self, settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Those that the rows were begun with; otherwise these are stored. Raises JobChanged."""
+        """Store this call's settings if no row is done; otherwise return those of the earlier calls. Raises JobChanged
+        if the two differ."""
         stored = self._stored_settings()
         is_begun = len(self.done) > 0 or len(self.finished) > 0
         if not is_begun or stored is None:
@@ -406,7 +407,8 @@ class Journal:
         return kept
 
     def _end_replacement(self, number: int) -> None:
-        """Of a file, after a death: whichever of the two files it is, its index is the right one then."""
+        """Finish replacing a file after a process died meanwhile: the old or the new file gets the index that matches
+        its rows."""
         path, next_index = self._shard_path(number), self._next_index_path(number)
         if self._shards.count_rows(path) == len(np.load(next_index)):
             publish(next_index, self._index_path(number))

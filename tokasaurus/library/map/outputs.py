@@ -30,9 +30,9 @@ class MapSummary:
     num_errors: int
     """Rows of this call that have an error in place of an answer."""
     prompt_tokens: int
-    """Of this call."""
+    """Prompt tokens of this call."""
     output_tokens: int
-    """Of this call; those of all samples."""
+    """Output tokens of this call, of all samples together."""
     seconds: float
     """Time that this call has taken."""
     output: Path
@@ -54,7 +54,7 @@ class Output(Protocol):
     num_done: int
     """Rows that earlier calls have done."""
     num_mended: int
-    """Of the rows that were skipped, those that had no request and have one now; they keep their error."""
+    """Skipped rows that had no request in an earlier call and have one now; they keep their error."""
 
     def prepare(self, batch: RowBatch) -> None:
         """Call it for each batch, before its dicts are dropped. Raises RowMisfit."""

@@ -38,7 +38,7 @@ class Prompts:
         self.is_text = isinstance(given, str) and messages is None and ("{" in given or "}" in given)
         """Whether each prompt is a text, made by a template."""
         self.columns: list[str] | None = None
-        """Those that are needed; None: all."""
+        """Columns that the prompts need; None: all."""
         self._make: Callable[[Row], Any]
         if isinstance(given, str):
             if self.is_text:
@@ -111,7 +111,7 @@ def _template(template: str) -> tuple[Callable[[Row], str], list[str]]:
 
 
 def _as_text(value: object, name: str) -> str:
-    """Of a value in a template. Raises NoPrompt."""
+    """The text of a value in a template. Raises NoPrompt."""
     if value is None:
         raise NoPrompt(f"there is no prompt: the column {name!r} is null")
     if isinstance(value, dict | list | tuple):

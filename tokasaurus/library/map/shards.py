@@ -124,7 +124,7 @@ class ShardFormat(Protocol):
     def write(self, path: Path, rows: Sequence[MapRow]) -> None: ...
 
     def count_rows(self, path: Path) -> int:
-        """Of a file of the output."""
+        """Number of rows in a file of the output."""
         ...
 
     def find_errors(self, path: Path) -> npt.NDArray[np.bool_]:
@@ -351,7 +351,7 @@ class ParquetShards:
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
     def _column(self, name: str, field: pa.Field | None, values: list[Any], batch: RowBatch) -> pa.Array:
-        """Of the field's type, or of a wider one while the schema is open. Raises RowMisfit."""
+        """A column of the field's type, or of a wider one while the schema is open. Raises RowMisfit."""
         if not self._is_open:
             assert field is not None, "the schema has all columns"
             if field.metadata is not None and _HAS_JSON_TEXT.items() <= field.metadata.items():
@@ -379,7 +379,7 @@ class ParquetShards:
             return None
 
     def _first_type(self, values: list[Any]) -> pa.DataType:
-        """Of as many of the first values as go together."""
+        """The type that as many of the first values as possible have in common."""
         low, high = 0, len(values)  # the first `low` values fit, the first `high` do not
         while high - low > 1:
             middle = (low + high) // 2

@@ -31,13 +31,13 @@ Row = dict[str, Any]
 
 MAX_BATCH_ROWS = 1024
 MAX_BATCH_BYTES = 8 << 20
-"""Of a batch, by the size of the rows before it."""
+"""Most bytes of a batch, estimated from the size of the rows before it."""
 _FIRST_BATCH_ROWS = 512
 _MAX_READ_S = 1.0
 """An iterable that takes longer for a batch gives a smaller one."""
 
 _MAX_COUNTED_BYTES = 2 << 30
-"""Of JSON-lines files whose lines are counted before they are read."""
+"""Most bytes of JSON-lines files whose lines are counted before they are read."""
 
 _KINDS = {
     ".parquet": "Parquet",
@@ -120,9 +120,9 @@ class Source(Protocol):
     """An opened source."""
 
     description: str
-    """Such as "3 Parquet files" or "a Polars DataFrame"."""
+    """The source in words, such as "3 Parquet files" or "a Polars DataFrame"."""
     columns: list[str]
-    """Of rows that are dicts: those of the first batch."""
+    """Names of the columns; for rows that are dicts, the columns of the first batch."""
     schema: pa.Schema | None
     """None if the rows are dicts."""
     num_rows: int | None
@@ -463,7 +463,8 @@ class _CsvFile:
         return pa.array(texts, pa.string())
 
     def _parsed(self, column: Any, first_number: int, field: pa.Field) -> Any:
-        """As the reader does it; null in place of a value that has another type."""
+        """The column's texts as values of the field's type, parsed by the CSV reader; null where a text is no such
+        value."""
         import pyarrow as pa
         import pyarrow.csv
 
@@ -568,7 +569,8 @@ def _count_lines(path: str) -> int:
 
 
 def _read_json_lines(path: str) -> Iterator[tuple[bytes, Row] | str]:
-    """Of each line that is not empty (text, row), or why it is no row. Raises ValueError if the file cannot be read."""
+    """Yields (text, row) for each line that is not empty, or why it is no row. Raises ValueError if the file cannot be
+    read."""
     number = 0
     try:
         with _open_binary(path) as file:
