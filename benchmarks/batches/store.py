@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.results import make_console
+from tokasaurus.config import ServerConfig
 from tokasaurus.server.jobs.closing import close_batch
 from tokasaurus.server.jobs.runner import ResultRecorder
 from tokasaurus.server.jobs.service import fill_ledger
 from tokasaurus.server.jobs.store.data_dir import DataDir
 from tokasaurus.server.jobs.store.records import BatchRecord, LineResult, add_batch, begin_finalizing, start_batch
 from tokasaurus.server.jobs.store.store import Store, open_store
-from tokasaurus.server.resources import BatchLimits
 
 Result = TypeVar("Result")
 
@@ -128,8 +128,9 @@ async def record_all(store: Store, number: int, num_lines: int, num_bytes: int) 
 async def measure_all(store: Store, num_lines: int, result_bytes: int) -> list[Cost]:
     """The life of one batch."""
     batch = await store.database.write(lambda connection: add_batch(connection, new_batch()))
-    limits = BatchLimits(max_batch_lines=num_lines)
-    validation, (num_found, errors) = await measure("validate", num_lines, fill_ledger(store, batch, limits))
+    config = ServerConfig()
+    config.max_batch_lines = num_lines
+    validation, (num_found, errors) = await measure("validate", num_lines, fill_ledger(store, batch, config))
     assert (num_found, errors) == (num_lines, []), errors
 
     def start(connection: apsw.Connection) -> BatchRecord:

@@ -17,7 +17,6 @@ from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.helpers.raw_http import connect, parse_answers, read_all
 from tokasaurus.server.compressed_bodies import PART_BYTES, Decompressor
 from tokasaurus.server.errors import InvalidRequest
-from tokasaurus.server.resources import RequestLimits
 from tokasaurus.server.served_model import ServedModel
 
 MAX_BYTES = 40_000
@@ -86,8 +85,7 @@ def test_a_bomb_is_refused_after_the_limit(limited: LiveServer) -> None:
 
 
 def test_bodies_together_count_decompressed_bytes(served_model: ServedModel) -> None:
-    limits = RequestLimits(max_body_bytes_in_all=MAX_BYTES)
-    with live_server(served_model, FakeEngine(), limits=limits) as server:
+    with live_server(served_model, FakeEngine(), max_body_bytes_in_all=MAX_BYTES) as server:
         status, answer = compressed(server, COMPLETIONS, "gzip", b" " * (MAX_BYTES + 1))
         assert status == 413
         assert "max_body_bytes_in_all" in assert_openai_error(answer)["message"]

@@ -16,7 +16,7 @@ from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.prepare.requests import Origin, Prepared
 from tokasaurus.server.protocol.batches import EndpointUrl
-from tokasaurus.server.resources import BodyBytes, RequestLimits, TextThreads
+from tokasaurus.server.resources import BodyBytes, TextThreads
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
 
@@ -31,9 +31,9 @@ class Engine(EngineClient):
 def prepare(model: ServedModel, **fields: Any) -> Prepared:
     async def run() -> Prepared:
         with socket.socket() as launcher:
-            grammars, threads, limits = GrammarChecker(model), TextThreads(), RequestLimits()
+            grammars, threads = GrammarChecker(model), TextThreads()
             engine = Engine(launcher)
-            shared = (grammars, threads, limits, BodyBytes(1 << 20), LoopLag(), Rollouts(engine), ServerConfig())
+            shared = (grammars, threads, BodyBytes(1 << 20), LoopLag(), Rollouts(engine), ServerConfig())
             state = ServerState(model, engine, *shared)
             endpoint = ENDPOINTS["/v1/chat/completions" if "messages" in fields else "/v1/completions"]
             body = endpoint.body_model.model_validate({"model": "default"} | fields)

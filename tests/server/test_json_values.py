@@ -10,10 +10,10 @@ import orjson
 from tests.helpers.examples import few
 from tests.server.helpers.bodies_and_errors import assert_openai_error, minimal_body
 from tests.server.helpers.live_server import LiveServer
+from tokasaurus.config import ServerConfig
 from tokasaurus.server.json_values import has_too_many_values
-from tokasaurus.server.resources import RequestLimits
 
-MAX_JSON_WORK = RequestLimits().max_json_values
+MAX_JSON_WORK = ServerConfig.max_json_values
 
 
 def work_of(value: Any) -> int:

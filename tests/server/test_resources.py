@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -13,26 +12,17 @@ import pytest
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body
 from tests.server.helpers.fake_engine import FakeEngine, Reply
 from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
-from tokasaurus.config import ServerConfig
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server.resources import LARGE_SIZE, NUM_SMALL_THREADS, RequestLimits, TextThreads, request_limits
+from tokasaurus.server.resources import LARGE_SIZE, NUM_SMALL_THREADS, TextThreads
 from tokasaurus.server.served_model import ServedModel
 
-LIMITS = RequestLimits(max_answer_values=40, max_tokenize_chars=200, max_stop_strings=2, max_stop_chars=5)
+LIMITS = {"max_answer_values": 40, "max_tokenize_chars": 200, "max_stop_strings": 2, "max_stop_chars": 5}
 
 
 @pytest.fixture
 def limited(served_model: ServedModel) -> Iterator[LiveServer]:
-    with live_server(served_model, FakeEngine(), limits=LIMITS) as server:
+    with live_server(served_model, FakeEngine(), **LIMITS) as server:
         yield server
-
-
-def test_every_limit_is_set_by_the_flag_of_its_name() -> None:
-    config = ServerConfig()
-    assert request_limits(config) == RequestLimits(), "the defaults are the flags'"
-    for number, field in enumerate(fields(RequestLimits), start=100):
-        setattr(config, field.name, number)
-        assert getattr(request_limits(config), field.name) == number
 
 
 def refused(server: LiveServer, route: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,11 @@ SequenceLimit = Literal["model", "max_num_tokens_per_request", "kv_cache_num_tok
 the KV cache, chosen by the flag or automatically."""
 
 
+def longest_context(context_length: int, max_num_tokens_per_request: int | None) -> int:
+    """Most tokens of a sequence, by the model's context and the flag; the KV cache may hold fewer."""
+    return context_length if max_num_tokens_per_request is None else min(context_length, max_num_tokens_per_request)
+
+
 def longest_sequence(
     context_length: int, max_num_tokens_per_request: int | None, num_kv_tokens: int
 ) -> tuple[int, SequenceLimit]:

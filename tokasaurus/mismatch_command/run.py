@@ -18,7 +18,7 @@ from tokasaurus.library.bulk import ServerError
 from tokasaurus.library.engine import EngineError
 from tokasaurus.library.llm import LLM
 from tokasaurus.library.sampling import Sampling
-from tokasaurus.messages.status import UserError
+from tokasaurus.messages.status import UserError, longest_context
 from tokasaurus.mismatch_command.config import MismatchConfig, engine_flags
 from tokasaurus.mismatch_command.figures import Compared, ModeFigures, figures_of
 from tokasaurus.mismatch_command.picture import draw
@@ -100,7 +100,7 @@ def _run(config: MismatchConfig, flags: dict[str, Any]) -> None:
     )
     tokenizer = Tokenizer.load(checkpoint.tokenizer_directory)
     prompts = [tokenizer.encode(text, add_special_tokens=True) for text in _prompts(config)]
-    longest = min(checkpoint.info.context_length, config.max_num_tokens_per_request or checkpoint.info.context_length)
+    longest = longest_context(checkpoint.info.context_length, config.max_num_tokens_per_request)
     sampled = {mode.name: some for mode, some in _sample(config, flags, prompts, tokenizer, longest)}
     _show("loading the reference")
     from tokasaurus.mismatch_command.reference import TransformersReference  # torch, which takes a second

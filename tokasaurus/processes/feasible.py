@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.config import ServerConfig
-from tokasaurus.messages.status import FlagRefused
+from tokasaurus.messages.status import FlagRefused, longest_context
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.monitoring.available_memory import available_cpu_bytes
 
@@ -97,7 +97,7 @@ def _least_bytes(config: ServerConfig, info: ModelInfo) -> list[tuple[str, int, 
     item = _FLOAT_BYTES[config.kv_cache_dtype or config.dtype]
     kv_heads = max(info.num_kv_heads, config.tp_size) / config.tp_size
     kv_bytes = 2 * info.num_layers / config.pp_size * kv_heads * info.head_dim * item
-    longest = min(info.context_length, config.max_num_tokens_per_request or info.context_length)
+    longest = longest_context(info.context_length, config.max_num_tokens_per_request)
     row = info.hidden_size * _FLOAT_BYTES[config.dtype]  # a hidden state, of which a forward has several
     table = 4 * -(-longest // config.page_size)  # a slot's table of blocks
     return [

@@ -23,6 +23,7 @@ from tokasaurus.messages.status import (
     Ready,
     ServerTotals,
     UserError,
+    longest_context,
 )
 from tokasaurus.model.cpu.build import kernels_built_ahead
 from tokasaurus.monitoring.log_lines import no_status
@@ -117,8 +118,7 @@ def _serve(
         )
         report.end_phase("find model", str(checkpoint.directory))
         report.model = checkpoint.name if config.served_model_name is None else config.served_model_name
-        context_length = checkpoint.info.context_length
-        report.context_length = min(context_length, config.max_num_tokens_per_request or context_length)
+        report.context_length = longest_context(checkpoint.info.context_length, config.max_num_tokens_per_request)
         if config.dp_size * config.pp_size * config.tp_size > 1:
             report.show_detail("mesh", describe_mesh(config))
         with StopSignals() as stop_signals, ProcessGroup() as group:

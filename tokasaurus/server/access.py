@@ -98,13 +98,15 @@ def _make_key(key: str, name: str | None) -> ApiKey:
 class ApiKeyMiddleware:
     """Answers 401, without reading the body, to requests without a key in one of KEY_HEADERS.
 
-    Notes the client that a key belongs to. salt_by_key: requests share cached prompts only with the same client's.
+    Notes the client that a key belongs to. cache_salt_per_key: the flag.
     """
 
-    def __init__(self, app: ASGIApp, keys: list[ApiKey], salt_by_key: bool) -> None:
+    def __init__(self, app: ASGIApp, keys: list[ApiKey], cache_salt_per_key: bool) -> None:
         self._app = app
         self._keys = keys
-        self._salts = {key.name: _digest(b"salt:" + key.name.encode()).hex() if salt_by_key else "" for key in keys}
+        self._salts = {
+            key.name: _digest(b"salt:" + key.name.encode()).hex() if cache_salt_per_key else "" for key in keys
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:

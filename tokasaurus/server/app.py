@@ -60,15 +60,7 @@ from tokasaurus.server.messages_errors import MessagesErrorsMiddleware
 from tokasaurus.server.openapi import DescribedApp
 from tokasaurus.server.paths import PathMiddleware, paths_of
 from tokasaurus.server.recording import Recording, opened_recording
-from tokasaurus.server.resources import (
-    BatchLimits,
-    BodyBytes,
-    RequestLimits,
-    TextThreads,
-    batch_limits,
-    collect_garbage_when_idle,
-    request_limits,
-)
+from tokasaurus.server.resources import BodyBytes, TextThreads, batch_limits, collect_garbage_when_idle
 from tokasaurus.server.routes import batches as batch_routes
 from tokasaurus.server.routes import bulk, docs, files, generation, health, live, sglang_rollouts, vllm_rollouts
 from tokasaurus.server.routes import model as model_routes
@@ -162,11 +154,8 @@ def run_server(
             model,
             engine,
             api_keys,
-            request_limits(config),
             hosts,
-            config.cache_salt_per_key,
             store,
-            batch_limits(config),
             status.send if listener is None else None,
             config,
             recording,
@@ -203,30 +192,26 @@ def create_app(
     model: ServedModel,
     engine: EngineClient,
     api_keys: Sequence[ApiKey] = (),
-    limits: RequestLimits | None = None,
     hosts: frozenset[str] | None = None,
-    salt_by_key: bool = False,
     store: Store | None = None,
-    batch_limits: BatchLimits | None = None,
     tell_tokens: TellTokens | None = None,
     config: ServerConfig | None = None,
     recording: Recording | None = None,
 ) -> ASGIApp:
     """The whole HTTP interface. During the app's lifespan, `engine` receives on the running event loop.
 
-    api_keys: of which clients must send one; empty: no key. limits: None for the defaults. hosts: names that requests
-    may be sent to; None: any. salt_by_key: each key has its own cached prompts. store: for files and batches; None
-    serves none. batch_limits: None for the defaults. tell_tokens: as in `BatchService`.
-    config: what routes tell of it; None for the defaults. recording: gets the events of GET /live.
+    api_keys: of which clients must send one; empty: no key. hosts: names that requests may be sent to; None: any.
+    store: for files and batches; None serves none. tell_tokens: as in `BatchService`. config: None for the defaults.
+    recording: gets the events of GET /live.
     """
-    limits = limits or RequestLimits()
-    body_bytes = BodyBytes(limits.max_body_bytes_in_all)
-    shared = (GrammarChecker(model), TextThreads(), limits, body_bytes, LoopLag(), Rollouts(engine))
-    state = ServerState(model, engine, *shared, config or ServerConfig())
+    config = config or ServerConfig()
+    body_bytes = BodyBytes(config.max_body_bytes_in_all)
+    shared = (GrammarChecker(model), TextThreads(), body_bytes, LoopLag(), Rollouts(engine))
+    state = ServerState(model, engine, *shared, config)
 
-    endpoint = state.config.otel_endpoint
+    endpoint = config.otel_endpoint
     tracer = None if endpoint is None else RequestTracer(endpoint, model.name, __version__)
-    batches = None if store is None else BatchService(state, store, batch_limits or BatchLimits(), tell_tokens)
+    batches = None if store is None else BatchService(state, store, batch_limits(config), tell_tokens)
     bulks = OpenBulks()
     feed = LiveFeed(state, batches, bulks, recording)
 
@@ -261,8 +246,9 @@ def create_app(
     for routes in (*SERVED_ROUTES, *ROLLOUT_ROUTES) if model.rl else SERVED_ROUTES:
         # Not include_router, which builds each route again at the first request of the app: a fifth of a second.
         app.router.routes.extend(routes.router.routes)
-    origins = allowed_origins(state.config.cors_origins)
+    origins = allowed_origins(config.cors_origins)
     known_routes = Routes(app.router.routes)
+    with_keys = partial(ApiKeyMiddleware, keys=list(api_keys), cache_salt_per_key=config.cache_salt_per_key)
     # From the outside in. Not by add_middleware: the answer to an internal error would lack the id and CORS headers.
     layers: list[Callable[[ASGIApp], ASGIApp]] = [
         RequestIdMiddleware,
@@ -276,7 +262,7 @@ def create_app(
         # before the key: browsers ask without one
         *([partial(CORSMiddleware, **CORS_RULES, allow_origins=origins)] if origins else []),
         *([] if hosts is None else [partial(AllowedHostsMiddleware, names=hosts)]),
-        *([partial(ApiKeyMiddleware, keys=list(api_keys), salt_by_key=salt_by_key)] if api_keys else []),
+        *([with_keys] if api_keys else []),
         CompressedBodyMiddleware,
     ]
     return reduce(lambda inner, layer: layer(inner), reversed(layers), cast(ASGIApp, app))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.engine_client.collectors import (
     VALUES_PER_DELTA,
@@ -36,7 +37,6 @@ from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.protocol.messages import MessagesRequest
 from tokasaurus.server.protocol.responses import ResponsesRequest
 from tokasaurus.server.protocol.sampling_fields import SamplingFields, StreamOptions
-from tokasaurus.server.resources import RequestLimits
 from tokasaurus.server.respond.messages import MessageEvents, write_message
 from tokasaurus.server.respond.responses import ResponseEvents, write_response
 from tokasaurus.server.respond.stream import AnswerEvents, ChatStream, CompletionStream
@@ -88,7 +88,7 @@ class Endpoint(Generic[Body]):
     async def answer_prepared(self, state: ServerState, prepared: Prepared) -> Answer:
         """As `answer`."""
         with _raising_api_errors(prepared):
-            results = await state.engine.generate(prepared.requests, state.limits.max_answer_values)
+            results = await state.engine.generate(prepared.requests, state.config.max_answer_values)
         if prepared.requests[0].is_background:
             _check_whole(results)
         size = sum(sequence.num_values + VALUES_PER_DELTA for row in results for sequence in row)
@@ -162,17 +162,17 @@ def _checked_limits(state: ServerState, body: SamplingFields, origin: Origin) ->
         state.engine.check_queue(origin.client, body.num_sequences)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options goes with stream=true", "stream_options")
-    _check_stops(*body.stops, state.limits)
+    _check_stops(*body.stops, state.config)
     return limits
 
 
-def _check_stops(stops: Sequence[str], param: str, limits: RequestLimits) -> None:
-    if len(stops) > limits.max_stop_strings:
-        raise InvalidRequest(f"{param} may have at most {limits.max_stop_strings} strings (max_stop_strings)", param)
+def _check_stops(stops: Sequence[str], param: str, config: ServerConfig) -> None:
+    if len(stops) > config.max_stop_strings:
+        raise InvalidRequest(f"{param} may have at most {config.max_stop_strings} strings (max_stop_strings)", param)
     longest = max(map(len, stops), default=0)
-    if longest > limits.max_stop_chars:
+    if longest > config.max_stop_chars:
         raise InvalidRequest(
-            f"{param} has a string of {longest} characters: there may be at most {limits.max_stop_chars} "
+            f"{param} has a string of {longest} characters: there may be at most {config.max_stop_chars} "
             "(max_stop_chars)",
             param,
         )

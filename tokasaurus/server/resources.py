@@ -1,4 +1,4 @@
-"""What requests may take of the server: limits of bodies and answers, memory for bodies, threads for text, and pauses.
+"""What requests may take of the server: memory for bodies, shares of batches, threads for text, and pauses.
 
 A pause of the event loop, such as a full garbage collection, delays every stream.
 """
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from tokasaurus.monitoring.cores import available_cores
@@ -21,64 +21,24 @@ if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
 
 
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """Each field has the name, the default and the meaning of a flag."""
-
-    max_request_bytes: int | None = 64 << 20
-    """Bytes of a body; None: no limit."""
-    max_body_bytes_in_all: int = 1 << 30
-    """Bytes of all bodies that are being received or parsed, except those of /v1/bulk; also of a single one."""
-    max_line_bytes: int = 16 << 20
-    """Bytes of a line of /v1/bulk. Longer lines are not kept in memory."""
-    max_answer_values: int = 1 << 25
-    """Tokens and logprobs of all choices of an answer that is not streamed."""
-    max_tokenize_chars: int = 1 << 20
-    """Characters of a prompt, or of all messages together, at /tokenize; also the token ids at /detokenize."""
-    max_json_values: int = 1 << 20
-    """JSON values of a body or bulk line: each list or object counts as eight more, each key as three more."""
-    max_stop_strings: int = 16
-    """Stop strings of a request."""
-    max_stop_chars: int = 1024
-    """Characters of each of them."""
-
-
-def request_limits(config: ServerConfig) -> RequestLimits:
-    """The limits that the flags set."""
-    return RequestLimits(**{field.name: getattr(config, field.name) for field in fields(RequestLimits)})
-
-
 DAY_SECONDS = 86_400
+
+MAX_RUNNING_BATCHES = 64
+"""Batches whose lines run together, each with an open file; others wait for their turn, in the order of arrival."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Each field but the last two has the name, the default and the meaning of a flag."""
+    """Limits of batches that no flag sets by itself."""
 
-    max_file_bytes: int = 200 << 20
-    """Bytes of an uploaded file."""
-    max_batch_lines: int = 50_000
-    """Lines of a batch's input file."""
-    max_line_bytes: int = 16 << 20
-    """Bytes of one of them."""
-    keep_days: int = 30
-    """Days after which files and finished batches are removed."""
-    max_sequences_in_engine: int = 2048
+    max_sequences_in_engine: int
     """Sequences of batches that the engine may have; a line more may begin."""
-    max_running_batches: int = 64
-    """Batches whose lines run together, each with an open file; others wait for their turn, in the order of arrival."""
+    max_running_batches: int = MAX_RUNNING_BATCHES
 
 
 def batch_limits(config: ServerConfig) -> BatchLimits:
-    """The limits that the flags set."""
-    return BatchLimits(
-        max_file_bytes=config.max_file_bytes,
-        max_batch_lines=config.max_batch_lines,
-        max_line_bytes=config.max_line_bytes,
-        keep_days=config.keep_days,
-        # more wait than run, so that the engine always has one to admit, however short the answers are
-        max_sequences_in_engine=2 * config.max_seqs_per_forward * config.dp_size + 256,
-    )
+    """So many that more wait than run: the engine always has one to admit, however short the answers are."""
+    return BatchLimits(max_sequences_in_engine=2 * config.max_seqs_per_forward * config.dp_size + 256)
 
 
 class BodyBytes:

@@ -14,7 +14,7 @@ from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.engine_client.rollouts import Rollouts
 from tokasaurus.server.errors import EngineNotReady, EngineRestarting, ServerStopping
 from tokasaurus.server.grammars.validator import GrammarChecker
-from tokasaurus.server.resources import BodyBytes, RequestLimits, TextThreads
+from tokasaurus.server.resources import BodyBytes, TextThreads
 from tokasaurus.server.served_model import ServedModel
 
 
@@ -26,12 +26,11 @@ class ServerState:
     engine: EngineClient
     grammars: GrammarChecker
     text_threads: TextThreads
-    limits: RequestLimits
     body_bytes: BodyBytes
     loop_lag: LoopLag
     rollouts: Rollouts
     config: ServerConfig
-    """What routes tell of it."""
+    """The limits of requests among others, and what routes tell of it."""
     answers: AnswerCounts = field(default_factory=dict)
 
     def ready_limits(self) -> EngineLimits:

@@ -13,15 +13,14 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp
 
+from tests.helpers.flags import config_with
 from tests.server.helpers.fake_engine import FakeEngine, hand_over
 from tokasaurus.addresses import URL_OF_SOCKETS, bind, listening_at, socket_of, url_of
-from tokasaurus.config import ServerConfig
 from tokasaurus.server.access import allowed_hosts, read_api_keys
 from tokasaurus.server.app import HttpServer, create_app, http_config
 from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.engine_client.client import NO_LIMITS, EngineClient, QueueLimits
 from tokasaurus.server.jobs.store.store import Store, open_store
-from tokasaurus.server.resources import BatchLimits, RequestLimits
 from tokasaurus.server.served_model import ServedModel
 
 
@@ -54,7 +53,7 @@ class _Server(HttpServer):
 def http_server(app: ASGIApp, engine: EngineClient | None = None, **flags: Any) -> Iterator[str]:
     """Runs the server's own HTTP server in a thread; yields what `url_of` says. flags: of ServerConfig; with
     unix_socket, it has no port."""
-    config = _config_with(flags)
+    config = config_with(**flags)
     connections = ConnectionTable(config)
     server = _Server(http_config(app, connections), engine or EngineClient(socket.socketpair()[0]), connections)
     with bind("127.0.0.1", 0) if config.unix_socket is None else listening_at(Path(config.unix_socket)) as listener:
@@ -71,31 +70,18 @@ def http_server(app: ASGIApp, engine: EngineClient | None = None, **flags: Any) 
             thread.join(timeout=60)
 
 
-def _config_with(flags: dict[str, Any]) -> ServerConfig:
-    config = ServerConfig()
-    for name, value in flags.items():
-        assert hasattr(config, name)
-        setattr(config, name, value)
-    return config
-
-
 @contextmanager
 def live_server(
     model: ServedModel,
     engine: FakeEngine,
     start_engine: bool = True,
     api_key: str | None = None,
-    max_request_bytes: int | None = None,
     queue_limits: QueueLimits = NO_LIMITS,
-    limits: RequestLimits | None = None,
     data_dir: Path | None = None,
-    batch_limits: BatchLimits | None = None,
     **flags: Any,
 ) -> Iterator[LiveServer]:
-    """data_dir: None for a server without files and batches. flags: of ServerConfig, for connections and routes."""
+    """data_dir: None for a server without files and batches. flags: of ServerConfig."""
     client = EngineClient(hand_over(engine), queue_limits=queue_limits)
-    if limits is None:
-        limits = RequestLimits(max_request_bytes=max_request_bytes)
     keys = read_api_keys(api_key, flags.get("api_keys_file"))
     hosts = flags.get("allowed_hosts")
     names = None if hosts is None else allowed_hosts("0.0.0.0", hosts)
@@ -104,10 +90,7 @@ def live_server(
         engine.start()
     with ExitStack() as stack:
         store = None if data_dir is None else stack.enter_context(open_store(data_dir, "a test"))
-        salt_by_key = flags.get("cache_salt_per_key", False)
-        app = create_app(
-            model, client, keys, limits, names, salt_by_key, store, batch_limits, config=_config_with(flags)
-        )
+        app = create_app(model, client, keys, names, store, config=config_with(**flags))
         url = stack.enter_context(http_server(app, client, **flags))
         path = socket_of(url)
         transport = None if path is None else httpx.HTTPTransport(uds=path)

@@ -127,7 +127,7 @@ def test_cancelling_at_any_moment_ends_the_batch(served_model: ServedModel, tmp_
 def test_more_batches_than_may_run_together_wait_for_their_turn(served_model: ServedModel, tmp_path: Path) -> None:
     async def test() -> None:
         engine = FakeEngine(script=never)
-        async with running_service(served_model, tmp_path, engine, BatchLimits(max_running_batches=2)) as running:
+        async with running_service(served_model, tmp_path, engine, BatchLimits(100, max_running_batches=2)) as running:
             batches = []
             for _ in range(4):
                 batch = await running.create(*prompts(1))

@@ -10,13 +10,13 @@ import pytest
 
 from tests.server.jobs.helpers.batch_service import input_lines
 from tests.server.jobs.helpers.records import INPUT_FILE, new_batch, new_file
+from tokasaurus.config import ServerConfig
 from tokasaurus.server.jobs import service
 from tokasaurus.server.jobs.service import ValidationDied, fill_ledger
 from tokasaurus.server.jobs.store.data_dir import ContentMissing, DataDir, StoreError
 from tokasaurus.server.jobs.store.ledger import pending_lines
 from tokasaurus.server.jobs.store.records import BatchRecord, PendingLine, add_batch, add_file
 from tokasaurus.server.jobs.store.store import Store, open_store
-from tokasaurus.server.resources import BatchLimits
 
 NUM_LINES = 3000
 CONTENT = input_lines(*({"prompt": f"line {number}"} for number in range(NUM_LINES)))
@@ -57,7 +57,7 @@ def num_runs(tmp_path: Path) -> int:
 
 
 def test_the_ledger_has_each_line_where_it_is(store: Store, batch: BatchRecord) -> None:
-    assert asyncio.run(fill_ledger(store, batch, BatchLimits())) == (NUM_LINES, [])
+    assert asyncio.run(fill_ledger(store, batch, ServerConfig())) == (NUM_LINES, [])
     lines = ledger(store, batch)
     assert [line.custom_id for line in lines] == [str(number) for number in range(NUM_LINES)]
     assert b"".join(CONTENT[line.start : line.start + line.size] + b"\n" for line in lines) == CONTENT
@@ -78,7 +78,7 @@ def test_a_process_that_dies_is_started_again(
     store: Store, batch: BatchRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, death: str
 ) -> None:
     replace_python(tmp_path, monkeypatch, 2, death)
-    assert asyncio.run(fill_ledger(store, batch, BatchLimits())) == (NUM_LINES, [])
+    assert asyncio.run(fill_ledger(store, batch, ServerConfig())) == (NUM_LINES, [])
     assert [line.custom_id for line in ledger(store, batch)] == [str(number) for number in range(NUM_LINES)]
     assert num_runs(tmp_path) == 3
 
@@ -89,7 +89,7 @@ def test_a_process_that_always_dies_is_given_up(
     replace_python(tmp_path, monkeypatch, 100, DEATHS["killed"])
     # asyncio says 255 where another part of this process has learnt of the child's end first
     with pytest.raises(ValidationDied, match=r"-9|255"):
-        asyncio.run(fill_ledger(store, batch, BatchLimits()))
+        asyncio.run(fill_ledger(store, batch, ServerConfig()))
     assert num_runs(tmp_path) == 3
     assert f"the validation of {batch.id} died (3 of 3 tries)" in caplog.text
 
@@ -99,18 +99,18 @@ def test_a_process_that_cannot_be_started_is_no_fault_of_the_file(
 ) -> None:
     monkeypatch.setattr(service.sys, "executable", "/missing/python")
     with pytest.raises(StoreError, match="cannot be started: No such file"):
-        asyncio.run(fill_ledger(store, batch, BatchLimits()))
+        asyncio.run(fill_ledger(store, batch, ServerConfig()))
 
 
 def test_a_missing_file_is_said(store: Store, batch: BatchRecord) -> None:
     store.data_dir.remove_content(INPUT_FILE)
     with pytest.raises(ContentMissing, match=INPUT_FILE):
-        asyncio.run(fill_ledger(store, batch, BatchLimits()))
+        asyncio.run(fill_ledger(store, batch, ServerConfig()))
 
 
 def test_errors_of_the_file_are_returned_with_a_count_of_the_others(store: Store, batch: BatchRecord) -> None:
     store.data_dir.content_path(INPUT_FILE).write_bytes(b"{\n" * 1234)
-    num_lines, errors = asyncio.run(fill_ledger(store, batch, BatchLimits()))
+    num_lines, errors = asyncio.run(fill_ledger(store, batch, ServerConfig()))
     assert num_lines == 0
     assert [error.line for error in errors] == [*range(1, 1001), None]
     assert errors[-1].message == "234 more errors are not shown"
@@ -123,7 +123,7 @@ def test_the_process_ends_when_the_validation_is_cancelled(
     replace_python(tmp_path, monkeypatch, 1, f"echo $$ > {tmp_path}/pid; exec sleep 60")
 
     async def cancel() -> int:
-        task = asyncio.create_task(fill_ledger(store, batch, BatchLimits()))
+        task = asyncio.create_task(fill_ledger(store, batch, ServerConfig()))
         pid = int(await asyncio.to_thread((tmp_path / "pid").read_text))
         assert os.getpgid(pid) == pid, "Ctrl-C in the terminal of the server does not reach it"
         task.cancel()
@@ -143,4 +143,4 @@ def test_the_process_imports_no_module_of_the_working_directory(
         (tmp_path / f"{name}.py").write_text("raise SystemExit(77)\n")
     monkeypatch.chdir(tmp_path)
     relative = Store(DataDir(Path("data")), store.database)
-    assert asyncio.run(fill_ledger(relative, batch, BatchLimits())) == (NUM_LINES, [])
+    assert asyncio.run(fill_ledger(relative, batch, ServerConfig())) == (NUM_LINES, [])

@@ -17,7 +17,6 @@ from tests.server.helpers.live_server import LiveServer, live_server, wait_until
 from tokasaurus.messages.generation import GenerateRequest, SequenceProgress
 from tokasaurus.server.engine_client.client import QueueLimits
 from tokasaurus.server.jobs import line_runner
-from tokasaurus.server.resources import RequestLimits
 from tokasaurus.server.routes import bulk
 from tokasaurus.server.served_model import ServedModel
 
@@ -125,7 +124,7 @@ def test_invalid_line_gets_an_error_and_the_others_are_answered(
 
 
 def test_line_is_limited_to_max_line_bytes(served_model: ServedModel) -> None:
-    with live_server(served_model, FakeEngine(), limits=RequestLimits(max_line_bytes=1000)) as server:
+    with live_server(served_model, FakeEngine(), max_line_bytes=1000) as server:
         padded = line_of("long", GOOD).rstrip().ljust(1000)
         content = line_of("a", GOOD) + padded + b"\n" + padded.replace(b"long", b"longer") + b"\n" + line_of("b", GOOD)
         results = {result["custom_id"]: result for result in ask(server, content)}

@@ -14,7 +14,6 @@ from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_ope
 from tests.server.helpers.fake_engine import FakeEngine, echo, never
 from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.helpers.raw_http import connect, parse_answers, read_all
-from tokasaurus.server.resources import RequestLimits
 from tokasaurus.server.served_model import ServedModel
 
 MAX_BYTES = 40_000
@@ -111,8 +110,8 @@ def upload(num_bytes: int, num_sent: int) -> bytes:
 
 @pytest.mark.parametrize("max_request_bytes", [None, MAX_BYTES])
 def test_bodies_being_received_are_limited_together(served_model: ServedModel, max_request_bytes: int | None) -> None:
-    limits = RequestLimits(max_request_bytes=max_request_bytes, max_body_bytes_in_all=2 * MAX_BYTES)
-    with live_server(served_model, FakeEngine(), limits=limits) as server, ExitStack() as stack:
+    limits = {"max_request_bytes": max_request_bytes, "max_body_bytes_in_all": 2 * MAX_BYTES}
+    with live_server(served_model, FakeEngine(), **limits) as server, ExitStack() as stack:
         slow = [stack.enter_context(connect(server.url)) for _ in range(3)]
         for connection in slow:
             connection.sendall(upload(MAX_BYTES, 30_000))
@@ -136,8 +135,8 @@ def wait_for_status(server: LiveServer, content: bytes, status: int) -> bool:
 
 
 def test_parsed_bodies_do_not_count_while_their_requests_run(served_model: ServedModel) -> None:
-    limits = RequestLimits(max_body_bytes_in_all=2 * MAX_BYTES)
-    with live_server(served_model, FakeEngine(), limits=limits) as server, ExitStack() as stack:
+    limits = {"max_body_bytes_in_all": 2 * MAX_BYTES}
+    with live_server(served_model, FakeEngine(), **limits) as server, ExitStack() as stack:
         server.engine.script = never
         for count in range(1, 6):
             stack.enter_context(connect(server.url)).sendall(upload(MAX_BYTES, MAX_BYTES))
@@ -147,7 +146,7 @@ def test_parsed_bodies_do_not_count_while_their_requests_run(served_model: Serve
 
 
 def test_body_larger_than_the_limit_of_all_is_413(served_model: ServedModel) -> None:
-    with live_server(served_model, FakeEngine(), limits=RequestLimits(max_body_bytes_in_all=MAX_BYTES)) as server:
+    with live_server(served_model, FakeEngine(), max_body_bytes_in_all=MAX_BYTES) as server:
         response = server.http.post(COMPLETIONS, content=padded_body(MAX_BYTES + 1))
         assert response.status_code == 413
         assert "max_body_bytes_in_all" in assert_openai_error(response.content)["message"]

@@ -14,7 +14,6 @@ from tests.server.helpers.raw_http import connect, read_all
 from tests.server.jobs.helpers.forms import FORM, PURPOSE, field_part, file_part, form, part
 from tests.server.jobs.helpers.uploads import CONTENT, FILES, check_stored, post, stored_names, upload
 from tokasaurus.server.jobs import files
-from tokasaurus.server.resources import BatchLimits, RequestLimits
 from tokasaurus.server.routes.files import PART_BYTES
 from tokasaurus.server.served_model import ServedModel
 
@@ -23,9 +22,8 @@ MAX_BYTES = 1_000_000
 
 def running(served_model: ServedModel, directory: Path) -> AbstractContextManager[LiveServer]:
     """Bodies of other routes may have only 1,000 bytes."""
-    limits = RequestLimits(max_request_bytes=1000, max_body_bytes_in_all=1000)
-    batch_limits = BatchLimits(max_file_bytes=MAX_BYTES)
-    return live_server(served_model, FakeEngine(), limits=limits, data_dir=directory, batch_limits=batch_limits)
+    limits = {"max_request_bytes": 1000, "max_body_bytes_in_all": 1000, "max_file_bytes": MAX_BYTES}
+    return live_server(served_model, FakeEngine(), data_dir=directory, **limits)
 
 
 @pytest.fixture

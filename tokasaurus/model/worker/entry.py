@@ -32,6 +32,7 @@ from tokasaurus.messages.status import (
     UserError,
     WeightsChanged,
     first_line,
+    longest_context,
     longest_sequence,
 )
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
@@ -445,7 +446,7 @@ def load_worker(
     info = checkpoint.info
     if fill is None:
         check_weight_sizes(weight_files(checkpoint.directory), info)
-    context_length = min(info.context_length, config.max_num_tokens_per_request or info.context_length)
+    context_length = longest_context(info.context_length, config.max_num_tokens_per_request)
     platform = _choose_platform(config, mesh, index, phases)
     device, kernels = platform.device, platform.kernels
     compiler = Compiler(is_required=config.torch_compile is True) if platform.compiles else None

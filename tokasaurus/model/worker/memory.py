@@ -10,14 +10,14 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import psutil
 import torch
 
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.messages.generation import SamplingParams
-from tokasaurus.messages.status import UserError
+from tokasaurus.messages.status import UserError, longest_context
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.flashinfer_backend import HEAD_DIMS, plan_bytes, workspace_bytes
 from tokasaurus.model.cpu.bindings import allocate_huge_pages
@@ -132,46 +132,30 @@ class Sizes:
     """Sequences of each decode step that is recorded, largest first; empty without CUDA graphs."""
 
 
-class MemoryFlags(Protocol):
-    """The flags, of the server or of `toka plan`, that change how much memory is used."""
-
-    tp_size: int
-    pp_size: int
-    page_size: int
-    max_tokens_per_forward: int
-    max_seqs_per_forward: int
-    max_num_tokens_per_request: int | None
-    symmetric_all_reduce: bool | None
-    attention_backend: str | None
-    use_cudagraphs: bool | None
-    cudagraph_max_size: int | None
-    cudagraph_step: int
-
-
 def sizes_of(
-    flags: MemoryFlags, info: ModelInfo, device_bytes: int, dtype: torch.dtype, kv_cache_dtype: torch.dtype
+    config: ServerConfig, info: ModelInfo, device_bytes: int, dtype: torch.dtype, kv_cache_dtype: torch.dtype
 ) -> Sizes:
     return Sizes(
         device_bytes=device_bytes,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
-        tp_size=flags.tp_size,
-        pp_size=flags.pp_size,
-        page_size=flags.page_size,
-        max_tokens_per_forward=flags.max_tokens_per_forward,
-        max_seqs_per_forward=flags.max_seqs_per_forward,
-        context_length=min(info.context_length, flags.max_num_tokens_per_request or info.context_length),
-        has_flashinfer=flags.attention_backend != "torch",
-        has_symmetric_sums=flags.symmetric_all_reduce is not False,
-        graph_sizes=tuple(sizes_of_graphs(flags)),
+        tp_size=config.tp_size,
+        pp_size=config.pp_size,
+        page_size=config.page_size,
+        max_tokens_per_forward=config.max_tokens_per_forward,
+        max_seqs_per_forward=config.max_seqs_per_forward,
+        context_length=longest_context(info.context_length, config.max_num_tokens_per_request),
+        has_flashinfer=config.attention_backend != "torch",
+        has_symmetric_sums=config.symmetric_all_reduce is not False,
+        graph_sizes=tuple(sizes_of_graphs(config)),
     )
 
 
-def sizes_of_graphs(flags: MemoryFlags) -> list[int]:
+def sizes_of_graphs(config: ServerConfig) -> list[int]:
     """Sequences, largest first; none without CUDA graphs."""
-    if flags.use_cudagraphs is False:
+    if config.use_cudagraphs is False:
         return []
-    return graph_sizes(flags.cudagraph_max_size or flags.max_seqs_per_forward, flags.cudagraph_step)
+    return graph_sizes(config.cudagraph_max_size or config.max_seqs_per_forward, config.cudagraph_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,7 +441,7 @@ class MemoryTable:
 
     def __init__(
         self,
-        flags: MemoryFlags,
+        config: ServerConfig,
         info: ModelInfo,
         mesh: Mesh,
         device: torch.device,
@@ -468,8 +452,8 @@ class MemoryTable:
         self._is_cuda = device.type == "cuda"
         # Asking for the free memory makes the context, which the plan counts too.
         free_bytes = torch.cuda.mem_get_info(device)[0] + CONTEXT_BYTES if self._is_cuda else 0
-        self._plan = plan_worker(info, mesh, sizes_of(flags, info, free_bytes, *dtypes))
-        self._page_size = flags.page_size
+        self._plan = plan_worker(info, mesh, sizes_of(config, info, free_bytes, *dtypes))
+        self._page_size = config.page_size
         self.measured: dict[str, int] = {}
         """Bytes by part; parts that are measured together are under the first one's name."""
         self.forward_bound: ForwardMemory | None = None

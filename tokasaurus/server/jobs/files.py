@@ -7,6 +7,7 @@ from typing import BinaryIO
 import apsw
 from pydantic import ValidationError
 
+from tokasaurus.config import ServerConfig
 from tokasaurus.server.errors import BodyTooLarge, Conflict, InvalidRequest, NotFound, one_error, shorten, unknown_field
 from tokasaurus.server.jobs.multipart import FILE_FIELD, FormReader
 from tokasaurus.server.jobs.store.data_dir import NewContent, StoreError
@@ -23,7 +24,7 @@ from tokasaurus.server.jobs.store.store import Store
 from tokasaurus.server.json_values import problems_of
 from tokasaurus.server.protocol.files import UploadFields
 from tokasaurus.server.protocol.known_fields import advice
-from tokasaurus.server.resources import DAY_SECONDS, BatchLimits
+from tokasaurus.server.resources import DAY_SECONDS
 from tokasaurus.server.value_words import MAX_TOLD
 
 logger = logging.getLogger(__name__)
@@ -44,10 +45,10 @@ def check_upload_size(num_bytes: int, max_file_bytes: int) -> None:
 class Upload:
     """A file that arrives. Its methods block, except `store`, and raise ApiError and OSError."""
 
-    def __init__(self, store: Store, limits: BatchLimits, content_type: str) -> None:
+    def __init__(self, store: Store, config: ServerConfig, content_type: str) -> None:
         """content_type: the header of the request."""
         self._store = store
-        self._limits = limits
+        self._config = config
         self._reader = FormReader(content_type, self)
         self._fields: dict[str, str] = {}
         self._problems: list[InvalidRequest] = []
@@ -60,7 +61,7 @@ class Upload:
     def feed(self, content: bytes) -> None:
         """The next bytes of the body."""
         self._num_bytes += len(content)
-        check_upload_size(self._num_bytes, self._limits.max_file_bytes)
+        check_upload_size(self._num_bytes, self._config.max_file_bytes)
         self._reader.feed(content)
 
     def discard(self) -> None:
@@ -75,7 +76,7 @@ class Upload:
         fields = self._checked_fields()
         assert self._content is not None, "it is among the fields that are checked"
         now = int(time.time())
-        seconds = self._limits.keep_days * DAY_SECONDS
+        seconds = self._config.keep_days * DAY_SECONDS
         if fields.expires_after is not None:
             seconds = fields.expires_after.seconds
         num_bytes = self._content.num_bytes
@@ -119,8 +120,8 @@ class Upload:
 
     def write(self, content: bytes) -> None:
         assert self._content is not None, "begin_file was called"
-        if self._content.num_bytes + len(content) > self._limits.max_file_bytes:
-            raise _too_large(self._limits.max_file_bytes)
+        if self._content.num_bytes + len(content) > self._config.max_file_bytes:
+            raise _too_large(self._config.max_file_bytes)
         self._content.write(content)
 
     def _checked_fields(self) -> UploadFields:

@@ -441,7 +441,7 @@ class BatchRunner:
     async def _parse(self, batch: RunningBatch, pending: PendingLine, content: bytes | None) -> Line:
         """The line to run; one that cannot be run has an error as its result."""
         error = ApiError("the line cannot be read from the input file any more")
-        max_values = self._state.limits.max_json_values
+        max_values = self._state.config.max_json_values
         try:
             if content is not None:
                 if len(content) <= MAX_INLINE_BYTES:

@@ -15,6 +15,7 @@ import apsw
 import orjson
 from fastapi import Request
 
+from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import BatchTokens
 from tokasaurus.monitoring.metrics import BatchStats
 from tokasaurus.server.access import key_salt
@@ -74,7 +75,7 @@ class BatchService:
         called about once a second while lines run, and results stay in the ledger."""
         self.store = store
         self._tell_tokens = tell_tokens
-        self.limits = limits
+        self.config = state.config
         self._model_name = state.model.name
         self._engine = state.engine
         self._recorder = ResultRecorder(store.database)
@@ -97,7 +98,7 @@ class BatchService:
         """Within the context, batches advance. Raises StoreError."""
         for batch in await self.store.database.read(unfinished_batches):
             self._begin(batch)
-        keep_seconds = self.limits.keep_days * DAY_SECONDS
+        keep_seconds = self.config.keep_days * DAY_SECONDS
         works = [self._recorder.run(), self._runner.run(), keep_removing(self.store, keep_seconds)]
         if self._tell_tokens is not None:
             works.append(self._serve_other_process(self._tell_tokens))
@@ -218,7 +219,7 @@ class BatchService:
                 return await self._run_lines_in_turn(batch)
         if batch.in_progress_at is None:  # cancelled while it was validated: it may have a part of its lines
             await clear_ledger(self.store, batch.number)
-        keep_seconds = batch.output_expires_after or self.limits.keep_days * DAY_SECONDS
+        keep_seconds = batch.output_expires_after or self.config.keep_days * DAY_SECONDS
         return await close_batch(
             self.store, batch, keep_seconds if self._tell_tokens is None else None, int(time.time())
         )
@@ -244,7 +245,7 @@ class BatchService:
 
     async def _validate(self, batch: BatchRecord) -> BatchRecord:
         try:
-            num_lines, errors = await fill_ledger(self.store, batch, self.limits)
+            num_lines, errors = await fill_ledger(self.store, batch, self.config)
         except ContentMissing as error:
             num_lines, errors = 0, [InputError("input_file_missing", str(error), param="input_file_id")]
         except ValidationDied as error:
@@ -331,21 +332,21 @@ class ValidationDied(Exception):
     """The child process ended without a verdict: it was killed, or the machine has no memory left."""
 
 
-async def fill_ledger(store: Store, batch: BatchRecord, limits: BatchLimits) -> tuple[int, list[InputError]]:
+async def fill_ledger(store: Store, batch: BatchRecord, config: ServerConfig) -> tuple[int, list[InputError]]:
     """(number of lines, errors) of the batch's input file; if there are no errors, its lines are in the ledger.
 
     Raises ContentMissing, ValidationDied and StoreError; the caller then removes the lines that were added."""
     for tries in range(1, _MAX_VALIDATIONS + 1):
         await clear_ledger(store, batch.number)  # of an attempt that ended without a verdict
         try:
-            return await _try_to_fill(store, batch, limits)
+            return await _try_to_fill(store, batch, config)
         except ValidationDied as error:
             logger.warning("the validation of %s died (%d of %d tries): %s", batch.id, tries, _MAX_VALIDATIONS, error)
             died = error
     raise died
 
 
-async def _try_to_fill(store: Store, batch: BatchRecord, limits: BatchLimits) -> tuple[int, list[InputError]]:
+async def _try_to_fill(store: Store, batch: BatchRecord, config: ServerConfig) -> tuple[int, list[InputError]]:
     store.data_dir.open_content(batch.input_file_id).close()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -354,8 +355,8 @@ async def _try_to_fill(store: Store, batch: BatchRecord, limits: BatchLimits) ->
             "tokasaurus.server.jobs.validation_process",
             str(store.data_dir.content_path(batch.input_file_id).absolute()),
             batch.endpoint,
-            str(limits.max_batch_lines),
-            str(limits.max_line_bytes),
+            str(config.max_batch_lines),
+            str(config.max_line_bytes),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             limit=_MAX_PART_BYTES,

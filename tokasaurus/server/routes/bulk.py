@@ -414,7 +414,7 @@ async def bulk(request: Request, progress: bool = False) -> Response:
 
     open_bulks: OpenBulks = request.app.state.open_bulks
     opened = OpenBulk(client, state.engine.work_done, *announced(request.headers))
-    run = BulkRun(read_line, state.limits.max_line_bytes, report if progress else None, opened)
+    run = BulkRun(read_line, state.config.max_line_bytes, report if progress else None, opened)
     return BulkStream(run, open_bulks.listed(opened))
 
 
@@ -428,7 +428,7 @@ def progress_of(pending: Sequence[PendingRequest]) -> BulkProgress:
 
 def _read_line(content: bytes, state: ServerState, client: str, reports_progress: bool) -> Line:
     try:
-        parsed = parse_line(content, state.limits.max_json_values)
+        parsed = parse_line(content, state.config.max_json_values)
     except LineRefused as refusal:
         return refused(refusal.custom_id, refusal.error)
 

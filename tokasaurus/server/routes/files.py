@@ -88,13 +88,13 @@ async def upload_file(request: Request) -> Response:
         raise UnsupportedMediaType(f"the body must be {FORM}, not {shorten(named)!r}")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal():
-        check_upload_size(int(announced), service.limits.max_file_bytes)
+        check_upload_size(int(announced), service.config.max_file_bytes)
     return json_response(file_object(await _receive(request, service)))
 
 
 async def _receive(request: Request, service: BatchService) -> FileRecord:
     """The stored file. Raises ApiError and StoreError; then nothing of it is left."""
-    upload = Upload(service.store, service.limits, request.headers.get("content-type", ""))
+    upload = Upload(service.store, service.config, request.headers.get("content-type", ""))
     try:
         part = bytearray()
         async for chunk in request.stream():

@@ -71,7 +71,7 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
     state = state_of(request)
     state.model.check_name(body.model)
     state.ready_limits()
-    max_chars = state.limits.max_tokenize_chars
+    max_chars = state.config.max_tokenize_chars
     run = state.text_threads.run_apart if body.chat_template else state.text_threads.run
     count = await run(num_body_bytes(request), count_prompt_tokens, body, state.model, max_chars)
     return Response(write_json(TokenCount(count)), media_type="application/json")

@@ -12,10 +12,10 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
+from tokasaurus.config import ServerConfig
 from tokasaurus.server.errors import BodyTooLarge, ClientGone, NotJson, UnsupportedMediaType, shorten
 from tokasaurus.server.json_values import MAX_INLINE_BYTES, Body, parse_body
 from tokasaurus.server.protocol.fields import OptionalObject
-from tokasaurus.server.resources import RequestLimits
 from tokasaurus.server.state import state_of
 
 
@@ -48,28 +48,28 @@ async def _read_and_parse(request: Request, body_model: type[Body]) -> Body:
     """Also notes the body's size, see `num_body_bytes`."""
     state = state_of(request)
     with state.body_bytes.of_one_body() as count:
-        content = await _read(request, state.limits, count)
+        content = await _read(request, state.config, count)
         request.state.num_body_bytes = len(content)
         if not content and issubclass(body_model, OptionalObject):
             return body_model()
         if len(content) <= MAX_INLINE_BYTES:
-            return parse_body(content, body_model, state.limits.max_json_values)
-        threads, max_values = state.text_threads, state.limits.max_json_values
+            return parse_body(content, body_model, state.config.max_json_values)
+        threads, max_values = state.text_threads, state.config.max_json_values
         return await threads.run(len(content), parse_body, content, body_model, max_values)
 
 
-async def _read(request: Request, limits: RequestLimits, count: Callable[[int], None]) -> bytearray:
+async def _read(request: Request, config: ServerConfig, count: Callable[[int], None]) -> bytearray:
     """The whole body. Raises BodyTooLarge as soon as a limit is exceeded, what `count` raises, and ClientGone.
 
     count: called with the size of each part, before the part is kept.
     """
     announced = request.headers.get("content-length", "")
     if announced.isdecimal():
-        _check_size(int(announced), limits)
+        _check_size(int(announced), config)
     content = bytearray()
     try:
         async for chunk in request.stream():
-            _check_size(len(content) + len(chunk), limits)
+            _check_size(len(content) + len(chunk), config)
             count(len(chunk))
             content += chunk
     except ClientDisconnect:
@@ -77,10 +77,10 @@ async def _read(request: Request, limits: RequestLimits, count: Callable[[int], 
     return content
 
 
-def _check_size(num_bytes: int, limits: RequestLimits) -> None:
+def _check_size(num_bytes: int, config: ServerConfig) -> None:
     for name, limit in (
-        ("max_request_bytes", limits.max_request_bytes),
-        ("max_body_bytes_in_all", limits.max_body_bytes_in_all),
+        ("max_request_bytes", config.max_request_bytes),
+        ("max_body_bytes_in_all", config.max_body_bytes_in_all),
     ):
         if limit is not None and num_bytes > limit:
             raise BodyTooLarge(f"the body may have at most {limit} bytes ({name})")

@@ -70,9 +70,9 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """The text of token ids, including the names of special tokens."""
     state = state_of(request)
     state.model.check_name(body.model)
-    if len(body.tokens) > state.limits.max_tokenize_chars:
+    if len(body.tokens) > state.config.max_tokenize_chars:
         raise InvalidRequest(
-            f"tokens has {len(body.tokens)} token ids: there may be at most {state.limits.max_tokenize_chars} "
+            f"tokens has {len(body.tokens)} token ids: there may be at most {state.config.max_tokenize_chars} "
             "(max_tokenize_chars)",
             "tokens",
         )
@@ -111,7 +111,7 @@ def _check_length(body: TokenizeRequest, num_bytes: int, max_chars: int) -> None
 
 def _tokenize(body: TokenizeRequest, state: ServerState, num_bytes: int, max_model_len: int) -> bytes:
     model = state.model
-    _check_length(body, num_bytes, state.limits.max_tokenize_chars)
+    _check_length(body, num_bytes, state.config.max_tokenize_chars)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("just one of prompt and messages is needed", "prompt")
     if body.messages is not None:

@@ -22,21 +22,19 @@ from tokasaurus.server.app import HttpServer, create_app, http_config
 from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.jobs.store.store import open_store
-from tokasaurus.server.resources import RequestLimits, collect_garbage_when_idle
+from tokasaurus.server.resources import collect_garbage_when_idle
 
 _SPAWN = multiprocessing.get_context("spawn")
 PROBE_INTERVAL_S = 0.02
 
 
-def _serve(
-    directory: Path, limits: RequestLimits, data_dir: Path | None, launcher: socket.socket, ports: Connection
-) -> None:
+def _serve(directory: Path, data_dir: Path | None, launcher: socket.socket, ports: Connection) -> None:
     model = make_served_model(directory)
     engine = EngineClient(launcher)
     collect_garbage_when_idle(lambda: engine.num_pending_requests == 0)
     with ExitStack() as stack:
         store = None if data_dir is None else stack.enter_context(open_store(data_dir, "a test"))
-        app = create_app(model, engine, limits=limits, store=store)
+        app = create_app(model, engine, store=store)
         listener = stack.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))
         ports.send(listener.getsockname()[1])
@@ -45,14 +43,12 @@ def _serve(
 
 
 @contextmanager
-def server_process(
-    directory: Path, engine: FakeEngine, limits: RequestLimits | None = None, data_dir: Path | None = None
-) -> Iterator[httpx.Client]:
+def server_process(directory: Path, engine: FakeEngine, data_dir: Path | None = None) -> Iterator[httpx.Client]:
     """The engine runs in this process. Yields a client of the server, which is ready.
 
     directory: of the tokenizer. data_dir: None for a server without files and batches."""
     reader, writer = _SPAWN.Pipe(duplex=False)
-    arguments = (directory, limits or RequestLimits(), data_dir, hand_over(engine), writer)
+    arguments = (directory, data_dir, hand_over(engine), writer)
     process = _SPAWN.Process(target=_serve, args=arguments)
     process.start()
     try:

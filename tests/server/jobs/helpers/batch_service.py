@@ -29,7 +29,7 @@ from tokasaurus.server.jobs.store.records import (
     read_batch,
 )
 from tokasaurus.server.jobs.store.store import Store, open_store
-from tokasaurus.server.resources import BatchLimits, BodyBytes, RequestLimits, TextThreads
+from tokasaurus.server.resources import BatchLimits, BodyBytes, TextThreads, batch_limits
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
 
@@ -134,12 +134,12 @@ async def running_service(
     """is_engine_up: false: the test starts the engine. tell_tokens: of a private server."""
     engine = engine or FakeEngine()
     client = EngineClient(hand_over(engine), queue_limits=queue_limits)
-    limits_of_text = TextThreads(), RequestLimits(), BodyBytes(1 << 30), LoopLag()
-    state = ServerState(model, client, GrammarChecker(model), *limits_of_text, Rollouts(client), ServerConfig())
+    shared = TextThreads(), BodyBytes(1 << 30), LoopLag()
+    state = ServerState(model, client, GrammarChecker(model), *shared, Rollouts(client), ServerConfig())
     running = None
     try:
         with open_store(data_dir, "a test") as store, client.listening():
-            service = BatchService(state, store, limits or BatchLimits(), tell_tokens)
+            service = BatchService(state, store, limits or batch_limits(state.config), tell_tokens)
             await service.adopt()
             if is_engine_up:
                 engine.start()
