@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tokasaurus.library.sampling import Sampling as Sampling
 
 __version__ = "0.3.0"
-"""Of the package, `toka --version` and GET /version. pyproject.toml reads it here."""
+"""Version of the package, which `toka --version` and GET /version tell. pyproject.toml reads it here."""
 
 # Imported when they are used, since every process of a server imports this module.
 _MODULES = {

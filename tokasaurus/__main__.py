@@ -5,7 +5,7 @@ import sys
 
 
 def main() -> int:
-    """As tokasaurus.cli.main."""
+    """Run tokasaurus.cli.main; returns the exit code. Ctrl-C while it is imported ends with one line and 130."""
     try:
         from tokasaurus.cli import main as run
     except KeyboardInterrupt:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from openai import DefaultHttpxClient
 
 MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
-"""Of a Unix socket's file: the size of sun_path, less its final zero."""
+"""Longest path of a Unix socket's file, in bytes: the size of sun_path, less its final zero."""
 
 URL_OF_SOCKETS = "http://localhost"
 """For clients of a Unix socket: it leads to this machine, and none looks the host up."""

@@ -96,7 +96,7 @@ class _Conversation:
             self._options["temperature"] = config.temperature
         self._system = config.system
         self._messages: list[dict[str, str]] = []
-        """Of user and assistant in turn."""
+        """Messages of user and assistant, in turn."""
         is_colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         self._dim, self._plain = (_DIM, _PLAIN) if is_colored else ("", "")
 

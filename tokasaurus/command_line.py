@@ -41,7 +41,7 @@ class Given(Generic[AnyConfig]):
 
     @property
     def words(self) -> list[str]:
-        """As on a command line, with the names of our flags."""
+        """The settings as words of a command line, with the names of our flags."""
         return [setting.word for setting in self.settings.values()]
 
 
@@ -194,7 +194,7 @@ def _of_environment(
 
 
 def variables_of(config_types: Iterable[type[FlagConfig]]) -> set[str]:
-    """Of all flags of these commands."""
+    """The environment variables of all flags of these commands."""
     return {variable for one in config_types for flag in one.flags.values() for variable in flag.variables}
 
 

@@ -19,9 +19,9 @@ class _Words:
     commands: list[str]
     """Sub-commands, or actions of one."""
     flags: list[str]
-    """As `name=`."""
+    """The command's flags, each as `name=`."""
     main_flags: list[str]
-    """Those that are listed before anything is typed."""
+    """Flags that are listed before anything is typed."""
     values: dict[str, str]
     """Flag -> its values with spaces between them, where they are few."""
 

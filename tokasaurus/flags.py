@@ -100,7 +100,7 @@ class Setting:
 
     @property
     def word(self) -> str:
-        """As on a command line."""
+        """The setting as a word of a command line."""
         return f"{self.name}={self.text}"
 
 

@@ -55,16 +55,16 @@ class Habit:
     program: str
     """Whose command line it is from."""
     example: str
-    """As typed after `toka`."""
+    """The option or sub-command with an example value, as typed after `toka`."""
     means: str
     """Our words for the example, in one line; empty if `toka` always does it, or if the example is refused."""
     names: tuple[str, ...]
-    """Of the option, as plain_name writes them, or of the sub-command."""
+    """Names of the option, as plain_name writes them, or of the sub-command."""
     is_command: bool = False
     flag: str = ""
     """Takes the option's value."""
     convert: Callable[[str], str] = _same
-    """Of the value."""
+    """Makes the flag's value of the option's value."""
     words: tuple[str, ...] | None = None
     """Take the place of an option without a value, or of a sub-command."""
     refusal: str = ""

@@ -170,7 +170,7 @@ class OwnBatch:
             self._input_version = version
 
     def read_results(self, first: int) -> list[bytes]:
-        """As `ReadResults`."""
+        """Results from line `first` on; a `ReadResults`."""
         number = self._number
         return self._read(lambda connection: first_results(connection, number, first, _MAX_BYTES_PER_READ))
 

@@ -65,7 +65,7 @@ class BatchApi:
         import openai
 
         self._base_url = base_url if unix_socket is None else f"unix:{unix_socket}/v1"
-        """As messages show it."""
+        """Address of the server in messages."""
         self._note = note
         self._max_silence_s = max_silence_s
         self._has_answered = False
@@ -125,8 +125,9 @@ class BatchApi:
         return self._persist(lambda: _view(self._client.batches.with_raw_response.cancel(batch_id).content))
 
     def results_from(self, batch_id: str, first: int) -> list[bytes]:
-        """As `ReadResults`; none if the server cannot say them, or answers with something else. Never raises
-        CommandError."""
+        """Results from line `first` on; none if the server cannot give them, or answers with something else.
+
+        Never raises CommandError."""
         import httpx
         import openai
 
@@ -227,7 +228,7 @@ class RemoteBatch:
         time.sleep(seconds)
 
     def read_results(self, first: int) -> list[bytes]:
-        """As `ReadResults`."""
+        """Results from line `first` on; a `ReadResults`."""
         return self._api.results_from(self._id, first)
 
     @contextmanager

@@ -26,7 +26,7 @@ ReadResults = Callable[[int], Sequence[bytes]]
 
 
 class Outcome:
-    """Of the lines of a result file: how many were cut by length, and why others failed."""
+    """What became of the lines of a result file: how many were cut by length, and why others failed."""
 
     def __init__(self) -> None:
         self.num_cut = 0

@@ -85,11 +85,11 @@ class _Run:
         self._server_words = words
         self._input_name = config.input
         self._input = Path(config.input)
-        """Of an input that can be read only once, the copy, as soon as there is one."""
+        """The input's file; its copy, as soon as there is one, if the input can be read only once."""
         self._output = Path(config.output)
         self._so_far = ResultsSoFar(path_of_results_so_far(self._output))
         self._batch: BatchView | None = None
-        """As the server has last described it."""
+        """The batch as the server has last described it."""
 
     def run(self) -> str:
         """The lines that sum up the complete run. Raises CommandError."""

@@ -110,17 +110,18 @@ class BulkSession:
         self.close()
 
     def room(self) -> int:
-        """As `AsyncBulkSession.room`."""
+        """Lines that may be sent now."""
         return self._session.room()
 
     def exchange(
         self, lines: Sequence[RequestLine], is_last: bool = False, timeout_s: float | None = None
     ) -> list[Answer]:
-        """As `AsyncBulkSession.exchange`; raises ServerError also if the client is closed meanwhile."""
+        """Send lines and wait for answers: `AsyncBulkSession.exchange`. Raises ServerError also if the client is closed
+        meanwhile."""
         return self._loop.run(self._session.exchange(lines, is_last, timeout_s))
 
     def progress(self) -> Progress | None:
-        """As `AsyncBulkSession.progress`."""
+        """The newest progress of the lines: `AsyncBulkSession.progress`."""
         return self._session.progress
 
     def announce(self, num_lines: int | None) -> None:

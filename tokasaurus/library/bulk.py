@@ -151,18 +151,19 @@ class AsyncBulkSession:
         """Lines without an answer, in the order in which they were sent first."""
         self._unsent: deque[RequestLine] = deque()
         self._attempts: dict[int, int] = {}
-        """Of the lines that were sent again for a reason that may pass."""
+        """Attempts so far, by line number, of lines that are sent again because the reason of their failure may
+        pass."""
         self._pausing: dict[int, asyncio.TimerHandle] = {}
         """Lines that will be sent again after a pause."""
         self._answers: list[Answer] = []
         self._num_held_bytes = 0
-        """Of the answers that the caller has not taken."""
+        """Bytes of the answers that the caller has not taken."""
         self._were_taken = asyncio.Event()
         self._num_answered = 0
         self._num_open = 0
         """Lines whose answers the caller does not have."""
         self._num_bytes = 0
-        """Of the lines whose answers the caller does not have."""
+        """Bytes of the lines whose answers the caller does not have."""
         self._is_last = False
         self._has_news = asyncio.Event()
         self._has_enough = asyncio.Event()

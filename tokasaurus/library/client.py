@@ -118,7 +118,7 @@ class _Flow:
                 counts.output_tokens += len(sample.token_ids)
 
     def lost(self, error: ServerError) -> list[Result]:
-        """Of the rows that have been sent and have no answer."""
+        """Results with an error for the rows that were sent and have no answer."""
         self.failure = error
         reason = RowError("server_lost", str(error))
         return [Result(key, row, (), reason) for key, row in self._open.values()]
@@ -213,7 +213,7 @@ class AsyncClient:
         self._model: str | None = None
         self._is_closed = False
         self._sessions = weakref.WeakSet[AsyncBulkSession]()
-        """Of calls that may be at work."""
+        """Sessions of calls that may be at work."""
         self._connecting = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -257,7 +257,7 @@ class AsyncClient:
         return Server(*self._address)
 
     def _find_model_files(self) -> ModelFiles | None:
-        """Of a model in local files; None if it is known by its name alone."""
+        """Files of the model, if they are local; None if the model is known by its name alone."""
         return None
 
     async def generate(
@@ -269,7 +269,7 @@ class AsyncClient:
         progress: bool = True,
         **options: Any,
     ) -> list[Result]:
-        """As `Client.generate`."""
+        """`Client.generate`, as a coroutine."""
         rows = _checked_prompts(prompts)
         return await self._in_order(rows, await self._format(sampling, schema, None, options, (COMPLETIONS,)), progress)
 
@@ -283,7 +283,7 @@ class AsyncClient:
         progress: bool = True,
         **options: Any,
     ) -> list[Result]:
-        """As `Client.chat`."""
+        """`Client.chat`, as a coroutine."""
         rows = _checked_conversations(conversations)
         return await self._in_order(rows, await self._format(sampling, schema, tools, options, (CHAT,)), progress)
 
@@ -297,13 +297,13 @@ class AsyncClient:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> AsyncIterator[Result]:
-        """As `Client.stream`."""
+        """`Client.stream`, as an asynchronous iterator."""
         flow = _Flow(enumerate(_checked_rows(rows)), await self._format(sampling, schema, tools, options), key)
         async for result in self._results(flow):
             yield result
 
     async def score(self, prompts: Iterable[Any], completions: Iterable[Any], *, progress: bool = True) -> list[Score]:
-        """As `Client.score`."""
+        """`Client.score`, as a coroutine."""
         flow = _ScoreFlow(prompts, completions, await self.connect())
         session = self._session("score")
         session.num_lines = flow.num_pairs
@@ -330,7 +330,7 @@ class AsyncClient:
         mode: Literal["abort", "wait", "keep"] = "keep",
         clear_cache: bool = True,
     ) -> str:
-        """As `Client.update_weights`."""
+        """`Client.update_weights`, as a coroutine."""
         await self.connect()
         assert self._server is not None
         body = {
@@ -360,8 +360,8 @@ class AsyncClient:
         progress: bool = True,
         **options: Any,
     ) -> Any:
-        """As `Client.map`, in a thread, which also reads the rows and calls functions of them. If the call is
-        cancelled, what has finished is stored."""
+        """`Client.map` in a thread, which also reads the rows and calls functions of them. If the call is cancelled,
+        what has finished is stored."""
         map_options = MapOptions(
             prompt=prompt,
             messages=messages,

@@ -37,7 +37,7 @@ _ABANDONED_S = 60.0
 """A directory without a lock may be so new that its engine has not locked it yet, in seconds."""
 _PREFIX = "toka-engine-"
 SOCKET_NAME = "socket"
-"""Of the server's socket in its private directory."""
+"""Name of the server's socket in its private directory."""
 _ROOM_BYTES = len(f"/{_PREFIX}12345678/{SOCKET_NAME}")
 
 

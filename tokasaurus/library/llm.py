@@ -26,7 +26,7 @@ _WAIT_S = 0.5
 
 
 class AsyncLLM(AsyncClient):
-    """As LLM, for programs with an event loop. The engine starts when the context is entered, or with the first call.
+    """LLM for programs with an event loop. The engine starts when the context is entered, or with the first call.
 
     ```python
     async with AsyncLLM("Qwen/Qwen3-0.6B") as llm:
@@ -37,12 +37,12 @@ class AsyncLLM(AsyncClient):
     def __init__(
         self, model: str | None = None, *, concurrency: int | None = None, show: bool = True, **flags: Any
     ) -> None:
-        """As `LLM`."""
+        """The arguments are those of `LLM`."""
         super().__init__(concurrency=concurrency)
         words = _words(model, flags)
         path = None if model is None else Path(model).expanduser()
         self._model_paths = [path.resolve()] if path is not None and path.exists() else []
-        """Of the local model, if it is one, or of the weights that it has been given; then of partial ones since."""
+        """Paths of the last whole set of weights, if it is local, and of the partial ones since."""
         self._engine = PrivateEngine(words, _print if show else _ignore)
         self._has_started = False
 
@@ -67,7 +67,7 @@ class AsyncLLM(AsyncClient):
         self._engine.close()
 
     def check_engine(self) -> None:
-        """As `LLM.check_engine`."""
+        """Raises EngineError if the engine is closed, or has died so often that it is not started again."""
         self._engine.check()
 
     def _find_model_files(self) -> ModelFiles | None:
@@ -82,7 +82,7 @@ class AsyncLLM(AsyncClient):
         mode: Literal["abort", "wait", "keep"] = "keep",
         clear_cache: bool = True,
     ) -> str:
-        """As `Client.update_weights`."""
+        """`Client.update_weights`, as a coroutine."""
         updated = await super().update_weights(directory, version, partial=partial, mode=mode, clear_cache=clear_cache)
         self._model_paths = [*(self._model_paths if partial else ()), Path(_absolute(directory))]
         return updated

@@ -22,7 +22,7 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
 Message: TypeAlias = Mapping[str, Any]
-"""As in OpenAI's API: "role", "content", ..."""
+"""A message of a chat in OpenAI's API: "role", "content", ..."""
 Prompt: TypeAlias = "str | Sequence[int] | Sequence[Message]"
 """A text, token ids, or the messages of a chat."""
 Schema: TypeAlias = "type[BaseModel] | Mapping[str, Any]"
@@ -62,7 +62,7 @@ class RequestLine:
 
 
 def line_number(custom_id: str | None) -> int:
-    """Of an encoded line's id; -1 for none."""
+    """Number of the line with this id, which encoding it made; -1 for no id."""
     return -1 if custom_id is None else int(custom_id.partition(".")[0])
 
 
@@ -260,7 +260,7 @@ _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, OverflowError
 
 
 def _unreadable(answer: Answer, error: Exception) -> RowError:
-    """Of an answer with the status 200 that is not of this API."""
+    """The error of a row whose answer has status 200 and is not of this API."""
     reason = f"the server's answer cannot be read: {type(error).__name__}: {error}"
     return RowError("bad_answer", reason, None, answer.status)
 

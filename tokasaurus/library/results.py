@@ -17,9 +17,9 @@ class ToolCall:
     id: str
     """Made by the server; the message with the call's result names it."""
     name: str
-    """Of the function."""
+    """Name of the function."""
     arguments: str
-    """As the model wrote them: JSON, unless the completion was cut or the model made a mistake."""
+    """Arguments as the model wrote them: JSON, unless the completion was cut or the model made a mistake."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,17 +94,17 @@ class Result:
 
     @property
     def text(self) -> str | None:
-        """Of the first sample; None if there is an error."""
+        """Text of the first sample; None if there is an error."""
         return self.samples[0].text if self.samples else None
 
     @property
     def parsed(self) -> Any:
-        """Of the first sample; None if there is an error."""
+        """Parsed answer of the first sample; None if there is an error."""
         return self.samples[0].parsed if self.samples else None
 
     @property
     def finish_reason(self) -> str | None:
-        """Of the first sample; None if there is an error."""
+        """Finish reason of the first sample; None if there is an error."""
         return self.samples[0].finish_reason if self.samples else None
 
 

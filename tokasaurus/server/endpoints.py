@@ -86,7 +86,10 @@ class Endpoint(Generic[Body]):
         return await self.answer_prepared(state, await self.prepare(state, body, origin))
 
     async def answer_prepared(self, state: ServerState, prepared: Prepared) -> Answer:
-        """As `answer`."""
+        """Generate and build the answer of a prepared body. If the caller is cancelled, so is the request in the
+        engine.
+
+        Raises ApiError."""
         with _raising_api_errors(prepared):
             results = await state.engine.generate(prepared.requests, state.config.max_answer_values)
         if prepared.requests[0].is_background:
@@ -179,7 +182,8 @@ def _check_stops(stops: Sequence[str], param: str, config: ServerConfig) -> None
 
 
 def _check_whole(results: Sequence[Sequence[FinishedSequence]]) -> None:
-    """Of a line of a batch, whose owner does not know of the trainer that aborts it. Raises RequestAborted."""
+    """Raises RequestAborted if a trainer aborted a request of this line: the owner of its batch does not know of
+    trainers."""
     if any(sequence.finish_reason == "abort" for row in results for sequence in row):
         raise RequestAborted("the request was aborted: send it again")
 

@@ -332,9 +332,9 @@ class _Job:
     started: float
     """Seconds since 1970."""
     work_before: WorkDone | None = None
-    """Of the server, when the job's lines began to run; None before."""
+    """Work that the server had done when the job's lines began to run; None before."""
     tokens_before: int = 0
-    """Of the job at that moment: an earlier server has computed them."""
+    """Tokens of the job at that moment, computed by an earlier server."""
     device_seconds: float = 0.0
     ended_s: float | None = None
     history: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=SPEED_SAMPLES + 1))

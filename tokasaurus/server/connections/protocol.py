@@ -190,13 +190,13 @@ class ConnectionProtocol(HttpToolsProtocol):
         self._active: RequestResponseCycle | None = None
         """The request being answered; `cycle` is the one received last."""
         self._has_headers = False
-        """Of the request that is arriving."""
+        """The headers of the request that is arriving are complete."""
         self._has_served = False
         """A complete request has arrived."""
         self._num_header_bytes = 0
         self._num_body_bytes = 0
         self._num_body_bytes_in_slice = 0
-        """Of all requests."""
+        """Body bytes, of all requests, in the slice of data that is being parsed."""
         self._num_bytes_without_body = 0
         self._waited_s = 0.0
         """How long the client has kept the server waiting for what comes next."""

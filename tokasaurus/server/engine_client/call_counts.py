@@ -17,9 +17,9 @@ class CallCounts:
     failed: int = 0
     """The caller was told an error."""
     num_prompt_tokens: int = 0
-    """Of those that have ended; a prompt counts once, however many samples it has."""
+    """Prompt tokens of calls that have ended; a prompt counts once, however many samples it has."""
     num_generated_tokens: int = 0
-    """That came back, for those that have ended."""
+    """Generated tokens that came back for calls that have ended."""
 
     def note_end(
         self, is_whole: bool, has_error: bool, error: BaseException | None, num_prompt: int, num_generated: int

@@ -178,7 +178,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 @dataclass(frozen=True, slots=True)
 class WorkDone:
-    """Of all replicas since the server's start, those included that have died since."""
+    """Work of all replicas since the server's start, work of replicas that have died since included."""
 
     busy_seconds: float
     """See EngineStats.total_forward_seconds."""
@@ -212,7 +212,7 @@ class PendingRequest:
     has_error: bool = False
     """Its caller gets an error: it has failed, or one of its sequences was aborted."""
     span: RequestSpan | None = None
-    """Of the HTTP request that it belongs to, if that is traced."""
+    """Span of the HTTP request that it belongs to, if that is traced."""
     longest: int = 0
     """Tokens of its longest finished sequence."""
     num_finished_tokens: int = 0
@@ -367,12 +367,12 @@ class EngineClient:
         self.refuses_asleep = False
         """While the engine sleeps, new requests are refused instead of waiting."""
         self._updates: list[UpdateWeights] = []
-        """That every replica has, or will have when it is up."""
+        """Weight updates that every replica has, or will have when it is up."""
         self._num_updates = 0
         """Updates that were begun."""
         self._begun_update: UpdateWeights | None = None
         self.weight_version = FIRST_VERSION
-        """Of the weights that every replica has, or will have when it is up."""
+        """Version of the weights that every replica has, or will have when it is up."""
         self._has_changed = asyncio.Event()
         self._has_sample = asyncio.Event()
         self._tasks: set[asyncio.Future[None]] = set()
@@ -439,12 +439,14 @@ class EngineClient:
 
     @property
     def num_unfinished_sequences(self) -> Sequence[int]:
-        """Of each replica, as sent: before the managers' statistics count them, and until their ends arrive."""
+        """Unfinished sequences of each replica, counted from when they are sent until their ends arrive.
+
+        The managers' statistics count them later."""
         return [replica.num_unfinished_sequences for replica in self._replicas]
 
     @property
     def num_unsent_sequences(self) -> int:
-        """Of requests that wait for a replica, or for the end of a pause."""
+        """Sequences of requests that wait for a replica, or for the end of a pause."""
         return sum(pending.num_unfinished for pending in self._pending.values() if pending.replica is None)
 
     @property
@@ -636,7 +638,7 @@ class EngineClient:
             self._on_broken(error)
 
     def _receive_rest(self, index: int, updates: Receiver[EngineUpdate | LiveSample | Ready]) -> None:
-        """As `_receive`, but only if the replica still has this channel."""
+        """Receive what the channel still has, but only if the replica still has this channel."""
         connection = self._replicas[index].connection
         if connection is not None and connection.updates is updates:
             self._receive(index)
@@ -874,7 +876,7 @@ class EngineClient:
 
     @property
     def _update_number(self) -> int:
-        """Of the weights that every replica has, or will have when it is up."""
+        """Number of the newest update that every replica has, or will have when it is up."""
         return self._updates[-1].number if self._updates else 0
 
     async def _update(self, replica: Replica, update: UpdateWeights) -> None:

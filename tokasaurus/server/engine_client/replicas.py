@@ -106,9 +106,9 @@ class Replica:
     num_unfinished_sequences: int = 0
     num_starts: int = 0
     prefixes: PrefixIndex = field(default_factory=lambda: PrefixIndex(0))
-    """Of the prompts that it was sent since its last start."""
+    """Prefix index of the prompts that it was sent since its last start."""
     index: int = 0
-    """Among the replicas of the server."""
+    """Number of the replica, from 0."""
 
     _unsent: list[GenerateRequest | CancelRequest | TakeSample | EngineCommand] = field(default_factory=list)
 
@@ -159,10 +159,10 @@ class RoutedPrompt:
     session: str = ""
 
     def cost(self, index: PrefixIndex, num_sequences: int) -> tuple[int, int]:
-        """Of sending it to a replica: the least is the best, by tokens that are computed before it is answered, then by
-        tokens that the replica was sent.
+        """Cost of sending the prompt to a replica; the replica with the least is the best.
 
-        index: of the replica. num_sequences: unfinished there."""
+        Compares first the tokens to compute before it is answered, then the tokens that the replica was sent. index: of
+        the replica. num_sequences: unfinished there."""
         if self.session and index.has_session(self.session):
             num_uncached, num_sequences = 0, num_sequences - SESSION_SEQUENCES
         else:

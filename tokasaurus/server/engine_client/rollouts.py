@@ -15,7 +15,7 @@ class Rollouts:
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self._started_version: str | None = None
-        """Of the weights that come in parts, from `start_update` to `finish_update`."""
+        """Version of the weights that come in parts, from `start_update` to `finish_update`."""
         self._paused_at_start = False
         """`start_update` has paused the engine, so `finish_update` resumes it."""
         self._named: dict[str, list[str]] = {}
@@ -30,12 +30,13 @@ class Rollouts:
         return self._engine.is_paused
 
     async def pause(self, mode: PauseMode, clears_cache: bool) -> None:
-        """As EngineClient.pause."""
+        """Pause the engine; the arguments are those of EngineClient.pause."""
         await self._engine.pause(mode, clears_cache)
 
     async def resume(self) -> None:
-        """As EngineClient.resume. An update that was started, and never finished, ends too. Raises Conflict while the
-        engine sleeps."""
+        """Resume the engine. An update that was started, and never finished, ends too.
+
+        Raises Conflict while the engine sleeps."""
         self._started_version, self._paused_at_start = None, False
         try:
             await self._engine.resume()
@@ -47,14 +48,15 @@ class Rollouts:
         return self._engine.is_asleep
 
     async def sleep(self, mode: PauseMode, with_weights: bool, refuses: bool) -> None:
-        """As EngineClient.sleep. Raises Conflict if it cannot sleep."""
+        """Put the engine to sleep; the arguments are those of EngineClient.sleep. Raises Conflict if it cannot
+        sleep."""
         try:
             await self._engine.sleep(mode, with_weights=with_weights, refuses=refuses)
         except CommandRefused as error:
             raise Conflict(f"the engine goes on: {error}") from None
 
     async def wake(self, stays_paused: bool = False) -> None:
-        """As EngineClient.wake. Raises Conflict if it goes on sleeping."""
+        """Wake the engine; the argument is that of EngineClient.wake. Raises Conflict if it goes on sleeping."""
         try:
             await self._engine.wake(stays_paused)
         except CommandRefused as error:

@@ -52,7 +52,7 @@ class Upload:
         self._reader = FormReader(content_type, self)
         self._fields: dict[str, str] = {}
         self._problems: list[InvalidRequest] = []
-        """Of the fields so far."""
+        """What is wrong with the fields so far."""
         self._num_bytes = 0
         self._file_id = new_file_id()
         self._filename = ""

@@ -31,10 +31,10 @@ from tokasaurus.text.json_lines import write_json
 logger = logging.getLogger(__name__)
 
 BATCH_PREFIX = "batch_req"
-"""Of the ids of a batch's results."""
+"""Prefix of the ids of a batch's results."""
 _TASKS_PER_CANCEL = 64
 START_BYTES = 4096
-"""Of a line that cannot be parsed: enough for its custom_id, if that comes first."""
+"""Bytes kept of a line that cannot be parsed: enough for its custom_id, if that comes first."""
 _FIRST_CUSTOM_ID = re.compile(rb'\s*\{\s*"custom_id"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
@@ -67,7 +67,7 @@ class ParsedLine:
     """The line's body, validated by the endpoint's body model."""
 
     async def answer(self, state: ServerState, origin: Origin) -> Answer:
-        """As `Endpoint.answer`."""
+        """The answer to the line, by its endpoint. Raises ApiError."""
         return await self.endpoint.answer(state, self.body, origin)
 
 
@@ -147,7 +147,7 @@ class Sink(Protocol):
     """Where the results of a source's lines go: a stream, or the ledger of a batch."""
 
     id_prefix: str
-    """Of the ids of its results."""
+    """Prefix of the ids of its results."""
     repeats_errors: bool
     """Whether a result's field `error` repeats the error of its response."""
 

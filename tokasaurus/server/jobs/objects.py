@@ -88,7 +88,8 @@ def to_json(value: object) -> bytes:
 
 
 def page_to_json(page: FileList | BatchList) -> bytes:
-    """As `to_json`, but fields of the page itself are null if they are None: those of an empty page are."""
+    """The page as JSON. Unlike `to_json`, it writes fields of the page itself that are None, as an empty page has, as
+    null."""
     return write_json({field.name: _without_nulls(getattr(page, field.name)) for field in fields(page)})
 
 

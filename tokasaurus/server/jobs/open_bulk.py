@@ -27,7 +27,7 @@ class OpenBulk:
 
     client: str
     work_before: WorkDone
-    """Of the server, when it began."""
+    """Work that the server had done when the request began."""
     name: str = ""
     num_expected: int | None = None
     """Lines that the client has announced; None if it has not."""
@@ -36,12 +36,12 @@ class OpenBulk:
     """Seconds since 1970."""
     state: BulkState = "running"
     num_read: int = 0
-    """Lines."""
+    """Lines read so far."""
     has_read_all: bool = False
     num_completed: int = 0
     num_failed: int = 0
     input_tokens: int = 0
-    """Of completed lines, as the next."""
+    """Input tokens of completed lines; output_tokens are theirs, too."""
     output_tokens: int = 0
 
     @property

@@ -82,7 +82,7 @@ class RunningBatch:
     content: BinaryIO
     """The input file."""
     work_before: WorkDone
-    """Of the server, when the batch's lines began to run."""
+    """Work that the server had done when the batch's lines began to run."""
     is_in_place: bool = False
     """The input file is the user's, who may change it: then no line is started any more."""
     first_version: tuple[int, int] = field(init=False)

@@ -34,11 +34,11 @@ class Block:
     index: int
     """Number of the block in the answer."""
     call_id: str = ""
-    """Of a call."""
+    """Id of a tool call; empty for other blocks."""
     name: str = ""
-    """Of a call: the function."""
+    """Function of a tool call; empty for other blocks."""
     texts: list[str] = field(default_factory=list)
-    """Of a call: its arguments."""
+    """The block's text, delta by delta; for a tool call, its arguments."""
     is_cut: bool = False
     """Whether the answer ended within the block because of its length."""
     key: str = field(default_factory=random_id)
@@ -79,7 +79,7 @@ class BlockEvents(AnswerEvents):
 
     @property
     def usage(self) -> Usage:
-        """Of the answer so far."""
+        """Usage of the answer so far."""
         return self._counter.usage()
 
     def events(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> bytes:

@@ -118,7 +118,7 @@ class Choice:
         self._num_exempt = 0 if request.min_tokens == 0 else None
         self._has_stopped = False
         self.num_tokens = 0
-        """As sampled, of all deltas."""
+        """Sampled tokens of all deltas."""
         self.content_start: int | None = None
         """Where the text of the deltas begins in all text, in characters: behind the reasoning that is split off. None
         while there is none."""
@@ -202,9 +202,9 @@ class _RequestCount:
     """One request of the body."""
 
     num_missing: int
-    """Sequences of which nothing has arrived."""
+    """Sequences that no delta has arrived of."""
     fewest_cached: int = sys.maxsize
-    """Of the others, the fewest cached tokens."""
+    """Least number of cached tokens among the sequences that a delta has arrived of."""
 
 
 class UsageCounter:
@@ -238,9 +238,8 @@ class UsageCounter:
         self._reasoning_tokens += num_tokens
 
     def _add_cached(self, request_index: int, num_cached: int) -> None:
-        """Of a request's samples, the one with the fewest cached tokens computed all that earlier requests had not
-        cached. The other samples may have read some of that from the cache, which is not counted.
-        """
+        """Count a sample's cached prompt tokens. The sample of a request with the fewest computed all that earlier
+        requests had not cached. Other samples may have read some of that from the cache, which is not counted."""
         count = self._requests.get(request_index)
         if count is None:
             count = _RequestCount(self._prepared.requests[request_index].num_sequences)

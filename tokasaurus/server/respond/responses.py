@@ -184,7 +184,7 @@ def write_response(prepared: Prepared, results: Sequence[Sequence[FinishedSequen
 
 
 def _event_logprobs(entries: Sequence[ChatTokenLogprob]) -> Any:
-    """As events have them: without the tokens' bytes."""
+    """Logprobs in the form of events: without the tokens' bytes."""
     shown = [
         {
             "token": entry.token,
@@ -205,7 +205,7 @@ def _item_place(block: Block) -> dict[str, Any]:
 
 
 def _place(block: Block) -> dict[str, Any]:
-    """Of the only part of the block's item."""
+    """Fields that tell the place of the only part of the block's item."""
     return {**_item_place(block), "content_index": 0}
 
 

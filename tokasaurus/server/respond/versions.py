@@ -18,6 +18,6 @@ def weight_spans(versions: WeightVersions, num_tokens: int) -> list[WeightSpan]:
 
 
 def newest_version(sequences: Sequence[FinishedSequence]) -> str:
-    """Of the last token of the sequence that was the last to finish. At least one sequence."""
+    """Weight version of the last token of the sequence that finished last. At least one sequence is needed."""
     last = max(sequences, key=lambda sequence: sequence.end_number)
     return weight_spans(last.weight_versions, len(last.token_ids))[-1].version

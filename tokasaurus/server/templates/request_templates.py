@@ -80,7 +80,9 @@ class RequestTemplates:
         continue_final_message: bool = False,
         template_variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """As Tokenizer.render_chat. Raises ChatTemplateError and TemplateRendererFailed."""
+        """The prompt by a template of the request; the other arguments are those of Tokenizer.render_chat.
+
+        Raises ChatTemplateError and TemplateRendererFailed."""
         question = orjson.dumps(
             {
                 "template": template,

@@ -321,7 +321,7 @@ def add_file(connection: apsw.Connection, record: FileRecord) -> None:
 def list_files(
     connection: apsw.Connection, purpose: str | None, after: str | None, limit: int, newest_first: bool
 ) -> tuple[list[FileRecord], bool]:
-    """As `page`."""
+    """One page of the files with this purpose, or of all; see `page`."""
     condition, values = ("TRUE", ()) if purpose is None else ("purpose = ?", (purpose,))
     return page(connection, FileRecord, after, limit, newest_first, condition, values)
 
