@@ -2,20 +2,20 @@
 
 import asyncio
 import socket
-from typing import Any, get_args
+from typing import Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from tests.server.helpers.prepared_requests import LIMITS
 from tokasaurus.config import ServerConfig
 from tokasaurus.monitoring.metrics import LoopLag
-from tokasaurus.server.endpoints import ENDPOINTS
+from tokasaurus.server.endpoints import ENDPOINTS, EndpointUrl
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.engine_client.rollouts import Rollouts
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.prepare.requests import Origin, Prepared
-from tokasaurus.server.protocol.batches import EndpointUrl
 from tokasaurus.server.resources import BodyBytes, TextThreads
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
@@ -68,5 +68,13 @@ def test_refusal_of_an_invalid_grammar_names_its_field(served_model: ServedModel
     assert error.value.param == "guided_regex"
 
 
-def test_lines_may_have_the_url_of_every_endpoint() -> None:
-    assert set(get_args(EndpointUrl)) == set(ENDPOINTS)
+def test_lines_may_have_the_url_of_every_endpoint_and_no_other() -> None:
+    for url in ENDPOINTS:
+        assert TypeAdapter(EndpointUrl).validate_python(url) == url
+    with pytest.raises(ValidationError):
+        TypeAdapter(EndpointUrl).validate_python("/tokenize")
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_example_is_a_body_of_its_endpoint(path: str) -> None:
+    ENDPOINTS[path].body_model.model_validate(ENDPOINTS[path].example)

@@ -1,7 +1,6 @@
 """Endpoints that generate text: one object each, for live requests and for the lines of bulk requests and batches.
 
-To add one: its body in `protocol`, its draft in `prepare`, its answers in `respond`, its line in ENDPOINTS, its url in
-`protocol/batches.py`, and a function in `routes/generation.py`.
+To add one: its body in `protocol`, its draft in `prepare`, its answers in `respond`, and its entry in ENDPOINTS.
 """
 
 import asyncio
@@ -9,7 +8,7 @@ import functools
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import EngineLimits
@@ -22,6 +21,7 @@ from tokasaurus.server.engine_client.collectors import (
 from tokasaurus.server.errors import (
     AnswerTooLargeError,
     ApiError,
+    ErrorResponse,
     GrammarTooComplex,
     InvalidRequest,
     NumericalError,
@@ -32,10 +32,10 @@ from tokasaurus.server.prepare.completion import draft_completion
 from tokasaurus.server.prepare.messages import draft_message
 from tokasaurus.server.prepare.requests import Draft, Origin, Prepared, num_prompt_values
 from tokasaurus.server.prepare.responses import draft_response
-from tokasaurus.server.protocol.chat import ChatCompletionRequest, TemplateFields
-from tokasaurus.server.protocol.completions import CompletionRequest
-from tokasaurus.server.protocol.messages import MessagesRequest
-from tokasaurus.server.protocol.responses import ResponsesRequest
+from tokasaurus.server.protocol.chat import ChatCompletion, ChatCompletionRequest, TemplateFields
+from tokasaurus.server.protocol.completions import Completion, CompletionRequest
+from tokasaurus.server.protocol.messages import MessageObject, MessagesError, MessagesRequest
+from tokasaurus.server.protocol.responses import ResponseObject, ResponsesRequest
 from tokasaurus.server.protocol.sampling_fields import SamplingFields, StreamOptions
 from tokasaurus.server.respond.messages import MessageEvents, write_message
 from tokasaurus.server.respond.responses import ResponseEvents, write_response
@@ -53,7 +53,7 @@ MAX_FIRST_CHOICES = 256
 
 @dataclass(frozen=True, slots=True)
 class Endpoint(Generic[Body]):
-    """How one route's bodies become requests, and their sequences an answer."""
+    """How bodies become requests, and their sequences an answer."""
 
     body_model: type[Body]
     draft: Callable[[Body, ServedModel, EngineLimits, Origin], Draft]
@@ -106,6 +106,19 @@ class Endpoint(Generic[Body]):
         return await state.text_threads.run_short(size, write)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedEndpoint(Endpoint[Body]):
+    """An endpoint with a route of its own, for single requests and lines."""
+
+    name: str
+    """Of the operation on the OpenAPI page, in the form of a function's name."""
+    description: str
+    answer_model: type
+    error_model: type = ErrorResponse
+    example: Mapping[str, object]
+    """A body that it accepts, which the OpenAPI page offers to send."""
+
+
 class StreamedAnswer:
     """The events of one stream, and how it tells that it failed."""
 
@@ -149,12 +162,65 @@ class StreamedAnswer:
             yield last
 
 
-ENDPOINTS: Mapping[str, Endpoint[Any]] = {
-    "/v1/completions": Endpoint(CompletionRequest, draft_completion, build_completion, CompletionStream, False),
-    "/v1/chat/completions": Endpoint(ChatCompletionRequest, draft_chat, build_chat_completion, ChatStream, True),
-    "/v1/messages": Endpoint(MessagesRequest, draft_message, write_message, MessageEvents, True),
-    "/v1/responses": Endpoint(ResponsesRequest, draft_response, write_response, ResponseEvents, True),
+CHAT_EXAMPLE: Mapping[str, object] = {
+    "messages": [{"role": "user", "content": "What do whales eat?"}],
+    "max_tokens": 100,
 }
+
+ENDPOINTS: Mapping[str, RoutedEndpoint[Any]] = {
+    "/v1/completions": RoutedEndpoint(
+        body_model=CompletionRequest,
+        draft=draft_completion,
+        build=build_completion,
+        stream=CompletionStream,
+        renders_template=False,
+        name="create_completion",
+        description="Continue one or more prompts, each `n` times.",
+        answer_model=Completion,
+        example={"prompt": "Once upon a time", "max_tokens": 50},
+    ),
+    "/v1/chat/completions": RoutedEndpoint(
+        body_model=ChatCompletionRequest,
+        draft=draft_chat,
+        build=build_chat_completion,
+        stream=ChatStream,
+        renders_template=True,
+        name="create_chat_completion",
+        description="Generate `n` answers to a conversation, formatted with the model's chat template.",
+        answer_model=ChatCompletion,
+        example=CHAT_EXAMPLE,
+    ),
+    "/v1/responses": RoutedEndpoint(
+        body_model=ResponsesRequest,
+        draft=draft_response,
+        build=write_response,
+        stream=ResponseEvents,
+        renders_template=True,
+        name="create_response",
+        description="Answer a conversation given as items. Nothing is stored.",
+        answer_model=ResponseObject,
+        example={"input": "What do whales eat?", "max_output_tokens": 100},
+    ),
+    "/v1/messages": RoutedEndpoint(
+        body_model=MessagesRequest,
+        draft=draft_message,
+        build=write_message,
+        stream=MessageEvents,
+        renders_template=True,
+        name="create_message",
+        description="Answer a conversation given in Anthropic's form.",
+        answer_model=MessageObject,
+        error_model=MessagesError,
+        example=CHAT_EXAMPLE,
+    ),
+}
+"""By path, in the order of the OpenAPI page."""
+
+if TYPE_CHECKING:
+    EndpointUrl = str
+else:
+    EndpointUrl = Literal[tuple(sorted(ENDPOINTS))]
+"""Type of a line's url."""
 
 
 def _checked_limits(state: ServerState, body: SamplingFields, origin: Origin) -> EngineLimits:

@@ -15,32 +15,19 @@ from tokasaurus.server.json_values import problems_of
 
 Responses = dict[int | str, dict[str, Any]]
 
-_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "What do whales eat?"}], "max_tokens": 100}
-_TOKENS = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 20}}
-EXAMPLES: Mapping[str, object] = {
-    "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 50},
-    "/v1/chat/completions": _CHAT,
-    "/v1/responses": {"input": "What do whales eat?", "max_output_tokens": 100},
-    "/v1/messages": _CHAT,
-    "/v1/messages/count_tokens": {"messages": _CHAT["messages"]},
-    "/v1/bulk": orjson.dumps({"custom_id": "1", "url": "/v1/chat/completions", "body": _CHAT}).decode() + "\n",
-    "/v1/batches": {"input_file_id": "file-…", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
-    "/tokenize": {"prompt": "What do whales eat?"},
-    "/detokenize": {"tokens": [1, 2, 3]},
-    "/inference/v1/generate": _TOKENS,
-    "/generate": {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 20}},
-}
-"""Path of a POST route → a body that it accepts, which the page offers to send. A batch needs the id of a file."""
-
-
 _EVENT_PATHS = ("/live",)
 """Their answer is a stream of events; the schema is that of one of them."""
 
 
-def error_responses(*statuses: int) -> Responses:
+def error_responses(*statuses: int, model: type = ErrorResponse) -> Responses:
     """Value for a route's `responses`; DescribedApp adds 500 to every route, 401 to those that need the key, and 403
     to those that web pages may not use."""
-    return {status: {"model": ErrorResponse, "description": HTTPStatus(status).phrase} for status in statuses}
+    return {status: {"model": model, "description": HTTPStatus(status).phrase} for status in statuses}
+
+
+def example_body(body: Mapping[str, object]) -> dict[str, Any]:
+    """Value for a route's `openapi_extra`: a body that it accepts, which the page offers to send."""
+    return {"requestBody": {"content": {"application/json": {"example": body}}}}
 
 
 # For routes that read a JSON body.
@@ -91,8 +78,5 @@ class DescribedApp(FastAPI):
                     if path in _EVENT_PATHS:
                         answer = responses["200"]
                         answer["content"] = {"text/event-stream": answer["content"]["application/json"]}
-                    if method == "post" and path in EXAMPLES:
-                        for content in operation["requestBody"]["content"].values():
-                            content["example"] = EXAMPLES[path]
             _drop_unused_schemas(page)
         return super().openapi()

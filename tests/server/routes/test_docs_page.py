@@ -13,7 +13,6 @@ from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.jobs.helpers.forms import batch_line
 from tests.server.jobs.helpers.uploads import upload
 from tokasaurus.server.docs_page import ASSETS, read_asset
-from tokasaurus.server.openapi import EXAMPLES
 from tokasaurus.server.page_headers import content_policy
 from tokasaurus.server.served_model import ServedModel
 
@@ -64,9 +63,9 @@ def bodies_on_page(server: LiveServer) -> dict[str, tuple[str, Any]]:
 
 def test_every_body_that_the_page_offers_is_accepted(server: LiveServer) -> None:
     offered = bodies_on_page(server)
-    for path, example in EXAMPLES.items():
-        kind, shown = offered[path]
-        assert shown == example
+    for path, (kind, shown) in offered.items():
+        if shown is None:
+            continue
         if path == "/v1/batches":  # a file that exists
             shown = shown | {"input_file_id": upload(server, batch_line("1", url=shown["endpoint"]))["id"]}
         content = {"content": shown} if isinstance(shown, str) else {"json": shown}
@@ -75,7 +74,7 @@ def test_every_body_that_the_page_offers_is_accepted(server: LiveServer) -> None
         if path == "/v1/bulk":
             assert answer.json()["response"]["status_code"] == 200
     without = {path for path, (_, example) in offered.items() if example is None}
-    assert not [path for path in without if path.startswith(("/v1/chat", "/v1/completions", "/v1/responses"))]
+    assert without.isdisjoint({"/tokenize", "/detokenize", "/generate", "/inference/v1/generate"})
     # of files, and of the commands of a trainer, whose directories no example can name
     assert {path for path in without if path.startswith("/v1/")} == {"/v1/files"}
 

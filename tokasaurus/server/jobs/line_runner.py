@@ -15,13 +15,12 @@ import orjson
 from pydantic import Field
 
 from tokasaurus.random_ids import random_id
-from tokasaurus.server.endpoints import ENDPOINTS, Endpoint
+from tokasaurus.server.endpoints import ENDPOINTS, Endpoint, EndpointUrl
 from tokasaurus.server.errors import ApiError, ErrorObject, InvalidRequest, error_response, internal_error
 from tokasaurus.server.jobs.store.records import LineResult
 from tokasaurus.server.jobs.validation_process import MAX_CUSTOM_ID_CHARS
 from tokasaurus.server.json_values import load_json, validate_body
 from tokasaurus.server.prepare.requests import Origin
-from tokasaurus.server.protocol.batches import EndpointUrl
 from tokasaurus.server.protocol.fields import StrictObject
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.respond.whole import Answer

@@ -1,4 +1,4 @@
-"""Bodies and objects of /v1/batches, as OpenAI's reference documents them. Times are seconds since 1970."""
+"""Fields and objects of /v1/batches, as OpenAI's reference documents them. Times are seconds since 1970."""
 
 import re
 from dataclasses import dataclass
@@ -6,14 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from tokasaurus.server.protocol.fields import StrictObject, value_error
-from tokasaurus.server.protocol.files import ExpiresAfter
+from tokasaurus.server.protocol.fields import value_error
 
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
-EndpointUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]
-"""Of an endpoint that lines may have: those of ENDPOINTS."""
 MAX_WINDOW_SECONDS = 30 * 86_400
 _WINDOW = re.compile(r"([1-9][0-9]{0,6})([smhd])")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -38,6 +35,13 @@ def _check_window(window: str) -> str:
     return window
 
 
+CompletionWindow = Annotated[
+    str,
+    AfterValidator(_check_window),
+    WithJsonSchema({"type": "string", "pattern": "^[1-9][0-9]{0,6}[smhd]$", "examples": ["24h"]}),
+]
+
+
 def _check_number_of_pairs(value: object) -> object:
     """Before pydantic looks at the pairs: it would create an error for each, and there may be a million."""
     if isinstance(value, dict) and len(value) > _MAX_PAIRS:
@@ -51,23 +55,6 @@ Metadata = Annotated[
     Field(max_length=_MAX_PAIRS),
     BeforeValidator(_check_number_of_pairs),
 ]
-
-
-class CreateBatch(StrictObject):
-    """input_file_id: a file with the purpose "batch".
-    completion_window: "24h"; our extension: any time up to 30 days, such as "90m". Lines unfinished then expire.
-    metadata: up to 16 pairs; a key has up to 64 characters, a value up to 512.
-    output_expires_after: when the output files are removed."""
-
-    input_file_id: str
-    endpoint: EndpointUrl
-    completion_window: Annotated[
-        str,
-        AfterValidator(_check_window),
-        WithJsonSchema({"type": "string", "pattern": "^[1-9][0-9]{0,6}[smhd]$", "examples": ["24h"]}),
-    ]
-    metadata: Metadata | None = None
-    output_expires_after: ExpiresAfter | None = None
 
 
 class ListBatches(BaseModel):

@@ -6,20 +6,24 @@ import apsw
 import orjson
 from fastapi import APIRouter, Query, Request, Response
 
+from tokasaurus.server.endpoints import EndpointUrl
 from tokasaurus.server.errors import Conflict, NotFound, shorten
 from tokasaurus.server.jobs.objects import batch_list, batch_object, json_response, page_to_json
 from tokasaurus.server.jobs.service import batches_of
 from tokasaurus.server.jobs.store.ledger import first_results
 from tokasaurus.server.jobs.store.records import BatchRecord, get_batch, list_batches, new_batch
-from tokasaurus.server.openapi import BODY_ERRORS, error_responses
+from tokasaurus.server.openapi import BODY_ERRORS, error_responses, example_body
 from tokasaurus.server.protocol.batches import (
     BatchList,
     BatchObject,
-    CreateBatch,
+    CompletionWindow,
     ListBatches,
+    Metadata,
     ReadResults,
     window_seconds,
 )
+from tokasaurus.server.protocol.fields import StrictObject
+from tokasaurus.server.protocol.files import ExpiresAfter
 from tokasaurus.server.routes.json_body import JsonBodyRoute
 
 MAX_RESULTS_BYTES = 4 << 20
@@ -29,7 +33,26 @@ LINE_SCHEMA = {"type": "string", "description": "A result per line, as in the ou
 router = APIRouter(route_class=JsonBodyRoute, tags=["batches"])
 
 
-@router.post("/v1/batches", responses={200: {"model": BatchObject}, **error_responses(*BODY_ERRORS, 404, 501, 507)})
+class CreateBatch(StrictObject):
+    """input_file_id: a file with the purpose "batch".
+    completion_window: "24h"; our extension: any time up to 30 days, such as "90m". Lines unfinished then expire.
+    metadata: up to 16 pairs; a key has up to 64 characters, a value up to 512.
+    output_expires_after: when the output files are removed."""
+
+    input_file_id: str
+    endpoint: EndpointUrl
+    completion_window: CompletionWindow
+    metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+@router.post(
+    "/v1/batches",
+    responses={200: {"model": BatchObject}, **error_responses(*BODY_ERRORS, 404, 501, 507)},
+    openapi_extra=example_body(
+        {"input_file_id": "file-…", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    ),
+)
 async def create_batch(request: Request, body: CreateBatch) -> Response:
     """Run the lines of an uploaded file, each a body for `endpoint`. The batch survives restarts of the server."""
     new = new_batch(

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from tokasaurus.server.access import client_of
+from tokasaurus.server.endpoints import CHAT_EXAMPLE
 from tokasaurus.server.engine_client.client import PendingRequest
 from tokasaurus.server.errors import (
     ApiError,
@@ -383,6 +384,8 @@ LINE_SCHEMA = {
     "description": "Lines, each a JSON object with custom_id, url and body; method may be POST.",
     "example": '{"custom_id": "1", "url": "/v1/completions", "body": {"model": "default", "prompt": "Once"}}\n',
 }
+LINES = orjson.dumps({"custom_id": "1", "url": "/v1/chat/completions", "body": CHAT_EXAMPLE}).decode() + "\n"
+"""A body that the page offers to send."""
 RESULT_SCHEMA = {
     "type": "string",
     "description": "One line per input line: a JSON object with id, custom_id, response (status_code, request_id and "
@@ -394,7 +397,7 @@ RESULT_SCHEMA = {
     "/v1/bulk",
     response_class=Response,
     responses={200: {"content": {NDJSON: {"schema": RESULT_SCHEMA}}}, **error_responses(415, 503)},
-    openapi_extra={"requestBody": {"required": True, "content": {NDJSON: {"schema": LINE_SCHEMA}}}},
+    openapi_extra={"requestBody": {"required": True, "content": {NDJSON: {"schema": LINE_SCHEMA, "example": LINES}}}},
 )
 async def bulk(request: Request, progress: bool = False) -> Response:
     """Run any number of lines, each a body for a generation route; results are sent as they finish, in any order.

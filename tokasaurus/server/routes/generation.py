@@ -1,23 +1,16 @@
 """Routes that generate text: whole and streamed answers, cancelled if the client disconnects."""
 
+from collections.abc import Awaitable, Callable
+
 from fastapi import APIRouter, Request, Response
 
 from tokasaurus.server.access import client_of, session_of
-from tokasaurus.server.endpoints import ENDPOINTS, Body, Endpoint, StreamedAnswer
+from tokasaurus.server.endpoints import CHAT_EXAMPLE, ENDPOINTS, Body, Endpoint, StreamedAnswer
 from tokasaurus.server.errors import ResponseNotStored
-from tokasaurus.server.openapi import BODY_ERRORS, Responses, error_responses
+from tokasaurus.server.openapi import BODY_ERRORS, error_responses, example_body
 from tokasaurus.server.prepare.messages import count_prompt_tokens
 from tokasaurus.server.prepare.requests import Origin
-from tokasaurus.server.protocol.chat import ChatCompletion, ChatCompletionRequest
-from tokasaurus.server.protocol.completions import Completion, CompletionRequest
-from tokasaurus.server.protocol.messages import (
-    CountTokensRequest,
-    MessageObject,
-    MessagesError,
-    MessagesRequest,
-    TokenCount,
-)
-from tokasaurus.server.protocol.responses import ResponseObject, ResponsesRequest
+from tokasaurus.server.protocol.messages import CountTokensRequest, MessagesError, TokenCount
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.routes.event_stream import EventStream, run_while_connected
 from tokasaurus.server.routes.json_body import JsonBodyRoute
@@ -27,45 +20,39 @@ from tokasaurus.text.json_lines import write_json
 router = APIRouter(route_class=JsonBodyRoute, tags=["generation"])
 
 # For the OpenAPI page.
-_ERROR_RESPONSES = error_responses(*BODY_ERRORS, 404, 429, 503)
+_ERRORS = (*BODY_ERRORS, 404, 429, 503)
 # Content of a 200 response with stream=true.
 _STREAMED = {"text/event-stream": {"schema": {"description": "Chunks as server-sent events."}}}
 
 
-@router.post("/v1/completions", responses={200: {"model": Completion, "content": _STREAMED}, **_ERROR_RESPONSES})
-async def create_completion(request: Request, body: CompletionRequest) -> Response:
-    """Continue one or more prompts, each `n` times."""
-    return await _answer(request, body, ENDPOINTS["/v1/completions"])
+def _handler(endpoint: Endpoint[Body]) -> Callable[[Request, Body], Awaitable[Response]]:
+    async def handle(request: Request, body: Body) -> Response:
+        return await _answer(request, body, endpoint)
+
+    handle.__annotations__["body"] = endpoint.body_model  # the route reads it
+    return handle
+
+
+for _path, _endpoint in ENDPOINTS.items():
+    router.add_api_route(
+        _path,
+        _handler(_endpoint),
+        methods=["POST"],
+        name=_endpoint.name,
+        description=_endpoint.description,
+        responses={
+            200: {"model": _endpoint.answer_model, "content": _STREAMED},
+            **error_responses(*_ERRORS, model=_endpoint.error_model),
+        },
+        openapi_extra=example_body(_endpoint.example),
+    )
 
 
 @router.post(
-    "/v1/chat/completions", responses={200: {"model": ChatCompletion, "content": _STREAMED}, **_ERROR_RESPONSES}
+    "/v1/messages/count_tokens",
+    responses={200: {"model": TokenCount}, **error_responses(*_ERRORS, model=MessagesError)},
+    openapi_extra=example_body({"messages": CHAT_EXAMPLE["messages"]}),
 )
-async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
-    """Generate `n` answers to a conversation, formatted with the model's chat template."""
-    return await _answer(request, body, ENDPOINTS["/v1/chat/completions"])
-
-
-@router.post("/v1/responses", responses={200: {"model": ResponseObject, "content": _STREAMED}, **_ERROR_RESPONSES})
-async def create_response(request: Request, body: ResponsesRequest) -> Response:
-    """Answer a conversation given as items. Nothing is stored."""
-    return await _answer(request, body, ENDPOINTS["/v1/responses"])
-
-
-# Anthropic's form; statuses as of the other routes.
-_MESSAGES_ERRORS: Responses = {
-    status: {"model": MessagesError, "description": content["description"]}
-    for status, content in _ERROR_RESPONSES.items()
-}
-
-
-@router.post("/v1/messages", responses={200: {"model": MessageObject, "content": _STREAMED}, **_MESSAGES_ERRORS})
-async def create_message(request: Request, body: MessagesRequest) -> Response:
-    """Answer a conversation given in Anthropic's form."""
-    return await _answer(request, body, ENDPOINTS["/v1/messages"])
-
-
-@router.post("/v1/messages/count_tokens", responses={200: {"model": TokenCount}, **_MESSAGES_ERRORS})
 async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
     """The tokens of the prompt that a message with these fields has."""
     state = state_of(request)

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from tokasaurus.server.errors import InvalidRequest
-from tokasaurus.server.openapi import BODY_ERRORS, error_responses
+from tokasaurus.server.openapi import BODY_ERRORS, error_responses, example_body
 from tokasaurus.server.prepare.chat import check_names, encode_messages, template_of
 from tokasaurus.server.protocol.chat import TemplateFields
 from tokasaurus.server.protocol.model import (
@@ -49,6 +49,7 @@ def _model_object(state: ServerState, name: str) -> ModelObject:
     "/tokenize",
     tags=["tokenizer"],
     responses={200: {"model": TokenizeResponse}, **error_responses(*BODY_ERRORS, 404, 503)},
+    openapi_extra=example_body({"prompt": "What do whales eat?"}),
 )
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """The token ids of a prompt, or of messages formatted with the model's chat template."""
@@ -65,6 +66,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     "/detokenize",
     tags=["tokenizer"],
     responses={200: {"model": DetokenizeResponse}, **error_responses(*BODY_ERRORS, 404)},
+    openapi_extra=example_body({"tokens": [1, 2, 3]}),
 )
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """The text of token ids, including the names of special tokens."""

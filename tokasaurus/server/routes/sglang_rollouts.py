@@ -13,7 +13,7 @@ from tokasaurus import __version__
 from tokasaurus.server.access import client_of, session_of
 from tokasaurus.server.endpoints import Endpoint, StreamedAnswer
 from tokasaurus.server.errors import Conflict, EngineNotReady, InvalidRequest, naming_fields
-from tokasaurus.server.openapi import BODY_ERRORS, error_responses
+from tokasaurus.server.openapi import BODY_ERRORS, error_responses, example_body
 from tokasaurus.server.prepare.completion import draft_completion
 from tokasaurus.server.prepare.requests import Origin, Prepared
 from tokasaurus.server.prepare.rollouts import completion_of_generate, default_new_tokens, generate_fields
@@ -55,6 +55,7 @@ _LOADS_SECTIONS = frozenset({"core", "memory", "spec", "lora", "disagg", "queues
         200: {"model": GenerateAnswer, "content": _STREAMED},
         **error_responses(*BODY_ERRORS, 404, 429, 503),
     },
+    openapi_extra=example_body({"text": "Once upon a time", "sampling_params": {"max_new_tokens": 20}}),
 )
 async def generate(request: Request, body: GenerateRequest) -> Response:
     """Continue one prompt."""

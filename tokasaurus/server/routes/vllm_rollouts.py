@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from tokasaurus.server.access import client_of, session_of
 from tokasaurus.server.endpoints import Endpoint
 from tokasaurus.server.errors import InvalidRequest, naming_fields
-from tokasaurus.server.openapi import BODY_ERRORS, error_responses
+from tokasaurus.server.openapi import BODY_ERRORS, error_responses, example_body
 from tokasaurus.server.prepare.completion import draft_completion
 from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.prepare.rollouts import TOKENS_FIELDS, completion_of_tokens
@@ -38,11 +38,14 @@ from tokasaurus.server.state import ServerState, num_body_bytes, state_of
 
 router = APIRouter(route_class=JsonBodyRoute, tags=["roll-outs"])
 
-_GENERATION_ERRORS = error_responses(*BODY_ERRORS, 404, 429, 503)
 _draft = partial(draft_completion, default_tokens=None)
 
 
-@router.post("/inference/v1/generate", responses={200: {"model": TokensAnswer}, **_GENERATION_ERRORS})
+@router.post(
+    "/inference/v1/generate",
+    responses={200: {"model": TokensAnswer}, **error_responses(*BODY_ERRORS, 404, 429, 503)},
+    openapi_extra=example_body({"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 20}}),
+)
 async def generate(request: Request, body: TokensRequest) -> Response:
     """Continue the tokens of one prompt, `n` times."""
     state = state_of(request)
