@@ -85,7 +85,7 @@ class Sender(Generic[Message]):
         self._send_bytes(_framed(message))
 
     def send_many(self, messages: Iterable[Message]) -> None:
-        """As `send` for each, in order, with fewer calls of the system."""
+        """Send each message, in order, with fewer system calls than single `send` calls."""
         self._send_bytes(b"".join(map(_framed, messages)))
 
     def _send_bytes(self, framed: bytes) -> None:

@@ -64,7 +64,7 @@ class UpdateWeights:
     clears_cache: bool = True
     """Forget the KV of all prefixes, and of the prefixes that waiting sequences will need."""
     number: int = 0
-    """Of the server's updates, from 1 on: later updates have higher numbers."""
+    """Number of the update among the server's, from 1 on: later updates have higher numbers."""
     files: tuple[FileState, ...] = ()
     """Only these may be read, also when the weights are read again later; () if any may."""
 

@@ -74,7 +74,7 @@ class TokenFilter:
     """Which tokens a sequence may sample. Where none is left, it finishes with "stop"."""
 
     vocab_size: int
-    """Of the model."""
+    """Vocabulary size of the model."""
     allowed: bytes | None = None
     """One bit for each token of the vocabulary, from the lowest bit of the first byte on: whether it may be sampled. At
     least one may. None: all may. As bits, since a hundred thousand ids would take milliseconds on their way."""
@@ -127,7 +127,7 @@ class GenerateRequest:
     num_top_logprobs: int = 0
     """Top-k logprobs returned with each sampled token: at most the vocabulary size; 0 without want_logprobs."""
     logprobs_mode: LogprobsMode = "raw"
-    """Of the logprobs and top-k logprobs of sampled tokens."""
+    """The distribution that logprobs and top-k logprobs of sampled tokens are of."""
     want_prompt_logprobs: bool = False
     """Return PromptLogprobs."""
     num_top_prompt_logprobs: int = 0
@@ -204,7 +204,7 @@ class SequenceTimes(NamedTuple):
     """The result with its first token came back from the worker."""
     ended_s: float
     num_tokens: int
-    """Of the whole completion."""
+    """Tokens of the whole completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class SequenceDelta:
     request_id: str
     sequence_index: int
     token_ids: list[int]
-    """As sampled, including the eos token or the tokens of the stop string; later tokens are in no delta."""
+    """The tokens as sampled, including the eos token or the tokens of the stop string; later tokens are in no delta."""
     logprobs: list[float] | None
     """One per token: natural log, finite, by the request's logprobs_mode. None if not wanted."""
     finish_reason: FinishReason | None
@@ -240,12 +240,13 @@ class SequenceDelta:
     error_code: ErrorCode | None = None
     """The kind of `error`; None without one."""
     weight_versions: WeightVersions = FIRST_VERSIONS
-    """Complete only on the last delta."""
+    """Weight versions of the sequence's tokens; complete only on the last delta."""
     times: SequenceTimes | None = None
-    """Of the last delta; None if no manager had the sequence."""
+    """Times of the sequence, on the last delta; None if no manager had the sequence."""
 
     def __reduce__(self) -> tuple[type["SequenceDelta"], tuple[object, ...]]:
-        """As of a GenerateRequest: otherwise it takes nine times as long, and reading it twice."""
+        """Pickle by positional arguments, as GenerateRequest does: otherwise writing takes nine times as long, reading
+        twice."""
         return SequenceDelta, _delta_fields(self)
 
 
@@ -270,5 +271,5 @@ class EngineUpdate:
     deltas: list[SequenceDelta]
     stats: EngineStats
     progress: list[SequenceProgress] = field(default_factory=list)
-    """Of the running sequences whose requests report it; empty in most updates."""
+    """Progress of the running sequences whose requests report it; empty in most updates."""
     done: list[CommandDone] = field(default_factory=list)

@@ -20,11 +20,11 @@ class BlockUse:
     """The KV blocks by who uses them; together they are all blocks."""
 
     own: int
-    """Used by one sequence."""
+    """Blocks used by one sequence."""
     shared: int
-    """Used by several sequences, each block counted once."""
+    """Blocks used by several sequences, each counted once."""
     cached: int
-    """Of cached prefixes that no sequence uses."""
+    """Blocks of cached prefixes that no sequence uses."""
     free: int
 
 
@@ -59,11 +59,11 @@ class NextSequence:
     fits_in_steps: int | None
     """By the forecast, the step from which on its blocks suffice to its end; None if the forecast does not tell."""
     num_blocks: int
-    """That it is expected to need, without blocks that running sequences or the cache already have."""
+    """Blocks that it is expected to need, without those that running sequences or the cache already have."""
     num_prompt_tokens: int
-    """To prefill: the prompt, and what was sampled before a preemption."""
+    """Tokens to prefill: the prompt, and what was sampled before a preemption."""
     wait_s: float
-    """Since its request arrived."""
+    """Seconds since its request arrived."""
     blocked_by: Blocked | None
     """None: it will be admitted at once."""
 
@@ -109,18 +109,18 @@ class LiveSample:
     """(tokens predicted when it was admitted, tokens) of the newest sequences that finished, at most
     MAX_SAMPLE_LENGTHS."""
     eta_s: float | None
-    """Until all running and waiting sequences will have ended, by predicted lengths and the present speed; None if it
-    is not known."""
+    """Expected seconds until all running and waiting sequences have ended, by predicted lengths and the present speed;
+    None if not known."""
     manager_seconds: Mapping[str, float]
-    """By part of the manager's step."""
+    """Seconds in each part of the manager's step."""
     busy_seconds: float
-    """Of the worker, as EngineStats.total_forward_seconds."""
+    """Seconds that the worker computed, as EngineStats.total_forward_seconds."""
     idle_seconds: float
-    """Of the device, as EngineStats.total_device_idle_seconds."""
+    """Seconds that the device idled, as EngineStats.total_device_idle_seconds."""
     phase_seconds: tuple[float, ...]
-    """In each of FORWARD_PHASES; empty if the worker does not count them."""
+    """Seconds in each of FORWARD_PHASES; empty if the worker does not count them."""
     stages: tuple[StageSample, ...] = ()
-    """Empty if there is only one."""
+    """The pipeline stages; empty if there is only one."""
 
 
 MAX_SAMPLE_LENGTHS = 64

@@ -14,13 +14,13 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True, slots=True)
 class StageTotals:
-    """Of one stage, since the start of the replica. Seconds are counted only while somebody watches."""
+    """Work of one stage since the start of the replica. Seconds are counted only while somebody watches."""
 
     num_steps: int = 0
-    """That the stage has computed."""
+    """Steps that the stage has computed."""
     busy_seconds: float = 0.0
     waiting_seconds: float = 0.0
-    """Within its steps, for what other stages send or receive."""
+    """Time within its steps in which it waited for what other stages send or receive."""
 
     def since(self, before: "StageTotals") -> "StageTotals":
         """The growth from `before` to this."""

@@ -18,11 +18,11 @@ class HydragenCosts:
     """
 
     per_group: float = 0.0
-    """Such as the launch of a kernel, or threads that wait for each other."""
+    """Cost of a group, such as the launch of a kernel, or threads that wait for each other."""
     per_group_token: float = 1.0
     """The group reads each token of the prefix once."""
     per_row: float = 0.0
-    """Such as a second pass over the row's query, and the merge of its two results."""
+    """Cost of a row, such as a second pass over its query, and the merge of its two results."""
     per_row_token: float = 0.0
     """Multiplying each row with each token; 0 where reading takes all the time."""
     per_step: float = 0.0
@@ -94,7 +94,7 @@ class EngineLimits:
     switched_off: tuple[str, ...] = ()
     """Features that the checks of the start have switched off, such as torch_compile."""
     dtype: str = ""
-    """Of the weights in memory, such as bfloat16."""
+    """dtype of the weights in memory, such as bfloat16."""
     device: str = ""
     """cpu or cuda."""
 
@@ -120,7 +120,7 @@ class PhaseProgress:
     num_total: int = 0
     """0 if it is not known, or if the phase has no parts."""
     unit: str = ""
-    """Of both numbers, such as "bytes"."""
+    """Unit of both numbers, such as "bytes"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class ServerTotals:
     num_failed: int
     """Requests that were answered with an error after they had been accepted."""
     num_prompt_tokens: int
-    """Of all of them: each prompt once, however many samples it has."""
+    """Prompt tokens of all these requests: each prompt counts once, however many samples it has."""
     num_generated_tokens: int
 
 
@@ -145,9 +145,10 @@ class Ready:
     process: str
     limits: EngineLimits | None = None
     weight_version: str = FIRST_VERSION
-    """Of a manager: the version of its workers' weights."""
+    """Version of the weights that a manager's workers have."""
     update_number: int = 0
-    """Of a manager: UpdateWeights.number of the newest update of these weights; 0 if they are the checkpoint's."""
+    """UpdateWeights.number of the newest update that a manager's workers have; 0 if their weights are the
+    checkpoint's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +184,9 @@ class Failed:
     message: str
     """One line for the user."""
     exit_code: int = 1
-    """With which the launcher ends if the failure ends the server."""
+    """Code with which the launcher exits if the failure ends the server."""
     was_killed: bool = False
-    """Of the launcher's: a signal has ended one of its processes."""
+    """Whether a signal has ended one of the launcher's processes; False if another process is the sender."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +263,7 @@ class UserError(Exception):
     """A failure that the user can fix, described in one line: the process shows that line and no traceback."""
 
     exit_code = 1
-    """Of the command."""
+    """Exit code of the command."""
 
 
 class FlagRefused(UserError):
