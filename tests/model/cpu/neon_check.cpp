@@ -12,19 +12,12 @@
 #include "attention/attention_layout.h"
 #include "gemm/blocks.h"
 #include "gemm/forward.h"
+#include "sampling/sampling.h"
 #include "simd/element_type.h"
 
 using std::vector;
 
-// What the library exports. The structs LogitRules, TokenMasks and TopLogprobs are not used here.
-
-// As in sampling.cpp.
-struct SamplingParams {
-  float temperature = 1, top_p = 1;
-  int32_t top_k = 0;
-  float min_p = 0, penalties[3] = {0, 0, 1};
-};
-
+// What the library exports beside sampling.h.
 extern "C" {
 int64_t toka_has_bfloat16_arithmetic();
 void toka_set_num_threads(int64_t num_threads);
@@ -45,9 +38,6 @@ void toka_merge(int64_t output_type, const float* first, const float* first_lse,
                 const float* second_lse, void* output, int64_t count, int64_t head_dim);
 void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward* forward, int64_t num_rows,
                      const float* cos_sin, void* hidden);
-void toka_sample(int64_t logits_type, const void* logits, int64_t num_rows, int64_t vocab_size,
-                 const SamplingParams* params, const int64_t* noise_keys, const void* rules, const void* masks,
-                 const uint8_t* is_drawn, int64_t* tokens, float* logprobs, const void* top);
 }
 
 namespace {
@@ -440,7 +430,8 @@ void check_sampling() {
   for (int64_t row = 0; row < kRows; ++row) {
     logits[row * kVocab + generator() % kVocab] = 3;  // a unique largest logit
     params[row].temperature = row % 4 == 0 ? 0 : row % 4 == 1 ? 0.7f : 1;
-    params[row].top_k = row % 4 == 3;  // only the most probable token
+    params[row].limits.top_p = 1;
+    params[row].limits.top_k = row % 4 == 3;  // only the most probable token
     keys.push_back(generator());
     keys.push_back(generator());
     const bool is_greedy = row % 4 == 0 || row % 4 == 3;

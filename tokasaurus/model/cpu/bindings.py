@@ -105,7 +105,7 @@ _NUMBERS: dict[str, type[ctypes.c_float] | type[ctypes.c_int32]] = {"f": ctypes.
 
 
 class SamplingParamsStruct(ctypes.Structure):
-    """The struct SamplingParams of sampling.cpp: one row of SAMPLING_DTYPE."""
+    """The struct SamplingParams of sampling.h: one row of SAMPLING_DTYPE."""
 
     _fields_ = tuple((name, _NUMBERS[SAMPLING_DTYPE[name].kind]) for name in SamplingParams._fields)
 
@@ -127,7 +127,7 @@ class TokenMasksStruct(ctypes.Structure):
 
 
 class TopLogprobsStruct(ctypes.Structure):
-    """The struct TopLogprobs of sampling.cpp."""
+    """The struct TopLogprobs of sampling.h."""
 
     _fields_ = (("count", ctypes.c_int64), *((name, ctypes.c_void_p) for name in ("index_of_row", "ids", "logprobs")))
 

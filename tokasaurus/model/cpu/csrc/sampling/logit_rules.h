@@ -21,7 +21,7 @@ struct LogitRules {
   int64_t page_size, table_width;
 };
 
-// The penalties of one row; the last fields of SamplingParams.
+// The penalties of one row: fields of SamplingParams, in its order.
 struct Penalties {
   float presence, frequency, repetition;
 };

@@ -9,7 +9,7 @@
 #include "simd/simd.h"
 
 // bits: [rows with a mask, num_words]. index_of_row: a row's index in bits, or -1 for rows that may draw any token.
-// Filled by Python: structs.TokenMasksStruct.
+// Filled by Python: bindings.TokenMasksStruct.
 struct TokenMasks {
   const int32_t* index_of_row;
   const uint32_t* bits;

@@ -6,18 +6,17 @@
 
 #include "attention/attention_layout.h"
 #include "gemm/forward.h"
+#include "sampling/noise.h"
+#include "sampling/sampling.h"
 #include "simd/element_type.h"
 
-// In gemm.cpp, forward.cpp and sampling.cpp.
+// In gemm.cpp and forward.cpp.
 extern "C" {
 void toka_embed(const PackedWeights* weights, const int64_t* token_ids, int64_t num_tokens, void* out);
 void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward* forward, int64_t num_rows,
                      const float* cos_sin, void* hidden);
 void toka_multiply(const PackedWeights* weights, const void* x, int64_t x_stride, int64_t num_rows,
                    const float* norm_weight, double eps, void* out);
-void toka_sample(int64_t logits_type, const void* logits, int64_t num_rows, int64_t vocab_size, const void* params,
-                 const int64_t* noise_keys, const void* rules, const void* masks, const uint8_t* is_drawn,
-                 int64_t* tokens, float* logprobs, const void* top);
 }
 
 // Filled by Python: DecodeStepStruct.
@@ -40,7 +39,7 @@ struct DecodeStep {
   // The rows. forward: over kv_indices and kv_lengths below.
   int64_t num_rows;
   const int32_t* slots;
-  const void* sampling_params;
+  const SamplingParams* sampling_params;
   const PagedForward* forward;
   // Memory that a step fills
   int64_t *token_ids, *kv_indices, *noise_keys;  // noise_keys: [num_rows, 2]
@@ -54,15 +53,8 @@ TOKA_STRUCT_SIZE(DecodeStep)
 
 namespace {
 
-// As in sampling/noise.py.
-constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
-
-uint64_t mix64(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-  return x ^ (x >> 31);
-}
-
+// What build_batch in execution/device_batch.py does for a row of any step: its position, kv index and noise keys, and
+// its slot moves on.
 void prepare_row(const DecodeStep& step, int64_t row) {
   const int32_t slot = step.slots[row], position = step.positions[slot], length = position + 1;
   const int64_t page_size = step.forward->page_size;
@@ -74,9 +66,7 @@ void prepare_row(const DecodeStep& step, int64_t row) {
   step.kv_indices[row] = kv_index;
   step.token_ids[row] = token;
   step.cached_tokens[kv_index] = int32_t(token);
-  const uint64_t key = mix64(step.sequence_keys[slot] + (uint64_t(length) + 1) * kGolden);
-  step.noise_keys[2 * row] = int64_t(key & 0xFFFFFFFFu);
-  step.noise_keys[2 * row + 1] = int64_t(key >> 32);
+  set_position_keys(step.sequence_keys[slot], length, step.noise_keys + 2 * row);
   const float* cos_sin = step.cos_sin_of_position + position * step.head_dim;
   std::copy(cos_sin, cos_sin + step.head_dim, step.cos_sin + row * step.head_dim);
 }
