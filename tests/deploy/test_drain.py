@@ -113,6 +113,7 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     assert (done.returncode, [line for line in done.stderr.splitlines() if "toka.service" in line]) == (0, [])
 
 
+@pytest.mark.long
 def test_the_manifest_starts_probes_and_drains(model: Path, tmp_path: Path) -> None:
     objects = read_manifest()
     pod = objects["StatefulSet"]["spec"]["template"]["spec"]

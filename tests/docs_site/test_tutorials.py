@@ -84,6 +84,7 @@ def test_serve_and_ask_with_a_tiny_model(tiny_server: TokaProcess, tmp_path: Pat
     tutorial(SERVE, tmp_path, tiny_server, SAID_BY_SERVE).run()
 
 
+@pytest.mark.long
 def test_a_data_set_with_a_tiny_model(tiny_server: TokaProcess, tmp_path: Path) -> None:
     run = tutorial(DATASET, tmp_path, tiny_server, SAID_BY_DATASET)
     run.change = partial(without_engine, tiny_server)
@@ -99,6 +100,7 @@ def test_a_data_set(tmp_path: Path) -> None:
     assert_answered(tmp_path)
 
 
+@pytest.mark.long
 def test_rollouts_with_a_tiny_model(tiny: Path, tiny_server: TokaProcess, tmp_path: Path) -> None:
     assert server_flags(ROLLOUTS) == set(FLAGS)
     run = tutorial(ROLLOUTS, tmp_path, tiny_server, ())

@@ -92,6 +92,7 @@ def expected(request: pytest.FixtureRequest) -> Expected:
 
 
 @pytest.mark.parametrize("expected", MODELS, indirect=True)
+@pytest.mark.long
 def test_large_cache_tokens_match_transformers_greedy_and_sampled(expected: Expected) -> None:
     """Checks the answers that the small caches are compared with, and the logits that define ties."""
     assert_tokens_match_oracle(expected, itertools.chain(*expected.samples[:8]))

@@ -223,6 +223,7 @@ print("goes on")
     assert "died again after 0 restarts" in done.stderr
 
 
+@pytest.mark.long
 def test_an_actor_answers_every_row_of_a_block(model: Path, expected: list[list[int] | None]) -> None:
     """What Ray calls, without a cluster."""
     from tokasaurus.ray.data import MapRows
