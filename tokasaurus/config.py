@@ -168,13 +168,6 @@ class ServerConfig(FlagConfig):
         "steps sent to the model ahead of their results; with pipeline stages, steps of each microbatch, at most two",
         heading="scheduler",
     )
-    deferred_tasks: str | None = flag(
-        None,
-        "when the manager runs deferred tasks (admission, stop strings, prefix groups, length prediction): "
-        "auto delays them while the model's queue is short; always and deferred force one mode",
-        choices=("always", "deferred"),
-        none_means="auto",
-    )
     max_step_seconds: float | None = flag(
         None,
         "time that a step which computes prompts should not exceed, in seconds, so that streams go on beside "

@@ -8,9 +8,10 @@ from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 
+from tokasaurus.config import ServerConfig
 from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.loop import LARGE_BYTES
-from tokasaurus.manager.state.engine_state import EngineOptions, EngineState, make_state
+from tokasaurus.manager.state.engine_state import DeferredTasks, EngineOptions, EngineState, make_state
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import EngineUpdate, GenerateRequest, SamplingParams
 from tokasaurus.messages.status import EngineLimits
@@ -34,21 +35,20 @@ def engine_options(
     num_kv_tokens: int,
     max_seqs_per_forward: int = MAX_SEQS_PER_FORWARD,
     max_tokens_per_forward: int = MAX_TOKENS_PER_FORWARD,
-    deferred_tasks: str | None = None,
+    deferred_tasks: DeferredTasks | None = None,
 ) -> EngineOptions:
-    """The engine's default options, with a KV cache of about `num_kv_tokens` tokens.
+    """The default flags, with a KV cache of about `num_kv_tokens` tokens.
 
     Placeholders are enough for `decode_text` and `prompt_tail`, since no request of a Load has stop strings."""
+    config = ServerConfig()
+    config.max_seqs_per_forward, config.max_tokens_per_forward = max_seqs_per_forward, max_tokens_per_forward
     return EngineOptions(
+        config=config,
         limits=EngineLimits(num_kv_tokens // PAGE_SIZE, PAGE_SIZE, MAX_TOKENS_PER_SEQUENCE),
-        max_tokens_per_forward=max_tokens_per_forward,
-        max_seqs_per_forward=max_seqs_per_forward,
-        scheduling_steps_ahead=8,
         eos_ids=frozenset({EOS_ID}),
         decode_text=lambda token_ids: "".join(map(chr, token_ids)),
         prompt_tail=lambda _: NO_TAIL,
         special_ids=frozenset({EOS_ID}),
-        stop_string_num_token_lookback=5,
         deferred_tasks=deferred_tasks,
     )
 

@@ -60,7 +60,7 @@ def expect_equal_steps() -> None:
 
     def wants_step(self: Engine, _seconds_wanted: float) -> bool:
         num_in_flight = len(self.state.steps_in_flight) - self._num_unapplied
-        return num_in_flight < num_steps_to_keep_in_flight(average, self.state.options.scheduling_steps_ahead)
+        return num_in_flight < num_steps_to_keep_in_flight(average, self.state.options.config.scheduling_steps_ahead)
 
     _replace(Engine, _note_end=note_end, seconds_left=seconds_left, _wants_step=wants_step)
 

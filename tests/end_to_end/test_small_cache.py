@@ -32,8 +32,8 @@ QUESTIONS = DATA / "gsm8k_test_200.jsonl"
 SMALL = (*FLAGS, "kv_cache_num_tokens=640", "early_stopping_init_mean=0.02", "early_stopping_initial_wait=1000000")
 MODES = [
     (),
-    ("deferred_tasks=always", "scheduling_steps_ahead=1"),
-    ("deferred_tasks=deferred", "greedy_prefill=F"),
+    ("scheduling_steps_ahead=1",),
+    ("greedy_prefill=F",),
 ]
 MODELS = ["tiny", pytest.param("demo", marks=pytest.mark.long)]
 

@@ -1,5 +1,6 @@
 """Tests the manager's process: its flags, when it sends updates, and a whole run with a server and a worker."""
 
+import ast
 import dataclasses
 import logging
 import multiprocessing
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests.helpers.flags import config_with
 from tests.manager.helpers.fake_grammars import EOS_ID, INVALID_GRAMMAR, LANGUAGES, TOKEN_BYTES, VOCAB_SIZE
 from tests.manager.helpers.fake_worker import FakeWorker, run_fake_worker
 from tests.manager.helpers.requests import make_request
@@ -33,11 +36,13 @@ from tokasaurus.manager.loop import (
     run_manager,
 )
 from tokasaurus.manager.planning.step_budget import StepLimit
-from tokasaurus.manager.state.engine_state import EngineOptions, HydragenOptions, LengthPredictorOptions
+from tokasaurus.manager.state.engine_state import EngineOptions, HydragenOptions
 from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender, make_channel, wait
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, SequenceDelta
 from tokasaurus.messages.status import EngineLimits, EngineStats, HydragenCosts, PhaseDone, Ready
+
+MANAGER = Path(__file__).parents[2] / "tokasaurus/manager"
 
 
 def make_stats(**changed: int) -> EngineStats:
@@ -74,52 +79,26 @@ class Decoder:
 
 
 def options_for(limits: EngineLimits = LIMITS, **flags: object) -> EngineOptions:
-    config = ServerConfig()
-    for name, value in flags.items():
-        assert hasattr(config, name)
-        setattr(config, name, value)
-    return engine_options(config, (1, 2), limits, Decoder(), None)
-
-
-def fields_of(options: EngineOptions) -> dict[str, object]:
-    """All fields, including the fields of nested options."""
-    nested = {"early_stopping": options.early_stopping, "hydragen": options.hydragen}
-    fields = {name: getattr(options, name) for name in EngineOptions.__slots__ if name not in nested}
-    for name, inner in nested.items():
-        fields |= {name: inner is not None} if inner is None else {name: True, **dataclasses.asdict(inner)}
-    return fields
+    return engine_options(config_with(**flags), (1, 2), limits, Decoder(), None)
 
 
 @pytest.mark.parametrize(
     "flag",
     [
-        *(
-            name
-            for name, flag in ServerConfig.flags.items()
-            if flag.heading == "scheduler" and name != "max_step_seconds"
-        ),
-        "max_tokens_per_forward",
-        "max_seqs_per_forward",
-        "stop_string_num_token_lookback",
+        *(name for name, flag in ServerConfig.flags.items() if flag.heading == "scheduler"),
+        *("max_tokens_per_forward", "max_seqs_per_forward", "stop_string_num_token_lookback"),
     ],
 )
-def test_every_scheduling_flag_changes_one_engine_option(flag):
-    needed = {"greedy_prefill": False} if flag == "prefill_round_up_multiple" else {}
-    before = getattr(ServerConfig, flag)
-    choices = ServerConfig.flags[flag].choices
-    if isinstance(before, bool):
-        value: object = not before
-    elif before is None:
-        value = choices[-1] if choices else 0.5
-    else:
-        value = before + 1 if isinstance(before, int) else before / 2
-    default, changed = fields_of(options_for(**needed)), fields_of(options_for(**needed, **{flag: value}))
-    different = {name for name, found in default.items() if changed.get(name) != found}
-    if isinstance(before, bool):
-        assert different
-    else:
-        (name,) = different
-        assert (default[name], changed[name]) == (before, value)
+def test_every_scheduling_flag_is_read_by_the_manager(flag: str) -> None:
+    assert flag in attributes_of_manager()
+
+
+@cache
+def attributes_of_manager() -> frozenset[str]:
+    """Attributes of anything called config."""
+    nodes = [node for path in MANAGER.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    found = [node for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("config")]
+    return frozenset(node.attr for node in found)
 
 
 def test_the_time_of_a_step_is_limited_by_its_flag_or_by_the_time_of_the_warm_up():
@@ -176,14 +155,9 @@ def test_hydragen_is_on_if_the_worker_measured_a_benefit_or_a_flag_asks_for_it(m
     assert options_for(limits, **flags).hydragen == expected
 
 
-def test_default_flags_give_the_default_engine_options():
-    default = options_for()
-    assert default.early_stopping == LengthPredictorOptions()
-    # hydragen depends on the page size, step_limit on the warm-up, and the others are the tokenizer's
-    others = ("hydragen", "step_limit", "decode_special", "special_tail")
-    for field in dataclasses.fields(EngineOptions):
-        if field.default is not dataclasses.MISSING and field.name not in others:
-            assert getattr(default, field.name) == field.default
+def test_microbatches_are_more_than_the_pipeline_stages_and_one_without():
+    assert options_for(pp_num_buffer_stages=3).num_microbatches == 1
+    assert options_for(pp_size=2, pp_num_buffer_stages=3).num_microbatches == 5
 
 
 PROCESS_LIMITS = EngineLimits(num_kv_blocks=40, page_size=4, max_tokens_per_sequence=120)

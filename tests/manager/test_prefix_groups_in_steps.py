@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.examples import IS_NIGHTLY, examples
-from tests.manager.helpers.engine_driver import EndsNext, EngineDriver, make_options
+from tests.manager.helpers.engine_driver import EndsNext, EngineDriver, make_options, with_flags
 from tests.manager.helpers.requests import make_request, make_requests
 from tests.manager.helpers.simulation import assert_equals_simulation
 from tests.manager.helpers.strategies import crowded_options_strategy, crowding_shapes_strategy
@@ -386,7 +386,8 @@ class PricedDevice(EngineDriver):
 def serve_priced(hydragen: HydragenOptions | None, device: HydragenCosts) -> PricedDevice:
     """Twelve requests with one prompt that end one after another; another prompt is computed while few are left."""
     limits = replace(make_driver().options.limits, num_kv_blocks=1000, max_tokens_per_sequence=1000)
-    options = replace(make_driver().options, limits=limits, max_seqs_per_forward=20, hydragen=hydragen)
+    options = replace(make_driver().options, limits=limits, hydragen=hydragen)
+    options = with_flags(options, max_seqs_per_forward=20)
     driver = PricedDevice(options, step_seconds=(0.01,))
     driver.device = device
     requests = [ask(number, 0, 10 * number) for number in range(1, 13)]

@@ -27,7 +27,6 @@ from tokasaurus.manager.state.engine_state import (
     EngineOptions,
     EngineState,
     HydragenOptions,
-    LengthPredictorOptions,
     make_state,
 )
 from tokasaurus.manager.state.grammar_manager import Grammars
@@ -322,7 +321,7 @@ class WorkerWatch:
             return False
         longest_s = state.step_times.longest(state.steps_in_flight[0].cost)
         waited_s: float = now_s - self._progress_s
-        return waited_s > max(self._watchdog_seconds, LATE_FACTOR * state.options.pp_size * longest_s)
+        return waited_s > max(self._watchdog_seconds, LATE_FACTOR * state.options.config.pp_size * longest_s)
 
 
 class Intake:
@@ -353,40 +352,22 @@ def engine_options(
     decoder: TokenDecoder,
     stop_tokens: StopTokens | None,
 ) -> EngineOptions:
-    """Engine options from `config`.
+    """The flags, and what follows from them for this model and these workers.
 
     eos_ids: the model's end-of-sequence token ids. stop_tokens: tokens that may complete a stop string; None for all.
     """
-    early_stopping = LengthPredictorOptions(
-        track=config.track_early_stopping,
-        buffer_size=config.early_stopping_buffer_size,
-        num_prediction_buckets=config.early_stopping_num_prediction_buckets,
-        initial_wait=config.early_stopping_initial_wait,
-        init_mean=config.early_stopping_init_mean,
-        init_std=config.early_stopping_init_std,
-        std_buffer_scale=config.spec_allocation_std_buffer_scale,
-    )
     return EngineOptions(
+        config=config,
         limits=limits,
-        max_tokens_per_forward=config.max_tokens_per_forward,
-        max_seqs_per_forward=config.max_seqs_per_forward,
-        scheduling_steps_ahead=config.scheduling_steps_ahead,
         eos_ids=frozenset(eos_ids),
         decode_text=decoder.decode,
         prompt_tail=decoder.prompt_tail,
         special_ids=decoder.special_ids,
         decode_special=decoder.with_special().decode,
         special_tail=decoder.with_special().prompt_tail,
-        stop_string_num_token_lookback=config.stop_string_num_token_lookback,
         stop_tokens=stop_tokens,
         step_limit=make_step_limit(config.max_step_seconds, limits.seconds_per_step),
-        prefill_round_up_multiple=None if config.greedy_prefill else config.prefill_round_up_multiple,
-        precise_onboard_batch_size=config.precise_onboard_batch_size if config.enable_precise_onboard else None,
-        early_stopping=early_stopping if config.use_spec_allocation else None,
-        target_kv_cache_utilization=config.spec_allocation_target_kv_cache_utilization,
         hydragen=_hydragen_options(config, limits),
-        deferred_tasks=config.deferred_tasks,
-        pp_size=config.pp_size,
         num_microbatches=1 if config.pp_size == 1 else config.pp_size + config.pp_num_buffer_stages,
     )
 

@@ -1,6 +1,5 @@
 """The manager's benchmark: its worker and counts are right, it runs from end to end, and it reports missed limits."""
 
-import dataclasses
 import json
 import os
 import time
@@ -18,7 +17,7 @@ from benchmarks.manager.process import ProcessCost, cpu_seconds, measure_process
 from benchmarks.manager.report import check_costs
 from tokasaurus.manager.engine import engine
 from tokasaurus.manager.engine.engine import Engine
-from tokasaurus.manager.state.engine_state import LengthPredictorOptions, make_state
+from tokasaurus.manager.state.engine_state import make_state
 
 
 def lengths_asked(load: Load, num: int) -> dict[str, int]:
@@ -35,9 +34,8 @@ def test_completions_end_at_their_length_preempted_or_not(is_known: bool, init_m
     def make_load() -> Load:
         return Load(range(1, 60), range(1, 81), None if is_known else 80, seed=5)
 
-    options = dataclasses.replace(
-        engine_options(1600, 32, 200), early_stopping=LengthPredictorOptions(initial_wait=10**6, init_mean=init_mean)
-    )
+    options = engine_options(1600, 32, 200)
+    options.config.early_stopping_initial_wait, options.config.early_stopping_init_mean = 10**6, init_mean
     state, load = make_state(options), make_load()
     sent, lengths, reasons = deque(), {}, {}
     engine, worker = Engine(state, sent.append), InstantWorker(options.num_slots, 0.01)

@@ -16,6 +16,7 @@ from tests.manager.helpers.engine_driver import (
     EngineDriver,
     make_options,
     make_quick_driver,
+    with_flags,
 )
 from tests.manager.helpers.kv_usage_replay import copy_state, replay_usage
 from tests.manager.helpers.requests import Shape, make_request, make_requests
@@ -59,9 +60,11 @@ options_strategy = st.builds(
     max_tokens_per_forward=st.integers(4, 40),
     max_seqs_per_forward=st.integers(2, 30),
     scheduling_steps_ahead=st.sampled_from([1, 2, 8]),
-    precise_onboard_batch_size=st.sampled_from([None, 1, 3, 128]),
-    prefill_round_up_multiple=st.sampled_from([None, None, 1, 4]),
-    target_kv_cache_utilization=st.sampled_from([1.0, 1.0, 0.7]),
+    enable_precise_onboard=st.sampled_from([True, True, True, False]),
+    precise_onboard_batch_size=st.sampled_from([1, 3, 128]),
+    greedy_prefill=st.booleans(),
+    prefill_round_up_multiple=st.sampled_from([1, 4]),
+    spec_allocation_target_kv_cache_utilization=st.sampled_from([1.0, 1.0, 0.7]),
 )
 
 
@@ -79,7 +82,8 @@ def can_be_admitted(state: EngineState) -> bool:
     if not is_available:
         return False
     admit(state, sequence)
-    return max(replay_usage(state)) <= int(state.options.target_kv_cache_utilization * state.blocks.num_blocks)
+    share = state.options.config.spec_allocation_target_kv_cache_utilization
+    return max(replay_usage(state)) <= int(share * state.blocks.num_blocks)
 
 
 def stop_halfway(shapes: list[Shape], options: EngineOptions, seed: int) -> tuple[EngineState, list[Sequence]]:
@@ -108,7 +112,8 @@ def test_no_sequence_is_preempted_when_lengths_are_known(shapes, options, seed, 
     requests = make_requests(shapes, options.limits)
     longest = max(len(request.prompt_ids) + request.max_new_tokens - 1 for request in requests)
     num_alone = -(-longest // options.limits.page_size)
-    most = max(num_alone, int(options.target_kv_cache_utilization * options.limits.num_kv_blocks))
+    share = options.config.spec_allocation_target_kv_cache_utilization
+    most = max(num_alone, int(share * options.limits.num_kv_blocks))
     while requests or driver.queue:
         driver.step([requests.pop(0) for _ in range(driver.rng.randint(0, 2)) if requests], driver.rng.randint(0, 2))
         assert driver.state.blocks.num_used <= most
@@ -153,9 +158,8 @@ def test_admission_does_not_evict_the_cached_prompts_of_sequences_it_admits_next
 def test_a_sequence_waits_only_if_blocks_would_run_out(shapes, options, num_ahead, batch, seed):
     """An exact check: with at most two steps in flight it is known when blocks become free, and once admission has
     stopped, the first waiting sequence is simulated on its own."""
-    options = dataclasses.replace(
-        options, scheduling_steps_ahead=num_ahead, precise_onboard_batch_size=batch, prefill_round_up_multiple=None
-    )
+    simulates = {"enable_precise_onboard": True, "precise_onboard_batch_size": batch}
+    options = with_flags(options, scheduling_steps_ahead=num_ahead, greedy_prefill=True, **simulates)
     driver = make_quick_driver(options, seed)
     state = driver.state
     requests = make_requests(shapes, options.limits)

@@ -171,7 +171,7 @@ def test_cancelling_a_request_in_any_situation_changes_no_other_request(situatio
             24,
             max_tokens_per_forward=9,
             max_seqs_per_forward=9,
-            early_stopping=NEVER_LEARNS,
+            **NEVER_LEARNS,
             precise_onboard_batch_size=8,
         )
         driver = EngineDriver(options, forecast=EndsNext(), rng=rng)

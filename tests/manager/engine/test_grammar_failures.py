@@ -19,7 +19,6 @@ from tests.manager.helpers.grammar_requests import (
 from tests.manager.helpers.requests import make_request
 from tests.manager.helpers.simulation import assert_equals_simulation, join
 from tokasaurus.manager.state import grammar_matcher
-from tokasaurus.manager.state.engine_state import LengthPredictorOptions
 from tokasaurus.messages.generation import CancelRequest
 
 
@@ -88,7 +87,7 @@ def test_a_grammar_over_the_parser_limits_ends_only_its_own_sequences(monkeypatc
 def test_a_stop_string_before_a_grammar_failure_finishes_the_sequence_without_error(monkeypatch):
     """The deferred search finds the stop string some steps later, so perhaps after the failure."""
     monkeypatch.setattr(grammars_of_text, "LIMITS", LLParserLimits(max_items_in_row=12, verbose_errors=False))
-    driver = make_driver(deferred_tasks="deferred", early_stopping=LengthPredictorOptions())
+    driver = make_driver(deferred_tasks="deferred", use_spec_allocation=True)
     driver.worker.requests = UncheckedRequests()
     request = grammar_request(3, 'start: e\ne: e e | "f" | "g" |', 16, 40)
     driver.step([replace(request, stop_strings=("fg",))])

@@ -19,6 +19,9 @@ shapes_strategy = st.lists(
 )
 
 
+PREFILL_FLAGS = ({}, *({"greedy_prefill": False, "prefill_round_up_multiple": multiple} for multiple in (1, 4)))
+
+
 @examples(300, 8)
 @given(
     shapes=shapes_strategy,
@@ -27,10 +30,10 @@ shapes_strategy = st.lists(
     max_tokens=st.integers(1, 40),
     max_seqs=st.integers(1, 12),
     scheduling_steps_ahead=st.sampled_from([1, 2, 3, 8]),
-    prefill_round_up_multiple=st.sampled_from([None, None, 1, 4]),
+    prefill_flags=st.sampled_from(PREFILL_FLAGS),
 )
 def test_the_forecast_curve_equals_a_replay_of_every_step(
-    shapes, seed, page_size, max_tokens, max_seqs, scheduling_steps_ahead, prefill_round_up_multiple
+    shapes, seed, page_size, max_tokens, max_seqs, scheduling_steps_ahead, prefill_flags
 ):
     options = make_options(
         40,
@@ -38,7 +41,7 @@ def test_the_forecast_curve_equals_a_replay_of_every_step(
         max_tokens_per_forward=max_tokens,
         max_seqs_per_forward=max_seqs,
         scheduling_steps_ahead=scheduling_steps_ahead,
-        prefill_round_up_multiple=prefill_round_up_multiple,
+        **prefill_flags,
     )
     driver = make_quick_driver(options, seed)
     rng = driver.rng

@@ -14,7 +14,7 @@ from tests.manager.helpers.requests import Shape, make_requests
 from tokasaurus.manager.engine.kv_forecast import forecast_is_old, note_ends, running_progress, update_forecast
 from tokasaurus.manager.engine.lifecycle import sampled_tokens
 from tokasaurus.manager.planning.length_predictor import CompletionLengths, fit_forecast
-from tokasaurus.manager.state.engine_state import LengthPredictorOptions, make_state
+from tokasaurus.manager.state.engine_state import make_state
 
 
 @given(
@@ -23,8 +23,8 @@ from tokasaurus.manager.state.engine_state import LengthPredictorOptions, make_s
     buffer_size=st.sampled_from([1, 50, 128, 1000]),
 )
 def test_a_forecast_is_old_once_a_64th_of_the_remembered_ends_is_new(ends, initial_wait, buffer_size):
-    early = LengthPredictorOptions(buffer_size=buffer_size, initial_wait=initial_wait)
-    state = make_state(make_options(early_stopping=early))
+    flags = {"early_stopping_buffer_size": buffer_size, "early_stopping_initial_wait": initial_wait}
+    state = make_state(make_options(use_spec_allocation=True, **flags))
     num_ended = num_known = 0
     for num_new in ends:
         state.lengths.new_ends = [(3, True)] * num_new
@@ -55,14 +55,14 @@ def test_the_forecast_uses_only_sequences_that_may_stop_early(
     """Sequences that can only end at max_new_tokens are left out, whether running or ended. With microbatches, a
     sequence samples a token in each round of steps."""
     rng = random.Random(seed)
-    early = LengthPredictorOptions(
-        buffer_size=buffer_size, num_prediction_buckets=num_prediction_buckets, initial_wait=10**6
-    )
     driver = EngineDriver(
         make_options(
             60,
             max_seqs_per_forward=8,
-            early_stopping=early,
+            use_spec_allocation=True,
+            early_stopping_buffer_size=buffer_size,
+            early_stopping_num_prediction_buckets=num_prediction_buckets,
+            early_stopping_initial_wait=10**6,
             deferred_tasks="always",
             num_microbatches=num_microbatches,
         ),
@@ -106,8 +106,8 @@ def test_the_forecast_uses_only_sequences_that_may_stop_early(
 def test_progress_of_sequences_that_report_it_is_their_tokens_and_the_forecast(seed):
     """At every step, with preemptions: nothing is expected of a sequence that may stop until there is a forecast."""
     rng = random.Random(seed)
-    early = LengthPredictorOptions(initial_wait=4)
-    driver = EngineDriver(make_options(20, max_seqs_per_forward=8, early_stopping=early), rng=rng)
+    flags = {"use_spec_allocation": True, "early_stopping_initial_wait": 4}
+    driver = EngineDriver(make_options(20, max_seqs_per_forward=8, **flags), rng=rng)
     shapes = [Shape(0, rng.randint(0, 9), 1, 3, rng.randint(1, 30), ignore_eos=rng.random() < 0.5) for _ in range(9)]
     requests = [
         dataclasses.replace(request, reports_progress=number % 3 > 0)
@@ -140,8 +140,8 @@ def test_progress_of_sequences_that_report_it_is_their_tokens_and_the_forecast(s
 
 @pytest.mark.parametrize("initial_wait", [1, 6])
 def test_no_forecast_exists_before_initial_wait_sequences_have_ended(initial_wait):
-    early = LengthPredictorOptions(initial_wait=initial_wait)
-    driver = EngineDriver(make_options(60, early_stopping=early, deferred_tasks="always"))
+    flags = {"use_spec_allocation": True, "early_stopping_initial_wait": initial_wait}
+    driver = EngineDriver(make_options(60, deferred_tasks="always", **flags))
     requests = make_requests([Shape(0, 5, 2, 1, 8, ignore_eos=False)] * 8, driver.options.limits)
     for num_ended, request in enumerate(requests):
         assert (driver.state.lengths.forecast is not None) == (num_ended >= initial_wait)
@@ -150,8 +150,12 @@ def test_no_forecast_exists_before_initial_wait_sequences_have_ended(initial_wai
 
 
 def test_a_prior_forecast_is_used_until_initial_wait_sequences_have_ended():
-    early = LengthPredictorOptions(init_mean=0.3, init_std=0.4, std_buffer_scale=0.5)
-    state = make_state(make_options(early_stopping=early))
+    flags = {
+        "early_stopping_init_mean": 0.3,
+        "early_stopping_init_std": 0.4,
+        "spec_allocation_std_buffer_scale": 0.5,
+    }
+    state = make_state(make_options(use_spec_allocation=True, **flags))
     assert state.lengths.forecast is not None
     none, most = np.zeros(3, np.int64), np.array([10, 20, 100])
     assert state.lengths.forecast.expected(none, most, np.arange(3)).tolist() == [5, 10, 50]

@@ -3,21 +3,23 @@
 import random
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.helpers.flags import config_with
 from tests.manager.helpers.block_accounting import assert_each_block_has_one_owner, tree_nodes
 from tests.manager.helpers.fake_grammars import EOS_ID
 from tests.manager.helpers.fake_prompt_logprobs import assert_stored_logprobs_are_true
 from tests.manager.helpers.fake_worker import FakeWorker
 from tests.manager.helpers.simulation import decode_text, prompt_tail
+from tokasaurus.config import ServerConfig
 from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.planning.length_predictor import Forecast
-from tokasaurus.manager.state.engine_state import EngineOptions, LengthPredictorOptions, make_state
+from tokasaurus.manager.state.engine_state import EngineOptions, make_state
 from tokasaurus.manager.state.grammar_manager import Grammars, Job
 from tokasaurus.manager.state.sequence import Sequence
 from tokasaurus.messages.commands import (
@@ -37,8 +39,12 @@ from tokasaurus.text.grammars import GrammarVocabulary
 
 QUICK_STEP_SECONDS = 0.001
 
-NEVER_LEARNS = LengthPredictorOptions(track=False, init_mean=0.01)
-"""Predicts that a sequence ends with its first tokens, and that it reaches max_new_tokens if it did not."""
+NEVER_LEARNS: dict[str, Any] = {
+    "use_spec_allocation": True,
+    "track_early_stopping": False,
+    "early_stopping_init_mean": 0.01,
+}
+"""Flags. They predict that a sequence ends with its first tokens, and that it reaches max_new_tokens if it did not."""
 
 
 class EndsNext:
@@ -51,20 +57,30 @@ class EndsNext:
 
 
 def make_options(num_blocks: int = 20, page_size: int = 4, **changed: Any) -> EngineOptions:
-    """Options of a small engine, which expects every sequence to reach max_new_tokens."""
-    values: dict[str, Any] = {
-        "limits": EngineLimits(num_blocks, page_size, num_blocks * page_size),
+    """Options of a small engine, which expects every sequence to reach max_new_tokens. changed: flags, and fields of
+    EngineOptions."""
+    flags = {
         "max_tokens_per_forward": 16,
         "max_seqs_per_forward": 4,
-        "scheduling_steps_ahead": 8,
+        "stop_string_num_token_lookback": 1,
+        "use_spec_allocation": False,
+    }
+    fields: dict[str, Any] = {
+        "limits": EngineLimits(num_blocks, page_size, num_blocks * page_size),
         "eos_ids": frozenset({EOS_ID}),
         "decode_text": decode_text,
         "prompt_tail": prompt_tail,
         "special_ids": frozenset({EOS_ID}),
-        "stop_string_num_token_lookback": 1,
-        "early_stopping": None,
     }
-    return EngineOptions(**{**values, **changed})
+    for name, value in changed.items():
+        (flags if name in ServerConfig.flags else fields)[name] = value
+    return EngineOptions(config=config_with(**flags), **fields)
+
+
+def with_flags(options: EngineOptions, **flags: Any) -> EngineOptions:
+    """The same options with other flags."""
+    before = {name: getattr(options.config, name) for name in ServerConfig.flags}
+    return replace(options, config=config_with(**before | flags))
 
 
 @dataclass
@@ -98,7 +114,9 @@ class EngineDriver:
 
     def __post_init__(self) -> None:
         options = self.options
-        self.worker = FakeWorker(options.limits, options.max_tokens_per_forward, options.max_seqs_per_forward)
+        self.worker = FakeWorker(
+            options.limits, options.config.max_tokens_per_forward, options.config.max_seqs_per_forward
+        )
         grammars = None
         self.job_rate = self.rng.choice([0.2, 0.7, 0.9])
         if self.vocabulary is not None:

@@ -32,7 +32,7 @@ def replay_usage(state: EngineState) -> list[int]:
     scheduling_steps_ahead. If blocks run out, the list ends early with a number larger than the pool.
     """
     state = copy_state(state)
-    seconds, num_ahead = state.step_seconds, state.options.scheduling_steps_ahead
+    seconds, num_ahead = state.step_seconds, state.options.config.scheduling_steps_ahead
     assert seconds is not None
     planned = deque(range(1 - len(state.steps_in_flight), 1))  # the newest step sent is step 0
     used = [state.blocks.num_used]

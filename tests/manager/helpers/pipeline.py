@@ -53,7 +53,9 @@ class Pipeline:
             num_microbatches=self.num_microbatches,
             deferred_tasks="always",
         )
-        self.worker = FakeWorker(options.limits, options.max_tokens_per_forward, options.max_seqs_per_forward)
+        self.worker = FakeWorker(
+            options.limits, options.config.max_tokens_per_forward, options.config.max_seqs_per_forward
+        )
         self.state = make_state(options)
         self.engine = Engine(self.state, self._send)
         self._free_s = [0.0] * len(self.factors)

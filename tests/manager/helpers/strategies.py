@@ -8,7 +8,7 @@ from tests.manager.helpers.engine_driver import NEVER_LEARNS, make_options
 from tests.manager.helpers.fake_grammars import VOCAB_SIZE
 from tests.manager.helpers.requests import Shape
 from tests.manager.helpers.simulation import decode_text
-from tokasaurus.manager.state.engine_state import HydragenOptions, LengthPredictorOptions
+from tokasaurus.manager.state.engine_state import EngineOptions, HydragenOptions
 from tokasaurus.text.stop_strings import StopTokens
 
 STOP_TOKENS = StopTokens([decode_text([token_id]) for token_id in range(VOCAB_SIZE)])
@@ -38,8 +38,10 @@ varied_fields = {
 }
 varied_options = {
     "scheduling_steps_ahead": st.sampled_from([1, 2, 3, 8]),
-    "prefill_round_up_multiple": st.sampled_from([None, 1, 4]),
-    "precise_onboard_batch_size": st.sampled_from([None, 1, 2, 128]),
+    "greedy_prefill": st.booleans(),
+    "prefill_round_up_multiple": st.sampled_from([1, 4]),
+    "enable_precise_onboard": st.sampled_from([True, True, True, False]),
+    "precise_onboard_batch_size": st.sampled_from([1, 2, 128]),
     "deferred_tasks": st.sampled_from([None, "always", "deferred"]),
     "stop_tokens": st.sampled_from([None, STOP_TOKENS]),
     "hydragen": st.sampled_from([None, HydragenOptions(2, 1), HydragenOptions(3, 2)]),
@@ -57,14 +59,27 @@ shapes_strategy = st.lists(
     min_size=1,
     max_size=10,
 )
+
+PREDICTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    NEVER_LEARNS,
+    {"use_spec_allocation": True, "early_stopping_initial_wait": 2},
+)
+
+
+def make_predicting_options(prediction: dict[str, Any], **changed: Any) -> EngineOptions:
+    """prediction: flags of the length predictor."""
+    return make_options(**prediction, **changed)
+
+
 options_strategy = st.builds(
-    make_options,
+    make_predicting_options,
+    prediction=st.sampled_from(PREDICTIONS),
     num_blocks=st.integers(16, 60),
     page_size=st.sampled_from([4, 7]),
     max_tokens_per_forward=st.integers(1, 40),
     max_seqs_per_forward=st.integers(1, 12),
-    early_stopping=st.sampled_from([None, NEVER_LEARNS, LengthPredictorOptions(initial_wait=2)]),
-    target_kv_cache_utilization=st.sampled_from([1.0, 0.5]),
+    spec_allocation_target_kv_cache_utilization=st.sampled_from([1.0, 0.5]),
     **varied_options,
 )
 
@@ -81,11 +96,11 @@ crowding_shapes_strategy = st.lists(
     max_size=8,
 )
 crowded_options_strategy = st.builds(
-    make_options,
+    make_predicting_options,
+    prediction=st.just(NEVER_LEARNS),
     num_blocks=st.integers(14, 24),
     page_size=st.sampled_from([4, 5]),
     max_tokens_per_forward=st.integers(8, 60),
     max_seqs_per_forward=st.integers(4, 16),
-    early_stopping=st.just(NEVER_LEARNS),
     **varied_options,
 )

@@ -18,7 +18,7 @@ from tests.manager.helpers.simulation import assert_equals_simulation, join, sim
 from tests.manager.helpers.strategies import random_shape
 from tokasaurus.manager.engine.lifecycle import preempt
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobStore
-from tokasaurus.manager.state.engine_state import HydragenOptions, LengthPredictorOptions
+from tokasaurus.manager.state.engine_state import HydragenOptions
 from tokasaurus.manager.state.sequence import Phase
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
 
@@ -72,7 +72,7 @@ def test_prompt_logprobs_are_right_under_preemption_cancelling_and_streaming():
             deferred_tasks=mode,
             num_microbatches=num_microbatches,
             pp_size=max(1, num_microbatches - 1),
-            early_stopping=NEVER_LEARNS,
+            **NEVER_LEARNS,
             hydragen=HydragenOptions(2, 1) if seed % 2 else None,
         )
         requests = make_requests([shape for shape, _ in shapes], options.limits)
@@ -287,7 +287,7 @@ def test_another_request_computes_the_prompt_logprobs_missing_after_a_cancel(num
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("stop_strings", [(), ("a",)])
 def test_max_new_tokens_0_returns_no_tokens_and_records_no_length(is_streamed, stop_strings):
-    driver = EngineDriver(make_options(40, deferred_tasks="always", early_stopping=LengthPredictorOptions()))
+    driver = EngineDriver(make_options(40, deferred_tasks="always", use_spec_allocation=True))
     request = make_request(1, 21, 3, 0, stop_strings, want_logprobs=True)
     request = dataclasses.replace(
         with_prompt_logprobs(request, 2), is_streamed=is_streamed, num_top_logprobs=2, min_tokens=0

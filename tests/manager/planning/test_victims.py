@@ -82,7 +82,7 @@ def test_the_cheapest_sequences_are_preempted_and_then_wait_first_in_line():
             max_tokens_per_forward=rng.randint(6, 30),
             max_seqs_per_forward=rng.randint(3, 12),
             scheduling_steps_ahead=rng.choice([1, 3, 8]),
-            early_stopping=NEVER_LEARNS,
+            **NEVER_LEARNS,
         )
         driver = EngineDriver(options, forecast=EndsNext(), rng=rng)
         shapes = [
@@ -94,7 +94,7 @@ def test_the_cheapest_sequences_are_preempted_and_then_wait_first_in_line():
         for request in requests:
             add_request(state, request)
         while state.unfinished:
-            for _ in range(max(rng.randint(0, 2), len(driver.queue) - options.scheduling_steps_ahead + 1)):
+            for _ in range(max(rng.randint(0, 2), len(driver.queue) - options.config.scheduling_steps_ahead + 1)):
                 if driver.queue:
                     apply_output(state, driver.worker.forward(driver.queue.popleft()))
             release_ending(state)
@@ -155,7 +155,7 @@ def test_a_readmitted_sequence_reads_its_blocks_from_the_prefix_tree(num_steps):
 def test_constant_preemption_recomputes_few_tokens():
     """All samples have one prompt: few blocks belong to a single sample, and most are still cached at readmission."""
     driver = EngineDriver(
-        make_options(30, max_tokens_per_forward=60, max_seqs_per_forward=16, early_stopping=NEVER_LEARNS),
+        make_options(30, max_tokens_per_forward=60, max_seqs_per_forward=16, **NEVER_LEARNS),
         (0.01,),
         forecast=EndsNext(),
     )

@@ -141,17 +141,18 @@ def can_admit(state: EngineState) -> bool:
 
 def max_admitted_blocks(state: EngineState) -> int:
     """Most blocks that the sequences admitted are expected to use."""
-    return int(state.blocks.num_blocks * state.options.target_kv_cache_utilization)
+    return int(state.blocks.num_blocks * state.options.config.spec_allocation_target_kv_cache_utilization)
 
 
 def _admit_fitting(state: EngineState, candidates: Candidates) -> tuple[int, bool]:
     """Admit the first candidates that fit. Returns how many, and whether the next one does not fit."""
-    admission, max_simulated = state.admission, state.options.precise_onboard_batch_size
+    admission, config = state.admission, state.options.config
+    max_simulated = config.precise_onboard_batch_size
     num_blocks = max_admitted_blocks(state)
     rate = wanted_prefill_rate(state, candidates.num_to_compute, candidates.decode_steps)
     num_certain = num = num_certain_to_fit(state, candidates, num_blocks)
     num_considered = len(candidates.decode_steps)
-    if num < num_considered and max_simulated is not None:
+    if num < num_considered and config.enable_precise_onboard:
         num_considered = min(num_considered, num_certain + max_simulated)
         new_left = candidates.num_to_compute
         new_starts = candidates.num_prompt_tokens - new_left

@@ -32,7 +32,7 @@ from tokasaurus.manager.planning.step_budget import (
     wants_another_step,
 )
 from tokasaurus.manager.planning.step_times import NUM_FEATURES
-from tokasaurus.manager.state.engine_state import EngineState
+from tokasaurus.manager.state.engine_state import DeferredTasks, EngineState
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.commands import CommandDone, EngineCommand, WorkerCommand
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
@@ -71,11 +71,11 @@ class DeferredTask:
         self.num_steps_deferred = 0
 
 
-def may_run(task: DeferredTask, seconds_left: float, deferred_tasks: str | None) -> bool:
+def may_run(task: DeferredTask, seconds_left: float, deferred_tasks: DeferredTasks | None) -> bool:
     """Whether to run `task` now rather than defer it.
 
-    seconds_left: how long the worker is busy with the steps it has. deferred_tasks: "always", "deferred" (defer as long
-    as allowed), or None: defer while the task is expected to take half of seconds_left or more.
+    seconds_left: how long the worker is busy with the steps it has. deferred_tasks: None: defer while the task is
+    expected to take half of seconds_left or more.
     """
     if deferred_tasks == "always" or task.num_steps_deferred >= task.max_steps_deferred:
         return True
@@ -201,7 +201,7 @@ class Engine:
         The first pipeline stage is one step ahead of the last for each stage between them. While too few sequences run
         to fill all stages, no other step can be sent before the next result.
         """
-        state, num_ahead = self.state, self.state.options.pp_size - 1
+        state, num_ahead = self.state, self.state.options.config.pp_size - 1
         elapsed_s = time.monotonic() - self._step_began_s
         # Results that arrive during a round are read after it: meanwhile the worker may go on to later steps.
         start = self._num_unapplied
@@ -224,7 +224,9 @@ class Engine:
             return num_in_flight < state.options.num_microbatches
         queued, model = self._features(self._num_unapplied + 1), state.step_time_model
         seconds_queued = model.predict(queued) if model.knows(queued) else None
-        return wants_another_step(num_in_flight, seconds_queued, seconds_wanted, state.options.scheduling_steps_ahead)
+        return wants_another_step(
+            num_in_flight, seconds_queued, seconds_wanted, state.options.config.scheduling_steps_ahead
+        )
 
     def _fill_worker_queue(self, seconds_wanted: float = SECONDS_QUEUED) -> None:
         """Send steps until the worker has `seconds_wanted` of work in its queue, or nothing is left to compute."""
@@ -314,7 +316,7 @@ def _step_of(state: EngineState, microbatch: int) -> ForwardInput | None:
     num_decoding = len(ready)
     chunks: list[int] = []
     if state.queues.prefilling:
-        budget = state.options.max_tokens_per_forward - num_decoding
+        budget = state.options.config.max_tokens_per_forward - num_decoding
         if state.admission.prefill_rate is not None:
             budget = min(budget, -(-state.admission.prefill_rate // state.options.num_microbatches))
         if state.options.num_microbatches > 1:

@@ -48,25 +48,24 @@ def note_ends(state: EngineState) -> None:
 
 def forecast_is_old(state: EngineState) -> bool:
     """Whether enough completions have ended since the last forecast to make a new one."""
-    early, lengths = state.options.early_stopping, state.lengths.recorded
-    if early is None or lengths is None or lengths.num_recorded < early.initial_wait:
+    config, lengths = state.options.config, state.lengths.recorded
+    if lengths is None or lengths.num_recorded < config.early_stopping_initial_wait:
         return False
     num_new = lengths.num_recorded - state.lengths.num_in_forecast
-    return num_new >= max(1, min(lengths.num_recorded, early.buffer_size) * MIN_SHARE_NEW)
+    return num_new >= max(1, min(lengths.num_recorded, config.early_stopping_buffer_size) * MIN_SHARE_NEW)
 
 
 def update_forecast(state: EngineState) -> None:
     """Make a new forecast from recently ended completions and the running sequences."""
-    early, lengths, arrays = state.options.early_stopping, state.lengths.recorded, state.slots
-    assert early is not None
+    config, lengths, arrays = state.options.config, state.lengths.recorded, state.slots
     assert lengths is not None
     slots = np.flatnonzero(arrays.is_running & arrays.may_stop)
     state.lengths.forecast = fit_forecast(
         lengths,
         running=arrays.num_known_tokens[slots] - arrays.num_prompt_tokens[slots],
         step=_round(state),
-        num_prediction_buckets=early.num_prediction_buckets,
-        std_buffer_scale=early.std_buffer_scale,
+        num_prediction_buckets=config.early_stopping_num_prediction_buckets,
+        std_buffer_scale=config.spec_allocation_std_buffer_scale,
     )
     state.lengths.num_in_forecast = lengths.num_recorded
 
@@ -127,15 +126,15 @@ def wanted_prefill_rate(state: EngineState, num_tokens: Int64Array, num_steps: I
 
     num_tokens, num_steps: [K] prefill tokens and decode steps of the others. Precondition: there is a sequence.
     """
-    if state.options.prefill_round_up_multiple is None:
+    config, arrays = state.options.config, state.slots
+    if config.greedy_prefill:
         return None
-    arrays = state.slots
     slots = np.flatnonzero(arrays.is_running)
     num_past_steps = np.maximum(0, arrays.num_kv_tokens[slots] - arrays.num_prefill_tokens[slots])
     return prefill_rate(
         np.concatenate((arrays.num_prefill_tokens[slots] - arrays.first_positions[slots], num_tokens)),
         np.concatenate((num_past_steps + expected_decode_steps(state, slots), num_steps)),
-        state.options.prefill_round_up_multiple,
+        config.prefill_round_up_multiple,
     )
 
 
@@ -188,7 +187,7 @@ def forecast_kv(
     cached tokens and tokens to compute of prompts that may be admitted: they change how many tokens fit into a step.
     """
     arrays, page_size = state.slots, state.options.limits.page_size
-    max_ahead = state.options.scheduling_steps_ahead
+    max_ahead = state.options.config.scheduling_steps_ahead
     if state.step_seconds is not None:
         wanted = num_steps_to_keep_in_flight(state.step_seconds, max_ahead)
         max_ahead = max(wanted, len(state.steps_in_flight))
@@ -208,7 +207,7 @@ def forecast_kv(
     start_steps = np.zeros(len(slots), np.int64)
     counts = count_decoding(SequenceLoads(num_tokens[:num_past], start_steps[:num_past], num_steps[:num_past]))
     num_left = arrays.num_prefill_tokens[prefilling] - arrays.num_kv_tokens[prefilling]
-    max_tokens = state.options.max_tokens_per_forward * num_microbatches
+    max_tokens = state.options.config.max_tokens_per_forward * num_microbatches
     prefill = forecast_prefill(num_left, num_steps[num_past:], counts, max_tokens, prefill_rate)
     start_steps[num_past:] = prefill.start_steps
     shared = find_shared_blocks(arrays.nodes[slots], start_steps + num_steps + release_delay, state.blocks.tree.arrays)

@@ -245,7 +245,7 @@ def _first_fitting_step(
     limit = max_admitted_blocks(state)
     if not state.slots.num_running:
         return 0  # one always fits alone
-    if state.options.precise_onboard_batch_size is None:
+    if not state.options.config.enable_precise_onboard:
         return 0 if state.slots.free and num_certain_to_fit(state, candidates, limit) else None
     curve = kv_forecast.curve
     used = curve.at(np.arange(int(curve.steps.max(initial=-1)) + 1))

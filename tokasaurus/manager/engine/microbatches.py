@@ -89,8 +89,8 @@ def prefill_per_round(state: EngineState, num_candidate_tokens: NDArray[np.int64
 
 
 def _pipeline(state: EngineState) -> Pipeline:
-    options = state.options
-    return Pipeline(options.pp_size, options.num_microbatches, options.max_tokens_per_forward)
+    config = state.options.config
+    return Pipeline(config.pp_size, state.options.num_microbatches, config.max_tokens_per_forward)
 
 
 def next_microbatches(state: EngineState, num_unapplied: int) -> Iterator[int]:
@@ -99,7 +99,7 @@ def next_microbatches(state: EngineState, num_unapplied: int) -> Iterator[int]:
     if num_microbatches == 1:
         yield 0
         return
-    max_in_flight = min(_MAX_IN_FLIGHT, state.options.scheduling_steps_ahead)
+    max_in_flight = min(_MAX_IN_FLIGHT, state.options.config.scheduling_steps_ahead)
     in_flight = [step.microbatch for step in islice(state.steps_in_flight, num_unapplied, None)]
     for offset in range(num_microbatches):
         microbatch = (state.next_microbatch + offset) % num_microbatches

@@ -26,7 +26,7 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
             decode,
             request.stop_strings,
             special_ids,
-            options.stop_string_num_token_lookback,
+            options.config.stop_string_num_token_lookback,
             prompt_tail(request.prompt_ids[-PROMPT_TAIL_TOKENS:].tolist()),
         )
         # the texts of `stop_tokens` are without special tokens

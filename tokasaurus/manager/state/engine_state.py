@@ -5,10 +5,12 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tokasaurus.config import ServerConfig
 from tokasaurus.manager.kv_cache.block_allocator import BlockAllocator
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk
 from tokasaurus.manager.planning.length_predictor import CompletionLengths, Forecast, prior_forecast
@@ -27,26 +29,8 @@ from tokasaurus.monitoring.step_stats import StepTotals
 from tokasaurus.text.stop_strings import StopTokens
 from tokasaurus.text.token_decoder import PromptTail
 
-
-@dataclass(frozen=True, slots=True)
-class LengthPredictorOptions:
-    """How completion lengths are predicted. Each field is a flag whose name has `early_stopping` or `spec_allocation`
-    too, such as early_stopping_buffer_size."""
-
-    track: bool = True
-    """Learn from finished sequences; False keeps the prior."""
-    buffer_size: int = 2048
-    """Newest finished sequences that the predictor remembers."""
-    num_prediction_buckets: int = 1024
-    """Most length classes that the predictor tells apart."""
-    initial_wait: int = 16
-    """Finished sequences before the first forecast is fitted to them."""
-    init_mean: float | None = None
-    """Until then, the expected mean share of max_new_tokens that a completion uses; None: all of it."""
-    init_std: float | None = None
-    """Standard deviation of the share `init_mean`; None: 0."""
-    std_buffer_scale: float = 0.25
-    """Standard deviations added to each predicted length."""
+DeferredTasks = Literal["always", "deferred"]
+"""When deferred tasks run: at once, or as late as allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +49,11 @@ class HydragenOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What stays fixed while the manager runs."""
+    """What stays fixed while the manager runs: the flags, what the workers can do, how tokens become text, and what
+    follows from these."""
 
+    config: ServerConfig
     limits: EngineLimits
-    max_tokens_per_forward: int
-    max_seqs_per_forward: int
-    scheduling_steps_ahead: int
-    """Most steps in flight at once; with several microbatches, most of each of them."""
     eos_ids: frozenset[int]
     """The model's eos token ids."""
     decode_text: Callable[[TokenIds[int]], str]
@@ -80,8 +62,6 @@ class EngineOptions:
     """The last token ids of a prompt -> what the text of its completions depends on."""
     special_ids: frozenset[int]
     """The special tokens that `decode_text` leaves out."""
-    stop_string_num_token_lookback: int
-    """Fewest trailing tokens that are decoded when looking for a stop string."""
     stop_tokens: StopTokens | None = None
     """Which tokens may end a stop string; None: any token may."""
     decode_special: Callable[[TokenIds[int]], str] | None = None
@@ -90,29 +70,17 @@ class EngineOptions:
     """As `prompt_tail`, for `decode_special`."""
     step_limit: StepLimit = StepLimit()  # noqa: RUF009  (it is frozen)
     """How long the steps of a round, one of each microbatch, may take together if they have prompts."""
-    prefill_round_up_multiple: int | None = None
-    """A step's prefill tokens are rounded up to a multiple of this; None: prefill is greedy."""
-    precise_onboard_batch_size: int | None = 128
-    """Most sequences admitted by one KV simulation; None: no simulation, admission assumes maximum lengths."""
-    early_stopping: LengthPredictorOptions | None = LengthPredictorOptions()
-    """None: every sequence is expected to use all its tokens."""
-    target_kv_cache_utilization: float = 1.0
-    """Share of the KV blocks that the expected lengths may fill."""
     hydragen: HydragenOptions | None = None
     """None: no prefix groups, every sequence attends alone."""
-    deferred_tasks: str | None = None
-    """When deferred tasks run. "always": at once; "deferred": as late as allowed; None: not while the worker's queue
-    is short."""
-
-    pp_size: int = 1
-    """Pipeline stages that a step passes through, one after another."""
+    deferred_tasks: DeferredTasks | None = None
+    """When deferred tasks run; None: not while the worker's queue is short. Only tests and measurements force one."""
     num_microbatches: int = 1
     """Parts of the running sequences whose steps take turns, so that pipeline stages work at the same time."""
 
     @property
     def num_slots(self) -> int:
         """Most sequences running at once: each decoding sequence needs a row and a token in every step."""
-        return min(self.max_seqs_per_forward, self.max_tokens_per_forward)
+        return min(self.config.max_seqs_per_forward, self.config.max_tokens_per_forward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,12 +278,13 @@ class EngineState:
 
 def make_state(options: EngineOptions, grammars: Grammars | None = None) -> EngineState:
     """An idle engine: every block and the slots 1..num_slots are free."""
-    limits, num_slots, early = options.limits, options.num_slots, options.early_stopping
+    config, limits, num_slots = options.config, options.limits, options.num_slots
     slots = SlotArrays(num_slots, -(-limits.max_tokens_per_sequence // limits.page_size))
     forecast = None
-    if early is not None and early.init_mean is not None:
-        init_std = 0.0 if early.init_std is None else early.init_std
-        forecast = prior_forecast(early.init_mean, init_std, early.std_buffer_scale)
+    if config.use_spec_allocation and config.early_stopping_init_mean is not None:
+        init_std = 0.0 if config.early_stopping_init_std is None else config.early_stopping_init_std
+        forecast = prior_forecast(config.early_stopping_init_mean, init_std, config.spec_allocation_std_buffer_scale)
+    learns = config.use_spec_allocation and config.track_early_stopping
     has_trials = options.hydragen is not None and options.hydragen.is_tried
     return EngineState(
         options=options,
@@ -323,8 +292,8 @@ def make_state(options: EngineOptions, grammars: Grammars | None = None) -> Engi
         queues=SequenceQueues(slots),
         blocks=BlockAllocator(limits.num_kv_blocks, limits.page_size),
         grammars=grammars,
-        admission=AdmissionState(options.precise_onboard_batch_size or 1),
-        lengths=LengthState(CompletionLengths(early.buffer_size) if early and early.track else None, forecast),
+        admission=AdmissionState(config.precise_onboard_batch_size if config.enable_precise_onboard else 1),
+        lengths=LengthState(CompletionLengths(config.early_stopping_buffer_size) if learns else None, forecast),
         groups=GroupState(GroupTrials() if has_trials else None),
         step_time_model=StepTimeModel(limits.seconds_per_pair),
         step_times=StepTimes(limits.seconds_per_token, limits.seconds_per_pair),
