@@ -5,7 +5,6 @@ import time
 import pytest
 
 from tokasaurus.messages.status import EngineLimits, PhaseDone, PhaseProgress, Ready
-from tokasaurus.processes.start_times import read_start_times, write_start_times
 from tokasaurus.startup_report import StartupReport, phase_key
 
 WORKER = "model worker (rank 1)"
@@ -60,18 +59,3 @@ def test_a_phase_without_parts_is_measured_by_the_last_start(clock: list[float])
     clock[0] += 4.0
     assert [row.percent for row in report.rows()] == ["~50%"]
     assert report.start_times[phase_key("manager", "imports")] == 51.0
-
-
-def test_times_outlive_a_start_and_damaged_ones_are_ignored(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
-    assert read_start_times() == {}
-    write_start_times({"server: imports": 1.5})
-    assert read_start_times() == {"server: imports": 1.5}
-    (path,) = (tmp_path / "cache").iterdir()
-    for damage in ("", "[1]", '{"server: imports": "soon"}', "{"):
-        path.write_text(damage)
-        assert read_start_times() == {}
-    path.unlink()
-    path.mkdir()
-    write_start_times({"server: imports": 1.5})  # impossible, and no error
-    assert read_start_times() == {}

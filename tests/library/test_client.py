@@ -26,7 +26,8 @@ from tests.end_to_end.helpers.toka_process import TokaProcess, free_port, runnin
 from tests.helpers.tiny_model import save_tiny_model
 from tests.library.helpers.cutting_proxy import cutting_proxy
 from tokasaurus import AsyncClient, Client, Result, Sampling, ServerError
-from tokasaurus.library import bulk, shown_call
+from tokasaurus.library import bulk
+from tokasaurus.library.map import progress
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 
 HTTP = httpx.Client(timeout=60)
@@ -569,8 +570,8 @@ def test_a_call_that_takes_long_shows_how_far_it_is(
     sampling = Sampling(max_tokens=200, ignore_eos=True)
     client.generate(PROMPTS[:4], sampling)
     assert capsys.readouterr().err == "", "it takes less than three seconds"
-    monkeypatch.setattr(shown_call, "FIRST_S", 0.0)
-    monkeypatch.setattr(shown_call, "_LOOK_S", 0.01)
+    monkeypatch.setattr(progress, "FIRST_S", 0.0)
+    monkeypatch.setattr(progress, "_LOOK_S", 0.01)
     client.generate([*PROMPTS, None], sampling)  # type: ignore[list-item]
     shown = capsys.readouterr().err
     assert re.match(r"\d+ of 41 rows done, 1 error, .* tokens/s, .* left\n", shown), shown

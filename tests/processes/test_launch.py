@@ -19,6 +19,7 @@ from tests.helpers.examples import few
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_tiny_model
 from tokasaurus.monitoring.shortage import hint_at_memory
+from tokasaurus.processes.launch import read_start_times, write_start_times
 
 HELPERS = Path(__file__).parent / "helpers"
 ROOT = Path(__file__).parents[2]
@@ -352,3 +353,18 @@ def test_missing_model_is_one_line(launch, tmp_path: Path) -> None:
     )  # other lines report the phases of the start
     assert "absent.gguf" in line
     assert line == launcher.lines[-1]
+
+
+def test_times_outlive_a_start_and_damaged_ones_are_ignored(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
+    assert read_start_times() == {}
+    write_start_times({"server: imports": 1.5})
+    assert read_start_times() == {"server: imports": 1.5}
+    (path,) = (tmp_path / "cache").iterdir()
+    for damage in ("", "[1]", '{"server: imports": "soon"}', "{"):
+        path.write_text(damage)
+        assert read_start_times() == {}
+    path.unlink()
+    path.mkdir()
+    write_start_times({"server: imports": 1.5})  # impossible, and no error
+    assert read_start_times() == {}

@@ -24,6 +24,7 @@ from tokasaurus.library.blocking import BulkSession, LoopThread
 from tokasaurus.library.bulk import AsyncBulkSession, ClientClosed, Progress, Server, ServerError
 from tokasaurus.library.counts import Counts
 from tokasaurus.library.map.options import MapOptions
+from tokasaurus.library.map.progress import ShownCall
 from tokasaurus.library.map.sources import absolute_paths
 from tokasaurus.library.model_files import ModelFiles
 from tokasaurus.library.requests import (
@@ -40,7 +41,6 @@ from tokasaurus.library.requests import (
 )
 from tokasaurus.library.results import NO_TOKENS, Result, RowError, Score
 from tokasaurus.library.sampling import Sampling
-from tokasaurus.library.shown_call import ShownCall
 
 if TYPE_CHECKING:
     from tokasaurus.library.map.outputs import MapSummary

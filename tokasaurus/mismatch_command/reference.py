@@ -1,4 +1,6 @@
-"""The forward of a trainer: transformers' own model, one completion at a time."""
+"""The forward of a trainer: transformers' own model, one completion at a time.
+
+Imported when it is used: torch and transformers take seconds."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -38,10 +38,10 @@ from tokasaurus.messages.status import (
     UserError,
     first_line,
 )
-from tokasaurus.monitoring.log_writer import log_writer, setup_logging
+from tokasaurus.monitoring.log_lines import from_relayed
+from tokasaurus.monitoring.log_writer import LogWriter, log_writer, setup_logging
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage, hint_at_memory
 from tokasaurus.monitoring.titles import set_title
-from tokasaurus.processes.log_relay import LogRelay
 
 if TYPE_CHECKING:
     from tempfile import TemporaryDirectory
@@ -67,6 +67,11 @@ STOP_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 FLUSH_SECONDS = 1.0
 """Longest wait until the launcher has read why this process failed, in seconds."""
+
+_MAX_LINE_BYTES = 1 << 20
+"""Of a line on another process's stderr; a longer one is cut into several."""
+_FULL_S = 0.05
+"""Pause until the LogWriter is asked again whether it has space."""
 
 # From linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
@@ -132,6 +137,35 @@ class StopSignals:
     @staticmethod
     def _only_wake_up(number: int, frame: FrameType | None) -> None:
         """Does nothing: the wake-up descriptor already has the signal's number."""
+
+
+class LogRelay:
+    """Passes what one process writes to stderr on to this process's LogWriter, until its end of the pipe is closed: one
+    writer for one terminal.
+
+    Each process has a pipe of its own, so that no line lies in the middle of another one's. If nobody reads stderr,
+    this process's LogWriter is full, a pipe fills up, and the other process's LogWriter drops and counts what it cannot
+    write.
+    """
+
+    def __init__(self, reader: Connection, writer: LogWriter, process: str) -> None:
+        """process: its name in lines."""
+        self._writer = writer
+        self._process = process
+        self._thread = threading.Thread(target=self._run, args=(reader,), name=f"log of {process}", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until all is passed on that the process has written. Precondition: it has ended."""
+        self._thread.join(timeout_s)
+
+    def _run(self, reader: Connection) -> None:
+        with reader, open(reader.fileno(), "rb", closefd=False) as lines:  # a descriptor
+            while line := lines.readline(_MAX_LINE_BYTES):
+                while self._writer.is_full:
+                    time.sleep(_FULL_S)
+                text = line.decode(errors="backslashreplace").removesuffix("\n")
+                self._writer.put_line(from_relayed(text, self._process))
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,18 @@
 """Start, monitor and stop the server, managers and model workers; none outlives this process."""
 
+import json
 import os
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 from tokasaurus.addresses import bind, listening_at, url_of
 from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint
-from tokasaurus.checkpoint.cache import expand_home
+from tokasaurus.checkpoint.cache import cache_directory, expand_home
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import wait
 from tokasaurus.messages.status import (
@@ -33,12 +35,14 @@ from tokasaurus.monitoring.trace import trace_file
 from tokasaurus.processes.feasible import CudaDevices, check_devices, check_model, cuda_devices
 from tokasaurus.processes.group import STOP_NUMBERS, Child, ChildProcess, ProcessGroup, StopSignals
 from tokasaurus.processes.replica import ReplicaProcesses, WeightHistory, describe_failure
-from tokasaurus.processes.start_times import read_start_times, write_start_times
 from tokasaurus.startup_report import StartupReport
 
 # Time for a graceful end before SIGTERM: for the server's open requests, and for the engine's current step.
 SERVER_GRACE_S = 3.0
 ENGINE_GRACE_S = 3.0
+
+_START_TIMES = "start_times.json"
+"""In the cache: how long the phases of the last start took, by which the next one says how far it is."""
 
 
 @dataclass(frozen=True)
@@ -317,3 +321,24 @@ def _end_in_order(group: ProcessGroup, processes: _Processes, stop_signals: Stop
     if processes.server.process.is_alive():
         processes.server.process.kill()
     group.join(processes.managers_and_workers, ENGINE_GRACE_S, stop_signals)
+
+
+def read_start_times() -> dict[str, float]:
+    """Seconds of the phases of the last start, by name; empty if they are not known."""
+    try:
+        found = json.loads((cache_directory() / _START_TIMES).read_text(encoding="utf-8"))
+        return {str(name): float(seconds) for name, seconds in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError, UserError):  # none, or damaged
+        return {}
+
+
+def write_start_times(times: Mapping[str, float]) -> None:
+    """Nothing happens if that is impossible."""
+    try:
+        path = cache_directory() / _START_TIMES
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{_START_TIMES}.{os.getpid()}")
+        unfinished.write_text(json.dumps(times, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    except (OSError, UserError):
+        pass

@@ -1,4 +1,4 @@
-"""The last events of a stream whose replica has died, in the form of its endpoint."""
+"""The last events of a stream whose replica has died, in the form of its endpoint. Knows no Ray."""
 
 from __future__ import annotations
 

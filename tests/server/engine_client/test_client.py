@@ -1,4 +1,4 @@
-"""EngineClient against scripted engines: results, cancellation, load balancing and limits."""
+"""EngineClient against scripted engines: results, cancellation, load balancing, limits and counts."""
 
 import asyncio
 
@@ -7,8 +7,8 @@ import pytest
 from tests.server.helpers.client_driver import make_request, run_with, until
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, hand_over
 from tokasaurus.messages.generation import SequenceDelta
-from tokasaurus.messages.status import EngineLimits, EngineStats, Ready
-from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.messages.status import EngineLimits, EngineStats, Ready, ServerTotals
+from tokasaurus.server.engine_client.client import CallCounts, EngineClient
 
 
 def test_results_are_ordered_by_request_and_sequence_index(engine: FakeEngine) -> None:
@@ -167,3 +167,27 @@ def test_deltas_of_one_sequence_are_concatenated() -> None:
         assert counts == (4, 5, 6), "the last delta has the totals"
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("is_whole", "has_error", "error", "counted"),
+    [
+        (True, False, None, "answered"),
+        (False, False, None, "aborted"),  # a stream whose reader stopped early
+        (False, False, asyncio.CancelledError(), "aborted"),
+        (False, False, GeneratorExit(), "aborted"),
+        (True, False, asyncio.CancelledError(), "answered"),  # its last tokens were there
+        (False, True, None, "failed"),
+        (False, True, asyncio.CancelledError(), "failed"),
+        (False, False, RuntimeError("engine died"), "failed"),
+    ],
+)
+def test_a_call_counts_once_as_its_caller_saw_it(
+    is_whole: bool, has_error: bool, error: BaseException | None, counted: str
+) -> None:
+    counts = CallCounts(num_open=2)
+    counts.note_end(is_whole, has_error, error, 5, 7)
+    assert counts.num_open == 1
+    by_name = {"answered": counts.answered, "aborted": counts.aborted, "failed": counts.failed}
+    assert by_name == {name: int(name == counted) for name in by_name}
+    assert counts.totals() == ServerTotals(counts.answered, counts.aborted, counts.failed, 5, 7)

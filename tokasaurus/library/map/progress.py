@@ -1,13 +1,19 @@
-"""How far a `map` is, in words."""
+"""How far a `map` or another call is, in words."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from tokasaurus.library.bulk import Progress
 from tokasaurus.library.counts import Counts
 from tokasaurus.monitoring.progress import NoDisplay, Speed, make_display, show_rate, show_time
+
+FIRST_S = 3.0
+"""Time until something is shown of a call that is no `map`."""
+_LOOK_S = 0.5
 
 
 class MapProgress:
@@ -50,6 +56,37 @@ class MapProgress:
         self._speed.add(time.monotonic(), counts.num_finished, num_generated)
         text = describe(counts, num_in_flight, told, self._num_rows, self._speed)
         self._display.show(text, counts.num_finished + counts.num_skipped, self._num_rows, is_last)
+
+
+class ShownCall:
+    """Within the context, a thread shows how far a call is that returns when it is done, once it takes some seconds."""
+
+    def __init__(self, num_rows: int, counts: Counts, find_progress: Callable[[], Progress | None]) -> None:
+        """counts: changes while the call runs. find_progress: what the server has told of the rows in flight."""
+        self._num_rows = num_rows
+        self._counts = counts
+        self._find_progress = find_progress
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def __enter__(self) -> ShownCall:
+        self._began_s = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._has_ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        if self._has_ended.wait(FIRST_S):
+            return
+        with MapProgress(self._num_rows, is_shown=True, began_s=self._began_s) as shown:
+            while not self._has_ended.wait(_LOOK_S):
+                num_in_flight = self._counts.num_rows - self._counts.num_finished
+                shown.update(self._counts, num_in_flight, self._find_progress())
 
 
 def describe(counts: Counts, num_in_flight: int, told: Progress | None, num_rows: int | None, speed: Speed) -> str:

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from tokasaurus.manager.engine.admission import Candidates, describe, max_admitted_blocks, num_certain_to_fit
 from tokasaurus.manager.engine.kv_forecast import KVForecast, expected_decode_steps, forecast_kv, running_slots
 from tokasaurus.manager.engine.work_left import work_left
-from tokasaurus.manager.planning.curve_points import curve_points
-from tokasaurus.manager.planning.first_fit import first_fitting_step
 from tokasaurus.manager.planning.kv_simulation import SequenceLoads, SharedLoads, simulate_kv
+from tokasaurus.manager.planning.live_forecast import curve_points, first_fitting_step
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.messages.live import (
     MAX_FORECAST_POINTS,
