@@ -15,6 +15,6 @@ def make_served_model(tokenizer_directory: Path) -> ServedModel:
         eos_ids=frozenset(EOS_IDS),
         created=1_700_000_000,
         system_fingerprint="fp_test",
-        allow_logprobs=True,
-        max_top_logprobs=20,
+        enable_chosen_logprobs=True,
+        max_topk_logprobs=20,
     )

@@ -28,14 +28,14 @@ ALIASES = ("gpt-4o", "team/best", "//odd/name/")
 
 @pytest.fixture(scope="module")
 def named(served_model: ServedModel) -> Iterator[LiveServer]:
-    model = replace(served_model, aliases=ALIASES, source="org/base", model_flag="/models/base/")
+    model = replace(served_model, model_aliases=ALIASES, source="org/base", model_flag="/models/base/")
     with live_server(model, FakeEngine()) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def unnamed(served_model: ServedModel) -> Iterator[LiveServer]:
-    with live_server(replace(served_model, takes_any_name=True, aliases=("gpt-4o",)), FakeEngine()) as server:
+    with live_server(replace(served_model, any_model=True, model_aliases=("gpt-4o",)), FakeEngine()) as server:
         yield server
 
 

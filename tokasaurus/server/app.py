@@ -139,7 +139,7 @@ def run_server(
         on_ready=lambda: status.send(Ready("server")),
         on_broken=stop_broken,
         queue_limits=QueueLimits(config.max_queued_requests, config.max_queued_sequences, config.max_queued_tokens),
-        waits_for_restart=config.while_restarting == "wait",
+        while_restarting=config.while_restarting,
     )
     connections = ConnectionTable(config)
     hosts = allowed_hosts(config.host if config.unix_socket is None else None, config.allowed_hosts)
@@ -286,15 +286,15 @@ def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedMod
         eos_ids=frozenset(checkpoint.info.eos_ids),
         created=int(time.time()),
         system_fingerprint=f"fp_{hashlib.sha256(repr(identity).encode()).hexdigest()[:10]}",
-        allow_logprobs=config.enable_chosen_logprobs,
-        max_top_logprobs=config.max_topk_logprobs,
+        enable_chosen_logprobs=config.enable_chosen_logprobs,
+        max_topk_logprobs=config.max_topk_logprobs,
         logprobs_mode=cast(LogprobsMode, config.logprobs_mode),  # the flag has no other values
         request_templates=request_templates,
         find_tools=cache(lambda: find_tool_support(tokenizer, config.tool_call_format)),
         rl=config.rl,
         model_flag=config.model,
-        aliases=tuple(split_list(config.model_aliases)),
-        takes_any_name=config.any_model,
+        model_aliases=tuple(split_list(config.model_aliases)),
+        any_model=config.any_model,
         source=checkpoint.name,
     )
 

@@ -17,7 +17,7 @@ ALWAYS_ACCEPTED = ("default", "tgi", "dummy")
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Facts about the served model that routes need."""
+    """Facts about the served model that routes need. A field with the name of a flag has its value."""
 
     name: str
     """Its name in the API."""
@@ -28,24 +28,20 @@ class ServedModel:
     """Start of the server, as Unix time in seconds."""
     system_fingerprint: str
     """Unchanged while equal seeds are expected to give equal completions."""
-    allow_logprobs: bool
-    """The flag enable_chosen_logprobs."""
-    max_top_logprobs: int
-    """The flag max_topk_logprobs."""
+    enable_chosen_logprobs: bool
+    max_topk_logprobs: int
     logprobs_mode: LogprobsMode = "raw"
-    """The flag logprobs_mode."""
     find_tools: Callable[[], ToolSupport] = lambda: NO_TOOLS_IN_TEMPLATE
     """How the model's own chat template supports tools; the first call may load it."""
     request_templates: RequestTemplates | None = None
     """Renders the chat templates of requests; None: they may bring none (the flag request_chat_template)."""
     rl: bool = False
-    """The flag rl: answers name the weights that their tokens are from."""
+    """Answers name the weights that their tokens are from."""
     model_flag: str | None = None
     """The flag model= as given, a path or repository id; also accepted as the model's name. None: not given."""
-    aliases: tuple[str, ...] = ()
-    """The flag model_aliases: further names, which GET /v1/models lists."""
-    takes_any_name: bool = False
-    """The flag any_model: every name is one of this model."""
+    model_aliases: tuple[str, ...] = ()
+    """In their order in the flag."""
+    any_model: bool = False
     source: str | None = None
     """The checkpoint's own name, whatever it is served as; None: `name`."""
 
@@ -57,22 +53,22 @@ class ServedModel:
     @property
     def listed_names(self) -> list[str]:
         """Its name and its aliases."""
-        return list(dict.fromkeys((self.name, *self.aliases)))
+        return list(dict.fromkeys((self.name, *self.model_aliases)))
 
     def check_name(self, name: str | None) -> None:
         """Raises ModelNotFound unless `name` is the served model's name or another that is accepted for it.
 
         name: None or empty if a request names no model, which is this one."""
-        if name and name not in self._accepted_names and not self.takes_any_name:
+        if name and name not in self._accepted_names and not self.any_model:
             raise ModelNotFound(name)
 
     def name_in_path(self, name: str) -> str:
         """The listed name that `name`, the end of a path, stands for. In paths, several slashes are one, and the last
         one is dropped. Raises ModelNotFound."""
         found = next((one for one in self._accepted_names if squeeze_slashes(f"/{one}") == f"/{name}"), None)
-        if found is None and not self.takes_any_name:
+        if found is None and not self.any_model:
             raise ModelNotFound(name)
-        return found if found in self.aliases else self.name
+        return found if found in self.model_aliases else self.name
 
     @property
     def _accepted_names(self) -> list[str]:

@@ -84,7 +84,7 @@ def test_two_bodies_at_once_are_counted_before_they_are_submitted() -> None:
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
 
-    run(engine, use, QueueLimits(max_sequences=2 * COUNT - 1))
+    run(engine, use, QueueLimits(max_queued_sequences=2 * COUNT - 1))
 
 
 def test_every_request_of_a_large_body_outlives_the_death_of_the_engine() -> None:

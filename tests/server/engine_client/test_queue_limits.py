@@ -37,16 +37,16 @@ def expected_status(limits: QueueLimits, work: list[Unfinished], new: GenerateRe
             return True
         return Fraction(counts[new.client] + num_new) <= Fraction(limit, len(clients))
 
-    if limits.max_sequences is not None and new.num_sequences > limits.max_sequences:
+    if limits.max_queued_sequences is not None and new.num_sequences > limits.max_queued_sequences:
         return 400
-    if limits.max_tokens is not None and len(new.prompt_ids) > limits.max_tokens:
+    if limits.max_queued_tokens is not None and len(new.prompt_ids) > limits.max_queued_tokens:
         return 400
-    is_full = limits.max_requests is not None and sequences.total() - num_running >= limits.max_requests
+    is_full = limits.max_queued_requests is not None and sequences.total() - num_running >= limits.max_queued_requests
     # the client's share must leave room for one sequence; the body may have more
-    if is_full and Fraction(sequences[new.client] + 1) > Fraction(limits.max_requests or 0, len(clients)):
+    if is_full and Fraction(sequences[new.client] + 1) > Fraction(limits.max_queued_requests or 0, len(clients)):
         return 429
-    is_accepted = fits(limits.max_sequences, sequences, new.num_sequences) and fits(
-        limits.max_tokens, tokens, len(new.prompt_ids)
+    is_accepted = fits(limits.max_queued_sequences, sequences, new.num_sequences) and fits(
+        limits.max_queued_tokens, tokens, len(new.prompt_ids)
     )
     return 200 if is_accepted else 429
 
@@ -98,7 +98,7 @@ def test_bodies_are_accepted_as_by_recounting_all_unfinished_requests(limits: Qu
 
 @pytest.mark.parametrize("num_clients", [1, 2, 7, 50])
 def test_clients_that_ask_for_all_they_can_get_exceed_a_limit_by_a_harmonic_factor(num_clients: int) -> None:
-    work, limit = UnfinishedWork(replace(NO_LIMITS, max_sequences=60)), 60
+    work, limit = UnfinishedWork(replace(NO_LIMITS, max_queued_sequences=60)), 60
     total = 0
     for number in range(num_clients):
         request = replace(make_request(f"r{number}", [0]), client=f"{number}")

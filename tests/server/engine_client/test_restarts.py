@@ -163,10 +163,10 @@ def test_requests_during_a_restart_wait_or_are_refused() -> None:
         engines[0].die()
         await until_restarting(client)
         client.check_restart()
-        client._waits_for_restart = False
+        client._while_restarting = "refuse"
         with pytest.raises(EngineRestarting):
             client.check_restart()
-        client._waits_for_restart = True
+        client._while_restarting = "wait"
         call = asyncio.create_task(client.generate([make_request("a", [7])]))
         await asyncio.sleep(0.05)
         second = start_again(engines[0])

@@ -99,7 +99,7 @@ def test_a_prompt_token_among_the_most_likely_keeps_its_own_rank(served_model: S
 
 
 def test_prompt_logprobs_are_refused_in_streams_and_when_the_flag_forbids_logprobs(served_model: ServedModel) -> None:
-    with live_server(dataclasses.replace(served_model, allow_logprobs=False), FakeEngine(say_hello)) as server:
+    with live_server(dataclasses.replace(served_model, enable_chosen_logprobs=False), FakeEngine(say_hello)) as server:
         client = sync_client(server)
         cases: list[tuple[str, dict[str, Any]]] = [
             ("prompt_logprobs", {"extra_body": {"prompt_logprobs": 0}}),

@@ -21,7 +21,7 @@ from tokasaurus.server.served_model import ServedModel
 @pytest.fixture
 def busy(served_model: ServedModel) -> Iterator[LiveServer]:
     """A server whose engine reports two running sequences and answers no further request. Three sequences may wait."""
-    with live_server(served_model, FakeEngine(), queue_limits=QueueLimits(max_requests=3)) as server:
+    with live_server(served_model, FakeEngine(), queue_limits=QueueLimits(max_queued_requests=3)) as server:
         server.engine.stats = replace(server.engine.stats, num_running=2)
         assert server.http.post(COMPLETIONS, json=minimal_body(COMPLETIONS)).status_code == 200
         server.engine.script = lambda _request, _index: None
@@ -65,7 +65,7 @@ def test_requests_beyond_the_limit_are_refused_until_one_is_cancelled(busy: Live
 
 def test_concurrent_requests_are_counted_when_they_are_submitted(served_model: ServedModel) -> None:
     """All 40 requests find the queue empty on arrival, so 35 are refused only after tokenization."""
-    with live_server(served_model, FakeEngine(), queue_limits=QueueLimits(max_requests=5)) as server:
+    with live_server(served_model, FakeEngine(), queue_limits=QueueLimits(max_queued_requests=5)) as server:
         server.engine.script = lambda _request, _index: None
         content = orjson.dumps(minimal_body(COMPLETIONS))
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode()
@@ -97,7 +97,7 @@ def test_hard_limits_refuse_what_does_not_fit_now_or_ever(
     served_model: ServedModel, flag: str, too_large: dict[str, object], half: dict[str, object], stream: bool
 ) -> None:
     """The limit is 8. Each letter is a token; a prompt counts once, however many samples it has."""
-    limits = QueueLimits(max_sequences=8) if flag == "max_queued_sequences" else QueueLimits(max_tokens=8)
+    limits = QueueLimits(max_queued_sequences=8) if flag == "max_queued_sequences" else QueueLimits(max_queued_tokens=8)
     with live_server(served_model, FakeEngine(), queue_limits=limits) as server:
         server.engine.script = never
         body = minimal_body(COMPLETIONS) | {"stream": stream}
@@ -117,7 +117,7 @@ def test_hard_limits_refuse_what_does_not_fit_now_or_ever(
 
 
 def test_client_below_its_share_is_accepted_although_another_filled_the_queue(served_model: ServedModel) -> None:
-    with live_server(served_model, FakeEngine(), queue_limits=QueueLimits(max_sequences=8)) as server:
+    with live_server(served_model, FakeEngine(), queue_limits=QueueLimits(max_queued_sequences=8)) as server:
         server.engine.script = never
         with leave_open(server, n=8):
             assert server.http.post(COMPLETIONS, json=minimal_body(COMPLETIONS) | {"n": 5}).status_code == 429

@@ -209,7 +209,7 @@ def test_chats_return_token_ids_unstreamed_and_streamed(server: LiveServer) -> N
 
 
 def test_the_flag_limits_the_number_of_requested_top_logprobs(served_model: ServedModel) -> None:
-    with live_server(dataclasses.replace(served_model, max_top_logprobs=2), FakeEngine(say_hello)) as server:
+    with live_server(dataclasses.replace(served_model, max_topk_logprobs=2), FakeEngine(say_hello)) as server:
         client = sync_client(server)
         assert client.completions.create(model="default", prompt="a", logprobs=2).choices[0].logprobs is not None
         with pytest.raises(openai.BadRequestError, match="logprobs may be at most 2") as refused:

@@ -45,7 +45,7 @@ def test_batches_share_the_engine_and_live_requests_come_first(served_model: Ser
     async def test() -> None:
         engine, limits = FakeEngine(script=never), BatchLimits(max_sequences_in_engine=40)
         async with running_service(
-            served_model, tmp_path, engine, limits, QueueLimits(max_requests=1, max_sequences=4)
+            served_model, tmp_path, engine, limits, QueueLimits(max_queued_requests=1, max_queued_sequences=4)
         ) as running:
             first = await running.create(*[{"prompt": "a", "n": 4} for _ in range(200)])
             await running.until(lambda engine: len(engine.requests) == 10)

@@ -274,7 +274,7 @@ def test_tiny_temperature_becomes_zero_and_tiny_top_p_stays_positive_in_float32(
 
 
 def test_logprobs_are_refused_if_the_server_does_not_allow_them(served_model: ServedModel) -> None:
-    without = replace(served_model, allow_logprobs=False)
+    without = replace(served_model, enable_chosen_logprobs=False)
     assert completion(without).requests
     for refused in (lambda: completion(without, logprobs=0), lambda: chat(without, logprobs=True)):
         with pytest.raises(InvalidRequest) as error:

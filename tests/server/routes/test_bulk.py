@@ -180,12 +180,12 @@ def test_internal_error_affects_only_its_own_line(shared_server: LiveServer, mon
 
 def test_lines_wait_while_the_queue_is_full(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk, "QUEUE_RETRY_S", 0.05)
-    with live_server(served_model, FakeEngine(), queue_limits=QueueLimits(max_requests=2)) as server:
+    with live_server(served_model, FakeEngine(), queue_limits=QueueLimits(max_queued_requests=2)) as server:
         results = ask(server, b"".join(line_of(str(number), GOOD) for number in range(200)))
         assert [result["response"]["status_code"] for result in results] == [200] * 200
 
 
-@pytest.mark.parametrize("limits", [QueueLimits(max_sequences=2), QueueLimits(max_tokens=10)])
+@pytest.mark.parametrize("limits", [QueueLimits(max_queued_sequences=2), QueueLimits(max_queued_tokens=10)])
 def test_lines_wait_at_the_hard_limits_unless_they_can_never_fit(
     served_model: ServedModel, monkeypatch: pytest.MonkeyPatch, limits: QueueLimits
 ) -> None:

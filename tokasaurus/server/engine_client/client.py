@@ -85,18 +85,18 @@ class CallCounts:
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """None: no limit. Sequences and tokens count from submission; each sample of a prompt is a sequence.
+    """Flags; None: no limit. Sequences and tokens count from submission; each sample of a prompt is a sequence.
 
     A client below its fair share, which is a limit divided by the number of clients with unfinished requests, is
     accepted even when others have filled the queue. C clients together may therefore exceed a limit, but less than
     1 + 1/2 + ... + 1/C times.
     """
 
-    max_requests: int | None = None
+    max_queued_requests: int | None = None
     """A body is accepted whole while fewer sequences than this wait, as far as the engine has reported."""
-    max_sequences: int | None = None
+    max_queued_sequences: int | None = None
     """Unfinished sequences, with those of the new body."""
-    max_tokens: int | None = None
+    max_queued_tokens: int | None = None
     """Prompt tokens of unfinished requests, with those of the new body; once per request, however many samples."""
 
 
@@ -132,14 +132,16 @@ class UnfinishedWork:
         num_clients = len(self._by_client) + (client not in self._by_client)
         self.check_size(num_sequences, num_tokens)
         bounds = (
-            ("max_queued_sequences", limits.max_sequences, num_sequences, own.num_sequences, total.num_sequences),
-            ("max_queued_tokens", limits.max_tokens, num_tokens, own.num_tokens, total.num_tokens),
+            ("max_queued_sequences", num_sequences, own.num_sequences, total.num_sequences),
+            ("max_queued_tokens", num_tokens, own.num_tokens, total.num_tokens),
         )
-        if limits.max_requests is not None:
-            is_full = total.num_sequences - num_running >= limits.max_requests
-            if is_full and own.num_sequences >= limits.max_requests // num_clients:
-                raise QueueFull(f"{limits.max_requests} or more sequences are already waiting (max_queued_requests)")
-        for flag, limit, num_new, num_own, num_all in bounds:
+        max_waiting = limits.max_queued_requests
+        if max_waiting is not None:
+            is_full = total.num_sequences - num_running >= max_waiting
+            if is_full and own.num_sequences >= max_waiting // num_clients:
+                raise QueueFull(f"{max_waiting} or more sequences are already waiting (max_queued_requests)")
+        for flag, num_new, num_own, num_all in bounds:
+            limit: int | None = getattr(limits, flag)
             if limit is not None and num_all + num_new > limit and num_own + num_new > limit // num_clients:
                 raise QueueFull(
                     f"{num_all} {_UNITS[flag]} are unfinished and the body has {num_new}: "
@@ -148,10 +150,8 @@ class UnfinishedWork:
 
     def check_size(self, num_sequences: int, num_tokens: int) -> None:
         """Raises InvalidRequest if a body alone exceeds a limit. num_tokens: as for `check`."""
-        for flag, limit, num_new in (
-            ("max_queued_sequences", self.limits.max_sequences, num_sequences),
-            ("max_queued_tokens", self.limits.max_tokens, num_tokens),
-        ):
+        for flag, num_new in (("max_queued_sequences", num_sequences), ("max_queued_tokens", num_tokens)):
+            limit: int | None = getattr(self.limits, flag)
             if limit is not None and num_new > limit:
                 raise InvalidRequest(f"the body has {num_new} {_UNITS[flag]}: at most {limit} are accepted ({flag})")
 
@@ -361,8 +361,7 @@ class EngineClient:
 
     launcher: socket over which the launcher hands over the channels of each replica that it has started. on_ready:
     called once, when every replica is up. on_broken: called when a manager's message cannot be read or applied; answers
-    are lost from then on. queue_limits: what may be unfinished. waits_for_restart: whether new requests wait while
-    every replica is restarting; otherwise they are refused.
+    are lost from then on. queue_limits: what may be unfinished. while_restarting: the flag.
     """
 
     def __init__(
@@ -372,7 +371,7 @@ class EngineClient:
         on_ready: Callable[[], None] = lambda: None,
         on_broken: Callable[[Exception], None] = _raise,
         queue_limits: QueueLimits = NO_LIMITS,
-        waits_for_restart: bool = True,
+        while_restarting: str = "wait",
     ) -> None:
         launcher.setblocking(False)
         self._launcher = launcher
@@ -381,7 +380,7 @@ class EngineClient:
         """By replica; under "" those of requests that ended before any had them."""
         self._on_ready = on_ready
         self._on_broken = on_broken
-        self._waits_for_restart = waits_for_restart
+        self._while_restarting = while_restarting
         self._pending: dict[str, PendingRequest] = {}
         self._work = UnfinishedWork(queue_limits)
         self.calls = CallCounts()
@@ -511,7 +510,7 @@ class EngineClient:
 
     def check_restart(self) -> None:
         """Raises EngineRestarting if new requests are refused now."""
-        if self.is_restarting and not self._waits_for_restart:
+        if self.is_restarting and self._while_restarting == "refuse":
             raise EngineRestarting("the engine is restarting")
 
     async def generate(

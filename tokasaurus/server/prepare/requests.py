@@ -221,8 +221,8 @@ def _bad_sequences(words: Sequence[str], model: ServedModel) -> list[tuple[int, 
 
 def checked_top(asked: int, param: str, model: ServedModel) -> int:
     """Number of top-k logprobs per token to request from the engine. Raises InvalidRequest if `asked` is too high."""
-    if asked > model.max_top_logprobs:
-        raise InvalidRequest(f"{param} may be at most {model.max_top_logprobs} (max_topk_logprobs)", param)
+    if asked > model.max_topk_logprobs:
+        raise InvalidRequest(f"{param} may be at most {model.max_topk_logprobs} (max_topk_logprobs)", param)
     return min(asked, model.vocab_size)
 
 
@@ -230,7 +230,7 @@ def prompt_top(body: SamplingFields, model: ServedModel) -> int | None:
     """Number of top-k logprobs per prompt token that `prompt_logprobs` asks for; None if it is not set."""
     if body.prompt_logprobs is None:
         return None
-    if not model.allow_logprobs:
+    if not model.enable_chosen_logprobs:
         message = "prompt_logprobs is disabled on this server (enable_chosen_logprobs)"
         raise InvalidRequest(message, "prompt_logprobs")
     return checked_top(body.prompt_logprobs, "prompt_logprobs", model)
@@ -291,7 +291,7 @@ def make_requests(
     num_top_logprobs, num_top_prompt_logprobs: of sampled and of prompt tokens. None for no logprobs, 0 for those of the
     tokens themselves only. Raises InvalidRequest.
     """
-    if num_top_logprobs is not None and not model.allow_logprobs:
+    if num_top_logprobs is not None and not model.enable_chosen_logprobs:
         raise InvalidRequest("logprobs is disabled on this server (enable_chosen_logprobs)", "logprobs")
     fewest = min(max_new_tokens for _, max_new_tokens in prompts)
     if body.min_tokens > fewest:
