@@ -1,11 +1,15 @@
 """Starting and stopping servers, with a program that stands for one."""
 
 import os
+import signal
 import stat
+import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +59,23 @@ def test_a_server_runs_while_it_is_measured(name: str, environment: Path) -> Non
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
+
+
+def test_a_signal_while_a_server_is_started_leaves_none(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is there, but Popen has not returned yet."""
+    processes: list[subprocess.Popen[bytes]] = []
+    original = subprocess.Popen
+
+    def interrupted(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        processes.append(original(*arguments, **options))
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.3)
+        return processes[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt), started("vllm", "org/model", str(environment), "", 30):
+        pass
+    assert [process.returncode for process in processes] == [-signal.SIGTERM]
 
 
 def test_a_server_that_ends_at_its_start_is_an_error_with_its_last_words(environment: Path) -> None:

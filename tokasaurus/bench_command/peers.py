@@ -15,6 +15,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,23 +124,27 @@ def started(
         if environment is not None and Path(environment).expanduser().is_dir():
             # As an activated environment: some servers start their own processes by PATH.
             environ["PATH"] = f"{Path(environment).expanduser() / 'bin'}{os.pathsep}{environ.get('PATH', '')}"
-        with log.open("wb") as output:
+        # A signal raises in the main thread. If it came within Popen, nobody would know the process that was started.
+        with log.open("wb") as output, ThreadPoolExecutor(1) as pool:
+            starting = pool.submit(
+                subprocess.Popen,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for this process, which then stops the server
+                env=environ,
+            )
             try:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C is for this process, which then stops the server
-                    env=environ,
-                )
-            except OSError as error:
-                raise ServerError(f"{name}: {command[0]}: {error.strerror}") from None
-        try:
-            _wait_until_ready(name, process, f"http://127.0.0.1:{port}{peer.ready_path}", start_timeout_s, log)
-            yield Started(f"http://127.0.0.1:{port}{peer.api_path}", shlex.join(without_secrets(command)))
-        finally:
-            _stop(process)
+                try:
+                    process = starting.result()
+                except OSError as error:
+                    raise ServerError(f"{name}: {command[0]}: {error.strerror}") from None
+                _wait_until_ready(name, process, f"http://127.0.0.1:{port}{peer.ready_path}", start_timeout_s, log)
+                yield Started(f"http://127.0.0.1:{port}{peer.api_path}", shlex.join(without_secrets(command)))
+            finally:
+                if starting.exception() is None:
+                    _stop(starting.result())
 
 
 def words_of(name: str, arguments: str) -> list[str]:

@@ -23,10 +23,14 @@ _ALTERNATE_SCREEN = 1049 << 5
 
 
 class CountingScreen(pyte.Screen):
-    """Counts what a screen of whole lines must not do."""
+    """Counts what a screen of whole lines must not do, since it was made or reset."""
 
-    num_wraps = 0
-    num_scrolls = 0
+    num_wraps: int
+    num_scrolls: int
+
+    def reset(self) -> None:
+        super().reset()
+        self.num_wraps = self.num_scrolls = 0
 
     def draw(self, data: str) -> None:
         self.num_wraps += self.cursor.x + wcswidth(data) > self.columns
