@@ -51,30 +51,24 @@ def admit(state: EngineState, sequence: Sequence, cached: PrefixNode | None = No
     tail = prompt.token_ids[num_tree_blocks * page_size :]
     if len(tail):
         blocks.tokens[table[num_tree_blocks], : len(tail)] = tail
-    slots.open(sequence, table, page_size, choose_microbatch(state, sequence))
+    start = _start(state, sequence, shared)
+    slots.open(sequence, table, page_size, choose_microbatch(state, sequence), start, match.num_blocks * page_size)
     sequence.phase = Phase.PREFILL
     if not sequence.admitted_s:
         sequence.admitted_s = time.monotonic()
     state.queues.prefilling[sequence] = None
-    _set_start(state, sequence, match.num_blocks)
     _reserve_prompt_logprobs(state, sequence)
 
 
-def _set_start(state: EngineState, sequence: Sequence, num_cached_blocks: int) -> None:
-    """Set where the prefill starts, given that the KV of the first `num_cached_blocks` blocks will be cached.
-
-    It starts after these blocks or, if prompt logprobs are wanted, at the first position whose logits are needed.
-    """
-    slots, slot, page_size = state.slots, sequence.slot, state.options.limits.page_size
-    start = slots.first_writes[slot] = num_cached_blocks * page_size
-    if sequence.needs_prompt_logprobs:
-        assert state.blocks.prompt_logprobs is not None
-        cached = slots.block_tables[slot, :num_cached_blocks]
-        num_with_logprobs = state.blocks.prompt_logprobs.num_leading_blocks(
-            cached, sequence.request.num_top_prompt_logprobs
-        )
-        start = first_position(num_with_logprobs, page_size)
-    slots.first_positions[slot] = slots.num_kv_tokens[slot] = start
+def _start(state: EngineState, sequence: Sequence, cached: NDArray[np.int32]) -> int:
+    """First position that the prefill computes, given that the KV of its first blocks, `cached`, will be there: after
+    these or, if prompt logprobs are wanted, the first position whose logits are needed."""
+    page_size = state.options.limits.page_size
+    if not sequence.needs_prompt_logprobs:
+        return len(cached) * page_size
+    assert state.blocks.prompt_logprobs is not None
+    num_top = sequence.request.num_top_prompt_logprobs
+    return first_position(state.blocks.prompt_logprobs.num_leading_blocks(cached, num_top), page_size)
 
 
 def _reserve_prompt_logprobs(state: EngineState, sequence: Sequence) -> None:
@@ -280,8 +274,9 @@ def find_starts(state: EngineState) -> None:
         table = slots.block_tables[sequence.slot, : sequence.num_tree_blocks]
         if not sequence.is_open:
             is_cached = will_be_computed[table]
-            num_cached = len(table) if is_cached.all() else int(is_cached.argmin())
-            _set_start(state, sequence, num_cached)
+            cached = table if is_cached.all() else table[: int(is_cached.argmin())]
+            start, first_write = _start(state, sequence, cached), len(cached) * state.options.limits.page_size
+            slots.set_start(sequence.slot, start, first_write)
         _reserve_prompt_logprobs(state, sequence)
         will_be_computed[table] = True
     state.starts_are_stale = False

@@ -125,7 +125,7 @@ class Totals:
 
 @dataclass(slots=True)
 class AdmissionState:
-    """What engine/admission remembers between two admissions."""
+    """What engine/admission remembers between two admissions; only it writes this, but for `blocked_at`."""
 
     batch: int
     """Sequences that the next KV simulation tries to admit first."""
@@ -134,7 +134,8 @@ class AdmissionState:
     usual_releases: float = 0.0
     """Moving average of the sequences that leave between two admissions."""
     blocked_at: tuple[int, int] | None = None
-    """`next_step_id` and `num_releases` when the next waiting sequence did not fit; None if it has not been tried."""
+    """`next_step_id` and `num_releases` when the next waiting sequence did not fit; None if it has not been tried, and
+    after a pause, when engine/commands sets it."""
     prefill_rate: int | None = None
     """Most prefill tokens of a step of each microbatch together, as assumed by the last admission; None: as many as
     fit."""
@@ -153,27 +154,33 @@ class LengthState:
     num_in_forecast: int = 0
     """Recorded ends when `forecast` was fitted."""
     newest: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLE_LENGTHS))
-    """Finished sequences that no LiveSample had yet: (tokens predicted when it was admitted, tokens)."""
+    """Finished sequences that no LiveSample had yet, which takes them: (tokens predicted at admission, tokens)."""
 
 
 @dataclass(slots=True)
 class GroupState:
-    """Prefix groups: found by Engine, used by engine/input_building."""
+    """Prefix groups: found by engine/engine, used by engine/input_building."""
 
     trials: GroupTrials | None
     """None if the costs of prefix groups are not corrected."""
     num_blocks: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
     """[groups + 1], blocks in each group's shared prefix, indexed by the numbers in SlotArrays.groups."""
     are_old: bool = False
-    """The set of decoding sequences has changed since they were grouped."""
+    """The set of decoding sequences, or the costs of groups, have changed since they were grouped. Set by
+    engine/input_building, engine/lifecycle and engine/outputs."""
     are_new: bool = False
     """No step has used the current prefix groups yet."""
 
 
 @dataclass(slots=True)
 class EngineState:
-    """All mutable state of one engine. Steps are numbered from 0 in the order in which they are sent, and this number
-    is the only clock of the state; results arrive in the same order."""
+    """All mutable state of one engine, grouped by the module that writes it; others that write a field are named under
+    it.
+
+    Steps are numbered from 0 in the order in which they are sent; results arrive in the same order. This number is the
+    clock of all that is scheduled. Only what is told to clients goes by time.monotonic: when deltas of streams are due
+    and were made, when a request came, and when a sequence was admitted and had its first token.
+    """
 
     options: EngineOptions
     slots: SlotArrays
@@ -192,13 +199,14 @@ class EngineState:
 
     # engine/requests
     unfinished: dict[str, Samples] = field(default_factory=dict)
-    """Requests with running or waiting sequences, for cancellation."""
+    """Requests with running or waiting sequences, for cancellation. Removed by engine/lifecycle with the last one."""
     cancelled: deque[Sequence] = field(default_factory=deque)
-    """Sequences of cancelled requests that ran at the cancellation and may still do so."""
+    """Sequences of cancelled requests that ran at the cancellation and may still do so. Also emptied by
+    engine/commands when all sequences stop."""
 
     # engine/commands
     commands: deque[EngineCommand] = field(default_factory=deque)
-    """Not carried out yet, in the order in which they arrived."""
+    """Not carried out yet, in the order in which they arrived. Added by engine/engine."""
     is_paused: bool = False
     """No steps are sent, and nothing is admitted."""
     is_asleep: bool = False
@@ -206,45 +214,50 @@ class EngineState:
     sent_command: WorkerCommand | None = None
     """The first of `commands`, which the workers are carrying out."""
     done: list[CommandDone] = field(default_factory=list)
-    """Not yet sent to the server."""
+    """Not yet sent to the server; manager/loop takes them."""
     weight_versions: WeightVersions = FIRST_VERSIONS
-    """Of a completion that is wholly of the present weights."""
+    """Of a completion that is wholly of the present weights. Set by manager/loop at the start."""
+
+    # engine/engine
     asked_sample: TakeSample | None = None
-    """Not answered yet."""
+    """Not answered yet; engine/live_sample answers it."""
+    next_microbatch: int = 0
+    """The microbatch whose turn is next."""
 
     # engine/lifecycle
     starts_are_stale: bool = False
     """A sequence left during prefill: others may have relied on its blocks, so their first positions must be found
     again."""
 
-    # Steps: sent by engine/input_building, applied by engine/outputs.
+    # engine/input_building
     steps_in_flight: deque[StepInFlight] = field(default_factory=deque)
+    """engine/outputs removes a step when it applies its results."""
     next_step_id: int = 0
     """Number of the next step to be sent."""
-    last_result_id: int = -1
-    """The newest step whose results have arrived; -1 before the first."""
-    next_microbatch: int = 0
-    """The microbatch whose turn is next."""
     slot_of_node: dict[int, int] = field(default_factory=dict)
     """By index of a prefix tree node: the slot that opened last with this node on its path."""
+
+    # engine/outputs
+    last_result_id: int = -1
+    """The newest step whose results have arrived; -1 before the first."""
     has_had_work: bool = False
-    """Sequences have run or waited ever since the last result."""
+    """Sequences have run or waited ever since the last result. Cleared by engine/engine when none does, and by
+    engine/commands when all stop."""
     step_seconds: float | None = None
     """Expected time of a step without prefill; None before the first result."""
     step_time_model: StepTimeModel = field(default_factory=StepTimeModel)
     step_times: StepTimes = field(default_factory=lambda: StepTimes(1.0))
     """Longest plausible times, for WorkerWatch."""
-
-    # engine/outputs
     ending: deque[tuple[Sequence, bool]] = field(default_factory=deque)
     """Sequences whose last token is known, and that still have their slots unless they were cancelled since; and
     whether a stop ends them rather than their length."""
     has_uncounted: bool = False
     """Some tokens of sequences with stop strings are not checked for them yet, and so not counted as generated."""
     stream_due_s: float = math.inf
-    """When the next delta of a stream with unsent tokens is due, by time.monotonic."""
+    """When the next delta of a stream with unsent tokens is due, by time.monotonic. engine/lifecycle sets inf once the
+    last stream has left."""
     deltas: list[SequenceDelta] = field(default_factory=list)
-    """Not yet sent to the server: finished sequences, and new tokens of streamed ones."""
+    """Not yet sent to the server: finished sequences, and new tokens of streamed ones; manager/loop takes them."""
 
     def stats(self, manager_busy_fraction: float = 0.0, manager_cpu_seconds: float = 0.0) -> EngineStats:
         tokens = self.totals.tokens

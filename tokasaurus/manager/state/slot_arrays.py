@@ -12,7 +12,9 @@ NEVER = np.iinfo(np.int64).max
 class SlotArrays:
     """State that changes with every step. Arrays have one row per batch slot; slot 0 is padding and has no sequence.
 
-    `open` and `close` set and clear everything that a slot has. `num_kv_tokens` alone tells how far the steps sent so
+    After `open` and an earlier `close`, every array has its value for the slot's new sequence, apart from the newest
+    token and `predicted_tokens`. Arrays are grouped by the module that writes them while the sequence runs; others that
+    do are named under the array. `num_kv_tokens` alone tells how far the steps sent so
     far go, because a decode step writes the KV of the token that the step before sampled: after a prefill of P tokens,
     `num_kv_tokens` = P means that the first token is being sampled, and P + 1 that the second is.
     """
@@ -50,15 +52,13 @@ class SlotArrays:
         self.num_streamed = 0
         """Running sequences whose tokens are sent as they arrive."""
 
-        # Set by `open`, read by all.
+        # Written by `open` and `close` only.
         self.num_prompt_tokens = zeros()
         """Tokens of the request's own prompt."""
         self.num_prefill_tokens = zeros()
         """`num_prompt_tokens` plus the tokens kept across preemptions."""
         self.admitted_at = zeros()
         """Admission number: `num_admissions` before this one."""
-        self.predicted_tokens = zeros()
-        """Length of its completion as predicted when it was admitted; set by engine/admission."""
         self.microbatches = zeros()
         """See engine/microbatches; 0 without pipeline stages."""
         self.nodes = zeros()
@@ -80,7 +80,11 @@ class SlotArrays:
         self.is_slow = false()
         """Its grammar is slow (see CompiledGrammar.is_slow)."""
 
-        # Where the prefill starts: engine/lifecycle.
+        # engine/admission, when it has admitted the sequence.
+        self.predicted_tokens = zeros()
+        """Length of its completion as predicted then."""
+
+        # Where the prefill starts: engine/lifecycle, again if another sequence leaves during its prefill.
         self.first_positions = zeros()
         """First position that the prefill computes."""
         self.first_writes = zeros()
@@ -89,30 +93,32 @@ class SlotArrays:
 
         # Advanced with each step that is sent: engine/input_building.
         self.num_kv_tokens = zeros()
-        """Tokens whose KV is cached or computed by the steps sent so far."""
+        """Tokens whose KV is cached or computed by the steps sent so far. Also set with `first_positions`."""
         self.num_covered_tokens = zeros()
         """Tokens that fit into its allocated blocks."""
         self.block_tables: NDArray[np.int32] = np.zeros((num_slots + 1, max_blocks + 1), np.int32)
         """[slots, most blocks of a sequence + 1]; 0, the padding block, after the sequence's own blocks."""
         self.opened_at = np.full(num_slots + 1, NEVER)
-        """The step that opened the slot for its sequence at the worker; NEVER before that, and once it is ending."""
+        """The step that opened the slot for its sequence at the worker; NEVER before that, and once it is ending, which
+        engine/outputs sets."""
         self.is_decoding = false()
-        """A running sequence past its prefill: decodes in every step, unless it awaits its matcher."""
+        """A running sequence past its prefill: decodes in every step, unless it awaits its matcher. Set by
+        state/sequence_queues, and cleared by engine/outputs once it is ending."""
         self.awaits_matcher = false()
         """Its masks depend on its tokens and the next one is not ready: a token is being sampled, or its grammar
-        matcher is reading one."""
+        matcher is reading one. Cleared by engine/outputs."""
         self.groups = zeros()
-        """Number of its prefix group; 0 for none."""
+        """Number of its prefix group; 0 for none. Set by engine/engine."""
         self.num_shared_tokens = zeros()
-        """Prompt tokens in the longest prefix that it has attended to in a prefix group."""
+        """Prompt tokens in the longest prefix that it has attended to in a prefix group. Set by engine/lifecycle."""
 
         # Advanced with each result: engine/outputs.
         self.num_known_tokens = zeros()
         """Prompt tokens, and sampled tokens whose values have arrived."""
         self.last_tokens = zeros()
-        """Newest known token."""
+        """Newest token that it has sampled, once there is one; before, a token of an earlier sequence."""
         self.last_logprobs = np.zeros(num_slots + 1, np.float32)
-        """Logprob of the newest known token."""
+        """Logprob of `last_tokens`."""
         self.max_kv_tokens = zeros()
         """`num_kv_tokens` after the last step that the sequence may need; lowered once it is ending."""
         self.may_stop = false()
@@ -143,8 +149,17 @@ class SlotArrays:
         assert sequence is not None, f"slot {slot} has no sequence"
         return sequence
 
-    def open(self, sequence: Sequence, blocks: NDArray[np.int32], page_size: int, microbatch: int) -> None:
-        """Give a free slot to `sequence`, whose node is set. blocks: those of its whole prompt, int32."""
+    def open(
+        self,
+        sequence: Sequence,
+        blocks: NDArray[np.int32],
+        page_size: int,
+        microbatch: int,
+        first_position: int,
+        first_write: int,
+    ) -> None:
+        """Give a free slot to `sequence`, whose node is set. blocks: those of its whole prompt, int32. first_position,
+        first_write: as for `set_start`."""
         request, slot = sequence.request, self.free.pop()
         sequence.slot = slot
         self.sequences[slot] = sequence
@@ -164,6 +179,7 @@ class SlotArrays:
         self.has_mask[slot] = sequence.has_grammar or sequence.token_masks is not None
         self.needs_results[slot] = sequence.needs_results
         self.is_slow[slot] = sequence.grammar_matcher is not None and sequence.grammar_matcher.compiled_grammar.is_slow
+        self.set_start(slot, first_position, first_write)
         self.num_covered_tokens[slot] = len(blocks) * page_size
         self.block_tables[slot, : len(blocks)] = blocks
         self.groups[slot] = 0
@@ -179,8 +195,13 @@ class SlotArrays:
         self.num_admissions += 1
         self._count(sequence, 1)
 
+    def set_start(self, slot: int, first_position: int, first_write: int) -> None:
+        """Where the prefill starts: see the arrays of these names. Precondition: no step has computed it yet."""
+        self.first_positions[slot] = self.num_kv_tokens[slot] = first_position
+        self.first_writes[slot] = first_write
+
     def close(self, sequence: Sequence, page_size: int) -> None:
-        """Free the slot of a running sequence. What later sequences would mistake for theirs is cleared."""
+        """Free the slot of a running sequence."""
         slot = sequence.slot
         self.block_tables[slot, : self.num_covered_tokens[slot] // page_size] = 0
         self.opened_at[slot] = NEVER
