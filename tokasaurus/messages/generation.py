@@ -36,11 +36,10 @@ MAX_STOP_TOKEN_IDS = 16
 class SamplingParams(NamedTuple):
     """How a sequence's tokens are sampled. The defaults sample from the model's own distribution.
 
-    A request carries one; the worker has one per slot, as a row of SAMPLING_DTYPE. Two readers give a field its effect:
-    model/sampling for torch, by name, and csrc/sampling for the CPU, whose struct SamplingParams has the same fields.
-
-    Filters apply in the order min_p, top_k, top_p. Penalties apply to greedy sampling too, after logit biases, with
-    vLLM's formulas and order.
+    A request carries one; the worker has one per slot, as a row of SAMPLING_DTYPE. RULES in model/sampling/rules.py
+    says in which order they apply. Two readers give a field its effect: model/sampling for torch, by name, and
+    csrc/sampling for the CPU, whose struct SamplingParams has the same fields. Penalties have vLLM's formulas, and
+    apply to greedy sampling too.
     """
 
     temperature: float = 1.0
@@ -60,8 +59,35 @@ class SamplingParams(NamedTuple):
 
     @property
     def has_penalties(self) -> bool:
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+        return any(getattr(self, name) != self._field_defaults[name] for name in PENALTIES)
 
+
+LIMITS = ("min_p", "top_k", "top_p")
+"""The fields that exclude unlikely tokens, in this order. A value other than its default switches one on."""
+
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+"""The fields that make tokens of the context less likely. The same holds for their defaults."""
+
+
+class EffectiveValues(NamedTuple):
+    """Values of a sampling parameter that have an effect."""
+
+    strong: float
+    """Changes most tokens."""
+    weak: float
+    """Changes few tokens: a limit leaves many of them, which takes a sampler the most work."""
+
+
+EFFECTIVE_VALUES = {
+    "temperature": EffectiveValues(0.3, 0.9),
+    "top_p": EffectiveValues(0.3, 0.9),
+    "top_k": EffectiveValues(2, 2000),
+    "min_p": EffectiveValues(0.5, 0.01),
+    "presence_penalty": EffectiveValues(-2.0, 0.5),
+    "frequency_penalty": EffectiveValues(2.0, 0.5),
+    "repetition_penalty": EffectiveValues(2.0, 1.2),
+}
+"""Of every field of SamplingParams: what warm-up, the checks of a start and tests sample with."""
 
 SAMPLING_DTYPE = np.dtype(
     [(name, {float: np.float32, int: np.int32}[kind]) for name, kind in get_type_hints(SamplingParams).items()]

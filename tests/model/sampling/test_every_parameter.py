@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.installed_triton import needs_interpreter, run_python
-from tests.helpers.sampling_changes import CHANGES
 from tests.model.sampling.helpers.changed_params import (
     DEFAULTS,
     Tokens,
@@ -15,7 +14,8 @@ from tests.model.sampling.helpers.changed_params import (
     drawn_by_torch,
 )
 from tests.model.sampling.helpers.shard_ranks import run_ranks
-from tokasaurus.messages.generation import SamplingParams
+from tokasaurus.messages.generation import EFFECTIVE_VALUES, SamplingParams
+from tokasaurus.model.sampling.rules import RULES
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +34,15 @@ def assert_every_parameter_has_its_effect(tokens: Tokens, by_torch: Tokens) -> N
         assert name == DEFAULTS or num_changed >= num_rows // 12, f"{name} has no effect"
 
 
-def test_each_parameter_has_a_value_that_must_change_something() -> None:
-    """A new parameter needs one: the tests below then fail for each sampler that does not read it."""
-    assert list(CHANGES) == list(SamplingParams._fields)
+def test_each_parameter_has_values_that_must_change_something() -> None:
+    """A new parameter needs them: the tests below then fail for each sampler that does not read it."""
+    assert list(EFFECTIVE_VALUES) == list(SamplingParams._fields)
     defaults = SamplingParams()._asdict()
-    assert not [name for name, value in CHANGES.items() if value == defaults[name]]
+    assert not [name for name, values in EFFECTIVE_VALUES.items() if defaults[name] in values]
+
+
+def test_each_parameter_belongs_to_one_rule() -> None:
+    assert sorted(name for rule in RULES for name in rule.fields) == sorted(SamplingParams._fields)
 
 
 def test_plain_torch_reads_every_parameter(by_torch: Tokens) -> None:

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.examples import examples
-from tests.helpers.sampling_changes import CHANGES
 from tests.helpers.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
 from tests.server.helpers.prepared_requests import chat, completion, prompts_of
-from tokasaurus.messages.generation import SamplingParams
+from tokasaurus.messages.generation import EFFECTIVE_VALUES, SamplingParams
 from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.served_model import ServedModel
@@ -286,7 +285,7 @@ def test_logprobs_are_refused_if_the_server_does_not_allow_them(served_model: Se
 def test_every_sampling_parameter_is_a_field_of_both_bodies_and_changes_nothing_else(
     served_model: ServedModel, name: str
 ) -> None:
-    usual, value = SamplingParams()._asdict(), CHANGES[name]
+    usual, value = SamplingParams()._asdict(), EFFECTIVE_VALUES[name].strong
     for prepare in (completion, chat):
         (request,) = prepare(served_model, **{name: value}).requests
         assert request.sampling._asdict() == {**usual, name: value}

@@ -1,11 +1,10 @@
-"""The rules of sampling by plain torch, in the order in which they apply to a row of logits: biases and penalties, the
-token mask, then, after division by the temperature, the limits min_p, top_k and top_p.
+"""The rules of sampling: which there are and in which order they apply (`RULES`), and their plain torch.
 
 Each rule applies to some of the rows that sample: their indices are on the host, which plans with them, and on the
 device. Parameters of rows are one tensor on the device, read by the names of SamplingParams.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,10 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokasaurus.messages.forward import LogitRules, TokenMasks
-from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.generation import LIMITS, PENALTIES, SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.staging.staging import Staging
 
-# R rows that sample, A of them to which a rule applies, F fields of SAMPLING_DTYPE, V vocabulary, C of its tokens
+# R rows that sample, r of them at once, A of them to which a rule applies, F fields of SAMPLING_DTYPE, V vocabulary, C
+# of its tokens
 
 _DTYPES = {name: {"f": torch.float32, "i": torch.int32}[SAMPLING_DTYPE[name].kind] for name in SamplingParams._fields}
 
@@ -40,6 +40,12 @@ def columns_of(device_params: Tensor) -> ParamColumns:
     """device_params: int32 [R, F], from params_to_device. The columns share its memory."""
     columns = zip(_DTYPES.items(), device_params.unbind(1), strict=True)
     return {name: words.view(dtype) for (name, dtype), words in columns}
+
+
+def have_any(params: NDArray[np.void], names: Sequence[str]) -> NDArray[np.bool_]:
+    """Whether each row has another value than the default in one of these fields. SAMPLING_DTYPE [R] -> bool [R]."""
+    differs = [params[name] != SamplingParams._field_defaults[name] for name in names]
+    return np.asarray(np.logical_or.reduce(differs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +187,7 @@ class SlotRules:
         slots = rules.slots
         self._num_request_tokens[slots] = rules.num_request_tokens
         params = sampling.take(slots)
-        self._has_penalties[slots] = (
-            (params["presence_penalty"] != 0) | (params["frequency_penalty"] != 0) | (params["repetition_penalty"] != 1)
-        )
+        self._has_penalties[slots] = have_any(params, PENALTIES)
         ends = np.cumsum(rules.bias_counts)
         for slot, count, end in zip(slots.tolist(), rules.bias_counts.tolist(), ends.tolist(), strict=True):
             own = slice(end - count, end)
@@ -357,8 +361,7 @@ def limits_in_use(params: NDArray[np.void]) -> LimitsInUse:
 
 def has_limits(params: NDArray[np.void]) -> NDArray[np.bool_]:
     """Whether each row has limits; greedy rows have none. params: SAMPLING_DTYPE [R] -> bool [R]."""
-    has_some = (params["top_p"] < 1) | (params["top_k"] > 0) | (params["min_p"] > 0)
-    return np.asarray(has_some & (params["temperature"] > 0))
+    return np.asarray(have_any(params, LIMITS) & (params["temperature"] > 0))
 
 
 def limited_rows(is_limited: NDArray[np.bool_], staging: Staging) -> ChosenRows | None:
@@ -426,3 +429,82 @@ def _smallest_inside(ordered: Tensor, params: ParamColumns) -> Tensor:
     num_inside = ((sums - left < targets) & (left > 0)).sum(dim=-1, keepdim=True)
     crossing = ordered.gather(1, (num_inside - 1).clamp(min=0))
     return torch.where(top_p < 1, smallest.maximum(crossing), smallest)
+
+
+class RowChunk(NamedTuple):
+    """Rows that are sampled together, r of the R, and what their rules need to know."""
+
+    first_row: int
+
+    host_params: NDArray[np.void]
+    """SAMPLING_DTYPE [R], of all rows."""
+
+    device_params: Tensor
+    """int32 [r, F], of these rows."""
+
+    ruled: RuledRows | None
+    masked: MaskedRows | None
+    limited: ChosenRows | None
+    """Rows that have biases or penalties, a mask, limits; None: no row has."""
+
+    kept: Tensor | None
+    """int64 [r], tokens that limits do not exclude, and none that is as likely; None: no such tokens."""
+
+
+def _bias_and_penalize(logits: Tensor, chunk: RowChunk) -> None:
+    if chunk.ruled is not None:
+        change_logits(logits, chunk.ruled, columns_of(chunk.device_params), chunk.first_row)
+
+
+def _mask(logits: Tensor, chunk: RowChunk) -> None:
+    if chunk.masked is not None:
+        chunk.masked.forbid(logits)
+
+
+def _divide(logits: Tensor, chunk: RowChunk) -> None:
+    temperatures = columns_of(chunk.device_params)["temperature"].unsqueeze(1)
+    logits /= torch.where(temperatures > 0, temperatures, 1)
+
+
+def _limit(logits: Tensor, chunk: RowChunk) -> None:
+    if chunk.limited is None:
+        return
+    own = chunk.limited.within(chunk.first_row, len(logits))
+    if own.start == own.stop:
+        return
+    rows = chunk.limited.on_device[own] - chunk.first_row
+    some = logits[rows]
+    in_use = limits_in_use(chunk.host_params[chunk.limited.on_host[own]])
+    outside = outside_limits(some, columns_of(chunk.device_params[rows]), in_use)
+    if chunk.kept is not None:
+        outside &= some < some.gather(1, chunk.kept[rows].unsqueeze(1))
+    logits[rows] = some.masked_fill_(outside, -torch.inf)
+
+
+class Rule(NamedTuple):
+    """A step from a row of logits to the distribution that its token is drawn from."""
+
+    name: str
+    """By which other modules refer to it."""
+
+    change: str
+    """What it does to a row."""
+
+    fields: tuple[str, ...]
+    """The fields of SamplingParams that it reads. Without any: messages/forward.py has its input."""
+
+    apply: Callable[[Tensor, RowChunk], None]
+    """Its plain torch: changes logits [r, V], float32, in place."""
+
+
+RULES = (
+    Rule("logit_rules", "biases are added, and then penalties are applied", PENALTIES, _bias_and_penalize),
+    Rule("masks", "tokens that the row's mask does not allow get -inf", (), _mask),
+    Rule("temperature", "it is divided by its temperature, unless that is 0", ("temperature",), _divide),
+    Rule("limits", "tokens outside min_p, then top_k, then top_p get -inf, unless it is greedy", LIMITS, _limit),
+)
+"""The rules of sampling, in the order in which they apply. After them, noise is added to a row whose temperature is not
+0, and the token with the largest result is drawn, the first of equal ones: see noise.py.
+
+Three executors apply them, and draw the same tokens: plain torch, which runs down this list; csrc/sampling, row by row;
+Triton, whose triton_rows has the first three and triton_limits the last."""

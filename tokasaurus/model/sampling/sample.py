@@ -1,10 +1,10 @@
-"""Sample tokens from logits, and compute their log-probabilities: `sample` states the steps, which plain torch, Triton
-or C++ execute, on one rank or several."""
+"""Sample tokens from logits, and compute their log-probabilities: plain torch, Triton or C++ apply the rules of
+rules.RULES and draw, on one rank or several."""
 
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,17 +16,16 @@ from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels, LogitRules
 from tokasaurus.model.parallel.collectives import gather_rows, whole_rows
 from tokasaurus.model.sampling.noise import gumbel_noise, keys_of_shard
 from tokasaurus.model.sampling.rules import (
+    RULES,
     ChosenRows,
     DeviceMasks,
     MaskedRows,
+    RowChunk,
     RuledRows,
-    change_logits,
     columns_of,
     drawn_rows_at_once,
-    limits_in_use,
     masked_rows,
     num_mask_words,
-    outside_limits,
     ruled_rows_at_once,
 )
 from tokasaurus.model.sampling.shards import ALL_TOKENS, VocabularyShard, best_of_ranks, largest_of_ranks
@@ -138,38 +137,36 @@ class Executor(NamedTuple):
     """Plain torch, Triton or C++, which do the same."""
 
     draw: Callable[[Tensor, SamplingRows], Drawn]
-    """Steps 1 to 5 of `sample`, from logits [R, v]."""
+    """Applies the rules to logits [R, v] and draws."""
 
     largest: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
     """Logits [R, v], indices of A rows, and n <= v -> the n largest logits of these rows in descending order: their
     places in v, integers [A, n], and the logits, float32 [A, n]."""
 
+    sample_whole: Callable[[Tensor, SamplingRows], Sampled] | None = None
+    """All of `sample` in one call, from logits [R, V]; None: `draw` and `largest` are its parts."""
+
 
 def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None, shard: VocabularyShard = ALL_TOKENS) -> Sampled:
     """Sample a token from each row of logits [R, v]. kernels: do the same on the CPU, faster.
 
-    What happens to a row:
-
-    1. Its biases are added, then its penalties are applied (rows.rules).
-    2. Tokens that its mask does not allow get -inf (rows.masks).
-    3. It is divided by its temperature, unless that is 0.
-    4. Tokens outside min_p, then top_k, then top_p get -inf (rows.limited).
-    5. Noise is added, unless the temperature is 0. The token with the largest result is drawn, the first of equal ones.
-
-    Log-probabilities are those of the logits before step 1, or in some rows after step 4 (rows.drawn).
+    rules.RULES are applied to a row one after another. Then noise is added, unless the temperature is 0, and the token
+    with the largest result is drawn, the first of equal ones. Log-probabilities are those of the logits before all
+    rules, or in some rows after all of them (rows.drawn).
 
     Each tensor-parallel rank has the logits of its `shard` of the token ids. All ranks must call this with the same
-    rows, and get the same results. Steps 1, 2 and 4 need whole rows, and so do log-probabilities after step 4: if any
-    row takes one of them, the ranks divide the rows, and each samples its own as one process does. Otherwise, each
-    finds the best token of its shard, and all compare these.
+    rows, and get the same results. All rules but the temperature need whole rows, and so do log-probabilities after the
+    rules: if any row takes one of them, the ranks divide the rows, and each samples its own as one process does.
+    Otherwise, each finds the best token of its shard, and all compare these.
     """
     if logits.device.type != "cpu" or logits.dtype not in ACTIVATION_DTYPES:
         kernels = None
+    executor = _executor(logits, kernels)
     if shard.is_whole or not len(logits):
-        return _sample_whole(logits, rows, kernels)
+        return _sample_whole(executor, logits, rows)
     if any(part is not None for part in (rows.rules, rows.masks, rows.limited, rows.drawn)):
-        return _sample_own_rows(logits, rows, kernels, shard)
-    return _sample_by(_executor(logits, kernels), logits, rows, shard)
+        return _sample_own_rows(executor, logits, rows, shard)
+    return _sample_by(executor, logits, rows, shard)
 
 
 def sample_by_torch(logits: Tensor, rows: SamplingRows) -> Sampled:
@@ -183,12 +180,10 @@ def sample_by_triton(logits: Tensor, rows: SamplingRows) -> Sampled:
     return _sample_by(_TRITON, logits, rows)
 
 
-def _sample_whole(logits: Tensor, rows: SamplingRows, kernels: Kernels | None) -> Sampled:
+def _sample_whole(executor: Executor, logits: Tensor, rows: SamplingRows) -> Sampled:
     masks = rows.masks
     assert masks is None or masks.bits.shape[1] == num_mask_words(logits.shape[1]), "one bit per token"
-    if kernels is not None:
-        return _sample_by_kernels(logits, rows, kernels)
-    return _sample_by(_executor(logits, kernels), logits, rows)
+    return (executor.sample_whole or partial(_sample_by, executor))(logits, rows)
 
 
 def _sample_by(executor: Executor, logits: Tensor, rows: SamplingRows, shard: VocabularyShard = ALL_TOKENS) -> Sampled:
@@ -219,7 +214,7 @@ def _sample_by(executor: Executor, logits: Tensor, rows: SamplingRows, shard: Vo
 
 
 def _replace_logprobs(sampled: Sampled, drawn: ChosenRows, logits: Tensor, rows: SamplingRows) -> None:
-    """Replace the logprobs of the `drawn` rows among logits [R, V] by those after step 4 of `sample`.
+    """Replace the logprobs of the `drawn` rows among logits [R, V] by those after all rules.
 
     Takes all rows between two of these along: what a chunk computes is then known on the host.
     """
@@ -243,9 +238,9 @@ def _replace_logprobs(sampled: Sampled, drawn: ChosenRows, logits: Tensor, rows:
 
 
 def _drawn_logprobs(logits: Tensor, rows: SamplingRows, chunk: slice, tokens: Tensor) -> Tensor:
-    """Log-probabilities after step 4 of `sample`, float32 [r, V]; logits: [r, V], of the chunk.
+    """Log-probabilities after all rules, float32 [r, V]; logits: [r, V], of the chunk.
 
-    tokens: int64 [r], those drawn. They are possible, even if another executor's sums round so that they cross top_p
+    tokens: int64 [r], those drawn. They are possible, even if another executor's sums round so that they reach a limit
     one token later.
     """
     adjusted, masked = _adjusted(logits, rows, chunk, tokens)
@@ -257,7 +252,7 @@ def _drawn_logprobs(logits: Tensor, rows: SamplingRows, chunk: slice, tokens: Te
     return adjusted.sub_(adjusted.logsumexp(dim=-1, keepdim=True))
 
 
-def _sample_own_rows(logits: Tensor, rows: SamplingRows, kernels: Kernels | None, shard: VocabularyShard) -> Sampled:
+def _sample_own_rows(executor: Executor, logits: Tensor, rows: SamplingRows, shard: VocabularyShard) -> Sampled:
     """`sample`, where each rank samples its share of the rows, and all exchange the results."""
     mesh = shard.mesh
     ends = [len(logits) * rank // mesh.tp_size for rank in range(mesh.tp_size + 1)]
@@ -265,7 +260,7 @@ def _sample_own_rows(logits: Tensor, rows: SamplingRows, kernels: Kernels | None
     whole = whole_rows(logits, num_rows, shard.widths, mesh)
     sampled = None
     if len(whole):
-        sampled = _sample_whole(whole, rows.cut(ends[mesh.tp_rank], len(whole)), kernels)
+        sampled = _sample_whole(executor, whole, rows.cut(ends[mesh.tp_rank], len(whole)))
     numbers = logits.new_zeros((len(whole), 2), dtype=torch.float64)  # which holds float32 and token ids exactly
     if sampled is not None:
         numbers[:, 0] = sampled.tokens
@@ -291,7 +286,7 @@ def _packed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _executor(logits: Tensor, kernels: Kernels | None) -> Executor:
     if kernels is not None:
-        return Executor(partial(_draw_by_kernels, kernels=kernels), _largest_by_torch)
+        return _by_kernels(kernels)
     return _TRITON if uses_triton(logits.device, "sampling") else _TORCH
 
 
@@ -306,7 +301,7 @@ def _draw_by_torch(logits: Tensor, rows: SamplingRows) -> Drawn:
 
 
 def _draw_chunk(logits: Tensor, rows: SamplingRows, chunk: slice, any_sampled: bool) -> Tensor:
-    """The tokens of some rows, int64 [r], from their logits [r, V]: the steps of `sample`, one after another.
+    """The tokens of some rows, int64 [r], from their logits [r, V].
 
     any_sampled: whether any of the R rows has a temperature above 0.
     """
@@ -323,41 +318,23 @@ def _draw_chunk(logits: Tensor, rows: SamplingRows, chunk: slice, any_sampled: b
 def _adjusted(
     logits: Tensor, rows: SamplingRows, chunk: slice, kept: Tensor | None = None
 ) -> tuple[Tensor, MaskedRows | None]:
-    """Logits [r, V] of the chunk after steps 1 to 4 of `sample`, float32 [r, V]; and its rows with a mask, if any.
+    """Logits [r, V] of the chunk after all rules, float32 [r, V]; and its rows with a mask, if any.
 
-    kept: as in _mask_outside.
+    kept: as in RowChunk.
     """
-    params = columns_of(rows.device_params[chunk])
-    temperatures = params["temperature"].unsqueeze(1)
     adjusted = logits.to(torch.float32, copy=True)
-    if rows.rules is not None:
-        change_logits(adjusted, rows.rules, params, chunk.start)
-    masked = None if rows.masks is None else masked_rows(rows.masks, adjusted, chunk.start)
-    if masked is not None:
-        masked.forbid(adjusted)
-    adjusted /= torch.where(temperatures > 0, temperatures, 1)
-    _mask_outside(adjusted, rows, chunk.start, kept)
-    return adjusted, masked
-
-
-def _mask_outside(adjusted: Tensor, rows: SamplingRows, first_row: int, kept: Tensor | None) -> None:
-    """Set adjusted logits [r, V] to -inf for tokens that limits exclude: these are the rows from `first_row` on.
-
-    Precondition: they are already divided by the temperatures. kept: int64 [r], tokens that are not excluded, and none
-    that is as likely.
-    """
-    if rows.limited is None:
-        return
-    own = rows.limited.within(first_row, len(adjusted))
-    if own.start == own.stop:
-        return
-    indices = rows.limited.on_device[own]
-    some = adjusted[indices - first_row]
-    in_use = limits_in_use(rows.params[rows.limited.on_host[own]])
-    outside = outside_limits(some, columns_of(rows.device_params[indices]), in_use)
-    if kept is not None:
-        outside &= some < some.gather(1, kept[indices - first_row].unsqueeze(1))
-    adjusted[indices - first_row] = some.masked_fill_(outside, -torch.inf)
+    row_chunk = RowChunk(
+        first_row=chunk.start,
+        host_params=rows.params,
+        device_params=rows.device_params[chunk],
+        ruled=rows.rules,
+        masked=None if rows.masks is None else masked_rows(rows.masks, adjusted, chunk.start),
+        limited=rows.limited,
+        kept=kept,
+    )
+    for rule in RULES:
+        rule.apply(adjusted, row_chunk)
+    return adjusted, row_chunk.masked
 
 
 def _logits_of(tokens: Tensor, logits: Tensor) -> Tensor:
@@ -405,6 +382,13 @@ def _largest_by_triton(logits: Tensor, rows: Tensor, count: int) -> tuple[Tensor
 
 _TORCH = Executor(_draw_by_torch, _largest_by_torch)
 _TRITON = Executor(_draw_by_triton, _largest_by_triton)
+
+
+@cache
+def _by_kernels(kernels: Kernels) -> Executor:
+    """Cached, since a step with one row takes the kernels a few microseconds."""
+    draw, sample_whole = partial(_draw_by_kernels, kernels=kernels), partial(_sample_by_kernels, kernels=kernels)
+    return Executor(draw, _largest_by_torch, sample_whole)
 
 
 def _draw_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> Drawn:

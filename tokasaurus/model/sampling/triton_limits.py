@@ -1,4 +1,4 @@
-"""Thresholds of min_p, top_k and top_p in a Triton kernel, without sorting the vocabulary.
+"""The limits, the last of rules.RULES, in a Triton kernel: their thresholds, without sorting the vocabulary.
 
 One pass over a row keeps the four largest adjusted logits of each of 2,048 residue classes of token ids, in registers.
 A threshold found among these is a lower bound, and it is exact if no class has its fourth above it: true of nearly all

@@ -1,4 +1,5 @@
-"""Rows of logits in Triton kernels: copies changed by penalties and biases, and how a program reads one row.
+"""The first three of rules.RULES in Triton kernels: copies of rows changed by penalties and biases, and how a program
+reads one row, with its mask and its temperature.
 
 Penalties and biases take three kernels. `change_logits` in rules.py is their readable reference. A row's context may
 have any length and name any tokens, so its tokens are counted in an array with a word for each token of the vocabulary:

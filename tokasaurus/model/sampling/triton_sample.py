@@ -1,8 +1,9 @@
 """Sampling on CUDA in Triton kernels: one finds the limits' thresholds, one draws, a program of each for each row; two
 find the most likely tokens.
 
-Plain torch in `sample.py` is their readable reference; the noise is that of `noise.py`, so that all samplers draw the
-same tokens. A row without limits takes one pass over its logits, and most rows with limits take two: see triton_limits.
+Plain torch in `rules.py` and `sample.py` is their readable reference; the noise is that of `noise.py`, so that all
+samplers draw the same tokens. A row without limits takes one pass over its logits, and most rows with limits take two:
+see triton_limits.
 
 The noise of a token takes two logarithms and a division. They are computed only for blocks of tokens of which one may
 win: the noise is at most -log(u), u being uniform, so a token with u >= exp(adjusted logit - best noisy logit so far)

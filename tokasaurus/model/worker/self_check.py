@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups, SlotChanges, SlotOpens
-from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.generation import EFFECTIVE_VALUES, LIMITS, PENALTIES, SAMPLING_DTYPE, SamplingParams
 from tokasaurus.messages.status import FlagRefused, UserError
 from tokasaurus.model.attention.backend import (
     AttentionBackend,
@@ -83,12 +83,9 @@ _LOST: dict[KernelGroup, str] = {
 _OPTIONS = (
     SamplingParams(temperature=0.0),
     SamplingParams(),
-    SamplingParams(temperature=0.7, top_p=0.8),
-    SamplingParams(top_k=5),
-    SamplingParams(min_p=0.1),
+    *(SamplingParams(**{name: EFFECTIVE_VALUES[name].strong}) for name in ("temperature", *LIMITS)),  # type: ignore[arg-type]
 )
 _ROWS_PER_OPTION = 4
-_PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
 _NUM_TOP = 5
 _CONTEXT_TOKENS = 20
 
@@ -446,8 +443,8 @@ def compare_sampling(
     logits.scatter_(1, peaks, 12)  # so that greedy rows do not tie
     logits[-1, vocab_size // 2] = torch.nan
     params = np.repeat(np.array([*_OPTIONS], SAMPLING_DTYPE), _ROWS_PER_OPTION)
-    for name, penalty in _PENALTIES.items():
-        params[name] = penalty
+    for name in PENALTIES:
+        params[name] = EFFECTIVE_VALUES[name].strong
     staging = DirectStaging(device)
     rows = SamplingRows(
         params=params,

@@ -24,7 +24,7 @@ from tokasaurus.messages.forward import (
     SlotOpens,
     TokenMasks,
 )
-from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.generation import EFFECTIVE_VALUES, LIMITS, PENALTIES, SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
 from tokasaurus.model.sampling.rules import num_mask_words, ruled_rows_at_once
@@ -32,9 +32,6 @@ from tokasaurus.model.sampling.rules import num_mask_words, ruled_rows_at_once
 _NUM_LIMITED_ROWS = 64
 """Rows with limits, masks and logprobs after these. Sampling handles rows in chunks, so one chunk is enough; limits are
 slow on the flat logits of an artificial prompt."""
-
-_LIMITS = {"top_p": 0.9, "top_k": 2000, "min_p": 0.01}
-_PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.5}
 
 _NUM_TOP = 20
 """Top-k logprobs of each sampled token and each prompt token: they take little memory."""
@@ -304,10 +301,9 @@ def _first_step(
     masked, ruled = slots[:_NUM_LIMITED_ROWS], slots[: max(_NUM_LIMITED_ROWS, ruled_rows_at_once(limits.vocab_size))]
     sampling = np.array([SamplingParams()] * num_rows, SAMPLING_DTYPE)
     if not is_plain:
-        for name, value in _LIMITS.items():
-            sampling[name][: len(masked)] = value
-        for name, value in _PENALTIES.items():
-            sampling[name][: len(ruled)] = value
+        for names, count in ((LIMITS, len(masked)), (PENALTIES, len(ruled))):
+            for name in names:
+                sampling[name][:count] = EFFECTIVE_VALUES[name].weak
     sampling["temperature"][:1] = 0
     opened = SlotOpens(
         slots=slots,

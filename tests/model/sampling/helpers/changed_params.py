@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.helpers.sampling_changes import CHANGES
 from tests.model.helpers.rule_contexts import Contexts, Rule, make_rules
 from tests.model.helpers.sampling_rows import make_rows, noise_keys, with_params
 from tests.model.helpers.steps import CPU, int32
-from tokasaurus.messages.generation import SamplingParams
+from tokasaurus.messages.generation import EFFECTIVE_VALUES, SamplingParams
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
@@ -38,8 +37,8 @@ def draw_all(draw: Callable[[Tensor, SamplingRows], Sampled], num_rows: int = NU
     logits = torch.from_numpy(np.random.default_rng(0).normal(0, 1.5, (num_rows, VOCAB_SIZE)).astype(np.float32))
     defaults = SamplingParams()
     changes = {DEFAULTS: defaults}
-    for name, value in CHANGES.items():
-        changed: dict[str, Any] = defaults._asdict() | {name: value}
+    for name, values in EFFECTIVE_VALUES.items():
+        changed: dict[str, Any] = defaults._asdict() | {name: values.strong}
         changes[name] = SamplingParams(**changed)
     return {
         name: draw(logits.clone(), make_changed_rows(params, num_rows)).tokens.tolist()

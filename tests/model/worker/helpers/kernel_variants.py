@@ -133,7 +133,7 @@ def missing_variants(mesh: Mesh) -> list[Variant]:
         unittest.mock.patch.object(sample, "uses_triton", return_value=True),
         unittest.mock.patch.object(torch_backend, "uses_triton", return_value=True),
         # Others are slow in the interpreter, and have no variants of their own. With any, ranks sample whole rows.
-        unittest.mock.patch.dict(warmup._LIMITS, {"min_p": 0.01}, clear=True),
+        unittest.mock.patch.object(warmup, "LIMITS", ("min_p",)),
         unittest.mock.patch.object(rules, "_SCRATCH_BYTES", 8 * VOCAB_SIZE * RULED_ROWS_AT_ONCE),
     ):
         runner = make_runner(model, info, "torch", PAGE_SIZE, transfers=HostTransfers(), mesh=mesh)

@@ -1,6 +1,8 @@
 // Samples from rows of logits. One pass over each row: temperature, hashed Gumbel noise, argmax; a second one for
 // logprobs and a third for top-k logprobs, of the logits as they are or as tokens are drawn from them. Before them,
-// three for top-p, top-k or min-p, and one for biases, penalties and masks.
+// three for top-p, top-k or min-p, and one for biases, penalties and masks. RULES in sampling/rules.py is the list of
+// what is applied to a row, in order: `sample` begins with logit_rules and masks, sample_row goes on with temperature
+// and limits.
 
 #include "sampling/sampling.h"
 
