@@ -23,6 +23,7 @@ from benchmarks.results import make_console
 from benchmarks.server.own_server import ServerWatch, own_server, watched_server
 from tokasaurus.bench_command import workloads
 from tokasaurus.bench_command.client import ClientOptions, ServerError, open_client
+from tokasaurus.bench_command.config import TOKENS_PER_WORD
 from tokasaurus.bench_command.results import print_error
 from tokasaurus.bench_command.workloads import OfferedRequest
 
@@ -130,7 +131,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Measured]]] = {
 
 
 def short_requests(count: int, seed: int) -> list[OfferedRequest]:
-    cut = workloads.cut_by_words(workloads.TOKENS_PER_WORD)
+    cut = workloads.cut_by_words(TOKENS_PER_WORD)
     return workloads.sharegpt(count, 40, 1.0, 160, 0.6, True, cut, seed)
 
 

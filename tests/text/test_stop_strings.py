@@ -7,12 +7,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.helpers.examples import examples
+from tests.text.helpers.first_stop import find_first_stop
 from tokasaurus.text.stop_strings import (
     StopMatcher,
     StopScanner,
     StopTokens,
     buffered_length,
-    find_first_stop,
     lookback_tokens,
 )
 
@@ -27,21 +27,6 @@ TOKEN_IDS = st.lists(st.sampled_from([*range(len(TOKENS)), 0, 0, 1, SPECIAL_ID, 
 
 def decode(token_ids: list[int]) -> str:
     return b"".join(TOKENS[token_id] for token_id in token_ids).decode(errors="replace")
-
-
-@examples(400)
-@given(TEXTS, STOPS, st.just(0) | st.integers(0, 12))
-def test_first_stop_is_the_one_seen_first_when_text_grows_by_characters(
-    text: str, stops: list[str], num_exempt: int
-) -> None:
-    expected = None
-    for end in range(num_exempt + 1, len(text) + 1):
-        ending_here = [stop for stop in stops if text[:end].endswith(stop)]
-        if ending_here:
-            longest = max(ending_here, key=len)
-            expected = (end - len(longest), longest)
-            break
-    assert find_first_stop(text, stops, num_exempt) == expected
 
 
 @examples(400)

@@ -6,7 +6,6 @@ Imports little, since every spawned process imports this module.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import logging
@@ -40,8 +39,8 @@ from tokasaurus.messages.status import (
 )
 from tokasaurus.monitoring.log_lines import from_relayed
 from tokasaurus.monitoring.log_writer import LogWriter, log_writer, setup_logging
+from tokasaurus.monitoring.own_process import kill_with_parent, set_title
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage, hint_at_memory
-from tokasaurus.monitoring.titles import set_title
 
 if TYPE_CHECKING:
     from tempfile import TemporaryDirectory
@@ -72,9 +71,6 @@ _MAX_LINE_BYTES = 1 << 20
 """Of a line on another process's stderr; a longer one is cut into several."""
 _FULL_S = 0.05
 """Pause until the LogWriter is asked again whether it has space."""
-
-# From linux/prctl.h.
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -375,7 +371,7 @@ def die_with_parent(parent_pid: int, lifeline: Connection) -> None:
     """Ensure that this process ends when its parent dies, even by SIGKILL.
 
     lifeline: reading end of a pipe whose only writer is the parent, which writes nothing."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    kill_with_parent()
     if os.getppid() != parent_pid:  # the parent died before the line above
         os._exit(1)
 
@@ -387,8 +383,3 @@ def die_with_parent(parent_pid: int, lifeline: Connection) -> None:
 
     # For systems without prctl, and because child processes do not inherit its setting.
     threading.Thread(target=wait_for_end, name="lifeline", daemon=True).start()
-
-
-def _prctl(option: int, argument: int | bytes) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, argument, 0, 0, 0)

@@ -30,7 +30,7 @@ from tokasaurus.messages.status import (
 from tokasaurus.model.cpu.build import kernels_built_ahead
 from tokasaurus.monitoring.log_lines import no_status
 from tokasaurus.monitoring.log_writer import log_writer, setup_logging
-from tokasaurus.monitoring.titles import set_title
+from tokasaurus.monitoring.own_process import set_title
 from tokasaurus.monitoring.trace import trace_file
 from tokasaurus.processes.feasible import CudaDevices, check_devices, check_model, cuda_devices
 from tokasaurus.processes.group import STOP_NUMBERS, Child, ChildProcess, ProcessGroup, StopSignals

@@ -1,6 +1,5 @@
 """Child processes of the server that work on what clients send: limits that each sets for itself, on Linux."""
 
-import ctypes
 import os
 import resource
 import signal
@@ -10,13 +9,10 @@ from pathlib import Path
 
 import psutil
 
-from tokasaurus.monitoring.titles import set_title
+from tokasaurus.monitoring.own_process import kill_with_parent, set_title
 
 PACKAGE_PARENT = Path(__file__).parents[2]
 """Working directory for `python -m`, which imports from it: the user's may contain any module."""
-
-# From linux/prctl.h.
-_PR_SET_PDEATHSIG = 1
 
 
 def answer_lines(answer: Callable[[bytes], bytes], memory_bytes: int, limit_s: float) -> None:
@@ -50,5 +46,4 @@ def _limit_memory(num_bytes: int) -> None:
 def die_with_server(name: str) -> None:
     """name: as of set_title. On other systems than Linux the process ends at the end of stdin."""
     set_title(name)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    kill_with_parent()

@@ -10,11 +10,8 @@ from starlette.exceptions import HTTPException
 
 from tokasaurus.server.paths import paths_of
 from tokasaurus.server.unknown_paths import what_to_use
-from tokasaurus.server.value_words import told_together, words_for
+from tokasaurus.server.value_words import MAX_ECHO_CHARS, told_together, words_for
 from tokasaurus.text.json_lines import write_json
-
-# Longest field or model name from a client that error messages repeat.
-_MAX_ECHO_CHARS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +240,7 @@ class ClientGone(Exception):
 
 
 def shorten(text: str) -> str:
-    return text if len(text) <= _MAX_ECHO_CHARS else text[:_MAX_ECHO_CHARS] + "…"
+    return text if len(text) <= MAX_ECHO_CHARS else text[:MAX_ECHO_CHARS] + "…"
 
 
 def internal_error() -> ApiError:

@@ -90,10 +90,6 @@ class LiveFeed:
         self._has_ended = False
         self._started = time.time()
 
-    @property
-    def num_listeners(self) -> int:
-        return len(self._listeners)
-
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Within the context, listeners get events."""

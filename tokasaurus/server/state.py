@@ -55,6 +55,13 @@ def state_of(request: Request) -> ServerState:
     return cast(ServerState, request.app.state.server)
 
 
+def ready_state_of(request: Request) -> ServerState:
+    """Raises what `ServerState.ready_limits` does."""
+    state = state_of(request)
+    state.ready_limits()
+    return state
+
+
 def num_body_bytes(request: Request) -> int:
     """Size of the request's body, which has been read."""
     return cast(int, request.state.num_body_bytes)

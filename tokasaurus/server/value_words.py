@@ -9,6 +9,9 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
+MAX_ECHO_CHARS = 100
+"""Characters of a client's text that an error message repeats."""
+
 _WORDS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "greater_than": lambda limits: f"must be greater than {_number(limits['gt'])}",
     "greater_than_equal": lambda limits: f"must be at least {_number(limits['ge'])}",

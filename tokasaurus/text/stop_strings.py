@@ -18,20 +18,6 @@ _MAX_ROWS = 256
 """Limit on the sets of last characters for which StopTokens keeps a row, since clients can send arbitrarily many."""
 
 
-def find_first_stop(text: str, stops: Iterable[str], num_exempt: int = 0) -> tuple[int, str] | None:
-    """Start and stop string of the occurrence that ends first; if several end there, the longest. None if none occurs.
-
-    Occurrences that end within the first `num_exempt` characters are ignored; apart from these, `text[:start]` contains
-    no stop string. Precondition: no stop string is empty.
-    """
-    found = [(_find_beyond(text, stop, num_exempt), stop) for stop in stops]
-    ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
-    if not ends:
-        return None
-    _, start, stop = min(ends)
-    return start, stop
-
-
 def _find_beyond(text: str, stop: str, num_exempt: int) -> int:
     """Start of the first occurrence of `stop` that ends after the first `num_exempt` characters; -1 if none does."""
     return text.find(stop, max(0, num_exempt + 1 - len(stop)))
@@ -54,8 +40,8 @@ def _overlap(text: str, stop: str) -> int:
 class StopScanner:
     """Finds stop strings in a text that arrives in parts, in time proportional to the new text.
 
-    Results are those of `find_first_stop` and `buffered_length` for the text that was not returned yet. Precondition:
-    no stop string is empty.
+    It finds the occurrence that ends first; if several end there, the longest. `buffered_length` of the text that was
+    not returned yet stays unsent. Precondition: no stop string is empty.
     """
 
     def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:

@@ -44,7 +44,6 @@ class NextInQueue:
     blocks: int
     """Blocks that it needs."""
     prompt_tokens: int
-    wait_seconds: float | None
     blocked_by: str
     """blocks, slots, paused or turn; empty if it will be admitted at once."""
 
@@ -118,7 +117,6 @@ class JobSample:
     lines_total: int | None
     lines_done: int
     lines_failed: int
-    lines_running: int
     tokens_per_second: float | None
     eta_seconds: float | None
     device_seconds: float | None
@@ -297,7 +295,6 @@ def _next(fields: _Fields) -> NextInQueue | None:
         fits_in_steps=None if fits is None else int(fits),
         blocks=fields.count("blocks"),
         prompt_tokens=fields.count("prompt_tokens"),
-        wait_seconds=fields.number("wait_seconds"),
         blocked_by=fields.text("blocked_by"),
     )
 
@@ -320,7 +317,6 @@ def _job(fields: _Fields) -> JobSample:
         lines_total=None if total is None else int(total),
         lines_done=lines.count("done"),
         lines_failed=lines.count("failed"),
-        lines_running=lines.count("running"),
         tokens_per_second=fields.number("tokens_per_second"),
         eta_seconds=fields.number("eta_seconds"),
         device_seconds=cost.number("device_seconds"),

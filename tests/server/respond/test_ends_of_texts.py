@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.helpers.examples import examples
 from tests.helpers.small_tokenizer import IM_END, IM_START
 from tests.server.helpers.finished_sequences import cut_into_deltas, finished, make_request
+from tests.text.helpers.first_stop import find_first_stop
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.respond.choice import Choice
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.text.stop_strings import find_first_stop
 
 HELLO, SPACE_WO = 259, 261  # "hello", " wo"
 TOKENS = [HELLO, SPACE_WO, *b"helo w", *"é€".encode(), IM_START]

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -45,6 +44,7 @@ from tokasaurus.server.engine_client.collectors import FinishedSequence, Results
 from tokasaurus.server.engine_client.commands import CommandRefused, Commands, ReplicaLost
 from tokasaurus.server.engine_client.replicas import Replica, choose_replica
 from tokasaurus.server.errors import EngineAsleep, EngineDied, EngineRestarting, InvalidRequest, QueueFull
+from tokasaurus.server.protocol.vllm_rollouts import PauseMode
 
 
 @dataclass(slots=True)
@@ -207,8 +207,6 @@ RESTART_S = 600.0
 
 MAX_COUNT_DIGITS = 18
 """Longer numbers, as of a date and time with a hash, are names."""
-
-PauseMode = Literal["abort", "wait", "keep"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server.engine_client.client import EngineClient, PauseMode, next_version
+from tokasaurus.server.engine_client.client import EngineClient, next_version
 from tokasaurus.server.engine_client.commands import CommandRefused
 from tokasaurus.server.errors import Conflict, InvalidRequest
+from tokasaurus.server.protocol.vllm_rollouts import PauseMode
 
 
 class Rollouts:

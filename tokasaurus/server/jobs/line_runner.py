@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 BATCH_PREFIX = "batch_req"
 """Prefix of the ids of a batch's results."""
 _TASKS_PER_CANCEL = 64
+MAX_BYTES_IN_FLIGHT = 64 << 20
+"""Bytes of the lines that run, of one bulk request or of all batches together; one line more may begin."""
 START_BYTES = 4096
 """Bytes kept of a line that cannot be parsed: enough for its custom_id, if that comes first."""
 _FIRST_CUSTOM_ID = re.compile(rb'\s*\{\s*"custom_id"\s*:\s*("(?:[^"\\]|\\.)*")')

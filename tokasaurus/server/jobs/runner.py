@@ -16,6 +16,7 @@ from tokasaurus.server.engine_client.client import WorkDone
 from tokasaurus.server.errors import AnswerTooLargeError, ApiError, EngineDied, GrammarValidatorFailed, internal_error
 from tokasaurus.server.jobs.line_runner import (
     BATCH_PREFIX,
+    MAX_BYTES_IN_FLIGHT,
     AfterError,
     Line,
     LineRefused,
@@ -36,8 +37,6 @@ from tokasaurus.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES_IN_FLIGHT = 64 << 20
-"""Bytes of the lines that run; one line more may begin."""
 MAX_WAITING_BYTES = 64 << 20
 """Bytes of results that are not stored, while lines are started."""
 MAX_RESULT_BYTES = 512 << 20

@@ -105,10 +105,6 @@ def as_integers(values: list[Any]) -> list[Any]:
     return values if float not in set(map(type, values)) else list(map(as_integer, values))
 
 
-MAX_ECHO_CHARS = 100
-"""Characters of a client's text that an error message repeats."""
-
-
 class NullMeans:
     """Metadata of a field, placed last: reads an explicit null as the default, and documents null in OpenAPI."""
 

@@ -14,7 +14,8 @@ import orjson
 from pydantic import ConfigDict, Field, PlainValidator
 
 from tokasaurus.server.protocol.exact_schema import SchemaError, exact_schema
-from tokasaurus.server.protocol.fields import MAX_ECHO_CHARS, StrictObject, Text, not_implemented, value_error
+from tokasaurus.server.protocol.fields import StrictObject, Text, not_implemented, value_error
+from tokasaurus.server.value_words import MAX_ECHO_CHARS
 
 GrammarFormat = Literal["json_schema", "regex", "lark", "gbnf"]
 

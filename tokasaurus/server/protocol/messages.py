@@ -19,7 +19,6 @@ from pydantic_core import PydanticCustomError
 
 from tokasaurus.server.protocol.chat_forms import ChatForm, named_here
 from tokasaurus.server.protocol.fields import (
-    MAX_ECHO_CHARS,
     WHOLE_FLOATS,
     NullMeans,
     Only,
@@ -39,6 +38,7 @@ from tokasaurus.server.protocol.tools import (
     ToolChoice,
     ToolExtras,
 )
+from tokasaurus.server.value_words import MAX_ECHO_CHARS
 
 
 class TextBlockInput(StrictObject):

@@ -10,7 +10,6 @@ from pydantic_core import PydanticCustomError
 from tokasaurus.server.protocol.chat import AskedReasoningEffort, ChatTokenLogprob, PartExtras
 from tokasaurus.server.protocol.chat_forms import ChatForm, named_here
 from tokasaurus.server.protocol.fields import (
-    MAX_ECHO_CHARS,
     WHOLE_FLOATS,
     NullMeans,
     Only,
@@ -28,6 +27,7 @@ from tokasaurus.server.protocol.tools import (
     FunctionDefinition,
     ToolChoice,
 )
+from tokasaurus.server.value_words import MAX_ECHO_CHARS
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 AskedStatus = ItemStatus | None

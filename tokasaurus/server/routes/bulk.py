@@ -26,6 +26,7 @@ from tokasaurus.server.errors import (
     shorten,
 )
 from tokasaurus.server.jobs.line_runner import (
+    MAX_BYTES_IN_FLIGHT,
     START_BYTES,
     AfterError,
     Line,
@@ -54,8 +55,6 @@ NDJSON = "application/x-ndjson"
 
 # Per connection: enough for a large batch and a queue behind it.
 MAX_LINES_IN_FLIGHT = 4096
-# Per connection: bytes of the lines in flight; one line more may begin.
-MAX_BYTES_IN_FLIGHT = 64 << 20
 # Per connection: bytes of the body after the last started line.
 MAX_UNREAD_BYTES = 1 << 20
 # Per connection: results that the client has not received. Many clients read nothing until they have sent their whole

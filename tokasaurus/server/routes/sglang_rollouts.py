@@ -36,7 +36,7 @@ from tokasaurus.server.protocol.vllm_rollouts import PauseMode, WeightVersion
 from tokasaurus.server.respond.sglang_rollouts import GenerateStream, build_generate_answer
 from tokasaurus.server.routes.event_stream import EventStream, run_while_connected
 from tokasaurus.server.routes.json_body import JsonBodyRoute
-from tokasaurus.server.state import ServerState, num_body_bytes, state_of
+from tokasaurus.server.state import ServerState, num_body_bytes, ready_state_of, state_of
 from tokasaurus.text.json_lines import write_json
 
 router = APIRouter(route_class=JsonBodyRoute, tags=["roll-outs"])
@@ -100,7 +100,7 @@ async def _named_events(
 @router.post("/pause_generation", responses={200: {"model": Success}, **error_responses(*BODY_ERRORS, 503)})
 async def pause_generation(request: Request, body: PauseGenerationRequest) -> Response:
     """Returns when no step runs; new requests wait."""
-    await _ready_state(request).rollouts.pause(_MODES[body.mode], clears_cache=False)
+    await ready_state_of(request).rollouts.pause(_MODES[body.mode], clears_cache=False)
     return _json(write_json(Success(True, "paused")))
 
 
@@ -110,7 +110,7 @@ async def continue_generation(
     body: ContinueGenerationRequest,  # noqa: ARG001  (it has been checked)
 ) -> Response:
     """Go on after /pause_generation. Does nothing unless the engine is paused."""
-    await _ready_state(request).rollouts.resume()
+    await ready_state_of(request).rollouts.resume()
     return _json(write_json(Success(True, "goes on")))
 
 
@@ -118,7 +118,7 @@ async def continue_generation(
 async def abort_request(request: Request, body: AbortRequest) -> Response:
     """End requests by "abort" with the tokens that they have; others go on."""
     if body.abort_all or body.rid:
-        await _ready_state(request).rollouts.abort(None if body.abort_all else body.rid)
+        await ready_state_of(request).rollouts.abort(None if body.abort_all else body.rid)
     return _json(write_json(Success(True, "aborted")))
 
 
@@ -127,7 +127,7 @@ async def abort_request(request: Request, body: AbortRequest) -> Response:
 )
 async def update_weights_from_disk(request: Request, body: UpdateFromDiskRequest) -> Response:
     """Replace the model's weights in place, on every replica."""
-    state = _ready_state(request)
+    state = ready_state_of(request)
     rollouts = state.rollouts
     mode: PauseMode = "abort" if body.abort_all_requests or body.abort_all_request else "wait"
     if body.keep_pause:
@@ -148,7 +148,7 @@ async def get_weight_version(request: Request) -> JSONResponse:
 @router.post("/flush_cache", responses={200: {"model": Success}, **error_responses(409, 503)})
 async def flush_cache(request: Request) -> Response:
     """Forget the KV of all prompts; 409 while any request is unfinished."""
-    if not await _ready_state(request).rollouts.clear_cache_if_idle():
+    if not await ready_state_of(request).rollouts.clear_cache_if_idle():
         raise Conflict("requests are running or waiting: the cache was not flushed")
     return _json(write_json(Success(True, "flushed")))
 
@@ -159,7 +159,7 @@ async def flush_cache(request: Request) -> Response:
 async def release_memory_occupation(request: Request, body: MemoryRequest) -> Response:
     """Give memory back to the system until /resume_memory_occupation; requests wait. The memory of the weights can be
     given back only together with the KV cache's, or after it."""
-    rollouts = _ready_state(request).rollouts
+    rollouts = ready_state_of(request).rollouts
     if "kv_cache" not in body.chosen and not rollouts.is_asleep:
         raise InvalidRequest('tags: "weights" goes only with or after "kv_cache"', "tags")
     await rollouts.sleep("keep", with_weights="weights" in body.chosen, refuses=False)
@@ -171,7 +171,7 @@ async def release_memory_occupation(request: Request, body: MemoryRequest) -> Re
 )
 async def resume_memory_occupation(request: Request, body: MemoryRequest) -> Response:
     """Take the memory again, all of it whatever the tags; requests go on once "kv_cache" is among them."""
-    rollouts = _ready_state(request).rollouts
+    rollouts = ready_state_of(request).rollouts
     await rollouts.wake(stays_paused="kv_cache" not in body.chosen)
     return _json(write_json(Success(True, "resumed")))
 
@@ -179,7 +179,7 @@ async def resume_memory_occupation(request: Request, body: MemoryRequest) -> Res
 @router.get("/get_server_info", responses=error_responses(503))
 async def get_server_info(request: Request) -> Response:
     """What trainers read of SGLang's arguments and state."""
-    state = _ready_state(request)
+    state = ready_state_of(request)
     config, limits = state.config, state.ready_limits()
     info = {
         "model_path": config.model,
@@ -205,7 +205,7 @@ async def get_server_info(request: Request) -> Response:
 @router.get("/health_generate", responses=error_responses(503))
 async def health_generate(request: Request) -> Response:
     """The engine computes a token, or is paused and would."""
-    state = _ready_state(request)
+    state = ready_state_of(request)
     state.check_ready()
     if not state.rollouts.is_paused:
         probe = GenerateRequest.model_validate({"input_ids": [0], "sampling_params": {"max_new_tokens": 1}})
@@ -222,7 +222,7 @@ async def health_generate(request: Request) -> Response:
 async def loads(request: Request, include: str | None = None, dp_rank: int | None = None) -> Response:
     """How many sequences each replica has. include: names of SGLang's sections; the counts are those of core, and the
     others would add nothing."""
-    state = _ready_state(request)
+    state = ready_state_of(request)
     for name in (include or "core").split(","):
         if name.strip() not in _LOADS_SECTIONS:
             raise InvalidRequest(f"include: there is no section {name.strip()!r}", "include")
@@ -250,12 +250,6 @@ def _loads(state: ServerState) -> list[ReplicaLoad]:
         )
         found.append(load)
     return found
-
-
-def _ready_state(request: Request) -> ServerState:
-    state = state_of(request)
-    state.ready_limits()
-    return state
 
 
 def _json(content: bytes) -> Response:

@@ -34,7 +34,7 @@ from tokasaurus.server.respond.stream import CompletionStream
 from tokasaurus.server.respond.vllm_rollouts import build_tokens_answer
 from tokasaurus.server.routes.event_stream import run_while_connected
 from tokasaurus.server.routes.json_body import JsonBodyRoute
-from tokasaurus.server.state import ServerState, num_body_bytes, state_of
+from tokasaurus.server.state import ServerState, num_body_bytes, ready_state_of, state_of
 
 router = APIRouter(route_class=JsonBodyRoute, tags=["roll-outs"])
 
@@ -61,14 +61,14 @@ async def generate(request: Request, body: TokensRequest) -> Response:
 async def pause(request: Request, mode: PauseMode = "abort", clear_cache: bool = True) -> JSONResponse:
     """Returns when no step runs; new requests wait. mode: running requests are ended by "abort" with the tokens that
     they have, waited for, or kept until /resume. clear_cache: forget the KV of all prompts."""
-    await _ready_state(request).rollouts.pause(mode, clear_cache)
+    await ready_state_of(request).rollouts.pause(mode, clear_cache)
     return JSONResponse({"is_paused": True})
 
 
 @router.post("/resume", responses={200: {"model": PauseState}, **error_responses(503)})
 async def resume(request: Request) -> JSONResponse:
     """Go on after /pause. Does nothing unless the engine is paused."""
-    await _ready_state(request).rollouts.resume()
+    await ready_state_of(request).rollouts.resume()
     return JSONResponse({"is_paused": False})
 
 
@@ -82,7 +82,7 @@ async def is_paused(request: Request) -> JSONResponse:
 async def sleep(request: Request, level: Level = "1", mode: PauseMode = "keep", refuse: bool = False) -> JSONResponse:
     """Give memory back to the system until /wake_up: of the KV cache, and on level 2 of the weights, which are read
     from their files again. mode: as for /pause. refuse: new requests get 503 meanwhile, instead of waiting."""
-    rollouts = _ready_state(request).rollouts
+    rollouts = ready_state_of(request).rollouts
     await rollouts.sleep(mode, with_weights=level == "2", refuses=refuse)
     return JSONResponse({"is_sleeping": True})
 
@@ -90,7 +90,7 @@ async def sleep(request: Request, level: Level = "1", mode: PauseMode = "keep", 
 @router.post("/wake_up", responses={200: {"model": SleepState}, **error_responses(409, 503)})
 async def wake_up(request: Request) -> JSONResponse:
     """Take the memory again, and go on. Does nothing unless the engine sleeps."""
-    await _ready_state(request).rollouts.wake()
+    await ready_state_of(request).rollouts.wake()
     return JSONResponse({"is_sleeping": False})
 
 
@@ -103,7 +103,7 @@ async def is_sleeping(request: Request) -> JSONResponse:
 @router.post("/reset_prefix_cache", responses={200: {"model": PauseState}, **error_responses(*BODY_ERRORS, 409, 503)})
 async def reset_prefix_cache(request: Request, body: ResetCacheRequest) -> JSONResponse:  # noqa: ARG001  (it has been checked)
     """Forget the KV of all prompts; 409 while requests run."""
-    rollouts = _ready_state(request).rollouts
+    rollouts = ready_state_of(request).rollouts
     await rollouts.clear_cache()
     return JSONResponse({"is_paused": rollouts.is_paused})
 
@@ -111,7 +111,7 @@ async def reset_prefix_cache(request: Request, body: ResetCacheRequest) -> JSONR
 @router.post("/update_weights", responses={200: {"model": WeightVersion}, **error_responses(*BODY_ERRORS, 503)})
 async def update_weights(request: Request, body: UpdateWeightsRequest) -> JSONResponse:
     """Replace the model's weights in place, on every replica."""
-    state = _ready_state(request)
+    state = ready_state_of(request)
     update: WeightsUpdate = body if body.update_info is None else body.update_info
     prefix = "" if body.update_info is None else "update_info."
     if body.update_info is not None and body.weight_dir is not None:
@@ -132,7 +132,7 @@ async def init_weight_transfer_engine(request: Request, body: InitTransferReques
 @router.post("/start_weight_update", responses={200: {"model": WeightVersion}, **error_responses(*BODY_ERRORS, 503)})
 async def start_weight_update(request: Request, body: StartUpdateRequest) -> JSONResponse:  # noqa: ARG001  (it has been checked)
     """The following /update_weights are parts of one update, until /finish_weight_update; no step runs meanwhile."""
-    state = _ready_state(request)
+    state = ready_state_of(request)
     await state.rollouts.start_update()
     return _version(state)
 
@@ -140,7 +140,7 @@ async def start_weight_update(request: Request, body: StartUpdateRequest) -> JSO
 @router.post("/finish_weight_update", responses={200: {"model": WeightVersion}, **error_responses(*BODY_ERRORS, 503)})
 async def finish_weight_update(request: Request, body: FinishUpdateRequest) -> JSONResponse:
     """The end of the update; resumes an engine that /start_weight_update has paused."""
-    state = _ready_state(request)
+    state = ready_state_of(request)
     version = state.rollouts.weight_version
     if body.weight_version not in (None, version):
         reason = f"weight_version must be {version!r}: update_info.version of /update_weights names the weights"
@@ -159,7 +159,7 @@ async def get_world_size(request: Request, include_dp: bool = True) -> JSONRespo
 @router.get("/server_info", responses=error_responses(400, 503))
 async def server_info(request: Request, config_format: Literal["json"]) -> JSONResponse:  # noqa: ARG001  (the only form)
     """What trainers read of vLLM's configuration."""
-    state = _ready_state(request)
+    state = ready_state_of(request)
     config, limits = state.config, state.ready_limits()
     model: dict[str, Any] = {
         "model": state.model.name,
@@ -172,12 +172,6 @@ async def server_info(request: Request, config_format: Literal["json"]) -> JSONR
         "data_parallel_size": config.dp_size,
     }
     return JSONResponse({"vllm_config": {"model_config": model, "parallel_config": parallel}})
-
-
-def _ready_state(request: Request) -> ServerState:
-    state = state_of(request)
-    state.ready_limits()
-    return state
 
 
 def _version(state: ServerState) -> JSONResponse:
