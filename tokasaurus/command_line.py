@@ -37,7 +37,7 @@ class Given(Generic[AnyConfig]):
 
     config: AnyConfig
     settings: Mapping[str, Setting]
-    """By flag; a flag that is left out has its default."""
+    """Settings by flag; a flag that is left out has its default."""
 
     @property
     def words(self) -> list[str]:

@@ -124,7 +124,7 @@ class FlagConfig(Config):
     """
 
     flags = dict[str, Flag]()  # noqa: RUF012  (annotated, it would be a flag)
-    """By name, in the order of the help. A subclass begins with its own groups."""
+    """Flags by name, in the order of the help. A subclass begins with its own groups."""
     main_flags = frozenset[str]()
     """Flags in the short help; empty for all. For its own groups a subclass says which; for inherited groups, its base
     class does."""
@@ -312,7 +312,7 @@ def are_missing(names: Iterable[str], usage: str) -> Iterator[str]:
 
 
 def at_most(other: str) -> Rule:
-    """At most the value of the flag `other`."""
+    """A check that the value is at most the value of the flag `other`."""
 
     def find_error(config: Any, value: Any) -> str | None:
         limit = getattr(config, other)
@@ -322,7 +322,7 @@ def at_most(other: str) -> Rule:
 
 
 def at_least(other: str, text: str = "{}") -> Rule:
-    """At least the value of the flag `other`, which a message names as `text` says."""
+    """A check that the value is at least the value of the flag `other`, which a message names as `text` says."""
 
     def find_error(config: Any, value: Any) -> str | None:
         limit = getattr(config, other)

@@ -213,6 +213,6 @@ HABITS = (
 )
 
 OPTIONS = {name: habit for habit in HABITS if not habit.is_command for name in habit.names}
-"""By plain name."""
+"""Options by plain name."""
 COMMANDS = {name: habit for habit in HABITS if habit.is_command for name in habit.names}
-"""By sub-command."""
+"""Sub-commands by name."""

@@ -39,7 +39,7 @@ class _Running:
 
     phase: str
     began: float
-    """By time.perf_counter()."""
+    """When the phase began, by time.perf_counter()."""
     num_done: int = 0
     num_total: int = 0
     unit: str = ""
@@ -64,7 +64,7 @@ class StartupReport:
     is_server_up: bool = False
     is_ready: bool = False
     ready_s: float | None = None
-    """By time.perf_counter()."""
+    """When the server became ready, by time.perf_counter(); None before."""
     start_times: dict[str, float] = field(default_factory=dict)
     """Seconds of each phase of an earlier start, and of this one's as they end; by `phase_key`."""
     totals: ServerTotals | None = None
@@ -72,7 +72,7 @@ class StartupReport:
 
     def __post_init__(self) -> None:
         self._running: dict[str, _Running] = {}
-        """By process. The thread that writes the log reads it too."""
+        """Running phases by process. The thread that writes the log reads it too."""
         self._last_end = self.started
 
     def show_line(self, line: str, fields: dict[str, Any] | None = None, indent: int = 0) -> None:

@@ -22,7 +22,7 @@ _MAX_REASON_CHARS = 200
 _NOT_THE_INPUTS = ("validation_failed", "input_file_missing")
 
 ReadResults = Callable[[int], Sequence[bytes]]
-"""From the number of a line: the results from that line on, up to a line without one; none if it has none now."""
+"""A function of a line's number: the results from that line on, up to a line without one; none if it has none now."""
 
 
 class Outcome:

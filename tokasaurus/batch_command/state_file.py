@@ -93,7 +93,7 @@ class StateFile:
         return None if not content else parse_state(content, self.path)
 
     def save(self, state: RunState) -> None:
-        """On the disk when it returns, in the place of the older one."""
+        """Replace the stored state. It is on the disk when this returns."""
         temporary = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}.part")
         try:
             file = _create(temporary, os.O_EXCL)

@@ -157,7 +157,7 @@ def shown(row: Row | None) -> str:
 
 
 def shown_ratio(row: Row | None) -> str:
-    """With its range over the rounds, if there are several."""
+    """The row's ratio for the table, with its range over the rounds if there are several; – without a ratio."""
     if row is None or row.ratio is None:
         return "–"
     spread = "" if row.ratio_low == row.ratio_high else f" ({row.ratio_low:.2f}–{row.ratio_high:.2f})"

@@ -30,7 +30,8 @@ class FullLoad:
     """The middle of a run, without its beginning and its end, in which few requests are in flight."""
 
     seconds: float
-    """From when first so many requests are in flight to when last they are, 90 % of the most there ever are."""
+    """Seconds from the first to the last moment at which the load is full: 90 % of the most requests that are ever in
+    flight."""
     output_tokens_per_s: float
     """Streamed tokens count when they come; tokens of whole answers are spread evenly over the request."""
 

@@ -181,6 +181,6 @@ def _distribution(values_s: Sequence[float]) -> tuple[list[float], list[float]]:
 
 
 def _thinned(values: list[float]) -> list[float]:
-    """At most some _MAX_POINTS, the last among them."""
+    """Some of the values, at most about _MAX_POINTS, the last among them."""
     step = max(1, len(values) // _MAX_POINTS)
     return values[::step] + ([values[-1]] if values and (len(values) - 1) % step else [])

@@ -181,7 +181,7 @@ def values_of(config: BenchConfig) -> dict[str, Any]:
 
 
 def without_user(url: str) -> str:
-    """Without the user and password that it may contain."""
+    """The URL without the user and password that it may contain."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 

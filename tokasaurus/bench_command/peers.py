@@ -35,7 +35,7 @@ class Peer:
     """A kind of server."""
 
     program: str
-    """In the bin/ of its environment, or on PATH."""
+    """Name of the program, in the bin/ of its environment, or on PATH."""
     words: Callable[[str, int, str], list[str]]
     """(model, port, an empty directory) -> the command's words after the program."""
     ready_path: str
@@ -75,8 +75,8 @@ PEERS = {
     "llama.cpp": Peer("llama-server", _llama_cpp, "/health"),
     "openvino": Peer("ovms", _openvino, "/v2/health/ready", "/v3"),
 }
-"""By the names of peer=. Documentation: docs.vllm.ai (vllm serve), docs.sglang.io (sglang serve), llama.cpp's
-tools/server/README.md, docs.openvino.ai (OpenVINO Model Server)."""
+"""Kinds of servers by their names in peer=. Documentation: docs.vllm.ai (vllm serve), docs.sglang.io (sglang serve),
+llama.cpp's tools/server/README.md, docs.openvino.ai (OpenVINO Model Server)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Started:
 
     base_url: str
     command: str
-    """Without what seems to be a secret."""
+    """The command line, without what seems to be a secret."""
 
 
 def program_of(name: str, environment: str | None) -> list[str]:
@@ -156,7 +156,7 @@ def words_of(name: str, arguments: str) -> list[str]:
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """With *** in place of the values of options whose name has key, token or password at its end."""
+    """The words, with *** in place of the values of options whose name ends with key, token, password or secret."""
     shown: list[str] = []
     for index, word in enumerate(words):
         name, equals, _ = word.partition("=")

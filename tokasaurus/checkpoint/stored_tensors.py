@@ -10,7 +10,7 @@ class StoredTensor:
 
     file: Path
     dtype: str
-    """In the format's spelling, such as "BF16" in safetensors and "Q4_1" in GGUF."""
+    """Type of its numbers in the format's spelling, such as "BF16" in safetensors and "Q4_1" in GGUF."""
     shape: tuple[int, ...]
     begin: int
     """Offset of the first byte from the start of the file."""

@@ -35,7 +35,8 @@ MAX_HEADER_BYTES = 100_000_000
 
 _LENGTH_BYTES = 8
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-"""By dtype, for the dtypes that checkpoints of the supported families contain. The size of others is not checked."""
+"""Bytes of a number, for the dtypes that checkpoints of the supported families contain. The size of others is not
+checked."""
 
 _CHUNK_BYTES = 1 << 24
 _GGUF_BYTES = 1 << 20

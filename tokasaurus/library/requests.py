@@ -51,7 +51,8 @@ class RequestLine:
     """A random seed, added when the line is sent. It is no part of the request's identity."""
 
     def encode(self, attempt: int = 1) -> bytes:
-        """With its line end. attempt: later ones have other ids, since a server takes each id once."""
+        """The line as bytes, with its end. attempt: later attempts have other ids, since a server takes each id
+        once."""
         body = self.body if self.seed is None else b'%b,"seed":%d}' % (self.body[:-1], self.seed)
         custom_id = b"%d" % self.number if attempt == 1 else b"%d.%d" % (self.number, attempt)
         return b'{"custom_id":"%b","url":"%b","body":%b}\n' % (custom_id, self.url.encode(), body)

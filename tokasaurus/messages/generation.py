@@ -260,7 +260,7 @@ class SequenceDelta:
     top: TopLogprobs | None = None
     """Top-k logprobs of the same tokens; None without num_top_logprobs."""
     prompt_logprobs: PromptLogprobs | None = None
-    """On the first delta of a request's sequence 0 if wanted, else None."""
+    """Prompt logprobs, on the first delta of a request's sequence 0 if wanted, else None."""
     error: str = ""
     """One line on the last delta of an aborted sequence; its finish_reason then has no meaning. "" on other deltas."""
     error_code: ErrorCode | None = None

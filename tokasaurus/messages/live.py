@@ -41,7 +41,7 @@ class KVForecastPoints:
     steps: list[int]
     """Steps from that one on, in increasing order; the first is 0."""
     blocks: list[int]
-    """In use after as many steps; the last is 0."""
+    """Blocks in use after as many steps; the last is 0."""
     peak: int
     limit: int
     """Most blocks that admission fills."""
@@ -57,7 +57,7 @@ class NextSequence:
     """The first waiting sequence that may be admitted."""
 
     fits_in_steps: int | None
-    """By the forecast, the step from which on its blocks suffice to its end; None if the forecast does not tell."""
+    """The forecast's first step from which on its blocks suffice to its end; None if the forecast does not tell."""
     num_blocks: int
     """Blocks that it is expected to need, without those that running sequences or the cache already have."""
     num_prompt_tokens: int
@@ -73,9 +73,9 @@ class StageSample:
     """A pipeline stage. Seconds are since the previous sample."""
 
     busy_seconds: float
-    """In which it computed."""
+    """Time in which it computed."""
     waiting_seconds: float
-    """Within its steps, for what other stages send or receive."""
+    """Time within its steps in which it waited for what other stages send or receive."""
     num_microbatches: int
     """Steps that the stage before it has computed and it has not; of the first stage: that the manager has sent."""
 

@@ -50,7 +50,7 @@ class ModeFigures:
     longest_ratio: float
     """Largest of exp(|d|): the weight of a token in an importance ratio."""
     parts: tuple[PartFigures, ...]
-    """By position in the completion, POSITIONS_PER_PART each."""
+    """Figures of every POSITIONS_PER_PART positions of the completions."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -17,7 +17,7 @@ def uses_triton(device: torch.device, group: KernelGroup) -> bool:
 
 
 def switch_off(group: KernelGroup) -> None:
-    """From now on, in this process, plain torch computes what these kernels do."""
+    """Let plain torch compute what these kernels do, from now on, in this process."""
     _switched_off.add(group)
 
 

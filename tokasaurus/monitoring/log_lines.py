@@ -74,7 +74,7 @@ class StatusRow:
     process: str
     phase: str
     seconds: float
-    """Since the phase began."""
+    """Seconds since the phase began."""
     share: float | None = None
     """Share of the phase that is done, from 0 to 1; None if that is not known."""
     is_expected: bool = False

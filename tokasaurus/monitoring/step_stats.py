@@ -28,7 +28,7 @@ _TIME_UNITS = ((86_400.0, "d"), (3600.0, "h"), (60.0, "m"))
 
 
 def short_number(number: float, num_digits: int = 2) -> str:
-    """In at most four characters: 862, 9.3k, 12k. num_digits: of numbers from a thousand on, at least."""
+    """The number in at most four characters: 862, 9.3k, 12k. num_digits: of numbers from a thousand on, at least."""
     for size, unit in _UNITS:
         if number >= 0.9995 * size:
             value = number / size
@@ -38,7 +38,7 @@ def short_number(number: float, num_digits: int = 2) -> str:
 
 
 def short_time(seconds: float | None) -> str:
-    """In one unit, rounded: 4s, 12m, 3h; – for what is not known."""
+    """The time in one unit, rounded: 4s, 12m, 3h; – for what is not known."""
     if seconds is None:
         return "–"
     for size, unit in _TIME_UNITS:
@@ -58,7 +58,7 @@ class StepTotals:
     busy_seconds: float = 0.0
     """Time of the steps' forwards, as reported by the worker."""
     idle_seconds: float = 0.0
-    """Between two steps, of which the first left sequences to compute."""
+    """Time between two steps, where the first left sequences to compute."""
     num_finished_requests: int = 0
     """Requests all of whose sequences have ended; not those that were cancelled."""
 
@@ -175,7 +175,7 @@ class StepWindow:
         }
 
     def statsd_lines(self, prefix: str) -> list[str]:
-        """In statsd's format, one line a figure. prefix: of each name."""
+        """The figures in statsd's format, one line each. prefix: of each name."""
         gauges = self._gauges()
         for name, value in (
             ("prefix_cache_hit_fraction", self.prefix_cache_hit_fraction),
@@ -277,7 +277,7 @@ class StatsdSender:
             self._socket = found
 
     def send(self, window: StepWindow) -> None:
-        """In one datagram."""
+        """Send the lines in one datagram."""
         if self._socket is None:
             return
         try:

@@ -86,7 +86,7 @@ class ChildProcess:
 
     @property
     def log_name(self) -> str:
-        """In log lines."""
+        """Name of the process in log lines."""
         return self.title.removeprefix("toka-")
 
     @property

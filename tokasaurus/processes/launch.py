@@ -42,7 +42,7 @@ SERVER_GRACE_S = 3.0
 ENGINE_GRACE_S = 3.0
 
 _START_TIMES = "start_times.json"
-"""In the cache: how long the phases of the last start took, by which the next one says how far it is."""
+"""File of the cache with the times of the last start's phases, by which the next start says how far it is."""
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ class WeightHistory:
 
     def __init__(self) -> None:
         self.updates: list[UpdateWeights] = []
-        """To be applied in order to the checkpoint's weights."""
+        """Updates to apply in order to the checkpoint's weights."""
 
     def note(self, update: UpdateWeights) -> None:
         """A replica has these weights."""

@@ -17,7 +17,7 @@ class Stopped(KeyboardInterrupt):
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """Within the context, such a signal raises Stopped in the main thread, unless the process ignores it."""
+    """Let such a signal raise Stopped in the main thread within the context, unless the process ignores the signal."""
 
     def stop(number: int, _: FrameType | None) -> None:
         raise Stopped(number)

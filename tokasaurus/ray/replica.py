@@ -13,7 +13,7 @@ from tokasaurus.ray.owned_server import OwnedServer
 from tokasaurus.ray.requests import AnswerStart, EngineLost, ForwardedRequest, Headers
 
 KV_CACHE_TOKENS = "kv_cache_tokens"
-"""In the metadata of a replica, which its routers see."""
+"""Key in the metadata of a replica, which its routers see."""
 
 _HOP_HEADERS = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")

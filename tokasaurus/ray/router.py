@@ -1,4 +1,5 @@
-"""Which replica Ray Serve sends a request to: the one that has most of the prompt cached, or is ready sooner."""
+"""Choose the replica that Ray Serve sends a request to: the one that has most of the prompt cached, or is ready
+sooner."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         self._indexes: dict[ReplicaID, PrefixIndex] = {}
         """Prefix index of each replica that is there."""
         self._running: dict[str, ReplicaID] = {}
-        """By the internal id of a request: where it runs."""
+        """The replica where a request runs, by the request's internal id."""
         self._num_running: dict[ReplicaID, int] = {}
 
     async def choose_replicas(

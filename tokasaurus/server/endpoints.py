@@ -214,7 +214,7 @@ ENDPOINTS: Mapping[str, RoutedEndpoint[Any]] = {
         example=CHAT_EXAMPLE,
     ),
 }
-"""By path, in the order of the OpenAPI page."""
+"""Endpoints by path, in the order of the OpenAPI page."""
 
 if TYPE_CHECKING:
     EndpointUrl = str

@@ -92,7 +92,7 @@ class LiveFeed:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Within the context, listeners get events."""
+        """Send listeners events within the context."""
         task = asyncio.create_task(self._run(), name="live feed")
         try:
             yield
@@ -499,7 +499,7 @@ def _name_of(record: BatchRecord) -> str:
 
 
 def _seconds_left(figures: _Figures, tokens_per_second: float, lines_per_second: float) -> float | None:
-    """By the expected tokens, or else by lines; None if neither is known."""
+    """Seconds left by the expected tokens, or else by lines; None if neither is known."""
     if figures.state != "running":
         return None
     if figures.expected_tokens is not None and tokens_per_second > 0:

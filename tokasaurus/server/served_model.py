@@ -40,7 +40,7 @@ class ServedModel:
     model_flag: str | None = None
     """The flag model= as given, a path or repository id; also accepted as the model's name. None: not given."""
     model_aliases: tuple[str, ...] = ()
-    """In their order in the flag."""
+    """Further names of the model, in their order in the flag."""
     any_model: bool = False
     source: str | None = None
     """The checkpoint's own name, whatever it is served as; None: `name`."""

@@ -87,7 +87,7 @@ _LONGEST_PATH = 100
 
 
 def what_to_use(path: str, known: Sequence[str]) -> str | None:
-    """In place of a path that no route has; None if nothing is known. known: paths of the routes."""
+    """What to use in place of a path that no route has; None if nothing is known. known: paths of the routes."""
     advice = next((advice for pattern, advice in _PATTERNS if pattern.fullmatch(path.removeprefix("/"))), None)
     if advice is None and len(path) <= _LONGEST_PATH:
         closest = difflib.get_close_matches(path, known, n=1, cutoff=0.8)

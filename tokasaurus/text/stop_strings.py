@@ -193,7 +193,7 @@ class StopMatcher:
 
 
 class StopTokens:
-    """Which tokens can complete a stop string. Most cannot, which avoids decoding any text after them.
+    """Tells which tokens can complete a stop string. Most cannot, which avoids decoding any text after them.
 
     token_texts: the text of each of the V token ids on its own.
     """

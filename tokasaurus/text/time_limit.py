@@ -28,7 +28,7 @@ class TimeLimit:
         # A plain lock, which `with` acquires without running Python code: the exception cannot arrive in between.
         self._lock = threading.Lock()
         self._deadlines: dict[int, float] = {}
-        """By thread id, by time.monotonic()."""
+        """Deadlines by thread id, by time.monotonic()."""
         self._is_watched = False
         self._begun = threading.Event()
         self._watcher: threading.Thread | None = None

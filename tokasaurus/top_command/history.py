@@ -257,7 +257,7 @@ def curve_of(forecast: Forecast) -> Curve:
 
 
 def gained(before: float, after: float) -> float:
-    """By how much a total has grown. One that is smaller has begun at 0 again."""
+    """Growth of a total. A total that is smaller than before has begun at 0 again."""
     return after - before if after >= before else after
 
 

@@ -223,7 +223,8 @@ def _number(value: Any) -> float | None:
 
 
 def _clean(text: str) -> str:
-    """Without characters that would move a terminal's cursor or change its state: clients choose names of jobs."""
+    """The text without characters that would move a terminal's cursor or change its state: clients choose names of
+    jobs."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 

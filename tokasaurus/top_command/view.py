@@ -54,7 +54,7 @@ class Frame:
     """What is on the screen beside the figures."""
 
     status: str
-    """At the right of the first line."""
+    """Text at the right of the first line."""
     status_style: str = "green"
     keys: str = "q quit   p pause   r replica   ? help"
     replica: int = 0
@@ -70,7 +70,7 @@ class _Section:
 
 
 def screen_lines(history: History, frame: Frame, width: int, height: int, look: Look) -> list[Text]:
-    """At most `height` lines of at most `width` columns."""
+    """Lines of the screen: at most `height` of at most `width` columns."""
     sample = history.latest
     lines = [_header(sample, frame, width)]
     body_height = height - 2

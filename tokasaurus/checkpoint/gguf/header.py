@@ -68,7 +68,7 @@ _TYPES = {
     40: TensorType("NVFP4", 64, 36),
     41: TensorType("Q1_0", 128, 18),
 }
-"""By number."""
+"""Types of tensors by their numbers in the format."""
 TYPES = {each.name: each for each in _TYPES.values()}
 
 
@@ -91,7 +91,7 @@ class Header:
     fields: dict[str, Any]
     """Strings, numbers, booleans, and lists of them."""
     tensors: list[TensorEntry]
-    """In the order of the header."""
+    """The tensors, in the order of the header."""
     num_bytes: int
     """Bytes of the header, with the padding before the first tensor."""
 
@@ -193,7 +193,7 @@ class _Reader:
         return self._content[start : self._offset].decode()
 
     def _strings(self, count: int, is_wanted: bool) -> list[str]:
-        """Without calls in its loop, since vocabularies have a hundred thousand strings."""
+        """The next `count` strings. The loop makes no calls, since vocabularies have a hundred thousand strings."""
         content, offset, size = self._content, self._offset, self._size
         read_length = struct.Struct("<Q").unpack_from
         strings = []

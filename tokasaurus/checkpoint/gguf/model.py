@@ -56,7 +56,7 @@ class GGUFModel:
     metadata: dict[str, Any]
     """Metadata of the first file."""
     tensors: dict[str, StoredTensor]
-    """By the name in Hugging Face format, in the files' order."""
+    """The tensors by their names in Hugging Face format, in the files' order."""
     rope_factors: StoredTensor | None
     """Multipliers of the rotary wavelengths, which Hugging Face format has in config.json."""
 

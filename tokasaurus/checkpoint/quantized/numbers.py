@@ -125,7 +125,8 @@ class QuantizedReader:
         return kind, result
 
     def stored_bytes(self, tensor: StoredTensor) -> NDArray[np.uint8]:
-        """In the file until they are used. Raises CheckpointError if it cannot be read."""
+        """The tensor's bytes, which stay in the file until they are used. Raises CheckpointError if it cannot be
+        read."""
         file = tensor.file
         try:
             if file not in self._contents:

@@ -44,7 +44,7 @@ from tokasaurus.library.results import row_error
 from tokasaurus.processes.group import STOP_NUMBERS
 
 _MAX_WAIT_S = 0.5
-"""Between two looks at the clock, the journal and Ctrl-C."""
+"""Longest time between two looks at the clock, the journal and Ctrl-C."""
 _MAX_ASK_S = 0.5
 """Rows whose prompts take longer are sent in parts: the first ones are computed while the user's function is called."""
 _NO_IDENTITY = NO_REQUEST.to_bytes(16, "little")
@@ -142,7 +142,7 @@ class _OpenBatch:
     hashes: npt.NDArray[np.uint64]
     """[rows] of the keys."""
     rows: Sequence[Row]
-    """With the columns that prompts need."""
+    """The rows, with the columns that prompts need."""
     num_asked: int = 0
     """Rows, from the first one on, that have their request, or the reason why there is none."""
 
@@ -185,7 +185,7 @@ class _Job:
         self._is_read = False
         self._unsent: deque[RequestLine] = deque()
         self._unfinished: dict[int, MapRow] = {}
-        """By line number: rows with a request, in flight or unsent."""
+        """Rows with a request, in flight or unsent, by line number."""
         self._failed: list[MapRow] = []
         """Rows without a request that are to be added next."""
         self._counts = Counts()

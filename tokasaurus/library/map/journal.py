@@ -157,8 +157,8 @@ class Journal:
     done: DoneRows
     """Rows in files of the output."""
     finished: dict[int, StoredAnswer]
-    """By key hash: rows that had finished before this call, are in no file, and are not collected for the next one.
-    Who collects a row takes it out."""
+    """Rows that had finished before this call, are in no file, and are not collected for the next one, by key hash. Who
+    collects a row takes it out."""
     earlier: Mapping[str, Any] | None
     """The settings that the rows were begun with; None if there are none."""
 

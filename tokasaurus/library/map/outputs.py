@@ -98,7 +98,7 @@ class StoredOutput:
         self._prompt = prompt
         self._shard = OpenShard()
         self._row_bytes: dict[int, float] = {}
-        """By the number of a batch's first row: memory of one of its rows."""
+        """Memory of one row of a batch, by the number of the batch's first row."""
         self.num_done = len(journal.done) + len(journal.finished)
         self.num_mended = 0
 

@@ -59,7 +59,7 @@ class MapProgress:
 
 
 class ShownCall:
-    """Within the context, a thread shows how far a call is that returns when it is done, once it takes some seconds."""
+    """Shows, in a thread, how far a call is that returns only when it is done, once it takes some seconds."""
 
     def __init__(self, num_rows: int, counts: Counts, find_progress: Callable[[], Progress | None]) -> None:
         """counts: changes while the call runs. find_progress: what the server has told of the rows in flight."""

@@ -146,7 +146,7 @@ def _function(function: Callable[[Row], Any], argument: str) -> Callable[[Row], 
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without the members of dicts that are null: a column of dicts has every member in every row."""
+    """The value without members of dicts that are null: a column of dicts has every member in every row."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(member) for name, member in value.items() if member is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value

@@ -30,7 +30,7 @@ FORMATS = ("parquet", "jsonl")
 MAX_SHARD_ROWS = 10_000
 MAX_SHARD_BYTES = 64 << 20
 MAX_SHARD_AGE_S = 60.0
-"""Since its first row."""
+"""Longest time from a file's first row until it is written."""
 
 _ROW_BYTES = 64
 """Estimated memory of a row, beside its text."""
@@ -46,10 +46,10 @@ class MapRow:
     """A row from when it is read until it is in a file."""
 
     number: int
-    """In the source."""
+    """Number of the row in the source."""
     batch: RowBatch
     index: int
-    """In its batch."""
+    """Index of the row in its batch."""
     key_hash: int
     identity: int
     """8 bytes: equal for equal requests."""
@@ -92,7 +92,7 @@ class OpenShard:
         return len(self.rows) >= MAX_SHARD_ROWS or self._num_bytes >= MAX_SHARD_BYTES
 
     def seconds_left(self) -> float:
-        """Until it is to be closed, negative if that is overdue."""
+        """Seconds until the file is to be closed, negative if that is overdue."""
         return self._first_s + MAX_SHARD_AGE_S - time.monotonic() if self.rows else MAX_SHARD_AGE_S
 
     def index(self) -> npt.NDArray[np.uint64]:
@@ -303,7 +303,7 @@ class ParquetShards:
         self._is_open = False
 
     def _fitted(self, part: pa.RecordBatch) -> pa.RecordBatch:
-        """With the columns of the schema. Those that have changed since are null or empty in it."""
+        """The part with the columns of the schema. Columns that have changed since are null or empty in it."""
         if part.schema.equals(self._schema):
             return part
         columns = []

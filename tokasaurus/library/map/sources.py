@@ -75,7 +75,7 @@ class RowBatch:
         self.lines: list[bytes | None] | None = None
         """The rows as JSON text, if they are stored so."""
         self.errors: dict[int, str] = {}
-        """By index: why a row cannot be answered or stored as it came. Its dict has what can be stored."""
+        """Why a row cannot be answered or stored as it came, by its index. Its dict has what can be stored."""
         self._positions: npt.NDArray[np.int64] | None = None
 
     def place(self, index: int) -> str:
@@ -404,7 +404,7 @@ class _CsvFile:
         self.path = path
         self.num_rows: int | None = None
         self.errors: dict[int, str] = {}
-        """By the number of a row: what is wrong with it. The faults of a batch are there when the batch is given."""
+        """What is wrong with a row, by its number. The faults of a batch are there when the batch is given."""
         schema = self._open(None).schema
         is_text = [pa.types.is_null(field.type) or pa.types.is_binary(field.type) for field in schema]
         fields = [field.with_type(pa.string()) if text else field for field, text in zip(schema, is_text, strict=True)]

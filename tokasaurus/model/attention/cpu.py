@@ -24,7 +24,7 @@ from tokasaurus.model.cpu.bindings import (
 
 
 def why_unfit(shape: KVShape, kernels: Kernels) -> str | None:
-    """Which property of the model or page size the kernels do not support, as text; None if they support all."""
+    """The property of the model or page size that the kernels do not support, as text; None if they support all."""
     if shape.dtype not in KV_CACHE_DTYPES:
         return f"a KV cache of {shape.dtype}"
     if shape.query_dtype not in ACTIVATION_DTYPES:

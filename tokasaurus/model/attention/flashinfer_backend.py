@@ -151,7 +151,7 @@ class FixedMemory:
         self._plans = torch.zeros(plan_bytes(max_rows), dtype=torch.uint8, device=device)
         self._wrappers: dict[int, Any] = {}
         self.copied: dict[int, torch.cuda.Event] = {}
-        """By number of rows: after the copies of a wrapper's last plan, which read its host memory."""
+        """Events after the copies of a wrapper's last plan, which read its host memory, by number of rows."""
         self.planned: set[int] = set()
         """Numbers of rows whose wrapper has been planned."""
 

@@ -170,7 +170,7 @@ class Library:
     """C++ files."""
 
     compiler_flags: tuple[str, ...]
-    """In addition to COMPILE_FLAGS."""
+    """Compiler flags in addition to COMPILE_FLAGS."""
 
     def prebuilt_name(self, suffix: str) -> str:
         """Changes with sources and flags, so that a library built from other sources is never loaded."""

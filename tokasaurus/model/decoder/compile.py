@@ -37,7 +37,7 @@ class Compiler:
         """Whether a compilation that was not required failed, or what it made is wrong. Since then, every function runs
         uncompiled."""
         self.num_compilations = 0
-        """Since start."""
+        """Compilations since the start."""
         self.num_recompiles = 0
         """Compilations after `end_warm_up`. Each is logged as an error, because a step had to wait for it."""
         self._is_warm = False
@@ -98,11 +98,11 @@ class Compiler:
             self.has_failed = before
 
     def switch_off(self) -> None:
-        """From now on, every function runs uncompiled."""
+        """Let every function run uncompiled from now on."""
         self.has_failed = True
 
     def end_warm_up(self) -> None:
-        """From now on, every compilation counts as an error."""
+        """Count every compilation from now on as an error."""
         self._is_warm = True
 
     def describe(self) -> str:

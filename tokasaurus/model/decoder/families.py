@@ -11,7 +11,7 @@ FAMILIES = {
     "qwen2": DecoderOptions(qkv_bias=True),  # Qwen 2 and 2.5
     "qwen3": DecoderOptions(qk_norm=True),  # Qwen 3, the dense models
 }
-"""By model_type in config.json."""
+"""Options of the decoder by model_type in config.json."""
 
 
 def build_decoder(info: ModelInfo, mesh: Mesh, dtype: torch.dtype) -> Decoder:

@@ -89,8 +89,8 @@ class Linear(nn.Module):
         """What plain weights are quantised to, as in Packing."""
 
     def take_blocks(self, first_row: int, rows: BlockRows) -> None:
-        """In place of filling the weight's rows from `first_row` on: `pack` packs them as they are. It reads them from
-        `rows` then."""
+        """Keep blocks for the weight's rows from `first_row` on, in place of filling these. `pack` reads `rows` later,
+        and packs them as they are."""
         self._blocks[first_row] = rows
 
     @property

@@ -39,7 +39,7 @@ class TensorFile(Protocol):
     def path(self) -> Path: ...
 
     def names(self) -> Sequence[str]:
-        """In the order in which the tensors lie in the file."""
+        """Names of the tensors, in the order in which they lie in the file."""
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 

@@ -139,7 +139,8 @@ def check_update(
 
 
 def _is_finite(data: Tensor) -> bool:
-    """By parts, since torch's intermediate results have nearly the size of what they are computed from."""
+    """Whether all numbers are finite. Works in parts, since torch's intermediate results are nearly as large as its
+    input."""
     rows_of_part = max(1, _CHECKED_NUMBERS // max(1, data[0].numel())) if data.numel() else 1
     return all(bool(part.isfinite().all()) for part in torch.split(data, rows_of_part))
 

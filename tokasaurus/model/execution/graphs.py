@@ -49,7 +49,7 @@ class Recorder(Protocol):
         """Around a recording, and around the forward before it that loads what it launches."""
 
     def begin(self) -> None:
-        """From now on, launches are recorded and not run; memory that is allocated belongs to the graphs."""
+        """Record launches from now on instead of running them; memory that is allocated belongs to the graphs."""
 
     def end(self) -> Graph:
         """What was launched since `begin`."""
@@ -192,7 +192,7 @@ class DecodeGraphs:
         self._recorder = recorder
         self._sizes = sorted(sizes)
         self._recordings: dict[tuple[int, bool], _Recording] = {}
-        """By size, and whether attention is included."""
+        """Recordings by size, and whether attention is included."""
         largest = self._sizes[-1]
         self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
         self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
@@ -215,7 +215,7 @@ class DecodeGraphs:
 
     @property
     def sizes(self) -> list[int]:
-        """In rows, smallest first."""
+        """Sizes of the graphs in rows, smallest first."""
         return self._sizes
 
     def size_for(self, step: ForwardInput) -> int | None:

@@ -101,7 +101,7 @@ class StepResult:
     """All its results are computed."""
 
     def wait(self) -> None:
-        """Until this step has ended; not for later ones."""
+        """Wait until this step has ended; not for later ones."""
         self.outputs.arrays()
 
     def output(self, seconds: float = 0.0, idle_seconds: float = 0.0) -> ForwardOutput:

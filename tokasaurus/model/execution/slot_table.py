@@ -49,7 +49,7 @@ class SlotTable:
         self.num_blocks: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.sampling: NDArray[np.void] = np.zeros(slots, SAMPLING_DTYPE)
         self.is_limited: NDArray[np.bool_] = np.zeros(slots, np.bool_)
-        """From has_limits."""
+        """Whether the slot's sampling has limits, from has_limits."""
         self.noise_keys: NDArray[np.uint64] = np.zeros(slots, np.uint64)
         self.want_logprobs: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self.num_top_logprobs: NDArray[np.int32] = np.zeros(slots, np.int32)

@@ -31,7 +31,8 @@ estimate, not measured."""
 # torch 2.13 renamed it, and warns of the old name, the only one that 2.11 has.
 _NEW_NAME, _OLD_NAME = "all_gather_single", "all_gather_into_tensor"
 GATHER = _NEW_NAME if hasattr(torch.distributed, _NEW_NAME) else _OLD_NAME
-"""In torch.distributed: the collective that gathers into one tensor. Into a list of tensors, NCCL copies each."""
+"""Name in torch.distributed of the collective that gathers into one tensor. Into a list of tensors, NCCL copies
+each."""
 
 
 def is_about_another_rank(error: RuntimeError) -> bool:

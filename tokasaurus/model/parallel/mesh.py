@@ -39,7 +39,7 @@ class Mesh:
 
     @property
     def world_rank(self) -> int:
-        """Among the workers of the replica."""
+        """Number of this rank among the workers of the replica."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
     def name(self, process: str) -> str:

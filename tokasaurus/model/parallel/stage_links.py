@@ -112,7 +112,7 @@ class _HiddenInbox:
         self._expected: deque[int] = deque()
         """Tokens of each step whose receive is not posted yet."""
         self._posted: deque[_Message] = deque()
-        """With whole buffers, [T, E], of which the first n tokens are received."""
+        """Posted receives with whole buffers, [T, E], of which the first n tokens are received."""
 
     def expect(self, num_tokens: int) -> None:
         self._expected.append(num_tokens)

@@ -51,7 +51,7 @@ class SharedBuffer(Protocol):
         """Called by all ranks, which wait for each other. Raises if memory cannot be shared."""
 
     def ways(self) -> dict[str, Way]:
-        """By a name for the user, for ranks that have joined."""
+        """Ways to sum by a name for the user, once the ranks have joined."""
 
 
 class SymmetricBuffer:
@@ -105,7 +105,7 @@ class SymmetricAllReduce:
         self._dtype = dtype
         self._group = group
         self.name = group.group_name
-        """By which `sum_over_ranks` finds it."""
+        """Name by which `sum_over_ranks` finds it."""
         _all_reduces[self.name] = self
 
     def sum(self, partial: Tensor) -> None:
@@ -121,7 +121,7 @@ class SymmetricAllReduce:
 
 
 _all_reduces: weakref.WeakValueDictionary[str, SymmetricAllReduce] = weakref.WeakValueDictionary()
-"""By name: a compiled graph passes tensors, numbers and strings only."""
+"""All reduces by name: a compiled graph passes tensors, numbers and strings only."""
 
 
 def _sum_over_ranks(partial: Tensor, name: str) -> None:

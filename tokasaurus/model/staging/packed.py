@@ -30,7 +30,7 @@ _BYTES_PER_ROW = 256 + SAMPLING_DTYPE.itemsize
 ranges of its context in attention's lists."""
 
 _BIASES_PER_ROW = 32
-"""On average; OpenAI's API allows 300 in one request."""
+"""Biases per row for which the buffers have room, on average; OpenAI's API allows 300 in one request."""
 
 _BYTES_PER_BIAS = 8
 _BYTES_PER_TOP = 8

@@ -78,7 +78,7 @@ class Mark(Protocol):
     """A point in the computation, and when the device reached it."""
 
     def seconds_since(self, earlier: "Mark") -> float:
-        """From `earlier` to here; waits for neither: the device must have passed both."""
+        """Seconds from `earlier` to here; waits for neither: the device must have passed both."""
 
     def is_reached(self) -> bool:
         """Whether the device has passed it."""

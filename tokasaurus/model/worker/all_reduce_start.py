@@ -137,7 +137,7 @@ class _Meeting:
         return failures[0] if failures else None
 
     def lacked(self, names: Iterable[str]) -> list[str]:
-        """Which of this rank's names another rank lacks."""
+        """Those of this rank's names that another rank lacks."""
         own = list(names)
         of_all = [set(text.split()) for text in self._exchange(" ".join(own))]
         return [name for name in own if not all(name in of_rank for of_rank in of_all)]
@@ -230,7 +230,7 @@ def _compare(way: Way, compared: Sequence[tuple[Tensor, Tensor]], device: torch.
 
 
 def _wait_for(device: torch.device) -> None:
-    """Until the device has done its work. Raises UserError if that takes too long: it waits for another rank."""
+    """Wait until the device has done its work. Raises UserError if that takes too long: it waits for another rank."""
     if device.type != "cuda":
         return
     end = torch.cuda.current_stream(device).record_event()
@@ -245,7 +245,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _measured_sizes(num_bytes: int) -> list[int]:
-    """In bytes, ascending; the last is that of the buffer."""
+    """Sizes to measure in bytes, ascending; the last is the buffer's size."""
     powers = (_MIN_BYTES * _FACTOR**exponent for exponent in itertools.count())
     return [*itertools.takewhile(lambda size: size < num_bytes, powers), num_bytes]
 

@@ -258,7 +258,7 @@ def _apply_earlier_updates(checkpoint: Checkpoint, updates: WeightUpdates, phase
 
 
 def graph_sizes_of(config: ServerConfig, device: torch.device) -> list[int]:
-    """In sequences, largest first; none if no graphs are wanted."""
+    """Sizes of the graphs in sequences, largest first; none if no graphs are wanted."""
     sizes = sizes_of_graphs(config) if device.type == "cuda" else []
     # From the threshold on, forwards need a multiple of tp_size tokens, and collectives that were never recorded.
     return [size for size in sizes if config.async_tp_threshold is None or size < config.async_tp_threshold]

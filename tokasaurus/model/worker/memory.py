@@ -457,7 +457,8 @@ class MemoryTable:
         self.measured: dict[str, int] = {}
         """Bytes by part; parts that are measured together are under the first one's name."""
         self.forward_bound: ForwardMemory | None = None
-        """On a CPU, the largest forward is not measured: its bound, if the kernels run all layers, else unknown."""
+        """Bound of the largest forward on a CPU, which does not measure it, if the kernels run all layers; else
+        None."""
         self._lines: list[str] = []
 
     @contextmanager
@@ -508,7 +509,7 @@ class MemoryTable:
         return torch.cuda.memory_allocated(self._device) if self._is_cuda else own_bytes()
 
     def _taken_bytes(self) -> int:
-        """In use on the device, by all processes."""
+        """Bytes in use on the device, by all processes."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
@@ -533,10 +534,10 @@ class BlockBytes:
     """The memory of one KV block: every worker of a replica has a part of it, as large as its layers and heads."""
 
     own: int
-    """On this worker."""
+    """Bytes on this worker."""
 
     total: int
-    """On all workers that share the available memory, together."""
+    """Bytes on all workers that share the available memory, together."""
 
     num_workers: int = 1
     """How many these are."""
@@ -588,7 +589,7 @@ def plan_auto(
 
 
 def show_size(num_bytes: float) -> str:
-    """With a unit and four digits, for the user."""
+    """The size with a unit and four digits, for the user."""
     for unit in ("B", "KiB", "MiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.4g} {unit}"

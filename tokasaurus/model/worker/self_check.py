@@ -153,7 +153,7 @@ class Result:
     failure: str | None
     """One line if it is not right."""
     seconds: float
-    """Since the last result of the same check, or its beginning."""
+    """Seconds since the last result of the same check, or since its beginning."""
 
 
 class Checks:

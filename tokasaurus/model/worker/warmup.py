@@ -46,8 +46,9 @@ _NUM_SINGLE = 4
 """Forwards of one token that are timed. A fixed number: all ranks run the same steps."""
 
 _PAIR_TOKENS = {"cpu": (32, 2048), "cuda": (2048, 16_384)}
-"""By type of device: the tokens of the chunk that is timed without and with a context, and the tokens of that context.
-So many that the context's time can be told from noise, and so few that the start is hardly longer."""
+"""Tokens of the chunk that is timed without and with a context, and tokens of that context, by type of device.
+
+The context is so long that its time can be told from noise, and so short that the start is hardly longer."""
 
 _NOTHING = np.zeros(0, np.int32)
 

@@ -375,7 +375,7 @@ class EngineClient:
         self._launcher = launcher
         self._replicas = [Replica(index=index) for index in range(num_replicas)]
         self.request_metrics = {str(index): RequestMetrics() for index in range(num_replicas)}
-        """By replica; under "" those of requests that ended before any had them."""
+        """Metrics by replica; those of requests that ended before any replica had them are under ""."""
         self._on_ready = on_ready
         self._on_broken = on_broken
         self._while_restarting = while_restarting
@@ -413,7 +413,7 @@ class EngineClient:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within the context, the running event loop receives new connections and the managers' messages."""
+        """Receive new connections and the managers' messages on the running event loop, within the context."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._launcher.fileno(), self._accept)
         try:
@@ -447,7 +447,7 @@ class EngineClient:
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """To be read only."""
+        """The replicas, to be read only."""
         return self._replicas
 
     @property
@@ -488,7 +488,7 @@ class EngineClient:
 
     @property
     def switched_off(self) -> Sequence[Sequence[str]]:
-        """By replica: the features that the checks of its last start have switched off."""
+        """Features that the checks of a replica's last start have switched off, for each replica."""
         return [() if replica.limits is None else replica.limits.switched_off for replica in self._replicas]
 
     @property
@@ -917,7 +917,7 @@ class EngineClient:
         replica.update_number = update.number
 
     async def _wait_until_up(self) -> None:
-        """Until a replica has been started again. Raises EngineDied."""
+        """Wait until a replica has been started again. Raises EngineDied."""
         while not self._up:
             try:
                 await asyncio.wait_for(self._next_change(), RESTART_S)
@@ -925,7 +925,7 @@ class EngineClient:
                 raise EngineDied("the engine died, and was not started again") from None
 
     async def _next_change(self) -> None:
-        """Until a sequence finishes, or a replica comes or goes."""
+        """Wait until a sequence finishes, or a replica comes or goes."""
         self._has_changed.clear()
         await self._has_changed.wait()
 

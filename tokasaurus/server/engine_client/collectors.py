@@ -60,7 +60,7 @@ class FinishedSequence:
     weight_versions: WeightVersions = FIRST_VERSIONS
     """Complete once it has finished."""
     end_number: int = field(default=0, compare=False)
-    """Among the sequences of its answer, which one it was to finish."""
+    """Number of the sequence in the order in which the answer's sequences finished."""
     is_finished: bool = False
     """Whether the last delta has arrived."""
     num_values: int = 0

@@ -17,12 +17,12 @@ class CommandRefused(Exception):
 
 
 class Commands:
-    """Used by the event loop only."""
+    """Commands to replicas and their results. Used by the event loop only."""
 
     def __init__(self) -> None:
         self._ids = count(1)
         self._waiting: dict[int, tuple[Replica, asyncio.Future[None]]] = {}
-        """By command id."""
+        """Commands without a result, by id."""
 
     async def run(self, replica: Replica, make: Callable[[int], EngineCommand]) -> None:
         """Returns when the replica has carried it out. make: from a command id. Raises ReplicaLost, CommandRefused."""

@@ -155,7 +155,7 @@ class RoutedPrompt:
 
     num_tokens: int
     prefixes: list[int]
-    """From `hash_prefixes`."""
+    """Hashes of the prompt's prefixes, from `hash_prefixes`."""
     session: str = ""
 
     def cost(self, index: PrefixIndex, num_sequences: int) -> tuple[int, int]:

@@ -95,7 +95,7 @@ class Rollouts:
 
     @contextmanager
     def named(self, name: str | None, requests: Sequence[GenerateRequest]) -> Iterator[None]:
-        """Within the context, `abort` knows the requests by their client's name; None has none."""
+        """Let `abort` know the requests by their client's name within the context; None has none."""
         if name is None:
             yield
             return

@@ -42,7 +42,7 @@ class _Outcome:
     """The result of validating one grammar."""
 
     grammar: str
-    """In llguidance's form; "" if it was refused."""
+    """The grammar in llguidance's form; "" if it was refused."""
     error: str
     """Why the grammar was refused; "" if it is valid."""
     num_bytes: int = 0

@@ -88,14 +88,14 @@ class BatchService:
         self._places = asyncio.Semaphore(limits.max_running_batches)
 
     async def adopt(self) -> None:
-        """On a private server, batches without a model get this one. To be called before the server is ready, when the
-        other process looks which model its batch has. Raises StoreError."""
+        """Give this model to batches without one, on a private server. Call it before the server is ready: the other
+        process then looks which model its batch has. Raises StoreError."""
         if self._tell_tokens is not None:
             await self.store.database.write(lambda connection: adopt_batches(connection, self._model_name))
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Within the context, batches advance. Raises StoreError."""
+        """Run the batches within the context. Raises StoreError."""
         for batch in await self.store.database.read(unfinished_batches):
             self._begin(batch)
         keep_seconds = self.config.keep_days * DAY_SECONDS
@@ -293,7 +293,7 @@ class BatchService:
         return await self._begin_finalizing(batch, "completed")
 
     async def _wait_for_end(self, batch: BatchRecord, end: Awaitable[bool]) -> None:
-        """Until `end`, which is cancelled otherwise, or the batch is cancelled or expires."""
+        """Wait until `end`, which is cancelled otherwise, or until the batch is cancelled or expires."""
         waits = [asyncio.ensure_future(one) for one in (end, self._cancelled[batch.number].wait())]
         try:
             done: set[asyncio.Future[bool]] = set()

@@ -62,7 +62,7 @@ class ToolUse:
     shown: Sequence[Tool] = ()
     """The tools that the prompt describes."""
     rules: CallRules | None = None
-    """Which calls the answer may contain; None if all of it is content."""
+    """The calls that the answer may contain; None if all of it is content."""
     grammar: GrammarSource | None = None
     """What the whole answer must match; None for any text."""
     constrains_content: bool = False

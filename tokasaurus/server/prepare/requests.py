@@ -108,7 +108,7 @@ class Prepared:
     grammar_param: str | None = None
     """The body's field that gave the grammar of `requests`; None if they have none."""
     calls: CallRules | None = None
-    """Which tool calls the answer may contain; None if all of it is content."""
+    """The tool calls that the answer may contain; None if all of it is content."""
     echoes: Sequence[Echo] = ()
     """One per prompt if the prompts are echoed, else empty."""
     num_top_prompt_logprobs: int | None = None

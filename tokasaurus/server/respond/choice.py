@@ -48,9 +48,11 @@ class ChoiceDelta:
     token_ids: list[int]
     """The delta's tokens as sampled; their text may still be buffered."""
     logprobs: list[TokenLogprob] | None
-    """With return_token_ids, one per token of `token_ids`. Otherwise tokens whose text begins in the text returned so
-    far, each returned once, without all tokens from the start of a stop string on and, unless the prompt is echoed, the
-    end token. None if logprobs were not requested or are in the fingerprint."""
+    """Log-probabilities; None if they were not requested or are in the fingerprint.
+
+    With return_token_ids, one per token of `token_ids`. Otherwise one for each token whose text begins in the text
+    returned so far, each returned once, without the tokens from the start of a stop string on and, unless the prompt is
+    echoed, without the end token."""
     reasoning: str = ""
     """New reasoning that is split off the text and safe to send."""
     has_reasoning: bool = False

@@ -1,4 +1,4 @@
-"""Which weights the tokens of an answer are from."""
+"""The weights that the tokens of an answer are from."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from tokasaurus.server.protocol.answers import WeightSpan
 
 
 def weight_spans(versions: WeightVersions, num_tokens: int) -> list[WeightSpan]:
-    """At least one; all have tokens, unless the completion has none.
+    """Spans of tokens by their weights, at least one; all have tokens, unless the completion has none.
 
     versions: as of SequenceDelta; the last of them may have no tokens, if the sequence was aborted just after it."""
     starts = [start for start, _ in versions]

@@ -12,7 +12,7 @@ from tokasaurus.text.tokenizer import RenderChat
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
     text: str
-    """To search in: all of the model's templates, or the one of a request."""
+    """Text to search in: all of the model's templates, or the one of a request."""
     tools: ToolSupport
     render: RenderChat
 

@@ -158,7 +158,7 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """Which calls an answer may contain."""
+    """The calls that an answer may contain."""
 
     format: ToolCallFormat
     names: frozenset[str]

@@ -104,7 +104,7 @@ class PendingLine:
     attempts: int
     """How often it has been started."""
     seed: int
-    """Used if the line's body has none: unsigned 64 bits, drawn once, so that each attempt gives the same text."""
+    """Seed if the line's body has none: unsigned 64 bits, drawn once, so that each attempt gives the same text."""
 
 
 @dataclass(frozen=True, slots=True)
