@@ -34,16 +34,16 @@ def history() -> History:
 @pytest.mark.parametrize(
     ("waiting", "step_seconds", "expected"),
     [
-        (NextInQueue(61, 310, 900, 3.2, "blocks"), None, "next in the queue fits in 61 steps (+310 blocks)"),
-        (NextInQueue(61, 310, 900, 3.2, "blocks"), 0.1, "next in the queue fits in 61 steps (+310 blocks), 6.1 s"),
-        (NextInQueue(None, 310, 900, 3.2, "blocks"), 0.1, "next in the queue fits after all that runs (+310 blocks)"),
+        (NextInQueue(61, 310, "blocks"), None, "next in the queue fits in 61 steps (+310 blocks)"),
+        (NextInQueue(61, 310, "blocks"), 0.1, "next in the queue fits in 61 steps (+310 blocks), 6.1 s"),
+        (NextInQueue(None, 310, "blocks"), 0.1, "next in the queue fits after all that runs (+310 blocks)"),
         (
-            NextInQueue(1000, 3, 9, 3.2, "slots"),
+            NextInQueue(1000, 3, "slots"),
             0.1,
             "next in the queue gets a slot in 1,000 steps (+3 blocks), 1 min 40 s",
         ),
-        (NextInQueue(None, 3, 9, None, ""), 0.1, "next in the queue is admitted with the next steps (+3 blocks)"),
-        (NextInQueue(None, 3, 9, None, "paused"), 0.1, "next in the queue waits until the server resumes"),
+        (NextInQueue(None, 3, ""), 0.1, "next in the queue is admitted with the next steps (+3 blocks)"),
+        (NextInQueue(None, 3, "paused"), 0.1, "next in the queue waits until the server resumes"),
     ],
 )
 def test_the_sentence_about_the_next_in_the_queue(

@@ -43,7 +43,6 @@ class NextInQueue:
     """Steps until it fits; None if it never does within the forecast."""
     blocks: int
     """Blocks that it needs."""
-    prompt_tokens: int
     blocked_by: str
     """blocks, slots, paused or turn; empty if it will be admitted at once."""
 
@@ -295,7 +294,6 @@ def _next(fields: _Fields) -> NextInQueue | None:
     return NextInQueue(
         fits_in_steps=None if fits is None else int(fits),
         blocks=fields.count("blocks"),
-        prompt_tokens=fields.count("prompt_tokens"),
         blocked_by=fields.text("blocked_by"),
     )
 
