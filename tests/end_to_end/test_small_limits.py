@@ -49,7 +49,8 @@ def test_a_start_without_enough_files_or_memory(limit: tuple[int, int]) -> None:
 
 @pytest.mark.long
 def test_a_kv_cache_beyond_the_limit_of_memory_names_its_flag() -> None:
-    done = run_limited((resource.RLIMIT_AS, 2500 << 20), f"port={free_port()}", *SMALL, "kv_cache_num_tokens=200000")
+    words = [*SMALL[1:], "kv_cache_num_tokens=200000"]
+    done = run_limited((resource.RLIMIT_AS, 2500 << 20), f"port={free_port()}", *words)
     check_one_line(done)
     assert "kv_cache_num_tokens=" in (done.stdout + done.stderr).splitlines()[-1]
 

@@ -56,6 +56,7 @@ def test_a_gpu_without_memory_is_one_line_with_its_sizes() -> None:
         (RuntimeError("shapes do not match"), None),
         (ValueError("not enough memory"), None),
         (ImportError("no module named x"), None),
+        (SystemError("error return without exception set"), None),
     ],
 )
 def test_the_refusal_is_named(error: Exception, start: str | None) -> None:
@@ -68,18 +69,21 @@ def test_the_refusal_is_named(error: Exception, start: str | None) -> None:
 
 
 def test_the_address_space_is_named_where_it_is_limited() -> None:
+    """There, Python may also lose the MemoryError."""
     script = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
         "from tokasaurus.monitoring.shortage import *\n"
-        "print(describe_shortage(MemoryError())); print(hint_at_memory(6)); print(hint_at_memory(None))"
+        "lost = 'returned NULL without setting an exception'\n"
+        "for error in MemoryError(), SystemError(lost), SystemError('bad argument'): print(describe_shortage(error))\n"
+        "for number in 6, None: print(hint_at_memory(number))"
     )
     lines = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    first, second, third = lines.splitlines()
-    assert first == "not enough memory (ulimit -v allows 1,024 MiB)"
-    assert second.startswith(
+    *shortages, of_signal, by_itself = lines.splitlines()
+    assert shortages == ["not enough memory (ulimit -v allows 1,024 MiB)"] * 2 + ["None"]
+    assert of_signal.startswith(
         "; probably for lack of memory (ulimit -v allows 1,024 MiB): a smaller kv_cache_num_tokens="
     )
-    assert third == second
+    assert by_itself == of_signal
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGINT, None])

@@ -34,6 +34,8 @@ _DEVICE_NAMES = ("cuda", "cublas", "gpu")
 _END_OF_SIZES = ("Of the allocated memory", "If reserved")
 """Where torch's message goes on about its allocator."""
 _FILE_WORDS = ("too many open files", "file descriptors")
+_LOST_ERROR_WORDS = ("without exception set", "without setting an exception")
+"""Of Python, which loses a MemoryError where it has no memory left for it."""
 _THREAD_WORDS = ("can't start new thread", "resource temporarily unavailable")
 
 
@@ -45,7 +47,7 @@ def describe_shortage(error: BaseException, advice: str = "") -> str | None:
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
-        if isinstance(cause, MemoryError | OSError | RuntimeError | ImportError):
+        if isinstance(cause, MemoryError | OSError | RuntimeError | ImportError | SystemError):
             found = _describe(cause, advice)
             if found is not None:
                 return found
@@ -58,7 +60,15 @@ def _describe(error: BaseException, advice: str) -> str | None:
     if number in (errno.EMFILE, errno.ENFILE) or any(word in text for word in _FILE_WORDS):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"too many open files: this process may open {most} (ulimit -n); 1024 suffice for one model worker"
-    if isinstance(error, MemoryError) or number == errno.ENOMEM or any(word in text for word in _MEMORY_WORDS):
+    is_lost = (
+        isinstance(error, SystemError) and bool(_address_space()) and any(word in text for word in _LOST_ERROR_WORDS)
+    )
+    if (
+        is_lost
+        or isinstance(error, MemoryError)
+        or number == errno.ENOMEM
+        or any(word in text for word in _MEMORY_WORDS)
+    ):
         return f"not enough memory{_address_space()}{f': {advice}' if advice else ''}"
     if any(word in text for word in _DEVICE_WORDS) and any(name in text for name in _DEVICE_NAMES):
         return f"not enough memory on the GPU{_device_sizes(str(error))}{f': {advice}' if advice else ''}"
@@ -120,7 +130,7 @@ def ends_in_one_line(command: Callable[P, int]) -> Callable[P, int]:
         except KeyboardInterrupt:
             os.write(2, b"stopped\n")
             return 128 + signal.SIGINT
-        except (OSError, RuntimeError, MemoryError, ImportError) as error:
+        except (OSError, RuntimeError, MemoryError, ImportError, SystemError) as error:
             reason = _describe_refusal(error)
             if reason is None:
                 raise
