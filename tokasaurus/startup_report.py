@@ -208,7 +208,7 @@ class StartupReport:
         self.show_line(f"stop:  {stop}", {"event": "stop", "how": stop}, _HINT_COLUMN)
 
     def show_stopping(self) -> None:
-        """After the first stop signal."""
+        """Print what happens now, after the first stop signal."""
         self._running.clear()
         if self.is_ready:
             line = f"stopping: open requests may take {self.drain_seconds} s to finish; Ctrl-C again kills"

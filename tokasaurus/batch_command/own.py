@@ -159,7 +159,7 @@ class OwnBatch:
         )
 
     def wait(self, seconds: float) -> None:
-        """Also raises CommandError if the server ends, or if somebody changes the input."""
+        """Wait, as `Batch.wait`; also raises CommandError if the server ends, or if somebody changes the input."""
         assert self._server is not None
         self._server.wait(seconds)
         version = self._version_of_input()

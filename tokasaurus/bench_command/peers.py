@@ -122,7 +122,7 @@ def started(
         log = Path(directory) / "log"
         environ = dict(os.environ)
         if environment is not None and Path(environment).expanduser().is_dir():
-            # As an activated environment: some servers start their own processes by PATH.
+            # PATH as in an activated environment: some servers start their own processes by PATH.
             environ["PATH"] = f"{Path(environment).expanduser() / 'bin'}{os.pathsep}{environ.get('PATH', '')}"
         # A signal raises in the main thread. If it came within Popen, nobody would know the process that was started.
         with log.open("wb") as output, ThreadPoolExecutor(1) as pool:

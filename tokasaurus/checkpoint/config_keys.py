@@ -33,7 +33,7 @@ CONFIG_KEYS: dict[str, Use] = {
     **_keys(Use.APPLIED, "rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"),
     **_keys(Use.APPLIED, "tie_word_embeddings", "eos_token_id", *QUANTIZATION_KEYS),
     **_keys(Use.REFUSED, "partial_rotary_factor", "is_causal", "is_encoder_decoder"),
-    # Other weights than those that are read, and other layers than those that are built.
+    # They ask for weights that this code does not read, or layers that it does not build.
     **_keys(Use.REFUSED, "transformers_weights", "fusion_config", "per_layer_config"),
     # The cache of keys and values forgets some of them.
     **_keys(Use.REFUSED, "attention_chunk_size", "kv_sharing_modes"),

@@ -255,7 +255,7 @@ def download_files(
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     endpoint = constants.ENDPOINT
-    disable_progress_bars()  # of versions that have others than those of tqdm_class
+    disable_progress_bars()  # some versions show others beside tqdm_class's
     try:
         with nullcontext() if constants.is_offline_mode() else proxies_for(endpoint):
             directory = Path(

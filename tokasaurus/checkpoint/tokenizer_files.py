@@ -99,7 +99,7 @@ def _key(source: Path, trust_remote_code: bool) -> str:
 def _run(source: Path, destination: Path, trust_remote_code: bool) -> None:
     """Run `_convert` in a process of its own. Raises CheckpointError; CheckpointUnavailable if the process is killed or
     has no memory."""
-    # As in this process: by default, the working directory would come first, whatever modules it has.
+    # sys.path as in this process: by default, the working directory would come first, whatever modules it has.
     script = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     command = [sys.executable, "-c", script, str(source.absolute()), str(destination)]

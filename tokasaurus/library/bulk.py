@@ -51,7 +51,7 @@ _MIN_QUEUED = 256
 """Open lines that no answer keeps waiting, while there are others to send: they may be all that the server runs."""
 _MAX_BYTES_PER_PART = 256 << 10
 """A longer line is written in parts of this size, as the server takes them: each part shows that it is not silent."""
-# Statuses of a line or a connection that may be another one later; 502 and 504 are those of proxies.
+# Statuses of a line or a connection that may change later; 502 and 504 come from proxies.
 _TRANSIENT = (429, 502, 503, 504)
 _TRANSIENT_CODES = ("engine_died",)
 

@@ -79,7 +79,7 @@ class PrivateEngine:
             raise
 
     def wait_until_up(self, timeout_s: float) -> None:
-        """After a lost connection: returns when requests are served again.
+        """Wait, after a lost connection, until requests are served again.
 
         Raises EngineNotUp if they are not after `timeout_s` seconds, and EngineError if they will not be any more."""
         self._supervisor.wait_until_up(timeout_s)
@@ -312,7 +312,7 @@ class PrivateDirectory:
     def remove(self) -> None:
         """May be called again."""
         if self._lock >= 0:
-            os.close(self._lock)  # first: the removal needs descriptors itself, of which there may be no others
+            os.close(self._lock)  # first: the removal needs descriptors, and there may be no others
             self._lock = -1
         shutil.rmtree(self.path, ignore_errors=True)
 

@@ -94,7 +94,7 @@ class Sleep:
 
     command_id: int
     with_weights: bool
-    """Also that of the weights, which are read from their files again."""
+    """Give the weights' memory back, too. They are read from their files again."""
 
 
 @dataclass(frozen=True, slots=True)

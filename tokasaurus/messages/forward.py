@@ -247,7 +247,7 @@ class ForwardOutput:
         return _forward_output, (self.step_id, _int32_bytes(self.token_ids), *parts, *rest)
 
 
-# Of a small step, pickle takes most of the time on arrays (some 5 microseconds to write one, 3 to read it) and on the
+# For a small step, pickle takes most of the time on arrays (some 5 microseconds to write one, 3 to read it) and on the
 # fields of dataclasses. As bytes and positional arguments, a step of one row takes half as long, its result a quarter.
 
 

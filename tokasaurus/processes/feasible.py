@@ -98,7 +98,7 @@ def _least_bytes(config: ServerConfig, info: ModelInfo) -> list[tuple[str, int, 
     kv_heads = max(info.num_kv_heads, config.tp_size) / config.tp_size
     kv_bytes = 2 * info.num_layers / config.pp_size * kv_heads * info.head_dim * item
     longest = longest_context(info.context_length, config.max_num_tokens_per_request)
-    row = info.hidden_size * _FLOAT_BYTES[config.dtype]  # a hidden state, of which a forward has several
+    row = info.hidden_size * _FLOAT_BYTES[config.dtype]  # a hidden state; a forward has several
     table = 4 * -(-longest // config.page_size)  # a slot's table of blocks
     return [
         *([("kv_cache_num_tokens", config.kv_cache_num_tokens, kv_bytes)] if config.kv_cache_num_tokens else []),

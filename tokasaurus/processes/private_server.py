@@ -104,7 +104,7 @@ class PrivateServer:
 
     def start(self) -> None:
         """Start the program. Raises OSError."""
-        # As in this process: with -m, the working directory would come first, whatever modules it has.
+        # sys.path as in this process: with -m, the working directory would come first, whatever modules it has.
         paths = [path for path in sys.path if isinstance(path, str)]
         script = f"import sys; sys.path[:] = {paths!r}; from {ENTRY} import main; sys.exit(main(*sys.argv[1:]))"
         directory = "" if self._directory is None else str(self._directory)

@@ -36,7 +36,7 @@ START_FACTOR = 4
 """A restart hangs if it takes longer than MIN_START_SECONDS, and START_FACTOR times as long as the first start."""
 
 SETTLE_SECONDS = 0.2
-"""After one process of a replica ends, the others may end because of it: wait this long to find the cause."""
+"""Time for the other processes of a replica to end after one has ended, so that the cause is found."""
 
 HEALTHY_SECONDS = 10.0
 """A replica that was ready for this long had no lasting fault: earlier failures are forgotten."""

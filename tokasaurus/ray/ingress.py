@@ -21,7 +21,8 @@ from tokasaurus.server.paths import PathMiddleware
 MAX_ATTEMPTS = 4
 """Replicas that may die over one request: it may be what kills them."""
 _PAUSE_S = 0.25
-"""Before the second attempt; each later pause is twice as long. A replica that dies may be chosen again at first."""
+"""Pause before the second attempt; each later one is twice as long. A replica that dies may be chosen again at
+first."""
 _MAX_BYTES_AT_ONCE = 1 << 18
 """Most bytes of a body that the event loop parses; longer ones are parsed in a thread."""
 

@@ -45,7 +45,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
             for replica in candidate_replicas
         }
         ranked = sorted(candidate_replicas, key=lambda replica: costs[replica.replica_id])
-        # At once: those that come before this one is sent belong with it.
+        # At once, so that requests that come before this one is sent find its prompt here.
         prompt.add_to(self._index_of(ranked[0]))
         return [[replica] for replica in ranked]
 

@@ -39,8 +39,8 @@ _BARE_IPV6 = re.compile(r"([0-9a-f:.]+)(?:%\S+)?", re.ASCII | re.IGNORECASE)
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _GETS_WITH_EFFECT = frozenset({"/flush_cache", "/health_generate"})  # SGLang's, with rl=T
 _CLIENT_ID = "client_id"
-# Of the request that runs in this context. A context variable, since the lines of a bulk request run in tasks of
-# their own.
+# Salt of the request that runs in this context: a context variable, since each line of a bulk request runs in its own
+# task.
 _key_salt: ContextVar[str] = ContextVar("key_salt", default="")
 
 _REQUEST_ID_HEADER = "x-request-id"

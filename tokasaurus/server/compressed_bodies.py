@@ -35,7 +35,7 @@ class CompressedBodyMiddleware:
             )
             await error_response(error)(scope, receive, send)
         else:
-            # the length that is announced is that of the compressed body
+            # the announced length is the compressed body's
             dropped = (b"content-encoding", b"content-length")
             headers = [(name, value) for name, value in scope["headers"] if name not in dropped]
             body = _Body(receive, Decompressor(is_gzip=encodings[0] != "deflate"))

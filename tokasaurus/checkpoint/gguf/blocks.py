@@ -102,7 +102,7 @@ def dequantize_rows(blocks: NDArray[np.uint8], type_name: str) -> NDArray[np.flo
     from gguf import GGMLQuantizationType, dequantize  # only for models that have such weights
 
     with np.errstate(all="ignore"):
-        # As one row: of several, the library computes 16 at a time.
+        # All blocks as one row: the library computes only 16 rows at a time.
         found: NDArray[np.float32] = dequantize(blocks.reshape(1, -1), GGMLQuantizationType[type_name])
     return found.reshape(len(blocks), -1)
 

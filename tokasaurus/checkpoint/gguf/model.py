@@ -45,7 +45,7 @@ _PART_NAME = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 _MAX_PARTS = 1000
 
 _KEYS_OF_TENSORS = ("block_count", "embedding_length", "attention.head_count", "attention.key_length")
-"""After the architecture's name and a dot."""
+"""Keys of the metadata, which follow the architecture's name and a dot."""
 
 
 @dataclass(frozen=True, slots=True)

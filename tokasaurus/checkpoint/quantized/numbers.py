@@ -183,7 +183,7 @@ class QuantizedReader:
             return np.ascontiguousarray(_unpack_rows(stored.T, quantization.num_bits)[:, : shape[0]].T)
         if quantization.layout is Layout.AWQ:
             return np.ascontiguousarray(_unpack_awq(stored).T)
-        # As one number for all codes of a word, as gptqmodel converts zeros from one format to the other.
+        # The offset is one number for all codes of a word, as gptqmodel converts zeros from one format to the other.
         offset = sum(quantization.stored_zero_offset << bit for bit in range(0, 32, quantization.num_bits))
         stored = stored + np.uint32(offset)
         return np.ascontiguousarray(_unpack_rows(stored, quantization.num_bits).T)

@@ -196,7 +196,7 @@ class _Job:
     def run(self) -> object:
         """What `map_rows` returns."""
         started_s = time.monotonic()
-        if self._source.num_rows is not None:  # rows without a prompt, of which nobody knows yet, will send no line
+        if self._source.num_rows is not None:  # rows without a prompt, not known yet, will send no line
             self._session.announce(max(0, self._source.num_rows - self._output.num_done))
         try:
             with _delayed_signals() as signals, self._progress:
@@ -341,7 +341,7 @@ class _Job:
 
     @contextmanager
     def _storing(self) -> Iterator[None]:
-        """Around what must happen as a whole for the output to have all rows that have finished."""
+        """Wraps what must happen as a whole, so that the output has all rows that have finished."""
         self._is_storing = True
         yield
         self._is_storing = False

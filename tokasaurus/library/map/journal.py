@@ -318,7 +318,7 @@ class Journal:
         return None
 
     def _check_version(self) -> None:
-        """Before any other file is read. Raises JobChanged."""
+        """Check that this version can continue the job, before any other file is read. Raises JobChanged."""
         stored = self._stored_settings()
         if stored is not None and stored.get("version") != _VERSION:
             raise JobChanged(

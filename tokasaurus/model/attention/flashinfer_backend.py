@@ -303,7 +303,7 @@ class FlashInferBackend(TensorCache):
     def attend(
         self, query: Tensor, layer_index: int, part: PagedPart, output: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        # FlashInfer reads strides of the query, but neither reads nor checks those of the output.
+        # FlashInfer reads the query's strides, but neither reads nor checks the output's.
         assert query.stride(2) == 1
         assert output is None or output.is_contiguous()
         kv_cache = self._keys[layer_index], self._values[layer_index]

@@ -241,7 +241,7 @@ def _load_file(
                 dequantised[block_type] += 1
             with torch.no_grad():
                 for indices, part in file.parts(name, shard.shard):
-                    shard.target[indices].copy_(part)  # by all torch threads, each of which reads its part of the file
+                    shard.target[indices].copy_(part)  # by all torch threads; each reads its part of the file
             on_bytes(file.num_bytes(name) * shard.target.numel() // max(1, prod(shard.shape)))
             on_filled(shard.target)
     return dequantised

@@ -46,7 +46,7 @@ class Recorder(Protocol):
     """Records launches on a device into graphs that share their temporary memory: they may never run at once."""
 
     def preparing(self) -> AbstractContextManager[None]:
-        """Around a recording, and around the forward before it that loads what it launches."""
+        """Wraps a recording, and the forward before it that loads what it launches."""
 
     def begin(self) -> None:
         """Record launches from now on instead of running them; memory that is allocated belongs to the graphs."""

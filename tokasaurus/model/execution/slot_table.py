@@ -74,8 +74,7 @@ class SlotTable:
             self.num_blocks[copies.slots] = copies.num_blocks
         slots = changes.block_slots
         if len(slots):
-            # Of blocks and of padding, which is in block 0, no kv index is below 0: plain torch would write from the
-            # end.
+            # No kv index may be below 0, not even of padding (block 0): plain torch would write from the end.
             assert (changes.block_ids >= 0).all(), "blocks have numbers from 0 on"
             # A slot may get several blocks at once: the i-th of them is appended i entries later.
             order = np.argsort(slots, kind="stable")

@@ -140,7 +140,7 @@ class _Buffer:
         self._tensors = {dtype: self._on_device.view(kind) for kind, dtype in NUMPY_DTYPES.items()}
         self._copied: Event | None = None
         self.read = transfers.record()
-        """After the work that reads the device memory, or that used it before it became this buffer's."""
+        """Event after the work that reads the device memory, or that used it before it became this buffer's."""
 
     def write(self, array: NDArray[Any], start: int) -> Tensor:
         """array: at least 1-dimensional, of a dtype of NUMPY_DTYPES. start: byte offset."""

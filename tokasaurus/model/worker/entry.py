@@ -108,7 +108,7 @@ PROGRESS_SECONDS = 0.1
 """Shortest time between two reports of how far a phase is, in seconds."""
 
 CAUSE_SECONDS = 1.0
-"""After the failure of another rank: time for the launcher to learn its cause, in seconds."""
+"""Seconds that the launcher has to learn the cause of another rank's failure."""
 
 Fill: TypeAlias = Callable[[Decoder, FilledModules], None]
 """Fills all weight shards of a model, and notes each."""

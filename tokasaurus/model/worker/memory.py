@@ -368,7 +368,7 @@ def _largest_forward(rank: _Rank) -> Planned:
     reason = f"{num_tokens:,} tokens x {widest:,} x {item} B of a layer"
     if mesh.is_last_stage:
         num_rows = min(max(sizes.max_seqs_per_forward, LOGPROBS_AT_ONCE), num_tokens)
-        if mesh.tp_size > 1:  # a rank's logits of all rows, and those of all tokens of its rows as received and joined
+        if mesh.tp_size > 1:  # a rank's logits of all rows; its rows' logits of all tokens, as received and as joined
             num_rows = 3 * -(-num_rows // mesh.tp_size)
         copies, what = max(
             (min(num_rows, ruled_rows_at_once(vocab_size)) * RULED_BYTES_PER_TOKEN, "penalties"),

@@ -397,7 +397,7 @@ class EngineClient:
         self._pauses_after_sleep = False
         """The engine was paused before it slept."""
         self.refuses_asleep = False
-        """While the engine sleeps, new requests are refused instead of waiting."""
+        """Whether new requests are refused instead of waiting while the engine sleeps."""
         self._updates: list[UpdateWeights] = []
         """Weight updates that every replica has, or will have when it is up."""
         self._num_updates = 0

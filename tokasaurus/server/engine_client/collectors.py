@@ -168,7 +168,7 @@ class StreamCollector:
         self._num_unread_last_deltas = sum(self._num_sequences)
         # (request index, sequence index) -> its unread deltas; the sequence that has waited longest comes first.
         self._unread: OrderedDict[tuple[int, int], list[SequenceDelta]] = OrderedDict()
-        self._begun_requests: set[int] = set()  # requests of which the client may have received something
+        self._begun_requests: set[int] = set()  # the client may have received something of these
         self._num_read_last_deltas = Counter[int]()  # by request index
         self.begins_anew = False
         """Whether earlier reads are void: the last result contains all that still counts."""

@@ -89,7 +89,7 @@ class Upload:
             raise
         return record
 
-    # As the form's parts arrive
+    # Called by the reader as the form's parts arrive
 
     def add_field(self, name: str, value: str) -> None:
         if name not in _FIELDS:

@@ -59,7 +59,7 @@ def _chat_body(body: MessagesRequest | CountTokensRequest) -> ChatCompletionRequ
     return chat_of(
         body,
         messages=to_messages(body.system, body.messages),
-        max_tokens=None,  # `most_tokens`, of which there may be fewer
+        max_tokens=None,  # the context may leave fewer than `most_tokens`
         stop=body.stop_sequences if isinstance(body, MessagesRequest) else (),
         metadata=None,
         tools=[tool.chat_tool() for tool in body.tools],

@@ -175,7 +175,7 @@ class BlockEvents(AnswerEvents):
 
     @abstractmethod
     def _write_start(self) -> None:
-        """Before the first block."""
+        """Write what comes before the first block."""
 
     @abstractmethod
     def _write_block_start(self, block: Block) -> None:
