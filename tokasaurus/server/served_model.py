@@ -30,18 +30,18 @@ class ServedModel:
     """Unchanged while equal seeds are expected to give equal completions."""
     enable_chosen_logprobs: bool
     max_topk_logprobs: int
-    logprobs_mode: LogprobsMode = "raw"
+    logprobs_mode: LogprobsMode
+    rl: bool
+    """Answers name the weights that their tokens are from."""
+    model_flag: str | None
+    """The flag model= as given, a path or repository id; also accepted as the model's name. None: not given."""
+    model_aliases: tuple[str, ...]
+    """Further names of the model, in their order in the flag."""
+    any_model: bool
     find_tools: Callable[[], ToolSupport] = lambda: NO_TOOLS_IN_TEMPLATE
     """How the model's own chat template supports tools; the first call may load it."""
     request_templates: RequestTemplates | None = None
     """Renders the chat templates of requests; None: they may bring none (the flag request_chat_template)."""
-    rl: bool = False
-    """Answers name the weights that their tokens are from."""
-    model_flag: str | None = None
-    """The flag model= as given, a path or repository id; also accepted as the model's name. None: not given."""
-    model_aliases: tuple[str, ...] = ()
-    """Further names of the model, in their order in the flag."""
-    any_model: bool = False
     source: str | None = None
     """The checkpoint's own name, whatever it is served as; None: `name`."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from tokasaurus.checkpoint import CheckpointError, file_states, update_files
+from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import ChannelClosed, Receiver, receive_connection
 from tokasaurus.messages.commands import (
     FIRST_VERSION,
@@ -369,7 +370,7 @@ class EngineClient:
         on_ready: Callable[[], None] = lambda: None,
         on_broken: Callable[[Exception], None] = _raise,
         queue_limits: QueueLimits = NO_LIMITS,
-        while_restarting: str = "wait",
+        while_restarting: str = ServerConfig.while_restarting,
     ) -> None:
         launcher.setblocking(False)
         self._launcher = launcher
