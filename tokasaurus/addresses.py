@@ -24,7 +24,7 @@ MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 """Longest path of a Unix socket's file, in bytes: the size of sun_path, less its final zero."""
 
 URL_OF_SOCKETS = "http://localhost"
-"""For clients of a Unix socket: it leads to this machine, and none looks the host up."""
+"""URL for clients of a Unix socket: it leads to this machine, and none looks the host up."""
 _UNIX = "unix:"
 # Longest wait for others that look at the same directory: each of them needs milliseconds.
 _LOCK_S = 1.0
@@ -129,7 +129,8 @@ def socket_of(url: str) -> str | None:
 
 
 def client_of_socket(path: str) -> "DefaultHttpxClient":
-    """For an OpenAI client, which sets the time limits: sends all requests to a Unix socket, and uses no proxy."""
+    """An HTTP client for an OpenAI client, which sets the time limits: it sends all requests to a Unix socket, and uses
+    no proxy."""
     from openai import DefaultHttpxClient
 
     # httpx or httpx2, which depends on the version of openai

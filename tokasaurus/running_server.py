@@ -46,7 +46,7 @@ def url_of_server(config: AddressConfig) -> str:
 
 
 def name_of_server(config: AddressConfig) -> str:
-    """For messages."""
+    """The server's name for messages."""
     return url_of_server(config) if config.unix_socket is None else f"unix_socket={config.unix_socket}"
 
 

@@ -156,7 +156,7 @@ class _Run:
         return f"{batch_id} goes on running on the server (toka batch cancel {batch_id} base_url={url} ends it); "
 
     def how_to_continue(self) -> str:
-        """For a run that was stopped."""
+        """How to continue a stopped run, as the end of a line."""
         if not is_stream(self._input_name):
             return "the same command continues where it was"
         copy = f", as does input={self._input}, the copy" if self._input.exists() else ""

@@ -23,7 +23,7 @@ _ORDERED = " in the order of activations"
 
 
 def ordered(type_name: str) -> str:
-    """For the user: the name of a type whose inputs are in groups in an order of their own."""
+    """Name for the user of a type whose inputs are in groups in an order of their own."""
     return type_name + _ORDERED
 
 

@@ -825,7 +825,7 @@ def _in_order_of_prefixes(rows: Sequence[Any]) -> list[tuple[int, Any]]:
 
 
 def _written(row: Any) -> str:
-    """For the order alone; "" for a row that cannot be sent."""
+    """The row as text, only to order rows by it; "" for a row that cannot be sent."""
     try:
         return row if isinstance(row, str) else orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY).decode()
     except TypeError:

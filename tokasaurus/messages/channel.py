@@ -168,7 +168,8 @@ class Receiver(Generic[Message]):
         os.set_blocking(connection.fileno(), False)
 
     def fileno(self) -> int:
-        """For `wait` or an event loop's `add_reader`: readable when a message, or a part of one, has arrived."""
+        """The descriptor for `wait` or an event loop's `add_reader`: readable when a message, or a part of one, has
+        arrived."""
         return self._connection.fileno()
 
     @property

@@ -87,7 +87,8 @@ EFFECTIVE_VALUES = {
     "frequency_penalty": EffectiveValues(2.0, 0.5),
     "repetition_penalty": EffectiveValues(2.0, 1.2),
 }
-"""Of every field of SamplingParams: what warm-up, the checks of a start and tests sample with."""
+"""Values with an effect for every field of SamplingParams. Warm-up, the checks of a start and tests sample with
+them."""
 
 SAMPLING_DTYPE = np.dtype(
     [(name, {float: np.float32, int: np.int32}[kind]) for name, kind in get_type_hints(SamplingParams).items()]

@@ -35,7 +35,7 @@ _END_OF_SIZES = ("Of the allocated memory", "If reserved")
 """Where torch's message goes on about its allocator."""
 _FILE_WORDS = ("too many open files", "file descriptors")
 _LOST_ERROR_WORDS = ("without exception set", "without setting an exception")
-"""Of Python, which loses a MemoryError where it has no memory left for it."""
+"""Words of Python's errors where it loses a MemoryError, because it has no memory left for it."""
 _THREAD_WORDS = ("can't start new thread", "resource temporarily unavailable")
 
 

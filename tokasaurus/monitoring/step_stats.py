@@ -114,7 +114,7 @@ class StepWindow:
         return max(num_tokens / self.output_tokens_per_second, self.work.num_steps / self.steps_per_second)
 
     def line(self) -> str:
-        """For the log: at most MAX_LINE_CHARS."""
+        """The window's line for the log: at most MAX_LINE_CHARS."""
         line = self._line(num_digits=2)
         if len(line) > MAX_LINE_CHARS:
             line = self._line(num_digits=1)

@@ -68,7 +68,7 @@ FLUSH_SECONDS = 1.0
 """Longest wait until the launcher has read why this process failed, in seconds."""
 
 _MAX_LINE_BYTES = 1 << 20
-"""Of a line on another process's stderr; a longer one is cut into several."""
+"""Most bytes of a line on another process's stderr; a longer one is cut into several."""
 _FULL_S = 0.05
 """Pause until the LogWriter is asked again whether it has space."""
 

@@ -27,7 +27,7 @@ RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class MapRows:
-    """For `Dataset.map_batches`: an engine that answers batches, several at once."""
+    """A callable for `Dataset.map_batches`: an engine that answers batches, several at once."""
 
     def __init__(self, flags: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
         """flags: of `toka`, as of `LLM`. arguments: of `LLM.map`. Raises what `LLM` raises."""

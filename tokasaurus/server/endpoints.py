@@ -111,7 +111,7 @@ class RoutedEndpoint(Endpoint[Body]):
     """An endpoint with a route of its own, for single requests and lines."""
 
     name: str
-    """Of the operation on the OpenAPI page, in the form of a function's name."""
+    """Name of the operation on the OpenAPI page, in the form of a function's name."""
     description: str
     answer_model: type
     error_model: type = ErrorResponse

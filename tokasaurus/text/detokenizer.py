@@ -27,7 +27,7 @@ def make_detokenizer(tokenizer: Tokenizer, tail: PromptTail = NO_TAIL) -> Detoke
 
 
 class _ByteDetokenizer:
-    """For byte-level BPE: the text is the concatenation of the tokens' bytes, decoded as UTF-8."""
+    """Decodes byte-level BPE: the text is the concatenation of the tokens' bytes, decoded as UTF-8."""
 
     def __init__(self, tokenizer: Tokenizer, tail: PromptTail) -> None:
         self._tokenizer = tokenizer

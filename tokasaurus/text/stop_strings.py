@@ -110,7 +110,7 @@ def _advance(stop: str, num_matched: int, new_text: str) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _failures(stop: str) -> Sequence[int]:
-    """For each length, the length of the longest proper prefix of stop[:length] that stop[:length] ends with."""
+    """The length of the longest proper prefix of stop[:length] that stop[:length] ends with, for each length."""
     failures, matched = [0, 0], 0
     for character in stop[1:]:
         while matched > 0 and stop[matched] != character:

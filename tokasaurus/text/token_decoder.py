@@ -135,7 +135,7 @@ def load_base(directory: Path) -> BaseTokenizer:
 
 
 def _tail_of_bytes(prompt_ids: Sequence[int], special_ids: Container[int], token_bytes: TokenBytes) -> PromptTail:
-    """For byte-level BPE, where only an incomplete last character matters. Special tokens have no text."""
+    """The prompt's tail for byte-level BPE: only an incomplete last character matters. Special tokens have no text."""
     token_ids: list[int] = []
     last_bytes = b""
     for token_id in reversed(prompt_ids[-PROMPT_TAIL_TOKENS:]):

@@ -39,7 +39,7 @@ class TopConfig(AddressConfig):
 
     @property
     def url(self) -> str:
-        """For a client; without /v1."""
+        """The server's URL for a client; without /v1."""
         return url_of_server(self).rstrip("/").removesuffix("/v1")
 
     @property

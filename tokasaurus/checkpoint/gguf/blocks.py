@@ -112,7 +112,7 @@ def _not_finite(name: str) -> CheckpointError:
 
 
 def unpermuted_rows(num_rows: int, head_size: int) -> NDArray[np.intp]:
-    """For each row of a Llama q or k matrix in Hugging Face order, the index of this row in a GGUF file.
+    """Index in a GGUF file of each row of a Llama q or k matrix in Hugging Face order.
 
     Rotary embedding pairs adjacent dimensions (0, 1), (2, 3), … in GGUF, but i and i + head_size / 2 in Hugging Face.
     """

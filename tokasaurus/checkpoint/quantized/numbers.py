@@ -138,7 +138,7 @@ class QuantizedReader:
         return self._contents[file][tensor.begin : tensor.end]
 
     def block_type(self, name: str, tensor: QuantizedTensor) -> str:
-        """For the user."""
+        """Name of the blocks' type for the user."""
         is_ordered = self._groups_of_inputs(name, tensor) is not None
         return ordered(tensor.dtype) if is_ordered else tensor.dtype
 

@@ -34,7 +34,7 @@ class Prompts:
         argument = "prompt" if messages is None else "messages"
         given = prompt if messages is None else messages
         self.description = given if isinstance(given, str) else f"function {getattr(given, '__name__', given)}"
-        """For messages about a job that has changed."""
+        """The prompt's source, for messages about a job that has changed."""
         self.is_text = isinstance(given, str) and messages is None and ("{" in given or "}" in given)
         """Whether each prompt is a text, made by a template."""
         self.columns: list[str] | None = None

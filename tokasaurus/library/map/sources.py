@@ -173,7 +173,7 @@ def absolute_paths(rows: Any) -> Any:
 
 
 def listed_columns(source: Source) -> str:
-    """For messages about a column that is not there."""
+    """The source's columns, for messages about a column that is not there."""
     return f"its columns are {', '.join(source.columns)}" if source.columns else "it has no columns"
 
 

@@ -330,7 +330,7 @@ class FlashInferBackend(TensorCache):
         )
 
     def _make_plan_memory(self, wrappers: _WrapperSet, num_bytes: int) -> None:
-        """For each wrapper of the set, instead of the 8 MiB that it makes itself."""
+        """Give each wrapper of the set plan memory, instead of the 8 MiB that it makes itself."""
         if wrappers.copied is not None:
             wrappers.copied.synchronize()  # its copies read the memory that is freed here
         for wrapper in (*wrappers.prefill, *wrappers.decode):

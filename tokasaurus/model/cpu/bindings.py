@@ -304,7 +304,7 @@ class Kernels:
 
     @property
     def library(self) -> ctypes.CDLL:
-        """For modules that bind further functions."""
+        """The loaded library, for modules that bind further functions."""
         return self._library
 
     def sample(

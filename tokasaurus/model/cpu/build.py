@@ -112,7 +112,7 @@ INSTRUCTION_SETS = (
     InstructionSet("neon_bf16", "neon", "aarch64", ("-march=armv8.2-a+bf16+i8mm",), _NEON | {"bf16", "i8mm"}),
     InstructionSet("neon", "neon", "aarch64", (), _NEON),
 )
-"""For each machine, the best set comes first."""
+"""Instruction sets; for each machine, the best comes first."""
 
 MACHINES = tuple(dict.fromkeys(level.machine for level in INSTRUCTION_SETS))
 

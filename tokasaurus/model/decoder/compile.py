@@ -106,7 +106,7 @@ class Compiler:
         self._is_warm = True
 
     def describe(self) -> str:
-        """For the user, after warm-up."""
+        """One line for the user, after warm-up."""
         return f"compiled functions: {'none' if self.has_failed else self.num_compilations}"
 
     def _go_on_without(self, error: Exception) -> None:

@@ -43,7 +43,7 @@ class Mesh:
         return self.pp_rank * self.tp_size + self.tp_rank
 
     def name(self, process: str) -> str:
-        """For people: `process`, with the coordinates that tell this rank from the others of the replica."""
+        """Name for people: `process`, with the coordinates that tell this rank from the others of the replica."""
         stage = [f"stage {self.pp_rank}"] if self.pp_size > 1 else []
         rank = [f"rank {self.tp_rank}"] if self.tp_size > 1 else []
         return ", ".join([process, *stage, *rank])

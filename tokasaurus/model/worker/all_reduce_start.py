@@ -137,7 +137,7 @@ class _Meeting:
         return failures[0] if failures else None
 
     def lacked(self, names: Iterable[str]) -> list[str]:
-        """Those of this rank's names that another rank lacks."""
+        """This rank's names that another rank lacks."""
         own = list(names)
         of_all = [set(text.split()) for text in self._exchange(" ".join(own))]
         return [name for name in own if not all(name in of_rank for of_rank in of_all)]

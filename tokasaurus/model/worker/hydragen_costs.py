@@ -297,10 +297,10 @@ class _Trial:
         self._own_blocks = -(-_NUM_OWN_TOKENS // shape.page_size)
 
     def ratios(self, rows_of_size: Mapping[int, int], prefix_length: int) -> dict[int, float]:
-        """For each size of groups: the time of its number of rows in groups over the time of the same rows alone.
+        """Time of the rows in groups over the time of the same rows alone, for each size of groups.
 
-        It is the median over rounds of the ratio of two times taken one right after the other: what else the machine
-        does in a round delays both, and a round in which it delays one of them does not count.
+        It is the median over rounds of the ratio of two times taken one right after the other: other work of the
+        machine in a round delays both, and a round in which it delays only one of them does not count.
         """
         shape = self._shape
         layouts = {size: self._layouts(size, num_rows, prefix_length) for size, num_rows in rows_of_size.items()}

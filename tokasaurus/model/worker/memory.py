@@ -499,7 +499,7 @@ class MemoryTable:
             self._add("KV cache", f"{planned:,} tokens", f"{num_blocks * self._page_size:,}")
 
     def lines(self) -> list[str]:
-        """For the user: each part, planned and measured."""
+        """Lines for the user: each part, planned and measured."""
         return self._lines
 
     def _add(self, what: str, planned: str, measured: str) -> None:

@@ -498,7 +498,8 @@ class ConnectionProtocol(HttpToolsProtocol):
 async def _answer_without_chunks(
     app: ASGIApp, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """For HTTP/1.0, whose clients know no chunks: an answer without content-length ends where the connection does."""
+    """Answer HTTP/1.0, whose clients know no chunks: an answer without content-length ends where the connection
+    does."""
     is_until_close = False
 
     async def send_plainly(message: Message) -> None:

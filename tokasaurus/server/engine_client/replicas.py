@@ -102,7 +102,7 @@ class Replica:
     sample: LiveSample | None = None
     """Arrived, and not taken by a reader."""
     is_asked: bool = False
-    """For a sample that has not arrived."""
+    """Whether a sample was asked for that has not arrived."""
     num_unfinished_sequences: int = 0
     num_starts: int = 0
     prefixes: PrefixIndex = field(default_factory=lambda: PrefixIndex(0))
