@@ -28,7 +28,7 @@ serve: .venv/installed  ## Serves the demo model, or SERVE_ARGS
 help:  ## Lists the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1\t\2/p' Makefile | expand -t 24
 
-test: lint types unit  ## Lint, types and all tests
+test: lint types unit  ## Lint, types and the tests, apart from those marked long or neon
 
 # A fifth of the tests, over every part of the server: the core against slow oracles, and one real server. mypy's cache
 # makes its second run quick.
@@ -51,7 +51,7 @@ lint: .venv/installed-dev  ## Ruff and clang-format, without changes
 types: .venv/installed-dev  ## mypy
 	$(BIN)/mypy
 
-unit: .venv/installed-dev  ## The tests alone
+unit: .venv/installed-dev  ## The tests of `test` alone
 	$(PYTEST)
 
 test-clients: .venv/installed-dev  ## Clients that need environments of their own

@@ -10,6 +10,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tokasaurus"
 MODULES = {
@@ -139,6 +141,33 @@ def test_every_package_has_its_layer() -> None:
     for package, layers in INNER_LAYERS.items():
         inner = {package_of(module, 2) for module in MODULES if package_of(module) == package} - {""}
         assert inner == set(levels(layers))
+
+
+def section_of_the_page(heading: str) -> str:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    return page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def test_the_architecture_page_draws_the_layers() -> None:
+    drawn = section_of_the_page("Packages").split("```")[1]
+    layers = [[name.strip() for name in layer.split("|")] for layer in drawn.split("→")]
+    assert layers == LAYERS[1:]
+
+
+def test_the_architecture_page_explains_every_package() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", section_of_the_page("Packages"), flags=re.MULTILINE)
+    listed = {part.removesuffix(".py") for row in rows for part in re.split(r"[`/, ]+", row)}
+    every = [name for layers in (LAYERS[1:], *INNER_LAYERS.values()) for names in layers for name in names]
+    assert [name for name in every if name not in listed] == []
+
+
+def test_the_architecture_page_says_how_long_its_twelve_files_are() -> None:
+    section = section_of_the_page("Read these twelve files")
+    named = re.findall(r"^\| `(.*?)` \|", section, flags=re.MULTILINE)
+    assert len(named) == 12
+    (said,) = re.findall(r"about ([\d,]+) lines", section)
+    num_lines = sum(len((PACKAGE / name).read_text().splitlines()) for name in named)
+    assert int(said.replace(",", "")) == pytest.approx(num_lines, rel=0.1)
 
 
 def upward_imports(module: str, path: Path) -> list[str]:

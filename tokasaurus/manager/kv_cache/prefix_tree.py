@@ -2,6 +2,7 @@
 
 A sequence references one node and thereby uses the path from the root to it. Nodes that no sequence uses stay until
 their blocks are needed. A parent is used whenever a child is, so all unused blocks can be evicted leaf by leaf.
+Steps in flight of sequences that have ended count as no use: see `BlockAllocator.free`.
 """
 
 import heapq
