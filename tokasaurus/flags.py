@@ -70,13 +70,13 @@ class Flag:
     none_means: str = "none"
     """What None stands for, such as "auto"; help shows it in place of None."""
     heading: str = ""
-    """Its group in the help; by default that of the base class's flag of this name, or of the flag before it."""
+    """Its group in the help; by default the group of the base class's flag of this name, or of the flag before it."""
     alias: str = ""
     """A second name."""
     rules: tuple[Rule, ...] = ()
     variables: tuple[str, ...] = ()
-    """Environment variables, of which the first that is not empty is the value if the flag is left out; by default
-    TOKA_ and the name in capitals."""
+    """Environment variables. If the flag is left out, the first that is not empty has its value; by default TOKA_ and
+    the name in capitals."""
     is_secret: bool = False
     """No message shows its value."""
     kind: type = NoneType
@@ -167,8 +167,8 @@ class FlagConfig(Config):
 
     @classmethod
     def parse(cls, words: Iterable[str]) -> Self:
-        """The checked config for a program's `name=value` words, of which the last for a name counts. Raises
-        FlagError. What a user types has more forms: see command_line."""
+        """The checked config for a program's `name=value` words; the last word for a name counts. Raises FlagError.
+        What a user types has more forms: see command_line."""
         settings: dict[str, Setting] = {}
         errors: list[str] = []
         for word in words:

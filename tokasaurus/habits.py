@@ -77,7 +77,7 @@ def _names(example: str, also: str) -> tuple[str, ...]:
 
 
 def _value(program: str, example: str, means: str, also: str = "", convert: Callable[[str], str] = _same) -> Habit:
-    """An option whose value is that of one of our flags. also: other names."""
+    """An option whose value one of our flags takes. also: other names."""
     names, flag = _names(example, also), means.partition("=")[0]
     return Habit(program, example, means, names, flag=flag, convert=convert, takes_value=True)
 

@@ -106,7 +106,7 @@ class StartupReport:
             running.num_done, running.num_total, running.unit = num_done, num_total, unit
 
     def show_detail(self, name: str, detail: str) -> None:
-        """A line like those of phases, about something that takes no time."""
+        """A line in the form of a phase's line, about something that takes no time."""
         fields = {"event": "detail", "name": name, "detail": detail}
         self.show_line(f"{LAUNCHER:>12}  {name:<27} {detail}", fields, _DETAIL_COLUMN)
 

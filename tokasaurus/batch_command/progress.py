@@ -29,7 +29,7 @@ class BatchView:
     result_file_ids: Sequence[str] = ()
     """On a server: ids of the output file and the error file, if they exist."""
     num_generated: int = 0
-    """Output tokens, with those of lines that run if the server tells them."""
+    """Output tokens; tokens of running lines count if the server tells them."""
     num_expected: int | None = None
     """What `num_generated` is expected to be at the end; None if the server does not say."""
     tells_progress: bool = False

@@ -30,7 +30,7 @@ class Outcome:
 
     def __init__(self) -> None:
         self.num_cut = 0
-        """Lines of which at least one choice ended at max_tokens or at the end of the context."""
+        """Lines where at least one choice ended at max_tokens or at the end of the context."""
         self._reasons: Counter[str] = Counter()
         self._messages: dict[str, str] = {}
         """The first message of each reason."""

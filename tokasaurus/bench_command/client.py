@@ -137,9 +137,9 @@ def read_usage(answer: dict[str, Any], request: OfferedRequest, usage_per_choice
 class _StreamReader:
     """Takes the events of one streamed answer, and the time of each.
 
-    The definitions are those of `vllm bench serve` (vLLM 0.33): an event with a choice that has text, or whose text is
-    empty, has a token; the opening event of a chat, which has only a role, has none. Each choice has times of its own,
-    which for one choice is the same."""
+    An event counts as in `vllm bench serve` (vLLM 0.33): an event with a choice that has text, or whose text is empty,
+    has a token; the opening event of a chat, which has only a role, has none. Each choice has times of its own, which
+    for one choice is the same."""
 
     def __init__(self, is_chat: bool) -> None:
         self.events_s: list[float] = []

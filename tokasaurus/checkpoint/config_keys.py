@@ -85,7 +85,7 @@ _CHANGES_NOTHING = {"is_causal": (True,)}
 def refuse_keys(config: Mapping[str, Any], must_be_off: tuple[str, ...], family: str) -> None:
     """Raises CheckpointError for a refused key whose value would change the computation.
 
-    must_be_off: refused for this family, beside those of CONFIG_KEYS.
+    must_be_off: further keys, refused for this family.
     """
     refused = [name for name, use in CONFIG_KEYS.items() if use is Use.REFUSED]
     for name in (*must_be_off, *refused):

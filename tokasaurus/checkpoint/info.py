@@ -82,8 +82,8 @@ class FamilyConfig:
     architecture: str
     """The only accepted class name in `architectures`."""
     must_be_off: tuple[str, ...]
-    """Fields of unsupported features, which would change the computation: a checkpoint that sets one is refused. Those
-    that are refused for every family are in config_keys."""
+    """Fields of unsupported features, which would change the computation: a checkpoint that sets one is refused.
+    config_keys has the fields that are refused for every family."""
     default_head_dim: int | None = None
     """Value of an absent head_dim; None = hidden_size / num_attention_heads."""
 

@@ -66,7 +66,7 @@ class Checkpoint:
     """Contains tokenizer.json and tokenizer_config.json, as AutoTokenizer reads the model's own files."""
     info: ModelInfo
     weight_updates: tuple[UpdateWeights, ...] = ()
-    """New weights that the running server has been given since: those of a replica that is started again."""
+    """New weights that the running server has been given since its start, for a replica that is started again."""
 
     @property
     def weight_version(self) -> str:

@@ -129,8 +129,8 @@ def _is_of_gguf(directory: Path) -> bool:
 
 
 def check_weight_sizes(files: Sequence[Path], info: ModelInfo) -> None:
-    """Raises CheckpointError if a header is malformed, a file is cut off, or the sizes in config.json are not those of
-    the tensors that decide how much memory the model takes.
+    """Raises CheckpointError if a header is malformed, a file is cut off, or config.json and the tensors differ in a
+    size that decides how much memory the model takes.
 
     info: see fit_to_tensors. Compares embedding, LM head and the first layer, and that every layer
     exists. Other tensors are compared when they are loaded. Takes about a millisecond.

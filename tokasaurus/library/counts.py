@@ -13,7 +13,7 @@ class Counts:
     """Read so far."""
     num_skipped: int = 0
     num_finished: int = 0
-    """Finished rows, without those that were skipped."""
+    """Finished rows; skipped rows do not count."""
     num_errors: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0

@@ -1,6 +1,6 @@
 """One-way typed channels between processes: pipes with one writing and one reading process, and one wait over many.
 
-A closed writing end, also that of a killed process, is the end of the channel. Neither end ever blocks on the other.
+The channel ends when its writing end is closed, also by the death of the process. Neither end ever blocks on the other.
 
 A replica that is started again has new channels, which the launcher hands to the server. File descriptors reach a
 running process only over a Unix socket.

@@ -78,7 +78,7 @@ class UpdateWeights:
 
 
 def add_update(updates: list[UpdateWeights], update: UpdateWeights) -> None:
-    """Add one to those that lead from the checkpoint's weights to the newest, in order, and drop what it replaces."""
+    """Add an update to the list that leads from the checkpoint's weights to the newest, and drop what it replaces."""
     updates[:] = [*(earlier for earlier in updates if not update.replaces(earlier)), update]
 
 

@@ -101,7 +101,7 @@ class SlotOpens:
     """int32 [O], top-k logprobs wanted; None if no opened slot wants any."""
     drawn_logprobs: NDArray[np.bool_] | None = None
     """bool [O], whether the slot's logprobs are of the distribution that its tokens are drawn from, instead of the
-    model's own; None if those of no opened slot are."""
+    model's own; None if this holds for no opened slot."""
     first_writes: NDArray[np.int32] | None = None
     """int32 [O], first position whose KV is written. Earlier positions already have KV and are computed again only for
     their logits. None if equal to first_positions for all."""

@@ -23,9 +23,9 @@ numerical_error: the model computed NaN or infinity for it. aborted: by Pause or
 AbortRequests, before there was anything to return."""
 
 LogprobsMode = Literal["raw", "sampled"]
-"""Whose log-probabilities are returned with sampled tokens. raw: those of the model's own distribution. sampled: those
-of the distribution that the token is drawn from, after logit biases, penalties, masks, temperature and limits; for a
-greedy sequence, after biases, penalties and masks. Log-probabilities of prompt tokens are always raw."""
+"""The distribution whose log-probabilities are returned with sampled tokens. raw: the model's own. sampled: the one
+that the token is drawn from, after logit biases, penalties, masks, temperature and limits; for a greedy sequence, after
+biases, penalties and masks. Log-probabilities of prompt tokens are always raw."""
 
 LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
 
@@ -154,7 +154,7 @@ class GenerateRequest:
     num_top_logprobs: int = 0
     """Top-k logprobs returned with each sampled token: at most the vocabulary size; 0 without want_logprobs."""
     logprobs_mode: LogprobsMode = "raw"
-    """The distribution that logprobs and top-k logprobs of sampled tokens are of."""
+    """Distribution of the logprobs and top-k logprobs of sampled tokens."""
     want_prompt_logprobs: bool = False
     """Return PromptLogprobs."""
     num_top_prompt_logprobs: int = 0

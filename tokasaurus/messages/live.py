@@ -104,7 +104,7 @@ class LiveSample:
     next: NextSequence | None
     """None if none waits, or if all wait for their grammars."""
     oldest_wait_s: float | None
-    """Age of the oldest request of which a sequence waits; None if none waits."""
+    """Age of the oldest request with a waiting sequence; None if none waits."""
     lengths: list[tuple[int, int]]
     """(tokens predicted when it was admitted, tokens) of the newest sequences that finished, at most
     MAX_SAMPLE_LENGTHS."""

@@ -169,7 +169,8 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class BatchTokens:
-    """Output tokens of a batch whose lines run, with those of unfinished lines. The server of `toka batch` sends it."""
+    """Output tokens of a batch whose lines run; tokens of unfinished lines count. The server of `toka batch` sends
+    it."""
 
     num_generated: int
     num_expected: int | None
@@ -222,7 +223,7 @@ class EngineStats:
     total_preemptions: int = 0
     """Sequences preempted because blocks ran out."""
     total_recomputed_tokens: int = 0
-    """Prompt and sampled tokens computed again after preemption; those of decode steps count when the sequence leaves
+    """Prompt and sampled tokens computed again after preemption; tokens of decode steps count when the sequence leaves
     its slot."""
     manager_busy_fraction: float = 0.0
     """Share of the last complete second in which the manager worked, 0 to 1."""

@@ -112,7 +112,8 @@ def ends_in_one_line(command: Callable[P, int]) -> Callable[P, int]:
     """The command, which ends without a traceback if nobody reads its output, the user interrupts it, or the system
     refuses disk space, memory, open files or threads.
 
-    Exit codes: that of a process that SIGPIPE has ended (`toka --help | head -1`) or SIGINT, or 1 with one line.
+    The exit code is the code of a process that SIGPIPE (`toka --help | head -1`) or SIGINT has ended, or 1 with one
+    line.
     """
 
     @functools.wraps(command)

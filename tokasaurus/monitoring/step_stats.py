@@ -60,7 +60,7 @@ class StepTotals:
     idle_seconds: float = 0.0
     """Time between two steps, where the first left sequences to compute."""
     num_finished_requests: int = 0
-    """Requests all of whose sequences have ended; not those that were cancelled."""
+    """Requests whose sequences have all ended; cancelled requests do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class WorkLeft:
     num_steps: int
     """Steps of the engine until the last of the running sequences ends."""
     oldest_wait_s: float | None
-    """Age of the oldest request of which a sequence waits; None if none waits."""
+    """Age of the oldest request with a waiting sequence; None if none waits."""
 
 
 NO_WORK = WorkLeft(0.0, 0, None)
@@ -80,7 +80,7 @@ NO_WORK = WorkLeft(0.0, 0, None)
 
 @dataclass(frozen=True, slots=True)
 class StepWindow:
-    """Figures of one window, except those of `stats` and `work`, which are current.
+    """Figures of one window; `stats` and `work` are current.
 
     Prompt tokens count what the workers computed.
     """

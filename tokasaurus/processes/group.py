@@ -267,7 +267,7 @@ class ProcessGroup:
         self.kill()
 
     def remove(self, children: Sequence[Child]) -> None:
-        """Kill those of `children` that still run, and forget all of them."""
+        """Kill all `children` that still run, and forget all of them."""
         self._kill(children)
         self.children = [child for child in self.children if child not in children]
         for child in children:

@@ -76,8 +76,8 @@ class PrivateServer:
     ) -> None:
         """words: flags; without unix_socket=, the server runs the batches in data_dir and serves no HTTP. show: shows
         the user a line; another thread calls it for the processes' logs. directory: for temporary files; the server
-        removes it if this process dies. stop_s: time for an end in order. working_directory, environment: None for
-        those of this process."""
+        removes it if this process dies. stop_s: time for an end in order. working_directory, environment: None for this
+        process's own."""
         self._words = words
         self._show = show
         self._directory = directory

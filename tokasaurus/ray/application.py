@@ -51,8 +51,8 @@ class IngressReplica:
 def app(arguments: AppArguments) -> Application:
     """What `serve run tokasaurus.ray:app` deploys: the deployments `Ingress` and `Engine`.
 
-    Their other settings, such as num_replicas and autoscaling_config, are those of Serve's YAML. Raises TypeError and
-    ValueError for a wrong flag."""
+    Serve's YAML sets the rest, such as num_replicas and autoscaling_config. Raises TypeError and ValueError for a wrong
+    flag."""
     return build_app(arguments.flags, arguments.num_cpus, PrefixRouter)
 
 

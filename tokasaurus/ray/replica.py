@@ -20,7 +20,7 @@ _HOP_HEADERS = frozenset(
 )
 """Headers of one connection."""
 _NOT_RETURNED = _HOP_HEADERS | {b"date", b"server", b"x-request-id"}
-"""Serve adds the last three itself, of which the last is what it sent as the request's header."""
+"""Serve adds the last three itself; the last is what it sent as the request's header."""
 _NOT_SENT = _HOP_HEADERS | {b"content-length", b"expect", b"accept-encoding"}
 _EVENTS_END = b"\n\n"
 _HEALTH_S = 8.0

@@ -56,7 +56,7 @@ class ApiKey:
 
 
 def read_api_keys(api_key: str | None, keys_file: str | None) -> list[ApiKey]:
-    """The key of the flag or environment, and those of a file. No keys: the server needs none.
+    """The key of the flag or environment, and the keys of a file. No keys: the server needs none.
 
     The file has a key per line, after a name and white space if wanted; # begins a comment line. Several keys may have
     one name: they belong to the same client. Raises UserError, which shows no key.

@@ -16,12 +16,12 @@ from tokasaurus.server.json_values import problems_of
 Responses = dict[int | str, dict[str, Any]]
 
 _EVENT_PATHS = ("/live",)
-"""Their answer is a stream of events; the schema is that of one of them."""
+"""Their answer is a stream of events; the schema describes one event."""
 
 
 def error_responses(*statuses: int, model: type = ErrorResponse) -> Responses:
-    """Value for a route's `responses`; DescribedApp adds 500 to every route, 401 to those that need the key, and 403
-    to those that web pages may not use."""
+    """Value for a route's `responses`; DescribedApp adds 500 to every route, 401 to routes that need the key, and 403
+    to routes that web pages may not use."""
     return {status: {"model": model, "description": HTTPStatus(status).phrase} for status in statuses}
 
 

@@ -33,7 +33,7 @@ _SCALES: dict[str, tuple[int, ...]] = {
 }
 """Offsets of a block's float16 scales, by type."""
 BLOCK_TYPES = frozenset(_SCALES)
-"""Types of which `blocks` checks the scales."""
+"""Types whose scales `blocks` checks."""
 
 
 class MappedTensors:

@@ -38,7 +38,7 @@ _IN_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(.+)")
 _INTERLEAVED = ("attn_q.weight", "attn_k.weight")
 """Matrices of the architecture llama, whose rows are for another order of rotary dimensions."""
 NOT_WEIGHTS = ("Q8_1", "Q8_K", "Q1_0", "I8", "I16", "I32", "I64", "F64")
-"""Types of intermediate results and of tables, and those that the gguf library cannot dequantise."""
+"""Types of intermediate results and of tables, and types that the gguf library cannot dequantise."""
 _ROPE_FACTORS = "rope_freqs.weight"
 
 _PART_NAME = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
@@ -93,7 +93,7 @@ def files_of_model(path: Path) -> list[Path]:
 
 
 def read_model(files: Sequence[Path], wanted: Callable[[str], bool] | None = None) -> GGUFModel:
-    """files: all parts. wanted: which keys of the metadata to read; None: those that say what the tensors are.
+    """files: all parts. wanted: which keys of the metadata to read; None: the keys that say what the tensors are.
 
     Raises CheckpointError if a file is malformed or cut off, or a tensor does not belong in the model."""
     headers: list[Header] = []

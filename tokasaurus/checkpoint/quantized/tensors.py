@@ -40,7 +40,7 @@ _SUFFIXES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedTensor(StoredTensor):
-    """A quantised weight [out, in]. `file`, `begin` and `end` are those of its codes; `dtype` names the type of its
+    """A quantised weight [out, in]. `file`, `begin` and `end` tell where its codes lie; `dtype` names the type of its
     blocks: "I4_128" has codes of 4 bits and a scale for 128 adjacent inputs, "I8" codes of 8 bits and one for all."""
 
     quantization: Quantization

@@ -1,4 +1,4 @@
-"""The columns that are added to those of the rows: their names, their types, and a sample's values in them."""
+"""The columns that are added to the rows: their names, their types, and a sample's values in them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_ALL_SAMPLES = ("seed",)
 
 @dataclass(frozen=True, slots=True)
 class AnswerNames:
-    """Names of the columns that are added to those of the rows."""
+    """Names of the columns that are added to the rows."""
 
     answer: str
     """Text, or a list of n texts; null if there is an error."""

@@ -237,7 +237,7 @@ class _Job:
         return is_last and not self._unfinished
 
     def _read_rows(self) -> None:
-        """Put the lines of some rows to the unsent ones: of the next batch, or those that it has left. Rows that need
+        """Put lines of some rows of the next batch, or of the rows that it has left, to the unsent ones. Rows that need
         none are stored."""
         if self._batch is None:
             self._batch = self._read_batch()

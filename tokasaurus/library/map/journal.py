@@ -113,7 +113,7 @@ class DoneRows:
 
 
 def _find(ordered: npt.NDArray[np.uint64], hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """[hashes] positions in a sorted array, -1 for those that are not there."""
+    """[hashes] positions in a sorted array, -1 for hashes that are not there."""
     if len(ordered) == 0:
         return np.full(len(hashes), -1, np.int64)
     positions = np.minimum(np.searchsorted(ordered, hashes), len(ordered) - 1)
@@ -163,8 +163,8 @@ class Journal:
     """The settings that the rows were begun with; None if there are none."""
 
     def append(self, rows: Iterable[MapRow]) -> None:
-        """Finished rows: when it returns, they survive the death of this process, and a second later that of the
-        machine."""
+        """Finished rows: when it returns, they survive the death of this process at once, and the death of the machine
+        a second later."""
         content = b"".join(
             [_to_line(row.key_hash, row.identity, row.answer, row.finish_reason, row.error, row.more) for row in rows]
         )
@@ -327,7 +327,7 @@ class Journal:
             )
 
     def _check_settings(self, settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Store this call's settings if no row is done; otherwise return those of the earlier calls. Raises JobChanged
+        """Store this call's settings if no row is done; otherwise return the earlier calls' settings. Raises JobChanged
         if the two differ."""
         stored = self._stored_settings()
         is_begun = len(self.done) > 0 or len(self.finished) > 0
@@ -387,8 +387,8 @@ class Journal:
         return cast("npt.NDArray[np.uint64]", index)
 
     def _remove_errors(self, number: int, index: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        """Remove the rows that have an error from a file; one without other rows is removed. Returns the index of those
-        that are left."""
+        """Remove the rows that have an error from a file, or the file if it has no others. Returns the index of the
+        rows that are left."""
         path = self._shard_path(number)
         is_kept = ~self._shards.find_errors(path)
         kept = index[is_kept]

@@ -43,7 +43,7 @@ NO_REQUEST = 0
 """Identity of a row that has no request. All such rows have the same: errors of functions may differ each time."""
 
 Unfinished: TypeAlias = Callable[[], Iterable[MapRow]]
-"""Gives all rows that may still be added, apart from those that are being added."""
+"""Gives all rows that may still be added, without the ones being added."""
 
 
 class Output(Protocol):

@@ -223,7 +223,7 @@ class JsonShards:
 
 
 class ParquetShards:
-    """Parquet files that all have the same schema: that of the source, or what the rows until the first file have.
+    """Parquet files that all have the same schema: the source's, or one that fits the rows until the first file.
 
     Until then, a column may be new, or null so far. A column that is null in the whole first file, or empty, is one of
     texts; later values that are no texts are stored as JSON text."""

@@ -83,7 +83,7 @@ class RowBatch:
         return f"row {self.first_in_origin + index} of {self.origin}"
 
     def rows(self, columns: Sequence[str] | None = None) -> list[Row]:
-        """The rows as dicts. columns: those that are needed; None means all."""
+        """The rows as dicts. columns: names of the needed columns; None means all."""
         if self.dicts is not None:
             return self.dicts
         assert self.table is not None
@@ -754,7 +754,7 @@ class _ColumnSource:
         errors: Mapping[str, dict[int, str]] | None = None,
     ) -> None:
         """read: (origin, batch of any size) for all rows, in order. errors: by origin and number of a row in it, why it
-        cannot be answered; read may add those of a batch before it gives the batch."""
+        cannot be answered; read may add errors of a batch before it gives the batch."""
         self.description = description
         self.schema = schema
         self.num_rows = num_rows

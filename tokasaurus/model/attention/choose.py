@@ -51,8 +51,8 @@ def make_backend(
 
 
 def candidates(name: str | None, shape: KVShape, kernels: Kernels | None, max_graph_rows: int = 0) -> list[Candidate]:
-    """The named backend alone, or those that support the shape, fastest first. Raises ValueError if the named one does
-    not support it."""
+    """The named backend alone, or all backends that support the shape, fastest first. Raises ValueError if the named
+    one does not support it."""
     plain = Candidate("torch", partial(TorchBackend, shape))
     if name == "torch":
         return [plain]

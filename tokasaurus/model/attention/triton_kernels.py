@@ -26,7 +26,7 @@ _LIST_BLOCK = 1024
 def write_kv(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, kv_indices: Tensor, page_size: int) -> None:
     """Store key and value [T, K, D] at kv_indices, int64 [T], of one layer's cache.
 
-    keys and values: [N, K, D] of any strides, but that of D, which is 1; both have the same. Tokens in block 0, the
+    keys and values: [N, K, D] with equal strides; the stride of D is 1, the others are any. Tokens in block 0, the
     padding block, are not stored, nor are those with a negative kv index. Values are converted as by `as_stored`.
     """
     assert keys.stride() == values.stride()

@@ -21,7 +21,7 @@ from tokasaurus.messages.status import FlagRefused
 logger = logging.getLogger(__name__)
 
 _COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
-"""Modules whose errors are those of a compiler; Triton may find only at the first launch that it cannot go on."""
+"""Modules whose errors come from a compiler; Triton may find only at the first launch that it cannot go on."""
 
 P = ParamSpec("P")
 R = TypeVar("R")

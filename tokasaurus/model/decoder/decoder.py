@@ -463,7 +463,7 @@ def inverse_frequencies(rope: RopeInfo, head_dim: int) -> Tensor:
 
 
 def _yarn_ramp(rope: RopeInfo, head_dim: int) -> Tensor:
-    """float32 [D / 2]: 0 for pairs that turn more than beta_fast times in the original context, 1 for those that turn
+    """float32 [D / 2]: 0 for pairs that turn more than beta_fast times in the original context, 1 for pairs that turn
     less than beta_slow times, and a straight line between."""
 
     def pair_that_turns(num_turns: float) -> float:

@@ -118,8 +118,8 @@ def check_update(
     is_partial: bool,
     quantization: Quantization | None = None,
 ) -> None:
-    """Whether `write_update` may be called. dtypes: those that tensors may have. is_partial: tensors may be missing.
-    quantization: of weights in safetensors files.
+    """Whether `write_update` may be called. dtypes: the dtypes that tensors may have. is_partial: tensors may be
+    missing. quantization: of weights in safetensors files.
 
     Reads this rank's shard of every tensor. Raises CheckpointError naming the first tensor that is missing, surplus,
     misshapen, of another dtype or not finite.
@@ -160,7 +160,7 @@ def write_update(
 def _shards_in(
     files: Sequence[Path], expected: dict[str, list[WeightShard]], quantization: Quantization | None
 ) -> Iterator[tuple[str, Tensor, WeightShard]]:
-    """The tensors of which this rank has shards: name, data of the shard, shard; in the files' order."""
+    """Tensors that this rank has shards of: name, data of the shard, shard; in the files' order."""
     for file in open_files(files, quantization):
         for name in file.names():
             for shard in expected.get(name, ()):
@@ -182,7 +182,7 @@ def fill_randomly(shards: Iterable[WeightShard], on_filled: Callable[[Tensor], N
 
 
 def return_freed_memory() -> None:
-    """Give freed memory back to the system, such as that of weights that have been packed.
+    """Give freed memory back to the system, such as the memory of packed weights.
 
     Without it, GNU's allocator keeps tensors of less than 32 MiB: at three ranks, nearly half as much as the weights.
     """

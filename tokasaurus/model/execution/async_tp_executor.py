@@ -22,7 +22,7 @@ from tokasaurus.model.parallel.mesh import Mesh
 
 
 class AsyncTPExecutor:
-    """Two compiled variants of the layers, of which each forward uses one, according to its number of tokens.
+    """Two compiled variants of the layers. A forward uses one of them, according to its number of tokens.
 
     Every rank must see the same number, so that all choose the same variant.
     """

@@ -102,7 +102,8 @@ def build_batch(
     past the step.
 
     Precondition: the changes of `step` are already applied to `slots`.
-    is_padded: pad tokens and logit rows to one of few counts, that of the tokens to a multiple of token_multiple.
+    is_padded: pad tokens and logit rows to one of few counts; the number of tokens becomes a multiple of
+    token_multiple.
     """
     to_device = staging.to_device
     first_positions = slots.positions[step.slots]

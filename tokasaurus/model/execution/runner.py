@@ -346,7 +346,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def expect(self, step: ForwardInput) -> None:
-        """Prepare for a step that will run after those that were expected before; may be left out."""
+        """Prepare for a step that will run after the steps expected before; may be left out."""
         if self._links is not None:
             self._links.expect_hidden(int(step.num_tokens.sum()))
 

@@ -1,4 +1,4 @@
-"""What a pipeline stage counts for those who watch: its steps, and for how long they computed and waited."""
+"""What a pipeline stage counts while somebody watches: its steps, and for how long they computed and waited."""
 
 from collections import deque
 from collections.abc import Callable, Iterator

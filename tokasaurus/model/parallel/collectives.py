@@ -147,7 +147,7 @@ def whole_rows(own: Tensor, num_rows: Sequence[int], widths: Sequence[int], mesh
 
 
 def gather_rows(own: Tensor, num_rows: Sequence[int], mesh: Mesh) -> Tensor:
-    """own [r, ...], this rank's rows -> [R, ...], those of all ranks in their order. num_rows: r of each rank."""
+    """own [r, ...], this rank's rows -> [R, ...], the rows of all ranks in their order. num_rows: r of each rank."""
     padded = own.new_zeros((max(num_rows), *own.shape[1:]))
     padded[: len(own)] = own
     return torch.cat([rows[:num] for rows, num in zip(gather_shards(padded, mesh), num_rows, strict=True)])

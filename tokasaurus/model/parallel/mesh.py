@@ -23,7 +23,7 @@ class Mesh:
     tp_group: ProcessGroup | None = None
     """The tensor-parallel ranks of this stage; None, and unused, if tp_size is 1."""
     all_reduce: SymmetricAllReduce | None = None
-    """Sums over tp_group; None if all are those of NCCL or gloo."""
+    """Sums over tp_group by symmetric memory; None if NCCL or gloo computes all sums."""
     previous_group: ProcessGroup | None = None
     """This rank and the one of the stage before, for hidden states; None on the first stage."""
     next_group: ProcessGroup | None = None

@@ -238,7 +238,7 @@ class StageLinks:
 
     def expect_tokens(self, host_slots: NDArray[np.int32], slots: Tensor, last_tokens: Tensor) -> None:
         """Post the receive of a step's tokens, on the first stage. host_slots, int32 [R], and slots, int64 [R] on the
-        device: those that sample. last_tokens: as for await_tokens."""
+        device: the slots that sample. last_tokens: as for await_tokens."""
         if not len(host_slots):
             return
         buffer = torch.empty_like(slots)

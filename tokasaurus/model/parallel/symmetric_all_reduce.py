@@ -19,8 +19,8 @@ DTYPES = (torch.bfloat16, torch.float32)
 """Torch's kernels sum numbers of these dtypes."""
 
 MAX_BYTES = 8 << 20
-"""Bytes of the largest sum that may take another way than NCCL's: those of 1,024 tokens with 4,096 numbers of bfloat16.
-Larger sums take as long as their bytes need, and NCCL moves these well."""
+"""Bytes of the largest sum that may take another way than NCCL's: 1,024 tokens with 4,096 numbers of bfloat16. Larger
+sums take as long as their bytes need, and NCCL moves these well."""
 
 _ALIGNMENT = 16
 """Bytes that a thread of the kernels reads at a time."""

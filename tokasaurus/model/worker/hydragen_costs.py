@@ -229,7 +229,8 @@ def with_step_price(
 ) -> HydragenCosts:
     """The costs with per_step as it is measured; as they are without CUDA graphs.
 
-    num_blocks: as for measure_costs. num_layers: of all pipeline stages, since a step's time is that of all of them.
+    num_blocks: as for measure_costs. num_layers: of all pipeline stages, since a step's time is the time of all of
+    them.
     details: gets a text for the user if there is a price.
     """
     seconds = measure_step_price(runner, limits, shape.page_size)

@@ -789,7 +789,7 @@ def available_to_all(available_bytes: int, own_bytes: int, others_bytes: Iterabl
 
 
 def own_bytes() -> int:
-    """Memory that is this process's alone, without that of files such as libraries."""
+    """Memory that belongs to this process alone, without files such as libraries."""
     return _bytes_of(psutil.Process())
 
 

@@ -612,7 +612,7 @@ def measure_graphs(
     runner: ModelRunner, model: Decoder, page_size: int, num_blocks: int, limits: ForwardLimits
 ) -> Iterator[Measured]:
     """Recorded decode steps of the smallest and the largest size, each replayed with two inputs, against the same steps
-    launched one by one; with and without prefix groups. Their tokens, where graphs draw them, against those that
+    launched one by one; with and without prefix groups. Where graphs draw tokens, these against the tokens that
     launched sampling draws from the replay's own logits.
 
     Overwrites blocks of the KV cache. num_blocks: without the padding block."""
@@ -656,7 +656,7 @@ def measure_one_call_decode(
     runner: ModelRunner, page_size: int, num_blocks: int, limits: ForwardLimits
 ) -> Iterator[Measured]:
     """Tokens of decode steps of one row and of several, each followed by a step that reads what it has stored, against
-    those of the same steps taken apart.
+    the tokens of the same steps in separate calls.
 
     Overwrites blocks of the KV cache. num_blocks: without the padding block."""
     prompts = _Prompts(page_size, num_blocks, limits)
@@ -675,8 +675,8 @@ def measure_one_call_decode(
 
 
 def _layer_forwards(page_size: int) -> tuple[int, list[SmallForward]]:
-    """The number of blocks with the padding block, and the forwards, each of which goes on with the last one's
-    sequences."""
+    """The number of blocks with the padding block, and the forwards; each goes on with the sequences of the one
+    before."""
     tables, next_block = list[list[int]](), 1
     for num_tokens in _PROMPTS:
         num_blocks = -(-(num_tokens + _CHUNK + 1) // page_size)

@@ -235,7 +235,7 @@ def warm_up_small(
 
 
 def _seconds_per_pair(runner: ModelRunner, limits: ForwardLimits) -> float:
-    """Time of a chunk of a prompt after a context, less that of the same chunk without one, for each pair.
+    """Time of a chunk of a prompt after a context, less the time of the same chunk without one, for each pair.
 
     Every block of the context is the padding block, so its keys and values come from the processor's caches. For a
     chunk of many tokens this makes little difference: attention is bound by its arithmetic.
@@ -397,7 +397,8 @@ def steps_of_all_classes(max_tokens: int, max_seqs: int, context_length: int, pa
 
 
 def _step_of(rows: _Rows, first_position: int = 0) -> ForwardInput:
-    """first_position: of the prefill rows' tokens. Their slots come after those of the decode rows, 1 and on."""
+    """first_position: of the prefill rows' tokens. Their slots come after the decode rows' slots, which are 1 and
+    on."""
     slots = np.arange(1, rows.num_rows + 1, dtype=np.int32)
     counts = np.array([count for count, _ in rows.prefill], np.int32)
     lengths = first_position + counts + np.array([not is_end for _, is_end in rows.prefill], np.int32)

@@ -87,8 +87,8 @@ class ConnectionTable:
     def add_head_bytes(self, connection: Connection, num_bytes: int) -> int:
         """Count bytes of an incomplete head -> bytes of this head; 0 if the connection was closed.
 
-        Above the limit for all heads, the connections with the largest ones are closed, no others: those that wait at
-        once, those at work after their answers.
+        Above the limit for all heads, only the connections with the largest ones are closed: waiting connections at
+        once, others after their answers.
         """
         self._num_head_bytes += num_bytes
         self._num_head_bytes_of[connection] = self._num_head_bytes_of.get(connection, 0) + num_bytes

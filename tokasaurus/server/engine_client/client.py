@@ -96,9 +96,9 @@ class QueueLimits:
     max_queued_requests: int | None = None
     """A body is accepted whole while fewer sequences than this wait, as far as the engine has reported."""
     max_queued_sequences: int | None = None
-    """Unfinished sequences, with those of the new body."""
+    """Unfinished sequences, the new body's included."""
     max_queued_tokens: int | None = None
-    """Prompt tokens of unfinished requests, with those of the new body; once per request, however many samples."""
+    """Prompt tokens of unfinished requests, the new body's included; once per request, however many samples."""
 
 
 NO_LIMITS = QueueLimits()
@@ -355,8 +355,8 @@ class EngineClient:
 
     One per server. All methods run on the event loop's thread.
 
-    If a replica dies, its requests of which the caller has received nothing are submitted again, to another replica or
-    to the same one after its restart, with the same seeds; the others end with EngineDied.
+    If a replica dies, its requests whose caller has received nothing are submitted again, to another replica or to the
+    same one after its restart, with the same seeds; its other requests end with EngineDied.
 
     launcher: socket over which the launcher hands over the channels of each replica that it has started. on_ready:
     called once, when every replica is up. on_broken: called when a manager's message cannot be read or applied; answers
@@ -376,7 +376,7 @@ class EngineClient:
         self._launcher = launcher
         self._replicas = [Replica(index=index) for index in range(num_replicas)]
         self.request_metrics = {str(index): RequestMetrics() for index in range(num_replicas)}
-        """Metrics by replica; those of requests that ended before any replica had them are under ""."""
+        """Metrics by replica; requests that ended before any replica had them count under ""."""
         self._on_ready = on_ready
         self._on_broken = on_broken
         self._while_restarting = while_restarting
@@ -789,7 +789,7 @@ class EngineClient:
         await asyncio.gather(*(tell(replica, request_ids) for replica, request_ids in ids.items()))
 
     def _end_unsent(self, requests: Sequence[PendingRequest]) -> None:
-        """Abort those that are still on no replica, and so have no tokens."""
+        """Abort requests that are still on no replica, and so have no tokens."""
         for pending in requests:
             request = pending.request
             is_left = self._pending.get(request.request_id) is pending and pending.replica is None

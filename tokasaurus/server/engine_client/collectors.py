@@ -14,7 +14,7 @@ from tokasaurus.messages.generation import FinishReason, GenerateRequest, Prompt
 
 MAX_MERGED_TOKENS = 1024
 VALUES_PER_DELTA = 16
-"""Work of an event, compared with that of one value of it."""
+"""Work of an event, as a multiple of the work of one of its values."""
 
 
 def values_per_token(delta: SequenceDelta) -> int:

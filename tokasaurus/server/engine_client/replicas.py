@@ -50,7 +50,7 @@ class PrefixIndex:
 
     def __init__(self, max_tokens: int) -> None:
         self.num_tokens = 0
-        """Tokens of all remembered prefixes; those of a shared prefix count once."""
+        """Tokens of all remembered prefixes; a shared prefix counts once."""
         self._max_tokens = max_tokens
         # Tokens of each prefix's last chunk, by hash; least recently used first. A prefix is used after the longer ones
         # that begin with it, and therefore forgotten after them.

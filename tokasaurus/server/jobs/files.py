@@ -70,8 +70,8 @@ class Upload:
             self._content.discard()
 
     async def store(self) -> FileRecord:
-        """The file, of which nothing is lost from now on. Called after the last bytes. Raises StoreError: then nothing
-        is stored."""
+        """The stored file; nothing of it is lost from now on. Called after the last bytes. Raises StoreError: then
+        nothing is stored."""
         self._reader.finish()
         fields = self._checked_fields()
         assert self._content is not None, "it is among the fields that are checked"

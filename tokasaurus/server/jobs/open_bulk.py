@@ -1,4 +1,4 @@
-"""The bulk requests that are open, for those who watch the server."""
+"""The open bulk requests, for whoever watches the server."""
 
 import time
 from collections.abc import Iterator

@@ -260,7 +260,7 @@ class ResultRecorder:
 
 
 class BatchRunner:
-    """Starts lines by turns of the batches, each of which has an equal share of the engine's queue."""
+    """Starts lines of the batches in turns; each batch has an equal share of the engine's queue."""
 
     def __init__(
         self,
@@ -400,7 +400,7 @@ class BatchRunner:
         return max(1, (self._limits.max_sequences_in_engine - num_others) // max(1, len(waiting)))
 
     def _may_start(self, batch: RunningBatch, before: list[tuple[PendingLine, bytes | None]]) -> bool:
-        """Whether the first line of `ahead` may run with all lines that run, and those that are about to."""
+        """Whether the first line of `ahead` may run beside all lines that run or are about to."""
         (line, _), *_ = batch.ahead
         num_others = self.num_running + len(before)
         attempts = max(line.attempts, *(line.attempts for line, _ in before), *self._attempts, 0)

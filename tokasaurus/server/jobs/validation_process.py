@@ -159,7 +159,7 @@ def _skip_byte_order_mark(content: BinaryIO) -> int:
 
 
 def _skip_line(content: BinaryIO, begun: bytes) -> int:
-    """Read to the end of a line of which `begun` has been read; returns how many bytes that took."""
+    """Read to the end of a line whose beginning `begun` has been read; returns how many bytes that took."""
     num_bytes = 0
     while not begun.endswith(b"\n") and (begun := content.readline(1 << 20)):
         num_bytes += len(begun)

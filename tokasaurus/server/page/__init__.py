@@ -20,7 +20,7 @@ def read_live_page() -> bytes:
 
 
 def join_modules(modules: dict[str, str]) -> str:
-    """One JavaScript module of several, by file name, of which each imports only from those before it.
+    """One JavaScript module of several, by file name; each imports only from earlier ones.
 
     Their import lines and export words are left out, so the names at the top of all of them must differ.
     `import * as samples` becomes an object of what the module exports.

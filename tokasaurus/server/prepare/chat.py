@@ -139,7 +139,8 @@ def _echoed(body: ChatCompletionRequest) -> str:
 
 
 def chat_of(form: ChatForm, **fields: Any) -> ChatCompletionRequest:
-    """The chat body that asks for the same as a body of another form: with these fields, and those of equal names."""
+    """The chat body that asks for the same as a body of another form: with these fields, and the body's fields of equal
+    names."""
     shared = ChatCompletionRequest.model_fields.keys() & type(form).model_fields.keys() - fields.keys()
     # no validation: each of its fields was parsed as in a chat body
     return ChatCompletionRequest.model_construct(**{name: getattr(form, name) for name in shared}, **fields)

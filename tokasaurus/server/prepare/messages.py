@@ -1,4 +1,4 @@
-"""A body of /v1/messages → its request: blocks become messages of a chat, other fields those of a chat body."""
+"""A body of /v1/messages → its request: blocks become messages of a chat, other fields the fields of a chat body."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -288,8 +288,8 @@ def make_requests(
 
     prompts: (token ids, most new tokens).
 
-    num_top_logprobs, num_top_prompt_logprobs: of sampled and of prompt tokens. None for no logprobs, 0 for those of the
-    tokens themselves only. Raises InvalidRequest.
+    num_top_logprobs, num_top_prompt_logprobs: of sampled and of prompt tokens. None for no logprobs, 0 for only the
+    tokens' own. Raises InvalidRequest.
     """
     if num_top_logprobs is not None and not model.enable_chosen_logprobs:
         raise InvalidRequest("logprobs is disabled on this server (enable_chosen_logprobs)", "logprobs")

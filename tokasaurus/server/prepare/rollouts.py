@@ -21,7 +21,7 @@ TOKENS_FIELDS: Mapping[str, str] = {
         )
     },
 }
-"""Fields of TokensRequest, by those of a completions body that they become."""
+"""Fields of TokensRequest, by the field of a completions body that each becomes."""
 
 
 def completion_of_tokens(body: TokensRequest) -> CompletionRequest:
@@ -56,7 +56,7 @@ GENERATE_FIELDS: Mapping[str, str] = {
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
 }
-"""Fields of GenerateRequest, by those of a completions body that they become."""
+"""Fields of GenerateRequest, by the field of a completions body that each becomes."""
 
 
 def generate_fields(body: GenerateRequest) -> Mapping[str, str]:

@@ -20,7 +20,7 @@ that the prompt has ended, so that all of the answer is content."""
 
 
 class Marks:
-    """Marks to look for, of which none contains the beginning of another."""
+    """Marks to look for; none contains the beginning of another."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = list(texts)

@@ -59,7 +59,7 @@ class NewFile:
 
 
 class NewContent:
-    """Content of a file of the data directory. Methods as those of NewFile."""
+    """Content of a file of the data directory. It has NewFile's methods."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -123,7 +123,7 @@ def _num_bytes(path: Path) -> int:
 
 
 class Database:
-    """Operations of many callers, in order; those that wait are committed together, so that they share one fsync."""
+    """Operations of many callers, in order; waiting operations are committed together, so that they share one fsync."""
 
     def __init__(self, path: Path, may_be_new: bool = True) -> None:
         """Opens or creates the database, and brings it to the newest version.
