@@ -58,9 +58,9 @@ class RolloutServer:
         ready = self.http.get("/ready")
         return ready.status_code == 200 and ready.json()["replicas_up"] == ready.json()["replicas"]
 
-    def greedy(self, token_ids: Sequence[int], num_tokens: int) -> dict[str, Any]:
-        """The answer of the most likely tokens."""
-        sampling = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    def greedy(self, token_ids: Sequence[int], num_tokens: int, num_logprobs: int = 0) -> dict[str, Any]:
+        """The answer of the most likely tokens. num_logprobs: of the most likely tokens at each position."""
+        sampling = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "logprobs": num_logprobs}
         return dict(self.post("/inference/v1/generate", {"token_ids": list(token_ids), "sampling_params": sampling}))
 
     def greedy_ids(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
@@ -95,30 +95,48 @@ def make_prompts(count: int = NUM_REQUESTS, length: int = 40) -> list[list[int]]
     return [[(7 * number + 3 * position) % 250 for position in range(length)] for number in range(count)]
 
 
-Continue = Callable[[list[int], list[int], int], list[int]]
-"""(prompt, first tokens of its completion, number of further tokens) -> these."""
+Gives = Callable[[list[int], list[int], list[int]], bool]
+"""(prompt, first tokens of its completion, further tokens) -> whether the weights give these."""
+
+MAX_TIE = 1e-5
+"""Tokens whose log-probabilities differ by less are equally likely: ranks add in another order than one process."""
 
 
-def known_completions(prompts: Sequence[list[int]], completions: Sequence[list[int]]) -> Continue:
+def known_completions(prompts: Sequence[list[int]], completions: Sequence[list[int]]) -> Gives:
     """Only from their starts."""
     whole = {tuple(prompt): ids for prompt, ids in zip(prompts, completions, strict=True)}
 
-    def go_on(prompt: list[int], before: list[int], num_tokens: int) -> list[int]:
+    def gives(prompt: list[int], before: list[int], found: list[int]) -> bool:
         assert not before
-        return whole[tuple(prompt)][:num_tokens]
+        return whole[tuple(prompt)][: len(found)] == found
 
-    return go_on
+    return gives
 
 
-def continued_by(server: RolloutServer) -> Continue:
+def continued_by(server: RolloutServer) -> Gives:
     """server: its weights never change."""
-    return lambda prompt, before, num_tokens: server.greedy_ids(prompt + before, num_tokens)
+
+    def gives(prompt: list[int], before: list[int], found: list[int]) -> bool:
+        while found:
+            answer = server.greedy(prompt + before, len(found), num_logprobs=2)
+            entries = answer["choices"][0]["logprobs"]["content"]
+            number = next((n for n, entry in enumerate(entries) if entry["token_id"] != found[n]), None)
+            if number is None:
+                return True
+            least = entries[number]["logprob"] - MAX_TIE
+            ties = {top["token_id"] for top in entries[number]["top_logprobs"] if top["logprob"] >= least}
+            if found[number] not in ties:
+                return False
+            before, found = before + found[: number + 1], found[number + 1 :]
+        return True
+
+    return gives
 
 
 def find_faults(
     prompts: Sequence[list[int]],
     answers: Sequence[dict[str, Any]],
-    weights: Mapping[str, Continue],
+    weights: Mapping[str, Gives],
     num_tokens: int = NUM_TOKENS,
 ) -> list[str]:
     """What is wrong with greedy answers: missing tokens, or tokens that are not of the weights which they name.
@@ -140,7 +158,7 @@ def find_faults(
             faults.append("logprobs of other tokens")
         for span in spans:
             start, end = span["start"], span["end"]
-            if weights[span["version"]](prompt, ids[:start], end - start) != ids[start:end]:
+            if not weights[span["version"]](prompt, ids[:start], ids[start:end]):
                 faults.append(f"tokens {start} to {end} are not of the weights {span['version']}")
         return faults
 
@@ -156,10 +174,10 @@ def rollout_server(model: Path, *flags: str) -> Iterator[RolloutServer]:
             yield server
 
 
-class ByParity(dict[str, Continue]):
+class ByParity(dict[str, Gives]):
     """Weights of any number: those of even versions are "0", of odd ones "1"."""
 
-    def __missing__(self, version: str) -> Continue:
+    def __missing__(self, version: str) -> Gives:
         return self[str(int(version) % 2)]
 
 
