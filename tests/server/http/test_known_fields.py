@@ -14,7 +14,8 @@ from tests.server.helpers.live_server import LiveServer, live_server
 from tokasaurus.server.endpoints import ENDPOINTS
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
-from tokasaurus.server.protocol.known_fields import KNOWN_FIELDS, KnownField, advice, is_same
+from tokasaurus.server.protocol.fields import is_same
+from tokasaurus.server.protocol.known_fields import KNOWN_FIELDS, KnownField, advice
 from tokasaurus.server.protocol.responses import ResponsesRequest
 from tokasaurus.server.served_model import ServedModel
 

@@ -49,6 +49,12 @@ def test_neutral_values_are_accepted_and_others_refused_by_name(
     assert error["message"].startswith(f"{name} is not implemented beyond ")
 
 
+def test_a_neutral_number_may_have_a_point_and_is_not_a_boolean(server: LiveServer) -> None:
+    name = "sampling_params.n"
+    assert server.http.post("/generate", json=with_field("/generate", name, 1.0)).status_code == 200
+    assert server.http.post("/generate", json=with_field("/generate", name, True)).status_code == 400
+
+
 def test_there_are_such_fields_at_both_routes_and_in_their_sampling_parameters() -> None:
     for route in ROLLOUTS:
         assert len([name for owner, name, _ in FIELDS if owner == route]) > 10

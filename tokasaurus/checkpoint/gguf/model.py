@@ -13,6 +13,8 @@ from tokasaurus.checkpoint.stored_tensors import StoredTensor
 SUFFIX = ".gguf"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
+# The table of the gguf library goes the other way, from up to a dozen spellings of a tensor in checkpoints to its name
+# in a file. So it cannot say which spelling our models have; a test compares these names with it.
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",

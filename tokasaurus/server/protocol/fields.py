@@ -67,9 +67,12 @@ def missing() -> PydanticCustomError:
 
 
 class Only:
-    """Metadata of an unimplemented field: accepts only these neutral values (same type, same value).
+    """Metadata of an unimplemented field: accepts only these neutral values, see `is_same`.
 
     instead: why others are refused, or what to do instead; a clause after a semicolon."""
+
+    description = "Not implemented: only these neutral values."
+    """For OpenAPI."""
 
     def __init__(self, *neutral: object, instead: str = "") -> None:
         self.neutral = neutral
@@ -79,14 +82,26 @@ class Only:
         return core_schema.no_info_plain_validator_function(self._check)
 
     def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"enum": list(self.neutral), "description": "Not implemented: only these neutral values."}
+        return {"enum": list(self.neutral), "description": self.description}
 
     def _check(self, value: object) -> object:
-        # compare types too: 0 == False == 0.0 in Python
-        if any(type(value) is type(neutral) and value == neutral for neutral in self.neutral):
+        if any(is_same(value, neutral) for neutral in self.neutral):
             return value
+        raise field_not_implemented(self.refusal())
+
+    def refusal(self) -> str:
+        """To be read after the field's name."""
         allowed = " and ".join(orjson.dumps(neutral).decode() for neutral in self.neutral)
-        raise field_not_implemented(f"is not implemented beyond {allowed}{self._instead}")
+        return f"is not implemented beyond {allowed}{self._instead}"
+
+
+def is_same(value: object, neutral: object) -> bool:
+    """Whether two JSON values are equal; true and 1 are not, while 1 and 1.0 are."""
+    if isinstance(value, bool) or isinstance(neutral, bool):
+        return value is neutral
+    if isinstance(value, int | float) and isinstance(neutral, int | float):
+        return value == neutral
+    return type(value) is type(neutral) and value == neutral
 
 
 def as_integer(value: object) -> object:

@@ -68,7 +68,8 @@ class FileDeleted:
     deleted: bool = True
 
 
-# For the OpenAPI page: the body is read as it arrives.
+# For the OpenAPI page. Not made from UploadFields: a form has no object expires_after, but two fields with brackets. A
+# class cannot validate the whole body either, which is read as it arrives.
 UPLOAD_SCHEMA = {
     "type": "object",
     "properties": {

@@ -206,7 +206,9 @@ _SOURCES: dict[str, Callable[[object, str], GrammarSource]] = {
 }
 
 
-# For the OpenAPI page.
+# For the OpenAPI page. They do not validate: of a union, pydantic reports what each alternative misses, and the
+# functions above say in one sentence what is wrong with the format that the client means, and tell values that are
+# wrong from those that are only not implemented here.
 _Choices = Annotated[list[str], Field(min_length=1)]
 
 

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, core_schema
+from pydantic import BaseModel, create_model
 
-from tokasaurus.server.protocol.fields import field_not_implemented
+from tokasaurus.server.protocol.fields import Only
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -257,32 +255,16 @@ KNOWN_FIELDS: Mapping[str, KnownField] = {
 }
 
 
-class Neutral:
-    """Metadata of a field that the table has with neutral values only: accepts these, and refuses all others."""
+class Neutral(Only):
+    """As `Only`, of a field that the table has with neutral values alone."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
         self._field = KNOWN_FIELDS[name]
+        super().__init__(*self._field.neutral)
+        self.description = f"Not implemented: {accepted(self._field)}."
 
-    def __get_pydantic_core_schema__(self, _source: object, _handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._check)
-
-    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"enum": list(self._field.neutral), "description": f"Not implemented: {accepted(self._field)}."}
-
-    def _check(self, value: object) -> object:
-        if any(is_same(value, neutral) for neutral in self._field.neutral):
-            return value
-        raise field_not_implemented(refusal(self._field))
-
-
-def is_same(value: object, neutral: object) -> bool:
-    """Whether two JSON values are equal; true and 1 are not, while 1 and 1.0 are."""
-    if isinstance(value, bool) or isinstance(neutral, bool):
-        return value is neutral
-    if isinstance(value, int | float) and isinstance(neutral, int | float):
-        return value == neutral
-    return type(value) is type(neutral) and value == neutral
+    def refusal(self) -> str:
+        return refusal(self._field)
 
 
 def refusal(field: KnownField) -> str:

@@ -351,6 +351,9 @@ def path_of_log(database: Path) -> Path:
     return database.with_name(database.name + "-wal")
 
 
+# SQLite tells how many frames it has accepted, but nothing of those behind them. The size of the log alone does not
+# tell whether there are any: the log is overwritten from its beginning, so older frames lie at its end. They would not,
+# if SQLite truncated the log each time (journal_size_limit=0), but then groups of 64 rows of 2 kB took a third longer.
 def has_unread_frames(log: Path, num_frames: int) -> bool:
     """Whether the log has more than the `num_frames` frames that SQLite has accepted: a transaction that was not
     written to its end, or that is damaged. Older frames, which were copied to the database before, do not count.
