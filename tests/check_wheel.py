@@ -23,7 +23,8 @@ DIST = Path(__file__).parents[1] / "dist"
 USE_KERNELS = """
 import numpy as np
 import torch
-from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.generation import SAMPLING_DTYPE
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.model.cpu import build
 from tokasaurus.model.cpu.build import choose_set
 from tokasaurus.model.cpu.bindings import load_kernels

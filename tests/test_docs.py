@@ -13,7 +13,7 @@ from tokasaurus.bench_command.config import BenchConfig
 from tokasaurus.config import ServerConfig
 from tokasaurus.library.client import Client
 from tokasaurus.map_command.config import MapConfig
-from tokasaurus.messages.generation import SamplingParams
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.mismatch_command.config import MismatchConfig
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.top_command.config import TopConfig

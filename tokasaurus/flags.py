@@ -120,7 +120,7 @@ class FlagConfig(Config):
     Literal, unions only `T | None`.
 
     Of the base class's flags, a subclass has those in `only` and none of those in `without`; heading: their group in
-    its help, in place of their own.
+    its help, in place of their own. further: flags that are declared elsewhere, before its own ones of their heading.
     """
 
     flags = dict[str, Flag]()  # noqa: RUF012  (annotated, it would be a flag)
@@ -130,7 +130,11 @@ class FlagConfig(Config):
     class does."""
 
     def __init_subclass__(
-        cls, without: Iterable[str] = (), only: Iterable[str] | None = None, heading: str | None = None
+        cls,
+        without: Iterable[str] = (),
+        only: Iterable[str] | None = None,
+        heading: str | None = None,
+        further: Mapping[str, Flag] | None = None,
     ) -> None:
         kept = set(cls.flags if only is None else only).difference(without)
         inherited = {
@@ -141,8 +145,12 @@ class FlagConfig(Config):
         headings = {flag.heading for flag in inherited.values()}
         first: dict[str, Flag] = {}
         latest = ""
-        for name, annotation in inspect.get_annotations(cls).items():
-            own: Flag = vars(cls)[name]
+        declared = [(name, vars(cls)[name], annotation) for name, annotation in inspect.get_annotations(cls).items()]
+        elsewhere = [(name, flag, type(flag.default)) for name, flag in (further or {}).items()]
+        for heading_elsewhere in dict.fromkeys(flag.heading for _, flag, _ in elsewhere):
+            place = [flag.heading for _, flag, _ in declared].index(heading_elsewhere)
+            declared[place:place] = [one for one in elsewhere if one[1].heading == heading_elsewhere]
+        for name, own, annotation in declared:
             latest = own.heading or latest
             group_heading = own.heading or (inherited[name].heading if name in inherited else latest)
             kinds = get_args(annotation) if NoneType in get_args(annotation) else (annotation,)

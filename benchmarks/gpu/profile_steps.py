@@ -26,7 +26,8 @@ from torch.profiler import ProfilerActivity, profile
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.forward import ForwardInput, SlotChanges, SlotOpens
-from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.generation import SAMPLING_DTYPE
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.entry import start_worker

@@ -13,7 +13,8 @@ from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.loop import LARGE_BYTES
 from tokasaurus.manager.state.engine_state import DeferredTasks, EngineOptions, EngineState, make_state
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
-from tokasaurus.messages.generation import EngineUpdate, GenerateRequest, SamplingParams
+from tokasaurus.messages.generation import EngineUpdate, GenerateRequest
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.text.token_decoder import NO_TAIL
 

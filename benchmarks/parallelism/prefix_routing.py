@@ -21,7 +21,8 @@ from benchmarks.manager.load import VOCAB_SIZE, InstantWorker, engine_options
 from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.state.engine_state import make_state
 from tokasaurus.messages.forward import ForwardInput
-from tokasaurus.messages.generation import GenerateRequest, SamplingParams, SequenceDelta
+from tokasaurus.messages.generation import GenerateRequest, SequenceDelta
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.server.engine_client.replicas import Replica, choose_replica
 
 MAX_SEQS_PER_FORWARD = 256

@@ -6,7 +6,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.messages.generation import GenerateRequest, SamplingParams
+from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.messages.sampling import SamplingParams
 
 VOCABULARY = 49_000
 """Of the prompts' random ids: below the demo model's special tokens at the end of its vocabulary."""

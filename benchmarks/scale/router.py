@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.scale.load import FIRST_ID, VOCABULARY
-from tokasaurus.messages.generation import GenerateRequest, SamplingParams
+from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.engine_client.replicas import Replica, choose_replica, hash_prefixes
 

@@ -17,7 +17,7 @@ from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
 from tests.helpers.small_tokenizer import IM_END, VOCAB_SIZE, save_small_tokenizer
 from tests.helpers.tiny_model import family_config, save_random_model
 from tests.model.sampling.helpers.drawn_logprobs import Row, distribution
-from tokasaurus.messages.generation import SamplingParams
+from tokasaurus.messages.sampling import SamplingParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO, SPACE_W = 259, 260

@@ -20,7 +20,8 @@ from tokasaurus.messages.forward import (
     TokenMasks,
     TopOfRows,
 )
-from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.generation import SAMPLING_DTYPE
+from tokasaurus.messages.sampling import SamplingParams
 
 NOTHING = np.zeros(0, np.int32)
 

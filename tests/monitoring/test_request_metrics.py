@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokasaurus.messages.generation import GenerateRequest, SamplingParams, SequenceDelta, SequenceTimes
+from tokasaurus.messages.generation import GenerateRequest, SequenceDelta, SequenceTimes
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.monitoring.request_metrics import (
     FIRST_TOKEN_SECONDS,
     PER_TOKEN_SECONDS,

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tokasaurus.config import FLAGS_OF_ACCESS, CommandConfig, ServerConfig
-from tokasaurus.flags import FlagError, are_missing, count, flag
+from tokasaurus.flags import Flag, FlagError, are_missing, count, flag
+from tokasaurus.messages.sampling import CLIENT_PARAMETERS
 
 _USAGE = "toka map input='questions/*.parquet' output=answers prompt='{question}'"
 
@@ -14,7 +15,14 @@ _USAGE = "toka map input='questions/*.parquet' output=answers prompt='{question}
 _NOT_HERE = (*FLAGS_OF_ACCESS, "rl")
 
 
-class MapConfig(CommandConfig, without=(*_NOT_HERE, "logprobs_mode")):
+_PARAMETERS = {
+    name: Flag(each.default, each.meaning, each.minimum, each.maximum, heading="sampling")
+    for name, each in CLIENT_PARAMETERS.items()
+}
+"""Some refuse their minimum, which Sampling checks."""
+
+
+class MapConfig(CommandConfig, without=(*_NOT_HERE, "logprobs_mode"), further=_PARAMETERS):
     """The flags of a job, checked by `finalize`."""
 
     command_headings = ("map", "sampling")
@@ -72,17 +80,6 @@ class MapConfig(CommandConfig, without=(*_NOT_HERE, "logprobs_mode")):
     )
 
     n: int = count(1, "answers of each row; more than 1 are lists", heading="sampling")
-    temperature: float = flag(1.0, "0 always takes the most likely token", minimum=0, maximum=2)
-    top_p: float = flag(1.0, "keep the most likely tokens that together have this probability", minimum=0, maximum=1)
-    top_k: int = flag(-1, "keep this many most likely tokens; -1 keeps all", minimum=-1)
-    min_p: float = flag(0.0, "keep tokens this many times as likely as the most likely one", minimum=0, maximum=1)
-    presence_penalty: float = flag(
-        0.0, "subtracted from the logit of tokens that the answer has already", minimum=-2, maximum=2
-    )
-    frequency_penalty: float = flag(
-        0.0, "subtracted for each time that the answer has the token", minimum=-2, maximum=2
-    )
-    repetition_penalty: float = flag(1.0, "divides the logits of tokens of prompt and answer", minimum=0)
     logit_bias: dict | None = flag(  # type: ignore[type-arg]  # pydra casts by it
         None, 'added to the logits of token ids, a JSON object such as {"17": -100}', none_means="nothing"
     )

@@ -1,7 +1,4 @@
-"""Messages between the server and a manager: requests one way, sequence deltas the other.
-
-SamplingParams is the one list of sampling parameters, with types and defaults, for every process.
-"""
+"""Messages between the server and a manager: requests one way, sequence deltas the other."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -12,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.messages.commands import FIRST_VERSIONS, CommandDone, WeightVersions
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.messages.status import EngineStats
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -32,63 +30,6 @@ LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
 MAX_STOP_TOKEN_IDS = 16
 """Most stop token ids of one request."""
 
-
-class SamplingParams(NamedTuple):
-    """How a sequence's tokens are sampled. The defaults sample from the model's own distribution.
-
-    A request carries one; the worker has one per slot, as a row of SAMPLING_DTYPE. RULES in model/sampling/rules.py
-    says in which order they apply. Two readers give a field its effect: model/sampling for torch, by name, and
-    csrc/sampling for the CPU, whose struct SamplingParams has the same fields. Penalties have vLLM's formulas, and
-    apply to greedy sampling too.
-    """
-
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    """Keeps the most likely tokens that together reach this share of the remaining probability; 1 keeps all."""
-    top_k: int = 0
-    """Keeps this many of the most likely tokens; 0 keeps all."""
-    min_p: float = 0.0
-    """Keeps tokens whose probability is at least min_p times the most likely token's; 0 keeps all."""
-    presence_penalty: float = 0.0
-    """Subtracted once from the logit of each token generated so far."""
-    frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time it was generated."""
-    repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in the prompt or generated so far."""
-
-    @property
-    def has_penalties(self) -> bool:
-        return any(getattr(self, name) != self._field_defaults[name] for name in PENALTIES)
-
-
-LIMITS = ("min_p", "top_k", "top_p")
-"""The fields that exclude unlikely tokens, in this order. A value other than its default switches one on."""
-
-PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-"""The fields that make tokens of the context less likely. The same holds for their defaults."""
-
-
-class EffectiveValues(NamedTuple):
-    """Values of a sampling parameter that have an effect."""
-
-    strong: float
-    """Changes most tokens."""
-    weak: float
-    """Changes few tokens: a limit leaves many of them, which takes a sampler the most work."""
-
-
-EFFECTIVE_VALUES = {
-    "temperature": EffectiveValues(0.3, 0.9),
-    "top_p": EffectiveValues(0.3, 0.9),
-    "top_k": EffectiveValues(2, 2000),
-    "min_p": EffectiveValues(0.5, 0.01),
-    "presence_penalty": EffectiveValues(-2.0, 0.5),
-    "frequency_penalty": EffectiveValues(2.0, 0.5),
-    "repetition_penalty": EffectiveValues(2.0, 1.2),
-}
-"""Values with an effect for every field of SamplingParams. Warm-up, the checks of a start and tests sample with
-them."""
 
 SAMPLING_DTYPE = np.dtype(
     [(name, {float: np.float32, int: np.int32}[kind]) for name, kind in get_type_hints(SamplingParams).items()]

@@ -9,7 +9,8 @@ from tests.manager.helpers.fake_grammars import EOS_ID
 from tests.manager.helpers.requests import make_request
 from tokasaurus.manager.engine.lifecycle import preempt
 from tokasaurus.messages.forward import LogitRules, SlotOpens
-from tokasaurus.messages.generation import GenerateRequest, SamplingParams
+from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.messages.sampling import SamplingParams
 
 ALWAYS = np.iinfo(np.int32).max
 PLAIN = (0.0, 0.0, 1.0)

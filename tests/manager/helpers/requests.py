@@ -8,7 +8,8 @@ import numpy as np
 
 from tests.manager.helpers.fake_grammars import VOCAB_SIZE
 from tests.manager.helpers.simulation import simulate
-from tokasaurus.messages.generation import GenerateRequest, SamplingParams
+from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.messages.status import EngineLimits
 
 

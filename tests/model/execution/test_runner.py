@@ -11,7 +11,8 @@ from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import oracle_greedy
 from tests.model.helpers.steps import NOTHING, int32, load_runner
 from tokasaurus.messages.forward import ForwardInput, SlotChanges, SlotOpens
-from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.generation import SAMPLING_DTYPE
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.model.execution.runner import ModelRunner, StepResult
 
 

@@ -9,7 +9,8 @@ import torch
 from tests.model.helpers.sampling_rows import with_params
 from tests.model.helpers.steps import CPU, int32
 from tokasaurus.messages.forward import LogitRules
-from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.generation import SAMPLING_DTYPE
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.model.sampling.rules import RuledRows, SlotRules
 from tokasaurus.model.sampling.sample import SamplingRows
 from tokasaurus.model.staging.staging import ON_HOST

@@ -9,7 +9,8 @@ import torch
 
 from tests.model.helpers.steps import CPU, int32
 from tokasaurus.messages.forward import TokenMasks
-from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.generation import SAMPLING_DTYPE
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.sampling.noise import position_keys, sequence_keys
 from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, fill_token_logprobs

@@ -20,7 +20,8 @@ from tokasaurus.messages.forward import (
     SlotOpens,
     TokenMasks,
 )
-from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.generation import SAMPLING_DTYPE
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.cpu.bindings import load_kernels

@@ -14,7 +14,7 @@ from tests.model.sampling.helpers.changed_params import (
     drawn_by_torch,
 )
 from tests.model.sampling.helpers.shard_ranks import run_ranks
-from tokasaurus.messages.generation import EFFECTIVE_VALUES, SamplingParams
+from tokasaurus.messages.sampling import CLIENT_PARAMETERS, SamplingParams
 from tokasaurus.model.sampling.rules import RULES
 
 
@@ -36,9 +36,9 @@ def assert_every_parameter_has_its_effect(tokens: Tokens, by_torch: Tokens) -> N
 
 def test_each_parameter_has_values_that_must_change_something() -> None:
     """A new parameter needs them: the tests below then fail for each sampler that does not read it."""
-    assert list(EFFECTIVE_VALUES) == list(SamplingParams._fields)
+    assert list(CLIENT_PARAMETERS) == list(SamplingParams._fields)
     defaults = SamplingParams()._asdict()
-    assert not [name for name, values in EFFECTIVE_VALUES.items() if defaults[name] in values]
+    assert not [name for name, one in CLIENT_PARAMETERS.items() if defaults[name] in (one.strong, one.weak)]
 
 
 def test_each_parameter_belongs_to_one_rule() -> None:

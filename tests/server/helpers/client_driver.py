@@ -7,7 +7,8 @@ import numpy as np
 import uvloop
 
 from tests.server.helpers.fake_engine import FakeEngine, hand_over
-from tokasaurus.messages.generation import GenerateRequest, SamplingParams
+from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.server.engine_client.client import NO_LIMITS, EngineClient, UnfinishedWork
 
 

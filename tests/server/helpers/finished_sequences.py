@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from tokasaurus.messages.generation import FinishReason, GenerateRequest, SamplingParams, SequenceDelta
+from tokasaurus.messages.generation import FinishReason, GenerateRequest, SequenceDelta
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.server.engine_client.collectors import FinishedSequence
 
 

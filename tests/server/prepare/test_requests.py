@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tests.helpers.examples import examples
 from tests.helpers.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
 from tests.server.helpers.prepared_requests import chat, completion, prompts_of
-from tokasaurus.messages.generation import EFFECTIVE_VALUES, SamplingParams
+from tokasaurus.messages.sampling import CLIENT_PARAMETERS, SamplingParams
 from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.served_model import ServedModel
@@ -282,10 +283,29 @@ def test_logprobs_are_refused_if_the_server_does_not_allow_them(served_model: Se
 
 
 @pytest.mark.parametrize("name", SamplingParams._fields)
+def test_the_bodies_have_the_declared_default_and_range_of_every_sampling_parameter(
+    served_model: ServedModel, name: str
+) -> None:
+    declared = CLIENT_PARAMETERS[name]
+    for prepare in (completion, chat):
+        (usual,) = prepare(served_model).requests
+        (request,) = prepare(served_model, **{name: declared.default}).requests
+        assert request.sampling == usual.sampling
+        for value in (declared.strong, declared.weak):
+            assert prepare(served_model, **{name: value})
+        least = declared.minimum
+        outside = [least if declared.excludes_minimum else least - 1]
+        outside += [] if declared.maximum is None else [declared.maximum + 1]
+        for value in outside:
+            with pytest.raises(ValidationError):
+                prepare(served_model, **{name: value})
+
+
+@pytest.mark.parametrize("name", SamplingParams._fields)
 def test_every_sampling_parameter_is_a_field_of_both_bodies_and_changes_nothing_else(
     served_model: ServedModel, name: str
 ) -> None:
-    usual, value = SamplingParams()._asdict(), EFFECTIVE_VALUES[name].strong
+    usual, value = SamplingParams()._asdict(), CLIENT_PARAMETERS[name].strong
     for prepare in (completion, chat):
         (request,) = prepare(served_model, **{name: value}).requests
         assert request.sampling._asdict() == {**usual, name: value}

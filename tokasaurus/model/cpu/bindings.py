@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tokasaurus.messages.forward import FORWARD_PHASES
-from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.generation import SAMPLING_DTYPE
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.messages.status import FlagRefused
 from tokasaurus.model.cpu.build import (
     PLAIN_TORCH,

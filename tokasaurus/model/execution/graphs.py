@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from tokasaurus.messages.forward import ForwardInput, SlotChanges
-from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.generation import SAMPLING_DTYPE
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.model.attention.row_split import Attends
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
 from tokasaurus.model.execution.device_batch import DeviceBatch

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokasaurus.messages.forward import SlotChanges, SlotOpens, TableCopies
-from tokasaurus.messages.generation import SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.generation import SAMPLING_DTYPE
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.model.sampling.noise import sequence_keys
 from tokasaurus.model.sampling.rules import SlotRules, as_words, has_limits, params_to_device
 from tokasaurus.model.staging.staging import ON_HOST, Staging

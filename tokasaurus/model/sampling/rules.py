@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokasaurus.messages.forward import LogitRules, TokenMasks
-from tokasaurus.messages.generation import LIMITS, PENALTIES, SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.generation import SAMPLING_DTYPE
+from tokasaurus.messages.sampling import LIMITS, PENALTIES, SamplingParams
 from tokasaurus.model.staging.staging import Staging
 
 # R rows that sample, r of them at once, A of them to which a rule applies, F fields of SAMPLING_DTYPE, V vocabulary, C

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokasaurus.messages.generation import SamplingParams
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.model.sampling.rules import RuledRows, ruled_rows_at_once
 
 # R rows that sample, A rows with a rule or a mask, C rows with changed logits, V vocabulary

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from tokasaurus.checkpoint import ModelInfo
-from tokasaurus.messages.generation import SamplingParams
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.messages.status import UserError, longest_context
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.flashinfer_backend import HEAD_DIMS, plan_bytes, workspace_bytes

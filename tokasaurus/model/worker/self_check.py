@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups, SlotChanges, SlotOpens
-from tokasaurus.messages.generation import EFFECTIVE_VALUES, LIMITS, PENALTIES, SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.generation import SAMPLING_DTYPE
+from tokasaurus.messages.sampling import CLIENT_PARAMETERS, LIMITS, PENALTIES, SamplingParams
 from tokasaurus.messages.status import FlagRefused, UserError
 from tokasaurus.model.attention.backend import (
     AttentionBackend,
@@ -83,7 +84,7 @@ _LOST: dict[KernelGroup, str] = {
 _OPTIONS = (
     SamplingParams(temperature=0.0),
     SamplingParams(),
-    *(SamplingParams(**{name: EFFECTIVE_VALUES[name].strong}) for name in ("temperature", *LIMITS)),  # type: ignore[arg-type]
+    *(SamplingParams(**{name: CLIENT_PARAMETERS[name].strong}) for name in ("temperature", *LIMITS)),  # type: ignore[arg-type]
 )
 _ROWS_PER_OPTION = 4
 _NUM_TOP = 5
@@ -444,7 +445,7 @@ def compare_sampling(
     logits[-1, vocab_size // 2] = torch.nan
     params = np.repeat(np.array([*_OPTIONS], SAMPLING_DTYPE), _ROWS_PER_OPTION)
     for name in PENALTIES:
-        params[name] = EFFECTIVE_VALUES[name].strong
+        params[name] = CLIENT_PARAMETERS[name].strong
     staging = DirectStaging(device)
     rows = SamplingRows(
         params=params,

@@ -24,7 +24,8 @@ from tokasaurus.messages.forward import (
     SlotOpens,
     TokenMasks,
 )
-from tokasaurus.messages.generation import EFFECTIVE_VALUES, LIMITS, PENALTIES, SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.generation import SAMPLING_DTYPE
+from tokasaurus.messages.sampling import CLIENT_PARAMETERS, LIMITS, PENALTIES, SamplingParams
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
 from tokasaurus.model.sampling.rules import num_mask_words, ruled_rows_at_once
@@ -304,7 +305,7 @@ def _first_step(
     if not is_plain:
         for names, count in ((LIMITS, len(masked)), (PENALTIES, len(ruled))):
             for name in names:
-                sampling[name][:count] = EFFECTIVE_VALUES[name].weak
+                sampling[name][:count] = CLIENT_PARAMETERS[name].weak
     sampling["temperature"][:1] = 0
     opened = SlotOpens(
         slots=slots,

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tokasaurus.messages.generation import GenerateRequest, SamplingParams, TokenFilter
+from tokasaurus.messages.generation import GenerateRequest, TokenFilter
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.messages.status import EngineLimits, SequenceLimit
 from tokasaurus.random_ids import random_id, random_seed
 from tokasaurus.server.access import key_salt

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import orjson
 from pydantic import BaseModel, create_model
 
+from tokasaurus.messages.sampling import CLIENT_PARAMETERS, SamplingParams
 from tokasaurus.server.protocol.fields import Only
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -55,6 +56,8 @@ def _built(effect: str, *examples: object) -> dict[str, Any]:
 
 _OPENAI, _VLLM, _SGLANG, _TGI, _LLAMA = ("OpenAI",), ("vLLM",), ("SGLang",), ("TGI",), ("llama.cpp",)
 _BOTH_ENGINES = ("vLLM", "SGLang")
+_OF_OPENAI = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+"""Sampling parameters that are no fields of other servers alone."""
 _NO_MEDIA = "the models served here read and write text alone"
 _NO_BEAMS = "n samples with logprobs can be ranked by the client"
 _NO_ROUTING = "this server routes requests itself"
@@ -84,9 +87,15 @@ KNOWN_FIELDS: Mapping[str, KnownField] = {
         ("OpenAI", "vLLM", "SGLang", "TGI"), (None, 1), **_built("accepted if it equals n, which it then repeats")
     ),
     # vLLM and SGLang: sampling
-    "top_k": KnownField(_BOTH_ENGINES, (None, -1, 0), **_built("keeps the most likely tokens", 3, 20.0)),
-    "min_p": KnownField(_BOTH_ENGINES, (None, 0), **_built("keeps tokens that are likely enough", 0.2)),
-    "repetition_penalty": KnownField(_BOTH_ENGINES, (None, 1), **_built("makes tokens that occurred less likely", 1.2)),
+    **{
+        name: KnownField(
+            _BOTH_ENGINES,
+            tuple(dict.fromkeys((None, each.default, SamplingParams._field_defaults[name]))),
+            **_built(each.meaning, each.strong),
+        )
+        for name, each in CLIENT_PARAMETERS.items()
+        if name not in _OF_OPENAI
+    },
     "min_tokens": KnownField(_BOTH_ENGINES, (None, 0), **_built("fewest tokens", 2, 2.0)),
     "ignore_eos": KnownField(_BOTH_ENGINES, (None, False), **_built("the end token does not end the text", True)),
     "stop_token_ids": KnownField(_BOTH_ENGINES, (None, []), **_built("token ids that end the text", [5])),

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator
 
 from tokasaurus.messages.generation import LOGPROBS_MODES, MAX_STOP_TOKEN_IDS, LogprobsMode
+from tokasaurus.messages.sampling import CLIENT_PARAMETERS
 from tokasaurus.server.protocol.fields import (
     WHOLE_FLOATS,
     NullMeans,
@@ -133,7 +134,6 @@ def _parse_metadata(value: object) -> object:
 
 
 Metadata = Annotated[dict[str, str] | None, PlainValidator(_parse_metadata, dict[str, str] | None)]
-Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False), NullMeans(0.0)]
 
 
 def _parse_logprobs_mode(value: object) -> object:
@@ -214,16 +214,25 @@ RequestId = Annotated[
 ]
 
 
+def _within(name: str) -> Any:
+    """Metadata of a sampling parameter's field: its range, without infinity."""
+    parameter = CLIENT_PARAMETERS[name]
+    bounds: dict[str, Any] = {"gt" if parameter.excludes_minimum else "ge": parameter.minimum, "le": parameter.maximum}
+    if isinstance(parameter.default, float):
+        bounds["allow_inf_nan"] = False
+    return Field(**{name: bound for name, bound in bounds.items() if bound is not None})
+
+
 class SamplingNumbers(StrictObject):
     """How tokens are sampled, and what ends a text, by the names that all protocols have."""
 
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False), NullMeans(1.0)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), NullMeans(1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=-1), WHOLE_FLOATS, NullMeans(-1)] = -1  # -1 and 0: no limit
-    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), NullMeans(0.0)] = 0.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False), NullMeans(1.0)] = 1.0
+    temperature: Annotated[float, _within("temperature"), NullMeans(1.0)] = 1.0
+    top_p: Annotated[float, _within("top_p"), NullMeans(1.0)] = 1.0
+    top_k: Annotated[int, _within("top_k"), WHOLE_FLOATS, NullMeans(-1)] = -1  # -1 and 0: no limit
+    min_p: Annotated[float, _within("min_p"), NullMeans(0.0)] = 0.0
+    presence_penalty: Annotated[float, _within("presence_penalty"), NullMeans(0.0)] = 0.0
+    frequency_penalty: Annotated[float, _within("frequency_penalty"), NullMeans(0.0)] = 0.0
+    repetition_penalty: Annotated[float, _within("repetition_penalty"), NullMeans(1.0)] = 1.0
     logit_bias: LogitBias = ()
     stop: StopStrings = ()
     stop_token_ids: StopTokenIds = ()

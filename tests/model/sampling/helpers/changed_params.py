@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.model.helpers.rule_contexts import Contexts, Rule, make_rules
 from tests.model.helpers.sampling_rows import make_rows, noise_keys, with_params
 from tests.model.helpers.steps import CPU, int32
-from tokasaurus.messages.generation import EFFECTIVE_VALUES, SamplingParams
+from tokasaurus.messages.sampling import CLIENT_PARAMETERS, SamplingParams
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
@@ -37,7 +37,7 @@ def draw_all(draw: Callable[[Tensor, SamplingRows], Sampled], num_rows: int = NU
     logits = torch.from_numpy(np.random.default_rng(0).normal(0, 1.5, (num_rows, VOCAB_SIZE)).astype(np.float32))
     defaults = SamplingParams()
     changes = {DEFAULTS: defaults}
-    for name, values in EFFECTIVE_VALUES.items():
+    for name, values in CLIENT_PARAMETERS.items():
         changed: dict[str, Any] = defaults._asdict() | {name: values.strong}
         changes[name] = SamplingParams(**changed)
     return {

@@ -19,7 +19,7 @@ from tests.model.helpers.sampling_rows import (
     with_params,
 )
 from tests.model.helpers.steps import CPU
-from tokasaurus.messages.generation import SamplingParams
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh

@@ -1,4 +1,4 @@
-// Excludes tokens of a row of logits from sampling, all but the most probable ones. messages/generation.py defines the
+// Excludes tokens of a row of logits from sampling, all but the most probable ones. messages/sampling.py defines the
 // limits.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Applies biases and penalties to rows of logits. messages/forward.py and messages/generation.py define them.
+// Applies biases and penalties to rows of logits. messages/forward.py and messages/sampling.py define them.
 #pragma once
 
 #include <algorithm>

@@ -6,7 +6,7 @@
 #include "sampling/token_masks.h"
 #include "simd/simd.h"
 
-// How one row is sampled: the fields of SamplingParams in messages/generation.py, in its order. Filled by Python: a row
+// How one row is sampled: the fields of SamplingParams in messages/sampling.py, in its order. Filled by Python: a row
 // of SAMPLING_DTYPE. temperature: 0 for greedy. Limits apply to rows that are not greedy.
 struct SamplingParams {
   float temperature;
