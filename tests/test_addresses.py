@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.helpers.limits import LIMIT_S, join
 from tokasaurus.addresses import (
     MAX_SOCKET_PATH_BYTES,
     leads_here,
@@ -222,7 +223,7 @@ def test_of_servers_that_start_together_one_gets_the_socket(directory: Path, _at
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
     outcomes: list[str] = []
-    everyone = threading.Barrier(4)
+    everyone = threading.Barrier(4, timeout=LIMIT_S)
 
     def start() -> None:
         everyone.wait()
@@ -238,5 +239,5 @@ def test_of_servers_that_start_together_one_gets_the_socket(directory: Path, _at
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        join(thread)
     assert sorted(outcomes) == ["listens", *[f"unix_socket={path}: another process listens there"] * 3]

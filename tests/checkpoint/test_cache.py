@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.damage import DAMAGE
+from tests.helpers.limits import read_line
 from tokasaurus.checkpoint import cache, resolve_checkpoint
 from tokasaurus.checkpoint.cache import build_once, cache_directory, is_intact
 from tokasaurus.checkpoint.json_files import CheckpointError, CheckpointUnavailable
@@ -119,7 +120,7 @@ build_once(Path(sys.argv[1]), build)
     process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "built")], stdout=subprocess.PIPE)
     assert process.stdout is not None
     with process.stdout as stdout:
-        assert stdout.readline() == b"started\n"
+        assert read_line(process, stdout) == b"started\n"
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "built").exists()

@@ -17,6 +17,7 @@ import pytest
 from tests.checkpoint.helpers.fake_hub import CONFIG
 from tests.end_to_end.helpers.toka_process import TokaProcess, free_port, wait_for
 from tests.helpers.examples import IS_NIGHTLY
+from tests.helpers.limits import join
 from tests.helpers.pipes import fill_pipe
 from tests.helpers.small_tokenizer import save_small_tokenizer
 from tests.helpers.tiny_model import save_tiny_model
@@ -72,7 +73,7 @@ def test_malformed_requests_do_not_stop_a_server_whose_stderr_nobody_reads(tmp_p
         assert toka.gauge("toka_log_records_dropped_total") == 0  # so few lines fit in the queue
         wait_for(lambda: len(waits_s) > 5, 60)
         is_over.set()
-        watcher.join()
+        join(watcher)
         late_s = [wait_s for wait_s in waits_s if wait_s >= 1]
         assert len(late_s) <= 2, "the machine may stop for a second; a full pipe would hold up each"
         assert toka.stop() == 0

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
+from tests.helpers.limits import join
 from tests.helpers.tiny_model import save_tiny_model
 
 KEY = "s3cret-key"
@@ -69,7 +70,7 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
         for thread in self._threads:
-            thread.join()
+            join(thread)
 
     def _ask(self, index: int) -> None:
         body = self._body | {"prompt": f"{index} " + "word " * 20}

@@ -13,6 +13,7 @@ import pytest
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, wait_for
 from tests.helpers.chromium import CHROMIUM, Tab, chromium
+from tests.helpers.limits import join
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 
@@ -42,7 +43,7 @@ def under_load(url: str) -> Iterator[None]:
     finally:
         is_over.set()
         for thread in threads:
-            thread.join()
+            join(thread)
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def listening(url: str) -> Iterator[list[dict[str, Any]]]:
         yield events
     finally:
         is_over.set()
-        thread.join()
+        join(thread)
 
 
 def assert_is_drawn(shown: tuple[str, str, dict[str, str], str], events: list[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ import threading
 import httpx
 
 from tests.end_to_end.helpers.toka_process import TokaProcess
+from tests.helpers.limits import join
 from tokasaurus.top_command.samples import Sample, read_sample
 
 
@@ -37,7 +38,7 @@ def test_samples_of_a_real_server(demo_model: TokaProcess) -> None:
                 break
             assert len(samples) < 120, "the request does not end"
         process.terminate()
-    asked.join()
+    join(asked)
     whole = [sample.replicas[0] for sample in samples if sample.replicas[0].step is not None]
     assert whole, "the engine has answered"
     for replica in whole:

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 
 from tests.end_to_end.helpers.toka_process import running_toka
+from tests.helpers.limits import read_line
 
 ROOT = Path(__file__).parents[2]
 FAR_TOO_MANY = 2_000_000_000
@@ -53,8 +54,7 @@ def held_device(left_mib: int) -> Iterator[None]:
     command = [sys.executable, "-m", "tests.gpu.too_little_memory", str(left_mib)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         try:
-            assert holder.stdout is not None
-            assert holder.stdout.readline().strip() == HELD
+            assert read_line(holder, holder.stdout).strip() == HELD
             yield
         finally:
             holder.kill()

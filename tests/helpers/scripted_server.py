@@ -13,6 +13,8 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
+from tests.helpers.limits import join
+
 
 class ScriptedServer:
     """Answers each completion after `latency_s(body)` with the status and usage that the test sets."""
@@ -118,5 +120,5 @@ def scripted_server() -> Iterator[ScriptedServer]:
     thread.start()  # clients can connect already: the socket is listening
     yield scripted
     server.should_exit = True
-    thread.join()
+    join(thread)
     listener.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.helpers.toka_process import wait_for
+from tests.helpers.limits import join
 from tests.library.helpers.bulk_server import echo_server
 from tests.library.helpers.cutting_proxy import cutting_proxy
 from tokasaurus import AsyncClient, Client, Result
@@ -72,7 +73,7 @@ def test_a_server_that_is_lost_again_and_again_is_not_given_up_while_it_answers(
         cutting.start()
         with Client(proxy.url, concurrency=4) as client:
             results = client.generate([str(number) for number in range(40)])
-        cutting.join()
+        join(cutting)
         assert proxy.num_connections >= 6
     assert [result.text for result in results] == [str(number) * 2 for number in range(40)]
 
@@ -166,7 +167,7 @@ def test_the_number_of_lines_is_announced_and_after_a_loss_those_that_are_left()
         cutting = threading.Timer(0.5, proxy.cut)  # while the second or third four lines are in flight
         cutting.start()
         assert [result.text for result in client.generate(rows)] == [row * 2 for row in rows]
-        cutting.join()
+        join(cutting)
         list(client.stream(iter(rows)))
         client.score(["a"] * 3, ["b"] * 3)
     first, second, stream, score = server.num_lines

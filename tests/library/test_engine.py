@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from tests.helpers.examples import few
+from tests.helpers.limits import join
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_tiny_model
 from tests.library.helpers import stub_entry
@@ -245,7 +246,7 @@ def test_a_wait_ends_with_its_time_and_with_the_engine(start) -> None:
     with pytest.raises(EngineError, match=r"^the engine is closed$"):
         engine.wait_until_up(UP_S)
     may_go_on.set()
-    closing.join()
+    join(closing)
     assert_all_end([launcher_of(engine)], 0.1)
     assert not directory_of(engine).exists()
 
@@ -310,7 +311,7 @@ def test_close_ends_a_start_in_another_thread(start) -> None:
     thread.start()
     assert shown.wait(UP_S)
     engines[0].close()
-    thread.join()
+    join(thread)
     assert len(errors) == 1
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.limits import join
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_tiny_model
 from tests.library.helpers.engine_scripts import launcher_of, pids_of, running_script
@@ -89,7 +90,7 @@ def test_after_any_death_results_go_on_and_none_is_lost_or_another(model: Path) 
             killing = threading.Timer(half_s, os.kill, (pids[name], signal.SIGKILL))
             killing.start()
             results = llm.generate(PROMPTS, GREEDY)
-            killing.join()
+            join(killing)
             assert [result.error for result in results] == [None] * len(PROMPTS)
             assert [result.samples[0].token_ids.tolist() for result in results] == expected, name
         pids = pids_of(engine)

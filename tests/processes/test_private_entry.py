@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.limits import receive
+
 SCRIPT = """
 import select, sys, time
 from tokasaurus.processes import launch, private_entry
@@ -39,7 +41,7 @@ def test_the_directory_is_removed_although_serving_ends_before_the_other_process
             stderr=subprocess.PIPE,
         )
     with process:
-        assert ours.recv() == "serving"
+        assert receive(ours) == "serving"
         ours.close()
         process.communicate(timeout=60)
     assert not directory.exists()

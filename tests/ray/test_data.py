@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from typing_extensions import Self
 
+from tests.helpers.limits import join
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_tiny_model
 from tests.ray.helpers.cluster import TINY_FLAGS, actors, family, num_running, two_nodes
@@ -120,7 +121,7 @@ class Killer:
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        self._thread.join()
+        join(self._thread)
 
     def _run(self) -> None:
         while self.num_killed < self._num_kills and not self._is_over.wait(0.02):

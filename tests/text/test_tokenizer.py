@@ -17,6 +17,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from tokenizers import Tokenizer as BaseTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tests.helpers.limits import join
 from tests.helpers.small_tokenizer import save_small_tokenizer
 from tokasaurus.messages.status import UserError
 from tokasaurus.text import tokenizer as tokenizer_module
@@ -116,7 +117,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) ->
     ids = tokenizer.encode("hello, the user and the assistant " * 20_000, add_special_tokens=False)
     ticks_after = num_ticks
     ended.set()
-    ticking.join()
+    join(ticking)
     assert len(ids) > 100_000
     assert ticks_after - ticks_before >= 5
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.end_to_end.helpers.toka_process import free_port
 from tests.helpers.examples import few
+from tests.helpers.limits import read_line
 from tests.top_command.helpers.live_stub import Script, serving
 from tests.top_command.helpers.scripted_samples import line, sample
 
@@ -33,8 +34,7 @@ def running(*words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def read_lines(process: subprocess.Popen[str], count: int) -> list[str]:
-    assert process.stdout is not None
-    return [process.stdout.readline().rstrip("\n") for _ in range(count)]
+    return [read_line(process, process.stdout).rstrip("\n") for _ in range(count)]
 
 
 def ended(process: subprocess.Popen[str], number: int) -> tuple[int, str]:
@@ -58,8 +58,7 @@ def test_lines_come_over_a_restart_of_the_server_and_are_recorded(tmp_path: Path
         with running(f"base_url={url}/v1", f"record={path}") as process:
             lines = read_lines(process, 3)
             first_server.close()
-            assert process.stderr is not None
-            told = process.stderr.readline()
+            told = read_line(process, process.stderr)
             assert told == f"toka top: {url} has ended the connection; trying again\n"
             num_before = script.next_second
             with serving(script, port):
@@ -92,8 +91,7 @@ def test_samples_are_printed_as_they_came(tmp_path: Path) -> None:
 def test_an_answer_that_may_pass_is_waited_for() -> None:
     script = Script(status=503)
     with serving(script) as url, running(f"base_url={url}") as process:
-        assert process.stderr is not None
-        assert process.stderr.readline() == f"toka top: {url} answered 503: no, not now; trying again\n"
+        assert read_line(process, process.stderr) == f"toka top: {url} answered 503: no, not now; trying again\n"
         script.status = 200
         assert "210 running" in read_lines(process, 1)[0]
 

@@ -12,6 +12,8 @@ from safetensors.numpy import save
 from tokenizers import Tokenizer as BaseTokenizer
 from tokenizers import models
 
+from tests.helpers.limits import join
+
 COMMIT = "a" * 40
 TOKENIZER = BaseTokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])).to_str()
 """A tokenizer.json."""
@@ -82,7 +84,7 @@ def serve_repository(repo_id: str, files: dict[str, bytes]) -> Iterator[FakeHub]
         yield hub
     finally:
         server.shutdown()
-        thread.join()
+        join(thread)
         server.server_close()
 
 

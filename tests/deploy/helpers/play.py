@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 
+from tests.helpers.limits import join
+
 STREAM_TOKENS = 400
 STREAM_SAMPLES = 72
 
@@ -124,7 +126,7 @@ class Probes:
         finally:
             self._is_over.set()
             for thread in threads:
-                thread.join()
+                join(thread)
 
     def between(self, name: str, from_s: float, until_s: float) -> list[bool]:
         """Successes of the probes that were asked and answered in this time."""

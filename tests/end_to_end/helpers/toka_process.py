@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from tests.helpers.limits import join
+
 _START_TIMEOUT_S = 240
 _STOP_TIMEOUT_S = 60
 
@@ -117,4 +119,4 @@ def starting_toka(port: int, *flags: str) -> Iterator[TokaProcess]:
     finally:
         process.kill()
         process.wait()
-        reader.join()
+        join(reader)

@@ -14,6 +14,7 @@ from tests.end_to_end.helpers.one_process import (
     assert_requests_outlive_deaths,
 )
 from tests.end_to_end.helpers.toka_process import free_port, running_toka, starting_toka
+from tests.helpers.limits import join
 from tests.helpers.tiny_model import save_tiny_model
 
 
@@ -54,7 +55,7 @@ def test_a_watched_server_tells_what_each_stage_does(tmp_path: Path) -> None:
                 if len(events) == 4:
                     break
         is_over.set()
-        client.join()
+        join(client)
     assert all(stage["busy"] == stage["waiting"] == 0 for stage in events[0]["replicas"][0]["stages"])
     elapsed_s = events[-1]["time"] - events[0]["time"]
     for number in range(2):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.helpers.limits import killed_after, read_line
 from tests.helpers.processes import is_running
 from tests.library.helpers.stub_entry import use_entries
 from tokasaurus.library.engine import PrivateEngine
@@ -79,16 +80,16 @@ class Script:
         self.process.stdin.close()
 
     def read_line(self) -> str:
-        assert self.process.stdout is not None
+        line = read_line(self.process, self.process.stdout).rstrip("\n")
         assert self.process.stderr is not None
-        line = self.process.stdout.readline().rstrip("\n")
         assert line, self.process.stderr.read()
         return line
 
     def wait(self) -> tuple[int, str]:
         """(exit code, standard error)"""
         assert self.process.stderr is not None
-        errors = self.process.stderr.read()
+        with killed_after(self.process):
+            errors = self.process.stderr.read()
         return self.process.wait(60), errors
 
     def left_after(self, seconds: float, pids: list[int]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.limits import read_line
 from tests.library.map.helpers.finished import finished_rows, read_output, shard_format, shard_of, write_shard
 from tokasaurus.library.map.answers import answer_names
 from tokasaurus.library.map.journal import (
@@ -366,7 +367,7 @@ def test_two_jobs_at_once_are_refused_until_the_first_has_died(output: Path) -> 
     assert holder.stdout is not None
     with holder, holder.stdout:
         try:
-            assert holder.stdout.readline() == "open\n"
+            assert read_line(holder, holder.stdout) == "open\n"
             with pytest.raises(OutputInUse, match="another job is at work on it"):
                 open_journal(output)
         finally:

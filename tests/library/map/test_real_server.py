@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
 from tests.helpers.examples import few
+from tests.helpers.limits import join
 from tests.helpers.tiny_model import save_tiny_model
 from tests.library.map.helpers.finished import read_output
 from tokasaurus import Client, JobChanged, MapSummary, Sampling
@@ -112,7 +113,7 @@ def test_the_live_page_has_the_time_left_of_a_map_of_a_known_number_of_rows(
             jobs += json.loads(line.removeprefix("data: "))["jobs"] if line else []
             if not calling.is_alive():
                 break
-    calling.join()
+    join(calling)
     running = [job for job in jobs if job["kind"] == "bulk" and job["state"] == "running"]
     assert running
     assert {job["lines"]["total"] for job in running if job["lines"]["done"] < num_rows} == {

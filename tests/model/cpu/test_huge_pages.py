@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from tests.helpers.limits import join
 from tests.model.helpers.peak_memory import reset_peak
 from tokasaurus.model.cpu import bindings
 from tokasaurus.model.cpu.bindings import HugePageTensors, load_kernels, touch_in_background
@@ -34,7 +35,7 @@ def test_memory_is_allocated_at_once_and_becomes_resident_when_touched() -> None
     memory = bindings.allocate_huge_pages(num_bytes).view(3, -1)
     assert reset_peak() - before < 8 << 20
     for thread in touch_in_background(memory, load_kernels(), num_threads=2):
-        thread.join()
+        join(thread)
     assert reset_peak() - before >= num_bytes
     assert not memory.any()
 
@@ -45,7 +46,7 @@ def test_touching_does_not_overwrite_concurrent_writes() -> None:
     threads = touch_in_background(memory, load_kernels(), num_threads=3)
     memory.copy_(expected)
     for thread in threads:
-        thread.join()
+        join(thread)
     assert torch.equal(memory, expected)
 
 

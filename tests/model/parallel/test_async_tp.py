@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.limits import receive
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.steps import CPU, StepDriver, make_runner
@@ -30,6 +31,8 @@ NUM_BLOCKS, NUM_SLOTS = 200, 40
 LIMITS = ForwardLimits(max_tokens=128, max_seqs=20, context_length=512, vocab_size=VOCAB_SIZE)
 PROMPT_LENGTHS = (1, 2, 3, 96, 1, 7, 8, 5, 9, 33, 2, 128, 3, 17, 101, 1, 64, 31, 127)
 OVERFLOWING_TOKEN = 5
+RANKS_S = 240.0
+"""Longest wait for a rank, which compiles."""
 
 
 def hidden_states(runner: ModelRunner, model: Decoder) -> list[Tensor]:
@@ -105,7 +108,7 @@ def run_two_ranks(directory: Path, threshold: int, overflows: bool = False) -> l
     for _, sender in pipes:
         sender.close()  # so that a rank that fails ends the wait for its answer
     try:
-        answers = [(receiver.recv(), receiver.recv()) for receiver, _ in pipes]
+        answers = [(receive(receiver, RANKS_S), receive(receiver, RANKS_S)) for receiver, _ in pipes]
         for process in processes:
             process.join(20)
         assert [process.exitcode for process in processes] == [0, 0]

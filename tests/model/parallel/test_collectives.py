@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.limits import receive
 from tokasaurus.model.parallel.collectives import (
     LINK_CTAS,
     TIMEOUT,
@@ -67,17 +68,16 @@ def test_ranks_compute_together_until_one_of_them_ends(end: str, tmp_path: Path)
     for process in processes:
         process.start()
 
-    def receive(rank: int) -> Any:
-        assert pipes[rank][0].poll(60)
-        return pipes[rank][0].recv()
+    def receive_from(rank: int) -> Any:
+        return receive(pipes[rank][0])
 
     try:
         gathered = [[[0], [10]], [[1], [11]], [[2], [12]]]
         rows = [[10 * row, 10 * row + 1, 10 * row + 100, 10 * row + 200] for row in range(4)]
         for rank, own in enumerate((rows[:1], [], rows[1:])):
-            assert receive(rank) == ([3.0, 111.0], own, rows, (3, 0, 7), gathered)
+            assert receive_from(rank) == ([3.0, 111.0], own, rows, (3, 0, 7), gathered)
         for rank in range(2):
-            is_lost, seconds = receive(rank)
+            is_lost, seconds = receive_from(rank)
             assert is_lost
             assert seconds < 20, "much less than the time limit of a collective"
         for process in processes:

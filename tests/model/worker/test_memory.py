@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.helpers.examples import few
+from tests.helpers.limits import read_line
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_byte_tokenizer
 from tokasaurus.config import ServerConfig
@@ -299,8 +300,7 @@ def test_siblings_are_the_other_workers_of_the_same_parent() -> None:
     ]
     try:
         for process in processes:
-            assert process.stdout is not None
-            process.stdout.readline()
+            read_line(process, process.stdout)
         found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout
     finally:
         for process in processes:

@@ -12,6 +12,7 @@ from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
 from tests.checkpoint.helpers.quantised_models import save_quantised_model
 from tests.checkpoint.helpers.quantised_weights import Format
 from tests.helpers.examples import few
+from tests.helpers.limits import join
 from tests.helpers.tiny_model import VOCAB_SIZE, family_config, save_random_model, save_tiny_model
 from tests.model.helpers.greedy_decoding import load, run_whole_prompt
 from tokasaurus.checkpoint import file_states, resolve_checkpoint, weight_files
@@ -83,7 +84,7 @@ def test_the_memory_of_weights_and_cache_is_given_back(layout: str, tmp_path: Pa
     updates = WeightUpdates(model, info, tmp_path, Mesh(), CPU)
     sleeper = Sleeper(model, backend, updates, CPU)
     for thread in sleeper._touching:
-        thread.join()
+        join(thread)
     weights_mib = 2 * 40_000 * 512 * 4 / MIB
     awake = resident_mib()
     assert sleeper.sleep(with_weights=False) == ""

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
+from tests.helpers.limits import join
 from tests.server.helpers.fake_engine import FakeEngine, echo, never
 from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.helpers.raw_http import completion, connect, parse_answers, read_all, read_answer
@@ -238,5 +239,5 @@ def test_many_clients_at_once_are_served_within_the_limit(guarded: LiveServer) -
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        join(thread)
     assert statuses == [200] * 20 * len(threads)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import orjson
 import pytest
 
+from tests.helpers.limits import read_line
 from tests.server.helpers.grammar_checks import DEEP_REFERENCES, SLOW_REGEX, is_alive, refusal, run, source
 from tokasaurus.server.errors import GrammarValidatorFailed
 from tokasaurus.server.grammars import validator
@@ -256,8 +257,7 @@ asyncio.run(main())
 )
 def test_process_dies_with_its_server_while_compiling(tokenizer_directory: Path) -> None:
     server = subprocess.Popen([sys.executable, "-c", ORPHAN, tokenizer_directory], stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    pid = int(server.stdout.readline())
+    pid = int(read_line(server, server.stdout))
     assert is_alive(pid)
     server.kill()
     server.wait()

@@ -19,6 +19,7 @@ import pydantic
 import pytest
 
 from tests.helpers.examples import seeds
+from tests.helpers.limits import join
 from tests.helpers.random_schemas import random_schema
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body
 from tests.server.helpers.fake_engine import FakeEngine
@@ -228,7 +229,7 @@ def test_client_is_told_to_retry_if_the_validating_processes_are_killed(server: 
         response = server.http.post(CHAT, json=slow)
     finally:
         ended.set()
-        killer.join()
+        join(killer)
     assert response.status_code == 503
     assert response.headers["Retry-After"] == "1"
     assert assert_openai_error(response.content)["code"] == "grammar_validator_failed"

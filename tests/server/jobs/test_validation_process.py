@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.limits import read_line
 from tokasaurus.server.jobs.validation_process import MAX_SHOWN_ERRORS, InputError, InputReader
 
 ENDPOINT = "/v1/completions"
@@ -235,7 +236,7 @@ def test_the_process_ends_with_its_reader(tmp_path: Path) -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
-    process.stdout.readline()
+    read_line(process, process.stdout)
     process.stdout.close()
     assert process.wait(120) == -signal.SIGPIPE
     assert process.stderr.read() == b""

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.limits import join
 from tests.top_command.helpers.scripted_samples import line, sample
 
 
@@ -98,4 +99,4 @@ def serving(script: Script, port: int = 0, unix_socket: Path | None = None) -> I
         script.has_ended.set()
         server.shutdown()
         server.server_close()
-        thread.join()
+        join(thread)

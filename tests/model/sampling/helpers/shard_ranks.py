@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.helpers.limits import receive
 from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule
 from tests.model.helpers.sampling_rows import make_rows, noise_keys, staged_masks, top_rows, with_params
 from tests.model.helpers.steps import CPU
@@ -24,6 +25,8 @@ from tokasaurus.model.sampling.sample import SamplingRows, sample
 from tokasaurus.model.sampling.shards import VocabularyShard
 
 NUM_ROWS = 140  # so that each of two ranks has more than plain torch samples together; not divided by 3
+RANKS_S = 120.0
+"""Longest wait for an answer of a rank."""
 
 
 class Case(NamedTuple):
@@ -202,7 +205,7 @@ def run_ranks(
         sender.close()  # so that a rank that fails ends the wait for its answer
     try:
         # In turns: a rank whose pipe is full would let the others wait.
-        answers = [[receiver.recv() for receiver, _ in pipes] for _ in range(num_answers)]
+        answers = [[receive(receiver, RANKS_S) for receiver, _ in pipes] for _ in range(num_answers)]
         return [list(of_rank) for of_rank in zip(*answers, strict=True)]
     finally:
         for process in processes:

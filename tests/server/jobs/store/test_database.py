@@ -11,6 +11,7 @@ from pathlib import Path
 import apsw
 import pytest
 
+from tests.helpers.limits import read_line
 from tests.server.jobs.helpers.records import integrity
 from tokasaurus.server.jobs.store.data_dir import StorageFull, StoreError
 from tokasaurus.server.jobs.store.database import Database
@@ -204,10 +205,10 @@ asyncio.run(write_all())
 def test_what_write_returned_is_there_after_sigkill(path: Path, num_notes: int) -> None:
     writer = subprocess.Popen([sys.executable, "-c", WRITE_UNTIL_KILLED, str(path)], stdout=subprocess.PIPE)
     assert writer.stdout is not None
-    said = {int(writer.stdout.readline()) for _ in range(num_notes)}
+    said = {int(read_line(writer, writer.stdout)) for _ in range(num_notes)}
     writer.kill()
     said |= {int(line) for line in writer.stdout.read().split(b"\n")[:-1]}
-    assert writer.wait() == -signal.SIGKILL
+    assert writer.wait(60) == -signal.SIGKILL
     database = Database(path)
     try:
         assert said <= set(asyncio.run(database.read(notes)))

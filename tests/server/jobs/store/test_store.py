@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.limits import read_line
 from tests.server.jobs.helpers.records import integrity, new_batch, new_file, new_lines
 from tokasaurus.server.jobs.store.data_dir import (
     ContentMissing,
@@ -58,8 +59,7 @@ def test_a_second_server_is_refused_and_told_of_the_first(tmp_path: Path) -> Non
 
 def test_the_lock_of_another_process_ends_with_sigkill(tmp_path: Path) -> None:
     other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
-    assert other.stdout is not None
-    assert other.stdout.readline() == b"open\n"
+    assert read_line(other, other.stdout) == b"open\n"
     with pytest.raises(DataDirInUse, match="http://other:1"), open_store(tmp_path, "http://mine:1"):
         pass
     other.kill()

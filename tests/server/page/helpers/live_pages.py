@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from tests.helpers.limits import join
 from tokasaurus.server.page import read_live_page
 from tokasaurus.server.page_headers import content_policy
 
@@ -90,5 +91,5 @@ def live_pages() -> Iterator[LivePages]:
     finally:
         pages.is_over.set()
         server.shutdown()
-        thread.join()
+        join(thread)
         server.server_close()
