@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
 from tests.helpers.small_tokenizer import IM_END, VOCAB_SIZE, save_small_tokenizer
 from tests.helpers.tiny_model import family_config, save_random_model
-from tests.model.sampling.helpers.drawn_logprobs import Row, distribution
+from tests.model.sampling.helpers.logprobs_as_sampled import Row, distribution
 from tokasaurus.messages.sampling import SamplingParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -220,7 +220,7 @@ def test_sampled_logprobs_are_those_of_the_distribution_that_transformers_logits
     params = SamplingParams(**RULES, frequency_penalty=0.5)
     biases = tuple((int(token), bias) for token, bias in BIAS.items())
     for mode, answers in by_mode.items():
-        row = Row(params, biases, is_drawn=mode != "raw")
+        row = Row(params, biases, as_sampled=mode != "raw")
         for answer in answers:
             text = answer.prompt_ids + answer.token_ids
             with torch.no_grad():

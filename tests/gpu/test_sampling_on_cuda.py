@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.model.helpers.sampling_rows import make_rows, noise_keys, on_device, staged_masks, token_logprobs_of
-from tests.model.sampling.helpers.drawn_logprobs import ALONE, check, make_case, mixes
+from tests.model.sampling.helpers.logprobs_as_sampled import ALONE, check, make_case, mixes
 from tokasaurus.model.sampling.sample import Sampled, sample
 
 pytestmark = [

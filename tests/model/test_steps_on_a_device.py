@@ -94,7 +94,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "biases": {"rules": make_rules({1: Rule(biases=((7, 3.0, ALWAYS), (7, -1.0, 17)))})},
     "top logprobs": {"num_top": 4},
     "drawn logprobs": {
-        "drawn_logprobs": True,
+        "logprobs_as_sampled": True,
         "num_top": 3,
         "temperature": 0.7,
         "top_p": 0.9,

@@ -46,7 +46,7 @@ class PromptLogprobsInput:
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
     """Tokens that A of the R sampling rows are allowed to sample. Logprobs are those without the mask, except in slots
-    with `SlotOpens.drawn_logprobs`."""
+    with `SlotOpens.logprobs_as_sampled`."""
 
     rows: NDArray[np.int32]
     """int32 [A], indices into the R sampling rows, ascending."""
@@ -59,7 +59,7 @@ class LogitRules:
     """Changes to the logits before sampling, for A of the opened slots, with B biases in all.
 
     Every slot with a penalty is one of the A. Biases apply before penalties. Log-probabilities are
-    computed from the unchanged logits, except in slots with `SlotOpens.drawn_logprobs`.
+    computed from the unchanged logits, except in slots with `SlotOpens.logprobs_as_sampled`.
     """
 
     slots: NDArray[np.int32]
@@ -99,7 +99,7 @@ class SlotOpens:
     """None if no opened slot has logit rules, as in most steps."""
     num_top_logprobs: NDArray[np.int32] | None = None
     """int32 [O], top-k logprobs wanted; None if no opened slot wants any."""
-    drawn_logprobs: NDArray[np.bool_] | None = None
+    logprobs_as_sampled: NDArray[np.bool_] | None = None
     """bool [O], whether the slot's logprobs are of the distribution that its tokens are drawn from, instead of the
     model's own; None if this holds for no opened slot."""
     first_writes: NDArray[np.int32] | None = None

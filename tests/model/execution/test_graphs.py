@@ -233,7 +233,7 @@ def decode_with_every_option(runner: ModelRunner) -> list[Sampled]:
     steps.append(driver.run([], [(5, 2)]))
     steps += [driver.run([1, 5, 3], []) for _ in range(4)]
     for slot, temperature in ((6, 0.5), (7, 1.0)):
-        driver.open(slot, [3, slot], temperature, drawn_logprobs=True)
+        driver.open(slot, [3, slot], temperature, logprobs_as_sampled=True)
         steps.append(driver.run([], [(slot, 2)]))
     return steps + [driver.run([1, slot], []) for slot in (6, 6, 7, 7)]
 

@@ -18,7 +18,7 @@ from tests.model.decoder.helpers import interpreted_layers
 from tests.model.decoder.helpers.layer_kernels import LayerKernels
 from tests.model.helpers import interpreted_sampling
 from tests.model.helpers.sampling_rows import staged_masks, top_rows
-from tests.model.sampling.helpers import drawn_logprobs
+from tests.model.sampling.helpers import logprobs_as_sampled
 from tests.model.sampling.helpers.changed_params import draw_all, drawn_by_torch
 from tokasaurus.model.sampling.sample import sample_by_triton
 
@@ -47,11 +47,11 @@ def check_parameters() -> None:
     assert len({tuple(drawn) for drawn in tokens.values()}) == len(tokens), "no two of them do the same"
 
 
-def check_drawn_logprobs() -> None:
+def check_logprobs_as_sampled() -> None:
     """Of drawn tokens and of the most likely ones, after each rule alone and after several."""
-    for rows in (drawn_logprobs.ALONE, drawn_logprobs.mixes(1, 12)):
-        case = drawn_logprobs.make_case(rows)
-        drawn_logprobs.check(case, sample_by_triton(case.logits, case.rows))
+    for rows in (logprobs_as_sampled.ALONE, logprobs_as_sampled.mixes(1, 12)):
+        case = logprobs_as_sampled.make_case(rows)
+        logprobs_as_sampled.check(case, sample_by_triton(case.logits, case.rows))
 
 
 def check_layers() -> None:
@@ -67,6 +67,6 @@ def check_layers() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     interpreted_attention.main()
-    for check in (check_sampling, check_parameters, check_drawn_logprobs, check_layers):
+    for check in (check_sampling, check_parameters, check_logprobs_as_sampled, check_layers):
         check()
         print(check.__name__)

@@ -131,7 +131,7 @@ class StepDriver:
         self._options: dict[int, tuple[SamplingParams, int, int]] = {}
         self._rules: dict[int, LogitRules | None] = {}
         self._num_top: dict[int, int] = {}
-        self._drawn_logprobs: dict[int, bool] = {}
+        self._logprobs_as_sampled: dict[int, bool] = {}
         self._num_prompt_top: dict[int, int | None] = {}
         self._first_writes: dict[int, int] = {}
         self.top: dict[int, list[tuple[int, float]]] = {}
@@ -149,7 +149,7 @@ class StepDriver:
         num_top: int = 0,
         num_prompt_top: int | None = None,
         num_recomputed: int = 0,
-        drawn_logprobs: bool = False,
+        logprobs_as_sampled: bool = False,
         **params: Any,
     ) -> None:
         """shares: (other slot, blocks): this slot shares the first blocks of the other and starts after them.
@@ -158,7 +158,7 @@ class StepDriver:
         num_prompt_top: number of top-k logprobs for each prompt token, in `logprobs_by_slot` after each step that
         computes some of them; None: no prompt logprobs.
         num_recomputed: number of tokens at the end of the shared blocks that this slot computes again.
-        drawn_logprobs: as in SlotOpens.
+        logprobs_as_sampled: as in SlotOpens.
         params: further fields of SamplingParams."""
         other, num_shared = (slot, 0) if shares is None else shares
         table = [] if shares is None else self._tables[other][:num_shared]
@@ -171,7 +171,7 @@ class StepDriver:
         self._options[slot] = (SamplingParams(temperature, **params), seed, sample)
         self._rules[slot] = rules
         self._num_top[slot] = num_top
-        self._drawn_logprobs[slot] = drawn_logprobs
+        self._logprobs_as_sampled[slot] = logprobs_as_sampled
         self._to_open.append(slot)
 
     def close(self, slot: int) -> None:
@@ -284,7 +284,7 @@ class StepDriver:
             rules=rules[0] if rules else None,
             num_top_logprobs=int32([self._num_top[slot] for slot in slots]),
             first_writes=int32([self._first_writes[slot] for slot in slots]),
-            drawn_logprobs=np.array([self._drawn_logprobs[slot] for slot in slots]),
+            logprobs_as_sampled=np.array([self._logprobs_as_sampled[slot] for slot in slots]),
         )
 
 

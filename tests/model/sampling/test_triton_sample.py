@@ -3,6 +3,7 @@
 import pytest
 
 from tests.helpers.installed_triton import compile_for_gpus, needs_interpreter, needs_triton, run_python
+from tokasaurus.messages.sampling import LIMITS, PENALTIES, SamplingParams
 
 pytestmark = needs_triton
 
@@ -12,7 +13,9 @@ ROWS = {
 }
 DRAW = {**ROWS, "noise_keys": "*i64", "tokens": "*i64", "chosen": "*fp32", "normalizers": "*fp32"}
 DRAW_CONSTANTS = {"TEMPERATURE": 0, "NO_TOKEN": 2**31 - 1, "LARGEST_NOISE": 22.88, "BLOCK": 2048}
-LEAST_CONSTANTS = {"TEMPERATURE": 0, "TOP_P": 1, "TOP_K": 2, "MIN_P": 3, "BLOCK": 2048}
+COLUMN = {name: index for index, name in enumerate(SamplingParams._fields)}
+LIMIT_CONSTANTS = {**{name.upper(): COLUMN[name] for name in ("temperature", *LIMITS)}, "BLOCK": 2048}
+CHANGE_CONSTANTS = {**{name.partition("_")[0].upper(): COLUMN[name] for name in PENALTIES}, "BLOCK": 2048}
 COUNT = {"counts": "*i32", "tokens": "*i32", "tables": "*i32", "lengths": "*i32", "num_request_tokens": "*i32"}
 BIAS = {"changed": "*fp32", "starts": "*i64", "bias_ids": "*i32", "bias_values": "*fp32"}
 CHANGE = {"logits": "*bf16", "rows": "*i64", "params": "*i32", "counts": "*i32", "changed": "*fp32"}
@@ -21,13 +24,13 @@ CANDIDATES = {"candidates": "*i64", "token_ids": "*i32", "values": "*fp32"}
 
 
 KERNELS: list[tuple[str, str, dict[str, str], dict[str, object], int]] = [
-    ("triton_limits", "_find_least", ROWS, {**LEAST_CONSTANTS, "HAS_CHANGED": False, "HAS_MASKS": False}, 16),
-    ("triton_limits", "_find_least", ROWS, {**LEAST_CONSTANTS, "HAS_CHANGED": True, "HAS_MASKS": True}, 16),
+    ("triton_limits", "_find_least", ROWS, {**LIMIT_CONSTANTS, "HAS_CHANGED": False, "HAS_MASKS": False}, 16),
+    ("triton_limits", "_find_least", ROWS, {**LIMIT_CONSTANTS, "HAS_CHANGED": True, "HAS_MASKS": True}, 16),
     ("triton_sample", "_draw_row", DRAW, {**DRAW_CONSTANTS, "HAS_CHANGED": False, "HAS_MASKS": False}, 8),
     ("triton_sample", "_draw_row", DRAW, {**DRAW_CONSTANTS, "HAS_CHANGED": True, "HAS_MASKS": True}, 8),
     ("triton_rows", "_count_tokens", COUNT, {"BLOCK": 1024}, 4),
     ("triton_rows", "_add_biases", BIAS, {"BLOCK": 128}, 4),
-    ("triton_rows", "_change_rows", CHANGE, {"PRESENCE": 4, "FREQUENCY": 5, "REPETITION": 6, "BLOCK": 2048}, 4),
+    ("triton_rows", "_change_rows", CHANGE, CHANGE_CONSTANTS, 4),
     ("triton_sample", "_largest_of_parts", PARTS, {"PART": 8192, "LARGEST_ID": 2**31 - 1}, 8),
     ("triton_sample", "_largest_of_candidates", CANDIDATES, {"NUM": 512, "LARGEST_ID": 2**31 - 1}, 8),
 ]

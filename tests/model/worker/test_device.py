@@ -111,7 +111,7 @@ def test_plain_torch_uses_the_requested_dtype(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_cores", "most", "num_workers", "expected"),
+    ("num_cores", "max_threads", "num_workers", "expected"),
     [
         (1, 1, 1, 1),
         (2, 2, 1, 2),
@@ -123,8 +123,8 @@ def test_plain_torch_uses_the_requested_dtype(dtype: str) -> None:
         (2, 2, 4, 1),
     ],
 )
-def test_threads_of_a_worker(num_cores: int, most: int, num_workers: int, expected: int) -> None:
-    assert worker_threads(num_cores, most, num_workers) == expected
+def test_threads_of_a_worker(num_cores: int, max_threads: int, num_workers: int, expected: int) -> None:
+    assert worker_threads(num_cores, max_threads, num_workers) == expected
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone pins processes to cores")

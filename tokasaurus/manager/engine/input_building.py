@@ -315,7 +315,7 @@ def _build_opens(state: EngineState, sequences: list[Sequence]) -> SlotOpens | N
         return None
     slots = np.array([sequence.slot for sequence in sequences], np.int32)
     num_top = np.array([sequence.request.num_top_logprobs for sequence in sequences], np.int32)
-    drawn_logprobs = np.array([sequence.request.logprobs_mode == "sampled" for sequence in sequences], np.bool_)
+    logprobs_as_sampled = np.array([sequence.request.logprobs_mode == "sampled" for sequence in sequences], np.bool_)
     first_positions, first_writes = state.slots.first_positions[slots], state.slots.first_writes[slots]
     return SlotOpens(
         slots=slots,
@@ -327,7 +327,7 @@ def _build_opens(state: EngineState, sequences: list[Sequence]) -> SlotOpens | N
         want_logprobs=state.slots.want_logprobs[slots],
         rules=_build_logit_rules(sequences, state.options.eos_ids),
         num_top_logprobs=num_top if num_top.any() else None,
-        drawn_logprobs=drawn_logprobs if drawn_logprobs.any() else None,
+        logprobs_as_sampled=logprobs_as_sampled if logprobs_as_sampled.any() else None,
         first_writes=first_writes.astype(np.int32) if (first_writes != first_positions).any() else None,
     )
 

@@ -315,7 +315,7 @@ class Kernels:
         noise_keys: Tensor,
         rules: LogitRulesStruct | None,
         masks: tuple[Tensor, Tensor] | None,
-        is_drawn: Tensor | None,
+        as_sampled: Tensor | None,
         tokens: Tensor,
         logprobs: Tensor | None,
         top: tuple[Tensor, Tensor, Tensor] | None,
@@ -325,7 +325,7 @@ class Kernels:
         params, noise_keys: as device_params and noise_keys of SamplingRows, contiguous.
         masks: index_of_row int32 [R], each row's index among the A rows with a mask, or -1; and the masks, int32
         [A, words].
-        is_drawn: bool [R], rows whose logprobs are of the distribution that tokens are drawn from; None for no row.
+        as_sampled: bool [R], rows whose logprobs are of the distribution that tokens are drawn from; None for no row.
         Requires logprobs.
         top: index_of_row int32 [R], each row's index among the A rows that want top-k logprobs, or -1; and the outputs,
         ids int32 [A, K] and logprobs float32 [A, K]. Requires logprobs.
@@ -334,7 +334,7 @@ class Kernels:
         masks_struct = None
         if masks is not None:
             masks_struct = TokenMasksStruct(*(tensor.data_ptr() for tensor in masks), masks[1].shape[1])
-        assert logprobs is not None or is_drawn is None, "these are logprobs"
+        assert logprobs is not None or as_sampled is None, "these are logprobs"
         top_struct = None
         if top is not None:
             assert logprobs is not None, "top-k logprobs require logprobs of the sampled tokens"
@@ -344,7 +344,7 @@ class Kernels:
             *(activation_code(logits), logits.data_ptr(), num_rows, vocab_size),
             *(params.data_ptr(), noise_keys.data_ptr()),
             *(None if struct is None else ctypes.addressof(struct) for struct in (rules, masks_struct)),
-            None if is_drawn is None else is_drawn.data_ptr(),
+            None if as_sampled is None else as_sampled.data_ptr(),
             *(tokens.data_ptr(), 0 if logprobs is None else logprobs.data_ptr()),
             None if top_struct is None else ctypes.addressof(top_struct),
         )

@@ -155,7 +155,9 @@ def build_batch(
         rules=rules,
         top=_top_rows(slots.num_top_logprobs[sampled_slots], staging) if any_logprobs else None,
         masks=masks,
-        drawn=_drawn_rows(sampled_slots, slots, want_logprobs, rules, masks, staging) if any_logprobs else None,
+        as_sampled=_rows_as_sampled(sampled_slots, slots, want_logprobs, rules, masks, staging)
+        if any_logprobs
+        else None,
     )
     logit_rows = starts[1:][samples].astype(np.int64) - 1
     prompt_logprobs = None
@@ -200,7 +202,7 @@ def _top_rows(counts: NDArray[np.int32], staging: Staging) -> TopRows | None:
     return TopRows(choose_rows(rows, staging), int(counts.max())) if len(rows) else None
 
 
-def _drawn_rows(
+def _rows_as_sampled(
     sampled_slots: NDArray[np.int32],
     slots: SlotTable,
     want_logprobs: NDArray[np.bool_],
@@ -210,7 +212,7 @@ def _drawn_rows(
 ) -> ChosenRows | None:
     """The rows with logprobs of the distribution that their tokens are drawn from, where this is not the model's own;
     None if there are none. sampled_slots: int32 [R]. want_logprobs: bool [R]."""
-    asked = slots.drawn_logprobs[sampled_slots] & want_logprobs
+    asked = slots.logprobs_as_sampled[sampled_slots] & want_logprobs
     if not asked.any():
         return None
     temperatures = slots.sampling["temperature"][sampled_slots]

@@ -247,7 +247,7 @@ class DecodeGraphs:
             attends(piece.query, piece.key, piece.value, piece.layer_index, piece.output)
         recording.last.replay()
         output, rows = recording.output, batch.sampling
-        is_plain = all(part is None for part in (rows.rules, rows.masks, rows.top, rows.drawn))
+        is_plain = all(part is None for part in (rows.rules, rows.masks, rows.top, rows.as_sampled))
         if recording.sampling is None or self._rows is None or not is_plain:
             return output._replace(sampled=None)
         self._rows.device_params[:size].copy_(rows.device_params)

@@ -54,7 +54,7 @@ class SlotTable:
         self.noise_keys: NDArray[np.uint64] = np.zeros(slots, np.uint64)
         self.want_logprobs: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self.num_top_logprobs: NDArray[np.int32] = np.zeros(slots, np.int32)
-        self.drawn_logprobs: NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        self.logprobs_as_sampled: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         """Whether the slot's logprobs are of the distribution it draws from, as in SlotOpens."""
         self.rules = SlotRules(slots, device)
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -119,7 +119,7 @@ class SlotTable:
         self.noise_keys[slots] = sequence_keys(opened.seeds, opened.sample_indices)
         self.want_logprobs[slots] = opened.want_logprobs
         self.num_top_logprobs[slots] = 0 if opened.num_top_logprobs is None else opened.num_top_logprobs
-        self.drawn_logprobs[slots] = False if opened.drawn_logprobs is None else opened.drawn_logprobs
+        self.logprobs_as_sampled[slots] = False if opened.logprobs_as_sampled is None else opened.logprobs_as_sampled
         self.rules.open(slots, opened.rules, self.sampling)
 
 

@@ -91,16 +91,16 @@ def ruled_rows_at_once(vocab_size: int) -> int:
     return max(1, _SCRATCH_BYTES // (RULED_BYTES_PER_TOKEN * vocab_size))
 
 
-DRAWN_BYTES_PER_TOKEN = 64
+AS_SAMPLED_BYTES_PER_TOKEN = 64
 """Bound of the float32 copies of a row, and the 8-byte indices of its sort, while all rules apply by plain torch."""
 
-_MOST_DRAWN_ROWS = 64
+_MAX_AS_SAMPLED_ROWS = 64
 
 
-def drawn_rows_at_once(vocab_size: int) -> int:
+def as_sampled_rows_at_once(vocab_size: int) -> int:
     """Rows whose adjusted logits plain torch computes at once for their logprobs, which bounds the memory: 16 for
     Llama 3's vocabulary."""
-    return min(_MOST_DRAWN_ROWS, max(1, _SCRATCH_BYTES // (DRAWN_BYTES_PER_TOKEN * vocab_size)))
+    return min(_MAX_AS_SAMPLED_ROWS, max(1, _SCRATCH_BYTES // (AS_SAMPLED_BYTES_PER_TOKEN * vocab_size)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from tokasaurus.model.sampling.rules import (
     MaskedRows,
     RowChunk,
     RuledRows,
+    as_sampled_rows_at_once,
     columns_of,
-    drawn_rows_at_once,
     masked_rows,
     num_mask_words,
     ruled_rows_at_once,
@@ -75,7 +75,7 @@ class SamplingRows:
     masks: DeviceMasks | None = None
     """None if every row may draw any token."""
 
-    drawn: ChosenRows | None = None
+    as_sampled: ChosenRows | None = None
     """The rows whose logprobs are of the distribution that their tokens are drawn from, instead of the model's own;
     None if there are none, otherwise any_logprobs is true."""
 
@@ -84,7 +84,7 @@ class SamplingRows:
         own, place = slice(first_row, first_row + num_rows), (first_row, num_rows)
         limited = None if self.limited is None else self.limited.cut(*place)
         top = None if self.top is None else replace(self.top, rows=self.top.rows.cut(*place))
-        drawn = None if self.drawn is None else self.drawn.cut(*place)
+        as_sampled = None if self.as_sampled is None else self.as_sampled.cut(*place)
         return replace(
             self,
             params=self.params[own],
@@ -94,7 +94,7 @@ class SamplingRows:
             rules=None if self.rules is None else self.rules.cut(*place),
             top=None if top is None or not len(top.rows.on_host) else top,
             masks=None if self.masks is None else self.masks.cut(*place),
-            drawn=None if drawn is None or not len(drawn.on_host) else drawn,
+            as_sampled=None if as_sampled is None or not len(as_sampled.on_host) else as_sampled,
         )
 
 
@@ -102,7 +102,7 @@ class Sampled(NamedTuple):
     """Sampled tokens and log-probabilities.
 
     Log-probabilities are of the model's own distribution, before rules, masks, temperature and limits, or in rows of
-    `SamplingRows.drawn` of the distribution after all of these. A token has the same float in logprobs and
+    `SamplingRows.as_sampled` of the distribution after all of these. A token has the same float in logprobs and
     top_logprobs. The choice among equally likely tokens in the top K is unspecified. Where fewer than K tokens are
     possible, the others' log-probabilities are -inf, and their ids are those of any tokens.
     """
@@ -152,7 +152,7 @@ def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None, shard: V
 
     rules.RULES are applied to a row one after another. Then noise is added, unless the temperature is 0, and the token
     with the largest result is drawn, the first of equal ones. Log-probabilities are those of the logits before all
-    rules, or in some rows after all of them (rows.drawn).
+    rules, or in some rows after all of them (rows.as_sampled).
 
     Each tensor-parallel rank has the logits of its `shard` of the token ids. All ranks must call this with the same
     rows, and get the same results. All rules but the temperature need whole rows, and so do log-probabilities after the
@@ -164,7 +164,7 @@ def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None, shard: V
     executor = _executor(logits, kernels)
     if shard.is_whole or not len(logits):
         return _sample_whole(executor, logits, rows)
-    if any(part is not None for part in (rows.rules, rows.masks, rows.limited, rows.drawn)):
+    if any(part is not None for part in (rows.rules, rows.masks, rows.limited, rows.as_sampled)):
         return _sample_own_rows(executor, logits, rows, shard)
     return _sample_by(executor, logits, rows, shard)
 
@@ -187,7 +187,7 @@ def _sample_whole(executor: Executor, logits: Tensor, rows: SamplingRows) -> Sam
 
 
 def _sample_by(executor: Executor, logits: Tensor, rows: SamplingRows, shard: VocabularyShard = ALL_TOKENS) -> Sampled:
-    """`sample`, where the rows of several ranks take neither rules nor masks nor limits, and none is in rows.drawn."""
+    """`sample`, where the rows of several ranks take no rule but the temperature, and none is in rows.as_sampled."""
     if shard.is_whole:
         drawn = executor.draw(logits, rows)
     else:
@@ -208,23 +208,23 @@ def _sample_by(executor: Executor, logits: Tensor, rows: SamplingRows, shard: Vo
             ids, values = largest_of_ranks(ids, values, count, shard)
         top_logprobs = (values - drawn.normalizers[of_top].unsqueeze(1)).float()
         sampled = sampled._replace(top_ids=ids.int(), top_logprobs=top_logprobs)
-    if rows.drawn is not None:
-        _replace_logprobs(sampled, rows.drawn, logits, rows)
+    if rows.as_sampled is not None:
+        _replace_logprobs(sampled, rows.as_sampled, logits, rows)
     return sampled
 
 
-def _replace_logprobs(sampled: Sampled, drawn: ChosenRows, logits: Tensor, rows: SamplingRows) -> None:
-    """Replace the logprobs of the `drawn` rows among logits [R, V] by those after all rules.
+def _replace_logprobs(sampled: Sampled, as_sampled: ChosenRows, logits: Tensor, rows: SamplingRows) -> None:
+    """Replace the logprobs of the `as_sampled` rows among logits [R, V] by those after all rules.
 
     Takes all rows between two of these along: what a chunk computes is then known on the host.
     """
     assert sampled.logprobs is not None
-    is_drawn = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
-    is_drawn.index_fill_(0, drawn.on_device, True)
-    for chunk in _chunks_around(drawn.on_host, drawn_rows_at_once(logits.shape[1])):
-        own = is_drawn[chunk]
+    is_as_sampled = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    is_as_sampled.index_fill_(0, as_sampled.on_device, True)
+    for chunk in _chunks_around(as_sampled.on_host, as_sampled_rows_at_once(logits.shape[1])):
+        own = is_as_sampled[chunk]
         tokens = sampled.tokens[chunk].clamp(min=0)
-        values = _drawn_logprobs(logits[chunk], rows, chunk, tokens)
+        values = _logprobs_as_sampled(logits[chunk], rows, chunk, tokens)
         of_tokens = sampled.logprobs[chunk]
         of_tokens.copy_(torch.where(own, _logits_of(tokens, values), of_tokens))
         if rows.top is None or sampled.top_ids is None or sampled.top_logprobs is None:
@@ -237,7 +237,7 @@ def _replace_logprobs(sampled: Sampled, drawn: ChosenRows, logits: Tensor, rows:
                 before.copy_(torch.where(own[of_top].unsqueeze(1), after.to(before.dtype), before))
 
 
-def _drawn_logprobs(logits: Tensor, rows: SamplingRows, chunk: slice, tokens: Tensor) -> Tensor:
+def _logprobs_as_sampled(logits: Tensor, rows: SamplingRows, chunk: slice, tokens: Tensor) -> Tensor:
     """Log-probabilities after all rules, float32 [r, V]; logits: [r, V], of the chunk.
 
     tokens: int64 [r], those drawn. They are possible, even if another executor's sums round so that they reach a limit
@@ -392,7 +392,7 @@ def _by_kernels(kernels: Kernels) -> Executor:
 
 
 def _draw_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> Drawn:
-    tokens = _sample_by_kernels(logits, replace(rows, any_logprobs=False, top=None, drawn=None), kernels).tokens
+    tokens = _sample_by_kernels(logits, replace(rows, any_logprobs=False, top=None, as_sampled=None), kernels).tokens
     return Drawn(tokens, normalizers=_normalizers(logits) if rows.any_logprobs else None)
 
 
@@ -414,15 +414,15 @@ def _sample_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> 
     masks = None
     if rows.masks is not None:
         masks = rows.masks.rows.index_of_row(len(logits)), rows.masks.bits.contiguous()
-    is_drawn = None
-    if rows.drawn is not None:
-        is_drawn = torch.zeros(len(logits), dtype=torch.bool).index_fill_(0, rows.drawn.on_device, True)
+    is_as_sampled = None
+    if rows.as_sampled is not None:
+        is_as_sampled = torch.zeros(len(logits), dtype=torch.bool).index_fill_(0, rows.as_sampled.on_device, True)
     top = None
     if rows.top is not None:
         shape = len(rows.top.rows.on_host), rows.top.count
         index_of_row = rows.top.rows.index_of_row(len(logits))
         top = index_of_row, torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32)
-    kernels.sample(logits, rows.device_params, rows.noise_keys, rules, masks, is_drawn, tokens, logprobs, top)
+    kernels.sample(logits, rows.device_params, rows.noise_keys, rules, masks, is_as_sampled, tokens, logprobs, top)
     return Sampled(tokens, logprobs, *(() if top is None else top[1:]))
 
 
@@ -431,12 +431,12 @@ def chunks_of(num_rows: int) -> list[slice]:
     return [slice(start, start + _ROWS_AT_ONCE) for start in range(0, num_rows, _ROWS_AT_ONCE)]
 
 
-def _chunks_around(chosen: NDArray[np.int64], most: int) -> list[slice]:
-    """Ranges of at most `most` rows that together have all chosen ones; chosen: ascending."""
+def _chunks_around(chosen: NDArray[np.int64], max_rows: int) -> list[slice]:
+    """Ranges of at most `max_rows` rows that together have all chosen ones; chosen: ascending."""
     chunks, first = [], 0
     while first < len(chosen):
         start = int(chosen[first])
-        last = int(np.searchsorted(chosen, start + most))
+        last = int(np.searchsorted(chosen, start + max_rows))
         chunks.append(slice(start, int(chosen[last - 1]) + 1))
         first = last
     return chunks

@@ -120,13 +120,13 @@ def leave_threads_to(kernels: Kernels) -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def worker_threads(num_cores: int, most: int, num_workers: int) -> int:
+def worker_threads(num_cores: int, max_threads: int, num_workers: int) -> int:
     """Threads of each of num_workers on num_cores.
 
-    most: torch's default number of threads; with hyper-threading, one per physical core.
+    max_threads: torch's default number of threads; with hyper-threading, one per physical core.
     """
     num_free = num_cores - 1 if num_cores >= _SPARES_ONE_FROM else num_cores
-    return max(1, min(num_free, most) // num_workers)
+    return max(1, min(num_free, max_threads) // num_workers)
 
 
 class Stopwatch(Protocol):

@@ -31,9 +31,9 @@ from tokasaurus.model.parallel.stage_links import num_hidden_buffers
 from tokasaurus.model.parallel.symmetric_all_reduce import buffer_bytes
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
 from tokasaurus.model.sampling.rules import (
-    DRAWN_BYTES_PER_TOKEN,
+    AS_SAMPLED_BYTES_PER_TOKEN,
     RULED_BYTES_PER_TOKEN,
-    drawn_rows_at_once,
+    as_sampled_rows_at_once,
     num_mask_words,
     ruled_rows_at_once,
 )
@@ -372,7 +372,10 @@ def _largest_forward(rank: _Rank) -> Planned:
             num_rows = 3 * -(-num_rows // mesh.tp_size)
         copies, what = max(
             (min(num_rows, ruled_rows_at_once(vocab_size)) * RULED_BYTES_PER_TOKEN, "penalties"),
-            (min(num_rows, drawn_rows_at_once(vocab_size)) * DRAWN_BYTES_PER_TOKEN, "log-probabilities as drawn"),
+            (
+                min(num_rows, as_sampled_rows_at_once(vocab_size)) * AS_SAMPLED_BYTES_PER_TOKEN,
+                "log-probabilities as sampled",
+            ),
         )
         num_bytes += (num_rows * item + copies) * vocab_size
         reason += f" + {vocab_size:,} logits x ({num_rows:,} rows x {item} B + {copies:,} B of rows with {what})"

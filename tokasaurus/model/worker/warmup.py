@@ -317,7 +317,7 @@ def _first_step(
         want_logprobs=np.full(num_rows, not is_plain),
         rules=None if is_plain else _rules(ruled),
         num_top_logprobs=None if is_plain else np.full(num_rows, min(_NUM_TOP, limits.vocab_size), np.int32),
-        drawn_logprobs=None if is_plain else np.isin(slots, masked),
+        logprobs_as_sampled=None if is_plain else np.isin(slots, masked),
     )
     changes = SlotChanges(closed=_NOTHING, opened=opened, block_slots=_NOTHING, block_ids=_NOTHING)
     prompt_ids = np.zeros(int(num_tokens.sum()), np.int32)

@@ -75,11 +75,11 @@ def draft_chat(
     limits: EngineLimits,
     origin: Origin,
     id_prefix: str = "chatcmpl-",
-    most_tokens: int | None = None,
+    max_tokens: int | None = None,
 ) -> Draft:
     """The requests of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest.
 
-    id_prefix: of the answer's id. most_tokens: most new tokens of a body that has no such field; the answer may have
+    id_prefix: of the answer's id. max_tokens: most new tokens of a body that has no such field; the answer may have
     fewer if there is less room."""
     check_fields(body, model)
     template = template_of(body, model)
@@ -89,10 +89,10 @@ def draft_chat(
     if body.add_special_tokens:
         prompt_ids = model.tokenizer.with_added_tokens(prompt_ids)
     asked = _asked_chat_tokens(body)
-    prompt_ids = truncate(prompt_ids, body, most_tokens if asked is None else asked[0], limits)
+    prompt_ids = truncate(prompt_ids, body, max_tokens if asked is None else asked[0], limits)
     check_vocabulary(prompt_ids, model, "messages")
     room = room_after(prompt_ids, limits, "messages")
-    max_new_tokens = room if most_tokens is None else min(most_tokens, room)
+    max_new_tokens = room if max_tokens is None else min(max_tokens, room)
     if asked is not None:
         max_new_tokens = check_max_tokens(*asked, prompt_ids, limits)
     num_top, num_prompt_top = checked_top(body.top_logprobs or 0, "top_logprobs", model), prompt_top(body, model)

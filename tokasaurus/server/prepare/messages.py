@@ -27,7 +27,7 @@ _NAMES: Mapping[str, str] = {"response_format": "output_config.format", "stop": 
 def draft_message(body: MessagesRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:
     """The request of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
     with naming_fields(_NAMES):
-        draft = draft_chat(_chat_body(body), model, limits, origin, "msg_", most_tokens=body.max_tokens)
+        draft = draft_chat(_chat_body(body), model, limits, origin, "msg_", max_tokens=body.max_tokens)
     return replace(draft, prepared=replace(draft.prepared, repeated={"max_tokens": body.max_tokens}))
 
 
@@ -59,7 +59,7 @@ def _chat_body(body: MessagesRequest | CountTokensRequest) -> ChatCompletionRequ
     return chat_of(
         body,
         messages=to_messages(body.system, body.messages),
-        max_tokens=None,  # the context may leave fewer than `most_tokens`
+        max_tokens=None,  # the context may leave fewer than the `max_tokens` of the body
         stop=body.stop_sequences if isinstance(body, MessagesRequest) else (),
         metadata=None,
         tools=[tool.chat_tool() for tool in body.tools],

@@ -54,12 +54,12 @@ def _parse_stop_token_ids(value: object) -> tuple[int, ...]:
     return _parse_ids(value, MAX_STOP_TOKEN_IDS)
 
 
-def _parse_ids(value: object, most: int) -> tuple[int, ...]:
+def _parse_ids(value: object, max_ids: int) -> tuple[int, ...]:
     ids = [] if value is None else value
     if not isinstance(ids, list):
         raise value_error("must be a list of token ids")
-    if len(ids) > most:
-        raise value_error(f"may have at most {most} token ids")
+    if len(ids) > max_ids:
+        raise value_error(f"may have at most {max_ids} token ids")
     ids = as_integers(ids)
     if not set(map(type, ids)) <= {int}:
         raise value_error("must be a list of token ids")

@@ -109,11 +109,11 @@ struct RowLogprobs {
   }
 };
 
-// The result's `largest` is the largest of the row's logits, not scaled. drawn: where the logprobs of the distribution
-// go that the token is drawn from, or null.
+// The result's `largest` is the largest of the row's logits, not scaled. as_sampled: where the logprobs of the
+// distribution go that the token is drawn from, or null.
 template <typename Element>
 SampledToken sample_row(const Element* row, int64_t vocab_size, const SamplingParams& params, const int64_t* keys,
-                        const RowLogprobs* drawn) {
+                        const RowLogprobs* as_sampled) {
   static thread_local std::vector<float> masked;
   const bool is_greedy = params.temperature <= 0;
   const float scale = is_greedy ? 1 : 1 / params.temperature;
@@ -124,10 +124,10 @@ SampledToken sample_row(const Element* row, int64_t vocab_size, const SamplingPa
       apply_limits(row, vocab_size, scale, sampled.largest, params.limits, masked);
       sampled.token = draw(masked.data(), vocab_size, 1, keys).token;
     }
-    if (drawn != nullptr) drawn->write(masked.data(), vocab_size, 1, sampled);
+    if (as_sampled != nullptr) as_sampled->write(masked.data(), vocab_size, 1, sampled);
   } else {
     sampled = draw(row, vocab_size, scale, is_greedy ? nullptr : keys);
-    if (drawn != nullptr) drawn->write(row, vocab_size, scale, sampled);
+    if (as_sampled != nullptr) as_sampled->write(row, vocab_size, scale, sampled);
   }
   sampled.largest /= scale;
   return sampled;
@@ -140,7 +140,7 @@ struct SamplingInputs {
   const int64_t* noise_keys;
   const LogitRules* rules;
   const TokenMasks* masks;
-  const uint8_t* is_drawn;  // [num_rows], whether logprobs are those of the distribution that tokens are drawn from
+  const uint8_t* as_sampled;  // [num_rows], whether logprobs are those of the distribution that tokens are drawn from
 };
 
 template <typename Element>
@@ -154,30 +154,31 @@ void sample(const Element* logits, const SamplingInputs& inputs, int64_t* tokens
     const SamplingParams& params = inputs.params[index];
     const int64_t rule = inputs.rules == nullptr ? -1 : inputs.rules->rule_of_row[index];
     const uint32_t* mask = inputs.masks == nullptr ? nullptr : inputs.masks->of_row(index);
-    const bool is_drawn = inputs.is_drawn != nullptr && inputs.is_drawn[index];
+    const bool is_as_sampled = inputs.as_sampled != nullptr && inputs.as_sampled[index];
     const RowLogprobs own(logprobs, top, logprobs == nullptr ? 0 : index);
-    const RowLogprobs* drawn = is_drawn ? &own : nullptr;
+    const RowLogprobs* as_sampled = is_as_sampled ? &own : nullptr;
     SampledToken sampled;
     if (rule < 0 && mask == nullptr) {
-      sampled = sample_row(row, vocab_size, params, keys, drawn);
+      sampled = sample_row(row, vocab_size, params, keys, as_sampled);
     } else {
       if (rule >= 0) apply_logit_rules(*inputs.rules, rule, params.penalties, row, vocab_size, changed);
       if (mask == nullptr) {
-        sampled = sample_row(changed.data(), vocab_size, params, keys, drawn);
+        sampled = sample_row(changed.data(), vocab_size, params, keys, as_sampled);
       } else {
         if (rule >= 0)
           mask_logits(mask, changed.data(), vocab_size, allowed);
         else
           mask_logits(mask, row, vocab_size, allowed);
-        sampled = sample_row(allowed.data(), vocab_size, params, keys, drawn);
+        sampled = sample_row(allowed.data(), vocab_size, params, keys, as_sampled);
         if (sampled.token >= 0 && !allows(mask, sampled.token)) sampled.token = first_allowed(mask);
         // Other rules exclude all that the mask allows.
-        if (drawn != nullptr && sampled.token >= 0 && sampled.largest == -INFINITY) drawn->write_certain(sampled.token);
+        if (as_sampled != nullptr && sampled.token >= 0 && sampled.largest == -INFINITY)
+          as_sampled->write_certain(sampled.token);
       }
-      if (logprobs != nullptr && !is_drawn) sampled.largest = draw(row, vocab_size, 1, nullptr).largest;
+      if (logprobs != nullptr && !is_as_sampled) sampled.largest = draw(row, vocab_size, 1, nullptr).largest;
     }
     tokens[index] = sampled.token;
-    if (logprobs != nullptr && !is_drawn) own.write(row, vocab_size, 1, sampled);
+    if (logprobs != nullptr && !is_as_sampled) own.write(row, vocab_size, 1, sampled);
   });
 }
 
@@ -190,10 +191,10 @@ TOKA_STRUCT_SIZE(TopLogprobs)
 
 TOKA_EXPORT void toka_sample(int64_t logits_type, const void* logits, int64_t num_rows, int64_t vocab_size,
                              const SamplingParams* params, const int64_t* noise_keys, const LogitRules* rules,
-                             const TokenMasks* masks, const uint8_t* is_drawn, int64_t* tokens, float* logprobs,
+                             const TokenMasks* masks, const uint8_t* as_sampled, int64_t* tokens, float* logprobs,
                              const TopLogprobs* top) {
   const PhaseTimer timer(kSampling);
-  const SamplingInputs inputs = {num_rows, vocab_size, params, noise_keys, rules, masks, is_drawn};
+  const SamplingInputs inputs = {num_rows, vocab_size, params, noise_keys, rules, masks, as_sampled};
   dispatch_activation_type(
       logits_type, [&](auto tag) { sample((const TypeOf<decltype(tag)>*)logits, inputs, tokens, logprobs, top); });
 }

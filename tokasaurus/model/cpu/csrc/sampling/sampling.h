@@ -25,9 +25,9 @@ struct TopLogprobs {
 
 // logits [num_rows, vocab_size]; params [num_rows]; noise_keys [num_rows, 2]; rules and masks, or null -> tokens
 // [num_rows] and, if not null, logprobs [num_rows] and top, both before rules, masks, temperature and limits, or after
-// all of these in the rows of is_drawn [num_rows], unless it is null. top and is_drawn need logprobs. Rows with a logit
-// that is NaN or positive infinity get token -1 and logprob NaN; their top is not written.
+// all of these in the rows of as_sampled [num_rows], unless it is null. top and as_sampled need
+// logprobs. Rows with a logit that is NaN or positive infinity get token -1 and logprob NaN; their top is not written.
 TOKA_EXPORT void toka_sample(int64_t logits_type, const void* logits, int64_t num_rows, int64_t vocab_size,
                              const SamplingParams* params, const int64_t* noise_keys, const LogitRules* rules,
-                             const TokenMasks* masks, const uint8_t* is_drawn, int64_t* tokens, float* logprobs,
+                             const TokenMasks* masks, const uint8_t* as_sampled, int64_t* tokens, float* logprobs,
                              const TopLogprobs* top);

@@ -11,7 +11,7 @@ import torch
 
 from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule
 from tests.model.helpers.sampling_rows import make_rows, noise_keys, staged_masks, top_rows, with_params
-from tests.model.sampling.helpers.drawn_logprobs import (
+from tests.model.sampling.helpers.logprobs_as_sampled import (
     ALONE,
     RANK_CASES,
     VOCAB_SIZE,
@@ -45,18 +45,18 @@ def test_each_rule_alone(row: Row, kernels: Kernels | None) -> None:
 def test_rows_of_every_kind_together(at_once: int | None, dtype: torch.dtype, kernels: Kernels | None) -> None:
     """at_once: rows that plain torch takes together, so that they are cut anywhere."""
     case = make_case([*ALONE, *mixes(0, 140)], dtype=dtype)
-    with unittest.mock.patch.object(rules, "_MOST_DRAWN_ROWS", at_once or rules._MOST_DRAWN_ROWS):
+    with unittest.mock.patch.object(rules, "_MAX_AS_SAMPLED_ROWS", at_once or rules._MAX_AS_SAMPLED_ROWS):
         check(case, sample(case.logits, case.rows, kernels))
 
 
 def test_tokens_and_the_other_rows_logprobs_do_not_change(kernels: Kernels | None) -> None:
     case = make_case(mixes(2, 90))
-    assert case.rows.drawn is not None
+    assert case.rows.as_sampled is not None
     with_drawn, without = (
-        sample(case.logits, rows, kernels) for rows in (case.rows, dataclasses.replace(case.rows, drawn=None))
+        sample(case.logits, rows, kernels) for rows in (case.rows, dataclasses.replace(case.rows, as_sampled=None))
     )
     assert torch.equal(with_drawn.tokens, without.tokens)
-    others = np.setdiff1d(np.arange(90), case.rows.drawn.on_host)
+    others = np.setdiff1d(np.arange(90), case.rows.as_sampled.on_host)
     assert with_drawn.logprobs is not None
     assert without.logprobs is not None
     assert len(others) > 5
@@ -73,7 +73,7 @@ def test_a_token_that_its_mask_forces_against_a_bias_is_certain(kernels: Kernels
     for top_p in (1.0, 0.5):
         rows = contexts.with_rules(make_rows([1.0] * 3, [top_p] * 3, keys), [1, 2, 3])
         chosen = choose_rows(np.arange(3), ON_HOST)
-        rows = dataclasses.replace(rows, masks=staged_masks(allowed), drawn=chosen, top=top_rows(range(3), 2))
+        rows = dataclasses.replace(rows, masks=staged_masks(allowed), as_sampled=chosen, top=top_rows(range(3), 2))
         logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
         tokens, logprobs, top_ids, top_logprobs = sample(logits, rows, kernels)
         assert tokens.tolist()[::2] == [9, 0]
@@ -94,14 +94,14 @@ def test_a_drawn_token_is_possible_however_sums_round(kernels: Kernels | None) -
     sums = logits[0].double().softmax(dim=0).cumsum(0)[torch.arange(num_rows) % 100]
     keys = noise_keys(list(range(num_rows)), [0] * num_rows, [0] * num_rows)
     rows = with_params(make_rows([1.0] * num_rows, [1.0] * num_rows, keys), top_p=sums.float().clamp(max=0.99).numpy())
-    rows = dataclasses.replace(rows, drawn=choose_rows(np.arange(num_rows), ON_HOST))
+    rows = dataclasses.replace(rows, as_sampled=choose_rows(np.arange(num_rows), ON_HOST))
     sampled = sample(logits, rows, kernels)
     assert sampled.logprobs is not None
     assert torch.isfinite(sampled.logprobs).all()
     if kernels is not None:  # as on CUDA: another executor has drawn
         other = Sampled(sampled.tokens, torch.zeros(num_rows))
-        assert rows.drawn is not None
-        _replace_logprobs(other, rows.drawn, logits, rows)
+        assert rows.as_sampled is not None
+        _replace_logprobs(other, rows.as_sampled, logits, rows)
         assert other.logprobs is not None
         torch.testing.assert_close(other.logprobs, sampled.logprobs, atol=0.2, rtol=0)
 

@@ -41,7 +41,7 @@ class Row:
     biases: tuple[tuple[int, float], ...] = ()
     num_allowed: int | None = None
     """Tokens that its mask allows; None for no mask."""
-    is_drawn: bool = True
+    as_sampled: bool = True
     """Otherwise its logprobs are raw."""
 
     @property
@@ -51,7 +51,7 @@ class Row:
 
 ALONE = [
     Row(),
-    Row(is_drawn=False),
+    Row(as_sampled=False),
     Row(SamplingParams(temperature=0.0)),
     Row(SamplingParams(temperature=0.6)),
     Row(SamplingParams(temperature=1.7)),
@@ -84,7 +84,7 @@ def random_row(rng: np.random.Generator) -> Row:
     )
     biases = tuple((int(token), float(rng.normal() * 5)) for token in rng.integers(0, VOCAB_SIZE, rng.integers(0, 4)))
     num_allowed = int(rng.choice([2, 60])) if rng.random() < 0.4 else None
-    return Row(params, biases, num_allowed, is_drawn=rng.random() < 0.8)
+    return Row(params, biases, num_allowed, as_sampled=rng.random() < 0.8)
 
 
 @dataclasses.dataclass
@@ -118,12 +118,12 @@ def make_case(asked: list[Row], seed: int = 0, dtype: torch.dtype = torch.float3
         for index, row in enumerate(asked)
         if row.num_allowed is not None
     }
-    drawn = np.flatnonzero([row.is_drawn for row in asked])
+    chosen = np.flatnonzero([row.as_sampled for row in asked])
     rows = dataclasses.replace(
         rows,
         masks=staged_masks(allowed) if allowed else None,
         top=top_rows([index for index in range(num_rows) if index % 3 and index > 1] or [0], NUM_TOP),
-        drawn=choose_rows(drawn, ON_HOST) if len(drawn) else None,
+        as_sampled=choose_rows(chosen, ON_HOST) if len(chosen) else None,
     )
     expected = [
         distribution(logits[index].double().numpy(), row, texts[slot], allowed.get(index))
@@ -137,7 +137,7 @@ def distribution(
 ) -> np.ndarray:
     """float64 [V]: the logprobs that the row asks for. num_prompt: tokens of the context that are not generated."""
     values, params = logits.copy(), row.params
-    if row.is_drawn:
+    if row.as_sampled:
         for token, bias in row.biases:
             values[token] += bias
         for token in set(context):
@@ -197,5 +197,5 @@ def sample_on_rank(rank: int, num_ranks: int, rendezvous: Path, answers: Connect
                 )
 
 
-RANK_CASES = [ALONE, [Row(SamplingParams(temperature=0.6)), Row(is_drawn=False)] * 3]
-"""In the second, no row but those of `SamplingRows.drawn` needs whole rows of logits."""
+RANK_CASES = [ALONE, [Row(SamplingParams(temperature=0.6)), Row(as_sampled=False)] * 3]
+"""In the second, no row but those of `SamplingRows.as_sampled` needs whole rows of logits."""
