@@ -16,6 +16,7 @@ import polars
 import pyarrow
 import pyarrow.parquet
 
+from tests.helpers.limits import join, read_line
 from tests.helpers.tiny_model import save_tiny_model
 from torture.rows import Row, show_rows
 
@@ -42,7 +43,7 @@ class _Reader:
 
     def __exit__(self, *_: object) -> None:
         self._has_ended.set()
-        self._thread.join()
+        join(self._thread)
 
     def _run(self) -> None:
         most = 0
@@ -120,8 +121,7 @@ def _start(directory: Path) -> subprocess.Popen[str]:
     paths = [str(directory / name) for name in ("model", "rows.parquet", "out", "log")]
     command = [sys.executable, "-m", "torture.helpers.map_program", *paths]
     program = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert program.stdout is not None
-    first = program.stdout.readline()
+    first = read_line(program, program.stdout, _ROUND_TIMEOUT_S)
     assert first == "ready\n", f"the program did not start: {first}"
     return program
 

@@ -9,7 +9,6 @@ from tests.helpers.small_model import make_served_model
 from tests.helpers.small_tokenizer import save_small_tokenizer
 from tests.server.helpers.finished_sequences import finished, interleaved, make_request
 from tokasaurus.ray.broken_streams import StreamWatch
-from tokasaurus.ray.requests import GENERATION
 from tokasaurus.server.endpoints import ENDPOINTS
 from tokasaurus.server.errors import EngineDied
 from tokasaurus.server.prepare.requests import Prepared
@@ -40,7 +39,7 @@ def datas(events: bytes) -> list[dict[str, object]]:
     return [orjson.loads(line.removeprefix(b"data: ")) for line in lines]
 
 
-@pytest.mark.parametrize("path", GENERATION)
+@pytest.mark.parametrize("path", ENDPOINTS)
 def test_a_broken_stream_ends_as_that_of_a_server_whose_engine_dies(model: ServedModel, path: str) -> None:
     stream = ENDPOINTS[path].stream(prepared_for(path), model, StreamOptions())
     groups = interleaved([[finished(TEXT, "length")]], random.Random(1))

@@ -1,7 +1,7 @@
 """Logging of one process: lines on stderr that name the process. Prompts and completions are logged only at debug.
 
 A thread writes to stderr: nothing else in the process waits for whoever reads its log. The launcher's thread writes for
-all processes: the others' stderr is a pipe to it (processes/log_relay).
+all processes: the others' stderr is a pipe to it (LogRelay in processes/group).
 """
 
 from __future__ import annotations

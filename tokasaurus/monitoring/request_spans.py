@@ -20,12 +20,6 @@ CLOSE_SECONDS = 2.0
 """Longest wait at the end of the server for spans that are not sent yet."""
 
 _PATH = "/v1/traces"
-_OPERATIONS: Mapping[str, str] = {
-    "/v1/chat/completions": "chat",
-    "/v1/messages": "chat",
-    "/v1/responses": "chat",
-    "/v1/completions": "text_completion",
-}
 _PROVIDER = "tokasaurus"
 
 Attributes = dict[str, Any]
@@ -38,8 +32,9 @@ class RequestTracer:
     OTEL_EXPORTER_OTLP_HEADERS and others.
     """
 
-    def __init__(self, endpoint: str, model: str, version: str) -> None:
-        """endpoint: base URL of the collector. model: the served name."""
+    def __init__(self, endpoint: str, model: str, version: str, operations: Mapping[str, str]) -> None:
+        """endpoint: base URL of the collector. model: the served name. operations: path of a route that generates → its
+        gen_ai.operation.name."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -56,6 +51,7 @@ class RequestTracer:
         self._tracer = provider.get_tracer(_PROVIDER, version)
         self._propagator = TraceContextTextMapPropagator()
         self._model = model
+        self._operations = operations
 
     def begin(self, method: str, route: str, headers: Iterable[tuple[bytes, bytes]]) -> "RequestSpan":
         """The span of an HTTP request that has just arrived: a child of the client's, if it sent a traceparent."""
@@ -72,7 +68,7 @@ class RequestTracer:
             SpanKind.SERVER,
             {"http.request.method": method, "http.route": route},
         )
-        return RequestSpan(self._tracer, span, self._model, _OPERATIONS.get(route))
+        return RequestSpan(self._tracer, span, self._model, self._operations.get(route))
 
     def close(self) -> None:
         """Sends what is left, for at most CLOSE_SECONDS."""

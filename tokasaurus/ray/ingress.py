@@ -13,11 +13,18 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokasaurus.ray.broken_streams import StreamWatch
-from tokasaurus.ray.requests import FORWARDED, AnswerStart, EngineLost, ForwardedRequest, routed_prompt
+from tokasaurus.ray.requests import AnswerStart, EngineLost, ForwardedRequest, routed_prompt
+from tokasaurus.server.endpoints import ENDPOINTS
 from tokasaurus.server.errors import ApiError, EngineDied, NotFound, QueueFull, ServiceUnavailable, error_response
 from tokasaurus.server.messages_errors import MessagesErrorsMiddleware
 from tokasaurus.server.paths import PathMiddleware
 
+FORWARDED = (
+    *ENDPOINTS,
+    *("/v1/messages/count_tokens", "/v1/models", "/v1/models/{model}"),
+    *("/tokenize", "/detokenize", "/tokenizer_info", "/health", "/ready", "/ping", "/version"),
+)
+"""Paths that any replica answers alike. The others are of one server: its files, its page, its metrics, its weights."""
 MAX_ATTEMPTS = 4
 """Replicas that may die over one request: it may be what kills them."""
 _PAUSE_S = 0.25
@@ -131,10 +138,12 @@ async def _read(scope: Scope, receive: Receive) -> ForwardedRequest | None:
             break
     body = b"".join(chunks)
     headers = dict(scope["headers"])
-    if len(body) > _MAX_BYTES_AT_ONCE:
-        prompt = await asyncio.to_thread(routed_prompt, path, headers, body)
-    else:
-        prompt = routed_prompt(path, headers, body)
+    prompt = None
+    if path in ENDPOINTS:
+        if len(body) > _MAX_BYTES_AT_ONCE:
+            prompt = await asyncio.to_thread(routed_prompt, headers, body)
+        else:
+            prompt = routed_prompt(headers, body)
     query = scope["query_string"].decode("latin-1")
     target = quote(path)
     if query:

@@ -12,15 +12,6 @@ from numpy.typing import NDArray
 
 from tokasaurus.server.engine_client.replicas import RoutedPrompt, hash_prefixes
 
-GENERATION = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-"""Paths whose requests have a prompt."""
-FORWARDED = (
-    *GENERATION,
-    *("/v1/messages/count_tokens", "/v1/models", "/v1/models/{model}"),
-    *("/tokenize", "/detokenize", "/tokenizer_info", "/health", "/ready", "/ping", "/version"),
-)
-"""Paths that any replica answers alike. The others are of one server: its files, its page, its metrics, its weights."""
-
 _BYTES_PER_TOKEN = 4
 """Rough bytes of text per token: prefixes of texts are hashed in units of so many bytes, prefixes of token ids in
 tokens."""
@@ -55,13 +46,12 @@ class EngineLost(Exception):
     """The replica's processes have ended, or end, before the answer was complete."""
 
 
-def routed_prompt(path: str, headers: Mapping[bytes, bytes], body: bytes) -> RoutedPrompt | None:
-    """What a request's prompt begins with, as far as it can be told without the model's tokenizer and template.
+def routed_prompt(headers: Mapping[bytes, bytes], body: bytes) -> RoutedPrompt | None:
+    """What the prompt of a request to an endpoint that generates begins with, as far as it can be told without the
+    model's tokenizer and template.
 
     None if it has no prompt: the replica says what is wrong. Equal beginnings give equal prefixes, of the first prompt
     if there are several. Hashes are of this process alone."""
-    if path not in GENERATION:
-        return None
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError:  # it may be compressed

@@ -47,6 +47,7 @@ from tokasaurus.server.answers import AnswersMiddleware, Routes, SpansMiddleware
 from tokasaurus.server.compressed_bodies import CompressedBodyMiddleware
 from tokasaurus.server.connections.protocol import ConnectionProtocol, watch_for_lost_peers
 from tokasaurus.server.connections.table import ConnectionTable
+from tokasaurus.server.endpoints import ENDPOINTS
 from tokasaurus.server.engine_client.client import EngineClient, QueueLimits
 from tokasaurus.server.engine_client.rollouts import Rollouts
 from tokasaurus.server.errors import StorageFailed, StorageIsFull, add_error_handlers, error_response
@@ -210,7 +211,8 @@ def create_app(
     state = ServerState(model, engine, *shared, config)
 
     endpoint = config.otel_endpoint
-    tracer = None if endpoint is None else RequestTracer(endpoint, model.name, __version__)
+    operations = {path: one.operation for path, one in ENDPOINTS.items()}
+    tracer = None if endpoint is None else RequestTracer(endpoint, model.name, __version__, operations)
     batches = None if store is None else BatchService(state, store, batch_limits(config), tell_tokens)
     bulks = OpenBulks()
     feed = LiveFeed(state, batches, bulks, recording)

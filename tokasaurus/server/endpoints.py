@@ -113,6 +113,8 @@ class RoutedEndpoint(Endpoint[Body]):
     name: str
     """Name of the operation on the OpenAPI page, in the form of a function's name."""
     description: str
+    operation: Literal["chat", "text_completion"]
+    """gen_ai.operation.name in the spans of its requests."""
     answer_model: type
     error_model: type = ErrorResponse
     example: Mapping[str, object]
@@ -176,6 +178,7 @@ ENDPOINTS: Mapping[str, RoutedEndpoint[Any]] = {
         renders_template=False,
         name="create_completion",
         description="Continue one or more prompts, each `n` times.",
+        operation="text_completion",
         answer_model=Completion,
         example={"prompt": "Once upon a time", "max_tokens": 50},
     ),
@@ -187,6 +190,7 @@ ENDPOINTS: Mapping[str, RoutedEndpoint[Any]] = {
         renders_template=True,
         name="create_chat_completion",
         description="Generate `n` answers to a conversation, formatted with the model's chat template.",
+        operation="chat",
         answer_model=ChatCompletion,
         example=CHAT_EXAMPLE,
     ),
@@ -198,6 +202,7 @@ ENDPOINTS: Mapping[str, RoutedEndpoint[Any]] = {
         renders_template=True,
         name="create_response",
         description="Answer a conversation given as items. Nothing is stored.",
+        operation="chat",
         answer_model=ResponseObject,
         example={"input": "What do whales eat?", "max_output_tokens": 100},
     ),
@@ -209,6 +214,7 @@ ENDPOINTS: Mapping[str, RoutedEndpoint[Any]] = {
         renders_template=True,
         name="create_message",
         description="Answer a conversation given in Anthropic's form.",
+        operation="chat",
         answer_model=MessageObject,
         error_model=MessagesError,
         example=CHAT_EXAMPLE,
