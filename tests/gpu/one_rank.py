@@ -22,7 +22,7 @@ from tests.model.sampling.helpers.shard_ranks import CASES, make_case
 from tokasaurus.model.execution.graphs import CudaRecorder, Recorder
 from tokasaurus.model.parallel.collectives import TIMEOUT, with_groups
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.sampling.sample import _sample_own_rows, sample
+from tokasaurus.model.sampling.sample import _executor, _sample_own_rows, sample
 from tokasaurus.model.sampling.shards import VocabularyShard
 from tokasaurus.model.worker import all_reduce_start
 
@@ -129,7 +129,9 @@ def check_sampling(device: torch.device, mesh: Mesh) -> None:
             continue
         logits, rows = make_case(case)
         shard = VocabularyShard.of(mesh, case.vocab_size)
-        found = _sample_own_rows(logits.to(device), on_device(rows, device), None, shard)
+        on_the_device = logits.to(device)
+        executor = _executor(on_the_device, None)
+        found = _sample_own_rows(executor, on_the_device, on_device(rows, device), shard)
         expected = sample(logits, rows, None)
         is_equal = found.tokens.cpu() == expected.tokens
         assert is_equal.float().mean() >= 0.98, case.name
