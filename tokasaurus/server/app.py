@@ -353,7 +353,7 @@ class HttpServer(uvicorn.Server):
             self._drains_until_s = time.monotonic() + self._connections.config.drain_seconds
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """As uvicorn's; those who watch the server are told to leave first."""
+        """Handle a stop signal as uvicorn does; clients that watch the server are told to leave first."""
         self._engine.is_draining = True
         super().handle_exit(sig, frame)
 

@@ -96,14 +96,15 @@ class TextThreads:
         return await asyncio.get_running_loop().run_in_executor(pool, lambda: function(*args, **kwargs))
 
     async def run_short(self, size: int, function: Callable[[], Result]) -> Result:
-        """As `run`, but small work, see INLINE_SIZE, is done at once, on the event loop. Not for the code of a model's
-        repository, which may loop."""
+        """The function's result, from `run`; small work, see INLINE_SIZE, is done at once, on the event loop. Not for
+        the code of a model's repository, which may loop."""
         return function() if size <= INLINE_SIZE else await self.run(size, function)
 
     async def run_apart(
         self, _size: int, function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
     ) -> Result:
-        """As `run`, for work that waits for the program of a client: it delays only other such work."""
+        """The function's result, from a pool for work that waits for the program of a client: it delays only other such
+        work."""
         return await asyncio.get_running_loop().run_in_executor(self._apart, lambda: function(*args, **kwargs))
 
     def close(self) -> None:

@@ -131,7 +131,7 @@ def _is_read(state: EngineState, samples: Samples) -> bool:
 
 
 def _samples_of(state: EngineState, request_ids: Iterable[str]) -> list[Samples]:
-    """Of those that are not finished."""
+    """Samples of the requests with these ids that are not finished."""
     return [state.unfinished[request_id] for request_id in request_ids if request_id in state.unfinished]
 
 

@@ -65,9 +65,9 @@ class EngineOptions:
     stop_tokens: StopTokens | None = None
     """Which tokens may end a stop string; None: any token may."""
     decode_special: Callable[[TokenIds[int]], str] | None = None
-    """As `decode_text`, but with special tokens; None: there are none."""
+    """Decodes token ids with their special tokens, which `decode_text` leaves out; None: there are none."""
     special_tail: Callable[[TokenIds[int]], PromptTail] | None = None
-    """As `prompt_tail`, for `decode_special`."""
+    """The last token ids of a prompt -> what `decode_special` of its completions depends on."""
     step_limit: StepLimit = StepLimit()  # noqa: RUF009  (it is frozen)
     """How long the steps of a round, one of each microbatch, may take together if they have prompts."""
     hydragen: HydragenOptions | None = None
@@ -216,7 +216,7 @@ class EngineState:
     done: list[CommandDone] = field(default_factory=list)
     """Not yet sent to the server; manager/loop takes them."""
     weight_versions: WeightVersions = FIRST_VERSIONS
-    """Of a completion that is wholly of the present weights. Set by manager/loop at the start."""
+    """Weight versions of a completion that is wholly of the present weights. Set by manager/loop at the start."""
 
     # engine/engine
     asked_sample: TakeSample | None = None

@@ -119,9 +119,9 @@ class Sequence:
     num_streamed_tokens: int = 0
     """Sampled tokens already in deltas; 0 if it is not streamed."""
     admitted_s: float = 0.0
-    """As in SequenceTimes."""
+    """Time of its first admission, as in SequenceTimes."""
     first_token_s: float = 0.0
-    """As in SequenceTimes."""
+    """Time of its first token, as in SequenceTimes."""
     counts: TokenCounts = field(default_factory=TokenCounts)
     kept_token_ids: list[int] = field(default_factory=list)
     """Tokens sampled before its last preemption."""
@@ -137,7 +137,7 @@ class Sequence:
     weight_versions: WeightVersions = ()
     """Set if `kept_token_ids` has tokens of earlier weights than the present ones."""
     token_masks: FilterMasks | None = None
-    """Of the request's token filter; None without one."""
+    """Token masks of the request's token filter; None without one."""
     grammar_matcher: GrammarMatcher | None = None
     """None without a grammar, or until it is compiled."""
 

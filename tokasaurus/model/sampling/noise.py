@@ -57,7 +57,7 @@ def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
 
 
 def gumbel_noise_of(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """As gumbel_noise, for some tokens alone. token_ids: int64 [N], or [R, N] -> float32 [R, N]."""
+    """The values of gumbel_noise for these tokens alone. token_ids: int64 [N], or [R, N] -> float32 [R, N]."""
     first = _mix32((token_ids * _TOKEN_FACTOR + keys[:, :1]) & 0xFFFFFFFF)
     hashed = _mix32(first ^ keys[:, 1:])
     uniform = (hashed.double() + 0.5).mul_(2.0**-32).float().clamp_(max=_LARGEST_UNIFORM)

@@ -64,7 +64,7 @@ class ChosenRows:
         return slice(*np.searchsorted(self.on_host, (first_row, first_row + num_rows)).tolist())
 
     def cut(self, first_row: int, num_rows: int) -> "ChosenRows":
-        """Those among the rows from `first_row` on, as indices into these."""
+        """The chosen rows among `num_rows` rows from `first_row` on, as indices into these."""
         own = self.within(first_row, num_rows)
         return ChosenRows(self.on_host[own] - first_row, self.on_device[own] - first_row)
 

@@ -35,7 +35,7 @@ class VocabularyShard:
 
 
 ALL_TOKENS = VocabularyShard(0, (), Mesh())
-"""Of one rank, whatever the size of its vocabulary."""
+"""The only shard of one rank, whatever the size of its vocabulary."""
 
 
 def best_of_ranks(

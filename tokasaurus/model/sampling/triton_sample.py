@@ -89,7 +89,7 @@ def _uniform(hashed):
 
 @triton.jit
 def _gumbel(uniform):
-    """As `gumbel_noise`: -log(-log1p(-u))."""
+    """Gumbel noise of uniform numbers, by the formula of `gumbel_noise`: -log(-log1p(-u))."""
     # log1p(-u) by Kahan's formula: the rounding of 1 - u cancels.
     rest = 1.0 - uniform
     log1p = tl.where(rest == 1.0, -uniform, tl.log(rest) * (-uniform / tl.where(rest == 1.0, 1.0, rest - 1.0)))

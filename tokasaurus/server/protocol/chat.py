@@ -303,7 +303,7 @@ class ReasoningMessage(AssistantMessage):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningCallingMessage(CallingMessage):
-    """As ReasoningMessage, with calls."""
+    """An assistant's message with reasoning and calls."""
 
     reasoning_content: str | None = None
     reasoning: str | None = None

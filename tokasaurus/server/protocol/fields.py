@@ -53,12 +53,12 @@ def value_error(message: str) -> PydanticCustomError:
 
 
 def not_implemented(message: str) -> PydanticCustomError:
-    """As `value_error`, for what OpenAI or vLLM allow and this server does not."""
+    """The error of a value that OpenAI or vLLM allow and this server does not. message: as for `value_error`."""
     return PydanticCustomError("not_implemented", "{message}", {"message": message})
 
 
 def field_not_implemented(message: str) -> PydanticCustomError:
-    """As `not_implemented`, for a field as a whole."""
+    """The error of a field that is not implemented as a whole. message: as for `value_error`."""
     return PydanticCustomError("field_not_implemented", "{message}", {"message": message})
 
 
@@ -116,7 +116,7 @@ WHOLE_FLOATS = BeforeValidator(as_integer)
 
 
 def as_integers(values: list[Any]) -> list[Any]:
-    """As `as_integer`, for each value of a list."""
+    """The list with each value converted as by `as_integer`."""
     return values if float not in set(map(type, values)) else list(map(as_integer, values))
 
 

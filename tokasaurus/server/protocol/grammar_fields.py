@@ -241,7 +241,7 @@ class RegexFormat(StrictObject):
 
 
 class SchemaFormat(StrictObject):
-    """Of llama.cpp and together.ai."""
+    """A schema beside the type, as llama.cpp and together.ai have it."""
 
     type: Literal["json_schema"]
     schema_: Annotated[_Schema, Field(alias="schema")]

@@ -265,7 +265,7 @@ KNOWN_FIELDS: Mapping[str, KnownField] = {
 
 
 class Neutral(Only):
-    """As `Only`, of a field that the table has with neutral values alone."""
+    """Metadata of a field that KNOWN_FIELDS lists: `Only` its neutral values are accepted."""
 
     def __init__(self, name: str) -> None:
         self._field = KNOWN_FIELDS[name]

@@ -33,7 +33,7 @@ from tokasaurus.server.protocol.sampling_fields import (
 PauseMode = Literal["abort", "wait", "keep"]
 
 VersionName = Annotated[str, Field(min_length=1, max_length=256)]
-"""Of weights: each answer has it."""
+"""Name of a version of weights, which each answer has."""
 
 
 def parse_token_ids(value: object) -> list[int]:
@@ -203,7 +203,7 @@ class WeightsUpdate(_NoNccl):
 
 
 class UpdateWeightsRequest(WeightsUpdate):
-    """As WeightsUpdate, or an update_info with those fields, as vLLM's own transfers send it."""
+    """A WeightsUpdate, or an update_info with its fields, as vLLM's own transfers send it."""
 
     weight_dir: Text | None = None  # type: ignore[assignment]  # one of the two is given
     update_info: WeightsUpdate | None = None
@@ -255,7 +255,7 @@ class PauseState:
 
 
 Level = Literal["1", "2"]
-"""Of sleep, as a query parameter."""
+"""Level of sleep, as a query parameter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ class LineSplitter:
         self._begun = bytearray()
         self._is_too_long = False
         self._is_blank = True
-        """Of the line that has begun."""
+        """Whether the line that has begun is blank so far."""
 
     def add(self, chunk: bytes) -> list[NumberedLine]:
         """The lines that end in `chunk`."""
