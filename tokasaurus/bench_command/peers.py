@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from tokasaurus.bench_command.client import ServerError
 from tokasaurus.bench_command.results import progress_bar
@@ -124,10 +125,10 @@ def started(
         if environment is not None and Path(environment).expanduser().is_dir():
             # PATH as in an activated environment: some servers start their own processes by PATH.
             environ["PATH"] = f"{Path(environment).expanduser() / 'bin'}{os.pathsep}{environ.get('PATH', '')}"
-        # A signal raises in the main thread. If it came within Popen, nobody would know the process that was started.
-        with log.open("wb") as output, ThreadPoolExecutor(1) as pool:
-            starting = pool.submit(
-                subprocess.Popen,
+        processes: list[subprocess.Popen[bytes]] = []
+
+        def start(output: IO[bytes]) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -135,16 +136,22 @@ def started(
                 start_new_session=True,  # Ctrl-C is for this process, which then stops the server
                 env=environ,
             )
+            processes.append(process)
+            return process
+
+        # A signal raises in the main thread. If it came within Popen, nobody would know the process that was started.
+        with log.open("wb") as output, ThreadPoolExecutor(1) as pool:
             try:
                 try:
-                    process = starting.result()
+                    process = pool.submit(start, output).result()
                 except OSError as error:
                     raise ServerError(f"{name}: {command[0]}: {error.strerror}") from None
                 _wait_until_ready(name, process, f"http://127.0.0.1:{port}{peer.ready_path}", start_timeout_s, log)
                 yield Started(f"http://127.0.0.1:{port}{peer.api_path}", shlex.join(without_secrets(command)))
             finally:
-                if starting.exception() is None:
-                    _stop(starting.result())
+                pool.shutdown()
+                for process in processes:
+                    _stop(process)
 
 
 def words_of(name: str, arguments: str) -> list[str]:

@@ -42,7 +42,8 @@ PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientParameter:
-    """A sampling parameter as clients give it: in a body, as a field of the library's Sampling, as a flag."""
+    """A sampling parameter as clients give it: in a body, as a field of the library's Sampling, as a flag; with values
+    that have an effect, for examples in the docs, the warm-up, checks of a start and tests."""
 
     default: float
     meaning: str
@@ -111,4 +112,4 @@ CLIENT_PARAMETERS = {
         weak=1.2,
     ),
 }
-"""By the field of SamplingParams, all of them."""
+"""Each field of SamplingParams, by its name."""

@@ -24,9 +24,9 @@ class AnswerNames:
     answer: str
     """Text, or a list of n texts; null if there is an error."""
     finish_reason: str
-    """Text, or a list of n texts; null if there is an error."""
-    error: str
     """The finish reason, or a list of n; null if there is an error."""
+    error: str
+    """Null unless the row could not be answered."""
     more: tuple[str, ...] = ()
     """Names of the further columns, in the order of `fields`."""
     fields: tuple[str, ...] = ()

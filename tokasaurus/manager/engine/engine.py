@@ -74,8 +74,8 @@ class DeferredTask:
 def may_run(task: DeferredTask, seconds_left: float, deferred_tasks: DeferredTasks | None) -> bool:
     """Whether to run `task` now rather than defer it.
 
-    seconds_left: how long the worker is busy with the steps it has. deferred_tasks: None: defer while the task is
-    expected to take half of seconds_left or more.
+    seconds_left: how long the worker is busy with the steps it has. deferred_tasks: see DeferredTasks; with None, the
+    task is deferred while it is expected to take half of seconds_left or more.
     """
     if deferred_tasks == "always" or task.num_steps_deferred >= task.max_steps_deferred:
         return True

@@ -8,7 +8,7 @@ from tokasaurus.monitoring.step_stats import WorkLeft
 
 
 def work_left(state: EngineState, now_s: float) -> WorkLeft:
-    """What the running and waiting sequences are expected to need. now_s: by time.monotonic.
+    """What the running and waiting sequences are expected to need. now_s: now, by time.monotonic.
 
     A waiting sequence is expected to become as long as the running ones do in the mean. So nothing is expected while
     none runs.

@@ -53,6 +53,7 @@ class EngineOptions:
     follows from these."""
 
     config: ServerConfig
+    """The flags; nobody writes them after the start."""
     limits: EngineLimits
     eos_ids: frozenset[int]
     """The model's eos token ids."""

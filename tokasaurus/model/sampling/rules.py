@@ -60,7 +60,7 @@ class ChosenRows:
     """int64 [A], the same."""
 
     def within(self, first_row: int, num_rows: int) -> slice:
-        """Which of the A are among the rows from `first_row` on: found without waiting for the device."""
+        """Slice of the A that are among the rows from `first_row` on: found without waiting for the device."""
         return slice(*np.searchsorted(self.on_host, (first_row, first_row + num_rows)).tolist())
 
     def cut(self, first_row: int, num_rows: int) -> "ChosenRows":
@@ -485,12 +485,6 @@ def _limit(logits: Tensor, chunk: RowChunk) -> None:
 class Rule(NamedTuple):
     """A step from a row of logits to the distribution that its token is drawn from."""
 
-    name: str
-    """By which other modules refer to it."""
-
-    change: str
-    """What it does to a row."""
-
     fields: tuple[str, ...]
     """The fields of SamplingParams that it reads. Without any: messages/forward.py has its input."""
 
@@ -499,10 +493,14 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule("logit_rules", "biases are added, and then penalties are applied", PENALTIES, _bias_and_penalize),
-    Rule("masks", "tokens that the row's mask does not allow get -inf", (), _mask),
-    Rule("temperature", "it is divided by its temperature, unless that is 0", ("temperature",), _divide),
-    Rule("limits", "tokens outside min_p, then top_k, then top_p get -inf, unless it is greedy", LIMITS, _limit),
+    # Logit rules: biases are added, and then penalties are applied.
+    Rule(PENALTIES, _bias_and_penalize),
+    # Masks: tokens that the row's mask does not allow get -inf.
+    Rule((), _mask),
+    # Temperature: the row is divided by it, unless it is 0.
+    Rule(("temperature",), _divide),
+    # Limits: tokens outside min_p, then top_k, then top_p get -inf, unless the row is greedy.
+    Rule(LIMITS, _limit),
 )
 """The rules of sampling, in the order in which they apply. After them, noise is added to a row whose temperature is not
 0, and the token with the largest result is drawn, the first of equal ones: see noise.py.

@@ -386,7 +386,7 @@ _TRITON = Executor(_draw_by_triton, _largest_by_triton)
 
 @cache
 def _by_kernels(kernels: Kernels) -> Executor:
-    """Cached, since a step with one row takes the kernels a few microseconds."""
+    """Executor of these kernels. It is cached, since a step with one row takes the kernels a few microseconds."""
     draw, sample_whole = partial(_draw_by_kernels, kernels=kernels), partial(_sample_by_kernels, kernels=kernels)
     return Executor(draw, _largest_by_torch, sample_whole)
 

@@ -70,7 +70,8 @@ class Sleeper:
         return ""
 
     def update(self, update: UpdateWeights) -> str:
-        """Apply a weight update; returns why nothing changed, or "". Partial ones need the weights to be in memory."""
+        """Apply a weight update; returns why nothing changed, or "". Precondition: the weights' memory has been taken
+        again. Partial updates need the weights in it, too."""
         if not self._has_weights and update.is_partial:
             return "the weights have not been read again: an update of all weights must come before one of a part"
         error = self._updates.apply(update)

@@ -72,7 +72,7 @@ class Only:
     instead: why others are refused, or what to do instead; a clause after a semicolon."""
 
     description = "Not implemented: only these neutral values."
-    """For OpenAPI."""
+    """Description of the field on the OpenAPI page."""
 
     def __init__(self, *neutral: object, instead: str = "") -> None:
         self.neutral = neutral

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import orjson
 from pydantic import BaseModel, create_model
 
-from tokasaurus.messages.sampling import CLIENT_PARAMETERS, SamplingParams
+from tokasaurus.messages.sampling import CLIENT_PARAMETERS, ClientParameter, SamplingParams
 from tokasaurus.server.protocol.fields import Only
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -54,10 +54,16 @@ def _built(effect: str, *examples: object) -> dict[str, Any]:
     return {"effect": effect, "examples": examples}
 
 
+def _examples(parameter: ClientParameter) -> tuple[float, ...]:
+    """A value with an effect; of a whole number also with a point, as some clients write it."""
+    value = parameter.strong
+    return (value, float(value)) if isinstance(value, int) else (value,)
+
+
 _OPENAI, _VLLM, _SGLANG, _TGI, _LLAMA = ("OpenAI",), ("vLLM",), ("SGLang",), ("TGI",), ("llama.cpp",)
 _BOTH_ENGINES = ("vLLM", "SGLang")
 _OF_OPENAI = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-"""Sampling parameters that are no fields of other servers alone."""
+"""Sampling parameters of OpenAI's API, which need no entry here."""
 _NO_MEDIA = "the models served here read and write text alone"
 _NO_BEAMS = "n samples with logprobs can be ranked by the client"
 _NO_ROUTING = "this server routes requests itself"
@@ -91,7 +97,7 @@ KNOWN_FIELDS: Mapping[str, KnownField] = {
         name: KnownField(
             _BOTH_ENGINES,
             tuple(dict.fromkeys((None, each.default, SamplingParams._field_defaults[name]))),
-            **_built(each.meaning, each.strong),
+            **_built(each.meaning, *_examples(each)),
         )
         for name, each in CLIENT_PARAMETERS.items()
         if name not in _OF_OPENAI
