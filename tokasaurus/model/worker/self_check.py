@@ -85,8 +85,8 @@ _OPTIONS = (
     SamplingParams(temperature=0.0),
     SamplingParams(),
     *(SamplingParams(**{name: CLIENT_PARAMETERS[name].strong}) for name in ("temperature", *LIMITS)),  # type: ignore[arg-type]
-    # Limits come after the division.
-    SamplingParams(CLIENT_PARAMETERS["temperature"].strong, **{name: CLIENT_PARAMETERS[name].weak for name in LIMITS}),  # type: ignore[arg-type]
+    # Limits come after the division, which leaves more tokens inside.
+    *(SamplingParams(2.0, **{name: CLIENT_PARAMETERS[name].strong}) for name in LIMITS),  # type: ignore[arg-type]
 )
 _ROWS_PER_OPTION = 4
 _NUM_TOP = 5
