@@ -16,6 +16,7 @@ from tokasaurus.server.engine_client.rollouts import Rollouts
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.prepare.requests import Origin, Prepared
+from tokasaurus.server.protocol.batches import LINE_URLS
 from tokasaurus.server.resources import BodyBytes, TextThreads
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
@@ -73,6 +74,10 @@ def test_lines_may_have_the_url_of_every_endpoint_and_no_other() -> None:
         assert TypeAdapter(EndpointUrl).validate_python(url) == url
     with pytest.raises(ValidationError):
         TypeAdapter(EndpointUrl).validate_python("/tokenize")
+
+
+def test_the_paths_that_toka_batch_knows_are_those_of_the_endpoints() -> None:
+    assert sorted(LINE_URLS) == sorted(ENDPOINTS)
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)

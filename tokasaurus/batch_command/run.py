@@ -33,6 +33,7 @@ from tokasaurus.batch_command.state_file import (
 )
 from tokasaurus.processes.stop_signals import Stopped, signals_raise
 from tokasaurus.server.jobs.store.records import FINAL_STATUSES
+from tokasaurus.server.protocol.batches import LINE_URLS
 
 # Seconds between two looks at the batch. The first are quick, for a short batch.
 _FIRST_PAUSE_S = 0.1
@@ -244,10 +245,8 @@ class _Run:
         config, root = self._config, directory_of_run(self._output)
         is_new, batch_id = self._state.batch_id is None, self._state.batch_id
         if batch_id is None:
-            from tokasaurus.server.endpoints import ENDPOINTS  # half a second: a continued run saves it
-
             self._so_far.remove()  # of a run whose state the user has deleted
-            limits = InputLimits(sorted(ENDPOINTS), config.max_batch_lines, config.max_line_bytes)
+            limits = InputLimits(LINE_URLS, config.max_batch_lines, config.max_line_bytes)
             window = config.completion_window or "30d"
             batch_id = store_batch(root, self._input, self._input_name, limits, config.max_file_bytes, window)
         batch = OwnBatch(root, batch_id, self._input, self._state.input)

@@ -49,7 +49,7 @@ crowding_shapes_strategy = st.lists(
 def test_prompt_logprobs_are_right_under_preemption_cancelling_and_streaming():
     num_preempted = num_preempted_in_prefill = 0
 
-    @examples(120, 15)
+    @examples(120, 30)
     @given(
         shapes=crowding_shapes_strategy,
         num_blocks=st.integers(14, 24),
