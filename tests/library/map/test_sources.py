@@ -1,5 +1,6 @@
 """Every kind of source gives the same rows, in order, and joins answers to the type that came in."""
 
+import codecs
 import csv
 import datetime
 import decimal
@@ -260,10 +261,11 @@ def test_errors_say_what_is_wrong_and_what_there_is(tmp_path: Path) -> None:
     assert (batch.errors, batch.dicts, batch.lines) == ({}, [{"a": 1}, {}], [b'{"a": 1}', b"{}"])
     expect_error(ValueError, "line 1 is not a JSON object.*a JSON array of rows is not JSON lines", tmp_path / "e.json")
     expect_error(ValueError, "line 1 is not a JSON object", tmp_path / "f.jsonl")
-    expect_error(ValueError, r"g\.csv: cannot be read: .*Expected 2 columns, got 1", tmp_path / "g.csv")
+    (batch,) = [batch for batch in open_source(tmp_path / "g.csv").batches() if batch.errors]
+    assert batch.errors == {0: f"row 1 of {tmp_path / 'g.csv'}: it has 1 value, and the file has 2 columns"}
     expect_error(ValueError, r"h\.txt: not a known kind of file; .*\.parquet, .*\.jsonl", tmp_path / "h.txt")
     expect_error(ValueError, r"key='uid': .* has no such column; its columns are id, question, level", ROWS, "uid")
-    expect_error(TypeError, "row 0 of the rows is not a dict, but int", [2, {"a": 1}])
+    expect_error(TypeError, "row 0 of the rows is not a dict, but int", [2, 3])
     (batch,) = open_source([{"a": 1}, 2]).batches()
     assert (batch.errors, batch.dicts) == ({1: "row 1 of the rows is not a dict, but int"}, [{"a": 1}, {}])
     expect_error(TypeError, "rows: int", 17)
@@ -271,6 +273,88 @@ def test_errors_say_what_is_wrong_and_what_there_is(tmp_path: Path) -> None:
     expect_error(TypeError, "LazyFrame", polars.from_arrow(TABLE).lazy())
     expect_error(ValueError, "is named twice", [tmp_path / "a.jsonl", tmp_path / "a.jsonl"])
     expect_error(ValueError, "two columns 'a'", pa.table([pa.array([1]), pa.array([2])], names=["a", "a"]))
+
+
+BAD_LINES = {
+    b"no JSON": "is not JSON",
+    b'{"a": ': "is not JSON",
+    b'{"a": NaN}': "is not JSON",
+    b'{"a": "\xff"}': "is not JSON",
+    b"\0\0\0": "is not JSON",
+    b"17": "is not a JSON object",
+    b'[{"a": 1}]': "is not a JSON object",
+    b"null": "is not a JSON object",
+}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_bad_line_is_an_error_of_its_row_wherever_it_is(seed: int, tmp_path: Path) -> None:
+    """The first one of the file and of the job, too."""
+    random = np.random.default_rng(seed)
+    wanted: list[tuple[dict[str, Any], str | None]] = []
+    for name in ("a.jsonl", "b.jsonl"):
+        lines: list[bytes] = []
+        num_rows = int(random.integers(2, 700))
+        for index in range(num_rows):
+            lines += [b"", b" \t"][: int(random.integers(0, 3))]
+            is_bad = random.random() < 0.3 or index == 0
+            if is_bad and index != num_rows - 1:
+                bad = list(BAD_LINES)[int(random.integers(len(BAD_LINES)))]
+                lines.append(bad)
+                wanted.append(({}, f"{tmp_path / name}: line {len(lines)} {BAD_LINES[bad]}"))
+            else:
+                wanted.append(({"a": len(wanted)}, None))
+                lines.append(b'{"a": %d}' % wanted[-1][0]["a"])
+        start = codecs.BOM_UTF8 if seed % 2 else b""
+        (tmp_path / name).write_bytes(start + [b"\n", b"\r\n"][seed // 2 % 2].join(lines))
+    source = open_source(str(tmp_path / "*.jsonl"))
+    assert source.columns == ["a"]
+    read: list[tuple[dict[str, Any], str | None]] = []
+    for batch in source.batches():
+        read += [(row, batch.errors.get(index)) for index, row in enumerate(batch.rows())]
+    assert [row for row, _ in read] == [row for row, _ in wanted]
+    for (_, error), (_, start_of_error) in zip(read, wanted, strict=True):
+        assert (error is None) == (start_of_error is None)
+        assert error is None or error.startswith(start_of_error or "")
+
+
+def test_what_is_no_dict_is_an_error_of_its_row_wherever_it_is() -> None:
+    rows = [None, "x", {"a": 1}, 7, {"a": 2}]
+    (batch,) = open_source(iter(rows)).batches()
+    assert (list(batch.errors), batch.column("a")) == ([0, 1, 3], [None, None, 1, None, 2])
+
+
+@pytest.mark.parametrize("num_rows", [5, 100_000])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_csv_row_with_too_many_or_too_few_values_is_an_error_of_its_row(
+    is_first: bool, num_rows: int, tmp_path: Path
+) -> None:
+    """In several blocks, among rows of several lines and beside values of another type."""
+    random = np.random.default_rng(num_rows)
+    rows = [[str(number), f"line\n{number}", "1.5"] for number in range(num_rows)]
+    for number in {*[0][:is_first], *random.integers(1, num_rows, num_rows // 20 + 1).tolist()}:
+        rows[number] = rows[number][: int(random.integers(1, 3))] if random.random() < 0.5 else [*rows[number], "", "x"]
+    if num_rows > 90_000:
+        rows[90_000] = ["90000", "x", "no number"]
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["id", "text", "share"], *rows])
+    source = open_source(path)
+    for _ in range(2):  # as a joined table reads them again
+        read: list[tuple[object, ...]] = []
+        errors: dict[int, str] = {}
+        for batch in source.batches():
+            assert batch.first_number == len(read)
+            errors |= {len(read) + index: error for index, error in batch.errors.items()}
+            read += zip(*(batch.column(name) for name in ("id", "text", "share")), strict=True)
+        for number, row in enumerate(rows):
+            if len(row) != 3:
+                assert read[number] == (None, None, None)
+                has = "1 value" if len(row) == 1 else f"{len(row)} values"
+                assert errors.pop(number) == f"row {number} of {path}: it has {has}, and the file has 3 columns"
+            elif row[2] == "1.5":
+                assert read[number] == (number, row[1], 1.5)
+        assert list(errors) == ([90_000] if num_rows > 90_000 else [])
 
 
 @pytest.mark.parametrize("num_before", [3, 100_000])

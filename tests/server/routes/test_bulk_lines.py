@@ -1,6 +1,7 @@
 """Bulk lines without HTTP: each line gets one result wherever the body is cut; the lines in flight are limited."""
 
 import asyncio
+import codecs
 import itertools
 import random
 import time
@@ -48,6 +49,17 @@ def test_split_lines_do_not_depend_on_chunk_boundaries(
         for number, line in enumerate(whole, 1)
         if line.strip()
     ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+@pytest.mark.parametrize("rest", [b'{"a": 1}\n{"b": 1}', b"\nx", b""])
+def test_a_byte_order_mark_at_the_start_is_left_out(rest: bytes, size: int) -> None:
+    def split(text: bytes) -> list[tuple[int, bytes | TooLong]]:
+        splitter = LineSplitter(100)
+        parts = (text[start : start + size] for start in range(0, len(text), size))
+        return [line for part in parts for line in splitter.add(part)] + splitter.finish()
+
+    assert split(codecs.BOM_UTF8 + rest) == split(rest)
 
 
 @pytest.mark.parametrize("size", [1, 1000, 10 * START_BYTES])

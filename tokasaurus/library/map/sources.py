@@ -5,13 +5,16 @@ pyarrow is imported late: JSON lines and dicts need it only when their output is
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
 import hashlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
@@ -395,8 +398,8 @@ class _ParquetFile:
 
 class _CsvFile:
     """Types come from the first megabyte of the first file; a column that is empty there is text. Texts that are not
-    UTF-8, and later values of other types, are errors of their rows: pyarrow would make the whole column bytes, or stop
-    reading."""
+    UTF-8, later values of other types, and rows with more or fewer values than there are columns are errors of their
+    rows: pyarrow would make the whole column bytes, or stop reading."""
 
     def __init__(self, path: str, first_schema: pa.Schema | None) -> None:
         import pyarrow as pa
@@ -421,27 +424,47 @@ class _CsvFile:
         typed = [
             raw if pa.types.is_string(field.type) else field for raw, field in zip(as_bytes, self.schema, strict=True)
         ]
-        number = 0
+        num_done = 0
         try:
-            for batch in self._open(pa.schema(typed)):
-                yield self._converted(batch, number)
-                number += batch.num_rows
+            for number, part in self._parts(pa.schema(typed)):
+                converted = self._converted(part, number)
+                yield converted
+                num_done = number + converted.num_rows
         except pa.ArrowInvalid as error:
             if not str(error).startswith("In CSV column"):  # not of a value
                 raise
-            num_done = number
-            number = 0
-            for batch in self._open(pa.schema(as_bytes)):
-                left = batch.slice(max(0, num_done - number))
-                if left.num_rows:
-                    yield self._converted(left, number + batch.num_rows - left.num_rows)
-                number += batch.num_rows
+            for number, part in self._parts(pa.schema(as_bytes)):
+                if not isinstance(part, str):
+                    num_seen = min(max(0, num_done - number), part.num_rows)
+                    number, part = number + num_seen, part.slice(num_seen)
+                if number >= num_done and len(part):
+                    yield self._converted(part, number)
 
-    def _converted(self, batch: Any, first_number: int) -> pa.RecordBatch:
-        """batch: of bytes in some columns. first_number: of its first row."""
+    def _parts(self, schema: pa.Schema) -> Iterator[tuple[int, pa.RecordBatch | str]]:
+        """(number of the first one, rows), or (number, why this row has no values)."""
+        wrong: deque[tuple[int, str]] = deque()
+        number = 0
+        for batch in self._open(schema, wrong):
+            while wrong and wrong[0][0] - number <= batch.num_rows:
+                wrong_number, why = wrong.popleft()
+                if wrong_number > number:
+                    yield number, batch.slice(0, wrong_number - number)
+                    batch = batch.slice(wrong_number - number)
+                yield wrong_number, why
+                number = wrong_number + 1
+            if batch.num_rows:
+                yield number, batch
+                number += batch.num_rows
+        yield from wrong
+
+    def _converted(self, part: Any, first_number: int) -> pa.RecordBatch:
+        """part: rows with bytes in some columns, or why one row has no values. first_number: of its first row."""
         import pyarrow as pa
 
-        columns = batch.columns
+        if isinstance(part, str):
+            self.errors[first_number] = part
+            return pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in self.schema], schema=self.schema)
+        columns = part.columns
         for index, field in enumerate(self.schema):
             if pa.types.is_binary(columns[index].type):
                 convert = self._decoded if pa.types.is_string(field.type) else self._parsed
@@ -487,14 +510,24 @@ class _CsvFile:
             self.errors[first_number] = f"its column {field.name!r} is not of the type {field.type}: {start!r}"
             return pa.nulls(1, field.type)
 
-    def _open(self, schema: pa.Schema | None) -> Any:
+    def _open(self, schema: pa.Schema | None, wrong: deque[tuple[int, str]] | None = None) -> Any:
+        """A reader. wrong: gets (number, why it is none) of each row that the reader leaves out."""
         import pyarrow.csv
+
+        def leave_out(row: Any) -> str:
+            if wrong is not None:  # the header is row 1
+                has = "1 value" if row.actual_columns == 1 else f"{row.actual_columns} values"
+                wrong.append((row.number - 2, f"it has {has}, and the file has {row.expected_columns} columns"))
+            return "skip"
 
         convert = pyarrow.csv.ConvertOptions(strings_can_be_null=False)
         if schema is not None:
             convert.column_types = schema
         return pyarrow.csv.open_csv(
-            self.path, convert_options=convert, parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True)
+            self.path,
+            pyarrow.csv.ReadOptions(use_threads=False),  # else rows that are left out have no numbers
+            pyarrow.csv.ParseOptions(newlines_in_values=True, invalid_row_handler=leave_out),
+            convert,
         )
 
 
@@ -575,7 +608,8 @@ def _read_json_lines(path: str) -> Iterator[tuple[bytes, Row] | str]:
     try:
         with _open_binary(path) as file:
             for number, line in enumerate(file, 1):
-                text = line.strip()
+                # editors of Windows write a byte-order mark at the start of a file
+                text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
                 if text:
                     yield _parse_line(text, path, number)
     except (OSError, EOFError) as error:
@@ -643,7 +677,8 @@ class _DictSource:
     ) -> None:
         """parts: (origin, opens its rows: dicts, or of JSON lines (text, dict) or why a line is no row).
 
-        Raises TypeError or ValueError if the first row is none: then these are hardly rows. Later ones are errors."""
+        Raises TypeError or ValueError if none of the first rows is one: then these are hardly rows. Beside rows, what
+        is none is an error of its row."""
         self.description = description
         self.num_rows = num_rows
         self.is_json_lines = is_json_lines
@@ -652,19 +687,23 @@ class _DictSource:
         self.paths = paths
         self._short_names = _short_names(paths)
         self._batches = self._read(parts)
-        self._first = next(self._batches, None)
-        if self._first is not None and 0 in self._first.errors:
-            raise (ValueError if is_json_lines else TypeError)(self._first.errors[0])
-        first_rows = [] if self._first is None else self._first.dicts or []
+        self._first: list[RowBatch] = []
+        """Batches up to the first one with a row."""
+        for batch in self._batches:
+            self._first.append(batch)
+            if len(batch.errors) < batch.num_rows or batch.first_number + batch.num_rows >= _FIRST_BATCH_ROWS:
+                break
+        if self._first and all(len(batch.errors) == batch.num_rows for batch in self._first):
+            raise (ValueError if is_json_lines else TypeError)(self._first[0].errors[0])
+        first_rows = (row for batch in self._first for row in batch.dicts or [])
         self.columns = list(dict.fromkeys(name for row in first_rows for name in row))
 
     def batches(self) -> Iterator[RowBatch]:
-        batch, self._first = self._first, None
-        while batch is not None:
+        first, self._first = self._first, []
+        for batch in chain(first, self._batches):
             if self.keep_rows:
                 self._kept += batch.dicts or []
             yield batch
-            batch = next(self._batches, None)
 
     def row_origin(self, origin: str) -> str:
         return self._short_names.get(origin, "")

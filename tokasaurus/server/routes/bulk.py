@@ -1,6 +1,7 @@
 """POST /v1/bulk, many requests over one connection: lines start as they arrive, results are sent as they finish."""
 
 import asyncio
+import codecs
 import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
@@ -120,7 +121,7 @@ _WHITE = re.compile(rb"\s*")
 
 class LineSplitter:
     """Splits chunks of bytes into lines, without line ends and without blank lines, which count nevertheless. A line
-    longer than `max_bytes` is dropped: a TooLong replaces it.
+    longer than `max_bytes` is dropped: a TooLong replaces it. A byte-order mark at the start is left out.
 
     Many blank lines cost next to nothing: a compressed body has thousands of them in a byte.
     """
@@ -166,6 +167,9 @@ class LineSplitter:
         self._continue(part)
         self._num_lines += 1
         line = bytes(self._begun)
+        if self._num_lines == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+            self._is_blank = not line.strip()
         ended: NumberedLine = (self._num_lines, TooLong(line) if self._is_too_long else line)
         is_blank = self._is_blank
         self._begun.clear()
