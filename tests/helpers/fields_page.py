@@ -45,9 +45,9 @@ def page() -> str:
         (
             "Without effect",
             "Every value of the right type is accepted, since nothing here depends on it.",
-            "| field | of |\n|---|---|",
+            "| field | of | why |\n|---|---|---|",
             lambda field: field.is_ignored,
-            lambda _: "",
+            lambda field: f" {field.instead} |",
         ),
         (
             "Accepted at neutral values",

@@ -12,6 +12,9 @@ USAGE_FIELDS = {
     "cache_read_input_tokens",
     "output_tokens",
     "output_tokens_details",
+    "service_tier",
+    "speed",
+    "inference_geo",
 }
 BLOCK_FIELDS = {
     "text": {"type", "text", "citations"},

@@ -57,7 +57,7 @@ NEUTRAL: dict[str, list[object]] = {
 }
 NEUTRAL_COMPLETIONS: dict[str, list[object]] = {
     "echo": [True, False, None],
-    "logprobs": [None, 0, 1, 20, 2.0],
+    "logprobs": [None, 0, 1, 20, 2.0, True, False],
     "prompt": [[5.0, 6], [[5, 6.0]]],
 }
 NEUTRAL_CHAT: dict[str, list[object]] = {

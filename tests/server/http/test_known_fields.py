@@ -7,6 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as response_params
 
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body
 from tests.server.helpers.fake_engine import FakeEngine
@@ -17,6 +20,7 @@ from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.protocol.fields import is_same
 from tokasaurus.server.protocol.known_fields import KNOWN_FIELDS, KnownField, advice
 from tokasaurus.server.protocol.responses import ResponsesRequest
+from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.served_model import ServedModel
 
 RESPONSES = "/v1/responses"
@@ -73,6 +77,30 @@ def test_the_table_has_only_fields_that_the_bodies_have() -> None:
             assert (name in model.model_fields) == (endpoint in field.endpoints), (name, endpoint)
 
 
+PARAMS_OF_OPENAI: list[tuple[type, type[SamplingFields]]] = [
+    (chat_params.CompletionCreateParamsBase, ChatCompletionRequest),
+    (completion_params.CompletionCreateParamsBase, CompletionRequest),
+    (response_params.ResponseCreateParamsBase, ResponsesRequest),
+]
+
+
+@pytest.mark.parametrize(("params", "model"), PARAMS_OF_OPENAI)
+def test_every_field_that_openais_client_has_is_a_field_here(params: type, model: type[SamplingFields]) -> None:
+    names = {name for base in params.__mro__ for name in getattr(base, "__annotations__", ())}
+    assert len(names) > 15
+    assert names <= set(model.model_fields)
+
+
+def test_logprobs_of_completions_may_be_a_truth_value(shared_server: LiveServer) -> None:
+    for truth, number in ((True, 1), (False, None)):
+        answers = [
+            shared_server.http.post(COMPLETIONS, json=minimal_body(COMPLETIONS) | {"seed": 5, "logprobs": value}).json()
+            for value in (truth, number)
+        ]
+        assert answers[0]["choices"] == answers[1]["choices"]
+        assert (answers[0]["choices"][0]["logprobs"] is None) == (number is None)
+
+
 # A thousand cases take less time in one test each than as tests of their own.
 
 
@@ -97,7 +125,7 @@ def test_the_engine_gets_the_same_request_from_responses_as_from_a_chat(shared_s
         assert found[0] == found[1], full
 
 
-@pytest.mark.parametrize("field", [name for name, field in KNOWN_FIELDS.items() if field.is_neutral_only])
+@pytest.mark.parametrize("field", [name for name, field in KNOWN_FIELDS.items() if not field.effect])
 def test_neutral_values_change_nothing(shared_server: LiveServer, field: str) -> None:
     for endpoint in KNOWN_FIELDS[field].endpoints:
         plain = minimal_body(ROUTES[endpoint]) | {"seed": 5}

@@ -203,7 +203,11 @@ def test_what_clients_send_without_a_wish_is_accepted(server: LiveServer) -> Non
     plain = ask(server)
     neutral = {
         "metadata": {"user_id": "me"},
-        "service_tier": "auto",
+        "service_tier": "standard_only",
+        "inference_geo": "eu",
+        "speed": "fast",
+        "fallbacks": [{"model": "other"}],
+        "billing_policy": {"type": "billing_policy", "bill_to": "self"},
         "thinking": {"type": "adaptive"},
         "cache_control": {"type": "ephemeral"},
         "stop_sequences": [],
@@ -214,6 +218,8 @@ def test_what_clients_send_without_a_wish_is_accepted(server: LiveServer) -> Non
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     }
     assert without_ids(ask(server, **neutral)) == without_ids(plain)
+    done = {"service_tier": "standard", "speed": "standard", "inference_geo": "not_available"}
+    assert plain["usage"].items() >= done.items()
     assert without_ids(ask(server, thinking={"type": "enabled", "budget_tokens": 1024})) == without_ids(plain)
 
 
@@ -228,7 +234,7 @@ def test_fields_of_sampling_mean_what_they_mean_in_chat(server: LiveServer) -> N
 
 # Fields of chat that have another name or form here, or no place in the answer.
 ELSEWHERE = {"n", "best_of", "max_tokens", "response_format", "return_token_ids", "prompt_logprobs", "metadata"}
-ELSEWHERE |= {"service_tier", "stop", "echo"}
+ELSEWHERE |= {"stop", "echo"}
 
 
 def test_fields_of_other_servers_are_those_of_chat(shared_server: LiveServer) -> None:
@@ -258,6 +264,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "name"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "g"}}, "'g'"),
     ({"container": "x"}, "container"),
+    ({"fallback_credit_token": "x"}, "fallback_credit_token"),
+    ({"billing_policy": {"type": "billing_policy", "bill_to": "user_profile"}}, "billing_policy"),
+    ({"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, "output_config.task_budget"),
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "clear_tool_uses_20250919"),
     ({"context_management": {"edits": [{}]}}, "context_management must have edits"),
     ({"context_management": {"edits": {}}}, "context_management must be an object"),

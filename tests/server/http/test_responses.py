@@ -141,6 +141,21 @@ def test_what_clients_send_without_a_wish_is_accepted(server: LiveServer) -> Non
     assert without_random_fields(ask(server, include=names)) == without_random_fields(plain)
 
 
+def test_an_answer_says_what_was_done_of_fields_that_promise_nothing(server: LiveServer) -> None:
+    plain = without_random_fields(ask(server))
+    done = {"store": False, "truncation": "disabled", "service_tier": "default", "text": plain["text"]}
+    assert {name: plain[name] for name in done} == done
+    for fields in (
+        {"store": True},
+        {"truncation": "auto"},
+        {"text": {"verbosity": "low"}},
+        {"service_tier": "priority"},
+        {"prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "explicit"}},
+        {"image": {"context_compression": "auto"}, "access_programs": {"cyber": "standard"}},
+    ):
+        assert without_random_fields(ask(server, **fields)) == plain, fields
+
+
 SYSTEM = {"role": "system", "content": "Be short."}
 HELLO = {"role": "user", "content": "hello"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "get_time", "arguments": '{"zone": "é"}'}}
@@ -356,15 +371,16 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id", 'default_options={"store": False}'),
     ({"conversation": "conv_1"}, "conversation", "send all items of the conversation"),
     ({"background": True}, "background", "not implemented"),
-    ({"store": True}, "store", "not implemented"),
+    ({"access_programs": {"cyber": "daybreak_blue"}}, "access_programs", "not implemented"),
     ({"prompt": {"id": "x"}}, "prompt", "not implemented"),
-    ({"truncation": "auto"}, "truncation", "not implemented"),
+    ({"truncation": "left"}, "truncation", "auto"),
     ({"max_tokens": 3}, "max_tokens", "max_output_tokens"),
     ({"response_format": {"type": "text"}}, "response_format", "text.format"),
     ({"tools": [{"type": "web_search"}]}, "tools[0]", "web_search"),
     ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0]", "custom"),
     ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0]", "mcp"),
     ({"tools": [{"type": "function"}]}, "tools[0].name", "required"),
+    ({"tools": [TOOLS[0] | {"async": True}]}, "tools[0].async", "not implemented"),
     ({"tools": TOOLS, "tool_choice": {"type": "web_search_preview"}}, "tool_choice", "web_search_preview"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "'g'"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
@@ -391,7 +407,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [RESULT_ITEM]}, "input[0].call_id", "no earlier function call"),
     ({"text": {"format": {"type": "json_schema", "name": "a b", "schema": {}}}}, "text.format", "as its name"),
     ({"text": {"format": {"type": "grammar"}}}, "text.format", "json_schema"),
-    ({"text": {"verbosity": "high"}}, "text.verbosity", "not implemented"),
+    ({"text": {"verbosity": "higher"}}, "text.verbosity", "medium"),
     ({"max_output_tokens": 100_000}, "max_output_tokens", "context_length_exceeded"),
     ({"input": "x" * 2000}, "input", "leaves no room"),
     ({"top_logprobs": 99}, "top_logprobs", "at most"),

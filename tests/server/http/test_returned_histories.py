@@ -198,7 +198,13 @@ def test_fields_of_returned_messages_change_nothing(
 def test_keys_that_clients_add_to_tools_change_nothing(qwen: LiveServer) -> None:
     plain = {"type": "function", "function": {"name": "get time", "parameters": {"type": "object", "properties": {}}}}
     extra = {"cache_control": {"type": "ephemeral"}, "defer_loading": False, "id": "t1"}
-    function = {"title": "Time", "returns": {"type": "string"}, "strict": None, "output_schema": None}
+    function = {
+        "title": "Time",
+        "returns": {"type": "string"},
+        "return": {"type": "string"},
+        "strict": None,
+        "output_schema": None,
+    }
     added = plain | {"strict": True, "function": plain["function"] | function | extra} | extra
     asked = {"messages": QUESTION}
     assert prompt_of(qwen, **asked, tools=[added]) == prompt_of(qwen, **asked, tools=[plain])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from tokasaurus.messages.generation import FinishReason
@@ -54,17 +54,26 @@ _PromptList = Annotated[list[Text], Field(min_length=1)] | Annotated[list[_Token
 Prompts = Annotated[list[Prompt], PlainValidator(_parse_prompts, Text | _TokenIds | _PromptList)]
 
 
+def _as_number(value: object) -> object:
+    """1 for true, null for false: how clients that know the field of chat ask."""
+    return (1 if value else None) if isinstance(value, bool) else value
+
+
+_NumberOrTruth = BeforeValidator(_as_number, json_schema_input_type=Annotated[int, Field(ge=0)] | bool | None)
+
+
 @with_known_fields("completions")
 class CompletionRequest(SamplingFields):
     """prompt: one or more prompts.
-    logprobs: return the log-probability of each sampled token and of this many most likely tokens.
+    logprobs: return the log-probability of each sampled token and of this many most likely tokens; true is 1, false
+    none.
     echo: put the prompt's text, and with logprobs its tokens, before the completion.
     max_tokens: may be 0 with echo.
     ignore_eos (our extension): generate max_tokens tokens even if the model samples eos.
     """
 
     prompt: Prompts
-    logprobs: Annotated[int | None, Field(ge=0), WHOLE_FLOATS] = None
+    logprobs: Annotated[int | None, Field(ge=0), WHOLE_FLOATS, _NumberOrTruth] = None
     echo: Annotated[bool, NullMeans(False)] = False
     max_tokens: Annotated[int | None, Field(ge=0), WHOLE_FLOATS] = None
 

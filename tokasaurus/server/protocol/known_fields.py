@@ -40,9 +40,12 @@ class KnownField:
     examples: tuple[object, ...] = ()
     """Values with that effect."""
     instead: str = ""
-    """What refused values could be replaced by, or why they are refused; a clause after a semicolon."""
+    """What refused values could be replaced by, or why they are refused; a clause after a semicolon. Of a field without
+    any effect: why nothing depends on it."""
     is_ignored: bool = False
     """No value has an effect: the field does not concern the answers of this server."""
+    type: Any = Any
+    """Type of the values of a field without any effect, unless the bodies declare it themselves."""
 
     @property
     def is_neutral_only(self) -> bool:
@@ -66,6 +69,7 @@ _OF_OPENAI = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 """Sampling parameters of OpenAI's API, which need no entry here."""
 _NO_MEDIA = "the models served here read and write text alone"
 _NO_BEAMS = "n samples with logprobs can be ranked by the client"
+_CACHED_ANYWAY = "cached prompts are found without it, and kept while there is room"
 _NO_ROUTING = "this server routes requests itself"
 
 KNOWN_FIELDS: Mapping[str, KnownField] = {
@@ -75,19 +79,49 @@ KNOWN_FIELDS: Mapping[str, KnownField] = {
     "functions": KnownField(_OPENAI, (None, []), CHAT, instead="tools is its newer form"),
     "metadata": KnownField(_OPENAI, (None, {"a": "b"}), is_ignored=True),
     "modalities": KnownField(_OPENAI, (None, ["text"]), CHAT, instead=_NO_MEDIA),
-    "moderation": KnownField(_OPENAI, endpoints=CHAT),
-    "prediction": KnownField(_OPENAI, endpoints=CHAT),
+    "moderation": KnownField(_OPENAI, endpoints=CHAT, instead="no moderation model is served here"),
+    "prediction": KnownField(
+        _OPENAI,
+        (None, {"type": "content", "content": "x"}),
+        CHAT,
+        instead="it is meant to save time, and the text does not depend on it",
+        is_ignored=True,
+        type=dict[str, Any],
+    ),
     "prompt_cache_key": KnownField(_OPENAI, (None, "x"), is_ignored=True),
-    "prompt_cache_options": KnownField(_OPENAI, endpoints=CHAT, instead="cached prompts are found without it"),
-    "prompt_cache_retention": KnownField(_OPENAI, endpoints=CHAT, instead="prompts are cached while there is room"),
+    "prompt_cache_options": KnownField(
+        _OPENAI, (None, {"mode": "explicit"}), CHAT, instead=_CACHED_ANYWAY, is_ignored=True, type=dict[str, Any]
+    ),
+    "prompt_cache_retention": KnownField(
+        _OPENAI, (None, "in_memory", "24h"), CHAT, instead=_CACHED_ANYWAY, is_ignored=True, type=str
+    ),
     "safety_identifier": KnownField(_OPENAI, (None, "x"), is_ignored=True),
-    "service_tier": KnownField(_OPENAI, (None, "auto", "default"), instead="priority orders requests here"),
-    "store": KnownField(_OPENAI, (None, False), instead="answers are not kept"),
+    "service_tier": KnownField(
+        _OPENAI,
+        (None, "auto", "default", "flex", "scale", "priority", "fast", "ultrafast"),
+        instead="there is one tier; priority orders the waiting requests of a client",
+        is_ignored=True,
+        type=str,
+    ),
+    "store": KnownField(
+        _OPENAI,
+        (None, True, False),
+        instead="answers are not kept, so that there is nothing to retrieve",
+        is_ignored=True,
+        type=bool,
+    ),
     "suffix": KnownField(
         _OPENAI, (None, ""), COMPLETIONS, instead="write the model's own marks for filling a gap into the prompt"
     ),
     "user": KnownField(_OPENAI, (None, "me"), is_ignored=True),
-    "verbosity": KnownField(_OPENAI, (None, "medium"), CHAT, instead="ask for short or long answers in a message"),
+    "verbosity": KnownField(
+        _OPENAI,
+        (None, "low", "medium", "high"),
+        CHAT,
+        instead="ask for short or long answers in a message",
+        is_ignored=True,
+        type=Literal["low", "medium", "high"],
+    ),
     "web_search_options": KnownField(_OPENAI, endpoints=CHAT, instead="give the model a tool that searches"),
     "best_of": KnownField(
         ("OpenAI", "vLLM", "SGLang", "TGI"), (None, 1), **_built("accepted if it equals n, which it then repeats")
@@ -304,9 +338,9 @@ def with_known_fields(endpoint: Endpoint) -> Callable[[type[Model]], type[Model]
 
     def add(model: type[Model]) -> type[Model]:
         added: dict[str, Any] = {
-            name: (Annotated[Any, Neutral(name)], None)
+            name: (Annotated[Any, Neutral(name)] if field.is_neutral_only else field.type | None, None)
             for name, field in KNOWN_FIELDS.items()
-            if field.is_neutral_only and endpoint in field.endpoints and name not in model.model_fields
+            if not field.effect and endpoint in field.endpoints and name not in model.model_fields
         }
         return create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **added)
 

@@ -57,6 +57,7 @@ class ToolUseInput(StrictObject):
     input: dict[str, Any]
     cache_control: Any = None
     caller: Any = None
+    toolset_name: Annotated[Any, Only(None)] = None
 
 
 def _parse_texts(value: object) -> str:
@@ -82,6 +83,7 @@ class ToolResultInput(StrictObject):
     content: Annotated[str, PlainValidator(_parse_texts, str | list[TextBlockInput] | None)] = ""
     is_error: bool | None = None
     cache_control: Any = None
+    toolset_name: Annotated[Any, Only(None)] = None
 
 
 class ThinkingInput(StrictObject):
@@ -262,6 +264,7 @@ class OutputConfig(StrictObject):
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: Annotated[GrammarSource | None, PlainValidator(_parse_output_format, OutputFormat | None)] = None
+    task_budget: Annotated[Any, Only(None, instead="max_tokens limits an answer")] = None
 
 
 _CLEARS_THINKING = "clear_thinking_20251015"
@@ -302,6 +305,8 @@ class _ConversationFields(ChatForm):
     """system: the system message: a string, or text blocks, which are joined by empty lines.
     thinking, output_config: see there.
     cache_control: no effect, since prompts are cached without it.
+    speed, service_tier, inference_geo: no effect: there is one of each.
+    fallbacks: no effect, since no answer is declined.
     """
 
     messages: Annotated[list[MessageInput], Field(min_length=1, fail_fast=True)]
@@ -312,13 +317,18 @@ class _ConversationFields(ChatForm):
     output_config: Annotated[OutputConfig, NullMeans(OutputConfig())] = Field(default_factory=OutputConfig)
     cache_control: Any = None
     metadata: MessagesMetadata | None = None  # type: ignore[assignment]  # OpenAI's is another
-    speed: Annotated[Any, Only(None, "standard")] = None
-    service_tier: Annotated[Any, Only(None, "auto", "standard_only")] = None
+    speed: Literal["standard", "fast"] | None = None
+    service_tier: str | None = None
+    inference_geo: str | None = None
+    fallbacks: Literal["default"] | list[Any] | None = None
     container: Annotated[Any, Only(None)] = None
     mcp_servers: Annotated[Any, Only(None, [])] = None
     context_management: Annotated[None, PlainValidator(_parse_context_management, ContextManagement | None)] = None
-    inference_geo: Annotated[Any, Only(None)] = None
+    billing_policy: Annotated[
+        Any, Only(None, {"type": "billing_policy"}, {"type": "billing_policy", "bill_to": "self"})
+    ] = None
     diagnostics: Annotated[Any, Only(None)] = None
+    fallback_credit_token: Annotated[Any, Only(None)] = None
 
 
 @with_known_fields("chat")
@@ -388,13 +398,16 @@ class ThinkingDetails:
 @dataclass(frozen=True, slots=True)
 class MessageUsage:
     """input_tokens: of the prompt, without the cached ones. cache_creation_input_tokens: 0, since Anthropic's field
-    counts what is billed."""
+    counts what is billed. service_tier, speed, inference_geo: the same for all."""
 
     input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: ThinkingDetails
     cache_creation_input_tokens: Literal[0] = 0
+    service_tier: Literal["standard"] = "standard"
+    speed: Literal["standard"] = "standard"
+    inference_geo: Literal["not_available"] = "not_available"
 
 
 StopReason = Literal[

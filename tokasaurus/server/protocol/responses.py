@@ -153,6 +153,7 @@ class FunctionCallItem(StrictObject):
     parsed_arguments: Any = None
     caller: Any = None
     namespace: Annotated[Any, Only(None)] = None
+    async_: Annotated[Any, Only(None, False), Field(alias="async")] = None
 
 
 class FunctionCallOutputItem(StrictObject):
@@ -246,6 +247,7 @@ class ResponsesTool(FunctionDefinition):
 
     type: Literal["function"]
     allowed_callers: Annotated[Any, Only(None, ["direct"])] = None
+    async_: Annotated[Any, Only(None, False), Field(alias="async")] = None
 
 
 def _parse_tool(value: object) -> ResponsesTool:
@@ -369,10 +371,12 @@ class JsonSchemaTextFormat(StrictObject):
 
 
 class TextConfig(StrictObject):
+    """verbosity: no effect."""
+
     format: Annotated[TextFormat, PlainValidator(_parse_text_format, PlainFormat | JsonSchemaTextFormat | None)] = (
         Field(default_factory=TextFormat)
     )
-    verbosity: Annotated[Any, Only(None, "medium")] = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningConfig(StrictObject):
@@ -413,6 +417,8 @@ class ResponsesRequest(ChatForm):
     effect, since there is nothing that they could add.
     max_tool_calls: no effect, since it does not count calls of functions.
     client_metadata: no effect; Codex sends it.
+    truncation: no effect: input that is longer than the context is refused. truncate_prompt_tokens keeps its end.
+    image: no effect, since there are no images.
     Fields of chat that OpenAI's /v1/responses lacks, such as stop, seed and top_k, mean the same here.
     """
 
@@ -429,9 +435,11 @@ class ResponsesRequest(ChatForm):
     reasoning: Annotated[ReasoningConfig, NullMeans(ReasoningConfig())] = Field(default_factory=ReasoningConfig)
     max_tool_calls: Annotated[int | None, WHOLE_FLOATS] = None
     client_metadata: Metadata = None
-    truncation: Annotated[Any, Only(None, "disabled")] = None
+    truncation: Literal["auto", "disabled"] | None = None
+    image: dict[str, Any] | None = None
     stream_options: ResponsesStreamOptions | None = None
 
+    access_programs: Annotated[Any, Only(None, {"cyber": "standard"})] = None
     previous_response_id: Annotated[Any, Only(None, instead=_NOT_STORED)] = None
     conversation: Annotated[Any, Only(None, instead=_NOT_STORED)] = None
     background: Annotated[Any, Only(None, False, instead="no answer is kept until it is asked for")] = None
@@ -548,7 +556,8 @@ ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed", "ca
 
 @dataclass(frozen=True, slots=True)
 class ResponseObject:
-    """The answer. Fields that are not described repeat the body.
+    """The answer. Fields that are not described repeat the body, or say what was done where that is always the same:
+    nothing is stored or truncated, and there is one service tier.
 
     incomplete_details: set if the answer was cut by max_output_tokens or by the context's length.
     usage: null until the answer is complete.

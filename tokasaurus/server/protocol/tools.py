@@ -57,6 +57,7 @@ class ToolExtras(StrictObject):
     output_schema: Any = None
     outputSchema: Any = None
     response: Any = None
+    return_: Annotated[Any, Field(alias="return")] = None
     returns: Any = None
     title: Any = None
 
