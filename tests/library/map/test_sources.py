@@ -366,12 +366,12 @@ def test_a_csv_row_that_is_not_utf_8_is_an_error_and_the_others_are_texts(num_be
     source = open_source([path, tmp_path / "more.csv"])
     assert [str(field.type) for field in source.schema or ()] == ["int64", "string"]
     for _ in range(2):  # as a joined table reads them again
-        texts: list[str] = []
+        texts: list[str | None] = []
         errors: dict[int, str] = {}
         for batch in source.batches():
             errors |= {len(texts) + index: error for index, error in batch.errors.items()}
             texts += batch.column("question")
-        assert texts == ["what is it"] * num_before + ["\ufffd", "n\ufffd", "", "\ufffd"]
+        assert texts == ["what is it"] * num_before + ["\ufffd", "n\ufffd", None, "\ufffd"]
         assert list(errors) == [num_before, num_before + 1, num_before + 3]
     assert errors[num_before].startswith(f"row {num_before} of {path}: its column 'question' is not UTF-8: ")
     assert "row 0 of" in errors[num_before + 3]
@@ -433,6 +433,9 @@ def test_key_columns_tell_types_and_refuse_null() -> None:
     assert hash_key(np.str_("a")) == hash_key("a")
     (batch,) = open_source([{"id": "a"}, {"id": None}]).batches()
     assert column_keys(batch, "id")[1] == {1: "row 1 of the rows has no key: its column 'id' is null"}
+    (batch,) = open_source([{"id": "a"}, {"id": ""}, {"id": ""}]).batches()
+    error = "row {} of the rows has no key: its column 'id' is empty"
+    assert column_keys(batch, "id")[1] == {index: error.format(index) for index in (1, 2)}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import orjson
 
-from tokasaurus.library.map.sources import Row, Source, listed_columns
+from tokasaurus.library.map.sources import Row, Source, is_missing, listed_columns
 
 PromptOf: TypeAlias = "str | Callable[[Row], Any]"
 """A template such as "{question}", the name of a column, or a function of the row."""
@@ -62,8 +62,8 @@ class Prompts:
     def make(self, row: Row) -> Any:
         """What RequestFormat.line takes. Raises NoPrompt."""
         prompt = self._make(row)
-        if prompt is None:
-            raise NoPrompt("there is no prompt: it is None")
+        if is_missing(prompt):
+            raise NoPrompt(f"there is no prompt: it is {prompt}")
         if isinstance(prompt, str):
             if self._is_messages:
                 raise NoPrompt("messages must be a list of dicts, not a text")

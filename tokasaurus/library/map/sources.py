@@ -6,6 +6,7 @@ pyarrow is imported late: JSON lines and dicts need it only when their output is
 from __future__ import annotations
 
 import codecs
+import decimal
 import glob
 import gzip
 import hashlib
@@ -74,7 +75,9 @@ class RowBatch:
         self.table: pa.RecordBatch | None = None
         """All columns; None if the rows are dicts that need not become columns. After `keep_only`, only some rows."""
         self.dicts: list[Row] | None = None
-        """The rows as they came; None if they came as columns, or are not needed any more."""
+        """The rows, with None for missing values; None if they came as columns, or are not needed any more."""
+        self.given: list[Row] | None = None
+        """The rows as they came; None as in `dicts`."""
         self.lines: list[bytes | None] | None = None
         """The rows as JSON text, if they are stored so."""
         self.errors: dict[int, str] = {}
@@ -86,19 +89,20 @@ class RowBatch:
         return f"row {self.first_in_origin + index} of {self.origin}"
 
     def rows(self, columns: Sequence[str] | None = None) -> list[Row]:
-        """The rows as dicts. columns: names of the needed columns; None means all."""
+        """The rows as dicts, with None for missing values. columns: names of the needed columns; None means all."""
         if self.dicts is not None:
             return self.dicts
         assert self.table is not None
         table = self.table if columns is None else self.table.select(list(columns))
-        return cast("list[Row]", table.to_pylist())
+        columns_without_nan = [_without_nan(column) for column in table.columns]
+        return cast("list[Row]", table.from_arrays(columns_without_nan, table.schema.names).to_pylist())
 
     def column(self, name: str) -> list[Any]:
-        """None where a dict lacks it."""
+        """None for missing values, and where a dict lacks it."""
         if self.dicts is not None:
             return [row.get(name) for row in self.dicts]
         assert self.table is not None
-        return cast("list[Any]", self.table.column(name).to_pylist())
+        return cast("list[Any]", _without_nan(self.table.column(name)).to_pylist())
 
     def take(self, indices: npt.NDArray[np.int64]) -> pa.RecordBatch:
         """Some rows of the table."""
@@ -206,21 +210,55 @@ def column_keys(batch: RowBatch, key: str) -> tuple[npt.NDArray[np.uint64], dict
     wrong: dict[int, str] = {}
     for index, value in enumerate(values):
         if isinstance(value, str | int):
+            if value == "":  # as a CSV file may have it in place of null
+                wrong[index] = f"{batch.place(index)} has no key: its column {key!r} is empty"
             continue
         # also what is not the same in every process
         if isinstance(value, np.ndarray) or repr(value) == object.__repr__(value):
             wrong[index] = f"{batch.place(index)}: its key is {type(value).__name__}; allowed are texts and numbers"
-        elif value is None or _is_nan(value):
+        elif value is None:
             wrong[index] = f"{batch.place(index)} has no key: its column {key!r} is null"
     hashes = [0 if index in wrong else hash_key(value) for index, value in enumerate(values)]
     return np.array(hashes, np.uint64), wrong
 
 
-def _is_nan(value: Any) -> bool:
-    try:
-        return bool(value != value)
-    except Exception:  # pandas.NA has no truth value, and a signalling NaN cannot be compared
+_NEVER_MISSING = frozenset({str, int, bool, list, dict, bytes})
+_MISSING_KINDS = ("NAType", "MaskedConstant")
+"""pandas.NA and numpy.ma.masked, which compare to themselves as themselves."""
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a value says that there is none: None, NaN, pandas' NaT and NA, a NaT or a masked value of NumPy, a null
+    of Arrow."""
+    kind = type(value)
+    if value is None:
         return True
+    if kind in _NEVER_MISSING:
+        return False
+    try:
+        is_unequal = value != value
+    except Exception:  # a signalling NaN cannot be compared
+        return isinstance(value, decimal.Decimal)
+    if isinstance(is_unequal, bool | np.bool_) and is_unequal:
+        return True
+    return kind.__name__ in _MISSING_KINDS or getattr(value, "is_valid", True) is False
+
+
+def _without_missing(row: Row) -> Row:
+    """The row with None for missing values; the same dict if it has none."""
+    if not any(type(value) not in _NEVER_MISSING and value is not None and is_missing(value) for value in row.values()):
+        return row
+    return {name: None if is_missing(value) else value for name, value in row.items()}
+
+
+def _without_nan(column: Any) -> Any:
+    """An Arrow column with null for NaN."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not pa.types.is_floating(column.type):
+        return column
+    return pc.if_else(pc.is_nan(column), pa.scalar(None, column.type), column)
 
 
 def hash_key(value: object) -> int:
@@ -399,7 +437,8 @@ class _ParquetFile:
 class _CsvFile:
     """Types come from the first megabyte of the first file; a column that is empty there is text. Texts that are not
     UTF-8, later values of other types, and rows with more or fewer values than there are columns are errors of their
-    rows: pyarrow would make the whole column bytes, or stop reading."""
+    rows: pyarrow would make the whole column bytes, or stop reading. An empty field is null, and a text that is empty
+    has quotation marks, as Arrow and Polars write them."""
 
     def __init__(self, path: str, first_schema: pa.Schema | None) -> None:
         import pyarrow as pa
@@ -479,7 +518,7 @@ class _CsvFile:
         texts = []
         for number, value in enumerate(column.to_pylist(), first_number):
             try:
-                texts.append(value.decode())
+                texts.append(None if value is None else value.decode())
             except UnicodeDecodeError as error:
                 self.errors[number] = f"its column {field.name!r} is not UTF-8: {error}"
                 texts.append(value.decode(errors="replace"))
@@ -491,7 +530,7 @@ class _CsvFile:
         import pyarrow as pa
         import pyarrow.csv
 
-        content = b"".join(b'"%b"\n' % value.replace(b'"', b'""') for value in column.to_pylist())
+        content = b"".join(b'"%b"\n' % (value or b"").replace(b'"', b'""') for value in column.to_pylist())
         try:
             table = pyarrow.csv.read_csv(
                 pa.BufferReader(content),
@@ -520,9 +559,11 @@ class _CsvFile:
                 wrong.append((row.number - 2, f"it has {has}, and the file has {row.expected_columns} columns"))
             return "skip"
 
-        convert = pyarrow.csv.ConvertOptions(strings_can_be_null=False)
-        if schema is not None:
-            convert.column_types = schema
+        convert = pyarrow.csv.ConvertOptions()
+        if schema is not None:  # "NA" is null where the type is a number's, which `_parsed` sees to
+            convert = pyarrow.csv.ConvertOptions(
+                column_types=schema, null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False
+            )
         return pyarrow.csv.open_csv(
             self.path,
             pyarrow.csv.ReadOptions(use_threads=False),  # else rows that are left out have no numbers
@@ -702,7 +743,8 @@ class _DictSource:
         first, self._first = self._first, []
         for batch in chain(first, self._batches):
             if self.keep_rows:
-                self._kept += batch.dicts or []
+                self._kept += batch.given or []
+            batch.given = None
             yield batch
 
     def row_origin(self, origin: str) -> str:
@@ -729,7 +771,7 @@ class _DictSource:
                             batch.errors[index] = line
                             taken[index] = b"{}", {}
                     batch.lines = [text for text, _ in taken]
-                    batch.dicts = [row for _, row in taken]
+                    batch.dicts = batch.given = [row for _, row in taken]
                     batch_rows = _next_rows(sum(len(text) for text, _ in taken), len(taken))
                 else:
                     for index, row in enumerate(taken):
@@ -737,7 +779,7 @@ class _DictSource:
                             if not isinstance(row, Mapping):
                                 batch.errors[index] = f"{batch.place(index)} is not a dict, but {type(row).__name__}"
                             taken[index] = dict(row) if isinstance(row, Mapping) else {}
-                    batch.dicts = taken
+                    batch.given, batch.dicts = taken, [_without_missing(row) for row in taken]
                     batch_rows = _next_rows(sum(map(_text_bytes, taken)), len(taken))
                 number += len(taken)
                 in_origin += len(taken)
