@@ -6,7 +6,7 @@ float64, which changes integers beyond 2^53, so these are checked and bounds are
 
 import math
 from collections.abc import Iterator, Mapping
-from decimal import Decimal
+from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any, TypeGuard
 from urllib.parse import unquote
 
@@ -20,6 +20,9 @@ _MIN_INTEGER = -(2**63) + 1024
 """The next float64 above llguidance's smallest integer, for which it crashes."""
 _MAX_FLOAT_BOUND = 10**18
 """Largest bound of a number that may have a fraction."""
+_MAX_DIGITS = 15
+_MAX_PLACES = 22
+"""Significant digits and decimal places of a bound for which llguidance's reading is exact: 10^22 is a float64."""
 _BOUNDS = ("maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum")
 _MAX_MULTIPLE = 2**32 - 1
 _MAX_LENGTH = 2**31
@@ -195,6 +198,10 @@ def _numbers_in(value: Any) -> Iterator[int | float]:
 
 def _check_literal(number: int | float, path: str) -> None:
     """Raises SchemaError if llguidance would write another number."""
+    if isinstance(number, float) and _as_read(number) != number:
+        raise SchemaError(
+            f"contains the number {number} at {path[:_MAX_PATH_CHARS]}: it has too many digits to be written exactly"
+        )
     if abs(number) <= _MAX_EXACT or number == _MAX_INTEGER:
         return
     if isinstance(number, float) or abs(number) > _MAX_INTEGER or int(float(number)) != number:
@@ -239,6 +246,57 @@ def _narrow_bounds(schema: dict[str, Any], path: str) -> None:
         schema.setdefault("maximum", highest)
     if high <= -(10**18):
         schema.setdefault("minimum", lowest)
+    _mend_ends(schema, is_integer)
+
+
+def _mend_ends(schema: dict[str, Any], is_integer: bool) -> None:
+    """Make the ends of a range of numbers such that llguidance follows them.
+
+    It reads some numbers inexactly, and allows n in n < x <= m unless there is an integer in between; m may come from
+    another schema. Such an end is replaced by an included number next to it, with at most _MAX_DIGITS digits.
+    """
+    for keyword, exclusive, sign in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
+        end = _end(schema, keyword, exclusive, sign)
+        if end is None:
+            continue
+        bound, is_excluded = end
+        is_open = is_excluded and not is_integer and bound >= 0 and float(bound).is_integer()
+        if is_open or (isinstance(bound, float) and _as_read(bound) != bound):
+            schema.pop(exclusive, None)
+            schema[keyword] = sign * _shortened(bound, is_excluded)
+
+
+def _end(schema: Schema, keyword: str, exclusive: str, sign: int) -> tuple[int | float, bool] | None:
+    """One end of the range: bound times sign, so that it is a lower bound, and whether it is excluded."""
+    included, excluded = schema.get(keyword), schema.get(exclusive)
+    if excluded is True:  # draft 4
+        excluded = included
+    ends = [(sign * included, False)] if _is_number(included) else []
+    if _is_number(excluded):
+        ends.append((sign * excluded, True))
+    return max(ends, default=None)
+
+
+def _shortened(bound: int | float, is_excluded: bool) -> int | float:
+    """The least number above a lower bound, or at it, with few digits, so that llguidance reads it exactly."""
+    context = Context(prec=_MAX_DIGITS, rounding=ROUND_CEILING)
+    exact = Decimal(repr(bound))
+    value = context.plus(exact)
+    if is_excluded and value == exact:
+        value = context.next_plus(value)
+    if -int(value.as_tuple().exponent) > _MAX_PLACES:
+        value = value.quantize(Decimal(1).scaleb(-_MAX_PLACES), ROUND_CEILING)
+    return float(value) or 0  # not -0.0
+
+
+def _as_read(number: float) -> float:
+    """What llguidance reads for a JSON number: its digits as an integer, multiplied or divided by a power of ten.
+
+    It calculates in float64, where some numbers of 16 digits or more become others, such as 0.9999999999999999."""
+    sign, digits, exponent = Decimal(repr(number)).as_tuple()
+    read = float("".join(map(str, digits)))
+    read = read * 10.0 ** int(exponent) if int(exponent) >= 0 else read / float(f"1e{-int(exponent)}")
+    return -read if sign else read
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
