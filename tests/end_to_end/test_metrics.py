@@ -340,6 +340,8 @@ def test_vllms_metrics_equal_ours(page: Scrape, sent: Sent) -> None:
     assert page.value("vllm:inter_token_latency_seconds_count", **labels) == gaps
     assert page.value("vllm:generation_tokens_total", **labels) == page.value("toka_generation_tokens_total")
     assert page.value("vllm:request_success_total", **labels) == page.value("vllm:request_success_total")
+    cache = {"block_size": "16", "num_gpu_blocks": "256", "kv_cache_size_tokens": "4096", "cache_dtype": "auto"}
+    assert page.value("vllm:cache_config_info", **labels, **cache, enable_prefix_caching="True") == 1
 
 
 # Bounds of vLLM's buckets (vllm/v1/metrics/loggers.py), as recording rules name them.

@@ -7,7 +7,7 @@ from pathlib import Path
 from prometheus_client.metrics_core import Metric
 
 from tokasaurus.config import ServerConfig
-from tokasaurus.monitoring.metrics import BatchStats, EngineCollector
+from tokasaurus.monitoring.metrics import BatchStats, EngineCollector, VllmLabels
 
 PATH = Path(__file__).parents[2] / "docs" / "metrics.md"
 HEADING = "## Reference\n"
@@ -36,7 +36,7 @@ def page() -> str:
 
 def reference() -> str:
     """Every sample of a server that serves batches, without and with vLLM's names."""
-    collector = EngineCollector(lambda: [], lambda: [], batches=BatchStats(0, 0, 0, 0, False), vllm_model="")
+    collector = EngineCollector(lambda: [], lambda: [], batches=BatchStats(0, 0, 0, 0, False), vllm=VllmLabels(""))
     families = [family for family in collector.collect() if not family.name.startswith("process_")]
     assert all(_is_vllm(family) or family.name.startswith("toka_") for family in families)
     unused = [words for words in LINKS if not any(words in family.documentation for family in families)]

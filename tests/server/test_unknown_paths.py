@@ -1,13 +1,18 @@
 """Paths of other servers: a 404 says what to use in their place, and that is there."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error
-from tests.server.helpers.live_server import LiveServer
-from tokasaurus.server.unknown_paths import OTHER_SERVERS
+from tests.server.helpers.fake_engine import FakeEngine
+from tests.server.helpers.live_server import LiveServer, live_server
+from tokasaurus.server.paths import paths_of
+from tokasaurus.server.routes import sglang_rollouts, vllm_rollouts
+from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.unknown_paths import OTHER_SERVERS, ROLLOUTS, TRAINERS
 
 
 @pytest.mark.parametrize(
@@ -54,6 +59,11 @@ from tokasaurus.server.unknown_paths import OTHER_SERVERS
         ("/invocations", CHAT),
         ("/generate", "rl=T"),
         ("/update_weights", "rl=T"),
+        ("/model_info", "rl=T"),
+        ("/collective_rpc", "rl=T"),
+        ("/v1/load_lora_adapter", "merge the adapter"),
+        ("/weights_checker", "rl=T"),
+        ("/start_profile", "trace=FILE"),
         ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
         ("/v1/modles", "did you mean /v1/models?"),
     ],
@@ -75,6 +85,29 @@ def test_what_is_advised_is_there(shared_server: LiveServer) -> None:
     named = [route for *_, advice in OTHER_SERVERS for route in re.findall(r"(?:GET|POST) /[\w/]*\w", advice)]
     assert len(named) >= len(OTHER_SERVERS) // 2
     assert set(named) <= routes
+
+
+OF_TRAINERS = [
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"),
+    *("/load_lora_adapter_from_tensors", "/skyrl/v1/load_lora_adapter", "/weights_checker", "/weight_checker"),
+    *("/init_weights_update_group", "/update_weights_from_tensor", "/update_weights_from_distributed"),
+    *("/update_weights_from_ipc", "/pull_weights", "/open_session", "/abort_requests", "/weight_info"),
+]
+
+
+def test_the_flag_for_rollouts_is_advised_only_where_it_is_not_set(served_model: ServedModel) -> None:
+    routes = paths_of([*vllm_rollouts.router.routes, *sglang_rollouts.router.routes])
+    for rl in (False, True):
+        with live_server(replace(served_model, rl=rl), FakeEngine()) as server:
+            served = server.http.get("/openapi.json").json()["paths"]
+            for path in (*OF_TRAINERS, *([] if rl else routes)):
+                answer = server.http.post(path, json={})
+                message = answer.json()["error"]["message"]
+                assert (answer.status_code, "rl=T" in message) == (404, not rl), (path, message)
+                named = re.findall(r"(?:GET|POST) (/[\w/]*\w)", message.partition(": ")[2].partition(": ")[2])
+                assert not rl or set(named) <= served.keys(), message
+    assert all(re.fullmatch(ROLLOUTS, path.removeprefix("/")) for path in routes)
+    assert not any(re.fullmatch(pattern, path.removeprefix("/")) for _, pattern, *_ in TRAINERS for path in routes)
 
 
 def test_no_known_route_is_called_another_servers(shared_server: LiveServer) -> None:

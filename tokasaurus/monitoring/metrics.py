@@ -280,6 +280,15 @@ class BatchStats:
     """Results cannot be stored, for example because the disk is full."""
 
 
+@dataclass(frozen=True, slots=True)
+class VllmLabels:
+    model: str
+    page_size: int = 0
+    """Tokens of a KV block; 0 until the engine is up, when there are no samples."""
+    cache_dtype: str = "auto"
+    """The flag kv_cache_dtype=."""
+
+
 class EngineCollector(Collector):
     """Reads each replica's latest snapshot at every scrape. One sample per replica, labelled with its index.
 
@@ -287,7 +296,7 @@ class EngineCollector(Collector):
     often each replica was started again. loop_lag: of the server's event loop. batches: None if it stores none.
     read_switched_off: returns, for each replica, the features that the checks of its start have switched off. requests:
     of each replica, by its label. answers: HTTP answers by method, route and status. build: labels of toka_build_info.
-    vllm_model: the label model_name of metrics with vLLM's names; None: none of these.
+    vllm: labels of metrics with vLLM's names; None: none of these.
     """
 
     def __init__(
@@ -300,9 +309,9 @@ class EngineCollector(Collector):
         requests: Mapping[str, RequestMetrics] = MappingProxyType({}),
         answers: Mapping[tuple[str, str, int], int] = MappingProxyType({}),
         build: Mapping[str, str] = MappingProxyType({}),
-        vllm_model: str | None = None,
+        vllm: VllmLabels | None = None,
     ) -> None:
-        self._vllm_model = vllm_model
+        self._vllm = vllm
         self._requests = requests
         self._answers = answers
         self._build = build
@@ -395,15 +404,32 @@ class EngineCollector(Collector):
         )
         if self._batches is not None:
             yield from _batch_metrics(self._batches)
-        if self._vllm_model is not None:
-            yield from _vllm_metrics(self._vllm_model, stats_by_replica, self._requests)
+        if self._vllm is not None:
+            yield from _vllm_metrics(self._vllm, stats_by_replica, self._requests)
         yield from ProcessCollector(registry=None).collect()
 
 
 def _vllm_metrics(
-    model: str, stats_by_replica: Mapping[str, EngineStats], requests: Mapping[str, RequestMetrics]
+    vllm: VllmLabels, stats_by_replica: Mapping[str, EngineStats], requests: Mapping[str, RequestMetrics]
 ) -> Iterable[Metric]:
-    labels = ["model_name", "engine"]
+    model, labels = vllm.model, ["model_name", "engine"]
+    cache = GaugeMetricFamily(
+        "vllm:cache_config_info",
+        "1; its labels describe the KV cache: tokens of a block, blocks, and tokens of all blocks.",
+        labels=[
+            *labels,
+            "block_size",
+            "num_gpu_blocks",
+            "kv_cache_size_tokens",
+            "cache_dtype",
+            "enable_prefix_caching",
+        ],
+    )
+    for replica, stats in stats_by_replica.items():
+        num_blocks = stats.num_kv_blocks_total
+        sizes = [vllm.page_size, num_blocks, num_blocks * vllm.page_size]
+        cache.add_metric([model, replica, *map(str, sizes), vllm.cache_dtype, "True"], 1)
+    yield cache
     for name, read, help_text in _VLLM_GAUGES:
         gauge = GaugeMetricFamily(name, help_text, labels=labels)
         for replica, stats in stats_by_replica.items():

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 _CHAT, _COMPLETIONS, _MODELS = "POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models"
 _CHAT_OF_BASE_URL = f"use {_CHAT} of OpenAI's API, with the base URL http://HOST:PORT/v1"
 _TEXT_ONLY = f"this server generates text only: use a server of such models; text is at {_CHAT}"
-_RL = "it is one of the routes for roll-outs, which the flag rl=T serves"
 
 OTHER_SERVERS: tuple[tuple[str, str, str], ...] = (
     (
@@ -74,21 +73,67 @@ OTHER_SERVERS: tuple[tuple[str, str, str], ...] = (
     ("TGI", "(generate_stream|info)", f"use {_CHAT} with stream=true, and {_MODELS}"),
     ("SageMaker", "invocations", f"use {_CHAT}"),
     (
-        "SGLang, vLLM: roll-outs",
-        "(generate|inference/v1/generate|get_model_info|model_info|get_server_info|server_info|"
-        "flush_cache|pause|resume|sleep|wake_up|pause_generation|continue_generation|abort_request|update_weights|"
-        "update_weights_from_disk|reset_prefix_cache)",
-        _RL,
+        "SGLang, vLLM: profiler",
+        "(start|stop)_profile",
+        "this server has no profiler that a client starts: its flag trace=FILE writes what each process did at which "
+        "time, and GET /metrics has the times of requests",
     ),
 )
 """(whose path it is, regular expression of the path without its first slash, what to use)"""
-_PATTERNS = [(re.compile(pattern), advice) for _, pattern, advice in OTHER_SERVERS]
+
+_FILES = "this server takes weights from files only: "
+TRAINERS: tuple[tuple[str, str, str, str], ...] = (
+    (
+        "adapters",
+        "(v1/|skyrl/v1/)?(un)?load_lora_adapter(_from_tensors)?",
+        "this server serves no adapters: merge the adapter into the model's weights, ",
+        "which POST /update_weights then takes",
+    ),
+    (
+        "weights through NCCL, CUDA IPC or a body",
+        "(init_weights_update_group|destroy_weights_update_group|update_weights_from_(tensor|distributed|ipc)|"
+        "(init_weights_send_group_for|send_weights_to)_remote_instance|pull_weights|(begin|end)_weight_update|"
+        "start_draft_weight_update|init_communicator|update_named_param|batch_update_named_params|close_communicator)",
+        _FILES,
+        "write them to a directory, such as one in /dev/shm, and name it in POST /update_weights_from_disk",
+    ),
+    (
+        "checks and names of weights",
+        "(weights?_checker|get_weights_by_name|weight_info|update_weight_version)",
+        "no tensor is given out or changed alone; an update is refused unless all of its tensors fit, and ",
+        "GET /get_weight_version tells which weights answer",
+    ),
+    ("SGLang: sessions", "(open|close)_session", "a session need not be opened: ", "the header X-Session-ID names it"),
+    ("vLLM: aborts", "abort_requests", "", "use POST /abort_request, with a rid or abort_all"),
+)
+"""(whose path it is, regular expression, what is always so, what routes for roll-outs do, which rl=T serves)"""
+
+ROLLOUTS = (
+    "(generate|inference/v1/generate|(get_)?model_info|(get_)?server_info|get_world_size|get_weight_version|"
+    "flush_cache|reset_prefix_cache|collective_rpc|finish_session|pause|resume|is_paused|sleep|wake_up|is_sleeping|"
+    "pause_generation|continue_generation|abort_request|update_weights|update_weights_from_disk|"
+    "init_weight_transfer_engine|(start|finish)_weight_update|(release|resume)_memory_occupation|health_generate|"
+    "v1/loads)"
+)
+"""Regular expression of the paths of routes for roll-outs."""
+
+_OTHERS = [(re.compile(pattern), advice) for _, pattern, advice in OTHER_SERVERS]
+_TRAINERS = [
+    *((re.compile(pattern), always, with_rl) for _, pattern, always, with_rl in TRAINERS),
+    (re.compile(ROLLOUTS), "", "it is one of the routes for roll-outs"),
+]
+_SERVED_WITH_RL = "/inference/v1/generate"
 _LONGEST_PATH = 100
 
 
 def what_to_use(path: str, known: Sequence[str]) -> str | None:
     """What to use in place of a path that no route has; None if nothing is known. known: paths of the routes."""
-    advice = next((advice for pattern, advice in _PATTERNS if pattern.fullmatch(path.removeprefix("/"))), None)
+    name = path.removeprefix("/")
+    advice = next((advice for pattern, advice in _OTHERS if pattern.fullmatch(name)), None)
+    if advice is None:
+        needs_flag = "" if _SERVED_WITH_RL in known else " (with the flag rl=T)"
+        found = (f"{always}{with_rl}" for pattern, always, with_rl in _TRAINERS if pattern.fullmatch(name))
+        advice = next((f"{text}{needs_flag}" for text in found), None)
     if advice is None and len(path) <= _LONGEST_PATH:
         closest = difflib.get_close_matches(path, known, n=1, cutoff=0.8)
         advice = f"did you mean {closest[0]}?" if closest else None

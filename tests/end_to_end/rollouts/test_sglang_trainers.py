@@ -39,6 +39,15 @@ def test_slime_aborts_until_idle_and_goes_on_with_the_tokens_so_far(server: Roll
     assert server.http.get("/flush_cache").status_code == 200
     info = server.http.get("/get_server_info").json()
     assert [info[name] for name in ("tp_size", "dp_size", "pp_size", "ep_size", "nnodes")] == [1] * 5
+    assert server.http.get("/server_info").json().keys() == info.keys()
+    for route in ("/model_info", "/get_model_info"):
+        model = server.http.get(route).json()
+        assert (model["model_path"], model["is_generation"]) == (str(models[0]), True)
+        assert model["weight_version"] == "0"
+    refused = server.http.post("/weights_checker", json={"action": "snapshot"})
+    assert (refused.status_code, "/get_weight_version" in refused.json()["error"]["message"]) == (404, True)
+    refused = server.http.post("/start_profile", json={"num_steps": 3})
+    assert (refused.status_code, "trace=FILE" in refused.json()["error"]["message"]) == (404, True)
     headers = {"X-SMG-Routing-Key": "sample-1"}
     before = server.toka.gauge("toka_generation_tokens_total")
     with ThreadPoolExecutor(4) as pool:
@@ -70,6 +79,20 @@ def test_slime_aborts_until_idle_and_goes_on_with_the_tokens_so_far(server: Roll
         assert later["meta_info"]["prompt_tokens"] == len(PROMPT) + len(tokens)
         assert later["meta_info"]["weight_version"] == "7"
     server.post("/update_weights_from_disk", {"model_path": str(models[0]), "weight_version": "0"})
+
+
+def test_slime_offloads_and_loads_by_tags(server: RolloutServer) -> None:
+    """SGLangEngine.release_memory_occupation, and resume_memory_occupation around an update."""
+    expected = server.greedy_ids(PROMPT, 20)
+    server.post("/release_memory_occupation", {})
+    assert server.http.get("/is_sleeping").json() == {"is_sleeping": True}
+    server.post("/resume_memory_occupation", {"tags": ["cuda_graph"]})
+    assert server.http.get("/is_sleeping").json() == {"is_sleeping": True}
+    server.post("/resume_memory_occupation", {"tags": ["weights"]})
+    server.post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+    assert server.greedy_ids(PROMPT, 20) == expected
+    server.post("/release_memory_occupation", {"tags": ["cuda_graph"]})
+    assert server.http.get("/is_sleeping").json() == {"is_sleeping": False}
 
 
 def loads(server: RolloutServer) -> list[dict[str, int]]:

@@ -98,6 +98,38 @@ def test_skyrl_samples_scores_prompts_and_pauses(server: RolloutServer) -> None:
     server.post("/pause", mode="keep", clear_cache="false")
     server.post("/resume")
     server.post("/reset_prefix_cache", {"reset_running_requests": False})
+    assert server.http.post("/finish_session", params={"session_id": "5"}).status_code == 200
+
+
+def test_skyrls_calls_of_workers_update_weights_from_a_directory(server: RolloutServer, models: list[Path]) -> None:
+    """RemoteInferenceClient.start_weight_update and finish_weight_update, with a strategy that names a directory."""
+    old = server.greedy_ids(PROMPT, 20)
+    start = {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": True}}
+    assert server.post("/collective_rpc", start) == {"results": [None]}
+    assert server.http.get("/is_paused").json() == {"is_paused": True}
+    update = {"weight_dir": str(models[1]), "version": "rpc"}
+    server.post("/collective_rpc", {"method": "update_weights_nccl", "kwargs": {"update_info": update}})
+    server.post("/collective_rpc", {"method": "skyrl_finish_weight_update"})
+    assert server.http.get("/is_paused").json() == {"is_paused": False}
+    assert server.version == "rpc"
+    assert server.greedy_ids(PROMPT, 20) != old
+
+
+@pytest.mark.parametrize("as_query", [False, True])
+def test_running_requests_compute_their_kv_again_at_a_reset(server: RolloutServer, as_query: bool) -> None:
+    prompts = [[number, *PROMPT] for number in range(8)]
+    expected = server.all_greedy(prompts, 300)
+    with server.in_flight(prompts, 300) as answers:
+        assert server.http.post("/reset_prefix_cache").status_code == 409
+        if as_query:
+            server.post("/reset_prefix_cache", reset_running_requests="true")
+        else:
+            server.post("/reset_prefix_cache", {"reset_running_requests": True})
+        assert server.http.get("/is_paused").json() == {"is_paused": False}
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == expected
+    server.post("/pause", mode="keep", clear_cache="false")
+    assert server.post("/reset_prefix_cache", {"reset_running_requests": True}) == {"is_paused": True}
+    server.post("/resume")
 
 
 def test_trl_samples_completions_and_sends_its_weights_through_a_directory(
@@ -108,6 +140,16 @@ def test_trl_samples_completions_and_sends_its_weights_through_a_directory(
     assert server.http.get("/v1/models").json()["data"][0]["max_model_len"] == 512
     info = server.http.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]
     assert info["model_config"]["dtype"].removeprefix("torch.") == "float32"
+    assert info["model_config"]["logprobs_mode"] == "raw_logprobs"
+    assert (info["lora_config"], info["weight_transfer_config"]) == (None, None)
+    assert info["parallel_config"]["data_parallel_size"] == 1
+    adapter = {"lora_name": "policy-v1", "lora_path": str(models[1])}
+    for route in ("/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter"):
+        refused = server.http.post(route, json=adapter)
+        assert (refused.status_code, "merge the adapter" in refused.json()["error"]["message"]) == (404, True)
+    teacher = {"model": "default", "prompt": [PROMPT], "max_tokens": 1, "prompt_logprobs": 100}
+    refused = server.http.post("/v1/completions", json=teacher)
+    assert (refused.status_code, "max_topk_logprobs=" in refused.json()["error"]["message"]) == (400, True)
     assert server.http.get("/get_world_size").json()["world_size"] == 1
     nccl = {"master_address": "10.0.0.1", "master_port": 12345, "rank_offset": 1, "world_size": 2, "packed": True}
     refused = server.http.post("/init_weight_transfer_engine", json={"init_info": nccl})

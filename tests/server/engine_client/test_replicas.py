@@ -190,3 +190,6 @@ def test_sessions_not_used_for_longest_are_forgotten(monkeypatch):
     for session in ("a", "b", "a", "c"):
         index.note_session(session)
     assert [index.has_session(session) for session in "abc"] == [True, False, True]
+    for session in ("a", "b", "a"):
+        index.forget_session(session)
+    assert [index.has_session(session) for session in "abc"] == [False, False, True]

@@ -67,7 +67,11 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "user", "contents": "a"}]}, "unknown field 'messages[0].contents': did you mean"),
     (CHAT, {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name is required"),
     (CHAT, {"tool_choice": "sometimes"}, "tool_choice must be"),
-    (CHAT, {"top_logprobs": 99, "logprobs": True}, "top_logprobs may be at most 20 (max_topk_logprobs)"),
+    (
+        CHAT,
+        {"top_logprobs": 99, "logprobs": True},
+        "top_logprobs may be at most 20, which the flag max_topk_logprobs= sets",
+    ),
     (RESPONSES, {"input": 5}, "input must be"),
     (RESPONSES, {"include": ["all"]}, 'include[0] must be "file_search_call.results", '),
     (CHAT, {"reasoning_effort": "huge"}, 'reasoning_effort must be "none", "minimal", '),

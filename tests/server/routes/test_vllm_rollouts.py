@@ -11,11 +11,14 @@ from tokasaurus.server.served_model import ServedModel
 
 ROUTES = {
     ("POST", "/abort_request"),
+    ("POST", "/collective_rpc"),
     ("POST", "/continue_generation"),
+    ("POST", "/finish_session"),
     ("POST", "/finish_weight_update"),
     ("GET", "/flush_cache"),
     ("POST", "/flush_cache"),
     ("POST", "/generate"),
+    ("GET", "/get_model_info"),
     ("GET", "/get_server_info"),
     ("GET", "/get_weight_version"),
     ("GET", "/get_world_size"),
@@ -23,6 +26,7 @@ ROUTES = {
     ("POST", "/inference/v1/generate"),
     ("POST", "/init_weight_transfer_engine"),
     ("GET", "/is_paused"),
+    ("GET", "/model_info"),
     ("POST", "/pause"),
     ("POST", "/pause_generation"),
     ("GET", "/is_sleeping"),
@@ -59,6 +63,40 @@ def test_they_are_refused_until_the_engine_is_up(served_model: ServedModel, path
     with live_server(replace(served_model, rl=True), FakeEngine(), start_engine=False) as server:
         answer = server.http.post(path, json=bodies.get(path))
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_not_ready")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"method": "report_device_id"}, "method", "start_weight_update"),
+        ({"method": 5}, "method", "start_weight_update"),
+        ({"method": "update_weights_nccl"}, "kwargs.update_info", "update_info"),
+        ({"method": "update_weights_ipc", "kwargs": {"update_info": {"names": ["a"]}}}, "", "NCCL"),
+        (
+            {"method": "skyrl_finish_weight_update", "kwargs": {"update_info": {"weight_dir": "/a"}}},
+            "kwargs.update_info",
+            "not with finish_weight_update",
+        ),
+        ({"method": "update_weights", "args": ["/a"]}, "args", "not implemented"),
+        ({}, "method", "required"),
+    ],
+)
+def test_calls_of_other_workers_are_refused_by_name(
+    served_model: ServedModel, body: dict[str, object], param: str, words: str
+) -> None:
+    with live_server(replace(served_model, rl=True), FakeEngine()) as server:
+        answer = server.http.post("/collective_rpc", json=body)
+        error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert words in error["message"]
+    assert param in (error["param"], "")
+
+
+@pytest.mark.parametrize("query", ["reset_external=true", "reset_running_requests=maybe"])
+def test_what_a_reset_cannot_do_is_refused_in_the_query_too(served_model: ServedModel, query: str) -> None:
+    with live_server(replace(served_model, rl=True), FakeEngine()) as server:
+        answer = server.http.post(f"/reset_prefix_cache?{query}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.partition("=")[0])
 
 
 @pytest.mark.parametrize("header", ["X-Session-ID", "X-SMG-Routing-Key"])

@@ -846,10 +846,23 @@ class EngineClient:
         if self.refuses_asleep:
             raise EngineAsleep("the engine sleeps")
 
-    async def clear_cache(self) -> None:
-        """Forget the KV of all prefixes. Raises CommandRefused while sequences run."""
+    async def clear_cache(self, recomputes: bool = False) -> None:
+        """Forget the KV of all prefixes. recomputes: also while sequences run, which compute theirs again and go on;
+        else that raises CommandRefused."""
         async with self._changing:
-            await self._tell_all(ClearCache)
+            goes_on = recomputes and not self.is_paused
+            if goes_on:
+                await self._pause("keep")
+            try:
+                await self._tell_all(ClearCache)
+            finally:
+                if goes_on:
+                    await self._resume()
+
+    def forget_session(self, session: str) -> None:
+        """The next requests of this session may go to any replica. Does no harm if it is unknown."""
+        for replica in self._replicas:
+            replica.prefixes.forget_session(session)
 
     async def _tell_all(self, make: Callable[[int], EngineCommand]) -> None:
         """Raises CommandRefused. A replica that dies meanwhile is told at its next start what still holds; one that is

@@ -68,6 +68,10 @@ class PrefixIndex:
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
 
+    def forget_session(self, session: str) -> None:
+        """No more requests of this session are expected."""
+        self._sessions.pop(hash(session), None)
+
     def num_cached_tokens(self, prefixes: list[int]) -> int:
         """Tokens of the longest of these prefixes that is remembered. prefixes: from `hash_prefixes`."""
         num_known = sum(1 for _ in takewhile(self._chunks.__contains__, prefixes))

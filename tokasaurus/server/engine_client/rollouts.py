@@ -117,12 +117,17 @@ class Rollouts:
             ids = set(self._named.get(name, ()))
             await self._engine.abort(lambda request: request.request_id in ids)
 
-    async def clear_cache(self) -> None:
-        """Forget the KV of all prompts. Raises Conflict while sequences run."""
+    async def clear_cache(self, recomputes: bool = False) -> None:
+        """Forget the KV of all prompts; recomputes as for EngineClient.clear_cache. Raises Conflict while sequences
+        run."""
         try:
-            await self._engine.clear_cache()
+            await self._engine.clear_cache(recomputes)
         except CommandRefused as error:
             raise Conflict(f"the cache was not cleared: {error}") from None
+
+    def forget_session(self, session: str) -> None:
+        """A roll-out is over: nothing of its session is kept."""
+        self._engine.forget_session(session)
 
     async def clear_cache_if_idle(self) -> bool:
         """Forget the KV of all prompts; False, and nothing happens, while any request is unfinished."""

@@ -223,7 +223,9 @@ def _bad_sequences(words: Sequence[str], model: ServedModel) -> list[tuple[int, 
 def checked_top(asked: int, param: str, model: ServedModel) -> int:
     """Number of top-k logprobs per token to request from the engine. Raises InvalidRequest if `asked` is too high."""
     if asked > model.max_topk_logprobs:
-        raise InvalidRequest(f"{param} may be at most {model.max_topk_logprobs} (max_topk_logprobs)", param)
+        raise InvalidRequest(
+            f"{param} may be at most {model.max_topk_logprobs}, which the flag max_topk_logprobs= sets", param
+        )
     return min(asked, model.vocab_size)
 
 

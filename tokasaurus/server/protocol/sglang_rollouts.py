@@ -164,17 +164,18 @@ class UpdateFromDiskRequest(StrictObject):
     manifest: Annotated[Any, Only(None)] = None
 
 
-MemoryTag = Literal["kv_cache", "weights"]
+MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 
 
 class MemoryRequest(OptionalObject):
-    """tags: whose memory; null means both."""
+    """tags: whose memory; null means all. cuda_graph: without effect, since a server that can sleep records none."""
 
     tags: Annotated[list[MemoryTag] | None, Field(min_length=1, fail_fast=True)] = None
 
     @property
-    def chosen(self) -> set[str]:
-        return {"kv_cache", "weights"} if self.tags is None else set(self.tags)
+    def chosen(self) -> frozenset[str]:
+        every: frozenset[str] = frozenset({"kv_cache", "weights"})
+        return every if self.tags is None else every.intersection(self.tags)
 
 
 @dataclass(frozen=True, slots=True)

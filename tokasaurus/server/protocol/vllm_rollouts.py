@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PlainValidator
 
@@ -29,6 +29,7 @@ from tokasaurus.server.protocol.sampling_fields import (
     SamplingNumbers,
     Seed,
 )
+from tokasaurus.server.value_words import MAX_ECHO_CHARS
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -238,8 +239,61 @@ class FinishUpdateRequest(OptionalObject):
 
 
 class ResetCacheRequest(OptionalObject):
-    reset_running_requests: Annotated[Any, Only(None, False)] = None
+    """reset_running_requests: what runs is no obstacle: it keeps its tokens, computes its KV again, and goes on."""
+
+    reset_running_requests: Annotated[bool, NullMeans(False)] = False
     reset_external: Annotated[Any, Only(None, False)] = None
+
+
+RpcMethod = Literal[
+    "start_weight_update",
+    "skyrl_start_weight_update",
+    "update_weights",
+    "update_weights_nccl",
+    "update_weights_ipc",
+    "finish_weight_update",
+    "skyrl_finish_weight_update",
+]
+
+
+def _parse_method(value: object) -> object:
+    if value not in get_args(RpcMethod):
+        shown = repr(value[:MAX_ECHO_CHARS]) if isinstance(value, str) else "this"
+        raise not_implemented(
+            f"may not be {shown}: workers run no methods of a client. {', '.join(get_args(RpcMethod))} do what the "
+            "routes of these names do; other work has routes of its own"
+        )
+    return value
+
+
+class RpcArguments(StrictObject):
+    """is_checkpoint_format: as for /start_weight_update. update_info: of an update of the weights."""
+
+    is_checkpoint_format: Annotated[Any, Only(None, True)] = None
+    update_info: WeightsUpdate | None = None
+
+
+class RpcRequest(StrictObject):
+    """method: what to do; SkyRL's names are those of the methods that it adds to vLLM's workers. timeout: no effect."""
+
+    method: Annotated[RpcMethod, PlainValidator(_parse_method, RpcMethod)]
+    args: Annotated[Any, Only(None, [])] = None
+    kwargs: Annotated[RpcArguments, NullMeans(RpcArguments())] = Field(default_factory=RpcArguments)
+    timeout: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RpcResults:
+    """results: null for each worker."""
+
+    results: list[None]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedSession:
+    """session_id: the name, which may be unknown."""
+
+    session_id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from tokasaurus import __version__
-from tokasaurus.monitoring.metrics import CONTENT_TYPE_LATEST, EngineCollector, render_metrics
+from tokasaurus.monitoring.metrics import CONTENT_TYPE_LATEST, EngineCollector, VllmLabels, render_metrics
 from tokasaurus.server.jobs.service import find_batches
 from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.state import ServerState, state_of
@@ -55,9 +55,14 @@ async def metrics(request: Request) -> Response:
         requests=engine.request_metrics,
         answers=state.answers,
         build=_build(state),
-        vllm_model=state.model.name if state.config.vllm_metrics else None,
+        vllm=_vllm_labels(state) if state.config.vllm_metrics else None,
     )
     return Response(render_metrics(collector), media_type=CONTENT_TYPE_LATEST)
+
+
+def _vllm_labels(state: ServerState) -> VllmLabels:
+    page_size = 0 if state.engine.limits is None else state.engine.limits.page_size
+    return VllmLabels(state.model.name, page_size, state.config.kv_cache_dtype or "auto")
 
 
 def _build(state: ServerState) -> dict[str, str]:

@@ -160,6 +160,10 @@ async def release_memory_occupation(request: Request, body: MemoryRequest) -> Re
     """Give memory back to the system until /resume_memory_occupation; requests wait. The memory of the weights can be
     given back only together with the KV cache's, or after it."""
     rollouts = ready_state_of(request).rollouts
+    if not body.chosen:
+        if ready_state_of(request).ready_limits().device == "cuda":
+            raise Conflict("the engine goes on: the memory of CUDA graphs is not given back")
+        return _json(write_json(Success(True, "there are no CUDA graphs on a CPU")))
     if "kv_cache" not in body.chosen and not rollouts.is_asleep:
         raise InvalidRequest('tags: "weights" goes only with or after "kv_cache"', "tags")
     await rollouts.sleep("keep", with_weights="weights" in body.chosen, refuses=False)
@@ -172,17 +176,46 @@ async def release_memory_occupation(request: Request, body: MemoryRequest) -> Re
 async def resume_memory_occupation(request: Request, body: MemoryRequest) -> Response:
     """Take the memory again, all of it whatever the tags; requests go on once "kv_cache" is among them."""
     rollouts = ready_state_of(request).rollouts
+    if not body.chosen:
+        return _json(write_json(Success(True, "no memory was released")))
     await rollouts.wake(stays_paused="kv_cache" not in body.chosen)
     return _json(write_json(Success(True, "resumed")))
 
 
 @router.get("/get_server_info", responses=error_responses(503))
 async def get_server_info(request: Request) -> Response:
-    """What trainers read of SGLang's arguments and state."""
-    state = ready_state_of(request)
+    """What trainers read of SGLang's arguments and state. GET /server_info is its newer name."""
+    return write_server_info(ready_state_of(request))
+
+
+@router.get("/model_info")
+@router.get("/get_model_info")
+async def model_info(request: Request) -> JSONResponse:
+    """What trainers and routers read of SGLang's model."""
+    state = state_of(request)
+    return JSONResponse(
+        {
+            "model_path": _model_path(state),
+            "served_model_name": state.model.name,
+            "tokenizer_path": state.config.tokenizer or _model_path(state),
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": state.rollouts.weight_version,
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+        }
+    )
+
+
+def _model_path(state: ServerState) -> str:
+    return state.config.model or state.model.name  # the demo model's files have no name in the flags
+
+
+def write_server_info(state: ServerState) -> Response:
+    """The answer of /get_server_info. Raises EngineNotReady."""
     config, limits = state.config, state.ready_limits()
     info = {
-        "model_path": config.model,
+        "model_path": _model_path(state),
         "served_model_name": state.model.name,
         "dtype": limits.dtype,
         "context_length": limits.max_tokens_per_sequence,

@@ -1,26 +1,31 @@
 """Roll-outs by vLLM's names: tokens in and out, pauses, new weights. Served with rl=T."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from tokasaurus.messages.generation import LogprobsMode
 from tokasaurus.server.access import client_of, session_of
 from tokasaurus.server.endpoints import Endpoint
-from tokasaurus.server.errors import InvalidRequest, naming_fields
+from tokasaurus.server.errors import InvalidRequest, UnsupportedField, naming_fields
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses, example_body
 from tokasaurus.server.prepare.completion import draft_completion
 from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.prepare.rollouts import TOKENS_FIELDS, completion_of_tokens
 from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.protocol.vllm_rollouts import (
+    FinishedSession,
     FinishUpdateRequest,
     InitTransferRequest,
     Level,
     PauseMode,
     PauseState,
     ResetCacheRequest,
+    RpcRequest,
+    RpcResults,
     SleepState,
     StartUpdateRequest,
     TokensAnswer,
@@ -34,11 +39,14 @@ from tokasaurus.server.respond.stream import CompletionStream
 from tokasaurus.server.respond.vllm_rollouts import build_tokens_answer
 from tokasaurus.server.routes.event_stream import run_while_connected
 from tokasaurus.server.routes.json_body import JsonBodyRoute
+from tokasaurus.server.routes.sglang_rollouts import write_server_info
 from tokasaurus.server.state import ServerState, num_body_bytes, ready_state_of, state_of
 
 router = APIRouter(route_class=JsonBodyRoute, tags=["roll-outs"])
 
 _draft = partial(draft_completion, default_tokens=None)
+_LOGPROBS_MODES: Mapping[LogprobsMode, str] = {"raw": "raw_logprobs", "sampled": "processed_logprobs"}
+"""vLLM's names of logprobs_mode."""
 
 
 @router.post(
@@ -101,10 +109,12 @@ async def is_sleeping(request: Request) -> JSONResponse:
 
 
 @router.post("/reset_prefix_cache", responses={200: {"model": PauseState}, **error_responses(*BODY_ERRORS, 409, 503)})
-async def reset_prefix_cache(request: Request, body: ResetCacheRequest) -> JSONResponse:  # noqa: ARG001  (it has been checked)
-    """Forget the KV of all prompts; 409 while requests run."""
+async def reset_prefix_cache(request: Request, body: ResetCacheRequest) -> JSONResponse:
+    """Forget the KV of all prompts; 409 while requests run, unless they are reset. The fields may be in the query."""
     rollouts = ready_state_of(request).rollouts
-    await rollouts.clear_cache()
+    if _flag(request, "reset_external"):
+        raise UnsupportedField("reset_external is not implemented: no cache lies outside the server", "reset_external")
+    await rollouts.clear_cache(body.reset_running_requests or _flag(request, "reset_running_requests"))
     return JSONResponse({"is_paused": rollouts.is_paused})
 
 
@@ -116,11 +126,7 @@ async def update_weights(request: Request, body: UpdateWeightsRequest) -> JSONRe
     prefix = "" if body.update_info is None else "update_info."
     if body.update_info is not None and body.weight_dir is not None:
         raise InvalidRequest("weight_dir and update_info: only one of them may be given", "update_info")
-    if update.weight_dir is None:
-        raise InvalidRequest("weight_dir is required", "weight_dir")
-    arguments = (update.weight_dir, update.version, update.partial, update.clear_cache, update.mode)
-    version = await state.rollouts.update(*arguments, f"{prefix}weight_dir")
-    return JSONResponse({"weight_version": version})
+    return JSONResponse({"weight_version": await _update(state, update, prefix)})
 
 
 @router.post("/init_weight_transfer_engine", responses={200: {"model": WeightVersion}, **error_responses(*BODY_ERRORS)})
@@ -149,29 +155,77 @@ async def finish_weight_update(request: Request, body: FinishUpdateRequest) -> J
     return _version(state)
 
 
+@router.post("/collective_rpc", responses={200: {"model": RpcResults}, **error_responses(*BODY_ERRORS, 503)})
+async def collective_rpc(request: Request, body: RpcRequest) -> JSONResponse:
+    """Some methods of vLLM's and SkyRL's workers, which do what routes of these names do."""
+    state = ready_state_of(request)
+    step = body.method.removeprefix("skyrl_")
+    update = body.kwargs.update_info
+    if (update is not None) != step.startswith("update_weights"):
+        raise InvalidRequest(f"kwargs.update_info goes with update_weights, not with {step}", "kwargs.update_info")
+    if step == "start_weight_update":
+        await state.rollouts.start_update()
+    elif step == "finish_weight_update":
+        await state.rollouts.finish_update()
+    elif update is not None:
+        await _update(state, update, "kwargs.update_info.")
+    return JSONResponse({"results": [None] * _world_size(state, include_dp=True)})
+
+
+@router.post("/finish_session", responses={200: {"model": FinishedSession}, **error_responses(400)})
+async def finish_session(request: Request, session_id: str) -> JSONResponse:
+    """A roll-out of several turns is over: later requests with its name are a new session."""
+    state_of(request).rollouts.forget_session(session_id)
+    return JSONResponse({"session_id": session_id})
+
+
 @router.get("/get_world_size", responses={200: {"model": WorldSize}, **error_responses(400)})
 async def get_world_size(request: Request, include_dp: bool = True) -> JSONResponse:
     """How many workers there are."""
-    config = state_of(request).config
-    return JSONResponse({"world_size": config.tp_size * config.pp_size * (config.dp_size if include_dp else 1)})
+    return JSONResponse({"world_size": _world_size(state_of(request), include_dp)})
 
 
 @router.get("/server_info", responses=error_responses(400, 503))
-async def server_info(request: Request, config_format: Literal["json"]) -> JSONResponse:  # noqa: ARG001  (the only form)
-    """What trainers read of vLLM's configuration."""
+async def server_info(request: Request, config_format: Literal["json"] | None = None) -> Response:
+    """What trainers read of vLLM's configuration; without config_format, as /get_server_info."""
     state = ready_state_of(request)
+    if config_format is None:
+        return write_server_info(state)
     config, limits = state.config, state.ready_limits()
     model: dict[str, Any] = {
         "model": state.model.name,
         "dtype": f"torch.{limits.dtype}",
         "max_model_len": limits.max_tokens_per_sequence,
+        "logprobs_mode": _LOGPROBS_MODES[state.model.logprobs_mode],
     }
     parallel = {
         "tensor_parallel_size": config.tp_size,
         "pipeline_parallel_size": config.pp_size,
         "data_parallel_size": config.dp_size,
     }
-    return JSONResponse({"vllm_config": {"model_config": model, "parallel_config": parallel}})
+    absent = {"lora_config": None, "weight_transfer_config": None}  # no adapters, and no transfers but by files
+    return JSONResponse({"vllm_config": {"model_config": model, "parallel_config": parallel, **absent}})
+
+
+def _world_size(state: ServerState, include_dp: bool) -> int:
+    config = state.config
+    return config.tp_size * config.pp_size * (config.dp_size if include_dp else 1)
+
+
+async def _update(state: ServerState, update: WeightsUpdate, prefix: str) -> str:
+    """The version of the new weights. prefix: of the names of fields in errors. Raises InvalidRequest."""
+    if update.weight_dir is None:
+        raise InvalidRequest("weight_dir is required", "weight_dir")
+    arguments = (update.weight_dir, update.version, update.partial, update.clear_cache, update.mode)
+    return await state.rollouts.update(*arguments, f"{prefix}weight_dir")
+
+
+def _flag(request: Request, name: str) -> bool:
+    """A parameter of the query, false if it is not there. Raises InvalidRequest."""
+    value = request.query_params.get(name, "false").lower()
+    if value not in ("true", "false", "1", "0"):
+        raise InvalidRequest(f"{name} must be true or false", name)
+    return value in ("true", "1")
 
 
 def _version(state: ServerState) -> JSONResponse:
