@@ -152,8 +152,10 @@ endef
 	$(call install,.,65,1.3)
 	@touch $@
 
+# Chat templates that model families publish, for tests. Only data of this package is read: it needs much else to run.
 .venv/installed-dev: pyproject.toml | .venv/bin/python
 	$(call install,.[dev],150,3.2)
+	@$(PIP_INSTALL) --no-deps --upgrade --target .venv/chat-templates axolotl==0.19.0 >&2
 	@touch $@ .venv/installed
 
 clean:  ## Removes environments and what was built

@@ -17,6 +17,7 @@ from tests.helpers.examples import examples
 from tests.helpers.small_tokenizer import IM_END, IM_START, save_small_tokenizer
 from tests.helpers.trained_tokenizers import byte_level, sentencepiece, unigram
 from tokasaurus.text.special_text import SpecialText
+from tokasaurus.text.template_text import client_text, template_text
 from tokasaurus.text.tokenizer import ChatTemplateError, Tokenizer
 
 FRAGMENTS = ["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<", "|", "hello", " world", "\n", "7", "é"]
@@ -90,10 +91,9 @@ def test_a_special_token_still_strips_the_spaces_of_the_template() -> None:
     base.decoder = decoders.ByteLevel()
     base.add_special_tokens([AddedToken("<a>", lstrip=True), AddedToken("<a><b>", rstrip=True), AddedToken("<c>")])
     special_text = SpecialText(base)
-    (content,), mark = special_text.mark("x <a> y")
-    text = f"p  <a> q<a><b>  r <c> s{content}"
+    text = template_text("p  <a> q<a><b>  r <c> s") + "x <a> y"
     expected = [*base.encode("p  <a> q<a><b>  r <c> s", add_special_tokens=False).ids]
-    ids = special_text.encode(text, mark)
+    ids = special_text.encode(text)
     assert ids[: len(expected)] == expected
     assert (
         bytes(ord(base.id_to_token(i)) if base.id_to_token(i) != "Ġ" else 32 for i in ids[len(expected) :])
@@ -155,30 +155,22 @@ def test_ids_are_kept_for_vocabularies_with_gaps_and_lists() -> None:
         base.add_special_tokens(["<s>", "<end>"])
         base.add_tokens(["aa"])
         special_text = SpecialText(base)
-        (content,), mark = special_text.mark("<s>aaa")
         start, end, aa = (base.token_to_id(text) for text in ("<s>", "<end>", "aa"))
         split = [base.token_to_id(character) for character in "<s>"]
-        ids = special_text.encode(f"<s>{content}<end>aa", mark)
+        ids = special_text.encode(template_text("<s>") + "<s>aaa" + template_text("<end>aa"))
         assert ids == [start, *split, aa, base.token_to_id("a"), end, aa]
 
 
-def test_many_special_tokens_do_not_slow_down_marking() -> None:
+def test_many_special_tokens_do_not_slow_down_encoding() -> None:
     """Llama 3 has 256 special tokens. With a regex group for each, this would take about 15 s."""
     base = BaseTokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     base.add_special_tokens([AddedToken(f"<|reserved_special_token_{number}|>") for number in range(256)])
     special_text = SpecialText(base)
     started = time.thread_time()
     for text in ("<a href> " * 40_000, "<a href> " * 40_000 + "<|reserved_special_token_7|>"):
-        (marked,), mark = special_text.mark(text)
-        assert (marked != text) == (mark != "")
-    special_text.encode("<a href> " * 40_000, mark)
+        ids = special_text.encode(client_text(text))
+        assert base.token_to_id("<|reserved_special_token_7|>") not in ids
     assert time.thread_time() - started < 5
-
-
-def test_text_without_special_tokens_is_left_as_it_is(tokenizer: Tokenizer) -> None:
-    special_text = SpecialText(BaseTokenizer.from_str(tokenizer._base.to_str()))
-    values = ["<|im_", {"a": ["b", 1, None]}]
-    assert special_text.mark(*values) == (values, "")
 
 
 def test_data_nested_too_deeply_is_refused(tokenizer: Tokenizer) -> None:
@@ -186,4 +178,4 @@ def test_data_nested_too_deeply_is_refused(tokenizer: Tokenizer) -> None:
     for _ in range(1020):
         deep = [deep]
     with pytest.raises(ChatTemplateError):
-        tokenizer.encode_chat(conversation("a"), template_variables={"deep": deep})
+        tokenizer.encode_chat(conversation("a"), template_variables={"opening": deep})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tokenizers import Tokenizer as BaseTokenizer
 
 from tokasaurus.text.special_text import SpecialText, strings_in
+from tokasaurus.text.template_text import TemplateText
 from tokasaurus.text.time_limit import TimeLimit, TimeLimitExceeded
 from tokasaurus.text.token_bytes import TokenBounds
 from tokasaurus.text.token_decoder import TokenDecoder, TokenizerError, load_base
@@ -61,7 +62,7 @@ class RenderChat(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
         template_variables: Mapping[str, Any] | None = None,
-    ) -> str: ...
+    ) -> TemplateText: ...
 
 
 class TextTooLong(ValueError):
@@ -146,7 +147,7 @@ class Tokenizer(TokenDecoder):
         continue_final_message: bool = False,
         template_variables: Mapping[str, Any] | None = None,
         template: str | None = None,
-    ) -> str:
+    ) -> TemplateText:
         """The prompt's text, including special tokens.
 
         template_variables: additional variables for the template, such as enable_thinking. template: in place of the
@@ -154,23 +155,25 @@ class Tokenizer(TokenDecoder):
         """
         from jinja2 import TemplateError, TemplateSyntaxError
 
+        from tokasaurus.text.chat_rendering import render
+
         variables = template_variables or {}
         chat_tokenizer = self._load_chat_tokenizer()
         if not chat_tokenizer.chat_template and template is None:
             raise ChatTemplateError("this model has no chat template; use completions")
-        _check_variables(variables, inspect.signature(chat_tokenizer.apply_chat_template).parameters)
+        _check_variables(variables, self._reserved_names)
         try:
-            render = functools.partial(
-                chat_tokenizer.apply_chat_template,
-                [dict(message) for message in messages],
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                chat_template=template,
-                **variables,
+            return _RENDERING.run(
+                lambda: render(
+                    chat_tokenizer.get_chat_template(template, tools),
+                    messages,
+                    tools,
+                    add_generation_prompt,
+                    continue_final_message,
+                    variables,
+                    self.named_tokens,
+                )
             )
-            return str(_RENDERING.run(render))
         except TimeLimitExceeded:
             reason = f"the chat template does not finish with these messages within {_RENDERING.seconds:g} s"
             raise ChatTemplateTooSlow(reason) from None
@@ -196,27 +199,20 @@ class Tokenizer(TokenDecoder):
     ) -> list[int]:
         """Token ids of the rendered prompt. The template writes bos itself, so none is added.
 
-        Only the template's special tokens become special tokens: the same text in messages, tools and variables is
-        encoded as ordinary text. max_tokens: as in `encode_batch`. render: in place of `render_chat`. Raises
-        ChatTemplateError and TextTooLong.
+        A special token becomes one only if the template itself writes it. The same text with a character of messages,
+        tools or variables is encoded as ordinary text. max_tokens: as in `encode_batch`. render: in place of
+        `render_chat`. Raises ChatTemplateError and TextTooLong.
         """
         if max_tokens is not None:
             # Before any work on the texts. A template may leave out some of them, such as earlier reasoning.
             fewest = self._fewest_tokens_of_all([list(messages), tools, template_variables], 4 * max_tokens)
             if fewest > 4 * max_tokens:
                 raise TextTooLong(fewest)
-        try:
-            (given, given_tools, variables), mark = self._special_text.mark(
-                list(messages), tools, template_variables or {}
-            )
-        except RecursionError:
-            raise ChatTemplateError("messages or variables are nested too deeply") from None
-        render = render or self.render_chat
-        text = render(given, add_generation_prompt, given_tools, continue_final_message, variables)
-        if not mark:
-            return self.encode_batch([text], add_special_tokens=False, max_tokens=max_tokens)[0]
-        self._check_lengths([text.replace(mark, "")], max_tokens)
-        return self._special_text.encode(text, mark)
+        text = (render or self.render_chat)(
+            messages, add_generation_prompt, tools, continue_final_message, template_variables
+        )
+        self._check_lengths([text], max_tokens)
+        return self._special_text.encode(text)
 
     def _fewest_tokens_of_all(self, values: object, num_allowed: int) -> int:
         """A lower bound on the tokens of all strings in JSON values; 0 where few characters make the bound needless."""
@@ -268,7 +264,12 @@ class Tokenizer(TokenDecoder):
         """Text → id of the added tokens, whose text always becomes this one token; without special tokens."""
         return {text: id_ for id_, text in self._bytes.added_texts.items() if id_ not in self.special_ids}
 
-    @property
+    @functools.cached_property
+    def _reserved_names(self) -> Container[str]:
+        """Names of transformers' renderer, which mean something else than variables."""
+        return {"messages", *inspect.signature(self._load_chat_tokenizer().apply_chat_template).parameters}
+
+    @functools.cached_property
     def named_tokens(self) -> dict[str, str]:
         """Name in tokenizer_config.json (eos_token, bos_token, pad_token, …) → the token's text."""
         names: dict[str, str] = self._load_chat_tokenizer().special_tokens_map

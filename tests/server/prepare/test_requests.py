@@ -208,7 +208,7 @@ def test_template_fields_reach_the_chat_template(
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"conversations": []}}, "messages"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"continue_final_message": True}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"raise_exception": 1}, "messages": REFUSED}, "messages"),
         ({"apply_chat_template_overrides": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),

@@ -7,6 +7,7 @@ Questions arrive on stdin and answers leave on stdout, each as a line of JSON. T
 process is ready.
 """
 
+import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import orjson
 
 from tokasaurus.server.child_process import answer_lines, die_with_server
+from tokasaurus.text.template_text import plain, written_spans
 from tokasaurus.text.tokenizer import (
     ChatTemplateError,
     ChatTemplateTooLarge,
@@ -36,13 +38,14 @@ ERRORS = {
 
 
 def answer(tokenizer: Tokenizer, question: bytes) -> bytes:
-    """question: JSON object of the arguments of `render_chat`. Returns JSON [text, "", ""] or [null, kind, reason]."""
-    arguments: dict[str, Any] = orjson.loads(question)
+    """question: JSON object of the arguments of `render_chat`. Returns JSON [text, spans that the template wrote] or
+    [null, kind, reason]."""
+    arguments: dict[str, Any] = json.loads(question)  # orjson has no integers beyond 64 bits
     try:
         text = tokenizer.render_chat(**arguments)
         if len(text) > MAX_RENDERED_CHARS:
             raise ChatTemplateError(f"the chat template writes more than {MAX_RENDERED_CHARS} characters")
-        return orjson.dumps([text, "", ""])
+        return orjson.dumps([plain(text), written_spans(text)])
     except ChatTemplateError as error:
         return _refusal(type(error).__name__, str(error))
     except MemoryError:

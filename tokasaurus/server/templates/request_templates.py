@@ -1,5 +1,6 @@
 """Chat templates that requests bring: rendered in child processes, with limits of time and memory."""
 
+import json
 import logging
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tokasaurus.server.errors import TemplateRendererFailed
 from tokasaurus.server.templates.chat_template import ChatTemplate
 from tokasaurus.server.templates.render_process import ERRORS
 from tokasaurus.server.tools.formats import tool_support_of
+from tokasaurus.text.template_text import TemplateText, restored_text
 from tokasaurus.text.tokenizer import (
     TEMPLATE_LIMIT_S,
     ChatTemplateError,
@@ -79,11 +81,11 @@ class RequestTemplates:
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
         template_variables: Mapping[str, Any] | None = None,
-    ) -> str:
+    ) -> TemplateText:
         """The prompt by a template of the request; the other arguments are those of Tokenizer.render_chat.
 
         Raises ChatTemplateError and TemplateRendererFailed."""
-        question = orjson.dumps(
+        question = json.dumps(  # orjson has no integers beyond 64 bits
             {
                 "template": template,
                 "messages": list(messages),
@@ -92,22 +94,23 @@ class RequestTemplates:
                 "continue_final_message": continue_final_message,
                 "template_variables": template_variables,
             }
-        )
+        ).encode()
         process = self._take()
         try:
             reply = process.ask(question, _KILL_AFTER_S)
         except BaseException:
             self._end(process)
             raise
-        text, kind, reason = orjson.loads(reply)
+        text, *rest = orjson.loads(reply)
+        kind = rest[0] if text is None else ""
         if kind == ChatTemplateTooLarge.__name__:  # what fills its memory may be compiled templates
             self._end(process)
         else:
             with self._lock:
                 self._idle.append(process)
         if text is None:
-            raise ERRORS.get(kind, ChatTemplateError)(reason)
-        return str(text)
+            raise ERRORS.get(kind, ChatTemplateError)(rest[1])
+        return restored_text(text, rest[0])
 
     def _take(self) -> "_RenderProcess":
         while True:
