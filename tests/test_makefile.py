@@ -58,8 +58,9 @@ def test_an_installation_says_what_comes_and_how_large_it_is(clone: Path, target
     assert lines[3].startswith("Installed: .venv has ")
     assert len(lines) == 4
     assert make(clone, f".venv/{target}").stdout == f"make: '.venv/{target}' is up to date.\n"
-    (call,) = (clone / "pip_calls").read_text().splitlines()
+    call, *templates = (clone / "pip_calls").read_text().splitlines()
     assert call.endswith(f"--editable {what}")
+    assert len(templates) == (target == "installed-dev")
 
 
 def test_pip_shows_its_progress_on_a_terminal_only(clone: Path) -> None:
@@ -68,7 +69,7 @@ def test_pip_shows_its_progress_on_a_terminal_only(clone: Path) -> None:
     assert make(clone, ".venv/installed-dev", stderr=other_end).returncode == 0
     os.close(other_end)
     os.close(terminal)
-    elsewhere, on_a_terminal = (clone / "pip_calls").read_text().splitlines()
+    elsewhere, on_a_terminal, _ = (clone / "pip_calls").read_text().splitlines()
     assert "--quiet" in elsewhere.split()
     assert "--quiet" not in on_a_terminal.split()
 
