@@ -26,12 +26,13 @@ from tokasaurus.checkpoint.json_files import CheckpointError, CheckpointUnavaila
 from tokasaurus.checkpoint.tokenizer_files import CODE_PATTERN, TOKENIZER_PATTERNS, native_tokenizer, with_tokenizer_end
 from tokasaurus.checkpoint.weight_files import (
     SINGLE_NAME,
+    file_states,
     fit_to_tensors,
     unread_index,
     weight_file_names,
     weight_files,
 )
-from tokasaurus.messages.commands import FIRST_VERSION, UpdateWeights
+from tokasaurus.messages.commands import FIRST_VERSION, FileState, UpdateWeights
 from tokasaurus.messages.status import UserError, first_line
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,9 @@ class Checkpoint:
     tokenizer_directory: Path
     """Contains tokenizer.json and tokenizer_config.json, as AutoTokenizer reads the model's own files."""
     info: ModelInfo
+    files: tuple[FileState, ...] = ()
+    """The weights' files, from which `info` comes: a replica that starts later reads no others; () if they may
+    change."""
     weight_updates: tuple[UpdateWeights, ...] = ()
     """New weights that the running server has been given since its start, for a replica that is started again."""
 
@@ -115,7 +119,9 @@ def resolve_checkpoint(
     else:
         name, directory = _locate(model, on_phase, on_amount, patterns, rope_scaling, check)
     # What is wrong with the files raises here, in the parent, rather than in the worker.
-    info = fit_to_tensors(read_model_info(directory, rope_scaling), weight_files(directory), on_phase)
+    files = weight_files(directory)
+    info = fit_to_tensors(read_model_info(directory, rope_scaling), files, on_phase)
+    states = file_states(files)
     check(info)
     for line in (unread_index(directory), *notes_on_settings(directory, rope_scaling)):
         if line is not None:
@@ -125,7 +131,7 @@ def resolve_checkpoint(
     is_converted = named is None or (is_gguf(Path(named)) and not Path(named).expanduser().is_dir())
     if not is_converted:  # the conversion of GGUF writes the tokenizer as it must be
         tokenizer_directory = native_tokenizer(tokenizer_directory, on_phase, trust_remote_code)
-    return Checkpoint(name, directory, tokenizer_directory, with_tokenizer_end(info, tokenizer_directory))
+    return Checkpoint(name, directory, tokenizer_directory, with_tokenizer_end(info, tokenizer_directory), states)
 
 
 def _locate(

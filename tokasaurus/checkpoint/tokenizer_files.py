@@ -39,8 +39,8 @@ CODE_PATTERN = "*.py"
 
 _CONFIG_KEYS = ("tokenizer_class", "model_name")
 """Beside model_type, the keys of config.json that AutoTokenizer reads."""
-_TEMPLATE_PATTERN = "additional_chat_templates/*.jinja"
-_VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+TEMPLATE_PATTERN = "additional_chat_templates/*.jinja"
+VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _SENTENCEPIECE_PACKAGES = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
 """Package → module. Only a model without tokenizer.json needs them, so they are not installed with this package."""
 _RESULT_VERSION = 1
@@ -54,7 +54,7 @@ def native_tokenizer(source: Path, on_phase: Callable[[str], None], trust_remote
     a tokenizer's own Python code. Raises CheckpointError if the files are missing, broken, or need such code or a
     package that is not installed.
     """
-    if not trust_remote_code and not any((source / name).is_file() for name in _VOCABULARY_FILES):
+    if not trust_remote_code and not any((source / name).is_file() for name in VOCABULARY_FILES):
         raise CheckpointError(
             f"{source} has no tokenizer.json, nor a vocab.json or tokenizer.model to make it from; "
             "tokenizer= selects another directory"
@@ -81,7 +81,7 @@ def _key(source: Path, trust_remote_code: bool) -> str:
     """Changes with the content of any file that AutoTokenizer may read, and with the versions of its libraries.
 
     Of a file as large as no vocabulary is, see `checksum`. Raises CheckpointError if a file cannot be read."""
-    patterns = [*TOKENIZER_PATTERNS, _TEMPLATE_PATTERN, *([CODE_PATTERN] if trust_remote_code else [])]
+    patterns = [*TOKENIZER_PATTERNS, TEMPLATE_PATTERN, *([CODE_PATTERN] if trust_remote_code else [])]
     names = {path for pattern in patterns for path in source.glob(pattern)}
     digest = hashlib.sha256(f"{_RESULT_VERSION}{' trusted' if trust_remote_code else ''}".encode())
     for package in ("transformers", "tokenizers"):

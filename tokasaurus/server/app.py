@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from tokasaurus import __version__
 from tokasaurus.addresses import url_of
-from tokasaurus.checkpoint import Checkpoint
+from tokasaurus.checkpoint import Checkpoint, UpdateChecks
 from tokasaurus.config import ServerConfig
 from tokasaurus.flags import split_list
 from tokasaurus.messages.channel import Sender
@@ -48,7 +48,7 @@ from tokasaurus.server.compressed_bodies import CompressedBodyMiddleware
 from tokasaurus.server.connections.protocol import ConnectionProtocol, watch_for_lost_peers
 from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.endpoints import ENDPOINTS
-from tokasaurus.server.engine_client.client import EngineClient, QueueLimits
+from tokasaurus.server.engine_client.client import EngineClient, QueueLimits, states_alone
 from tokasaurus.server.engine_client.rollouts import Rollouts
 from tokasaurus.server.errors import StorageFailed, StorageIsFull, add_error_handlers, error_response
 from tokasaurus.server.grammars.validator import GrammarChecker
@@ -141,6 +141,7 @@ def run_server(
         on_broken=stop_broken,
         queue_limits=QueueLimits(config.max_queued_requests, config.max_queued_sequences, config.max_queued_tokens),
         while_restarting=config.while_restarting,
+        check_update=UpdateChecks(checkpoint, config).check if config.rl else states_alone,
     )
     connections = ConnectionTable(config)
     hosts = allowed_hosts(config.host if config.unix_socket is None else None, config.allowed_hosts)

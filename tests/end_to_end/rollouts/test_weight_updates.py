@@ -2,11 +2,13 @@
 lost."""
 
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.end_to_end.helpers.rollouts import (
     NUM_TOKENS,
@@ -21,6 +23,7 @@ from tests.end_to_end.helpers.rollouts import (
 )
 from tests.end_to_end.helpers.toka_process import wait_for
 from tests.helpers.examples import IS_NIGHTLY
+from tests.helpers.tiny_model import save_tiny_model
 from tokasaurus import Client, Sampling
 
 MODES = ["keep", "abort", *(["wait"] if IS_NIGHTLY else [])]
@@ -148,3 +151,49 @@ def test_a_stream_that_crosses_an_update_names_both_weights_at_its_end(
     assert ids[:start] == old[:start]
     assert ids[start:] == second.greedy_ids(prompt + ids[:start], 400 - start)
     server.update(models[0], version="0")
+
+
+def test_new_weights_that_a_fresh_server_would_use_otherwise_are_refused(
+    server: RolloutServer, models: list[Path], tmp_path: Path
+) -> None:
+    """By both servers' routes, with the difference, before the engine is paused; and nothing has changed."""
+    before = server.greedy_ids(PROMPTS[0], 8)
+    shutil.copytree(models[1], tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4}))
+    for path, field in (("/update_weights", "weight_dir"), ("/update_weights_from_disk", "model_path")):
+        answer = server.http.post(path, json={field: str(tmp_path)})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["param"] == field
+        assert "rms_norm_eps is 0.0001, not 1e-06" in error["message"]
+    assert server.version == "0"
+    assert server.greedy_ids(PROMPTS[0], 8) == before
+
+
+@pytest.mark.long
+def test_a_server_with_tied_embeddings_takes_those_that_are_tied_and_refuses_others(tmp_path: Path) -> None:
+    """Also where the checkpoint has stored both matrices. The first texts are compared with a fresh server's."""
+    tied, both, new, untied = (tmp_path / name for name in ("tied", "both", "new", "untied"))
+    for seed, path in enumerate((tied, new)):
+        save_tiny_model(path, "llama", tied=True, seed=seed)
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    for path, source, factor in ((both, tied, 1), (untied, new, 2)):
+        shutil.copytree(source, path)
+        tensors = load_file(source / "model.safetensors")
+        save_file({**tensors, head: tensors[embedding] * factor}, path / "model.safetensors", {"format": "pt"})
+    prompts = PROMPTS[:8]
+    with rollout_server(new) as fresh:
+        expected = fresh.all_greedy(prompts, 20)
+    with rollout_server(both) as server:
+        answer = server.http.post("/update_weights", json={"weight_dir": str(untied)})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "weight_dir")
+        assert f"tensor {head} differs from {embedding}" in answer.json()["error"]["message"]
+        assert server.version == "0"
+        server.update(new)
+        assert server.all_greedy(prompts, 20) == expected
+    with rollout_server(untied) as server:
+        server.update(both)
+        before = server.all_greedy(prompts, 20)
+    with rollout_server(tied) as fresh:
+        assert fresh.all_greedy(prompts, 20) == before

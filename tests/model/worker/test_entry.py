@@ -69,6 +69,16 @@ def test_a_worker_reports_its_phases_then_answers_every_step_in_order_and_ends(t
     assert [answer.token_ids.tolist() for answer in answers] == [[token] for token in expected[0, 3:].tolist()]
 
 
+def test_a_worker_reads_no_other_weights_than_the_start_has_seen(tmp_path: Path) -> None:
+    """What the start has decided from them, such as tied embeddings, would be wrong for others."""
+    save_tiny_model(tmp_path, "llama", tied=True)
+    checkpoint = resolve_checkpoint(str(tmp_path))
+    save_tiny_model(tmp_path, "llama", tied=True, seed=1)
+    config = ServerConfig.parse([*FLAGS, "kv_cache_num_tokens=100"])
+    with pytest.raises(UserError, match=r"^the weights in .* have changed since the server was started$"):
+        start_worker(config, checkpoint, Mesh(), 0, lambda _: None)
+
+
 def test_ranks_that_cannot_divide_the_model_are_a_user_error_before_they_meet(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen2")
     config = ServerConfig.parse([*FLAGS, "kv_cache_num_tokens=100", "tp_size=3"])

@@ -10,10 +10,13 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
+from tests.checkpoint.helpers.quantised_models import save_quantised_model
+from tests.checkpoint.helpers.quantised_weights import Format
 from tests.helpers.examples import few
-from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
+from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_random_model, save_tiny_model
 from tests.model.helpers.greedy_decoding import load, run_whole_prompt
 from tokasaurus.checkpoint import ModelInfo, file_states, resolve_checkpoint, update_files
 from tokasaurus.messages.commands import UpdateWeights
@@ -105,6 +108,23 @@ def test_files_that_have_changed_since_are_not_read(tmp_path: Path) -> None:
     assert updates.apply_again() == ""
     save_tiny_model(new, "llama", seed=2)
     assert updates.apply_again() == f"files in {new} have changed since the update was asked for"
+
+
+@pytest.mark.parametrize("how", [Format("awq"), Format("int-quantized", num_bits=8, group_size=None)], ids=lambda how: how.name)
+def test_quantised_weights_are_read_as_their_own_config_says(how: Format, tmp_path: Path) -> None:
+    """Into a plain model, and plain weights into one that was loaded from quantised ones."""
+    plain, quantised = tmp_path / "plain", tmp_path / "quantised"
+    save_quantised_model(quantised, "llama", how)
+    config = AutoConfig.from_pretrained(quantised)
+    del config.quantization_config
+    save_random_model(plain, config, seed=1)
+    for old, new in ((plain, quantised), (quantised, plain)):
+        model, info = load_packed(old, "plain")
+        before = logits_of(model, info)
+        assert apply(model, info, new) == ""
+        found = logits_of(model, info)
+        assert_equal(found, logits_of(*load_packed(new, "plain")))
+        assert not torch.allclose(found[0], before[0])
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.Q8_0])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tokasaurus.checkpoint import ModelInfo, RopeInfo
-from tokasaurus.checkpoint.info import HEAD
+from tokasaurus.checkpoint.info import EMBEDDING, HEAD
 from tokasaurus.checkpoint.weight_files import is_old_buffer
 from tokasaurus.model.attention.row_split import Attends
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
@@ -426,9 +426,9 @@ class Decoder(nn.Module):
     def ignores(self, source: str) -> bool:
         """Whether to skip this checkpoint tensor, which the model does not use.
 
-        These are buffers of old checkpoints, and an LM head that is stored beside an equal embedding.
+        These are buffers of old checkpoints, and an LM head or embedding that is stored beside an equal one.
         """
-        return is_old_buffer(source) or (self._info.tie_embeddings and source == HEAD)
+        return is_old_buffer(source) or (self._info.tie_embeddings and source in (EMBEDDING, HEAD))
 
 
 def _without_target(shard: WeightShard) -> WeightShard:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from tokasaurus.checkpoint import Checkpoint, ModelInfo, check_weight_sizes, weight_files
+from tokasaurus.checkpoint import Checkpoint, ModelInfo, check_weight_sizes, file_states, weight_files
 from tokasaurus.checkpoint.block_types import why_dequantised
 from tokasaurus.messages.channel import Receiver, Sender
 from tokasaurus.messages.commands import CommandDone, Sleep, UpdateWeights, Wake, WorkerCommand
@@ -215,7 +215,9 @@ def start_worker(
     """
     phases = Phases(report, on_progress)
     loaded = load_worker(config, checkpoint, mesh, index, phases)
-    updates = WeightUpdates(loaded.model, checkpoint.info, checkpoint.directory, loaded.mesh, loaded.device)
+    updates = WeightUpdates(
+        *(loaded.model, checkpoint.info, checkpoint.directory, loaded.mesh, loaded.device, checkpoint.files)
+    )
     _apply_earlier_updates(checkpoint, updates, phases)
     graphs = graph_sizes_of(config, loaded.device)
     num_blocks = _allocate_kv_cache(config, checkpoint.info, loaded, graphs, phases)
@@ -714,6 +716,8 @@ def _load_weights(
 ) -> Counter[str]:
     """Returns as load_weights."""
     files = weight_files(checkpoint.directory)
+    if checkpoint.files and file_states(files) != checkpoint.files:
+        raise UserError(f"the weights in {checkpoint.directory} have changed since the server was started")
     shards = iter(model.weight_shards())  # a list would keep packed weights in memory
     quantization = checkpoint.info.quantization
     return load_weights(files, shards, model.ignores, on_bytes, filled.note, may_keep_blocks, quantization)

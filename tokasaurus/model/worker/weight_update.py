@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from tokasaurus.checkpoint import CheckpointError, ModelInfo, file_states, update_files
+from tokasaurus.checkpoint import CheckpointError, ModelInfo, file_states, quantization_of_update, update_files
 from tokasaurus.checkpoint.gguf.model import is_gguf
-from tokasaurus.messages.commands import FIRST_VERSION, UpdateWeights, add_update
+from tokasaurus.messages.commands import FIRST_VERSION, FileState, UpdateWeights, add_update
 from tokasaurus.messages.status import first_line
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.tensor_files import DEQUANTIZED_DTYPES
@@ -22,10 +22,20 @@ logger = logging.getLogger(__name__)
 class WeightUpdates:
     """Applies weight updates to one rank's model. The other ranks of the replica must get the same calls, in order."""
 
-    def __init__(self, model: Decoder, info: ModelInfo, directory: Path, mesh: Mesh, device: torch.device) -> None:
-        """directory: of the checkpoint."""
+    def __init__(
+        self,
+        model: Decoder,
+        info: ModelInfo,
+        directory: Path,
+        mesh: Mesh,
+        device: torch.device,
+        files: tuple[FileState, ...] = (),
+    ) -> None:
+        """directory: of the checkpoint. files: its weights' files, as the server's start has found them; () if they
+        may change."""
         self._model = model
         self._directory = directory
+        self._files = files
         self._mesh = mesh
         self._device = device
         stored: torch.dtype = getattr(torch, info.dtype)
@@ -44,10 +54,9 @@ class WeightUpdates:
         Raises CheckpointError if a file that was readable just before is no longer: the weights are then a mixture, and
         the process must end.
         """
-        error, files = "", list[Path]()
-        # The checkpoint's own files may be quantised; new weights are plain numbers.
-        quantization = self._quantization if update.directory == str(self._directory) else None
+        error, files, quantization = "", list[Path](), None
         try:
+            quantization = quantization_of_update(Path(update.directory), self._quantization)
             files = update_files(Path(update.directory))
             if update.files and file_states(files) != update.files:
                 raise CheckpointError(f"files in {update.directory} have changed since the update was asked for")
@@ -69,7 +78,7 @@ class WeightUpdates:
         before = [*self._applied]  # `apply` changes it
         updates = before
         if not updates or updates[0].is_partial:
-            updates = [UpdateWeights(0, str(self._directory), FIRST_VERSION), *updates]
+            updates = [UpdateWeights(0, str(self._directory), FIRST_VERSION, files=self._files), *updates]
         for update in updates:
             if error := self.apply(update):
                 self._applied = before  # all of them are still wanted at the next call

@@ -38,7 +38,7 @@ from tokasaurus.messages.generation import (
     TopLogprobs,
 )
 from tokasaurus.messages.live import LiveSample, TakeSample
-from tokasaurus.messages.status import EngineLimits, EngineStats, Ready, ServerTotals, UserError
+from tokasaurus.messages.status import EngineLimits, EngineStats, Ready, ServerTotals, UserError, first_line
 from tokasaurus.monitoring.request_metrics import EndReason, RequestMetrics
 from tokasaurus.monitoring.request_spans import RequestSpan, current_span
 from tokasaurus.server.engine_client.collectors import FinishedSequence, Results, StreamCollector
@@ -307,10 +307,14 @@ def next_version(version: str) -> str:
     return f"{version}.1"
 
 
-def _states_of_update(directory: str) -> tuple[FileState, ...]:
+CheckUpdate = Callable[[Path, bool, Sequence[UpdateWeights]], tuple[FileState, ...]]
+"""Looks at new weights before an update, as UpdateChecks.check does."""
+
+
+def states_alone(directory: Path, _is_partial: bool, _earlier: Sequence[UpdateWeights]) -> tuple[FileState, ...]:
     """() if the files cannot be read: a worker says why."""
     try:
-        return file_states(update_files(Path(directory)))
+        return file_states(update_files(directory))
     except (CheckpointError, OSError):
         return ()
 
@@ -371,6 +375,7 @@ class EngineClient:
         on_broken: Callable[[Exception], None] = _raise,
         queue_limits: QueueLimits = NO_LIMITS,
         while_restarting: str = ServerConfig.while_restarting,
+        check_update: CheckUpdate = states_alone,
     ) -> None:
         launcher.setblocking(False)
         self._launcher = launcher
@@ -399,6 +404,7 @@ class EngineClient:
         """The engine was paused before it slept."""
         self.refuses_asleep = False
         """Whether new requests are refused instead of waiting while the engine sleeps."""
+        self._check_update = check_update
         self._updates: list[UpdateWeights] = []
         """Weight updates that every replica has, or will have when it is up."""
         self._num_updates = 0
@@ -886,10 +892,15 @@ class EngineClient:
         May be repeated. Raises CommandRefused, if nothing was changed, and EngineDied."""
         async with self._changing:
             name = next_version(self.weight_version) if version is None else version
+            if self._sleep is not None:
+                raise CommandRefused("the engine sleeps")
             was_paused = self.is_paused
             try:
+                files = await asyncio.to_thread(self._check_update, Path(directory), is_partial, [*self._updates])
+            except (UserError, OSError) as error:
+                raise CommandRefused(first_line(error)) from None
+            try:
                 await self._pause(mode)
-                files = await asyncio.to_thread(_states_of_update, directory)
                 self._num_updates += 1
                 update = UpdateWeights(0, directory, name, is_partial, clears_cache, self._num_updates, files)
                 self._begun_update = update
