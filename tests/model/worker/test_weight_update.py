@@ -110,7 +110,9 @@ def test_files_that_have_changed_since_are_not_read(tmp_path: Path) -> None:
     assert updates.apply_again() == f"files in {new} have changed since the update was asked for"
 
 
-@pytest.mark.parametrize("how", [Format("awq"), Format("int-quantized", num_bits=8, group_size=None)], ids=lambda how: how.name)
+@pytest.mark.parametrize(
+    "how", [Format("awq"), Format("int-quantized", num_bits=8, group_size=None)], ids=lambda how: how.name
+)
 def test_quantised_weights_are_read_as_their_own_config_says(how: Format, tmp_path: Path) -> None:
     """Into a plain model, and plain weights into one that was loaded from quantised ones."""
     plain, quantised = tmp_path / "plain", tmp_path / "quantised"
