@@ -255,7 +255,8 @@ def test_traces_without_their_packages_say_what_to_install(
 
     monkeypatch.setattr("tokasaurus.flags.find_spec", find)
     expected = (
-        "otel_endpoint=http://localhost:4318: needs packages that are not installed: pip install 'tokasaurus[otel]'"
+        "otel_endpoint=http://localhost:4318: needs packages that are not installed: "
+        "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
     )
     assert refusal("otel_endpoint=http://localhost:4318") == expected
     monkeypatch.setattr("tokasaurus.flags.find_spec", lambda name: name)

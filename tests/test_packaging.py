@@ -40,3 +40,11 @@ def test_the_version_is_written_once_and_the_changes_begin_with_it() -> None:
     )
     numbers = [tuple(map(int, release.split("."))) for release, _ in releases]
     assert numbers == sorted(set(numbers), reverse=True)
+
+
+def test_no_hint_installs_a_package_of_this_name_from_an_index() -> None:
+    """The project is not on PyPI: what has its name there is another one."""
+    paths = [path for folder in ("tokasaurus", "docs", "tests/gpu") for path in (ROOT / folder).rglob("*.*")]
+    texts = {path: path.read_text() for path in [*paths, ROOT / "README.md"] if path.suffix in (".py", ".md")}
+    hint = re.compile(r"install[^\n]*\btokasaurus(\[|$|['\"` ])")
+    assert [str(path) for path, text in texts.items() if hint.search(text)] == []

@@ -294,7 +294,10 @@ class ServerConfig(FlagConfig):
         none_means="off",
         rules=(
             matches(r"https?://[^\s/?#]+[^\s?#]*", "a URL such as http://localhost:4318"),
-            installed("opentelemetry.exporter.otlp.proto.http", "otel"),
+            installed(
+                "opentelemetry.exporter.otlp.proto.http",
+                *("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
+            ),
         ),
     )
     rl: bool = flag(

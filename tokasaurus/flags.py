@@ -369,17 +369,17 @@ def matches(pattern: str, text: str) -> Rule:
     return Rule(text, lambda _, value: None if re.fullmatch(pattern, value) else f"must be {text}")
 
 
-def installed(module: str, extra: str) -> Rule:
-    """The module is there, which the extra of this name installs."""
+def installed(module: str, *packages: str) -> Rule:
+    """The module is there, which these packages bring."""
 
     def find_error(_config: Any, _value: Any) -> str | None:
         try:
             is_there = find_spec(module) is not None
         except ModuleNotFoundError:  # a package that it is in
             is_there = False
-        return None if is_there else f"needs packages that are not installed: pip install 'tokasaurus[{extra}]'"
+        return None if is_there else f"needs packages that are not installed: pip install {' '.join(packages)}"
 
-    return Rule(f"needs the extra {extra}", find_error)
+    return Rule(f"needs the packages {' and '.join(packages)}", find_error)
 
 
 def allowed_values(flag: Flag) -> str:

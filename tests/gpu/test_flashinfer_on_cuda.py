@@ -18,7 +18,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def _installed() -> None:
-    pytest.importorskip("flashinfer", reason="pip install 'tokasaurus[cuda]'")
+    pytest.importorskip("flashinfer", reason="pip install flashinfer-python")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _installed() -> None:
-    pytest.importorskip("flashinfer", reason="pip install 'tokasaurus[cuda]'")
+    pytest.importorskip("flashinfer", reason="pip install flashinfer-python")
 
 
 def test_a_servers_logprobs_are_as_near_to_float32_as_the_torch_backends(tmp_path: Path) -> None:

@@ -16,6 +16,6 @@ pytestmark = [
 
 @pytest.mark.parametrize("group", [4, 7, 8])
 def test_recorded_steps_equal_eager_steps_with_torch_attention(group: int, tmp_path: Path) -> None:
-    pytest.importorskip("flashinfer", reason="pip install 'tokasaurus[cuda]'")
+    pytest.importorskip("flashinfer", reason="pip install flashinfer-python")
     device = torch.device("cuda", 0)
     check_recorded_steps(tmp_path, group, CudaRecorder(device), device)

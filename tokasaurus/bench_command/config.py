@@ -150,7 +150,7 @@ class BenchConfig(AddressConfig):
         none_means="no costs",
     )
     output: str | None = flag(None, "file for all measurements, as JSON", none_means="none")
-    html: str | None = flag(None, "file for a report with plots; needs tokasaurus[bench]", none_means="none")
+    html: str | None = flag(None, "file for a report with plots; needs plotly", none_means="none")
 
     @classmethod
     def relevant(cls, settings: dict[str, Setting]) -> dict[str, Setting]:
@@ -191,7 +191,7 @@ class BenchConfig(AddressConfig):
         if self.goodput and not self.is_streaming and set(self.goodput) & {"ttft", "tpot"}:
             yield "goodput: ttft and tpot need stream=T"
         if self.html is not None and not _has_plotly():
-            yield f"html={self.html}: needs plotly: pip install 'tokasaurus[bench]'"
+            yield f"html={self.html}: needs plotly: pip install plotly"
         for name in ("output", "html"):
             path = getattr(self, name)
             if path is not None and not Path(path).absolute().parent.is_dir():
@@ -242,11 +242,11 @@ class CompareConfig(FlagConfig):
     """The flags of `toka bench compare`."""
 
     output: str | None = flag(None, "file for the comparison, as JSON", none_means="none", heading="result")
-    html: str | None = flag(None, "file for a report with plots; needs tokasaurus[bench]", none_means="none")
+    html: str | None = flag(None, "file for a report with plots; needs plotly", none_means="none")
 
     def further_errors(self) -> Iterator[str]:
         if self.html is not None and not _has_plotly():
-            yield f"html={self.html}: needs plotly: pip install 'tokasaurus[bench]'"
+            yield f"html={self.html}: needs plotly: pip install plotly"
 
 
 def _has_plotly() -> bool:

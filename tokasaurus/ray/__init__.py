@@ -29,4 +29,4 @@ if not TYPE_CHECKING:
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "ray":
                 raise
-            raise ModuleNotFoundError(f"{error}: pip install 'tokasaurus[ray]'", name=error.name) from None
+            raise ModuleNotFoundError(f"{error}: pip install 'ray[serve,data]'", name=error.name) from None

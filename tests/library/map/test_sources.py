@@ -464,7 +464,7 @@ def test_json_lines_and_dicts_need_no_pyarrow(tmp_path: Path) -> None:
     )
     (tmp_path / "x.parquet").write_bytes(b"")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1] == "ImportError: this needs pyarrow: pip install 'tokasaurus[data]'"
+    assert done.stderr.splitlines()[-1] == "ImportError: this needs pyarrow: pip install pyarrow"
 
 
 @pytest.mark.long

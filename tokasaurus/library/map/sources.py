@@ -189,7 +189,7 @@ def import_arrow() -> Any:
     try:
         import pyarrow
     except ImportError:
-        raise ImportError("this needs pyarrow: pip install 'tokasaurus[data]'") from None
+        raise ImportError("this needs pyarrow: pip install pyarrow") from None
     return pyarrow
 
 

@@ -111,7 +111,7 @@ def why_unfit(shape: KVShape) -> str | None:
     if shape.head_dim not in HEAD_DIMS:
         return f"it has no kernels for head size {shape.head_dim}, only for {', '.join(map(str, HEAD_DIMS))}"
     if importlib.util.find_spec("flashinfer") is None:
-        return "it is not installed (pip install 'tokasaurus[cuda]')"
+        return "it is not installed (pip install flashinfer-python)"
     return None
 
 
