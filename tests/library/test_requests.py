@@ -11,6 +11,7 @@ from tests.helpers.small_tokenizer import save_small_tokenizer
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import live_server
 from tokasaurus import Client, Sampling
+from tokasaurus.library.requests import RequestFormat
 
 TEMPLATE = "{{ messages[0].content }}{% if enable_thinking %}<think>\n{% endif %}"
 
@@ -22,6 +23,20 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
     with live_server(make_served_model(directory), FakeEngine()) as server, Client(server.url) as client:
         yield client
+
+
+def test_integers_beyond_64_bits_are_sent_and_read_as_they_are(client: Client) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"default": 10**30, "enum": [-(2**64)]}}}
+    options = {"chat_template_kwargs": {"number": 2**64}}
+    schema = {"type": "object", "properties": {"n": {"const": 10**30}}}
+    request_format = RequestFormat("m", tools=[tool], options=options, schema=schema)
+    messages = [{"role": "user", "content": "a", "more": 10**30}]
+    body = json.loads(request_format.line(0, messages).body)
+    assert (body["messages"], body["tools"]) == (messages, [tool])
+    assert body["chat_template_kwargs"] == options["chat_template_kwargs"]
+    assert body["response_format"]["json_schema"]["schema"] == schema
+    text = '{"n": 1000000000000000000000000000000}'
+    assert client.chat([[{"role": "user", "content": text}]], schema={"type": "object"})[0].parsed == {"n": 10**30}
 
 
 @pytest.mark.parametrize(

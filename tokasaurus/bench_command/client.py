@@ -19,6 +19,7 @@ import orjson
 from tokasaurus.addresses import leads_here, proxies_for
 from tokasaurus.bench_command.scrape import Scrape, watched
 from tokasaurus.bench_command.workloads import OfferedRequest
+from tokasaurus.text.exact_json import dumps
 
 # In Python 3.10, asyncio.TimeoutError is not a subclass of OSError.
 UNREACHABLE = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
@@ -319,7 +320,7 @@ class Client:
             body["ignore_eos"] = True
         if self._options.is_streaming:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        return orjson.dumps(body | self._options.extra_body)
+        return dumps(body | self._options.extra_body)
 
     async def _send(self, request: OfferedRequest, body: bytes) -> _Answer:
         """Raises BadAnswer."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-import orjson
+from tokasaurus.text.exact_json import loads
 
 DATA = Path(__file__).with_name("data")
 """Extracts of GSM8K (arXiv 2110.14168), under the licence beside them."""
@@ -271,7 +271,7 @@ def read_file(path: Path, temperature: float, ignore_eos: bool) -> list[OfferedR
 
 
 def _parse_line(line: str, temperature: float, ignore_eos: bool) -> OfferedRequest:
-    fields = orjson.loads(line)
+    fields = loads(line)
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object")
     content = {key: fields.pop(key) for key in ("prompt", "messages") if key in fields}

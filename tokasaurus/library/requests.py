@@ -17,6 +17,7 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 
 from tokasaurus.library.results import NO_TOKENS, Result, RowError, Sample, Score, ToolCall, row_error
 from tokasaurus.library.sampling import GENERATE_TOKENS, Sampling
+from tokasaurus.text.exact_json import dumps, loads
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -203,7 +204,7 @@ class RequestFormat:
         """(the object that the text means, None), or (None, why it means none)."""
         try:
             if isinstance(self._schema, Mapping):
-                return orjson.loads(text), None
+                return loads(text), None
             assert self._schema is not None, "the caller has looked"
             return self._schema.model_validate_json(text), None
         except ValidationError as error:
@@ -325,7 +326,7 @@ def _check_values(bodies: Mapping[str, bytes], options: Mapping[str, Any]) -> No
         model = CompletionRequest if endpoint == COMPLETIONS else ChatCompletionRequest
         if options.keys() <= model.model_fields.keys():
             try:
-                validate_body(orjson.loads(body), model)
+                validate_body(loads(body), model)
             except ApiError as error:
                 refused.append(error.message)
             else:
@@ -348,14 +349,14 @@ def _json_schema(schema: Schema) -> Mapping[str, Any]:
 def _rest(fields: Mapping[str, Any]) -> bytes:
     """The fields after the first one of a JSON object. Raises ValueError."""
     try:
-        return b"," + orjson.dumps(fields)[1:]
+        return b"," + dumps(fields)[1:]
     except TypeError as error:  # orjson's error for what no JSON can be
         raise ValueError(f"a field of the request cannot be sent: {error}") from None
 
 
 def _dump(value: object) -> bytes:
     try:
-        return orjson.dumps(value)
+        return dumps(value)
     except TypeError as error:
         raise BadPrompt(f"the prompt cannot be sent: {error}") from None
 

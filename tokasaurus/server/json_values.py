@@ -22,6 +22,7 @@ from tokasaurus.server.errors import (
 )
 from tokasaurus.server.protocol.known_fields import advice, meant_field
 from tokasaurus.server.value_words import MAX_TOLD
+from tokasaurus.text.exact_json import loads
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -52,7 +53,7 @@ def load_json(content: bytes | bytearray, max_values: int) -> object:
             f"the body has too many numbers, strings, lists and objects, about {max_values} are possible "
             "(max_json_values): send several requests"
         )
-    return orjson.loads(content)
+    return loads(content)
 
 
 def validate_body(value: object, body_model: type[Body]) -> Body:

@@ -1,11 +1,11 @@
 """JSON that is one line for every reader."""
 
-import orjson
+from tokasaurus.text.exact_json import dumps
 
 
 def write_json(value: object, option: int | None = None) -> bytes:
-    """The value as JSON by orjson, with `escape_line_ends`. option: orjson's."""
-    return escape_line_ends(orjson.dumps(value, option=option))
+    """The value as JSON by `dumps`, with `escape_line_ends`. option: orjson's."""
+    return escape_line_ends(dumps(value, option=option))
 
 
 def escape_line_ends(content: bytes) -> bytes:

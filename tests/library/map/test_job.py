@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,25 @@ def test_chats_and_completions_go_to_their_routes() -> None:
     sent, joined = urls(messages="m")
     assert sent == {"/v1/chat/completions"}
     assert joined[0]["answer"] == "y → 1"
+
+
+@pytest.mark.parametrize("form", ["JSON lines", "dicts"])
+def test_integers_beyond_64_bits_are_exact_in_prompts_and_outputs(form: str, output: Path, tmp_path: Path) -> None:
+    rows = [{"n": 10**30 + number, "more": {"m": [-(2**63) - 1, 1.5, number]}} for number in range(3)]
+    source: Any = rows
+    if form == "JSON lines":
+        source = tmp_path / "rows.jsonl"
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    call_map(source, output, prompt="{n} {more}", format="jsonl")
+    for written, row in zip(sorted(read_output(output), key=itemgetter("n")), rows, strict=True):
+        prompt = f"{row['n']} {json.dumps(row['more'], separators=(',', ':'))}"
+        assert written == {**row, "answer": f"{prompt} → {len(prompt)}", "finish_reason": "stop", "error": None}
+    session = InstantSession()
+    asked = {"role": "user", "content": "x", "n": 10**30}
+    joined = call_map(source, session=session, prompt=lambda row: [{**asked, "more": row["more"]}])
+    assert [{name: row[name] for name in ("n", "more")} for row in joined] == rows
+    sent = [json.loads(line.body)["messages"] for line in session.sent]
+    assert sorted(sent, key=str) == [[{**asked, "more": row["more"]}] for row in rows]
 
 
 def test_rows_with_a_common_prefix_are_sent_together() -> None:

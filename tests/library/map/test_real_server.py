@@ -187,7 +187,7 @@ BAD: list[tuple[Any, str]] = [
     ({"q": []}, "^the list of token ids or messages is empty$"),
     ({"q": [1, "a"]}, "^a list of token ids contains a str$"),
     ({"q": [1, 10**6]}, "1000000"),
-    ({"q": [2**70]}, "^the prompt cannot be sent: Integer exceeds 64-bit range$"),
+    ({"q": [2**70]}, str(2**70)),
     ({"q": [{"role": "user", "content": "a"}, "b"]}, "^messages must be a list of dicts, and not all"),
     ({"q": [{"role": "nobody", "content": "a"}]}, "role"),
     ({"q": [{"role": "user", "content": 1j}]}, "^the prompt cannot be sent: Type is not JSON serializable: complex$"),

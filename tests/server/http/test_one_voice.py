@@ -41,7 +41,7 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 1.5}, "top_k must be a whole number"),
     ({"ignore_eos": 1}, "ignore_eos must be true or false"),
     ({"stop": 5}, "stop must be a string or a list of strings"),
-    ({"seed": 2**70}, "seed must be a whole number"),  # which orjson reads as a float
+    ({"seed": 2**70}, "seed must be at most 18446744073709551615"),
     ({"user": 5}, "user must be a string"),
     ({"stream": "yes"}, "stream must be true or false"),
     ({"stream": True, "stream_options": 5}, "stream_options must be an object"),

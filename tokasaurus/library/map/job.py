@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from tokasaurus.library.blocking import BulkSession
 from tokasaurus.library.bulk import ClientClosed, ServerError
@@ -42,6 +41,7 @@ from tokasaurus.library.model_files import ModelFiles
 from tokasaurus.library.requests import Answer, BadPrompt, RequestFormat, RequestLine
 from tokasaurus.library.results import row_error
 from tokasaurus.processes.group import STOP_NUMBERS
+from tokasaurus.text.exact_json import loads
 
 _MAX_WAIT_S = 0.5
 """Longest time between two looks at the clock, the journal and Ctrl-C."""
@@ -74,7 +74,7 @@ def map_rows(
     if request_format.asks_tools and prompts.is_text and not options.chat:
         raise ValueError("tools need messages: chat=True sends the prompt as the message of a user")
     # All that the rows' requests have in common.
-    request = orjson.loads(request_format.line(0, [{"role": "user", "content": ""}]).body)
+    request = loads(request_format.line(0, [{"role": "user", "content": ""}]).body)
     del request["messages"]
     is_list = request.get("n", 1) > 1
     stored: Output

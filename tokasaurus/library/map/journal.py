@@ -34,6 +34,7 @@ import orjson
 
 from tokasaurus.library.map.shards import Answers, MapRow, OpenShard, ShardFormat, publish, shard_name
 from tokasaurus.server.jobs.store.data_dir import NewFile, sync_directory
+from tokasaurus.text.exact_json import dumps, loads
 
 _VERSION = 2
 _SYNC_INTERVAL_S = 1.0
@@ -314,7 +315,7 @@ class Journal:
 
     def _stored_settings(self) -> dict[str, Any] | None:
         with suppress(FileNotFoundError, orjson.JSONDecodeError):
-            return cast("dict[str, Any]", orjson.loads((self._root / "job.json").read_bytes()))
+            return cast("dict[str, Any]", loads((self._root / "job.json").read_bytes()))
         return None
 
     def _check_version(self) -> None:
@@ -334,7 +335,7 @@ class Journal:
         if not is_begun or stored is None:
             self._save_settings(settings)
             return None
-        now = orjson.loads(orjson.dumps(dict(settings), default=repr))
+        now = loads(dumps(dict(settings), default=repr))
         changes = list(describe_changes(stored, now, without=("prompt", "files", "model_files")))
         if changes:
             raise JobChanged(f"output={self.output}: {', '.join(changes)}; {_WAYS_ON}")
@@ -355,7 +356,7 @@ class Journal:
         return cast("Mapping[str, Any]", stored)
 
     def _save_settings(self, settings: Mapping[str, Any]) -> None:
-        content = orjson.dumps({"version": _VERSION, **settings}, option=orjson.OPT_INDENT_2, default=repr)
+        content = dumps({"version": _VERSION, **settings}, option=orjson.OPT_INDENT_2, default=repr)
         file = NewFile(self._root / "job.json.part")
         try:
             file.write(content)

@@ -7,9 +7,8 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import orjson
-
 from tokasaurus.library.map.sources import Row, Source, is_missing, listed_columns
+from tokasaurus.text.exact_json import dumps
 
 PromptOf: TypeAlias = "str | Callable[[Row], Any]"
 """A template such as "{question}", the name of a column, or a function of the row."""
@@ -116,7 +115,7 @@ def _as_text(value: object, name: str) -> str:
         raise NoPrompt(f"there is no prompt: the column {name!r} is null")
     if isinstance(value, dict | list | tuple):
         try:
-            return orjson.dumps(value).decode()
+            return dumps(value).decode()
         except TypeError as error:
             raise NoPrompt(f"the column {name!r} cannot be a text: {error}") from None
     try:

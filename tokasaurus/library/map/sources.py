@@ -24,6 +24,7 @@ import numpy.typing as npt
 import orjson
 
 from tokasaurus.library.map.answers import AnswerColumn
+from tokasaurus.text.exact_json import dumps, loads
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -659,7 +660,7 @@ def _read_json_lines(path: str) -> Iterator[tuple[bytes, Row] | str]:
 
 def _parse_line(text: bytes, path: str, number: int) -> tuple[bytes, Row] | str:
     try:
-        row = orjson.loads(text)
+        row = loads(text)
     except orjson.JSONDecodeError as error:
         row = _parse_with_surrogates(text)
         if row is None:
@@ -687,9 +688,9 @@ def _parse_with_surrogates(text: bytes) -> object:
 def to_json(row: object) -> bytes:
     """JSON text; halves of surrogate pairs, which JSON readers refuse, become U+FFFD. Raises TypeError."""
     try:
-        return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY)
+        return dumps(row, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:
-        return orjson.dumps(without_surrogates(row), option=orjson.OPT_SERIALIZE_NUMPY)
+        return dumps(without_surrogates(row), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def without_surrogates(value: Any) -> Any:

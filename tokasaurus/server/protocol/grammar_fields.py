@@ -16,6 +16,7 @@ from pydantic import ConfigDict, Field, PlainValidator
 from tokasaurus.server.protocol.exact_schema import SchemaError, exact_schema
 from tokasaurus.server.protocol.fields import StrictObject, Text, not_implemented, value_error
 from tokasaurus.server.value_words import MAX_ECHO_CHARS
+from tokasaurus.text.exact_json import dumps, loads
 
 GrammarFormat = Literal["json_schema", "regex", "lark", "gbnf"]
 
@@ -62,9 +63,9 @@ def _schema_text(schema: Mapping[str, object], whitespace: bool = True) -> str:
     if whitespace:
         options = {"whitespace_pattern": WHITESPACE_PATTERN}
     try:
-        text = orjson.dumps({**schema, "x-guidance": options}).decode()
+        text = dumps({**schema, "x-guidance": options}).decode()
         if r"\u00" not in text and "\x7f" not in text:  # llguidance needs \u to write control characters
-            text = orjson.dumps({**schema, "x-guidance": options | {"json_allowed_escapes": SHORT_ESCAPES}}).decode()
+            text = dumps({**schema, "x-guidance": options | {"json_allowed_escapes": SHORT_ESCAPES}}).decode()
     except orjson.JSONEncodeError:
         raise value_error("is nested too deeply") from None
     return text
@@ -78,7 +79,7 @@ def _json_source(value: object, param: str, whitespace: bool = True) -> GrammarS
     schema = value
     if isinstance(value, str):
         try:
-            schema = orjson.loads(value)
+            schema = loads(value)
         except orjson.JSONDecodeError as error:
             raise value_error(f"is not valid JSON: {error.msg}") from None
     if not isinstance(schema, dict):

@@ -1,14 +1,13 @@
 """Tools in chat bodies: function definitions, the tool choice, and tool calls in messages."""
 
-import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import BaseModel, Field, PlainValidator, field_validator
 from pydantic_core import PydanticCustomError
 
 from tokasaurus.server.protocol.fields import NullMeans, StrictObject, not_implemented, value_error
+from tokasaurus.text.exact_json import loads
 
 MAX_TOOLS = 1024
 _MAX_DEPTH = 200
@@ -180,9 +179,8 @@ def _parse_arguments(value: object) -> dict[str, Any] | str:
     if not value.strip():
         return {}
     try:
-        orjson.loads(value)  # only to refuse NaN and lone surrogates: it turns large integers into floats
-        arguments = json.loads(value)
-    except (ValueError, RecursionError):
+        arguments = loads(value)
+    except ValueError:
         return value
     return arguments if isinstance(arguments, dict) and not _is_deep(arguments) else value
 
