@@ -62,7 +62,7 @@ def test_a_stream_has_the_times_of_tokens(scripted_server: Any, capsys: pytest.C
 
 
 def test_the_servers_metrics_are_read_along(scripted_server: Any, tmp_path: Path) -> None:
-    scripted_server.metrics = 'toka_kv_blocks_used{replica="0"} 30\ntoka_kv_blocks_total{replica="0"} 40\n'
+    scripted_server.metrics = 'toka_kv_blocks_used{replica="0"} 30\ntoka_kv_blocks{replica="0"} 40\n'
     output = tmp_path / "run.json"
     assert run(scripted_server, "monkeys", *SHORT, f"output={output}") == 0
     [report] = json.loads(output.read_text())["runs"]

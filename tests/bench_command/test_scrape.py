@@ -14,8 +14,8 @@ TOKA = """\
 # TYPE toka_kv_blocks_used gauge
 toka_kv_blocks_used{{replica="0"}} {used}
 toka_kv_blocks_used{{replica="1"}} 0
-toka_kv_blocks_total{{replica="0"}} 50
-toka_kv_blocks_total{{replica="1"}} 50
+toka_kv_blocks{{replica="0"}} 50
+toka_kv_blocks{{replica="1"}} 50
 toka_preemptions_total{{replica="0"}} {preemptions}
 toka_prefix_cache_hit_tokens_total{{replica="0"}} {cached}
 toka_asked_prompt_tokens_total{{replica="0"}} {asked}

@@ -125,7 +125,7 @@ def test_prometheus_scrapes_a_server_that_wants_the_key(tmp_path: Path) -> None:
                 return found
 
             wait_for(lambda: bool(ask("query?query=up{job='toka'}==1").get("result")), 60)
-            assert ask("query?query=toka_kv_blocks_total").get("result")
+            assert ask("query?query=toka_kv_blocks").get("result")
             deadline_s = time.monotonic() + 30
             while not (groups := ask("rules").get("groups")):
                 assert time.monotonic() < deadline_s

@@ -7,7 +7,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from tokasaurus.messages.status import EngineStats
-from tokasaurus.monitoring.metrics import BatchStats, EngineCollector, render_metrics
+from tokasaurus.monitoring.metrics import BatchStats, EngineCollector, VllmLabels, render_metrics
 
 PHASE_SECONDS = (1.0, 2.0, 3.0, 4.0, 5.0)
 NOT_A_SAMPLE = (
@@ -53,6 +53,12 @@ def test_forward_phases_are_exported_for_workers_that_measure_them() -> None:
         ("1", "attention", 4.0),
         ("1", "sampling", 5.0),
     ]
+
+
+def test_counters_alone_end_with_total() -> None:
+    collector = EngineCollector(lambda: [], lambda: [], batches=BatchStats(0, 0, 0, 0, False), vllm=VllmLabels("m"))
+    names = [family.name for family in collector.collect()]  # a counter's, without the _total of its samples
+    assert [name for name in names if name.endswith("_total")] == []
 
 
 def test_features_that_are_switched_off_are_a_sample_each() -> None:

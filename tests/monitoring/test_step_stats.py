@@ -145,7 +145,7 @@ toka.manager_busy_fraction:0.0|g
 toka.sequences_running:3|g
 toka.sequences_waiting:1200|g
 toka.kv_blocks_used:50|g
-toka.kv_blocks_total:200|g
+toka.kv_blocks:200|g
 toka.prefix_cache_hit_fraction:0.125|g
 toka.shared_prompt_tokens:18432|c
 toka.preemptions:3|c

@@ -27,6 +27,12 @@ def named(served_model: ServedModel) -> Iterator[LiveServer]:
     [
         (["localhost"], 200),
         (["LOCALHOST:10210"], 200),
+        (["localhost."], 200),
+        (["localhost.:10210"], 200),
+        (["llm.example."], 200),
+        (["localhost.."], 421),
+        (["."], 421),
+        (["rebound.example."], 421),
         (["127.0.0.1"], 200),
         (["127.8.9.10:80"], 200),
         (["[::1]"], 200),
@@ -39,7 +45,7 @@ def named(served_model: ServedModel) -> Iterator[LiveServer]:
         (["localhost.rebound.example"], 421),
         ([""], 421),
         (["é"], 421),
-        ([], 421),
+        ([], 200),
         (["localhost", "rebound.example"], 421),
         (["0.0.0.0", "rebound.example"], 421),
     ],
@@ -50,6 +56,27 @@ def test_only_known_names_are_served(named: LiveServer, hosts: list[str], status
     assert answer.status == status
     if status == 421:
         assert answer.error_code == "misdirected_request"
+
+
+@pytest.mark.parametrize(
+    ("check", "status"),
+    [
+        ("OPTIONS / HTTP/1.0\r\n", 204),  # HAProxy's `option httpchk` alone
+        ("OPTIONS /health HTTP/1.0\r\n", 204),
+        ("OPTIONS /v1/models HTTP/1.1\r\nConnection: close\r\n", 204),
+        ("OPTIONS * HTTP/1.0\r\n", 204),
+        ("OPTIONS /nowhere HTTP/1.0\r\n", 404),
+        ("GET /health HTTP/1.0\r\n", 200),
+        ("HEAD /health HTTP/1.0\r\n", 200),
+        ("GET /ready HTTP/1.0\r\nHost: rebound.example\r\n", 421),
+    ],
+)
+def test_checks_of_load_balancers_are_answered_without_a_host(named: LiveServer, check: str, status: int) -> None:
+    answer = ask(named.url, f"{check}\r\n".encode())
+    assert answer.status == status
+    if status == 204:
+        assert answer.body == b""
+        assert answer.headers.get("allow", "GET") == "GET"
 
 
 @pytest.mark.parametrize(

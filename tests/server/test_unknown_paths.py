@@ -79,6 +79,16 @@ def test_a_path_of_another_server_says_what_to_use(
     assert f"{method} {path}" in error["message"]
 
 
+def test_a_path_that_a_routes_parameter_matches_is_told_too(shared_server: LiveServer) -> None:
+    for path in ("/v1/responses/compact", "/responses/compact/"):
+        answer = shared_server.http.post(path, json={"input": "hello"})
+        error = assert_openai_error(answer.content)
+        assert (answer.status_code, error["code"]) == (404, "unknown_url")
+        assert "compacts no conversations" in error["message"]
+    assert shared_server.http.put("/v1/responses/compact").status_code == 404
+    assert shared_server.http.put("/v1/responses/resp_1").status_code == 405
+
+
 def test_what_is_advised_is_there(shared_server: LiveServer) -> None:
     paths: dict[str, Any] = shared_server.http.get("/openapi.json").json()["paths"]
     routes = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods} | {"GET /docs"}

@@ -30,7 +30,7 @@ class _Names:
 _SERVERS = (
     _Names(
         "toka_kv_blocks_used",
-        "toka_kv_blocks_total",
+        "toka_kv_blocks",
         "toka_preemptions_total",
         "toka_prefix_cache_hit_tokens_total",
         "toka_asked_prompt_tokens_total",

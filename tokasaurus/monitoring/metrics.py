@@ -39,12 +39,12 @@ _GAUGES = [
         "num_kv_blocks_used",
         "KV blocks that sequences use; cached blocks that no sequence uses are not counted.",
     ),
-    ("toka_kv_blocks_total", "num_kv_blocks_total", "KV blocks that sequences may use."),
+    ("toka_kv_blocks", "num_kv_blocks_total", "KV blocks that sequences may use."),
     (
         "toka_kv_blocks_cached",
         "num_kv_blocks_cached",
         "KV blocks of cached prefixes that no sequence uses; they stay until their memory is needed. The "
-        "rest of toka_kv_blocks_total is free.",
+        "rest of toka_kv_blocks is free.",
     ),
     (
         "toka_worker_queue_depth",
@@ -188,7 +188,7 @@ _VLLM_GAUGES: list[tuple[str, Callable[[EngineStats], float], str]] = [
     ("vllm:num_requests_running", lambda stats: stats.num_running, "toka_requests_running."),
     ("vllm:num_requests_waiting", lambda stats: stats.num_waiting, "toka_requests_waiting."),
     ("vllm:num_requests_swapped", lambda _: 0, "0: preempted sequences wait, and nothing is swapped."),
-    ("vllm:kv_cache_usage_perc", lambda stats: _kv_usage(stats), "toka_kv_blocks_used / toka_kv_blocks_total, 0 to 1."),
+    ("vllm:kv_cache_usage_perc", lambda stats: _kv_usage(stats), "toka_kv_blocks_used / toka_kv_blocks, 0 to 1."),
     ("vllm:gpu_cache_usage_perc", lambda stats: _kv_usage(stats), "Former name of vllm:kv_cache_usage_perc."),
     ("vllm:cpu_cache_usage_perc", lambda _: 0, "0: no KV is kept beside the cache that sequences use."),
 ]

@@ -163,7 +163,7 @@ class StepWindow:
             "sequences_running": stats.num_running,
             "sequences_waiting": stats.num_waiting,
             "kv_blocks_used": stats.num_kv_blocks_used,
-            "kv_blocks_total": stats.num_kv_blocks_total,
+            "kv_blocks": stats.num_kv_blocks_total,
         }
 
     def _counters(self) -> dict[str, int]:

@@ -5,7 +5,7 @@ import hmac
 import ipaddress
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import cast
@@ -169,17 +169,18 @@ def allowed_hosts(address: str | None, listed: str | None) -> frozenset[str] | N
     address: what the server listens on; None for a Unix socket, which no browser connects to. listed: the flag, names
     separated by commas; * allows all.
     """
-    names = frozenset(map(str.lower, split_list(listed)))
+    names = frozenset(map(_absolute, split_list(listed)))
     if "*" in names or (listed is None and (address is None or not _is_loopback(address))):
         return None
     return names | {"localhost"}
 
 
 class AllowedHostsMiddleware:
-    """Answers 421 (misdirected request) to a request whose Host header is not allowed, or missing.
+    """Answers 421 (misdirected request) to a request whose Host header is not allowed.
 
     DNS rebinding: a page whose name resolves to 127.0.0.1 could otherwise send requests to a server on its visitor's
-    machine and read the answers. The browser sends the page's name as Host. No name server can change where an address
+    machine and read the answers. The browser sends the page's name as Host, always: a request without Host, such as a
+    load balancer's check in HTTP/1.0, comes from no page. No name server can change where an address
     leads that is written as a number, such as the 0.0.0.0 that a server prints or a container's address.
     """
 
@@ -192,25 +193,27 @@ class AllowedHostsMiddleware:
             await self._app(scope, receive, send)
             return
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-        if hosts and all(self._is_allowed(host) for host in hosts):
-            await self._app(scope, receive, send)
-            return
-        await error_response(MisdirectedRequest(self._why_refused(hosts)))(scope, receive, send)
-
-    def _why_refused(self, hosts: Sequence[str]) -> str:
         refused = next((host for host in hosts if not self._is_allowed(host)), None)
         if refused is None:
-            return "the request has no Host header, which this server requires"
+            await self._app(scope, receive, send)
+            return
+        await error_response(MisdirectedRequest(self._why_refused(refused)))(scope, receive, send)
+
+    def _why_refused(self, refused: str) -> str:
         allowed = "it must be localhost, an address written as numbers, or a name in allowed_hosts"
-        name = _without_port(refused).lower()
+        name = _absolute(_without_port(refused))
         if len(name) <= _MAX_NAME_CHARS and _HOST_NAME.fullmatch(name):
             has_others = self._names > {"localhost"}  # which a stranger need not know
             allowed += f"; to serve it, start the server with allowed_hosts={'…,' if has_others else ''}{name}"
         return f"the Host header is {shorten(refused)!r}, which this server does not serve: {allowed}"
 
     def _is_allowed(self, host: str) -> bool:
-        name = _without_port(host).lower()
-        return name in self._names or is_address(host)
+        return _absolute(_without_port(host)) in self._names or is_address(host)
+
+
+def _absolute(name: str) -> str:
+    """Localhost. -> localhost: the dot says that no domain is added to a name, which is not done here anyway."""
+    return name.lower().removesuffix(".")
 
 
 def _without_port(host: str) -> str:

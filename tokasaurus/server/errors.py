@@ -9,7 +9,7 @@ from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
 from tokasaurus.server.paths import paths_of
-from tokasaurus.server.unknown_paths import what_to_use
+from tokasaurus.server.unknown_paths import closest_path, of_other_server
 from tokasaurus.server.value_words import MAX_ECHO_CHARS, told_together, words_for
 from tokasaurus.text.json_lines import write_json
 
@@ -315,14 +315,18 @@ def add_error_handlers(app: FastAPI) -> None:
         """Errors raised by the router: unknown route, wrong method."""
         assert isinstance(error, HTTPException)
         path, status = request.url.path, error.status_code
+        if request.method == "OPTIONS" and (status == 405 or request.scope["path"] == "*"):
+            return Response(status_code=204, headers=error.headers)  # which has Allow: RFC 9110, section 9.3.7
         route = f"{request.method} {shorten(path)}"
         message, code = str(error.detail), None
-        if status == 405:
+        known = paths_of(app.router.routes)
+        advice = of_other_server(path, known)
+        if status == 405 and advice is None:
             message = f"method not allowed: {route}"
-        elif status == 404:
-            advice = what_to_use(path, paths_of(app.router.routes))
+        elif status in (404, 405):  # a route may have the path of another server's by its parameter
+            status, code = 404, "unknown_url"  # as OpenAI names it
+            advice = advice or closest_path(path, known)
             message = f"unknown route: {route}" if advice is None else f"unknown route: {route}: {advice}"
-            code = "unknown_url"  # as OpenAI names it
         return _respond(status, ErrorObject(message, "invalid_request_error", None, code), error.headers)
 
     async def on_client_gone(_request: Request, _error: Exception) -> Response:

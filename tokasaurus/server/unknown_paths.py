@@ -31,6 +31,11 @@ OTHER_SERVERS: tuple[tuple[str, str, str], ...] = (
         "(v1/)?(assistants|threads|vector_stores|conversations|containers|evals|chatkit|organization)(/.*)?",
         f"this server keeps no state but files and batches: send the history to {_CHAT}",
     ),
+    (
+        "OpenAI: compaction",
+        "(v1/)?responses/compact",
+        "this server compacts no conversations: send the items that matter, or a summary of them",
+    ),
     ("OpenAI: older routes", "(v1/)?(edits|engines(/.*)?)", f"use {_CHAT}; {_MODELS} lists what is served"),
     ("Azure", "openai/.*", _CHAT_OF_BASE_URL),
     ("Anthropic: batches", "(v1/)?messages/batches(/.*)?", "use POST /v1/bulk, or POST /v1/batches of OpenAI's API"),
@@ -118,23 +123,26 @@ ROLLOUTS = (
 """Regular expression of the paths of routes for roll-outs."""
 
 _OTHERS = [(re.compile(pattern), advice) for _, pattern, advice in OTHER_SERVERS]
-_TRAINERS = [
-    *((re.compile(pattern), always, with_rl) for _, pattern, always, with_rl in TRAINERS),
-    (re.compile(ROLLOUTS), "", "it is one of the routes for roll-outs"),
-]
+_TRAINERS = [(re.compile(pattern), always, with_rl) for _, pattern, always, with_rl in TRAINERS]
+_ROLLOUTS = re.compile(ROLLOUTS)
 _SERVED_WITH_RL = "/inference/v1/generate"
 _LONGEST_PATH = 100
 
 
-def what_to_use(path: str, known: Sequence[str]) -> str | None:
-    """What to use in place of a path that no route has; None if nothing is known. known: paths of the routes."""
+def of_other_server(path: str, known: Sequence[str]) -> str | None:
+    """What to use in place of another server's path; None if it is not known as one. known: paths of the routes."""
     name = path.removeprefix("/")
-    advice = next((advice for pattern, advice in _OTHERS if pattern.fullmatch(name)), None)
-    if advice is None:
-        needs_flag = "" if _SERVED_WITH_RL in known else " (with the flag rl=T)"
-        found = (f"{always}{with_rl}" for pattern, always, with_rl in _TRAINERS if pattern.fullmatch(name))
-        advice = next((f"{text}{needs_flag}" for text in found), None)
-    if advice is None and len(path) <= _LONGEST_PATH:
-        closest = difflib.get_close_matches(path, known, n=1, cutoff=0.8)
-        advice = f"did you mean {closest[0]}?" if closest else None
-    return advice
+    for pattern, advice in _OTHERS:
+        if pattern.fullmatch(name):
+            return advice
+    needs_flag = "" if _SERVED_WITH_RL in known else " (with the flag rl=T)"
+    for pattern, always, with_rl in _TRAINERS:
+        if pattern.fullmatch(name):
+            return f"{always}{with_rl}{needs_flag}"
+    return f"it is one of the routes for roll-outs{needs_flag}" if needs_flag and _ROLLOUTS.fullmatch(name) else None
+
+
+def closest_path(path: str, known: Sequence[str]) -> str | None:
+    """The question whether another path was meant; None if none is close. known: paths of the routes."""
+    closest = difflib.get_close_matches(path, known, n=1, cutoff=0.8) if len(path) <= _LONGEST_PATH else []
+    return f"did you mean {closest[0]}?" if closest else None

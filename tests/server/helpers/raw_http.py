@@ -95,7 +95,7 @@ def parse_answers(content: bytes) -> list[Answer]:
             length = int(headers["content-length"])
             body, content = content[:length], content[length:]
             assert len(body) == length
-        else:
+        elif status != 204:
             while True:
                 size, _, content = content.partition(b"\r\n")
                 chunk, content = content[: int(size, 16)], content[int(size, 16) :]

@@ -198,7 +198,7 @@ def metric_values(http: httpx.Client) -> dict[str, float]:
 def test_metrics_are_exact_as_soon_as_an_answer_arrives(server: LiveServer) -> None:
     at_start = metric_values(server.http)
     assert {name: value for name, value in at_start.items() if value} == {
-        "toka_kv_blocks_total": 64,
+        "toka_kv_blocks": 64,
         "toka_replicas_up": 1,
     }
     server.engine.script = lambda request, index: replace(echo(request, index), num_cached_tokens=index)

@@ -141,6 +141,29 @@ def test_what_clients_send_without_a_wish_is_accepted(server: LiveServer) -> Non
     assert without_random_fields(ask(server, include=names)) == without_random_fields(plain)
 
 
+def test_input_tokens_are_counted_as_the_answers_usage_counts_them(tool_live: LiveServer) -> None:
+    tool_live.engine.script = say("Yes.")
+    for fields in (
+        {"input": "Warm there?"},
+        {"input": [HELLO], "instructions": "Be short.", "tools": TOOLS, "tool_choice": "auto"},
+        {"input": [HELLO], "tools": TOOLS, "tool_choice": "none"},
+        {"input": [HELLO], "reasoning": {"effort": "low"}, "truncation": "auto", "text": {"verbosity": "low"}},
+        {"input": [HELLO], "truncate_prompt_tokens": 5},
+        {"input": [HELLO], "add_special_tokens": True},
+    ):
+        prompt = prompt_of(tool_live, ROUTE, **fields)
+        counted = sync_client(tool_live).responses.input_tokens.count(model="default", extra_body=fields)
+        assert counted.to_dict() == {"object": "response.input_tokens", "input_tokens": len(prompt)}, fields
+    for fields, param in (
+        ({"input": [HELLO], "personality": "friendly"}, "personality"),
+        ({"input": "x" * 5_000_000}, "input"),
+        ({"previous_response_id": "resp_1", "input": "a"}, "previous_response_id"),
+        ({"input": [RESULT_ITEM]}, "input[0].call_id"),
+    ):
+        answer = tool_live.http.post("/v1/responses/input_tokens", json=fields)
+        assert (answer.status_code, assert_openai_error(answer.content)["param"]) == (400, param)
+
+
 def test_an_answer_says_what_was_done_of_fields_that_promise_nothing(server: LiveServer) -> None:
     plain = without_random_fields(ask(server))
     done = {"store": False, "truncation": "disabled", "service_tier": "default", "text": plain["text"]}

@@ -133,6 +133,26 @@ def draft_chat(
     return Draft(prepared, tool_use.grammar)
 
 
+def count_chat_tokens(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits, max_chars: int) -> int:
+    """Tokens of the prompt that `draft_chat` makes of a body, which may be longer than the context. Tokenizes, so must
+    not run on the event loop. Raises InvalidRequest.
+
+    max_chars: more characters in messages and tools are refused."""
+    num_chars = sum(len(part.model_dump_json()) for part in (*body.messages, *body.tools))
+    if num_chars > max_chars:
+        raise InvalidRequest(
+            f"messages may have at most {max_chars} characters to be counted (max_tokenize_chars), not {num_chars}",
+            "messages",
+        )
+    template = template_of(body, model)
+    tools = resolve_tools(body, model, template, None).shown
+    prompt_ids = encode_messages(body.messages, body, model, template, tools=tools)
+    if body.add_special_tokens:
+        prompt_ids = model.tokenizer.with_added_tokens(prompt_ids)
+    asked = _asked_chat_tokens(body)
+    return len(truncate(prompt_ids, body, None if asked is None else asked[0], limits))
+
+
 def _echoed(body: ChatCompletionRequest) -> str:
     last = body.messages[-1]
     return last.content or "" if body.echo and last.role == "assistant" else ""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.errors import InvalidRequest, naming_fields, shorten
-from tokasaurus.server.prepare.chat import chat_of, draft_chat, encode_messages, resolve_tools, template_of
+from tokasaurus.server.prepare.chat import chat_of, count_chat_tokens, draft_chat
 from tokasaurus.server.prepare.requests import Draft, Origin
 from tokasaurus.server.protocol.chat import ChatCompletionRequest, ChatMessage
 from tokasaurus.server.protocol.messages import (
@@ -31,21 +31,10 @@ def draft_message(body: MessagesRequest, model: ServedModel, limits: EngineLimit
     return replace(draft, prepared=replace(draft.prepared, repeated={"max_tokens": body.max_tokens}))
 
 
-def count_prompt_tokens(body: CountTokensRequest, model: ServedModel, max_chars: int) -> int:
-    """Tokens of the prompt. Tokenizes, so must not run on the event loop. Raises InvalidRequest.
-
-    max_chars: more characters in messages and tools are refused."""
-    chat = _chat_body(body)
-    num_chars = sum(len(part.model_dump_json()) for part in (*chat.messages, *chat.tools))
-    if num_chars > max_chars:
-        raise InvalidRequest(
-            f"messages may have at most {max_chars} characters to be counted (max_tokenize_chars), not {num_chars}",
-            "messages",
-        )
+def count_prompt_tokens(body: CountTokensRequest, model: ServedModel, limits: EngineLimits, max_chars: int) -> int:
+    """As `count_chat_tokens`, of a body that asks for a message."""
     with naming_fields(_NAMES):
-        template = template_of(chat, model)
-        tools = resolve_tools(chat, model, template, None).shown
-        return len(encode_messages(chat.messages, chat, model, template, tools=tools))
+        return count_chat_tokens(_chat_body(body), model, limits, max_chars)
 
 
 def _chat_body(body: MessagesRequest | CountTokensRequest) -> ChatCompletionRequest:

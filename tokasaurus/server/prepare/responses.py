@@ -6,10 +6,11 @@ from typing import Any
 
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.errors import InvalidRequest, naming_fields
-from tokasaurus.server.prepare.chat import chat_of, draft_chat
+from tokasaurus.server.prepare.chat import chat_of, count_chat_tokens, draft_chat
 from tokasaurus.server.prepare.requests import Draft, Origin
-from tokasaurus.server.protocol.chat import ChatMessage
+from tokasaurus.server.protocol.chat import ChatCompletionRequest, ChatMessage
 from tokasaurus.server.protocol.responses import (
+    CountInputRequest,
     FunctionCallItem,
     FunctionCallOutputItem,
     InputItem,
@@ -28,7 +29,19 @@ _NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "re
 
 def draft_response(body: ResponsesRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:
     """The request of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
-    chat = chat_of(
+    with naming_fields(_NAMES):
+        draft = draft_chat(_chat_body(body), model, limits, origin, "resp_")
+    return replace(draft, prepared=replace(draft.prepared, repeated=repeated_fields(body)))
+
+
+def count_input_tokens(body: CountInputRequest, model: ServedModel, limits: EngineLimits, max_chars: int) -> int:
+    """As `count_chat_tokens`, of a body that asks for a response."""
+    with naming_fields(_NAMES):
+        return count_chat_tokens(_chat_body(body), model, limits, max_chars)
+
+
+def _chat_body(body: ResponsesRequest) -> ChatCompletionRequest:
+    return chat_of(
         body,
         messages=to_messages(body.instructions, body.input),
         max_completion_tokens=body.max_output_tokens,
@@ -37,9 +50,6 @@ def draft_response(body: ResponsesRequest, model: ServedModel, limits: EngineLim
         response_format=body.text.format.grammar,
         reasoning_effort=body.reasoning_effort if body.reasoning.effort is None else body.reasoning.effort,
     )
-    with naming_fields(_NAMES):
-        draft = draft_chat(chat, model, limits, origin, "resp_")
-    return replace(draft, prepared=replace(draft.prepared, repeated=repeated_fields(body)))
 
 
 def _chat_tool(tool: ResponsesTool) -> Tool:

@@ -455,6 +455,18 @@ class ResponsesRequest(ChatForm):
         return bool(self.top_logprobs) or "message.output_text.logprobs" in self.include
 
 
+class CountInputRequest(ResponsesRequest):
+    """The body of a response, of which only what makes the prompt counts."""
+
+    personality: Annotated[Any, Only(None, instead="describe it in the instructions")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class InputTokens:
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
 # A list, of which the long ones are written beforehand, in slices.
 WrittenLogprobs = Annotated[
     Any,

@@ -1,21 +1,29 @@
 """Routes that generate text: whole and streamed answers, cancelled if the client disconnects."""
 
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 
+from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.access import client_of, session_of
 from tokasaurus.server.endpoints import CHAT_EXAMPLE, ENDPOINTS, Body, Endpoint, StreamedAnswer
 from tokasaurus.server.errors import ResponseNotStored
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses, example_body
 from tokasaurus.server.prepare.messages import count_prompt_tokens
 from tokasaurus.server.prepare.requests import Origin
+from tokasaurus.server.prepare.responses import count_input_tokens
+from tokasaurus.server.protocol.chat_forms import ChatForm
 from tokasaurus.server.protocol.messages import CountTokensRequest, MessagesError, TokenCount
+from tokasaurus.server.protocol.responses import CountInputRequest, InputTokens
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.routes.event_stream import EventStream, run_while_connected
 from tokasaurus.server.routes.json_body import JsonBodyRoute
+from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import num_body_bytes, state_of
 from tokasaurus.text.json_lines import write_json
+
+Form = TypeVar("Form", bound=ChatForm)
 
 router = APIRouter(route_class=JsonBodyRoute, tags=["generation"])
 
@@ -55,13 +63,28 @@ for _path, _endpoint in ENDPOINTS.items():
 )
 async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
     """The tokens of the prompt that a message with these fields has."""
+    count = await _counted(request, body, count_prompt_tokens)
+    return Response(write_json(TokenCount(count)), media_type="application/json")
+
+
+@router.post(
+    "/v1/responses/input_tokens",
+    responses={200: {"model": InputTokens}, **error_responses(*_ERRORS)},
+    openapi_extra=example_body({"input": "What do whales eat?"}),
+)
+async def input_tokens(request: Request, body: CountInputRequest) -> Response:
+    """The tokens of the prompt that a response with these fields has."""
+    count = await _counted(request, body, count_input_tokens)
+    return Response(write_json(InputTokens(count)), media_type="application/json")
+
+
+async def _counted(request: Request, body: Form, count: Callable[[Form, ServedModel, EngineLimits, int], int]) -> int:
+    """What `count` returns. Raises ApiError."""
     state = state_of(request)
     state.model.check_name(body.model)
-    state.ready_limits()
-    max_chars = state.config.max_tokenize_chars
+    limits, max_chars = state.ready_limits(), state.config.max_tokenize_chars
     run = state.text_threads.run_apart if body.chat_template else state.text_threads.run
-    count = await run(num_body_bytes(request), count_prompt_tokens, body, state.model, max_chars)
-    return Response(write_json(TokenCount(count)), media_type="application/json")
+    return await run(num_body_bytes(request), count, body, state.model, limits, max_chars)
 
 
 _NOTHING_STORED = {**error_responses(404)}
