@@ -21,6 +21,8 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from tokasaurus.server.child_process import answer_lines, die_with_server
+from tokasaurus.server.protocol.ecma_patterns import PatternError, translate_pattern
+from tokasaurus.server.protocol.regular_languages import write_literal
 from tokasaurus.text.grammars import LIMITS, GrammarError, GrammarVocabulary, load_grammar_vocabulary
 from tokasaurus.text.token_decoder import TokenizerError
 
@@ -37,6 +39,10 @@ _IGNORED_OPTION = re.compile(r"^[ \t]*[\w-]+[ \t]*\[[^\]\n]*\b(temperature)\b", 
 _TOKENS = re.compile(
     r"""//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?P<name><[^<>\s\[\]]+>)|<\[(?P<ids>[^<>\[\]]*)\]>"""
 )
+# Comments, strings and classes of GBNF.
+_GBNF_CLASS = re.compile(r"""#[^\n]*|"(?:\\.|[^"\\])*"|\[(?P<sign>\^?)(?P<members>(?:\\.|[^\]\\])*)\]""", re.DOTALL)
+_GBNF_MEMBER = re.compile(r"(\\x[0-9A-Fa-f]{2}|\\.|[^\\])(?:-(?!$)(\\x[0-9A-Fa-f]{2}|\\.|[^\\]))?", re.DOTALL)
+_GBNF_ESCAPES = {"n": 10, "r": 13, "t": 9}
 _WIDE_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 # llguidance advises an option that the server does not offer, so its advice is replaced.
@@ -142,9 +148,11 @@ def _has_text(vocabulary: GrammarVocabulary, token_id: int) -> bool:
 
 def _lark_of_gbnf(text: str) -> str:
     try:
-        return str(gbnf_to_lark(_WIDE_ESCAPE.sub(_unescape, text)))
+        return str(gbnf_to_lark(_GBNF_CLASS.sub(_escape_class, _WIDE_ESCAPE.sub(_unescape, text))))
     except RecursionError:
         raise GrammarError("it is nested too deeply") from None
+    except GrammarError:
+        raise
     except Exception as error:  # the converter raises bare Exceptions
         raise GrammarError(f"not valid GBNF: {error}") from None
 
@@ -165,9 +173,49 @@ def _unescape(escape: re.Match[str]) -> str:
     return chr(code)
 
 
+def _escape_class(found: re.Match[str]) -> str:
+    r"""A class of GBNF with \x escapes, since the converter copies it: && and [ are special in llguidance's classes."""
+    if found["members"] is None:
+        return found.group()
+    written = ""
+    for first, last in _GBNF_MEMBER.findall(found["members"]):
+        codes = [_code_of(member) for member in (first, last) if member]
+        if codes[-1] < codes[0]:
+            raise GrammarError(f"{found.group()} contains a range whose end is before its beginning")
+        written += "-".join(chr(code) if code >= 0x80 or chr(code).isalnum() else f"\\x{code:02x}" for code in codes)
+    return f"[{found['sign']}{written}]"
+
+
+def _code_of(member: str) -> int:
+    """The character that a member of a GBNF class stands for. Raises GrammarError."""
+    if len(member) == 4:
+        return int(member[2:], 16)
+    letter = member[-1]
+    if len(member) == 1 or not letter.isalnum():
+        return ord(letter)
+    if letter not in _GBNF_ESCAPES:
+        raise GrammarError(f"{member} is no escape of GBNF")
+    return _GBNF_ESCAPES[letter]
+
+
+def _from_regex(pattern: str) -> str:
+    try:
+        expressions = translate_pattern(pattern, is_whole=True).expressions
+    except PatternError as error:
+        raise GrammarError(f"it {error}") from None
+    if len(expressions) == 1:
+        return LLMatcher.grammar_from_regex(expressions[0])
+    return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {' & '.join(f'/{part}/' for part in expressions)}")
+
+
+def _from_choices(text: str) -> str:
+    return LLMatcher.grammar_from_regex("|".join(map(write_literal, orjson.loads(text))))
+
+
 _CONVERTERS: dict[str, Callable[[str], str]] = {
     "json_schema": LLMatcher.grammar_from_json_schema,
-    "regex": LLMatcher.grammar_from_regex,
+    "regex": _from_regex,
+    "choice": _from_choices,
     "lark": _from_lark,
 }
 

@@ -7,8 +7,12 @@ float64, which changes integers beyond 2^53, so these are checked and bounds are
 import math
 from collections.abc import Iterator, Mapping
 from decimal import ROUND_CEILING, Context, Decimal
+from itertools import combinations
 from typing import Any, TypeGuard
 from urllib.parse import unquote
+
+from tokasaurus.server.protocol.ecma_patterns import PatternError, read_pattern, translate_pattern
+from tokasaurus.server.protocol.regular_languages import LanguageError, Languages, Term, write_rust
 
 Schema = Mapping[str, Any]
 
@@ -25,6 +29,8 @@ _MAX_PLACES = 22
 """Significant digits and decimal places of a bound for which llguidance's reading is exact: 10^22 is a float64."""
 _BOUNDS = ("maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum")
 _MAX_MULTIPLE = 2**32 - 1
+_MAX_PATTERN_WORK = 100_000
+"""Characters of all patterns, and steps of work on them: each takes a few microseconds."""
 _MAX_LENGTH = 2**31
 """No answer is longer: a higher limit on characters, items or properties changes nothing."""
 
@@ -108,6 +114,7 @@ class _Rewriting:
         self._errors: dict[str, SchemaError] = {}  # by the pointer of a definition
         self._references: dict[str, list[str]] = {"": []}  # by the pointer of a definition; "" for all else
         self._definition = ""
+        self._pattern_work = 0
         self._multiples: dict[Decimal, str] = {}  # values of multipleOf, each with one of its paths
 
     def root(self, schema: Schema) -> dict[str, Any]:
@@ -139,7 +146,49 @@ class _Rewriting:
             if keyword not in NOT_IMPLEMENTED and keyword not in _ANNOTATIONS and not is_ignored:
                 written[keyword] = self._keyword(keyword, value, f"{path}/{keyword}")
         _narrow_bounds(written, path)
+        if isinstance(written.get("pattern"), str):
+            written["pattern"], *others = self._patterns(written["pattern"], f"{path}/pattern")
+            if others:
+                written["allOf"] = [*written.get("allOf", []), *({"pattern": other} for other in others)]
+        if isinstance(written.get("patternProperties"), Mapping):
+            written["patternProperties"] = self._disjoint(written["patternProperties"], f"{path}/patternProperties")
         return written
+
+    def _patterns(self, pattern: str, path: str) -> list[str]:
+        """Patterns for llguidance, all of which must match. Raises SchemaError."""
+        try:
+            translation = translate_pattern(pattern)
+        except PatternError as error:
+            raise SchemaError(f"contains a pattern at {path[:_MAX_PATH_CHARS]} that {error}") from None
+        self._count_work(len(pattern) + translation.num_steps)
+        return [f"^(?:{expression})$" for expression in translation.expressions]
+
+    def _count_work(self, work: int) -> None:
+        self._pattern_work += work
+        if self._pattern_work > _MAX_PATTERN_WORK:
+            raise SchemaError("contains patterns that are too long or need too much work")
+
+    def _disjoint(self, properties: Schema, path: str) -> dict[str, Any]:
+        """Equivalent patternProperties with patterns for llguidance, no two of which match the same name."""
+        languages = Languages()
+        try:
+            named = [(read_pattern(languages, pattern), schema) for pattern, schema in properties.items()]
+            self._count_work(sum(map(len, properties)))
+            parts = [(names, [schema]) for names, schema in named]  # names, and the schemas that all hold for them
+            overlaps = (languages.both(one[0], other[0]) for one, other in combinations(named, 2))
+            if not all(map(languages.is_nothing, overlaps)):
+                parts = _divided(languages, named)
+            parts = [(languages.plain(names), schemas) for names, schemas in parts]
+            self._count_work(languages.num_steps)
+            return {
+                f"^(?:{write_rust(part)})$": schemas[0] if len(schemas) == 1 else {"allOf": schemas}
+                for part, schemas in parts
+            }
+        except (PatternError, LanguageError) as error:
+            reason = (
+                f"a pattern that {error}" if len(properties) == 1 else f"patterns of which one or an overlap {error}"
+            )
+            raise SchemaError(f"contains {reason} at {path[:_MAX_PATH_CHARS]}") from None
 
     def _keyword(self, keyword: str, value: Any, path: str) -> Any:
         if keyword in _DEFINITIONS and path.count("/") == 1 and isinstance(value, Mapping):
@@ -181,6 +230,22 @@ class _Rewriting:
             return schema
         finally:
             self._definition = ""
+
+
+def _divided(languages: Languages, named: list[tuple[Term, Any]]) -> list[tuple[Term, list[Any]]]:
+    """Disjoint sets of names, and the schemas that hold for them. named: names that may overlap, and their schema.
+
+    Raises LanguageError."""
+    parts: list[tuple[Term, list[Any]]] = []
+    rest = languages.any_text  # names that belong to no part
+    for names, schema in named:
+        others = languages.complement(names)
+        divided = [(languages.both(rest, names), [schema])]
+        for part, schemas in parts:
+            divided += [(languages.both(part, names), [*schemas, schema]), (languages.both(part, others), schemas)]
+        rest = languages.both(rest, others)
+        parts = [(part, schemas) for part, schemas in divided if not languages.is_nothing(part)]
+    return parts
 
 
 def _unescape(part: str) -> str:

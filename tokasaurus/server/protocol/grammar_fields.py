@@ -18,7 +18,7 @@ from tokasaurus.server.protocol.fields import StrictObject, Text, not_implemente
 from tokasaurus.server.value_words import MAX_ECHO_CHARS
 from tokasaurus.text.exact_json import dumps, loads
 
-GrammarFormat = Literal["json_schema", "regex", "lark", "gbnf"]
+GrammarFormat = Literal["json_schema", "regex", "choice", "lark", "gbnf"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class GrammarSource:
 
     format: GrammarFormat
     text: str
-    """For json_schema, the schema as JSON."""
+    """For json_schema, the schema as JSON; for choice, a list of strings as JSON."""
     param: str
     """The request field that it comes from."""
     line_params: Mapping[int, str] = field(default_factory=dict)
@@ -45,7 +45,6 @@ SHORT_ESCAPES = 'nrbtf\\"'
 
 _SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.ASCII | re.MULTILINE)
-_REGEX_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~]")
 
 
 def _check_keys(value: Mapping[str, object], known: tuple[str, ...], where: str) -> None:
@@ -93,16 +92,13 @@ def _json_source(value: object, param: str, whitespace: bool = True) -> GrammarS
 def _regex_source(value: object, param: str) -> GrammarSource:
     if not isinstance(value, str) or not value:
         raise value_error("must be a regular expression: a string that is not empty")
-    if (len(value) - len(value.rstrip("\\"))) % 2:
-        raise value_error("is no regular expression: it ends within an escape")
     return GrammarSource("regex", value, param)
 
 
 def _choice_source(value: object, param: str) -> GrammarSource:
     if not isinstance(value, list) or not value or not all(isinstance(choice, str) for choice in value):
         raise value_error("must be a list of strings that is not empty")
-    pattern = "|".join(_REGEX_SPECIAL.sub(r"\\\g<0>", choice) for choice in value)
-    return GrammarSource("regex", pattern, param)
+    return GrammarSource("choice", orjson.dumps(value).decode(), param)
 
 
 def _grammar_source(value: object, param: str) -> GrammarSource:
