@@ -327,9 +327,9 @@ class Languages:
         edges: list[dict[int, Term]] = [{} for _ in names]
         for number in alive:
             gathered: dict[int, list[tuple[int, int]]] = {}
-            for target, block in zip(targets[number], blocks, strict=True):
-                if target in alive:
-                    gathered.setdefault(names[classes[target]], []).extend(block)
+            for following_state, block in zip(targets[number], blocks, strict=True):
+                if following_state in alive:
+                    gathered.setdefault(names[classes[following_state]], []).extend(block)
             edges[names[classes[number]]] = {
                 target: self.characters(Characters(ranges_of(pairs))) for target, pairs in gathered.items()
             }
