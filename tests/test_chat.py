@@ -1,5 +1,7 @@
 """`toka chat` at a real terminal and through a pipe, against a scripted server."""
 
+import itertools
+import json
 import os
 import pty
 import select
@@ -13,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.helpers.examples import few
 from tests.helpers.scripted_api import scripted_api
 from tests.helpers.tiny_model import save_tiny_model
-from tokasaurus.chat import ChatConfig
+from tokasaurus.chat import ChatConfig, _Lines
 from tokasaurus.command_line import read
 
 WAIT_S = 60.0
@@ -119,6 +123,58 @@ def test_a_conversation_at_a_terminal(api: HTTPServer) -> None:
     assert len(api.ended_early) == 1, "the server learns that an answer is not wanted any more"  # type: ignore[attr-defined]
 
 
+def test_an_answer_is_given_again_with_other_settings_and_saved(api: HTTPServer, tmp_path: Path) -> None:
+    terminal = Terminal(f"port={api.server_port}")
+    saved = tmp_path / "saved.json"
+    try:
+        terminal.wait_for("> ")
+        terminal.type("/retry\nhello\n")
+        terminal.wait_for("there is no message yet", "chat hello 0", "(40 tokens, ", " tokens/s)", "> ")
+        terminal.type('/set temperature 0.5\n/set stop ["x"]\n/set reasoning_effort low\n/set max_tokens\n/set\n')
+        terminal.wait_for("max_tokens is the server's own", "temperature 0.5", 'stop ["x"]', 'reasoning_effort "low"')
+        terminal.type("/retry\n")
+        terminal.wait_for("chat hello 0", "> ")
+        terminal.type("/set max_tokens 7\nlong\n")
+        terminal.wait_for("chat long 0", "> ")
+        terminal.type(f"/save {saved}\n/save {saved}\n/save\n/quit\n")
+        terminal.wait_for(f"saved: {saved}", "File exists", "a name of a file is missing")
+        assert terminal.exit_code() == 0
+    finally:
+        terminal.kill()
+    first, again, long, with_room = [body for _, _, body in api.requests if "messages" in body]  # type: ignore[attr-defined]
+    hello = {"role": "user", "content": "hello"}
+    assert first == first | {"messages": [hello], "max_tokens": 1024, "stream_options": {"include_usage": True}}
+    assert "temperature" not in first
+    assert again == again | {"messages": [hello], "temperature": 0.5, "stop": ["x"], "reasoning_effort": "low"}
+    assert "max_tokens" not in again
+    assert long["max_tokens"] == 7
+    assert with_room == {name: value for name, value in long.items() if name != "max_tokens"}
+    answers = [{"role": "assistant", "content": f"chat {word} 0"} for word in ("hello", "long")]
+    told = [hello, answers[0], {"role": "user", "content": "long"}, answers[1]]
+    assert json.loads(saved.read_text()) == {"messages": told}
+
+
+@given(
+    words=st.lists(st.text("ab", min_size=1, max_size=9) | st.sampled_from(["\u4e16\u754c", "\n", "", "e\u0301"])),
+    cuts=st.lists(st.integers(0, 60)),
+    width=st.integers(10, 30),
+)
+def test_lines_break_between_words_however_the_text_arrives(words: list[str], cuts: list[int], width: int) -> None:
+    text = " ".join(words)
+    ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    lines = _Lines(width)
+    shown = "".join([*(lines.add(text[start:end]) for start, end in itertools.pairwise(ends)), lines.rest()])
+    # Nothing but the spaces at a break is changed, and all the words fit into their lines.
+    assert shown.split() == text.split() or "".join(shown.split()) == "".join(text.split())
+    for line in shown.split("\n"):
+        columns = sum(2 if character in "\u4e16\u754c" else character != "\u0301" for character in line.rstrip())
+        assert columns <= width
+    for line, after in itertools.pairwise(shown.split("\n")):
+        if f"{line}\n{after}" not in text and after.split():  # a break of ours: the next word had no room
+            first = after.split()[0]
+            assert len(line.rstrip()) + 1 + len(first) > width or "\u4e16" in text
+
+
 @pytest.mark.long
 def test_end_of_input_ends_the_conversation(api: HTTPServer) -> None:
     terminal = Terminal(f"base_url=http://127.0.0.1:{api.server_port}/v1", "model=m")
@@ -131,12 +187,13 @@ def test_end_of_input_ends_the_conversation(api: HTTPServer) -> None:
 
 
 @few(
-    1,
+    4,
     ("message", "code", "out", "err"),
     [
         ("two\nlines\n", 0, "chat two\nlines 0\n", ""),
         ("think\n", 0, "chat think 0\n", ""),
         ("fail", 1, "", "/v1 answered 400: prompt is too long\n"),
+        ("\n", 2, "", "toka chat: the standard input is empty: it is the message to answer\n"),
     ],
 )
 def test_a_message_from_a_pipe(message: str, code: int, out: str, err: str, api: HTTPServer) -> None:
@@ -145,7 +202,7 @@ def test_a_message_from_a_pipe(message: str, code: int, out: str, err: str, api:
     assert (done.returncode, done.stdout) == (code, out)
     assert done.stderr.endswith(err)
     assert done.stderr.count("\n") == (1 if err else 0)
-    assert messages(api) == [[{"role": "user", "content": message.rstrip("\n")}]]
+    assert messages(api) == ([[{"role": "user", "content": message.rstrip("\n")}]] if message.strip() else [])
 
 
 def test_without_a_server_it_ends_in_one_line() -> None:

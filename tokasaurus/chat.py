@@ -1,9 +1,14 @@
 """`toka chat`: a conversation in the terminal, with a running server or with processes of its own."""
 
+import json
 import os
+import shutil
 import sys
+import time
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokasaurus.flags import Setting, count, flag
@@ -13,9 +18,12 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
 _HELP = """\
-/clear        forget the conversation
-/system TEXT  instructions for the model; without a text, none
-/quit         end, as Ctrl-D does
+/retry            answer the last message once more
+/system TEXT      instructions for the model; without a text, none
+/set NAME VALUE   a field of requests, as in /set temperature 0; without a value the server's own; /set lists all
+/save FILE        write the conversation as JSON
+/clear            forget the conversation
+/quit             end, as Ctrl-D does
 Ctrl-C stops an answer."""
 _PROMPT = "> "
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -33,7 +41,7 @@ class ChatConfig(AddressConfig):
         variables=("TOKA_CHAT_MODEL",),
     )
     system: str | None = flag(None, "instructions for the model, before the conversation")
-    max_tokens: int | None = count(None, "maximum tokens per answer", none_means="server default")
+    max_tokens: int = count(1024, "maximum tokens per answer, as far as there is room for them")
     temperature: float | None = flag(
         None, "0 always picks the most likely token", minimum=0, none_means="the model's own"
     )
@@ -89,11 +97,11 @@ class _Conversation:
     def __init__(self, client: "OpenAI", address: AddressConfig, config: ChatConfig, model: str) -> None:
         self._client = client
         self._address = address
-        self._options: dict[str, Any] = {"model": model}
-        if config.max_tokens is not None:
-            self._options["max_tokens"] = config.max_tokens
+        self._model = model
+        self._fields: dict[str, Any] = {"max_tokens": config.max_tokens}
+        """What a request has beside its messages. Without other fields, the server's settings of sampling hold."""
         if config.temperature is not None:
-            self._options["temperature"] = config.temperature
+            self._fields["temperature"] = config.temperature
         self._system = config.system
         self._messages: list[dict[str, str]] = []
         """Messages of user and assistant, in turn."""
@@ -102,8 +110,12 @@ class _Conversation:
 
     def answer_input(self) -> int:
         """Raises NotAnswered."""
-        self._messages.append({"role": "user", "content": sys.stdin.read().rstrip("\n")})
-        for text, is_reasoning in self._ask():
+        message = sys.stdin.read().rstrip("\n")
+        if not message.strip():
+            print("toka chat: the standard input is empty: it is the message to answer", file=sys.stderr)
+            return 2
+        self._messages.append({"role": "user", "content": message})
+        for text, is_reasoning in self._ask(_Figures()):
             if not is_reasoning:
                 print(text, end="", flush=True)
         print()
@@ -135,7 +147,7 @@ class _Conversation:
         """The name of the model that answers. Raises NotAnswered if no server does; some list no models."""
         import openai
 
-        name = str(self._options["model"])
+        name = self._model
         with explained(self._address):
             try:
                 models = self._client.models.list().data
@@ -145,44 +157,87 @@ class _Conversation:
 
     def _obey(self, line: str) -> None:
         name, _, text = line.partition(" ")
-        if name == "/clear":
+        text = text.strip()
+        if name == "/retry":
+            self._retry()
+        elif name == "/set":
+            self._set(*text.split(None, 1))
+        elif name == "/save":
+            self._save(text)
+        elif name == "/clear":
             self._messages.clear()
             print("the conversation is forgotten")
         elif name == "/system":
-            self._system = text.strip() or None
+            self._system = text or None
             print("no instructions" if self._system is None else "the instructions hold from the next message on")
         else:
             print(_HELP if name == "/help" else f"{name}: no such command\n{_HELP}")
+
+    def _retry(self) -> None:
+        if self._messages and self._messages[-1]["role"] == "assistant":
+            del self._messages[-1]
+        if self._messages:
+            self._converse(self._messages.pop()["content"])
+        else:
+            print("there is no message yet")
+
+    def _set(self, name: str = "", text: str = "") -> None:
+        if not name:
+            print(*(f"{field} {json.dumps(value)}" for field, value in self._fields.items()), sep="\n")
+        elif not text:
+            self._fields.pop(name, None)
+            print(f"{name} is the server's own")
+        else:
+            try:
+                self._fields[name] = json.loads(text)
+            except ValueError:
+                self._fields[name] = text
+            print(f"{name} is {json.dumps(self._fields[name])} from the next message on")
+
+    def _save(self, name: str) -> None:
+        try:
+            with Path(name).expanduser().open("x", encoding="utf-8") as file:
+                json.dump({"messages": self._all_messages()}, file, ensure_ascii=False, indent=2)
+                file.write("\n")
+            print(f"saved: {name}")
+        except OSError as error:  # such as a file that is there
+            print(f"{name or 'a name of a file is missing'}: {error.strerror}", file=sys.stderr)
 
     def _converse(self, text: str) -> None:
         """Ask, and print the answer as it arrives. A stopped answer stays in the conversation as far as it came; of one
         that failed, nothing does."""
         self._messages.append({"role": "user", "content": text})
         answer, was_reasoning = "", False
+        lines, figures = _Lines(shutil.get_terminal_size().columns), _Figures()
         try:
-            for part, is_reasoning in self._ask():
+            for part, is_reasoning in self._ask(figures):
                 if is_reasoning != was_reasoning:
-                    print(self._dim if is_reasoning else f"{self._plain}\n", end="")
+                    print(lines.rest(), self._dim if is_reasoning else f"{self._plain}\n", sep="", end="")
                 was_reasoning = is_reasoning
                 answer += "" if is_reasoning else part
-                print(part, end="", flush=True)
-            print(self._plain)
+                print(lines.add(part), end="", flush=True)
+            print(f"{lines.rest()}{self._plain}")
+            if figures.text:
+                print(f"{self._dim}({figures.text}){self._plain}")
         except KeyboardInterrupt:
-            print(f"{self._plain}\n{self._dim}(stopped){self._plain}")
+            print(f"{lines.rest()}{self._plain}\n{self._dim}(stopped){self._plain}")
         except NotAnswered as error:
-            print(f"{self._plain}\n{error}", file=sys.stderr)
+            print(f"{lines.rest()}{self._plain}\n{error}", file=sys.stderr)
             self._messages.pop()
             return
         self._messages.append({"role": "assistant", "content": answer})
 
-    def _ask(self) -> Iterator[tuple[str, bool]]:
-        """The answer's parts, and whether each is reasoning. Raises NotAnswered."""
+    def _all_messages(self) -> list[dict[str, str]]:
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        messages: Any = [*system, *self._messages]
+        return [*system, *self._messages]
+
+    def _ask(self, figures: "_Figures") -> Iterator[tuple[str, bool]]:
+        """The answer's parts, and whether each is reasoning. Raises NotAnswered."""
         with explained(self._address):
-            chunks: Any = self._client.chat.completions.create(messages=messages, stream=True, **self._options)
+            chunks: Any = self._request()
             with chunks:  # closed when the user stops the answer, so that the server stops too
                 for chunk in chunks:
+                    figures.add(chunk)
                     for choice in chunk.choices[:1]:
                         delta = choice.delta
                         reasoning = getattr(delta, "reasoning_content", None) or getattr(delta, "reasoning", None)
@@ -190,3 +245,95 @@ class _Conversation:
                             yield reasoning, True
                         if delta.content:
                             yield delta.content, False
+
+    def _request(self) -> Any:
+        """The chunks of an answer. Where a conversation has become so long that max_tokens are too many, the server
+        gives what room there is."""
+        import openai
+
+        messages: Any = self._all_messages()
+
+        def ask(fields: dict[str, Any]) -> Any:
+            return self._client.chat.completions.create(
+                model=self._model,
+                messages=messages,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body=fields,
+            )
+
+        try:
+            return ask(self._fields)
+        except openai.BadRequestError as error:
+            if error.code != "context_length_exceeded" or "max_tokens" not in self._fields:
+                raise
+            return ask({name: value for name, value in self._fields.items() if name != "max_tokens"})
+
+
+class _Figures:
+    """Tokens and times of one answer."""
+
+    def __init__(self) -> None:
+        self._started_s = time.perf_counter()
+        self._is_cut = False
+        self.text = ""
+        """In words; "" if the server has not told the number of tokens."""
+
+    def add(self, chunk: Any) -> None:
+        self._is_cut = self._is_cut or any(choice.finish_reason == "length" for choice in chunk.choices)
+        if chunk.usage is not None and chunk.usage.completion_tokens:
+            num_tokens = chunk.usage.completion_tokens
+            rate = num_tokens / (time.perf_counter() - self._started_s)
+            cut = "; cut at max_tokens, which /set changes" if self._is_cut else ""
+            self.text = f"{num_tokens} tokens, {rate:.1f} tokens/s{cut}"
+
+
+class _Lines:
+    """Breaks text that arrives in parts into lines, between words."""
+
+    def __init__(self, width: int) -> None:
+        """width: of the terminal, in columns."""
+        self._width = width
+        self._column = 0
+        self._spaces = self._word = ""
+
+    def add(self, text: str) -> str:
+        """What can be shown now: all but the last word, which may go on."""
+        shown = []
+        for character in text:
+            if character == "\n":
+                shown += [self.rest(), character]
+                self._column = 0
+            elif character == " ":
+                shown.append(self._finish_word())
+                self._spaces += character
+            else:
+                self._word += character
+                if _columns(character) == 2 or len(self._word) >= self._width:  # no spaces are between such words
+                    shown.append(self._finish_word())
+        return "".join(shown)
+
+    def rest(self) -> str:
+        """What `add` has kept back."""
+        shown = self._finish_word() + self._spaces
+        self._column += len(self._spaces)
+        self._spaces = ""
+        return shown
+
+    def _finish_word(self) -> str:
+        columns = sum(map(_columns, self._word))
+        if not columns:
+            return ""
+        if self._column and self._column + len(self._spaces) + columns > self._width:
+            self._spaces, self._column = "\n", -1
+        shown = self._spaces + self._word
+        self._column += len(self._spaces) + columns
+        self._spaces = self._word = ""
+        return shown
+
+
+def _columns(character: str) -> int:
+    """Of a terminal."""
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

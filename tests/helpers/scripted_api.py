@@ -15,7 +15,8 @@ PAUSE_S = 0.05
 
 class ScriptedApi(BaseHTTPRequestHandler):
     """Answers with the request's own prompt, n times, in reverse order, in two chunks each. Prompts with a meaning:
-    "fail" is a 400, "page" is no API, "slow" takes 1,000 chunks, "break" ends in an error, "think" has reasoning."""
+    "fail" is a 400, "page" is no API, "slow" takes 1,000 chunks, "break" ends in an error, "think" has reasoning,
+    "long" has room for an answer only without max_tokens."""
 
     def do_GET(self) -> None:
         self._send(200, json.dumps({"object": "list", "data": [{"id": "tiny", "object": "model"}]}).encode())
@@ -25,8 +26,9 @@ class ScriptedApi(BaseHTTPRequestHandler):
         self.server.requests.append((self.path, self.headers["Authorization"], body))  # type: ignore[attr-defined]
         is_chat = self.path.endswith("/v1/chat/completions")
         prompt = body["messages"][-1]["content"] if is_chat else body["prompt"]
-        if prompt == "fail":
+        if prompt == "fail" or (prompt == "long" and "max_tokens" in body):
             error = {"message": "prompt is too long", "type": "invalid_request_error"}
+            error |= {"code": "context_length_exceeded"} if prompt == "long" else {}
             self._send(400, json.dumps({"error": error}).encode())
         elif prompt == "page":
             self._send(200, b"<html>", "text/html")
