@@ -54,6 +54,7 @@ from tokasaurus.monitoring.step_stats import StatsdSender, StepStats
 from tokasaurus.monitoring.timing import BusyFraction
 from tokasaurus.monitoring.trace import NO_TRACE, Trace
 from tokasaurus.text.grammars import load_grammar_vocabulary
+from tokasaurus.text.special_stops import find_special_stops
 from tokasaurus.text.stop_strings import StopTokens
 from tokasaurus.text.token_decoder import TokenDecoder, TokenizerError, load_token_decoder
 
@@ -363,6 +364,7 @@ def engine_options(
         decode_text=decoder.decode,
         prompt_tail=decoder.prompt_tail,
         special_ids=decoder.special_ids,
+        special_stops=partial(find_special_stops, decoder),
         decode_special=decoder.with_special().decode,
         special_tail=decoder.with_special().prompt_tail,
         stop_tokens=stop_tokens,

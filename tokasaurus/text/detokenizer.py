@@ -4,6 +4,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
+from tokasaurus.text.special_stops import SpecialStops
 from tokasaurus.text.token_decoder import NO_TAIL, PromptTail
 from tokasaurus.text.tokenizer import Tokenizer
 
@@ -21,8 +22,12 @@ class Detokenizer(Protocol):
         """The buffered text and the text of the last ids."""
 
 
-def make_detokenizer(tokenizer: Tokenizer, tail: PromptTail = NO_TAIL) -> Detokenizer:
-    """tail: of the prompt that the ids follow."""
+def make_detokenizer(
+    tokenizer: Tokenizer, tail: PromptTail = NO_TAIL, special_stops: SpecialStops | None = None
+) -> Detokenizer:
+    """tail: of the prompt that the ids follow. special_stops: the text has their marks, as their `decode` gives it."""
+    if special_stops is not None:
+        return _MarkingDetokenizer(tokenizer, tail, special_stops)
     return _ByteDetokenizer(tokenizer, tail) if tokenizer.is_byte_level else _ContextDetokenizer(tokenizer, tail)
 
 
@@ -76,3 +81,33 @@ class _ContextDetokenizer:
 
     def finish(self, token_ids: Sequence[int] = ()) -> str:
         return self._tokenizer.decode_after(self._context, [*self._pending, *token_ids])
+
+
+class _MarkingDetokenizer:
+    """Adds the marks of special tokens that stop strings name."""
+
+    def __init__(self, tokenizer: Tokenizer, tail: PromptTail, special_stops: SpecialStops) -> None:
+        self._tokenizer = tokenizer
+        self._special_stops = special_stops
+        self._tail = tail
+        self._run: list[int] = []  # since the last mark
+        self._detokenizer = make_detokenizer(tokenizer, tail)
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        text, rest = self._marked(token_ids)
+        return text + self._detokenizer.add(rest)
+
+    def finish(self, token_ids: Sequence[int] = ()) -> str:
+        text, rest = self._marked(token_ids)
+        return text + self._detokenizer.finish(rest)
+
+    def _marked(self, token_ids: Sequence[int]) -> tuple[str, Sequence[int]]:
+        """(the text up to the last mark, the tokens after it)."""
+        marks, parts, start = self._special_stops.marks, [], 0
+        for end in [index for index, id_ in enumerate(token_ids) if id_ in marks]:
+            parts += [self._detokenizer.finish(token_ids[start:end]), marks[token_ids[end]]]
+            self._tail = self._special_stops.tail_after(self._tail, [*self._run, *token_ids[start:end]])
+            self._detokenizer = make_detokenizer(self._tokenizer, self._tail)
+            self._run, start = [], end + 1
+        self._run += token_ids[start:]
+        return "".join(parts), token_ids[start:]

@@ -34,7 +34,7 @@ class SpecialText:
             if token.special and len(token.content) > 1 and not base.encode_special_tokens
         }
         self._longest = max(map(len, self._tokens), default=0)
-        self._texts = re.compile(_any_of(self._tokens))
+        self._texts = re.compile(any_of(self._tokens))
         # Other texts may become the text of such a token.
         self._is_normalizing = base.normalizer is not None and any(token.normalized for token in self._tokens.values())
         self._renamed: _RenamedTokenizer | None = None
@@ -112,7 +112,7 @@ def _random_digits() -> str:
     return "".join(secrets.choice("0123456789") for _ in range(_NUM_NAME_DIGITS))
 
 
-def _any_of(texts: Iterable[str]) -> str:
+def any_of(texts: Iterable[str]) -> str:
     """A regular expression for the longest of these texts that begins at a position.
 
     Common beginnings are written once: with 256 alternatives of 30 equal characters, a search would compare them all.
@@ -126,7 +126,7 @@ def _any_of(texts: Iterable[str]) -> str:
             ends_here = True
     if not by_first:
         return ""
-    branches = [re.escape(first) + _any_of(rests) for first, rests in by_first.items()]
+    branches = [re.escape(first) + any_of(rests) for first, rests in by_first.items()]
     if len(branches) == 1 and not ends_here:
         return branches[0]
     return f"(?:{'|'.join(branches)}){'?' if ends_here else ''}"

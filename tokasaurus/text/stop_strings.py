@@ -126,7 +126,7 @@ def lookback_tokens(stops: Iterable[str], stop_string_num_token_lookback: int = 
     Each token contains at least one byte, so a stop string of b bytes spans at most b tokens. One more is decoded,
     since decoding may drop the first token's leading space. stop_string_num_token_lookback: the least number.
     """
-    longest = max((len(stop.encode()) for stop in stops), default=0)
+    longest = max((len(stop.encode("utf-8", "surrogatepass")) for stop in stops), default=0)
     return max(stop_string_num_token_lookback, longest + 1 if longest else 0)
 
 
@@ -204,15 +204,16 @@ class StopTokens:
         owners = np.repeat(np.arange(len(token_texts), dtype=np.int32), [len(text) for text in token_texts])
         order = characters.argsort(kind="stable")
         self._characters, self._owners = characters[order], owners[order]
-        self._row_of_characters: dict[frozenset[str], int] = {}
+        self._row_of: dict[tuple[frozenset[str], frozenset[int]], int] = {}
         # Room for all rows: the system provides memory only for those in use, and no row is ever copied.
         self._rows = np.empty((_MAX_ROWS + 1, len(token_texts)), np.bool_)
         self._rows[0] = True
         self.may_end: NDArray[np.bool_] = self._rows[:1]
         """bool [rows, V]: whether a token may complete a stop string; in row 0 every token may."""
 
-    def row(self, stops: Sequence[str]) -> int:
-        """The row of `may_end` for these stop strings: tokens whose text contains the last character of one of them.
+    def row(self, stops: Sequence[str], special_ids: Iterable[int] = ()) -> int:
+        """The row of `may_end` for these stop strings: tokens whose text contains the last character of one of
+        them, and these special tokens, whose marks they have.
 
         A token with an incomplete character may contain any character, so it is included. The texts are not read
         for a new row, because the manager sends no step meanwhile.
@@ -221,7 +222,8 @@ class StopTokens:
         # A decoder may drop a first token's leading space, and U+FFFD may come from any token with incomplete UTF-8.
         if " " in characters or any(_REPLACEMENT in stop for stop in stops):
             return 0
-        row = self._row_of_characters.get(characters)
+        key = characters, frozenset(special_ids)
+        row = self._row_of.get(key)
         if row is None:
             row = len(self.may_end)
             if row > _MAX_ROWS:
@@ -231,6 +233,7 @@ class StopTokens:
             starts, ends = self._characters.searchsorted(sought), self._characters.searchsorted(sought, "right")
             for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
                 self._rows[row, self._owners[start:end]] = True
+            self._rows[row, [token_id for token_id in key[1] if token_id < self._rows.shape[1]]] = True
             self.may_end = self._rows[: row + 1]
-            self._row_of_characters[characters] = row
+            self._row_of[key] = row
         return row

@@ -6,7 +6,9 @@ first "▁world" keeps its space, and bytes that complete the prompt's last char
 
 import codecs
 import copy
+import functools
 import json
+import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import TypeVar
 from tokenizers import Tokenizer as BaseTokenizer
 
 from tokasaurus.messages.status import UserError, one_line
+from tokasaurus.text.special_text import any_of
 from tokasaurus.text.token_bytes import TokenBytes
 
 Decoder = TypeVar("Decoder", bound="TokenDecoder")
@@ -79,8 +82,19 @@ class TokenDecoder:
         the first space."""
         special = {id_: token.content for id_, token in base.get_added_tokens_decoder().items() if token.special}
         self.special_ids = frozenset(id_ for id_, content in special.items() if content not in SHOWN_MARKS)
+        self.special_texts = {special[id_]: id_ for id_ in self.special_ids if special[id_]}
+        """Text → id of these tokens."""
         # The library would skip SHOWN_MARKS as well if they are special.
         self._skips_special_itself = len(self.special_ids) < len(special)
+
+    @functools.cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Finds the longest text of a special token at each place. Precondition: there are special tokens."""
+        return re.compile(any_of(self.special_texts))
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether the token adds anything to the text."""
+        return self._bytes.of(token_id) != b""
 
     def with_special(self: Decoder) -> Decoder:
         """The same tokens, with special tokens as part of the text: its `special_ids` are empty."""

@@ -3,6 +3,7 @@
 import codecs
 import dataclasses
 import random
+from collections.abc import Collection
 
 import pytest
 from hypothesis import example, given
@@ -18,8 +19,29 @@ from tokasaurus.server.served_model import ServedModel
 
 HELLO, SPACE_WO = 259, 261  # "hello", " wo"
 TOKENS = [HELLO, SPACE_WO, *b"helo w", *"é€".encode(), IM_START]
-STOPS = [(), ("o w",), ("lo", "hello h"), ("é",), ("<|im_start|>",), ("o<|im",), ("start|>hello", "zz")]
+STOPS = [
+    *[(), ("o w",), ("lo", "hello h"), ("é",), ("<|im_start|>",), ("o<|im",), ("start|>hello", "zz")],
+    *[("o<|im_start|>", "€"), ("<|im_start|>hello",), ("lo<|im_end|>",), ("<|im_start|><|im_end|>", "w")],
+]
+SPECIAL = {IM_START: "<|im_start|>", IM_END: "<|im_end|>"}
 STOP_TOKEN = SPACE_WO
+
+
+def with_marks(served_model: ServedModel, token_ids: list[int], marks: dict[int, str], hidden: Collection[int]) -> str:
+    """The text, in which the tokens that stop strings name are characters."""
+    text, run = "", b""
+    for token_id in token_ids:
+        if token_id in marks:
+            text, run = text + run.decode(errors="replace") + marks[token_id], b""
+        elif token_id not in hidden:
+            run += served_model.tokenizer.token_bytes(token_id)
+    return text + run.decode(errors="replace")
+
+
+def marked(stop: str, marks: dict[int, str]) -> str:
+    for id_, mark in marks.items():
+        stop = stop.replace(SPECIAL[id_], mark)
+    return stop
 
 
 def begun(pieces: list[bytes]) -> str:
@@ -39,6 +61,9 @@ def begun(pieces: list[bytes]) -> str:
 @example([*b"o w", IM_START], "eos", ("o w",), True, True, 0)
 @example([HELLO, IM_START, HELLO], "length", ("start|>hello", "zz"), True, True, 1)
 @example([HELLO], "stop token", (), False, True, 2)
+@example([HELLO, IM_START, HELLO], "length", ("o<|im_start|>", "€"), False, False, 3)
+@example([HELLO], "eos", ("lo<|im_end|>",), False, False, 4)
+@example([HELLO], "eos", ("lo<|im_end|>",), True, False, 5)
 def test_text_and_logprobs_are_those_of_the_tokens_that_are_kept(
     served_model: ServedModel,
     token_ids: list[int],
@@ -61,11 +86,18 @@ def test_text_and_logprobs_are_those_of_the_tokens_that_are_kept(
     shown = [*token_ids, *end_ids] if keeps_stop else token_ids
     special_ids = () if shows_special else (IM_START, IM_END)
     pieces = [b"" if id_ in special_ids else served_model.tokenizer.token_bytes(id_) for id_ in shown]
+    named = {id_: name for id_, name in SPECIAL.items() if any(name in each for each in stop)}
+    # shown ones are texts, apart from the end token, which the text lacks unless it keeps it
+    marks = {id_: chr(0xD800 + id_) for id_ in named if not shows_special or (id_ in end_ids and not keeps_stop)}
+    searched = [*shown, *(id_ for id_ in end_ids if id_ in marks and not keeps_stop)]
+    found_in = with_marks(served_model, searched, marks, special_ids)
+    stops = [*stop, *(marked(each, marks) for each in stop)]
+    found = find_first_stop(found_in, stops)
     text = b"".join(pieces).decode(errors="replace")
-    found = find_first_stop(text, stop)
-    if found is not None:
-        start, matched = found
-        text = text[: start + len(matched)] if keeps_stop else text[:start]
+    if found is not None or marks:
+        start, matched = found or (len(found_in), "")
+        text = found_in[: start + len(matched)] if keeps_stop else found_in[:start]
+        text = text.translate(dict.fromkeys(map(ord, marks.values())))
 
     whole = Choice(request, prepared, served_model).add(sequence)
     choice = Choice(request, prepared, served_model)
@@ -78,7 +110,7 @@ def test_text_and_logprobs_are_those_of_the_tokens_that_are_kept(
     assert [token for delta in deltas for token in delta.logprobs or []] == whole.logprobs
     if found is None:
         assert kept == shown
-    else:  # tokens whose text begins in what is kept
+    elif "\ufffd" not in text:  # tokens whose text begins in what is kept
         assert len(kept) == sum(len(begun(pieces[:index])) < len(text) for index in range(len(pieces)))
         assert whole.finish_reason == deltas[-1].finish_reason == "stop"
 

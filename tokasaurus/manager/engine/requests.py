@@ -1,5 +1,7 @@
 """Add and cancel requests."""
 
+from collections.abc import Collection
+
 from tokasaurus.manager.engine.lifecycle import release
 from tokasaurus.manager.engine.outputs import MAX_RELEASED, abort, begin_or_end
 from tokasaurus.manager.state.engine_state import EngineState
@@ -20,18 +22,23 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
     stop_matcher, stop_row = None, 0
     if request.stop_strings and request.max_new_tokens > 0:
         decode, prompt_tail, special_ids = options.decode_text, options.prompt_tail, options.special_ids
+        stops: tuple[str, ...] = request.stop_strings
+        marked_ids: Collection[int] = ()
         if request.shows_special and options.decode_special is not None and options.special_tail is not None:
             decode, prompt_tail, special_ids = options.decode_special, options.special_tail, frozenset()
+        elif (special := options.special_stops(stops)) is not None:
+            decode, stops, marked_ids = special.decode, special.stops, special.marks.keys()
+            special_ids = special_ids.difference(marked_ids)
         stop_matcher = StopMatcher(
             decode,
-            request.stop_strings,
+            stops,
             special_ids,
             options.config.stop_string_num_token_lookback,
             prompt_tail(request.prompt_ids[-PROMPT_TAIL_TOKENS:].tolist()),
         )
-        # the texts of `stop_tokens` are without special tokens
+        # its texts are without special tokens
         if options.stop_tokens is not None and not request.shows_special:
-            stop_row = options.stop_tokens.row(request.stop_strings)
+            stop_row = options.stop_tokens.row(stops, marked_ids)
     prompt, salt = make_prompt(request.prompt_ids), request.cache_salt.encode()
 
     token_masks = None

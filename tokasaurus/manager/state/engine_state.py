@@ -26,6 +26,7 @@ from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.messages.live import MAX_SAMPLE_LENGTHS, TakeSample
 from tokasaurus.messages.status import KV_READS, EngineLimits, EngineStats, HydragenCosts
 from tokasaurus.monitoring.step_stats import StepTotals
+from tokasaurus.text.special_stops import SpecialStops
 from tokasaurus.text.stop_strings import StopTokens
 from tokasaurus.text.token_decoder import PromptTail
 
@@ -63,6 +64,8 @@ class EngineOptions:
     """The last token ids of a prompt -> what the text of its completions depends on."""
     special_ids: frozenset[int]
     """The special tokens that `decode_text` leaves out."""
+    special_stops: Callable[[TokenIds[str]], SpecialStops | None] = lambda _: None
+    """What finds stop strings in the text of special tokens, if there are such stop strings."""
     stop_tokens: StopTokens | None = None
     """Which tokens may end a stop string; None: any token may."""
     decode_special: Callable[[TokenIds[int]], str] | None = None

@@ -33,6 +33,7 @@ from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tools.parser import CallFragment, CallReader, CallRules
 from tokasaurus.server.tools.reasoning import ReasoningReader, ReasoningRules
 from tokasaurus.text.detokenizer import make_detokenizer
+from tokasaurus.text.special_stops import SpecialStops, find_special_stops
 from tokasaurus.text.stop_strings import StopScanner
 from tokasaurus.text.token_decoder import PROMPT_TAIL_TOKENS
 
@@ -97,7 +98,7 @@ class Choice:
     def __init__(self, request: GenerateRequest, prepared: Prepared, model: ServedModel) -> None:
         """request: the one of `prepared.requests` that the sequence belongs to."""
         self._request = request
-        self._model = model
+        self._end_ids = request.stop_token_ids if request.ignore_eos else (*request.stop_token_ids, *model.eos_ids)
         self._wants_logprobs = request.want_logprobs and not prepared.logprobs_in_fingerprint
         # Trainers read token ids and logprobs as parallel lists, and need the end token's logprob too.
         self._is_parallel_to_ids = prepared.return_token_ids
@@ -107,10 +108,17 @@ class Choice:
         tokenizer = model.tokenizer.with_special() if request.shows_special else model.tokenizer
         self._tokenizer = tokenizer
         self._tail = tokenizer.prompt_tail(request.prompt_ids[-PROMPT_TAIL_TOKENS:].tolist())
-        self._detokenizer = make_detokenizer(tokenizer, self._tail)
+        self._special_stops: SpecialStops | None = None
+        if request.stop_strings:
+            # Shown ones have their text, apart from the one that ends a sequence.
+            marked = self._end_ids if request.shows_special else None
+            self._special_stops = find_special_stops(tokenizer, request.stop_strings, marked)
+        marking = None if request.shows_special else self._special_stops
+        self._detokenizer = make_detokenizer(tokenizer, self._tail, marking)
         self._offsets = TokenOffsets(tokenizer, self._tail)
         self._keeps_stop = prepared.keeps_stop
-        self._stops = StopScanner(request.stop_strings, prepared.keeps_stop)
+        stops = request.stop_strings if self._special_stops is None else self._special_stops.stops
+        self._stops = StopScanner(stops, prepared.keeps_stop)
         self._buffered_tokens: list[TokenLogprob] = []
         self._num_characters = 0
         self._reasoning: _ReasoningSplit | None = None
@@ -118,6 +126,9 @@ class Choice:
             self._reasoning = _ReasoningSplit(prepared.reasoning, TokenOffsets(tokenizer, self._tail))
         self._first_ids: list[int] = []  # collected until there are `min_tokens`
         self._num_exempt = 0 if request.min_tokens == 0 else None
+        self._decode_searched = tokenizer.decode if marking is None else marking.decode
+        self._num_searched = 0
+        """Characters of the text with marks that are no part of a stop string."""
         self._has_stopped = False
         self.num_tokens = 0
         """Sampled tokens of all deltas."""
@@ -128,7 +139,10 @@ class Choice:
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the text, if one did."""
-        return self._stops.found if self._has_stopped else None
+        if not self._has_stopped:
+            return None
+        found = self._stops.found
+        return found if self._special_stops is None else self._special_stops.as_given(found)
 
     def add(self, delta: SequenceDelta | FinishedSequence) -> ChoiceDelta:
         """What the sequence's next delta adds to the choice. A FinishedSequence is the only delta of its choice."""
@@ -136,7 +150,9 @@ class Choice:
         self.num_tokens += len(delta.token_ids)
         token_ids = self._without_end_token(delta.token_ids) if is_last else delta.token_ids
         decode = self._detokenizer.finish if is_last else self._detokenizer.add
-        text = self._cut_text(decode(token_ids), token_ids, is_last)
+        text = decode(token_ids)
+        if self._request.stop_strings:
+            text = self._cut_text(text + self._end_mark(delta.token_ids[len(token_ids) :]), token_ids, is_last)
         self._num_characters += len(text)
         reasoning: tuple[str, bool, int] = ("", False, 0)
         if self._reasoning is not None:
@@ -155,25 +171,27 @@ class Choice:
 
     def _without_end_token(self, token_ids: list[int]) -> list[int]:
         """The last delta's tokens without the eos or stop token that ended the sequence, unless the text keeps it."""
-        request = self._request
         if self._keeps_stop:
             return token_ids
-        ends = request.stop_token_ids if request.ignore_eos else (*request.stop_token_ids, *self._model.eos_ids)
-        return token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
+        return token_ids[:-1] if token_ids and token_ids[-1] in self._end_ids else token_ids
+
+    def _end_mark(self, end_token: list[int]) -> str:
+        """The mark of the token that ended the sequence, which the text lacks: a stop string may end with it."""
+        special = self._special_stops
+        return "" if special is None else "".join(special.marks.get(token_id, "") for token_id in end_token)
 
     def _cut_text(self, new_text: str, token_ids: list[int], is_last: bool) -> str:
         """The part of the buffered and new text that can be sent. A stop string, unless it is kept, and all text
         after it are dropped.
 
-        token_ids: the tokens that `new_text` comes from.
+        new_text: with marks of special tokens. token_ids: the tokens that it comes from.
         """
-        if not self._request.stop_strings:
-            return new_text
         if self._has_stopped:
             return ""
-        num_exempt = self._exempt_characters(token_ids) - self._num_characters
+        num_exempt = self._exempt_characters(token_ids) - self._num_searched
         text, self._has_stopped = self._stops.add(new_text, num_exempt, is_last)
-        return text
+        self._num_searched += len(text)
+        return text if self._special_stops is None else self._special_stops.shown(text)
 
     def _exempt_characters(self, token_ids: list[int]) -> int:
         """Number of characters at the start of the text in which stop strings do not count.
@@ -184,7 +202,7 @@ class Choice:
             min_tokens = self._request.min_tokens
             self._first_ids += token_ids[: min_tokens - len(self._first_ids)]
             if len(self._first_ids) == min_tokens:
-                self._num_exempt = len(self._tokenizer.decode_after(self._tail, self._first_ids))
+                self._num_exempt = len(self._tail.text_after(self._decode_searched, self._first_ids))
         return sys.maxsize if self._num_exempt is None else self._num_exempt
 
     def _remove_sent_tokens(self, is_last: bool) -> list[TokenLogprob]:

@@ -15,6 +15,7 @@ from tokasaurus.server.respond.versions import weight_spans
 from tokasaurus.server.respond.whole import build_usage
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.text.json_lines import write_json
+from tokasaurus.text.special_stops import find_special_stops
 from tokasaurus.text.token_decoder import PROMPT_TAIL_TOKENS
 
 Entry = tuple[float | None, int, str | None]
@@ -95,8 +96,11 @@ class _Answer:
             return token_ids[-1]
         tokenizer = self._model.tokenizer.with_special() if request.shows_special else self._model.tokenizer
         tail = tokenizer.prompt_tail(request.prompt_ids[-PROMPT_TAIL_TOKENS:].tolist())
-        text = tokenizer.decode_after(tail, token_ids)
-        return max((stop for stop in request.stop_strings if stop in text), key=text.rfind, default=None)
+        special = find_special_stops(tokenizer, request.stop_strings, () if request.shows_special else None)
+        decode, stops = (tokenizer.decode, request.stop_strings) if special is None else (special.decode, special.stops)
+        text = tail.text_after(decode, token_ids)
+        found = max((stop for stop in stops if stop in text), key=text.rfind, default=None)
+        return found if special is None or found is None else special.as_given(found)
 
     def _logprobs(self, sequence: FinishedSequence) -> dict[str, Any]:
         body, prompt = self._body, sequence.prompt_logprobs
