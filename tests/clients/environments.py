@@ -112,7 +112,7 @@ ENVIRONMENTS = (
         "anthropic",
         ("anthropic>=2.14,<3",),
         ("test_anthropic.py",),
-        {"anthropic": "messages, tools, streams, over `/v1/messages`"},
+        {"anthropic": "messages, tools and its tool runner, streams, over `/v1/messages`"},
     ),
     Environment(
         "autogen",

@@ -1,6 +1,6 @@
 """Anthropic's client on /v1/messages."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -72,3 +72,80 @@ def test_errors_are_the_clients_own(anthropic: Any, client: Any) -> None:
         client.messages.create(messages=[{"role": "user", "content": [image]}], **GREEDY)
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(messages=QUESTION, model="other", max_tokens=5)
+
+
+def test_a_last_message_of_the_assistant_is_continued(client: Any) -> None:
+    greedy = {"model": "default", "extra_body": {"temperature": 0}}
+    whole = client.messages.create(messages=QUESTION, max_tokens=24, **greedy).content[0].text
+    begun = " ".join(whole.split(" ")[:4])
+    history = [*QUESTION, {"role": "assistant", "content": begun}]
+    rest = client.messages.create(messages=history, max_tokens=8, **greedy).content[0].text
+    assert rest
+    assert whole.startswith(begun + rest)
+    counts = [client.messages.count_tokens(model="default", messages=some).input_tokens for some in (QUESTION, history)]
+    assert counts[0] < counts[1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tool_runner_goes_on_without_a_thread(anthropic: Any, client: Any, stream: bool) -> None:
+    asked: list[str] = []
+
+    @anthropic.beta_tool
+    def look_up(word: Literal["whale", "seal"]) -> str:
+        """Looks a word up.
+
+        Args:
+            word: The word.
+        """
+        asked.append(word)
+        return "Krill."
+
+    runner = client.beta.messages.tool_runner(
+        tools=[look_up],
+        messages=QUESTION,
+        tool_choice={"type": "tool", "name": "look_up"},
+        max_iterations=2,
+        stream=stream,
+        **GREEDY | {"max_tokens": 60},
+    )
+    messages = [message.get_final_message() if stream else message for message in runner]
+    assert [message.stop_reason for message in messages] == ["tool_use"] * len(messages)
+    assert len(messages) == 2
+    assert asked
+
+
+def test_every_field_of_the_client_is_known(anthropic: Any, client: Any) -> None:
+    from anthropic.types import message_count_tokens_params, message_create_params
+    from anthropic.types.beta import message_create_params as beta_params
+
+    in_headers = {"betas", "user_profile_id", "workspace_id"}
+    bases = (
+        message_create_params.MessageCreateParamsBase,
+        beta_params.MessageCreateParamsBase,
+        message_count_tokens_params.MessageCountTokensParams,
+    )
+    refusals: dict[str, str] = {}
+    for name in {name for base in bases for name in base.__annotations__} - in_headers:
+        try:
+            client.messages.create(messages=QUESTION, **GREEDY, extra_body={name: {"no": "such value"}})
+        except anthropic.BadRequestError as error:
+            refusals[name] = error.message
+    assert len(refusals) > 10
+    assert [name for name, message in refusals.items() if name not in message or "unknown field" in message] == []
+
+
+def test_tools_without_a_schema_are_called(client: Any) -> None:
+    for tool in ({"type": "bash_20250124", "name": "bash"}, {"type": "memory_20250818", "name": "memory"}):
+        choice = {"type": "tool", "name": tool["name"]}
+        message = client.messages.create(
+            model="default", messages=QUESTION, max_tokens=200, tools=[tool], tool_choice=choice
+        )
+        assert [block.type for block in message.content] == ["tool_use"]
+
+
+def test_documents_and_search_results_are_read(client: Any) -> None:
+    document = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Whales eat krill."}}
+    found = {"type": "search_result", "source": "x", "title": "t", "content": [{"type": "text", "text": "Krill."}]}
+    question = {"type": "text", "text": "What do whales eat?"}
+    message = client.messages.create(messages=[{"role": "user", "content": [document, found, question]}], **GREEDY)
+    assert message.content[0].text

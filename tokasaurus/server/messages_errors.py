@@ -7,7 +7,7 @@ import orjson
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tokasaurus.server.protocol.messages import MessagesError, MessagesErrorObject, error_type
+from tokasaurus.server.protocol.messages import ERROR_DETAILS, error_type
 from tokasaurus.text.json_lines import write_json
 
 _ROUTE = "/v1/messages"
@@ -20,8 +20,11 @@ def is_for_messages(url: bytes) -> bool:
     return _URL.match(url) is not None
 
 
-def write_messages_error(status: int, message: str) -> bytes:
-    return write_json(MessagesError(MessagesErrorObject(error_type(status), message)))
+def write_messages_error(status: int, message: str, param: str | None = None) -> bytes:
+    """param: the field that the error is about."""
+    error = {"type": error_type(status), "message": message}
+    details = ERROR_DETAILS.get(param or "")
+    return write_json({"type": "error", "error": error if details is None else error | {"details": details}})
 
 
 class MessagesErrorsMiddleware:
@@ -67,4 +70,4 @@ def _rewritten(content: bytes, start: Message) -> bytes:
     error = orjson.loads(content).get("error")
     if not isinstance(error, dict) or "message" not in error:
         return content
-    return write_messages_error(cast(int, start["status"]), error["message"])
+    return write_messages_error(cast(int, start["status"]), error["message"], error.get("param"))

@@ -20,6 +20,7 @@ from tests.server.helpers.tool_answers import TOOLS as CHAT_TOOLS
 from tests.server.helpers.tool_answers import GetWeather, say, tool_server, write_calls
 from tests.server.jobs.helpers.uploads import upload
 from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.server.protocol.client_tools import CLIENT_TOOLS
 from tokasaurus.server.protocol.known_fields import KNOWN_FIELDS
 from tokasaurus.server.served_model import ServedModel
 
@@ -100,6 +101,19 @@ def text(value: str, **extra: Any) -> dict[str, Any]:
     return {"type": "text", "text": value, **extra}
 
 
+DOCUMENT = {
+    "type": "document",
+    "source": {"type": "text", "media_type": "text/plain", "data": "Whales eat krill."},
+    "title": "Whales",
+    "context": "From a book.",
+    "citations": {"enabled": False},
+    "cache_control": {"type": "ephemeral"},
+}
+FOUND = {"type": "search_result", "source": "http://a.example", "title": "Seals", "content": [text("Fi"), text("sh.")]}
+SHOWN_DOCUMENT = "<document>\ntitle: Whales\ncontext: From a book.\n\nWhales eat krill.\n</document>"
+SHOWN_RESULT = "<search_result>\nsource: http://a.example\ntitle: Seals\n\nFish.\n</search_result>"
+PLAIN_DOCUMENT = {"type": "document", "source": {"type": "content", "content": [text("Kr"), text("ill")]}}
+
 CONVERSATIONS: list[tuple[dict[str, Any], list[Any]]] = [
     ({"messages": [HELLO]}, [HELLO]),
     ({"messages": [{"role": "user", "content": [text("hel"), text("lo", cache_control=None)]}]}, [HELLO]),
@@ -133,6 +147,29 @@ CONVERSATIONS: list[tuple[dict[str, Any], list[Any]]] = [
             {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL], "reasoning_content": "Hm."},
             {"role": "tool", "tool_call_id": "toolu_1", "content": "noon"},
             HELLO,
+        ],
+    ),
+    (
+        {"messages": [{"role": "user", "content": [text("Read: "), DOCUMENT, FOUND, text("hel"), text("lo")]}]},
+        [{"role": "user", "content": f"Read: \n\n{SHOWN_DOCUMENT}\n\n{SHOWN_RESULT}\n\nhello"}],
+    ),
+    (
+        {"messages": [{"role": "user", "content": [PLAIN_DOCUMENT]}]},
+        [{"role": "user", "content": "<document>\nKrill\n</document>"}],
+    ),
+    (
+        {
+            "messages": [
+                HELLO,
+                {"role": "assistant", "content": [USE]},
+                {"role": "user", "content": [RESULT | {"content": [FOUND, text("more")]}, PLAIN_DOCUMENT]},
+            ]
+        },
+        [
+            HELLO,
+            {"role": "assistant", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "toolu_1", "content": f"{SHOWN_RESULT}\n\nmore"},
+            {"role": "user", "content": "<document>\nKrill\n</document>"},
         ],
     ),
     (
@@ -182,6 +219,49 @@ def test_calls_are_blocks_and_are_sent_back_with_their_results(tool_live: LiveSe
     tool_live.engine.script = say(cut[: cut.index("2")], finish_reason="length")
     message = ask(tool_live, tools=TOOLS)
     assert (message["content"][0]["input"], message["stop_reason"]) == ({"city": "Köln"}, "max_tokens")
+
+
+@pytest.mark.parametrize("kind", CLIENT_TOOLS)
+def test_a_tool_that_a_type_defines_is_shown_and_called_like_any_other(
+    tool_live: LiveServer, tokenizer_directory: Path, kind: str
+) -> None:
+    defined = CLIENT_TOOLS[kind]
+    asked = {"type": kind, "name": defined.name, "cache_control": None}
+    plain = {"name": defined.name, "description": defined.description, "input_schema": defined.parameters}
+    tool_live.engine.script = say("Yes.")
+    shown = prompt_of(tool_live, ROUTE, messages=QUESTION, max_tokens=5, tools=[asked])
+    assert shown == prompt_of(tool_live, ROUTE, messages=QUESTION, max_tokens=5, tools=[plain])
+    counted = tool_live.http.post(COUNT, json={"messages": QUESTION, "tools": [asked]})
+    assert counted.json() == {"input_tokens": len(shown)}
+    tool_live.engine.script = follow_grammars(tokenizer_directory)
+    choice = {"type": "tool", "name": defined.name}
+    (block,) = ask(tool_live, tools=[asked], tool_choice=choice, seed=4, max_tokens=400)["content"]
+    assert (block["type"], block["name"]) == ("tool_use", defined.name)
+    commands = defined.parameters["properties"]["command"].get("enum")
+    assert commands is None or block["input"]["command"] in commands
+
+
+def test_a_thread_is_refused_so_that_the_client_goes_on_without(server: LiveServer) -> None:
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    body = {"model": "default", "messages": QUESTION, "max_tokens": 5}
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        for stream in (False, True):
+            answer = server.http.post(f"{ROUTE}?beta=true", json=body | {"thread": thread, "stream": stream})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"], error["details"]) == (400, "invalid_request_error", details)
+            assert "thread" in error["message"]
+    assert server.http.post(f"{ROUTE}?beta=true", json=body | {"thread": None}).status_code == 200
+
+
+def test_blocks_nested_very_deeply_are_refused(shared_server: LiveServer) -> None:
+    for kind, inner in (("tool_result", "content"), ("document", "source")):
+        block: Any = []
+        for _ in range(300):
+            block = [{"type": kind, "tool_use_id": "1", inner: block}]
+        answer = shared_server.http.post(
+            ROUTE, json={"messages": [{"role": "user", "content": block}], "max_tokens": 5}
+        )
+        assert (answer.status_code, anthropic_error(answer)["type"]) == (400, "invalid_request_error")
 
 
 def test_tool_choice_is_followed(tool_live: LiveServer, tokenizer_directory: Path) -> None:
@@ -249,7 +329,27 @@ def test_fields_of_other_servers_are_those_of_chat(shared_server: LiveServer) ->
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
-    ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "'document'"),
+    *(
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": source}]}]}, words)
+        for source, words in (
+            ({}, "messages[0].content[0].source must be an object"),
+            ({"type": "base64", "media_type": "application/pdf", "data": ""}, "source is of type 'base64'"),
+            ({"type": "url", "url": "http://192.0.2.1/a.pdf"}, "source is of type 'url'"),
+            ({"type": "file", "file_id": "file_1"}, "source is of type 'file'"),
+            ({"type": "content", "content": [{"type": "image", "source": {}}]}, "'image'"),
+            ({"type": "content", "content": [{"type": "document", "source": {}}]}, "'document'"),
+            ({"type": "text", "data": "a", "media_type": "text/html"}, "text/plain"),
+        )
+    ),
+    ({"messages": [{"role": "user", "content": [DOCUMENT | {"citations": {"enabled": True}}]}]}, "citations"),
+    ({"messages": [{"role": "user", "content": [FOUND | {"content": [{"type": "image"}]}]}]}, "'image'"),
+    ({"messages": [{"role": "assistant", "content": [DOCUMENT]}]}, "does not go with the role assistant"),
+    ({"messages": [HELLO], "system": [DOCUMENT]}, "'document'"),
+    ({"tools": [{"type": "bash_20250124", "name": "sh"}]}, "must be 'bash'"),
+    ({"tools": [{"type": "bash_20250124"}]}, "tools[0].name is required"),
+    ({"tools": [{"type": "computer_20250124", "name": "computer"}]}, "computer_20250124"),
+    ({"tools": [{"type": "code_execution_20250825", "name": "code_execution"}]}, "code_execution_20250825"),
+    ({"compaction": {"type": "summarize"}}, "compaction"),
     ({"messages": [{"role": "user", "content": [USE]}]}, "does not go with the role user"),
     ({"messages": [{"role": "assistant", "content": [RESULT]}]}, "does not go with the role assistant"),
     ({"messages": [{"role": "user", "content": [RESULT]}]}, "toolu_1"),

@@ -1,21 +1,28 @@
 """A body of /v1/messages → its request: blocks become messages of a chat, other fields the fields of a chat body."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.errors import InvalidRequest, naming_fields, shorten
 from tokasaurus.server.prepare.chat import chat_of, count_chat_tokens, draft_chat
 from tokasaurus.server.prepare.requests import Draft, Origin
-from tokasaurus.server.protocol.chat import ChatCompletionRequest, ChatMessage
+from tokasaurus.server.protocol.chat import ChatCompletionRequest, ChatMessage, TemplateFields
 from tokasaurus.server.protocol.messages import (
+    SHOWN_AS_TEXT,
+    BlockInput,
     CountTokensRequest,
     MessageInput,
     MessagesRequest,
+    RedactedThinkingInput,
     TextBlockInput,
+    ThinkingConfig,
     ThinkingInput,
     ToolResultInput,
     ToolUseInput,
+    join_texts,
 )
 from tokasaurus.server.protocol.tools import CalledFunction, MessageToolCall
 from tokasaurus.server.served_model import ServedModel
@@ -45,9 +52,18 @@ def _chat_body(body: MessagesRequest | CountTokensRequest) -> ChatCompletionRequ
         if thinking.type != "adaptive":
             enable_thinking = thinking.type == "enabled"
         included = included and thinking.display != "omitted"
+    turns = _combine(body.messages)
+    continues = body.continue_final_message
+    if turns[-1].role == "assistant" and continues is None and not _is_asked_for_start(body):
+        if turns[-1].is_empty:
+            turns.pop()
+        else:
+            continues = True
+            _check_start(turns[-1], thinking)
     return chat_of(
         body,
-        messages=to_messages(body.system, body.messages),
+        messages=_to_messages(body.system, turns),
+        continue_final_message=continues,
         max_tokens=None,  # the context may leave fewer than the `max_tokens` of the body
         stop=body.stop_sequences if isinstance(body, MessagesRequest) else (),
         metadata=None,
@@ -61,37 +77,166 @@ def _chat_body(body: MessagesRequest | CountTokensRequest) -> ChatCompletionRequ
     )
 
 
-def to_messages(system: str, messages: Sequence[MessageInput]) -> list[ChatMessage]:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A block, and where the body has it."""
+
+    message: int
+    position: int
+    block: BlockInput
+
+    @property
+    def place(self) -> str:
+        return f"messages[{self.message}].content[{self.position}]"
+
+
+@dataclass(slots=True)
+class _Turn:
+    """Consecutive messages of one role."""
+
+    role: Literal["user", "assistant", "system"]
+    parts: list[_Part]
+    last_message: int
+
+    @property
+    def place(self) -> str:
+        return f"messages[{self.last_message}].content"
+
+    @property
+    def is_empty(self) -> bool:
+        """There is nothing but empty texts."""
+        return all(isinstance(part.block, TextBlockInput) and not part.block.text for part in self.parts)
+
+
+def _combine(messages: Sequence[MessageInput]) -> list[_Turn]:
+    """The turns of the conversation: consecutive messages of the user, or of the assistant, are one.
+
+    Raises InvalidRequest for a message without content. Only the last one may have none, if it is the assistant's.
+    Texts of the assistant may be empty, since answers have such."""
+    turns: list[_Turn] = []
+    for index, message in enumerate(messages):
+        is_assistant = message.role == "assistant"
+        if not message.content and not (is_assistant and index == len(messages) - 1):
+            param = f"messages[{index}].content"
+            raise InvalidRequest(f"{param} must not be empty: only a last message of the assistant may be", param)
+        parts = [_Part(index, position, block) for position, block in enumerate(message.content)]
+        for part in parts:
+            if isinstance(part.block, TextBlockInput) and not part.block.text and not is_assistant:
+                raise InvalidRequest(f"{part.place}.text must not be empty", f"{part.place}.text")
+        if turns and message.role == turns[-1].role != "system":
+            turns[-1].parts += parts
+            turns[-1].last_message = index
+        else:
+            turns.append(_Turn(message.role, parts, index))
+    return turns
+
+
+def _is_asked_for_start(body: TemplateFields) -> bool:
+    """The body says itself, by fields of chat, how the prompt ends."""
+    names = {"add_generation_prompt", "continue_final_message"}
+    return body.add_generation_prompt is not None or not names.isdisjoint(body.apply_chat_template_overrides)
+
+
+def _check_start(turn: _Turn, thinking: ThinkingConfig | None) -> None:
+    """Raises InvalidRequest unless an answer may continue this turn of the assistant."""
+    first, last = turn.parts[0].block, turn.parts[-1].block
+    if isinstance(last, _THOUGHTS):
+        raise InvalidRequest(
+            f"{turn.place} must not end with a block of type {last.type}: the answer continues a text", turn.place
+        )
+    if thinking is not None and thinking.type == "enabled" and not isinstance(first, _THOUGHTS):
+        raise InvalidRequest(
+            f"{turn.place} must begin with a block of type thinking, since thinking is enabled and the answer "
+            "continues this message",
+            turn.place,
+        )
+    text = _text_of(turn)
+    if text != text.rstrip():
+        raise InvalidRequest(
+            f"{turn.place} must not end with white space, since the answer continues this message", turn.place
+        )
+
+
+_THOUGHTS = (ThinkingInput, RedactedThinkingInput)
+
+
+def _to_messages(system: str, turns: Sequence[_Turn]) -> list[ChatMessage]:
     """The messages of the chat. Raises InvalidRequest."""
     written = [ChatMessage(role="system", content=system)] if system else []
-    call_ids: set[str] = set()
-    for index, message in enumerate(messages):
-        texts: list[str] = []
-        if message.role == "assistant":
-            calls = [_tool_call(block) for block in message.content if isinstance(block, ToolUseInput)]
-            call_ids.update(call.id for call in calls)
-            texts = [block.text for block in message.content if isinstance(block, TextBlockInput)]
-            thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingInput)]
-            written.append(
-                ChatMessage(
-                    role="assistant",
-                    content="".join(texts),
-                    tool_calls=calls,
-                    reasoning_content="".join(thoughts) or None,
-                )
-            )
+    unanswered: set[str] = set()
+    for turn in turns:
+        if unanswered and turn.role != "user":
+            raise _missing_result(unanswered, turn)
+        if turn.role == "assistant":
+            message, unanswered = _of_assistant(turn)
+            written.append(message)
             continue
-        results = [block for block in message.content if isinstance(block, ToolResultInput)]
-        for block in results:
-            if block.tool_use_id not in call_ids:
-                param = f"messages[{index}].content"
-                asked = shorten(block.tool_use_id)
-                raise InvalidRequest(f"{param} has a tool_result for {asked!r}, which no block called", param)
-            written.append(ChatMessage(role="tool", content=block.content, tool_call_id=block.tool_use_id))
-        texts = [block.text for block in message.content if isinstance(block, TextBlockInput)]
-        if texts or not results:
-            written.append(ChatMessage(role=message.role, content="".join(texts)))
+        written += _results(turn, unanswered)
+        if unanswered:
+            raise _missing_result(unanswered, turn)
+        if text := _text_of(turn):
+            written.append(ChatMessage(role=turn.role, content=text))
+    if unanswered:
+        raise _missing_result(unanswered, turns[-1])
+    if not written:
+        raise InvalidRequest("messages must have a message with content", "messages")
     return written
+
+
+def _of_assistant(turn: _Turn) -> tuple[ChatMessage, set[str]]:
+    """(the message, the ids of its calls)."""
+    calls = [_tool_call(part.block) for part in turn.parts if isinstance(part.block, ToolUseInput)]
+    ids = {call.id for call in calls}
+    if len(ids) < len(calls):
+        raise InvalidRequest(f"{turn.place} has several blocks of type tool_use with one id", turn.place)
+    thoughts = [part.block.thinking for part in turn.parts if isinstance(part.block, ThinkingInput)]
+    message = ChatMessage(
+        role="assistant",
+        content=_text_of(turn),
+        tool_calls=calls,
+        reasoning_content="".join(thoughts) or None,
+    )
+    return message, ids
+
+
+def _results(turn: _Turn, unanswered: set[str]) -> list[ChatMessage]:
+    """The messages with the results of tools. unanswered: ids of the calls before; those with a result are removed.
+
+    Raises InvalidRequest for a result without a call, and for one behind other blocks."""
+    written: list[ChatMessage] = []
+    for number, part in enumerate(turn.parts):
+        block = part.block
+        if not isinstance(block, ToolResultInput):
+            continue
+        if len(written) < number:
+            reason = f"{part.place} is of type tool_result, which must come before all other blocks"
+            raise InvalidRequest(reason, part.place)
+        if block.tool_use_id not in unanswered:
+            asked = shorten(block.tool_use_id)
+            reason = f"{part.place} has the tool_use_id {asked!r}, which no block of the message before has, or which "
+            raise InvalidRequest(f"{reason}has a result already", part.place)
+        unanswered.remove(block.tool_use_id)
+        written.append(ChatMessage(role="tool", content=block.content, tool_call_id=block.tool_use_id))
+    return written
+
+
+def _missing_result(ids: Collection[str], turn: _Turn) -> InvalidRequest:
+    """turn: the one that should have them."""
+    shown = ", ".join(sorted(repr(shorten(id_)) for id_ in ids))
+    return InvalidRequest(
+        f"{turn.place}: each tool_use needs a tool_result in the message that follows: there is none for {shown}",
+        turn.place,
+    )
+
+
+def _text_of(turn: _Turn) -> str:
+    """Texts and documents. Messages of the user are apart by an empty line; those of the assistant continue each
+    other."""
+    messages = [
+        join_texts([part.block for part in parts if isinstance(part.block, SHOWN_AS_TEXT)])
+        for _, parts in itertools.groupby(turn.parts, key=lambda part: part.message)
+    ]
+    return ("" if turn.role == "assistant" else "\n\n").join(filter(None, messages))
 
 
 def _tool_call(block: ToolUseInput) -> MessageToolCall:

@@ -1,6 +1,6 @@
 """Bodies and answers of /v1/messages and /v1/messages/count_tokens, as Anthropic's reference documents them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -12,12 +12,14 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     TypeAdapter,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from tokasaurus.server.protocol.chat_forms import ChatForm, named_here
+from tokasaurus.server.protocol.client_tools import CLIENT_TOOLS
 from tokasaurus.server.protocol.fields import (
     WHOLE_FLOATS,
     NullMeans,
@@ -60,27 +62,105 @@ class ToolUseInput(StrictObject):
     toolset_name: Annotated[Any, Only(None)] = None
 
 
+_NO_CITATIONS = Only(None, {}, {"enabled": False}, instead="answers have no citations")
+
+
+def _parse_source(value: object) -> str:
+    """The text of a document."""
+    if not isinstance(value, dict) or not isinstance(kind := value.get("type"), str):
+        raise value_error('must be an object with a string as its "type"')
+    if kind == "text":
+        return PlainTextSource.model_validate(value).data
+    if kind == "content":
+        return ContentSource.model_validate(value).content
+    raise not_implemented(
+        f"is of type {kind[:MAX_ECHO_CHARS]!r}, which is not implemented: only text and content are, since the served "
+        "models read text alone"
+    )
+
+
 def _parse_texts(value: object) -> str:
-    """A string, or the concatenated texts of its blocks."""
-    if isinstance(value, str):
-        return value
-    if value is None:
-        return ""
-    if not isinstance(value, list):
-        raise value_error("must be a string or a list of text blocks")
-    blocks = _BLOCKS.validate_python(value)
-    for index, block in enumerate(blocks):
-        if not isinstance(block, TextBlockInput):
-            raise value_error(f"must contain text blocks only, but block {index} is of type {block.type}")
-    return "".join(block.text for block in blocks if isinstance(block, TextBlockInput))
+    """A string, or the texts of text blocks."""
+    return value if isinstance(value, str) else join_texts(_TEXT_BLOCKS.validate_python(_listed(value)))
+
+
+def _parse_result(value: object) -> str:
+    """A string, or the text of blocks of text. None: there is none."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return join_texts(_SHOWN_BLOCKS.validate_python(_listed(value)))
+
+
+class PlainTextSource(StrictObject):
+    type: Literal["text"]
+    data: str
+    media_type: Literal["text/plain"] | None = None
+
+
+class ContentSource(StrictObject):
+    type: Literal["content"]
+    content: Annotated[str, PlainValidator(_parse_texts, str | list[TextBlockInput])]
+
+
+class DocumentInput(StrictObject):
+    """A document of text, whose title and context the model sees too."""
+
+    type: Literal["document"]
+    source: Annotated[str, PlainValidator(_parse_source, PlainTextSource | ContentSource)]
+    title: str | None = None
+    context: str | None = None
+    citations: Annotated[Any, _NO_CITATIONS] = None
+    cache_control: Any = None
+
+    @property
+    def shown(self) -> str:
+        return _tagged("document", {"title": self.title, "context": self.context}, self.source)
+
+
+class SearchResultInput(StrictObject):
+    """What a search has found. source: where it is from, such as a URL."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Annotated[str, PlainValidator(_parse_texts, list[TextBlockInput])]
+    citations: Annotated[Any, _NO_CITATIONS] = None
+    cache_control: Any = None
+
+    @property
+    def shown(self) -> str:
+        return _tagged("search_result", {"source": self.source, "title": self.title}, self.content)
+
+
+def _tagged(tag: str, lines: Mapping[str, str | None], text: str) -> str:
+    """How the model sees a document: its facts and its text, within marks."""
+    facts = [f"{name}: {value}\n" for name, value in lines.items() if value]
+    return f"<{tag}>\n{''.join(facts)}{chr(10) if facts else ''}{text}\n</{tag}>"
+
+
+ShownAsText = TextBlockInput | DocumentInput | SearchResultInput
+SHOWN_AS_TEXT = (TextBlockInput, DocumentInput, SearchResultInput)
+
+
+def join_texts(blocks: Sequence[ShownAsText]) -> str:
+    """Texts follow each other directly; documents are apart from what is before and behind them by an empty line."""
+    texts: list[str] = []
+    was_document = False
+    for block in blocks:
+        is_document = not isinstance(block, TextBlockInput)
+        if texts and (is_document or was_document):
+            texts.append("\n\n")
+        texts.append(block.text if isinstance(block, TextBlockInput) else block.shown)
+        was_document = is_document
+    return "".join(texts)
 
 
 class ToolResultInput(StrictObject):
-    """What a tool returned. is_error: no effect, since templates do not show it."""
+    """What a tool returned: text, documents and search results. is_error: no effect, since templates do not show it."""
 
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: Annotated[str, PlainValidator(_parse_texts, str | list[TextBlockInput] | None)] = ""
+    content: Annotated[str, PlainValidator(_parse_result, str | list[ShownAsText] | None)] = ""
     is_error: bool | None = None
     cache_control: Any = None
     toolset_name: Annotated[Any, Only(None)] = None
@@ -102,9 +182,11 @@ class RedactedThinkingInput(StrictObject):
     data: str
 
 
-BlockInput = TextBlockInput | ToolUseInput | ToolResultInput | ThinkingInput | RedactedThinkingInput
+BlockInput = ShownAsText | ToolUseInput | ToolResultInput | ThinkingInput | RedactedThinkingInput
 _BLOCK_MODELS: Mapping[str, type[BlockInput]] = {
     "text": TextBlockInput,
+    "document": DocumentInput,
+    "search_result": SearchResultInput,
     "tool_use": ToolUseInput,
     "tool_result": ToolResultInput,
     "thinking": ThinkingInput,
@@ -112,27 +194,36 @@ _BLOCK_MODELS: Mapping[str, type[BlockInput]] = {
 }
 
 
-def _parse_block(value: object) -> BlockInput:
+def _parse_block(value: object, models: Mapping[str, type[BlockInput]] = _BLOCK_MODELS) -> BlockInput:
     if not isinstance(value, dict):
         raise value_error("must be an object")
     kind = value.get("type")
     if not isinstance(kind, str):
         raise value_error("must have a string as its type")
-    if kind not in _BLOCK_MODELS:
+    if kind not in models:
+        here = "" if kind not in _BLOCK_MODELS else " here"
         raise not_implemented(
-            f"is of type {kind[:MAX_ECHO_CHARS]!r}, which is not implemented: only {', '.join(_BLOCK_MODELS)} are"
+            f"is of type {kind[:MAX_ECHO_CHARS]!r}, which is not implemented{here}: only {', '.join(models)} are"
         )
-    return _BLOCK_MODELS[kind].model_validate(value)
+    return models[kind].model_validate(value)
 
 
-_Block = Annotated[BlockInput, PlainValidator(_parse_block, BlockInput)]
-_BLOCKS = TypeAdapter(Annotated[list[_Block], Field(fail_fast=True)])
+def _blocks(*models: type[BlockInput]) -> Any:
+    """Validator of a list of such blocks."""
+    by_kind = {kind: model for kind, model in _BLOCK_MODELS.items() if model in models}
+    block = Annotated[Any, PlainValidator(lambda value: _parse_block(value, by_kind))]
+    return TypeAdapter(Annotated[list[block], Field(fail_fast=True)])
+
+
+_Block = Annotated[BlockInput, PlainValidator(lambda value: _parse_block(value), BlockInput)]
+_TEXT_BLOCKS: TypeAdapter[list[TextBlockInput]] = _blocks(TextBlockInput)
+_SHOWN_BLOCKS: TypeAdapter[list[ShownAsText]] = _blocks(*SHOWN_AS_TEXT)
 
 
 def _listed(value: object) -> object:
-    """A list of blocks: a string is a text block."""
+    """A list of blocks: a string is a text block, unless it is empty."""
     if isinstance(value, str):
-        return [{"type": "text", "text": value}]
+        return [{"type": "text", "text": value}] if value else []
     if not isinstance(value, list):
         raise value_error("must be a string or a list of blocks")
     return value
@@ -142,20 +233,25 @@ Blocks = Annotated[
     Annotated[list[_Block], Field(fail_fast=True)],
     BeforeValidator(_listed, json_schema_input_type=str | list[_Block]),
 ]
-_OF_ASSISTANT = (ToolUseInput, ThinkingInput, RedactedThinkingInput)
+_OF_ASSISTANT = (TextBlockInput, ToolUseInput, ThinkingInput, RedactedThinkingInput)
+_OF_USER = (*SHOWN_AS_TEXT, ToolResultInput)
+_OF_ROLES: Mapping[str, tuple[type[BlockInput], ...]] = {
+    "user": _OF_USER,
+    "assistant": _OF_ASSISTANT,
+    "system": (TextBlockInput,),
+}
 
 
 class MessageInput(StrictObject):
     role: Literal["user", "assistant", "system"]
     content: Blocks
+    clear_at: Annotated[Any, Only(None, "never")] = None
+    output_config: Annotated[Any, Only(None, {})] = None
 
     @model_validator(mode="after")
     def _check_blocks(self) -> "MessageInput":
         for index, block in enumerate(self.content):
-            is_here = isinstance(block, TextBlockInput)
-            is_here |= self.role == "assistant" and isinstance(block, _OF_ASSISTANT)
-            is_here |= self.role == "user" and isinstance(block, ToolResultInput)
-            if not is_here:
+            if not isinstance(block, _OF_ROLES[self.role]):
                 raise value_error(
                     f"has a block of type {block.type} in content[{index}], which does not go with the role {self.role}"
                 )
@@ -164,12 +260,9 @@ class MessageInput(StrictObject):
 
 def _parse_system(value: object) -> str:
     """A string, or the texts of its blocks, joined by empty lines."""
-    if isinstance(value, list):
-        blocks = _BLOCKS.validate_python(value)
-        if not all(isinstance(block, TextBlockInput) for block in blocks):
-            raise value_error("must contain text blocks only")
-        return "\n\n".join(block.text for block in blocks if isinstance(block, TextBlockInput))
-    return _parse_texts(value)
+    if value is None or isinstance(value, str):
+        return value or ""
+    return "\n\n".join(block.text for block in _TEXT_BLOCKS.validate_python(_listed(value)))
 
 
 class MessagesTool(ToolExtras):
@@ -195,15 +288,47 @@ class MessagesTool(ToolExtras):
         return Tool.model_construct(type="function", function=function)
 
 
-def _parse_tool(value: object) -> MessagesTool:
+class DefinedTool(ToolExtras):
+    """A tool that Anthropic's reference defines and the client runs, see CLIENT_TOOLS. strict: as of other tools.
+    max_characters: no effect, since the client shortens what it shows."""
+
+    type: str
+    name: str
+    strict: bool | None = None
+    allowed_callers: Any = None
+    max_characters: int | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str, info: ValidationInfo) -> str:
+        expected = CLIENT_TOOLS[info.data["type"]].name
+        if name != expected:
+            raise value_error(f"must be {expected!r}, the name of tools of the type {info.data['type']}")
+        return name
+
+    def chat_tool(self) -> Tool:
+        defined = CLIENT_TOOLS[self.type]
+        function = FunctionDefinition.model_construct(
+            name=self.name,
+            description=defined.description,
+            parameters=dict(defined.parameters),
+            strict=self.strict,
+        )
+        return Tool.model_construct(type="function", function=function)
+
+
+def _parse_tool(value: object) -> MessagesTool | DefinedTool:
     if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "custom":
+        if kind in CLIENT_TOOLS:
+            return DefinedTool.model_validate(value)
         raise not_implemented(
-            f"is of type {kind[:MAX_ECHO_CHARS]!r}, which is not implemented: only tools with an input_schema are"
+            f"is of type {kind[:MAX_ECHO_CHARS]!r}, which is not implemented: only tools that the client runs are, "
+            f"which have an input_schema or one of the types {', '.join(CLIENT_TOOLS)}"
         )
     return MessagesTool.model_validate(value)
 
 
-_Tool = Annotated[MessagesTool, PlainValidator(_parse_tool, MessagesTool)]
+_Tool = Annotated[MessagesTool | DefinedTool, PlainValidator(_parse_tool, MessagesTool | DefinedTool)]
 MessagesTools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), NullMeans([])]
 
 
@@ -309,6 +434,7 @@ class _ConversationFields(ChatForm):
     fallbacks: no effect, since no answer is declined.
     """
 
+    thread: Annotated[Any, Only(None, instead="no conversation is kept: send all of its messages")] = None
     messages: Annotated[list[MessageInput], Field(min_length=1, fail_fast=True)]
     system: Annotated[str, PlainValidator(_parse_system, str | list[TextBlockInput] | None)] = ""
     tools: MessagesTools = Field(default_factory=list)
@@ -331,6 +457,9 @@ class _ConversationFields(ChatForm):
     fallback_credit_token: Annotated[Any, Only(None)] = None
 
 
+_NO_COMPACTION = "conversations are not summarised: ask for a summary in a message"
+
+
 @with_known_fields("chat")
 class MessagesRequest(_ConversationFields):
     """max_tokens: most new tokens. If the model's context has less room, the answer may end with the stop reason
@@ -341,6 +470,7 @@ class MessagesRequest(_ConversationFields):
     max_tokens: Annotated[int, Field(ge=1), WHOLE_FLOATS]
     stop_sequences: StopStrings = ()
 
+    compaction: Annotated[Any, Only(None, instead=_NO_COMPACTION)] = None
     stop: Annotated[tuple[()], named_here("stop_sequences")] = ()
     response_format: Annotated[None, named_here("output_config.format")] = None
 
@@ -352,6 +482,8 @@ class MessagesRequest(_ConversationFields):
 @with_known_fields("chat")
 class CountTokensRequest(_ConversationFields):
     """The body of a message, of which only what makes the prompt counts."""
+
+    compaction: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,8 +568,11 @@ class TokenCount:
 
 @dataclass(frozen=True, slots=True)
 class MessagesErrorObject:
+    """details: for clients that react to them; left out if there are none."""
+
     type: str
     message: str
+    details: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,6 +582,11 @@ class MessagesError:
     error: MessagesErrorObject
     type: Literal["error"] = "error"
 
+
+ERROR_DETAILS: Mapping[str, dict[str, Any]] = {
+    "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+}
+"""Details of errors, by the field that they are about. Anthropic's client sends a refused request again without."""
 
 ERROR_TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
