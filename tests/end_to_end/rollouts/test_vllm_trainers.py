@@ -101,6 +101,32 @@ def test_skyrl_samples_scores_prompts_and_pauses(server: RolloutServer) -> None:
     assert server.http.post("/finish_session", params={"session_id": "5"}).status_code == 200
 
 
+def test_skyrl_wakes_weights_and_cache_one_after_the_other(server: RolloutServer, models: list[Path]) -> None:
+    """RemoteInferenceClient.sleep and wake_up with tags, around new weights."""
+    old = server.greedy_ids(PROMPT, 20)
+    with server.in_flight([PROMPT] * 4, 400) as answers:
+        server.post("/sleep", level="2")
+        server.post("/wake_up", tags="weights")
+        assert server.http.get("/is_paused").json() == {"is_paused": True}
+        server.update(models[1], version="tags")
+        server.post("/wake_up", tags="kv_cache")
+        assert server.http.get("/is_paused").json() == {"is_paused": False}
+    assert {answer["weight_version"] for answer in answers} == {"tags"}
+    assert server.greedy_ids(PROMPT, 20) != old
+    refused = server.http.post("/sleep", params={"tags": "weights"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tags")
+    assert server.http.post("/wake_up", params={"tags": "scheduling"}).status_code == 400
+    server.post("/sleep", tags="kv_cache")
+    server.post("/wake_up")
+
+
+def test_an_older_word_for_waiting_is_understood(server: RolloutServer) -> None:
+    with server.in_flight([PROMPT] * 2, 200) as answers:
+        server.post("/pause", wait_for_inflight_requests="true")
+        server.post("/resume")
+    assert [answer["choices"][0]["finish_reason"] for answer in answers] == ["length"] * 2
+
+
 def test_skyrls_calls_of_workers_update_weights_from_a_directory(server: RolloutServer, models: list[Path]) -> None:
     """RemoteInferenceClient.start_weight_update and finish_weight_update, with a strategy that names a directory."""
     old = server.greedy_ids(PROMPT, 20)

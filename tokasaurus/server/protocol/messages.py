@@ -355,11 +355,13 @@ class MessagesToolChoice(StrictObject):
 
 class ThinkingConfig(StrictObject):
     """type: enabled and disabled set the template's variable enable_thinking; adaptive leaves it to the template.
-    display: "omitted" leaves the reasoning out of the answer. budget_tokens: no effect."""
+    display: "omitted" leaves the reasoning out of the answer. budget_tokens: no effect. block_binding: no effect, since
+    no signature is checked."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int | None, WHOLE_FLOATS] = None
     display: Literal["summarized", "omitted"] | None = None
+    block_binding: dict[str, Any] | None = None
 
 
 _FORMAT_PARAM = "output_config.format"

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from tokasaurus.messages.generation import LogprobsMode
@@ -42,6 +42,8 @@ from tokasaurus.server.routes.json_body import JsonBodyRoute
 from tokasaurus.server.routes.sglang_rollouts import write_server_info
 from tokasaurus.server.state import ServerState, num_body_bytes, ready_state_of, state_of
 
+MemoryTags = Annotated[list[Literal["kv_cache", "weights"]] | None, Query()]
+
 router = APIRouter(route_class=JsonBodyRoute, tags=["roll-outs"])
 
 _draft = partial(draft_completion, default_tokens=None)
@@ -66,10 +68,16 @@ async def generate(request: Request, body: TokensRequest) -> Response:
 
 
 @router.post("/pause", responses={200: {"model": PauseState}, **error_responses(400, 503)})
-async def pause(request: Request, mode: PauseMode = "abort", clear_cache: bool = True) -> JSONResponse:
+async def pause(
+    request: Request,
+    mode: PauseMode = "abort",
+    clear_cache: bool = True,
+    wait_for_inflight_requests: bool = False,
+) -> JSONResponse:
     """Returns when no step runs; new requests wait. mode: running requests are ended by "abort" with the tokens that
-    they have, waited for, or kept until /resume. clear_cache: forget the KV of all prompts."""
-    await ready_state_of(request).rollouts.pause(mode, clear_cache)
+    they have, waited for, or kept until /resume. clear_cache: forget the KV of all prompts.
+    wait_for_inflight_requests: an older word for the mode "wait"."""
+    await ready_state_of(request).rollouts.pause("wait" if wait_for_inflight_requests else mode, clear_cache)
     return JSONResponse({"is_paused": True})
 
 
@@ -87,18 +95,28 @@ async def is_paused(request: Request) -> JSONResponse:
 
 
 @router.post("/sleep", responses={200: {"model": SleepState}, **error_responses(400, 409, 503)})
-async def sleep(request: Request, level: Level = "1", mode: PauseMode = "keep", refuse: bool = False) -> JSONResponse:
+async def sleep(
+    request: Request,
+    level: Level = "1",
+    mode: PauseMode = "keep",
+    refuse: bool = False,
+    tags: MemoryTags = None,
+) -> JSONResponse:
     """Give memory back to the system until /wake_up: of the KV cache, and on level 2 of the weights, which are read
-    from their files again. mode: as for /pause. refuse: new requests get 503 meanwhile, instead of waiting."""
+    from their files again. mode: as for /pause. refuse: new requests get 503 meanwhile, instead of waiting. tags: whose
+    memory, in place of the level: kv_cache, or weights with or after it."""
     rollouts = ready_state_of(request).rollouts
-    await rollouts.sleep(mode, with_weights=level == "2", refuses=refuse)
+    if tags and "kv_cache" not in tags and not rollouts.is_asleep:
+        raise InvalidRequest('tags: "weights" goes only with or after "kv_cache"', "tags")
+    await rollouts.sleep(mode, with_weights="weights" in tags if tags else level == "2", refuses=refuse)
     return JSONResponse({"is_sleeping": True})
 
 
 @router.post("/wake_up", responses={200: {"model": SleepState}, **error_responses(409, 503)})
-async def wake_up(request: Request) -> JSONResponse:
-    """Take the memory again, and go on. Does nothing unless the engine sleeps."""
-    await ready_state_of(request).rollouts.wake()
+async def wake_up(request: Request, tags: MemoryTags = None) -> JSONResponse:
+    """Take the memory again, all of it whatever the tags, and go on if kv_cache is among them or there are none. Does
+    nothing unless the engine sleeps."""
+    await ready_state_of(request).rollouts.wake(stays_paused=bool(tags and "kv_cache" not in tags))
     return JSONResponse({"is_sleeping": False})
 
 
