@@ -207,9 +207,7 @@ def test_ping_prints_the_answer_and_its_speed(api: HTTPServer, capsys: pytest.Ca
     assert speed.endswith(" tokens/s")
     ((path, key, body),) = api.requests  # type: ignore[attr-defined]
     assert (path, key) == ("/v1/completions", "Bearer none")
-    assert (
-        body == {"model": "default", "prompt": "tell me a joke", "n": 1, "temperature": 0.2, "max_tokens": 64} | STREAM
-    )
+    assert body == {"model": "default", "prompt": "tell me a joke", "n": 1, "max_tokens": 64} | STREAM
 
 
 def test_ping_does_not_count_the_time_until_it_asks(

@@ -13,7 +13,7 @@ from tokasaurus.bench_command.config import BenchConfig
 from tokasaurus.config import ServerConfig
 from tokasaurus.library.client import Client
 from tokasaurus.map_command.config import MapConfig
-from tokasaurus.messages.sampling import SamplingParams
+from tokasaurus.messages.sampling import CLIENT_PARAMETERS, SamplingParams
 from tokasaurus.mismatch_command.config import MismatchConfig
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.top_command.config import TopConfig
@@ -67,12 +67,13 @@ def test_flags_in_the_docs_exist() -> None:
 
 
 def test_the_api_page_explains_every_sampling_parameter() -> None:
-    """In the table of fields, with the default of the body's field."""
+    """In the table of fields, with the default where a model has none."""
     table = (ROOT / "docs" / "api.md").read_text().partition("## Fields")[2].partition("\n## ")[0]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     for name in SamplingParams._fields:
         (cell,) = [cell for cell in rows if f"`{name}`" in cell]
-        assert f"({SamplingFields.model_fields[name].default:g})" in cell, f"{name}: {cell}"
+        mark = "\\*" if SamplingFields.model_fields[name].default is None else ""
+        assert f"({CLIENT_PARAMETERS[name].default:g}{mark})" in cell, f"{name}: {cell}"
 
 
 def test_the_architecture_page_names_the_files_that_a_sampling_parameter_is_in() -> None:

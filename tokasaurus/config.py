@@ -223,6 +223,14 @@ class ServerConfig(FlagConfig):
         "those of the distribution that the token is drawn from, after penalties, masks, temperature and limits",
         choices=("raw", "sampled"),
     )
+    sampling_defaults: str | None = flag(
+        None,
+        "sampling parameters where a request says none: model are the ones in generation_config.json or in the GGUF "
+        "file, such as a temperature; neutral are those that change nothing",
+        choices=("model", "neutral"),
+        none_means="model, but neutral with rl=T",
+        rules=(excludes("model", rl="T"),),
+    )
     stop_string_num_token_lookback: int = count(
         5, "number of latest tokens searched for stop strings; grows to cover the longest stop string"
     )

@@ -120,7 +120,8 @@ class FlagConfig(Config):
     Literal, unions only `T | None`.
 
     Of the base class's flags, a subclass has those in `only` and none of those in `without`; heading: their group in
-    its help, in place of their own. further: flags that are declared elsewhere, before its own ones of their heading.
+    its help, in place of their own. further: flags that are declared elsewhere, before its own ones of their heading;
+    one whose default is None says its kind.
     """
 
     flags = dict[str, Flag]()  # noqa: RUF012  (annotated, it would be a flag)
@@ -146,7 +147,10 @@ class FlagConfig(Config):
         first: dict[str, Flag] = {}
         latest = ""
         declared = [(name, vars(cls)[name], annotation) for name, annotation in inspect.get_annotations(cls).items()]
-        elsewhere = [(name, flag, type(flag.default)) for name, flag in (further or {}).items()]
+        elsewhere = [
+            (name, flag, flag.kind | None if flag.default is None else type(flag.default))
+            for name, flag in (further or {}).items()
+        ]
         for heading_elsewhere in dict.fromkeys(flag.heading for _, flag, _ in elsewhere):
             place = [flag.heading for _, flag, _ in declared].index(heading_elsewhere)
             declared[place:place] = [one for one in elsewhere if one[1].heading == heading_elsewhere]
@@ -356,7 +360,7 @@ def excludes(choice: str, **others: str) -> Rule:
 
     def find_error(config: Any, value: Any) -> str | None:
         for name, other in others.items():
-            if value == choice and getattr(config, name, None) == other:
+            if value == choice and _show(getattr(config, name, None)) == other:
                 return f"does not run with {name}={other}"
         return None
 

@@ -36,6 +36,10 @@ def _kv_dtype(text: str) -> str:
     return {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}.get(text, text)
 
 
+def _sampling_defaults(text: str) -> str:
+    return {"vllm": "neutral", "auto": "model", "openai": "neutral"}.get(text, text)
+
+
 def _tool_format(text: str) -> str:
     return {"llama3_json": "llama3", "qwen": "hermes", "qwen25": "hermes"}.get(text, text)
 
@@ -160,6 +164,8 @@ HABITS = (
     _switch("SGLang", "--enable-torch-compile", "torch_compile=T"),
     _value("vLLM, SGLang", "--dtype half", "dtype=float16", convert=_dtype),
     _value("vLLM, SGLang", "--kv-cache-dtype bf16", "kv_cache_dtype=bfloat16", convert=_kv_dtype),
+    _value("vLLM", "--generation-config vllm", "sampling_defaults=neutral", convert=_sampling_defaults),
+    _value("SGLang", "--sampling-defaults openai", "sampling_defaults=neutral", convert=_sampling_defaults),
     _refused(
         "llama.cpp",
         "-ctk f16",

@@ -19,8 +19,8 @@ class PingConfig(AddressConfig):
     chat: bool = flag(False, "send the prompt as a chat message instead of text to continue")
     max_tokens: int | None = count(None, "maximum tokens per answer", none_means="server default")
     n: int = count(1, "number of answers; several are printed when all are complete")
-    temperature: float = flag(
-        0.2, "0 picks the most likely token; at 1, the API's default, small models ramble", minimum=0
+    temperature: float | None = flag(
+        None, "0 picks the most likely token; at 1, small models ramble", minimum=0, none_means="the model's own"
     )
     model: str = flag("default", "model name; default is the served model", variables=("TOKA_SERVED_MODEL_NAME",))
 
@@ -67,7 +67,9 @@ def _answer(client: "OpenAI", config: PingConfig) -> Iterator[tuple[int, str, in
     NotAnswered."""
     from openai import OpenAIError
 
-    options: dict[str, Any] = {"model": config.model, "n": config.n, "temperature": config.temperature}
+    options: dict[str, Any] = {"model": config.model, "n": config.n}
+    if config.temperature is not None:
+        options["temperature"] = config.temperature
     if config.max_tokens is not None:
         options["max_tokens"] = config.max_tokens
     options |= {"stream": True, "stream_options": {"include_usage": True}}

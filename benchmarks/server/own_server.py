@@ -64,7 +64,7 @@ def own_server(flags: Sequence[str], start_timeout_s: float | None = None) -> It
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "tokasaurus", f"port={port}", "uvicorn_log_level=warning", *flags]
+    command = [sys.executable, "-m", "tokasaurus", f"port={port}", "uvicorn_log_level=warning", NEUTRAL, *flags]
     with (
         tempfile.TemporaryDirectory() as data_home,
         subprocess.Popen(
@@ -95,6 +95,9 @@ def own_server(flags: Sequence[str], start_timeout_s: float | None = None) -> It
             except subprocess.TimeoutExpired:
                 process.kill()
 
+
+NEUTRAL = "sampling_defaults=neutral"
+"""A model's own defaults would add a penalty or a limit to what is measured."""
 
 PAUSE_S = 0.02
 _TIMEOUT_S = 60.0

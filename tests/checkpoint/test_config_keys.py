@@ -29,8 +29,9 @@ from transformers.models.qwen3 import modeling_qwen3
 from tests.checkpoint.helpers.configs import BASE, write
 from tokasaurus.checkpoint import CheckpointError, read_model_info
 from tokasaurus.checkpoint.config_keys import CONFIG_KEYS, GENERATION_KEYS, Use
-from tokasaurus.checkpoint.info import FAMILIES, notes_on_settings
+from tokasaurus.checkpoint.info import FAMILIES, notes_on_settings, read_sampling_defaults
 from tokasaurus.checkpoint.rope import ROPE_KEYS, ROPE_TYPES
+from tokasaurus.messages.sampling import SamplingParams
 
 CLASSES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 MODELING = {"llama": modeling_llama, "qwen2": modeling_qwen2, "qwen3": modeling_qwen3}
@@ -162,6 +163,57 @@ def test_each_applied_key_changes_what_is_read_and_the_others_change_nothing(fam
             assert read_model_info(write(tmp_path, {**base, **needed, name: APPLIED_VALUES[name]})) != plain, name
         if use is Use.NO_EFFECT and name not in FAMILIES[family].must_be_off:
             assert read_model_info(write(tmp_path, {**base, name: 3})) == plain, name
+
+
+@pytest.mark.parametrize("do_sample", [{}, {"do_sample": True}, {"do_sample": False}], ids=str)
+def test_sampling_parameters_of_the_file_are_those_that_vllm_takes_from_it(
+    do_sample: dict[str, bool], tmp_path: Path
+) -> None:
+    """As they are written, whatever do_sample says. transformers takes other values if that is off: it is greedy."""
+    values = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05}
+    write(tmp_path, {"model_type": "qwen2", **BASE}, {**do_sample, **values, "presence_penalty": 1.0})
+    assert read_sampling_defaults(tmp_path) == SamplingParams(**values)  # type: ignore[arg-type]
+    notes = ["generation_config.json: do_sample=False, which temperature=0 is here: left to each request"]
+    assert notes_on_settings(tmp_path, applies_sampling=True) == (notes if do_sample == {"do_sample": False} else [])
+    config = GenerationConfig.from_pretrained(tmp_path)
+    assert {name: getattr(config, name) for name in values} == values
+    write(tmp_path, {"model_type": "qwen2", **BASE}, {**dict.fromkeys(values), "top_k": -1})
+    assert read_sampling_defaults(tmp_path) == SamplingParams()
+    write(tmp_path, {"model_type": "qwen2", **BASE}, {"top_k": 20.0, "temperature": 0})
+    assert read_sampling_defaults(tmp_path) == SamplingParams(temperature=0.0, top_k=20)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("temperature", 2.5, "a number from 0, at most 2, not 2.5"),
+        ("temperature", -0.1, "a number from 0, at most 2, not -0.1"),
+        ("temperature", "0.7", "a number from 0, at most 2, not '0.7'"),
+        ("top_p", 0.0, "a number greater than 0, at most 1, not 0.0"),
+        ("top_k", 20.5, "a whole number from -1, not 20.5"),
+        ("top_k", True, "a whole number from -1, not True"),
+        ("min_p", float("nan"), "a number from 0, at most 1, not nan"),
+        ("repetition_penalty", float("inf"), "a number greater than 0, not inf"),
+    ],
+)
+def test_a_sampling_parameter_out_of_range_is_refused_by_name(
+    tmp_path: Path, name: str, value: Any, allowed: str
+) -> None:
+    write(tmp_path, {"model_type": "qwen2", **BASE}, {name: value})
+    with pytest.raises(CheckpointError) as error:
+        read_sampling_defaults(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path / 'generation_config.json'}: {name} must be {allowed}; sampling_defaults=neutral leaves it out"
+    )
+
+
+def test_other_settings_are_named_where_sampling_parameters_apply(tmp_path: Path) -> None:
+    sampled = {"do_sample": True, "temperature": 0.7, "typical_p": 0.9, "no_repeat_ngram_size": 3}
+    write(tmp_path, {"model_type": "qwen2", **BASE}, sampled | {"general.sampling.xtc_probability": 0.5})
+    assert notes_on_settings(tmp_path, applies_sampling=True) == [
+        "generation_config.json: typical_p=0.9, no_repeat_ngram_size=3, general.sampling.xtc_probability=0.5: left to "
+        "each request"
+    ]
 
 
 def test_generation_settings_that_requests_must_state_are_one_line(tmp_path: Path) -> None:

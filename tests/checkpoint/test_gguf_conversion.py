@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, dequantize, quantize
+from gguf import GGMLQuantizationType, Keys, dequantize, quantize
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -15,6 +15,7 @@ from tests.checkpoint.helpers.gguf_files import HEAD_DIM, HEADS, HIDDEN, LAYERS,
 from tests.helpers.damage import DAMAGE
 from tokasaurus.checkpoint import CheckpointError, read_model_info, resolve_checkpoint, with_safetensors
 from tokasaurus.checkpoint.rope import RopeInfo
+from tokasaurus.messages.sampling import SamplingParams
 
 Kind = GGMLQuantizationType
 
@@ -51,6 +52,25 @@ def test_every_tensor_is_restored_under_its_name_in_its_order(
     assert checkpoint.info.head_dim == HEAD_DIM
     assert checkpoint.info.norm_eps == 1e-5
     assert checkpoint.info.rope == RopeInfo(500000.0)
+
+
+def test_sampling_settings_of_the_metadata_are_defaults_as_those_of_generation_config_json(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the keys that the gguf library declares; the others are named."""
+    keys = {name: key for name, key in vars(Keys.General).items() if name.startswith("SAMPLING_")}
+    values = {"TEMP": 0.6, "TOP_P": 0.95, "TOP_K": 20, "MIN_P": 0.05, "PENALTY_REPEAT": 1.05, "XTC_PROBABILITY": 0.5}
+    others = {"SEQUENCE", "XTC_THRESHOLD", "PENALTY_LAST_N", "MIROSTAT", "MIROSTAT_TAU", "MIROSTAT_ETA"}
+    assert {f"SAMPLING_{name}" for name in (*values, *others)} == set(keys)
+    path = tmp_path / "tiny.gguf"
+    fields = {keys[f"SAMPLING_{name}"]: value for name, value in values.items()}
+    write_gguf(path, "llama", random_weights("llama", True), Kind.F16, fields)
+    found = resolve_checkpoint(str(path), applies_sampling=True)
+    assert found.default_sampling == SamplingParams(0.6, 0.95, 20, 0.05, repetition_penalty=1.05)
+    assert [record.getMessage() for record in caplog.records] == [
+        "generation_config.json: general.sampling.xtc_probability=0.5: left to each request"
+    ]
+    assert resolve_checkpoint(str(path)).default_sampling == SamplingParams()
 
 
 def test_llama3_scaling_is_derived_from_the_rope_factors(tmp_path: Path) -> None:

@@ -55,6 +55,20 @@ def test_a_seeded_request_gives_the_same_text_alone_and_among_others(toka: TokaP
     assert len({text for texts in others for text in texts}) == 2 * num_others, "unseeded requests differ"
 
 
+def test_a_request_without_sampling_parameters_has_those_of_the_models_makers(toka: TokaProcess) -> None:
+    def text(**fields: object) -> str:
+        body = {"prompt": "Once upon a time", "max_tokens": 30, "seed": 2, **fields}
+        answer = httpx.post(f"{toka.url}/v1/completions", json=body, timeout=120).raise_for_status()
+        return str(answer.json()["choices"][0]["text"])
+
+    (line,) = [line for line in toka.lines if "sampling_defaults" in line]
+    assert line.split() == "toka sampling temperature 0.2, top_p 0.9, the model's defaults".split() + [
+        "(sampling_defaults=neutral)"
+    ]
+    assert text() == text(temperature=None, top_p=None) == text(temperature=0.2, top_p=0.9)
+    assert len({text(), text(temperature=1), text(temperature=1, top_p=1)}) == 3
+
+
 @few(1, ("stop", "logprobs"), [([" and", "\n"], True), (None, True), ([" the", "s a"], False)])
 def test_a_streamed_answer_equals_the_unstreamed_one(toka: TokaProcess, stop: list[str] | None, logprobs: bool) -> None:
     client = openai.OpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0, timeout=120)

@@ -84,7 +84,7 @@ def test_every_flag_of_the_server_is_one_of_map_or_of_how_others_reach_it() -> N
         ([*JOB[:2], "messages=m", "chat=T"], "chat: goes with prompt=; messages= are a chat already"),
         ([*JOB, "promt=x"], "promt=x: unknown flag, did you mean prompt=?"),
         ([*JOB, "temperatur=1"], "temperatur=1: unknown flag, did you mean temperature=?"),
-        ([*JOB, "temperature=3"], "temperature=3: must be a number from 0 to 2"),
+        ([*JOB, "temperature=3"], "temperature=3: must be a number from 0 to 2, or None (the model's default, else 1)"),
         ([*JOB, "n=0"], "n=0: must be a whole number from 1 to 2147483647"),
         ([*JOB, "format=csv"], "format=csv: must be parquet or jsonl, or None (jsonl for JSON lines, else parquet)"),
         ([*JOB, "stop=[1]"], "stop=[1]: must be a text, or a JSON list of texts"),

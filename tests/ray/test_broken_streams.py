@@ -26,10 +26,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     return make_served_model(save_small_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
-def prepared_for(path: str) -> Prepared:
+def prepared_for(path: str, model: ServedModel) -> Prepared:
     repeated = {}
     if path == "/v1/responses":
-        repeated = repeated_fields(ResponsesRequest.model_validate({"model": "default", "input": "?"}))
+        repeated = repeated_fields(ResponsesRequest.model_validate({"model": "default", "input": "?"}), model)
     return Prepared("id_1", [make_request()], repeated=repeated)
 
 
@@ -41,7 +41,7 @@ def datas(events: bytes) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 def test_a_broken_stream_ends_as_that_of_a_server_whose_engine_dies(model: ServedModel, path: str) -> None:
-    stream = ENDPOINTS[path].stream(prepared_for(path), model, StreamOptions())
+    stream = ENDPOINTS[path].stream(prepared_for(path, model), model, StreamOptions())
     groups = interleaved([[finished(TEXT, "length")]], random.Random(1))
     assert len(groups) > 2
     watch = StreamWatch(path)

@@ -45,8 +45,9 @@ class Peer:
 
 
 def _toka(model: str, port: int, directory: str) -> list[str]:
-    # Files and batches of a server that is measured are not the user's.
-    return [*([f"model={model}"] if model else []), f"port={port}", f"data_dir={directory}"]
+    # Files and batches of a server that is measured are not the user's. Nor do models' own defaults add a penalty.
+    neutral = "sampling_defaults=neutral"
+    return [*([f"model={model}"] if model else []), f"port={port}", f"data_dir={directory}", neutral]
 
 
 def _vllm(model: str, port: int, _directory: str) -> list[str]:

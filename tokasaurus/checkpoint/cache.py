@@ -16,7 +16,7 @@ from tokasaurus.checkpoint.json_files import CheckpointError, CheckpointUnavaila
 
 logger = logging.getLogger(__name__)
 
-CONVERSION_VERSION = 3
+CONVERSION_VERSION = 4
 """Part of the cache key of models converted from GGUF (gguf/conversion.py): increase it when the result changes."""
 
 CHECKSUMS = "checksums.json"

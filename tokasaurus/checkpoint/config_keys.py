@@ -11,6 +11,7 @@ from typing import Any
 
 from tokasaurus.checkpoint.json_files import CheckpointError
 from tokasaurus.checkpoint.quantized.config import QUANTIZATION_KEYS
+from tokasaurus.messages.sampling import CLIENT_PARAMETERS, MODEL_DEFAULTS, SamplingParams
 
 
 class Use(Enum):
@@ -50,9 +51,8 @@ CONFIG_KEYS: dict[str, Use] = {
 """Keys of config.json. transformers 5 drops keys of GENERATION_KEYS from config.json, so they have no effect there."""
 
 GENERATION_KEYS: dict[str, Use] = {
-    **_keys(Use.APPLIED, "eos_token_id"),
-    **_keys(Use.REPORTED, "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"),
-    **_keys(Use.REPORTED, "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "no_repeat_ngram_size"),
+    **_keys(Use.APPLIED, "eos_token_id", *MODEL_DEFAULTS),
+    **_keys(Use.REPORTED, "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size"),
     **_keys(Use.REPORTED, "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias"),
     **_keys(Use.REPORTED, "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty"),
     **_keys(Use.REPORTED, "min_length", "min_new_tokens", "stop_strings", "guidance_scale", "watermarking_config"),
@@ -72,7 +72,11 @@ GENERATION_KEYS: dict[str, Use] = {
     **_keys(Use.NO_EFFECT, "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight"),
     **_keys(Use.NO_EFFECT, "speculation_type", "_from_model_config", "transformers_version"),
 }
-"""Keys of generation_config.json."""
+"""Keys of generation_config.json. The sampling parameters among the applied ones are defaults for requests, if the flag
+sampling_defaults= does not say otherwise."""
+
+OTHER_SAMPLING = "general.sampling."
+"""Begins the keys of a GGUF file's sampling settings that generation_config.json has no name for."""
 
 _NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "typical_p": 1.0}
 _NEUTRAL |= {"repetition_penalty": 1.0, "num_beams": 1, "guidance_scale": 1.0, "num_return_sequences": 1}
@@ -96,15 +100,42 @@ def refuse_keys(config: Mapping[str, Any], must_be_off: tuple[str, ...], family:
             raise CheckpointError(f"{name} = {config[name]!r} is not supported for {family}")
 
 
-def left_to_requests(generation: Mapping[str, Any]) -> list[str]:
+def left_to_requests(generation: Mapping[str, Any], applies_sampling: bool) -> list[str]:
     """Settings of generation_config.json that transformers' generate would use by default and this server does not, as
-    `name=value`. top_k and the like count only where do_sample is on."""
+    `name=value`. top_k and the like count only where do_sample is on.
+
+    applies_sampling: the server uses sampling_defaults_of; it does so whatever do_sample is."""
     sampling = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-    return [
+    reported = {name for name, use in GENERATION_KEYS.items() if use is Use.REPORTED}
+    if not applies_sampling:
+        reported.update(MODEL_DEFAULTS)
+    left = [
         f"{name}={value!r}"
         for name, value in generation.items()
-        if GENERATION_KEYS.get(name) is Use.REPORTED
+        if (name in reported or name.startswith(OTHER_SAMPLING))
         and (generation.get("do_sample") or name not in sampling)
         and value
         and value != _NEUTRAL.get(name)
     ]
+    if applies_sampling and generation.get("do_sample") is False and sampling_defaults_of(generation).temperature:
+        left.append("do_sample=False, which temperature=0 is here")
+    return left
+
+
+def sampling_defaults_of(generation: Mapping[str, Any]) -> SamplingParams:
+    """The sampling parameters that generation_config.json has. null is none; do_sample does not matter, as in vLLM: the
+    values count as they are written. Raises CheckpointError for one that is out of range."""
+    found: dict[str, Any] = {}
+    for name in MODEL_DEFAULTS:
+        value, parameter = generation.get(name), CLIENT_PARAMETERS[name]
+        if value is None:
+            continue
+        is_whole = isinstance(parameter.default, int)
+        if is_whole and type(value) is float and value.is_integer():
+            value = int(value)
+        if type(value) not in ((int,) if is_whole else (int, float)) or not parameter.allows(value):
+            raise CheckpointError(
+                f"{name} must be {parameter.range}, not {value!r}; sampling_defaults=neutral leaves it out"
+            )
+        found[name] = max(value, 0) if is_whole else float(value)
+    return SamplingParams(**found)

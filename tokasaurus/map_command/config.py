@@ -7,7 +7,7 @@ from typing import Any
 
 from tokasaurus.config import FLAGS_OF_ACCESS, CommandConfig, ServerConfig
 from tokasaurus.flags import Flag, FlagError, are_missing, count, flag
-from tokasaurus.messages.sampling import CLIENT_PARAMETERS
+from tokasaurus.messages.sampling import CLIENT_PARAMETERS, MODEL_DEFAULTS
 
 _USAGE = "toka map input='questions/*.parquet' output=answers prompt='{question}'"
 
@@ -16,7 +16,12 @@ _NOT_HERE = (*FLAGS_OF_ACCESS, "rl")
 
 
 _PARAMETERS = {
-    name: Flag(each.default, each.meaning, each.minimum, each.maximum, heading="sampling")
+    name: Flag(
+        *(None if name in MODEL_DEFAULTS else each.default, each.meaning, each.minimum, each.maximum),
+        none_means=f"the model's default, else {each.default:g}",
+        heading="sampling",
+        kind=type(each.default),
+    )
     for name, each in CLIENT_PARAMETERS.items()
 }
 """Some refuse their minimum, which Sampling checks."""

@@ -1,5 +1,6 @@
 """The sampling parameters, for every process and every way to give them. Imports little: the help of flags reads it."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,8 +34,15 @@ class SamplingParams(NamedTuple):
         return any(getattr(self, name) != self._field_defaults[name] for name in PENALTIES)
 
 
+NEUTRAL = SamplingParams()
+"""Changes nothing."""
+
 LIMITS = ("min_p", "top_k", "top_p")
 """The fields that exclude unlikely tokens, in this order. A value other than its default switches one on."""
+
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""The fields for which a model's files may have a value, where a request has none. These are also the ones that vLLM
+reads from them."""
 
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 """The fields that make tokens of the context less likely. The same holds for their defaults."""
@@ -56,6 +64,18 @@ class ClientParameter:
     """A value that changes most tokens."""
     weak: float
     """A value that changes few tokens: a limit leaves many of them, which takes a sampler the most work."""
+
+    def allows(self, value: float) -> bool:
+        """Whether a number is in the range."""
+        is_above = value > self.minimum if self.excludes_minimum else value >= self.minimum
+        return is_above and value <= (math.inf if self.maximum is None else self.maximum) and not math.isinf(value)
+
+    @property
+    def range(self) -> str:
+        """The allowed values, in words."""
+        number = "a whole number" if isinstance(self.default, int) else "a number"
+        lowest = f"greater than {self.minimum:g}" if self.excludes_minimum else f"from {self.minimum:g}"
+        return f"{number} {lowest}{'' if self.maximum is None else f', at most {self.maximum:g}'}"
 
 
 CLIENT_PARAMETERS = {
@@ -113,3 +133,9 @@ CLIENT_PARAMETERS = {
     ),
 }
 """Each field of SamplingParams, by its name."""
+
+
+def show_changed(params: SamplingParams) -> str:
+    """The fields that are not at their defaults, as `temperature 0.2, top_p 0.9`; "" if all are."""
+    changed = (name for name in params._fields if getattr(params, name) != params._field_defaults[name])
+    return ", ".join(f"{name} {getattr(params, name):g}" for name in changed)

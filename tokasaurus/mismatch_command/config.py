@@ -7,7 +7,7 @@ from tokasaurus.flags import count, flag
 
 # How others reach a server, and what the modes set themselves.
 _NOT_HERE = (
-    *(*FLAGS_OF_ACCESS, "api_key", "rl", "logprobs_mode"),
+    *(*FLAGS_OF_ACCESS, "api_key", "rl", "logprobs_mode", "sampling_defaults"),
     *("use_hydragen", "hydragen_min_group_size", "hydragen_min_prefix_len"),
 )
 
@@ -51,4 +51,9 @@ def engine_flags(config: MismatchConfig, words: list[str]) -> dict[str, Any]:
         for name, flag in ServerConfig.flags.items()
         if name not in (*_OWN_FLAGS, *_NOT_HERE) and (name in names or flag.alias in names)
     }
-    return {"log_level": config.log_level, "uvicorn_log_level": config.uvicorn_log_level, **chosen}
+    return {
+        "sampling_defaults": "neutral",
+        "log_level": config.log_level,
+        "uvicorn_log_level": config.uvicorn_log_level,
+        **chosen,
+    }

@@ -15,6 +15,7 @@ from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint
 from tokasaurus.checkpoint.cache import cache_directory, expand_home
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import wait
+from tokasaurus.messages.sampling import show_changed
 from tokasaurus.messages.status import (
     HEARTBEAT_SECONDS,
     STOP_AT_ONCE,
@@ -119,10 +120,13 @@ def _serve(
             rope_scaling=config.rope_scaling,
             trust_remote_code=config.trust_remote_code,
             check=lambda info: check_model(config, info, devices),
+            applies_sampling=config.sampling_defaults != "neutral" and not config.rl,
         )
         report.end_phase("find model", str(checkpoint.directory))
         report.model = checkpoint.name if config.served_model_name is None else config.served_model_name
         report.context_length = longest_context(checkpoint.info.context_length, config.max_num_tokens_per_request)
+        if sampling := show_changed(checkpoint.default_sampling):
+            report.show_detail("sampling", f"{sampling}, the model's defaults (sampling_defaults=neutral)")
         if config.dp_size * config.pp_size * config.tp_size > 1:
             report.show_detail("mesh", describe_mesh(config))
         with StopSignals() as stop_signals, ProcessGroup() as group:

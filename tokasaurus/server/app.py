@@ -282,6 +282,7 @@ def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedMod
     request_templates = RequestTemplates(tokenizer, config.tool_call_format) if config.request_chat_template else None
     formats = (config.dtype, config.kv_cache_dtype, config.cpu_isa, config.quantization, config.quantized_compute)
     identity: Sequence[object] = (__version__, checkpoint.name, *formats, config.device, config.attention_backend)
+    identity = (*identity, checkpoint.default_sampling)
     return ServedModel(
         name=checkpoint.name if config.served_model_name is None else config.served_model_name,
         tokenizer=tokenizer,
@@ -298,6 +299,7 @@ def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedMod
         model_flag=config.model,
         model_aliases=tuple(split_list(config.model_aliases)),
         any_model=config.any_model,
+        default_sampling=checkpoint.default_sampling,
         source=checkpoint.name,
     )
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokasaurus.messages.generation import LogprobsMode
+from tokasaurus.messages.sampling import NEUTRAL, SamplingParams
 from tokasaurus.server.errors import ModelNotFound
 from tokasaurus.server.paths import squeeze_slashes
 from tokasaurus.server.templates.chat_template import ChatTemplate
@@ -38,6 +39,8 @@ class ServedModel:
     model_aliases: tuple[str, ...]
     """Further names of the model, in their order in the flag."""
     any_model: bool
+    default_sampling: SamplingParams = NEUTRAL
+    """For bodies that do not say how their tokens are sampled."""
     find_tools: Callable[[], ToolSupport] = lambda: NO_TOOLS_IN_TEMPLATE
     """How the model's own chat template supports tools; the first call may load it."""
     request_templates: RequestTemplates | None = None

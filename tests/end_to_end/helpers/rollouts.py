@@ -1,6 +1,7 @@
 """Roll-outs against a real server: requests in flight while its weights change, compared with servers that were started
 with those weights."""
 
+import json
 import os
 import signal
 import time
@@ -28,6 +29,10 @@ def save_checkpoints(directory: Path) -> list[Path]:
     paths = [directory / "first", directory / "second"]
     for seed, path in enumerate(paths):
         save_tiny_model(path, "llama", seed=seed)
+        generation = json.loads((path / "generation_config.json").read_text())
+        # Nothing of this may reach a trainer's server.
+        advised = {"do_sample": True, "temperature": 0.5, "top_k": 3, "repetition_penalty": 1.7}
+        (path / "generation_config.json").write_text(json.dumps(generation | advised))
     return paths
 
 

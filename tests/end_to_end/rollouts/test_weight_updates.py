@@ -197,3 +197,15 @@ def test_a_server_with_tied_embeddings_takes_those_that_are_tied_and_refuses_oth
         before = server.all_greedy(prompts, 20)
     with rollout_server(tied) as fresh:
         assert fresh.all_greedy(prompts, 20) == before
+
+
+def test_sampling_parameters_of_the_models_files_have_no_effect(server: RolloutServer) -> None:
+    neutral = {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+    asked = {"model": "default", "prompt": PROMPTS[0], "max_tokens": 20, "seed": 1, "logprobs": 0}
+    answers = [server.post("/v1/completions", asked | fields)["choices"] for fields in ({}, neutral)]
+    assert answers[0] == answers[1]
+    for sampling in ({}, neutral):
+        tokens = {"token_ids": PROMPTS[0], "sampling_params": {"max_tokens": 20, "seed": 1, "logprobs": 0, **sampling}}
+        (choice,) = server.post("/inference/v1/generate", tokens)["choices"]
+        found = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        assert found == pytest.approx(answers[0][0]["logprobs"]["token_logprobs"], abs=1e-4)

@@ -71,7 +71,7 @@ def test_joined_events_equal_the_whole_answer_and_chat_wherever_the_stream_is_cu
         [request],
         calls=rules,
         reasoning=reasoning,
-        repeated=repeated_fields(BODY),
+        repeated=repeated_fields(BODY, served_model),
         keeps_stop=keeps_stop,
     )
     answer = write_response(prepared, [[sequence]], served_model)

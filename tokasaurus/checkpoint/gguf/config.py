@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tokasaurus.checkpoint.config_keys import OTHER_SAMPLING
 from tokasaurus.checkpoint.gguf.model import ARCHITECTURES
 from tokasaurus.checkpoint.json_files import CheckpointError
 
@@ -38,6 +39,15 @@ _OFF = {
     "attention.causal": True,
     "attention.sliding_window": 0,
 }
+
+_SAMPLING_NAMES = {
+    f"{OTHER_SAMPLING}temp": "temperature",
+    f"{OTHER_SAMPLING}top_k": "top_k",
+    f"{OTHER_SAMPLING}top_p": "top_p",
+    f"{OTHER_SAMPLING}min_p": "min_p",
+    f"{OTHER_SAMPLING}penalty_repeat": "repetition_penalty",
+}
+"""llama.cpp's conversion writes these from a generation_config.json."""
 
 CONTROL_TOKEN = 3
 """Type of a token in a GGUF file."""
@@ -108,8 +118,10 @@ def model_config(
 
 
 def generation_config(metadata: Metadata) -> dict[str, Any]:
-    """The content of generation_config.json."""
-    return _token_ids(metadata)
+    """The content of generation_config.json. Sampling settings of which it has no equal keep their names."""
+    sampling = {key: value for key, value in metadata.items() if key.startswith(OTHER_SAMPLING)}
+    values = {key: _shortest(value) if isinstance(value, float) else value for key, value in sampling.items()}
+    return {_SAMPLING_NAMES.get(key, key): value for key, value in values.items()} | _token_ids(metadata)
 
 
 def _token_ids(metadata: Metadata) -> dict[str, Any]:

@@ -336,13 +336,24 @@ def make_requests(
 
 
 def _sampling(body: SamplingFields, model: ServedModel) -> SamplingParams:
-    """Each parameter is the body's field of its name, or what the engine can compute in its place."""
+    """Each parameter is the body's field of its name, else the model's default, or what the engine can compute in its
+    place."""
+    asked = asked_sampling(body, model)
     lowest, highest = _REPETITION_PENALTIES
-    return SamplingParams._make([getattr(body, name) for name in SamplingParams._fields])._replace(
-        temperature=body.temperature if body.temperature >= _MIN_TEMPERATURE else 0.0,
-        top_p=max(body.top_p, _MIN_TOP_P),
-        top_k=body.top_k if 0 < body.top_k < model.vocab_size else 0,
-        repetition_penalty=min(max(body.repetition_penalty, lowest), highest),
+    return asked._replace(
+        temperature=asked.temperature if asked.temperature >= _MIN_TEMPERATURE else 0.0,
+        top_p=max(asked.top_p, _MIN_TOP_P),
+        top_k=asked.top_k if 0 < asked.top_k < model.vocab_size else 0,
+        repetition_penalty=min(max(asked.repetition_penalty, lowest), highest),
+    )
+
+
+def asked_sampling(body: SamplingFields, model: ServedModel) -> SamplingParams:
+    """The body's sampling parameters, with the model's defaults for those that it lacks."""
+    defaults = model.default_sampling
+    given = [getattr(body, name) for name in SamplingParams._fields]
+    return SamplingParams._make(
+        default if value is None else value for value, default in zip(given, defaults, strict=True)
     )
 
 

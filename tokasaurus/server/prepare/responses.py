@@ -7,7 +7,7 @@ from typing import Any
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.errors import InvalidRequest, naming_fields
 from tokasaurus.server.prepare.chat import chat_of, count_chat_tokens, draft_chat
-from tokasaurus.server.prepare.requests import Draft, Origin
+from tokasaurus.server.prepare.requests import Draft, Origin, asked_sampling
 from tokasaurus.server.protocol.chat import ChatCompletionRequest, ChatMessage
 from tokasaurus.server.protocol.responses import (
     CountInputRequest,
@@ -31,7 +31,7 @@ def draft_response(body: ResponsesRequest, model: ServedModel, limits: EngineLim
     """The request of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
     with naming_fields(_NAMES):
         draft = draft_chat(_chat_body(body), model, limits, origin, "resp_")
-    return replace(draft, prepared=replace(draft.prepared, repeated=repeated_fields(body)))
+    return replace(draft, prepared=replace(draft.prepared, repeated=repeated_fields(body, model)))
 
 
 def count_input_tokens(body: CountInputRequest, model: ServedModel, limits: EngineLimits, max_chars: int) -> int:
@@ -130,9 +130,10 @@ def _tool_call(item: FunctionCallItem) -> MessageToolCall:
     return MessageToolCall.model_construct(id=item.call_id, type="function", function=function)
 
 
-def repeated_fields(body: ResponsesRequest) -> Mapping[str, Any]:
-    """Fields of ResponseObject that repeat the body."""
+def repeated_fields(body: ResponsesRequest, model: ServedModel) -> Mapping[str, Any]:
+    """Fields of ResponseObject that repeat the body, or the defaults that applied."""
     asked_format = body.text.format.asked
+    sampling = asked_sampling(body, model)
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -140,12 +141,12 @@ def repeated_fields(body: ResponsesRequest) -> Mapping[str, Any]:
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning": {"effort": body.reasoning.effort, "summary": body.reasoning.summary},
-        "temperature": body.temperature,
+        "temperature": sampling.temperature,
         "text": {"format": {"type": "text"} if asked_format is None else asked_format, "verbosity": "medium"},
         "tool_choice": write_tool_choice(body.tool_choice),
         "tools": [_written_tool(tool) for tool in body.tools],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": body.top_p,
+        "top_p": sampling.top_p,
         "user": body.user,
         "prompt_cache_key": body.prompt_cache_key,
         "safety_identifier": body.safety_identifier,

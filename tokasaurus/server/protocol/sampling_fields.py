@@ -224,15 +224,19 @@ def _within(name: str) -> Any:
 
 
 class SamplingNumbers(StrictObject):
-    """How tokens are sampled, and what ends a text, by the names that all protocols have."""
+    """How tokens are sampled, and what ends a text, by the names that all protocols have.
 
-    temperature: Annotated[float, _within("temperature"), NullMeans(1.0)] = 1.0
-    top_p: Annotated[float, _within("top_p"), NullMeans(1.0)] = 1.0
-    top_k: Annotated[int, _within("top_k"), WHOLE_FLOATS, NullMeans(-1)] = -1  # -1 and 0: no limit
-    min_p: Annotated[float, _within("min_p"), NullMeans(0.0)] = 0.0
+    temperature, top_p, top_k, min_p, repetition_penalty: null is the model's own default where its files have one (see
+    the flag sampling_defaults), else a value that changes nothing.
+    """
+
+    temperature: Annotated[float | None, _within("temperature")] = None
+    top_p: Annotated[float | None, _within("top_p")] = None
+    top_k: Annotated[int | None, _within("top_k"), WHOLE_FLOATS] = None  # -1 and 0: no limit
+    min_p: Annotated[float | None, _within("min_p")] = None
     presence_penalty: Annotated[float, _within("presence_penalty"), NullMeans(0.0)] = 0.0
     frequency_penalty: Annotated[float, _within("frequency_penalty"), NullMeans(0.0)] = 0.0
-    repetition_penalty: Annotated[float, _within("repetition_penalty"), NullMeans(1.0)] = 1.0
+    repetition_penalty: Annotated[float | None, _within("repetition_penalty")] = None
     logit_bias: LogitBias = ()
     stop: StopStrings = ()
     stop_token_ids: StopTokenIds = ()
