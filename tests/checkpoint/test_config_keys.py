@@ -237,3 +237,9 @@ def test_a_theta_that_rope_scaling_replaces_is_one_line(tmp_path: Path) -> None:
     write(tmp_path, {"model_type": "qwen2", **BASE, "rope_parameters": old, "rope_scaling": scaling})
     assert notes_on_settings(tmp_path) == []
     assert json.loads((tmp_path / "config.json").read_text())["rope_scaling"] == scaling
+
+
+def test_a_models_own_code_is_one_line(tmp_path: Path) -> None:
+    write(tmp_path, {"model_type": "llama", **BASE, "auto_map": {"AutoModelForCausalLM": "modeling.Own"}})
+    (line,) = notes_on_settings(tmp_path)
+    assert line == "config.json: auto_map names Python code of the model, which is not run: it is computed as llama"

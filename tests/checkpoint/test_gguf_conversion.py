@@ -73,6 +73,13 @@ def test_sampling_settings_of_the_metadata_are_defaults_as_those_of_generation_c
     assert resolve_checkpoint(str(path)).default_sampling == SamplingParams()
 
 
+def test_a_file_with_an_adapter_is_named_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "llama", random_weights("llama", True), Kind.F16, {"general.type": "adapter"})
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf: it is an adapter, not a model"):
+        resolve_checkpoint(str(path))
+
+
 def test_llama3_scaling_is_derived_from_the_rope_factors(tmp_path: Path) -> None:
     fields = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, **fields}

@@ -149,3 +149,15 @@ def test_without_a_home_the_hub_has_its_cache_in_ours(tmp_path: Path, hub: FakeH
     assert name == "org/tiny"
     assert Path(directory).is_relative_to(tmp_path / f"tokasaurus-{os.getuid()}" / "huggingface")
     assert not (tmp_path / "~").exists()
+
+
+def test_a_repository_of_an_adapter_is_refused_before_its_weights_are_downloaded(tmp_path: Path) -> None:
+    adapter = {
+        "adapter_config.json": b'{"base_model_name_or_path": "org/base"}',
+        "adapter_model.safetensors": weights(),
+    }
+    with serve_repository("org/adapter", adapter) as hub:
+        (line,) = resolve("org/adapter", tmp_path, hub.url)
+        assert line.startswith("refused: ")
+        assert "is an adapter for 'org/base', not a model" in line
+        assert hub.downloaded == ["adapter_config.json"]

@@ -288,6 +288,12 @@ def test_tokenizer_files_may_be_written_otherwise_but_not_be_others(
         assert refusal(with_flag, tmp_path / name) == "", "a fresh server with the flag would not read it"
 
 
+def test_an_adapter_beside_new_weights_is_refused(saved: Path, tmp_path: Path) -> None:
+    shutil.copy(saved / NAME, tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    assert "is an adapter for 'org/base', not a model" in refusal(checks_of(saved), tmp_path)
+
+
 def test_a_gguf_server_takes_directories_that_agree(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "llama", random_weights("llama", tied=True), Kind.F16)

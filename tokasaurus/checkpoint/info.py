@@ -26,6 +26,8 @@ from tokasaurus.messages.status import FlagRefused, one_line
 
 DTYPES = ("float32", "float16", "bfloat16")
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names of the two matrices [vocabulary, hidden size] in a checkpoint."""
 
@@ -102,11 +104,28 @@ def read_model_info(directory: Path, rope_scaling: Fields | None = None) -> Mode
     rope_scaling: the flag, which replaces the model's rotary scaling; raises FlagRefused if it is wrong.
 
     Raises CheckpointError, naming the file and the field, if a file is missing or malformed, or if this code would
-    compute the model wrongly (unknown family, unsupported rotary scaling or format of quantised weights).
+    compute the model wrongly (unknown family, unsupported rotary scaling or format of quantised weights, an adapter).
     """
+    refuse_adapter(directory)
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
     return read_config(directory / "config.json", generation, rope_scaling)
+
+
+def refuse_adapter(directory: Path) -> None:
+    """Raises CheckpointError if transformers, where peft is installed, would add an adapter of this directory to the
+    model. It does so by adapter_config.json alone, whatever other files there are."""
+    path = directory / ADAPTER_CONFIG
+    if not path.is_file():
+        return
+    merge = "merge it with peft's merge_and_unload"
+    if (directory / "config.json").is_file():
+        raise CheckpointError(
+            f"{directory} has an adapter ({ADAPTER_CONFIG}), which transformers adds to the model and this server does "
+            f"not: {merge}, or move that file away to serve the model without it"
+        )
+    base = read_json(path).get("base_model_name_or_path")
+    raise CheckpointError(f"{directory} is an adapter for {base!r}, not a model: {merge}, and serve the result")
 
 
 def read_config(
@@ -142,6 +161,13 @@ def notes_on_settings(directory: Path, rope_scaling: Fields | None = None, appli
     have the values of read_sampling_defaults."""
     config = read_json(directory / "config.json")
     lines = [dropped_theta(config) if rope_scaling is None else None]
+    if config.get("auto_map"):
+        family = config.get("model_type")
+        lines.append(
+            f"config.json: auto_map names Python code of the model, which is not run: it is computed as {family}"
+        )
+    if (directory / ADAPTER_WEIGHTS).is_file():
+        lines.append(f"{ADAPTER_WEIGHTS} is not read: without {ADAPTER_CONFIG}, nothing says how to apply it")
     generation_path = directory / "generation_config.json"
     if generation_path.exists() and (left := left_to_requests(read_json(generation_path), applies_sampling)):
         lines.append(f"generation_config.json: {', '.join(left)}: left to each request")

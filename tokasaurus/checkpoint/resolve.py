@@ -138,7 +138,8 @@ def resolve_checkpoint(
             logger.warning(line)
     tokenizer_directory = directory if tokenizer is None else _locate_tokenizer(tokenizer, on_phase, patterns)
     named = model if tokenizer is None else tokenizer
-    is_converted = named is None or (is_gguf(Path(named)) and not Path(named).expanduser().is_dir())
+    path = None if named is None else Path(named).expanduser()
+    is_converted = path is None or (not path.is_dir() and gguf_file(path) is not None)
     if not is_converted:  # the conversion of GGUF writes the tokenizer as it must be
         tokenizer_directory = native_tokenizer(tokenizer_directory, on_phase, trust_remote_code)
     return Checkpoint(
@@ -157,8 +158,7 @@ def _locate(
     """The model's name, and the directory with its configuration and weights. patterns: for its other files."""
     local = _locate_local("model", model, on_phase)
     if local is not None:
-        name = expand_home("model", model).resolve()
-        return (model_name(name) if name.is_file() else name.name), local
+        return _name_of(expand_home("model", model)), local
     on_phase(f"looking up {model}")
     # Configuration first, so that an unsupported model is refused before gigabytes are downloaded.
     directory = download_files(model, patterns)
@@ -170,6 +170,13 @@ def _locate(
     if names != [SINGLE_NAME]:
         directory = download_files(model, [*patterns, *names], on_amount, revision=directory.name)
     return model, directory
+
+
+def _name_of(path: Path) -> str:
+    """The name of a local model, by the path as given: a link is not followed."""
+    if path.name in ("", ".."):  # "" is the working directory
+        path = path.resolve()
+    return path.name if path.is_dir() or not is_gguf(path) else model_name(path)
 
 
 def _locate_tokenizer(tokenizer: str, on_phase: OnPhase, patterns: list[str]) -> Path:
@@ -184,14 +191,26 @@ def _locate_local(flag: str, name: str, on_phase: OnPhase) -> Path | None:
     """The directory, if `name` is a local directory or a .gguf file; None if it is a repository id."""
     path = expand_home(flag, name)
     if path.is_dir():
-        return path.absolute()
-    if is_gguf(path):
-        return gguf_directory(path, on_phase)
+        return path.resolve()  # a link may lead elsewhere later, when a replica is started again
+    if path.is_symlink() and not path.exists():
+        raise CheckpointError(f"{name} is a link to {path.readlink()}, which does not exist")
+    if (file := gguf_file(path)) is not None:
+        return gguf_directory(file, on_phase)
     if path.exists():
         raise CheckpointError(f"{name} is a file, but not a .gguf file")
     if not is_repo_id(name):
         raise CheckpointError(f"{name!r} is neither a directory nor a .gguf file nor a Hugging Face repository id")
     return None
+
+
+def gguf_file(path: Path) -> Path | None:
+    """`path`; or the file that it is a link to, if only that file's name says that it is GGUF, or that it is one of
+    several parts. None if neither is GGUF."""
+    target = path.resolve()
+    has_parts = model_name(target) != target.stem and model_name(path) == path.stem
+    if is_gguf(path) and not (is_gguf(target) and has_parts):
+        return path
+    return target if is_gguf(target) else None
 
 
 def gguf_directory(path: Path, on_phase: OnPhase = _ignore_phase) -> Path:

@@ -17,7 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from tokasaurus.checkpoint.info import EMBEDDING, HEAD, ModelInfo, read_config
+from tokasaurus.checkpoint.info import EMBEDDING, HEAD, ModelInfo, read_config, refuse_adapter
 from tokasaurus.checkpoint.json_files import CheckpointError, flag, read_json
 from tokasaurus.checkpoint.quantized.config import Quantization, parse_quantization, quantization_beside
 from tokasaurus.checkpoint.resolve import Checkpoint
@@ -87,6 +87,7 @@ class UpdateChecks:
 
         Names, shapes and numbers of the tensors are left to the workers. Raises CheckpointError, and OSError if a file
         cannot be read."""
+        refuse_adapter(directory)
         files = update_files(directory)
         states = file_states(files)
         self._check_config(directory)

@@ -11,11 +11,10 @@ from rich.table import Table
 from tokasaurus.checkpoint import CheckpointError, ModelInfo, fit_to_tensors, read_model_info, weight_files
 from tokasaurus.checkpoint.cache import expand_home
 from tokasaurus.checkpoint.dequantized import is_plain
-from tokasaurus.checkpoint.gguf.model import is_gguf
-from tokasaurus.checkpoint.info import read_config
+from tokasaurus.checkpoint.info import ADAPTER_CONFIG, read_config
 from tokasaurus.checkpoint.json_files import Fields
 from tokasaurus.checkpoint.quantized.config import SETTINGS_FILES
-from tokasaurus.checkpoint.resolve import download_files, gguf_directory, is_repo_id
+from tokasaurus.checkpoint.resolve import download_files, gguf_directory, gguf_file, is_repo_id
 from tokasaurus.checkpoint.weight_files import has_weights, read_tensors
 from tokasaurus.messages.status import UserError
 from tokasaurus.model.worker.memory import (
@@ -61,8 +60,8 @@ def read_info(model: str, rope_scaling: Fields | None = None) -> tuple[ModelInfo
     """The model's configuration, and whether config.json alone says so: otherwise it is compared with the headers of
     the weights, which decide whether the LM head is counted. Raises CheckpointError and FlagRefused."""
     path = expand_home("model", model)
-    if is_gguf(path) and not path.is_dir():
-        path = gguf_directory(path)
+    if not path.is_dir() and (file := gguf_file(path)) is not None:
+        path = gguf_directory(file)
     if path.is_file():
         if path.suffix != ".json":
             raise CheckpointError(
@@ -74,7 +73,7 @@ def read_info(model: str, rope_scaling: Fields | None = None) -> tuple[ModelInfo
             raise CheckpointError(
                 f"{model!r} is neither a directory nor a .gguf file nor a config.json nor a Hugging Face repository id"
             )
-        names = ["config.json", "generation_config.json", *SETTINGS_FILES]
+        names = ["config.json", "generation_config.json", ADAPTER_CONFIG, *SETTINGS_FILES]
         return read_model_info(download_files(model, names), rope_scaling), True
     info = read_model_info(path, rope_scaling)
     if not has_weights(path):
@@ -92,8 +91,8 @@ def is_quantised(model: str, info: ModelInfo) -> bool:
     """Whether the files' weights are quantised: by their tensors, or where there are none, by config.json. Arguments
     and errors as of `read_info`, which has read the model."""
     path = expand_home("model", model)
-    if is_gguf(path) and not path.is_dir():
-        path = gguf_directory(path)
+    if not path.is_dir() and (file := gguf_file(path)) is not None:
+        path = gguf_directory(file)
     if path.is_dir() and has_weights(path):
         tensors = read_tensors(weight_files(path), info.quantization)
         return not all(map(is_plain, tensors.values()))

@@ -75,5 +75,6 @@ class ServedModel:
 
     @property
     def _accepted_names(self) -> list[str]:
-        others = ALWAYS_ACCEPTED if self.model_flag is None else (*ALWAYS_ACCEPTED, self.model_flag)
+        flag = self.model_flag
+        others = ALWAYS_ACCEPTED if flag is None else (*ALWAYS_ACCEPTED, flag, flag.rstrip("/") or flag)
         return [*self.listed_names, *others]

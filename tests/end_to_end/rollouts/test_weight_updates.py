@@ -2,7 +2,9 @@
 lost."""
 
 import json
+import os
 import shutil
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -209,3 +211,19 @@ def test_sampling_parameters_of_the_models_files_have_no_effect(server: RolloutS
         (choice,) = server.post("/inference/v1/generate", tokens)["choices"]
         found = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         assert found == pytest.approx(answers[0][0]["logprobs"]["token_logprobs"], abs=1e-4)
+
+
+def test_an_update_through_a_link_has_the_weights_that_it_led_to(
+    server: RolloutServer, new: list[list[int]], models: list[Path], tmp_path: Path
+) -> None:
+    """Also in a worker that is started again when the link leads elsewhere."""
+    link = tmp_path / "latest"
+    link.symlink_to(models[1])
+    assert server.post("/update_weights", {"weight_dir": f"{link}/", "version": "new"})["weight_version"] == "new"
+    link.unlink()
+    link.symlink_to(models[0])
+    (worker,) = [pid for name, pid in server.toka.children().items() if name.startswith("toka-worker")]
+    os.kill(worker, signal.SIGKILL)
+    assert server.all_greedy(PROMPTS[:4], NUM_TOKENS) == new[:4]
+    assert server.version == "new"
+    server.update(models[0], version="0")

@@ -107,6 +107,8 @@ def read_model(files: Sequence[Path], wanted: Callable[[str], bool] | None = Non
     metadata = headers[0].fields
     try:
         _check_parts(headers)
+        if metadata.get("general.type") == "adapter":
+            raise CheckpointError("it is an adapter, not a model: merge it into its base model")
         architecture = _architecture_of(metadata)
         num_layers = metadata.get(f"{architecture}.block_count")
         if type(num_layers) is not int:
@@ -140,7 +142,7 @@ def _stored(file: Path, entry: TensorEntry, interleaved_head: int = 0) -> Stored
 
 
 def _says_what_tensors_are(key: str) -> bool:
-    return key == "general.architecture" or key.startswith("split.") or key.endswith(_KEYS_OF_TENSORS)
+    return key in ("general.architecture", "general.type") or key.startswith("split.") or key.endswith(_KEYS_OF_TENSORS)
 
 
 def _check_parts(headers: Sequence[Header]) -> None:

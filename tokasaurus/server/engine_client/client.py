@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import os
 import socket
 import time
 from collections import deque
@@ -896,8 +897,10 @@ class EngineClient:
                 raise CommandRefused("the engine sleeps")
             was_paused = self.is_paused
             try:
+                # A link may lead elsewhere later, when a replica reads the weights again.
+                directory = await asyncio.to_thread(os.path.realpath, directory)
                 files = await asyncio.to_thread(self._check_update, Path(directory), is_partial, [*self._updates])
-            except (UserError, OSError) as error:
+            except (UserError, OSError, ValueError) as error:  # ValueError: a path with a zero byte
                 raise CommandRefused(first_line(error)) from None
             try:
                 await self._pause(mode)
