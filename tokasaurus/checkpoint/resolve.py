@@ -472,8 +472,8 @@ def _download_wheel(directory: Path, on_amount: OnAmount) -> Path:
 def _largest_wheel(directory: Path) -> int:
     """Bytes of the largest wheel in the directory and below."""
     largest = 0
-    for path in directory.rglob("*.whl"):
-        with suppress(OSError):  # moved meanwhile
+    with suppress(OSError):  # a file or directory that was moved meanwhile
+        for path in directory.rglob("*.whl"):
             largest = max(largest, path.stat().st_size)
     return largest
 
