@@ -21,7 +21,7 @@ import pytest
 from tests.helpers.examples import seeds
 from tests.helpers.limits import join
 from tests.helpers.random_schemas import random_schema
-from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body
+from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, RESPONSES, assert_openai_error, minimal_body
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.grammar_script import follow_grammars
 from tests.server.helpers.live_server import LiveServer, live_server
@@ -179,7 +179,7 @@ def test_an_unsupported_schema_or_invalid_regex_is_a_400_naming_the_field(
         ({"guided_json": {"enum": [2**53 + 1]}}, "guided_json"),
         ({"guided_json": '{"items": {"const": 1e20}}'}, "guided_json"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"not": {}}}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"anyOf": [False]}}}},
             "response_format",
         ),
         ({"guided_regex": "(a"}, "guided_regex"),
@@ -188,6 +188,44 @@ def test_an_unsupported_schema_or_invalid_regex_is_a_400_naming_the_field(
         assert response.status_code == 400
         assert assert_openai_error(response.content)["param"] == param
     assert len(grammar_server.engine.requests) == num_requests
+
+
+DISTINCT = {"type": "array", "items": {"type": "string", "pattern": "^[a-c&&]$"}, "uniqueItems": True, "minItems": 1}
+
+
+def _named(**strict: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "s", "schema": DISTINCT, **strict}}
+
+
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT, RESPONSES])
+def test_a_keyword_that_cannot_be_followed_is_refused_only_if_strict(grammar_server: LiveServer, route: str) -> None:
+    """The rest of the schema is followed. Fields of servers that always enforce a schema count as strict."""
+    if route == RESPONSES:
+        flat = {"type": "json_schema", "name": "s", "schema": DISTINCT}
+        loose = [{"text": {"format": flat}}, {"text": {"format": flat | {"strict": False}}}]
+        strict = [({"text": {"format": flat | {"strict": True}}}, "text.format")]
+    else:
+        formats = [_named(), _named(strict=False), _named(strict=None), {"type": "json_object", "schema": DISTINCT}]
+        formats += [{"type": "json_schema", "schema": DISTINCT}, {"type": "json", "value": DISTINCT}]
+        loose = [{"response_format": format_} for format_ in formats]
+        strict = [
+            ({"response_format": _named(strict=True)}, "response_format"),
+            ({"structured_outputs": {"json": DISTINCT}}, "structured_outputs.json"),
+            ({"guided_json": DISTINCT}, "guided_json"),
+            ({"json_schema": json.dumps(DISTINCT)}, "json_schema"),
+        ]
+    tokens = {"max_output_tokens" if route == RESPONSES else "max_tokens": 300}
+    for fields in loose:
+        response = grammar_server.http.post(route, json=minimal_body(route) | {"seed": 3} | tokens | fields)
+        assert response.status_code == 200, (fields, response.text)
+        if route != RESPONSES:
+            text = texts_of(response.json())[0][0]
+            assert jsonschema_rs.is_valid({**DISTINCT, "uniqueItems": False}, json.loads(text)), text
+    for fields, param in strict:
+        response = grammar_server.http.post(route, json=minimal_body(route) | tokens | fields)
+        error = assert_openai_error(response.content)
+        assert (response.status_code, error["param"]) == (400, param), fields
+        assert "contains uniqueItems at #, which is not implemented" in error["message"]
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="the test reads /proc")

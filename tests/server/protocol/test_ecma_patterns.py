@@ -11,6 +11,7 @@ import quickjs
 from llguidance import LLMatcher, LLTokenizer
 
 from tests.helpers.examples import IS_NIGHTLY, seeds
+from tests.helpers.grammar_texts import allows
 from tests.helpers.random_patterns import random_pattern, random_text
 from tokasaurus.server.grammars.validator_process import _CONVERTERS, _lark_of_gbnf
 from tokasaurus.server.protocol.ecma_patterns import PatternError, translate_pattern
@@ -41,12 +42,6 @@ def compiled(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
     assert not matcher.is_error(), (grammar, matcher.get_error())
     return matcher
-
-
-def allows(start: LLMatcher, text: str) -> bool:
-    content = list(text.encode())
-    matcher = start.deep_copy()
-    return matcher.try_consume_tokens(content) == len(content) and matcher.is_accepting()
 
 
 def of_schema(tokenizer: LLTokenizer, schema: dict[str, Any]) -> LLMatcher:

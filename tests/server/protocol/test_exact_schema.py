@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from tests.helpers.examples import IS_NIGHTLY, examples, few, seeds
+from tests.helpers.grammar_texts import allows, random_answer
 from tests.helpers.random_schemas import random_schema
 from tests.helpers.small_tokenizer import EOS_IDS, VOCAB_SIZE
 from tokasaurus.server.protocol.exact_schema import NOT_IMPLEMENTED, SchemaError, exact_schema
@@ -56,23 +57,26 @@ NEUTRAL: dict[str, list[dict[str, Any]]] = {
     "$dynamicRef": [],
     "$recursiveRef": [],
 }
-REFUSED: dict[str, list[Any]] = {
-    "uniqueItems": [True],
-    "unevaluatedProperties": [False, {"type": "string"}],
-    "unevaluatedItems": [False, {"type": "string"}],
-    "dependentRequired": [{"a": ["b"]}],
-    "dependentSchemas": [{"a": {"required": ["b"]}}, {"a": False}],
-    "dependencies": [{"a": ["b"]}, {"a": False}],
-    "not": [True, {}, {"type": "string"}, {"not": {"type": "string"}}],
-    "if": [],
-    "then": [],
-    "else": [],
-    "contains": [{}, {"type": "string"}, False],
-    "minContains": [],
-    "maxContains": [],
-    "propertyNames": [False, {"pattern": "a"}],
-    "$dynamicRef": ["#a"],
-    "$recursiveRef": ["#"],
+REFUSED: dict[str, list[dict[str, Any]]] = {
+    "uniqueItems": [{"uniqueItems": True}, {"uniqueItems": True, "type": "array", "items": {"enum": [*range(6)]}}],
+    "unevaluatedProperties": [{"unevaluatedProperties": False}, {"unevaluatedProperties": {"type": "string"}}],
+    "unevaluatedItems": [{"unevaluatedItems": False}, {"unevaluatedItems": {"type": "string"}}],
+    "dependentRequired": [{"dependentRequired": 1}],
+    "dependentSchemas": [{"dependentSchemas": 1}],
+    "dependencies": [{"dependencies": 1}],
+    "not": [
+        {"not": {"type": "integer"}},
+        {"not": {"items": False}},
+        {"not": {"const": [1]}},
+        {"not": {"multipleOf": 2}},
+    ],
+    "if": [{"if": {"type": "integer"}, "then": {"minimum": 3}}, {"if": {"oneOf": [{}]}, "else": {"minLength": 3}}],
+    "contains": [{"contains": {}}, {"contains": {"type": "string"}}, {"contains": False, "maxContains": 2}],
+    "minContains": [{"minContains": 2, "contains": {}}],
+    "maxContains": [{"maxContains": 2, "contains": {}, "minContains": 0}],
+    "propertyNames": [{"propertyNames": {"oneOf": [{"pattern": "a"}]}}, {"propertyNames": {"$ref": "other"}}],
+    "$dynamicRef": [{"$dynamicRef": "#a"}],
+    "$recursiveRef": [{"$recursiveRef": "#"}],
 }
 # How a schema may occur in another one, and the path that leads to it.
 PLACES = [
@@ -103,8 +107,8 @@ def tokenizer(tokenizer_directory: Path) -> LLTokenizer:
     return load_grammar_vocabulary(tokenizer_directory, VOCAB_SIZE, EOS_IDS).tokenizer
 
 
-def compiled(schema: dict[str, Any], tokenizer: LLTokenizer) -> LLMatcher:
-    text = orjson.dumps({**exact_schema(schema), "x-guidance": {"whitespace_flexible": False}}).decode()
+def compiled(schema: dict[str, Any], tokenizer: LLTokenizer, is_strict: bool = True) -> LLMatcher:
+    text = orjson.dumps({**exact_schema(schema, is_strict), "x-guidance": {"whitespace_flexible": False}}).decode()
     return LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(text), log_level=0)
 
 
@@ -114,38 +118,9 @@ def matcher_of(schema: dict[str, Any], tokenizer: LLTokenizer) -> LLMatcher:
     return matcher
 
 
-def random_answer(start: LLMatcher, rng: random.Random) -> str | None:
-    """A random text; None if it becomes too long."""
-    matcher, text = start.deep_copy(), bytearray()
-    while len(text) < 400:
-        mask = matcher.compute_bitmask()
-        assert not matcher.is_error(), matcher.get_error()
-        allowed = [id_ for id_ in range(VOCAB_SIZE) if mask[id_ // 8] >> id_ % 8 & 1]
-        likely = [id_ for id_ in (*EOS_IDS, *b'"}],') if id_ in allowed]
-        token_id = rng.choice(likely if likely and rng.random() < 0.3 else allowed)
-        if token_id in EOS_IDS:
-            return text.decode()
-        text += start_bytes(token_id)
-        assert matcher.consume_token(token_id)
-        if matcher.is_stopped():
-            return text.decode()
-    return None
-
-
-def start_bytes(token_id: int) -> bytes:
-    merged = ["he", "ll", "hell", "hello", " w", " wo", "rl", "rld"]
-    return bytes([token_id]) if token_id < 256 else merged[token_id - 256].encode()
-
-
-def allows(start: LLMatcher, text: str) -> bool:
-    content = list(text.encode())
-    matcher = start.deep_copy()
-    return matcher.try_consume_tokens(content) == len(content) and matcher.is_accepting()
-
-
 def test_the_table_has_every_keyword_that_is_not_implemented(tokenizer: LLTokenizer) -> None:
     """llguidance refuses exactly these of all keywords of the two newest drafts."""
-    assert set(NEUTRAL) == set(REFUSED) == NOT_IMPLEMENTED
+    assert set(NEUTRAL) == {*REFUSED, "then", "else"} == NOT_IMPLEMENTED
     for keyword in NOT_IMPLEMENTED:
         grammar = LLMatcher.grammar_from_json_schema(json.dumps({keyword: {}}))
         assert keyword in LLMatcher(tokenizer, grammar, log_level=0).get_error()
@@ -200,25 +175,138 @@ def _kept(neutral: dict[str, Any]) -> dict[str, Any]:
     return kept | {key: value for key, value in ANNOTATED.items() if key.startswith("x-")}
 
 
-@pytest.mark.parametrize("keyword", sorted(NOT_IMPLEMENTED))
-def test_other_values_are_refused_with_keyword_and_path(keyword: str) -> None:
-    wrong = [{keyword: value} for value in REFUSED[keyword]]
-    if keyword in ("if", "then", "else"):
-        wrong = [{"if": {"type": "string"}, "then": {"minLength": 3}}, {"if": {}, "else": {"minLength": 3}}]
-        keyword = "if"
-    if keyword in ("minContains", "maxContains"):
-        wrong = [{keyword: 2, "contains": {}}]
-    assert wrong
-    for schema in wrong:
+@pytest.mark.parametrize("keyword", sorted(REFUSED))
+def test_what_has_no_equivalent_is_refused_with_keyword_and_path(keyword: str, tokenizer: LLTokenizer) -> None:
+    """Where the schema is not strict, it is left out."""
+    for schema in REFUSED[keyword]:
         for place, path in PLACES:
             with pytest.raises(SchemaError) as refused:
                 exact_schema(place(schema))
-            name = (
-                "contains"
-                if keyword in ("minContains", "maxContains") and "contains " in str(refused.value)[9:]
-                else keyword
-            )
-            assert str(refused.value) == f"contains {name} at {path}, which is not implemented"
+            name = "(minContains|maxContains|contains)" if "ontains" in keyword else re.escape(keyword)
+            assert re.fullmatch(
+                f"contains {name} at {re.escape(path)}, which is not implemented", str(refused.value)
+            ), schema
+            assert not compiled(place(schema), tokenizer, is_strict=False).is_error(), schema
+
+
+# Keywords that llguidance does not implement, and values in which they have an equivalent.
+EQUIVALENT: list[dict[str, Any]] = [
+    {"not": {"type": "string"}},
+    {"not": {"type": ["number", "null", "object"]}},
+    {"not": {"enum": ["a", "x y", 1, None]}},
+    {"type": "string", "not": {"enum": ["a", "ab"]}},
+    {"not": {"const": True}},
+    {"type": "number", "not": {"enum": [0, 1.5]}},
+    {"not": {"type": "string", "pattern": "^a"}},
+    {"not": {"pattern": "^a"}},
+    {"not": {"minLength": 2}},
+    {"not": {"maxLength": 1}},
+    {"not": {"minimum": 1}},
+    {"not": {"exclusiveMaximum": 1, "type": "number"}},
+    {"not": {"maxItems": 1}},
+    {"not": {"minItems": 1, "type": "array"}},
+    {"not": {"required": ["a"]}},
+    {"type": "object", "not": {"required": ["a", "b"]}},
+    {"type": "object", "properties": {"a": True, "b": True}, "not": {"properties": {"a": {"const": 1}}}},
+    {"not": {"anyOf": [{"type": "array"}, {"pattern": "b$"}, {"required": ["b"]}]}},
+    {"not": {"allOf": [{"type": "string"}, {"minLength": 1}]}},
+    {"not": {"not": {"type": "number"}}},
+    {"not": {"$ref": "#/$defs/text"}, "$defs": {"text": {"type": ["string", "null"]}}},
+    {"not": {"format": "ipv4"}, "type": "string"},
+    {"not": {}},
+    {"if": {"type": "string"}, "then": {"maxLength": 1}, "else": {"type": "number"}},
+    {"if": {"minimum": 1}, "then": {"type": "number"}},
+    {"if": {"type": "array"}, "else": {"type": ["object", "null"]}},
+    {
+        "type": "object",
+        "properties": {"a": {"enum": [1, "a"]}, "b": True},
+        "if": {"properties": {"a": {"const": 1}}, "required": ["a"]},
+        "then": {"required": ["b"]},
+        "else": {"properties": {"b": {"type": "string"}}},
+    },
+    {"dependentRequired": {"a": ["b"]}, "properties": {"a": True, "b": True}},
+    {"dependentSchemas": {"a": {"required": ["b"]}, "b": {"type": "null"}}},
+    {"dependencies": {"b": ["a"], "a": {"properties": {"a": {"type": "string"}}}}},
+    {"propertyNames": {"pattern": "^a"}},
+    {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "number"}},
+    {"propertyNames": {"const": "b"}, "properties": {"a": True}},
+    {"propertyNames": {"maxLength": 1}, "properties": {"ab": True}, "patternProperties": {"^a": {"type": "string"}}},
+    {"propertyNames": {"not": {"enum": ["a"]}}, "minProperties": 1, "type": "object"},
+    {"propertyNames": {"anyOf": [{"pattern": "^a$"}, {"minLength": 2, "maxLength": 2}]}},
+    {"propertyNames": {"allOf": [{"pattern": "a"}, {"pattern": "b"}]}},
+    {"propertyNames": {"enum": ["a", "b"]}, "minProperties": 2, "type": "object"},
+    {"propertyNames": {"$ref": "#/$defs/n"}, "additionalProperties": {"type": "null"}, "$defs": {"n": {"enum": ["b"]}}},
+    {"propertyNames": False, "type": "object"},
+    {"type": "array", "uniqueItems": True, "items": {"enum": ["a", "ab", 1]}},
+    {"type": "array", "uniqueItems": True, "items": {"type": "boolean"}, "minItems": 1},
+    {
+        "type": "array",
+        "uniqueItems": True,
+        "items": {"$ref": "#/$defs/v"},
+        "maxItems": 2,
+        "$defs": {"v": {"enum": [1, 2]}},
+    },
+]
+SCALARS = [None, True, False, 0, 1, 2, 1.5, -1, "", "a", "ab", "b", "x y", "1.2.3.4"]
+OBJECTS = [{}, *({name: value} for name in ("a", "b", "ab", "xy") for value in (None, 1, "a"))]
+OBJECTS += [{"a": 1, "b": "b"}, {"a": 1, "b": 1}, {"a": "a", "b": 1}, {"a": "a", "b": None}, {"b": 1, "ab": 1}]
+ARRAYS = [
+    [],
+    *([value] for value in SCALARS),
+    [1, 1],
+    [True, 1],
+    [1, "a"],
+    ["a", 1],
+    ["a", "a"],
+    ["ab", "a", 1],
+    [2, 1],
+]
+ARRAYS += [[1, 2, 1], [False, True], [True, True], [None, 1]]
+
+
+@pytest.mark.parametrize("schema", EQUIVALENT, ids=json.dumps)
+def test_keywords_with_an_equivalent_mean_the_same(tokenizer: LLTokenizer, schema: dict[str, Any]) -> None:
+    for place in (lambda inner: inner, lambda inner: {"items": inner, "type": "array"}):
+        placed = place({key: value for key, value in schema.items() if key != "$defs"})
+        start = compiled(placed | {"$defs": schema.get("$defs", {})}, tokenizer)
+        validator = jsonschema_rs.Draft202012Validator(schema, validate_formats=True)
+        if start.is_error():
+            assert "nsatisfiable" in start.get_error()
+        for value in [*SCALARS, *OBJECTS, *ARRAYS]:
+            text = json.dumps(value, separators=(",", ":"))
+            text = text if place(0) == 0 else f"[{text}]"
+            is_allowed = not start.is_error() and allows(start, text)
+            assert is_allowed == validator.is_valid(value), (value, exact_schema(schema))
+
+
+@pytest.mark.parametrize(
+    ("loose", "kept"),
+    [
+        ({"type": "string", "pattern": "(?<=a)b", "maxLength": 2}, {"type": "string", "maxLength": 2}),
+        ({"type": "string", "format": "phone"}, {"type": "string"}),
+        (
+            {"type": "array", "items": {"type": "null"}, "uniqueItems": True},
+            {"type": "array", "items": {"type": "null"}},
+        ),
+        ({"oneOf": [{"minimum": 2}, {"maximum": 3}]}, {"anyOf": [{"minimum": 2}, {"maximum": 3}]}),
+        ({"type": "integer", "enum": [2**70, 1], "minimum": 0}, {"type": "integer", "minimum": 0}),
+        (
+            {"type": "object", "patternProperties": {"(?<=a)b": {}}, "additionalProperties": False},
+            {"type": "object"},
+        ),
+        (
+            {"type": "object", "properties": {"a": True, "b": True}, "minProperties": 2, "required": ["a"]},
+            {"type": "object", "properties": {"a": True, "b": True}, "required": ["a"]},
+        ),
+    ],
+)
+def test_a_schema_that_is_not_strict_is_followed_as_far_as_possible(
+    loose: dict[str, Any], kept: dict[str, Any], tokenizer: LLTokenizer
+) -> None:
+    start, expected = (compiled(schema, tokenizer, is_strict=False) for schema in (loose, kept))
+    assert not start.is_error(), start.get_error()
+    texts = [json.dumps(value, separators=(",", ":")) for value in [*SCALARS, *OBJECTS, *ARRAYS, 2**70]]
+    assert [allows(start, text) for text in texts] == [allows(expected, text) for text in texts]
 
 
 def test_unused_definitions_may_contain_anything(tokenizer: LLTokenizer) -> None:

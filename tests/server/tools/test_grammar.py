@@ -230,3 +230,22 @@ def test_big_numbers_and_unsupported_keywords_in_parameters_are_refused_by_name(
         assert "#/properties/a/anyOf/0" in refused.value.message
     int64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1, "not": False}
     assert '"not"' not in source({"properties": {"a": int64}}).text
+
+
+def test_what_parameters_of_a_tool_that_is_not_strict_cannot_enforce_is_left_to_the_model() -> None:
+    tags = {"type": "array", "items": {"enum": ["a", "b"]}, "contains": {"const": "a"}}
+    function = {"name": "f", "parameters": {"properties": {"tags": tags}}}
+    sources = [
+        write_forced_calls([Tool.model_validate({"type": "function", "function": function | strict})], CALL_F, {})
+        for strict in ({}, {"strict": False}, {"strict": None})
+    ]
+    assert sources[0] == sources[1] == sources[2]
+    assert '"enum"' in sources[0].text
+    assert "contains" not in sources[0].text
+    with pytest.raises(Unsupported, match="contains contains at #/properties/tags"):
+        write_forced_calls(
+            [Tool.model_validate({"type": "function", "function": function | {"strict": True}})], CALL_F, {}
+        )
+
+
+CALL_F = CallRules(HERMES, frozenset({"f"}))

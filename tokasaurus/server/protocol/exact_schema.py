@@ -6,13 +6,15 @@ float64, which changes integers beyond 2^53, so these are checked and bounds are
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from decimal import ROUND_CEILING, Context, Decimal
 from itertools import combinations
-from typing import Any, TypeGuard
-from urllib.parse import unquote
+from typing import Any
 
-from tokasaurus.server.protocol.ecma_patterns import PatternError, read_pattern, translate_pattern
+from tokasaurus.server.protocol.ecma_patterns import PatternError, Translation, read_pattern, translate_pattern
 from tokasaurus.server.protocol.regular_languages import LanguageError, Languages, Term, write_rust
+from tokasaurus.server.protocol.schema_equivalents import Equivalents, is_number, unescape
+from tokasaurus.server.protocol.string_formats import FORMATS
 
 Schema = Mapping[str, Any]
 
@@ -34,6 +36,7 @@ _MAX_PATTERN_WORK = 100_000
 _MAX_LENGTH = 2**31
 """No answer is longer: a higher limit on characters, items or properties changes nothing."""
 
+_REPLACED_BY_ARRAYS = frozenset({"type", "items", "uniqueItems", "minItems", "maxItems"})
 _SCHEMAS = ("additionalProperties", "items", "additionalItems")
 _SCHEMA_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 _SCHEMA_MAPS = ("properties", "patternProperties")
@@ -48,13 +51,14 @@ class SchemaError(ValueError):
     """The schema cannot be followed exactly. The message follows the name of the request field."""
 
 
-def exact_schema(schema: Schema) -> dict[str, Any]:
+def exact_schema(schema: Schema, is_strict: bool = True) -> dict[str, Any]:
     """An equivalent schema for llguidance. Raises SchemaError.
 
-    What is wrong in a definition that is never used is no error.
+    What is wrong in a definition that is never used is no error. is_strict: False: a keyword that cannot be followed is
+    left out, as far as possible, so that the model may deviate from it.
     """
     try:
-        return _Rewriting().root(schema)
+        return _Rewriting(schema, is_strict).root()
     except RecursionError:
         raise SchemaError("is nested too deeply") from None
 
@@ -110,20 +114,23 @@ def _has_at_most_one_item(schema: Schema) -> bool:
 class _Rewriting:
     """One schema with its definitions."""
 
-    def __init__(self) -> None:
+    def __init__(self, schema: Schema, is_strict: bool) -> None:
+        self._schema = schema
+        self._is_strict = is_strict
+        self._equivalents = Equivalents(schema)
         self._errors: dict[str, SchemaError] = {}  # by the pointer of a definition
         self._references: dict[str, list[str]] = {"": []}  # by the pointer of a definition; "" for all else
         self._definition = ""
         self._pattern_work = 0
         self._multiples: dict[Decimal, str] = {}  # values of multipleOf, each with one of its paths
 
-    def root(self, schema: Schema) -> dict[str, Any]:
-        written = self._object(schema, "#")
+    def root(self) -> dict[str, Any]:
+        written = self._object(self._schema, "#")
         self._check_multiples()
         waiting, seen = [""], {""}
         while waiting:
             for reference in self._references.get(waiting.pop(), []):
-                definition = "/".join(map(_unescape, reference.split("/")[:3]))
+                definition = "/".join(map(unescape, reference.split("/")[:3]))
                 used = [definition] if reference.startswith("#/") or reference == "#" else list(self._errors)
                 for pointer in used:
                     if pointer in self._errors:
@@ -137,58 +144,134 @@ class _Rewriting:
         return self._object(schema, path) if isinstance(schema, Mapping) else schema
 
     def _object(self, schema: Schema, path: str) -> dict[str, Any]:
+        arrays = self._equivalents.distinct_arrays(schema) if schema.get("uniqueItems") is True else None
+        if arrays is not None:
+            schema = {key: value for key, value in schema.items() if key not in _REPLACED_BY_ARRAYS}
         written: dict[str, Any] = {}
         for keyword, value in schema.items():
-            if keyword in NOT_IMPLEMENTED and not _is_neutral(keyword, schema):
-                raise SchemaError(f"contains {keyword} at {path[:_MAX_PATH_CHARS]}, which is not implemented")
             # As in draft 7, the standard that has it.
             is_ignored = keyword == "additionalItems" and not isinstance(schema.get("items"), list)
-            if keyword not in NOT_IMPLEMENTED and keyword not in _ANNOTATIONS and not is_ignored:
+            if keyword in NOT_IMPLEMENTED or keyword in _ANNOTATIONS or is_ignored:
+                continue
+            with self._tolerating():
                 written[keyword] = self._keyword(keyword, value, f"{path}/{keyword}")
-        _narrow_bounds(written, path)
-        if isinstance(written.get("pattern"), str):
-            written["pattern"], *others = self._patterns(written["pattern"], f"{path}/pattern")
-            if others:
-                written["allOf"] = [*written.get("allOf", []), *({"pattern": other} for other in others)]
-        if isinstance(written.get("patternProperties"), Mapping):
-            written["patternProperties"] = self._disjoint(written["patternProperties"], f"{path}/patternProperties")
+        with self._tolerating():
+            _narrow_bounds(written, path)
+        more = [] if arrays is None else [self._any(arrays, path)]  # schemas that hold as well
+        more += self._strings(written, path)
+        if not self._is_strict:
+            more += _without_uniqueness(written)
+        for keyword in schema:
+            if keyword in NOT_IMPLEMENTED and not _is_neutral(keyword, schema):
+                with self._tolerating():
+                    more += self._equivalent(keyword, schema, path)
+        names = self._equivalents.names(schema.get("propertyNames", True)) or []
+        if names or isinstance(written.get("patternProperties"), Mapping):
+            with self._tolerating():
+                self._name_properties(written, names, schema, path)
+        if more:
+            written["allOf"] = [*written.get("allOf", []), *more]
         return written
+
+    @contextmanager
+    def _tolerating(self) -> Iterator[None]:
+        """Ignores a SchemaError unless the schema is strict."""
+        try:
+            yield
+        except SchemaError:
+            if self._is_strict:
+                raise
+
+    def _equivalent(self, keyword: str, schema: Schema, path: str) -> list[Any]:
+        """Schemas that stand for a keyword that llguidance does not implement. Raises SchemaError."""
+        value, found = schema[keyword], None
+        match keyword:
+            case "if":
+                found = self._equivalents.conditional(schema)
+            case "then" | "else":
+                return []
+            case "not":
+                found = self._equivalents.negated(value)
+            case "dependentRequired" | "dependentSchemas" | "dependencies":
+                found = self._equivalents.dependent(value)
+            case "propertyNames" if self._equivalents.names(value) is not None:
+                return []
+        if found is None:
+            raise SchemaError(f"contains {keyword} at {path[:_MAX_PATH_CHARS]}, which is not implemented")
+        return [self._any(found, f"{path}/{keyword}")]
+
+    def _strings(self, written: dict[str, Any], path: str) -> list[Any]:
+        """Translates `pattern` and `format`. Returns schemas that hold as well."""
+        patterns: list[str] = []
+        pattern, format_ = written.get("pattern"), written.get("format")
+        if isinstance(pattern, str):
+            del written["pattern"]
+            with self._tolerating():
+                patterns += self._patterns(pattern, f"{path}/pattern")
+        if isinstance(format_, str):
+            del written["format"]
+            if format_ in FORMATS:
+                patterns += _anchored(translate_pattern(FORMATS[format_]))
+        if patterns:
+            written["pattern"] = patterns[0]
+        return [{"pattern": other} for other in patterns[1:]]
 
     def _patterns(self, pattern: str, path: str) -> list[str]:
         """Patterns for llguidance, all of which must match. Raises SchemaError."""
+        self._count_work(len(pattern))
         try:
             translation = translate_pattern(pattern)
         except PatternError as error:
             raise SchemaError(f"contains a pattern at {path[:_MAX_PATH_CHARS]} that {error}") from None
-        self._count_work(len(pattern) + translation.num_steps)
-        return [f"^(?:{expression})$" for expression in translation.expressions]
+        self._count_work(translation.num_steps)
+        return _anchored(translation)
 
     def _count_work(self, work: int) -> None:
         self._pattern_work += work
         if self._pattern_work > _MAX_PATTERN_WORK:
             raise SchemaError("contains patterns that are too long or need too much work")
 
-    def _disjoint(self, properties: Schema, path: str) -> dict[str, Any]:
-        """Equivalent patternProperties with patterns for llguidance, no two of which match the same name."""
+    def _name_properties(self, written: dict[str, Any], names: list[str], schema: Schema, path: str) -> None:
+        """Makes patternProperties such that no two match the same name, and all names match the patterns `names`.
+
+        Raises SchemaError."""
+        given: Schema = written.pop("patternProperties", {})
+        additional = written.get("additionalProperties", True)
+        listed = self._equivalents.enumerated_names(schema.get("propertyNames"))
         languages = Languages()
         try:
-            named = [(read_pattern(languages, pattern), schema) for pattern, schema in properties.items()]
-            self._count_work(sum(map(len, properties)))
-            parts = [(names, [schema]) for names, schema in named]  # names, and the schemas that all hold for them
-            overlaps = (languages.both(one[0], other[0]) for one, other in combinations(named, 2))
-            if not all(map(languages.is_nothing, overlaps)):
+            self._count_work(sum(map(len, [*given, *names])))
+            allowed = languages.both(*(read_pattern(languages, pattern) for pattern in names))
+            named = [(languages.both(read_pattern(languages, name), allowed), entry) for name, entry in given.items()]
+            properties = written.get("properties", {})
+            refused = [name for name in properties if names and not languages.contains(allowed, name)]
+            if refused:
+                written["properties"] = {**properties, **dict.fromkeys(refused, False)}
+            if names:
+                written["additionalProperties"] = False
+            if names and listed is not None and not given and not _counts_properties(written):
+                written["properties"] = {**dict.fromkeys(listed, additional), **written.get("properties", {})}
+                return
+            parts = [(term, [entry]) for term, entry in named]  # names, and the schemas that all hold for them
+            if not all(
+                languages.is_nothing(languages.both(one, other)) for (one, _), (other, _) in combinations(named, 2)
+            ):
                 parts = _divided(languages, named)
-            parts = [(languages.plain(names), schemas) for names, schemas in parts]
-            self._count_work(languages.num_steps)
-            return {
-                f"^(?:{write_rust(part)})$": schemas[0] if len(schemas) == 1 else {"allOf": schemas}
-                for part, schemas in parts
+            if names and additional is not False:
+                others = (languages.complement(term) for term, _ in named)
+                parts.append((languages.both(allowed, *others), [additional]))
+            written["patternProperties"] = {
+                f"^(?:{write_rust(languages.plain(term))})$": entries[0] if len(entries) == 1 else {"allOf": entries}
+                for term, entries in parts
+                if term is not languages.nothing
             }
+            self._count_work(languages.num_steps)
         except (PatternError, LanguageError) as error:
-            reason = (
-                f"a pattern that {error}" if len(properties) == 1 else f"patterns of which one or an overlap {error}"
-            )
-            raise SchemaError(f"contains {reason} at {path[:_MAX_PATH_CHARS]}") from None
+            written.pop("additionalProperties", None)  # which depends on the patterns
+            place = "propertyNames" if names else "patternProperties"
+            count = len(given) + len(names)
+            reason = f"a pattern that {error}" if count == 1 else f"patterns of which one or an overlap {error}"
+            raise SchemaError(f"contains {reason} at {path[:_MAX_PATH_CHARS]}/{place}") from None
 
     def _keyword(self, keyword: str, value: Any, path: str) -> Any:
         if keyword in _DEFINITIONS and path.count("/") == 1 and isinstance(value, Mapping):
@@ -202,7 +285,7 @@ class _Rewriting:
         if keyword in ("const", "enum"):
             for number in _numbers_in(value):
                 _check_literal(number, path)
-        if keyword == "multipleOf" and _is_number(value) and value > 0:
+        if keyword == "multipleOf" and is_number(value) and value > 0:
             self._multiples.setdefault(Decimal(str(value)), path)
         if keyword == "$ref" and isinstance(value, str):
             self._references.setdefault(self._definition, []).append(value)
@@ -232,6 +315,30 @@ class _Rewriting:
             self._definition = ""
 
 
+def _anchored(translation: Translation) -> list[str]:
+    return [f"^(?:{expression})$" for expression in translation.expressions]
+
+
+def _counts_properties(schema: Schema) -> bool:
+    return "minProperties" in schema or "maxProperties" in schema
+
+
+def _without_uniqueness(schema: dict[str, Any]) -> list[Any]:
+    """Removes what llguidance refuses for reasons other than its value. Returns schemas that hold as well.
+
+    oneOf becomes anyOf, the same if no value matches two alternatives. Limits on the number of properties are removed
+    if there are optional ones, apart from the forms that llguidance implements."""
+    more = [{"anyOf": schema.pop("oneOf")}] if isinstance(schema.get("oneOf"), list) else []
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if _counts_properties(schema) and isinstance(properties, Mapping) and set(properties) - set(required):
+        fewest, most = schema.get("minProperties", 0) - len(required), schema.get("maxProperties")
+        is_about_one = fewest <= 1 and most in (None, len(required) + 1)
+        if not is_about_one or schema.get("additionalProperties") is not False or schema.get("patternProperties"):
+            schema.pop("minProperties", None)
+            schema.pop("maxProperties", None)
+    return more
+
+
 def _divided(languages: Languages, named: list[tuple[Term, Any]]) -> list[tuple[Term, list[Any]]]:
     """Disjoint sets of names, and the schemas that hold for them. named: names that may overlap, and their schema.
 
@@ -246,11 +353,6 @@ def _divided(languages: Languages, named: list[tuple[Term, Any]]) -> list[tuple[
         rest = languages.both(rest, others)
         parts = [(part, schemas) for part, schemas in divided if not languages.is_nothing(part)]
     return parts
-
-
-def _unescape(part: str) -> str:
-    """A part of a JSON pointer in a URI."""
-    return unquote(part).replace("~1", "/").replace("~0", "~")
 
 
 def _numbers_in(value: Any) -> Iterator[int | float]:
@@ -278,30 +380,30 @@ def _check_literal(number: int | float, path: str) -> None:
 def _narrow_bounds(schema: dict[str, Any], path: str) -> None:
     """Make the bounds of one schema such that llguidance can follow them. At most the outermost values are lost."""
     for keyword in ("maxLength", "maxItems", "maxProperties"):
-        if _is_number(schema.get(keyword)) and schema[keyword] >= _MAX_LENGTH:
+        if is_number(schema.get(keyword)) and schema[keyword] >= _MAX_LENGTH:
             del schema[keyword]
     for keyword in ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"):
         if isinstance(schema.get(keyword), float) and schema[keyword].is_integer():
             schema[keyword] = int(schema[keyword])
     multiple = schema.get("multipleOf")
-    if _is_number(multiple) and multiple > _MAX_MULTIPLE:
+    if is_number(multiple) and multiple > _MAX_MULTIPLE:
         raise SchemaError(f"contains the number {multiple} at {path[:_MAX_PATH_CHARS]}/multipleOf: more than 2^32 - 1")
     types = schema.get("type")
     is_integer = types == "integer" or (isinstance(types, list) and "integer" in types and "number" not in types)
     highest, lowest = (_MAX_INTEGER, _MIN_INTEGER) if is_integer else (_MAX_FLOAT_BOUND, -_MAX_FLOAT_BOUND)
-    given = [(keyword, schema[keyword]) for keyword in _BOUNDS if _is_number(schema.get(keyword))]
+    given = [(keyword, schema[keyword]) for keyword in _BOUNDS if is_number(schema.get(keyword))]
     wide = [(keyword, bound) for keyword, bound in given if abs(bound) > _MAX_EXACT]
     for keyword, bound in wide:
         del schema[keyword]
         is_upper, is_exclusive = keyword in _BOUNDS[:2], keyword.startswith("exclusive")
         if is_upper:
             narrowed = _largest_within(bound, is_exclusive, is_integer, highest)
-            schema["maximum"] = min(narrowed, schema["maximum"]) if _is_number(schema.get("maximum")) else narrowed
+            schema["maximum"] = min(narrowed, schema["maximum"]) if is_number(schema.get("maximum")) else narrowed
         else:
             narrowed = -_largest_within(-bound, is_exclusive, is_integer, -lowest)
-            schema["minimum"] = max(narrowed, schema["minimum"]) if _is_number(schema.get("minimum")) else narrowed
-    low = schema["minimum"] if _is_number(schema.get("minimum")) else lowest
-    high = schema["maximum"] if _is_number(schema.get("maximum")) else highest
+            schema["minimum"] = max(narrowed, schema["minimum"]) if is_number(schema.get("minimum")) else narrowed
+    low = schema["minimum"] if is_number(schema.get("minimum")) else lowest
+    high = schema["maximum"] if is_number(schema.get("maximum")) else highest
     if wide and not lowest <= low <= high <= highest:
         numbers = " and ".join(f"{number} ({name})" for name, number in given)
         raise SchemaError(
@@ -336,8 +438,8 @@ def _end(schema: Schema, keyword: str, exclusive: str, sign: int) -> tuple[int |
     included, excluded = schema.get(keyword), schema.get(exclusive)
     if excluded is True:  # draft 4
         excluded = included
-    ends = [(sign * included, False)] if _is_number(included) else []
-    if _is_number(excluded):
+    ends = [(sign * included, False)] if is_number(included) else []
+    if is_number(excluded):
         ends.append((sign * excluded, True))
     return max(ends, default=None)
 
@@ -362,10 +464,6 @@ def _as_read(number: float) -> float:
     read = float("".join(map(str, digits)))
     read = read * 10.0 ** int(exponent) if int(exponent) >= 0 else read / float(f"1e{-int(exponent)}")
     return -read if sign else read
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _largest_within(bound: int | float, is_exclusive: bool, is_integer: bool, highest: int) -> int:

@@ -53,11 +53,11 @@ def _check_keys(value: Mapping[str, object], known: tuple[str, ...], where: str)
             raise value_error(f"contains the unknown field {where}{name[:MAX_ECHO_CHARS]!r}")
 
 
-def _schema_text(schema: Mapping[str, object], whitespace: bool = True) -> str:
+def _schema_text(schema: Mapping[str, object], whitespace: bool, is_strict: bool) -> str:
     """The schema as JSON with our llguidance options, which clients must not set. Raises SchemaError."""
     if "x-guidance" in schema:
         raise not_implemented("contains x-guidance, which is not implemented")
-    schema = exact_schema(schema)
+    schema = exact_schema(schema, is_strict)
     options: dict[str, object] = {"whitespace_flexible": False}
     if whitespace:
         options = {"whitespace_pattern": WHITESPACE_PATTERN}
@@ -73,8 +73,8 @@ def _schema_text(schema: Mapping[str, object], whitespace: bool = True) -> str:
 ANY_OBJECT: Mapping[str, object] = {"type": "object"}
 
 
-def _json_source(value: object, param: str, whitespace: bool = True) -> GrammarSource:
-    """value: a schema as an object or as JSON text."""
+def _json_source(value: object, param: str, whitespace: bool = True, is_strict: bool = True) -> GrammarSource:
+    """value: a schema as an object or as JSON text. is_strict: keywords that cannot be followed are refused."""
     schema = value
     if isinstance(value, str):
         try:
@@ -84,7 +84,7 @@ def _json_source(value: object, param: str, whitespace: bool = True) -> GrammarS
     if not isinstance(schema, dict):
         raise value_error("must be a JSON schema: an object, or its text")
     try:
-        return GrammarSource("json_schema", _schema_text(schema, whitespace), param)
+        return GrammarSource("json_schema", _schema_text(schema, whitespace, is_strict), param)
     except SchemaError as error:
         return GrammarSource("json_schema", "", param, refusal=str(error))
 
@@ -123,25 +123,28 @@ def parse_response_format(value: object, param: str = "response_format") -> Gram
         if len(given) > 1:
             raise value_error("must have just one of schema and value; it has both")
         # llama.cpp's and together.ai's; that of TGI, which Hugging Face's InferenceClient sends
-        return _json_source(value[given[0]] if given else dict(ANY_OBJECT), param)
+        return _json_source(value[given[0]] if given else dict(ANY_OBJECT), param, is_strict=False)
     if kind == "json_schema":
         given = [name for name in ("json_schema", "schema", "value") if value.get(name) is not None]
         _check_keys(value, ("type", "json_schema", "schema", "value"), "")
         if len(given) > 1:
             raise value_error(f"must have just one of json_schema, schema and value; it has {' and '.join(given)}")
         if given in (["schema"], ["value"]):  # llama.cpp's and together.ai's; TGI's
-            return _json_source(value[given[0]], param)
+            return _json_source(value[given[0]], param, is_strict=False)
         return _parse_json_schema(value.get("json_schema"), param)
     if kind in ("json", "regex"):  # TGI's
         _check_keys(value, ("type", "value"), "")
-        return _SOURCES[kind](value.get("value"), param)
+        schema_or_regex = value.get("value")
+        if kind == "json":
+            return _json_source(schema_or_regex, param, is_strict=False)
+        return _regex_source(schema_or_regex, param)
     if kind == "structural_tag":
         raise not_implemented("of type structural_tag is not implemented")
     raise value_error('must have "text", "json_object", "json_schema", "json" or "regex" as its "type"')
 
 
 def _parse_json_schema(value: object, param: str) -> GrammarSource:
-    """strict: no effect, the schema is always followed. name, description: checked, but not shown to the model."""
+    """strict: what cannot be followed is refused. name, description: checked, but not shown to the model."""
     if not isinstance(value, dict):
         raise value_error("must have an object as its json_schema")
     _check_keys(value, ("name", "schema", "strict", "description"), "json_schema.")
@@ -154,7 +157,7 @@ def _parse_json_schema(value: object, param: str) -> GrammarSource:
         raise value_error("must have a string as its json_schema.description")
     if not isinstance(value.get("schema"), dict):
         raise value_error("must have a JSON schema, which is an object, as its json_schema.schema")
-    return _json_source(value["schema"], param)
+    return _json_source(value["schema"], param, is_strict=value.get("strict") is True)
 
 
 BACKENDS = (None, "auto", "guidance")

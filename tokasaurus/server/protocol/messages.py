@@ -371,7 +371,8 @@ def _parse_output_format(value: object) -> GrammarSource | None:
     nested = value
     if isinstance(value, dict) and value.get("type") == "json_schema":
         inner = {name: field for name, field in value.items() if name != "type"}
-        nested = {"type": "json_schema", "json_schema": {"name": "output", **inner}}
+        # the API has no field for it: its structured outputs always follow the schema
+        nested = {"type": "json_schema", "json_schema": {"name": "output", "strict": True, **inner}}
     elif value is not None:
         raise value_error('must have "json_schema" as its "type"')
     try:

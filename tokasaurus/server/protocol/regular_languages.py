@@ -274,6 +274,13 @@ class Languages:
             raise LanguageError("is too large")
         return plain
 
+    def contains(self, term: Term, text: str) -> bool:
+        """Whether the text belongs to the language. Raises LanguageError."""
+        term = self._without_properties(term)
+        for character in text:
+            term = self.derivative(term, ord(character))
+        return term.is_nullable
+
     def is_nothing(self, term: Term) -> bool:
         """Whether the language contains no text. Raises LanguageError."""
         if term.is_plain:

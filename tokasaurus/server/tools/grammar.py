@@ -25,6 +25,7 @@ _FUNCTION = re.compile(r"function_(\d+): ")
 def write_forced_calls(tools: Sequence[Tool], rules: CallRules, added_tokens: Mapping[str, int]) -> GrammarSource:
     """The answer is one call, or several if `rules.parallel`, and nothing else; arguments match their schemas.
 
+    Keywords that cannot be followed are refused for strict tools, and left out for others.
     added_tokens: texts that the tokenizer has as single added tokens, with their ids. Where the grammar demands such a
     text, it names the token, or the text would be spelled in ordinary tokens. Raises InvalidRequest.
     """
@@ -97,7 +98,9 @@ def _functions(tools: Sequence[Tool], openings: dict[int, str], all_strict: bool
 
 
 def _arguments_schema(index: int, tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments, with the type object even if the tool gives no type."""
+    """The schema of a tool's arguments, with the type object even if the tool gives no type.
+
+    Raises InvalidRequest, and Unsupported for what cannot be followed if the tool is strict."""
     schema = _NO_ARGUMENTS if tool.function.parameters is None else tool.function.parameters
     type_ = schema.get("type", "object")
     param = f"tools[{index}].function.parameters"
@@ -106,7 +109,7 @@ def _arguments_schema(index: int, tool: Tool) -> dict[str, Any]:
     if "x-guidance" in schema:
         raise Unsupported(f"{param}: x-guidance is not implemented", param)
     try:
-        return exact_schema(schema | {"type": "object"})
+        return exact_schema(schema | {"type": "object"}, is_strict=bool(tool.function.strict))
     except SchemaError as error:
         raise Unsupported(f"{param} {error}", param) from None
 
