@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.errors import InvalidRequest, naming_fields, shorten
@@ -77,8 +77,7 @@ def _chat_body(body: MessagesRequest | CountTokensRequest) -> ChatCompletionRequ
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """A block, and where the body has it."""
 
     message: int
@@ -120,9 +119,10 @@ def _combine(messages: Sequence[MessageInput]) -> list[_Turn]:
             param = f"messages[{index}].content"
             raise InvalidRequest(f"{param} must not be empty: only a last message of the assistant may be", param)
         parts = [_Part(index, position, block) for position, block in enumerate(message.content)]
-        for part in parts:
-            if isinstance(part.block, TextBlockInput) and not part.block.text and not is_assistant:
-                raise InvalidRequest(f"{part.place}.text must not be empty", f"{part.place}.text")
+        if not is_assistant:
+            for part in parts:
+                if isinstance(part.block, TextBlockInput) and not part.block.text:
+                    raise InvalidRequest(f"{part.place}.text must not be empty", f"{part.place}.text")
         if turns and message.role == turns[-1].role != "system":
             turns[-1].parts += parts
             turns[-1].last_message = index
@@ -232,6 +232,8 @@ def _missing_result(ids: Collection[str], turn: _Turn) -> InvalidRequest:
 def _text_of(turn: _Turn) -> str:
     """Texts and documents. Messages of the user are apart by an empty line; those of the assistant continue each
     other."""
+    if len(turn.parts) == 1 and isinstance(block := turn.parts[0].block, TextBlockInput):
+        return block.text  # as most turns are
     messages = [
         join_texts([part.block for part in parts if isinstance(part.block, SHOWN_AS_TEXT)])
         for _, parts in itertools.groupby(turn.parts, key=lambda part: part.message)
