@@ -433,8 +433,7 @@ def test_numbers_are_exactly_in_their_range(tokenizer: LLTokenizer, schema: dict
         for places in (0, 1, 2, 5, 9):
             number = Decimal(repr(end)) + Decimal(rng.randint(-120, 120)).scaleb(-places)
             spelling = f"{number.normalize():f}"
-            is_begun = any(f"{Decimal(repr(end)):f}".startswith(spelling) for end in ends_of(schema))
-            if is_begun or "multipleOf" in schema:
+            if "multipleOf" in schema:
                 continue
             is_valid = exact.is_valid(json.loads(spelling, parse_float=Decimal))
             assert allows(start, spelling) == is_valid, (schema, spelling)
@@ -450,6 +449,13 @@ def test_numbers_are_exactly_in_their_range(tokenizer: LLTokenizer, schema: dict
         ({"minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, ["0.1"], ["0", "0.0"]),
         ({"exclusiveMinimum": 0, "minimum": -1, "maximum": 0.5}, ["0.1"], ["0", "-0.5"]),
         ({"exclusiveMinimum": 0, "exclusiveMaximum": 1, "multipleOf": 0.25}, ["0.25", "0.75"], ["0", "0.0", "1"]),
+        (
+            {"minimum": 0, "maximum": 0.955},
+            ["0.9", "0.95", "0.955", "0.900", "0", "0.1"],
+            ["0.96", "1", "-0.9", "0.9551"],
+        ),
+        ({"minimum": -1.25, "exclusiveMaximum": -1.2}, ["-1.25", "-1.21"], ["-1.2", "-1.26", "-1"]),
+        ({"minimum": 0.5, "maximum": 0.55}, ["0.5", "0.55", "0.51"], ["0.56", "0.4"]),
         ({"exclusiveMaximum": 10}, ["9.99", "-3"], ["10", "10.0"]),
         ({"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, ["0.5"], ["0", "0.0"]),
     ],
@@ -531,7 +537,7 @@ def test_limits_that_no_answer_reaches_change_nothing(tokenizer: LLTokenizer) ->
 @pytest.mark.parametrize("seed", seeds(20))
 def test_ordinary_schemas_keep_their_meaning(seed: int, tokenizer: LLTokenizer) -> None:
     schema = random_schema(seed)
-    assert "attern" in str(schema) or exact_schema(schema) == schema
+    assert "attern" in str(schema) or "'number'" in str(schema) or exact_schema(schema) == schema
     validator = jsonschema_rs.Draft202012Validator(schema)
     answer = random_answer(matcher_of(schema, tokenizer), random.Random(seed))
     assert answer is None or validator.is_valid(json.loads(answer))

@@ -6,8 +6,7 @@ float64, which changes integers beyond 2^53, so these are checked and bounds are
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from decimal import ROUND_CEILING, Context, Decimal
+from decimal import ROUND_CEILING, ROUND_DOWN, Context, Decimal
 from itertools import combinations
 from typing import Any
 
@@ -29,7 +28,11 @@ _MAX_FLOAT_BOUND = 10**18
 _MAX_DIGITS = 15
 _MAX_PLACES = 22
 """Significant digits and decimal places of a bound for which llguidance's reading is exact: 10^22 is a float64."""
+_MAX_BEGINNING = 8
+"""Decimal places of numbers that are allowed although a bound begins with their digits."""
 _BOUNDS = ("maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_LIMITING = frozenset({*_BOUNDS, *_COUNTS, "multipleOf"})
 _MAX_MULTIPLE = 2**32 - 1
 _MAX_PATTERN_WORK = 100_000
 """Characters of all patterns, and steps of work on them: each takes a few microseconds."""
@@ -148,39 +151,42 @@ class _Rewriting:
         if arrays is not None:
             schema = {key: value for key, value in schema.items() if key not in _REPLACED_BY_ARRAYS}
         written: dict[str, Any] = {}
+        more = [] if arrays is None else [self._any(arrays, path)]  # schemas that hold as well
         for keyword, value in schema.items():
             # As in draft 7, the standard that has it.
             is_ignored = keyword == "additionalItems" and not isinstance(schema.get("items"), list)
-            if keyword in NOT_IMPLEMENTED or keyword in _ANNOTATIONS or is_ignored:
+            if keyword in _ANNOTATIONS or is_ignored:
                 continue
-            with self._tolerating():
-                written[keyword] = self._keyword(keyword, value, f"{path}/{keyword}")
-        with self._tolerating():
-            _narrow_bounds(written, path)
-        more = [] if arrays is None else [self._any(arrays, path)]  # schemas that hold as well
-        more += self._strings(written, path)
+            try:
+                if keyword not in NOT_IMPLEMENTED:
+                    written[keyword] = self._keyword(keyword, value, f"{path}/{keyword}")
+                elif not _is_neutral(keyword, schema):
+                    more += self._equivalent(keyword, schema, path)
+            except SchemaError:
+                self._tolerate()
+        if not _LIMITING.isdisjoint(written):
+            try:
+                _narrow_bounds(written, path)
+                more += _with_beginnings(written)
+            except SchemaError:
+                self._tolerate()
+        if "pattern" in written or "format" in written:
+            more += self._strings(written, path)
         if not self._is_strict:
             more += _without_uniqueness(written)
-        for keyword in schema:
-            if keyword in NOT_IMPLEMENTED and not _is_neutral(keyword, schema):
-                with self._tolerating():
-                    more += self._equivalent(keyword, schema, path)
-        names = self._equivalents.names(schema.get("propertyNames", True)) or []
-        if names or isinstance(written.get("patternProperties"), Mapping):
-            with self._tolerating():
-                self._name_properties(written, names, schema, path)
+        if "propertyNames" in schema or "patternProperties" in written:
+            try:
+                self._name_properties(written, schema, path)
+            except SchemaError:
+                self._tolerate()
         if more:
             written["allOf"] = [*written.get("allOf", []), *more]
         return written
 
-    @contextmanager
-    def _tolerating(self) -> Iterator[None]:
-        """Ignores a SchemaError unless the schema is strict."""
-        try:
-            yield
-        except SchemaError:
-            if self._is_strict:
-                raise
+    def _tolerate(self) -> None:
+        """Raises the SchemaError that is handled if the schema is strict."""
+        if self._is_strict:
+            raise
 
     def _equivalent(self, keyword: str, schema: Schema, path: str) -> list[Any]:
         """Schemas that stand for a keyword that llguidance does not implement. Raises SchemaError."""
@@ -206,8 +212,10 @@ class _Rewriting:
         pattern, format_ = written.get("pattern"), written.get("format")
         if isinstance(pattern, str):
             del written["pattern"]
-            with self._tolerating():
+            try:
                 patterns += self._patterns(pattern, f"{path}/pattern")
+            except SchemaError:
+                self._tolerate()
         if isinstance(format_, str):
             del written["format"]
             if format_ in FORMATS:
@@ -231,11 +239,15 @@ class _Rewriting:
         if self._pattern_work > _MAX_PATTERN_WORK:
             raise SchemaError("contains patterns that are too long or need too much work")
 
-    def _name_properties(self, written: dict[str, Any], names: list[str], schema: Schema, path: str) -> None:
-        """Makes patternProperties such that no two match the same name, and all names match the patterns `names`.
+    def _name_properties(self, written: dict[str, Any], schema: Schema, path: str) -> None:
+        """Makes patternProperties such that no two match the same name, and all names match `propertyNames`.
 
         Raises SchemaError."""
-        given: Schema = written.pop("patternProperties", {})
+        names = self._equivalents.names(schema.get("propertyNames", True)) or []  # patterns that all names match
+        given = written.get("patternProperties", {})
+        if not isinstance(given, Mapping) or not (given or names):
+            return
+        written.pop("patternProperties", None)
         additional = written.get("additionalProperties", True)
         listed = self._equivalents.enumerated_names(schema.get("propertyNames"))
         languages = Languages()
@@ -382,7 +394,7 @@ def _narrow_bounds(schema: dict[str, Any], path: str) -> None:
     for keyword in ("maxLength", "maxItems", "maxProperties"):
         if is_number(schema.get(keyword)) and schema[keyword] >= _MAX_LENGTH:
             del schema[keyword]
-    for keyword in ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"):
+    for keyword in _COUNTS:
         if isinstance(schema.get(keyword), float) and schema[keyword].is_integer():
             schema[keyword] = int(schema[keyword])
     multiple = schema.get("multipleOf")
@@ -454,6 +466,38 @@ def _shortened(bound: int | float, is_excluded: bool) -> int | float:
     if -int(value.as_tuple().exponent) > _MAX_PLACES:
         value = value.quantize(Decimal(1).scaleb(-_MAX_PLACES), ROUND_CEILING)
     return float(value) or 0  # not -0.0
+
+
+def _with_beginnings(schema: dict[str, Any]) -> list[Any]:
+    """Takes the bounds out of the schema of a number. Returns one with these and the numbers that llguidance loses.
+
+    After the first digits of a bound, it demands further ones: with the maximum 0.95, it allows 0.90, but not 0.9.
+    """
+    types = [schema.get("type")] if isinstance(schema.get("type"), str) else schema.get("type")
+    ends = [_end(schema, "minimum", "exclusiveMinimum", 1), _end(schema, "maximum", "exclusiveMaximum", -1)]
+    if not isinstance(types, list) or "number" not in types:
+        return []
+    lost: dict[float, None] = {}
+    for end, sign in zip(ends, (1, -1), strict=True):
+        bound = Decimal(repr(sign * end[0])) if end is not None and end[0] < 0 else Decimal(0)
+        for places in range(1, min(-int(bound.as_tuple().exponent), _MAX_BEGINNING)):
+            number = float(bound.quantize(Decimal(1).scaleb(-places), ROUND_DOWN))
+            if not number.is_integer() and number != bound and _is_within(number, *ends):
+                lost[number] = None
+    if not lost:
+        return []
+    bounds = {keyword: schema.pop(keyword) for keyword in _BOUNDS if keyword in schema}
+    others = [name for name in types if name not in ("number", "integer")]
+    more = [{"type": others}] if others else []
+    return [{"anyOf": [*more, {"type": "number", **bounds}, *({"const": number} for number in lost)]}]
+
+
+def _is_within(number: float, low: tuple[int | float, bool] | None, high: tuple[int | float, bool] | None) -> bool:
+    """low, high: from `_end`."""
+    return all(
+        end is None or end[0] < value or (end[0] == value and not end[1])
+        for end, value in ((low, number), (high, -number))
+    )
 
 
 def _as_read(number: float) -> float:
