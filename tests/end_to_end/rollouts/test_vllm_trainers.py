@@ -154,7 +154,7 @@ def test_running_requests_compute_their_kv_again_at_a_reset(server: RolloutServe
         assert server.http.get("/is_paused").json() == {"is_paused": False}
     assert [answer["choices"][0]["token_ids"] for answer in answers] == expected
     server.post("/pause", mode="keep", clear_cache="false")
-    assert server.post("/reset_prefix_cache", {"reset_running_requests": True}) == {"is_paused": True}
+    assert server.post("/reset_prefix_cache", {"reset_running_requests": True}) == {"is_paused": True, "success": True}
     server.post("/resume")
 
 

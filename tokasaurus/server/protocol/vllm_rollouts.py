@@ -308,6 +308,13 @@ class PauseState:
     is_paused: bool
 
 
+@dataclass(frozen=True, slots=True)
+class CacheReset(PauseState):
+    """success: true, since a cache that cannot be reset is an error."""
+
+    success: Literal[True] = True
+
+
 Level = Literal["1", "2"]
 """Level of sleep, as a query parameter."""
 

@@ -17,6 +17,7 @@ from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.prepare.rollouts import TOKENS_FIELDS, completion_of_tokens
 from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.protocol.vllm_rollouts import (
+    CacheReset,
     FinishedSession,
     FinishUpdateRequest,
     InitTransferRequest,
@@ -126,14 +127,14 @@ async def is_sleeping(request: Request) -> JSONResponse:
     return JSONResponse({"is_sleeping": state_of(request).rollouts.is_asleep})
 
 
-@router.post("/reset_prefix_cache", responses={200: {"model": PauseState}, **error_responses(*BODY_ERRORS, 409, 503)})
+@router.post("/reset_prefix_cache", responses={200: {"model": CacheReset}, **error_responses(*BODY_ERRORS, 409, 503)})
 async def reset_prefix_cache(request: Request, body: ResetCacheRequest) -> JSONResponse:
     """Forget the KV of all prompts; 409 while requests run, unless they are reset. The fields may be in the query."""
     rollouts = ready_state_of(request).rollouts
     if _flag(request, "reset_external"):
         raise UnsupportedField("reset_external is not implemented: no cache lies outside the server", "reset_external")
     await rollouts.clear_cache(body.reset_running_requests or _flag(request, "reset_running_requests"))
-    return JSONResponse({"is_paused": rollouts.is_paused})
+    return JSONResponse({"is_paused": rollouts.is_paused, "success": True})
 
 
 @router.post("/update_weights", responses={200: {"model": WeightVersion}, **error_responses(*BODY_ERRORS, 503)})
