@@ -214,6 +214,10 @@ def test_a_keyword_that_cannot_be_followed_is_refused_only_if_strict(grammar_ser
             ({"guided_json": DISTINCT}, "guided_json"),
             ({"json_schema": json.dumps(DISTINCT)}, "json_schema"),
         ]
+    question = {"model": "default", "messages": [{"role": "user", "content": "a"}], "max_tokens": 9}
+    anthropic = question | {"output_config": {"format": {"type": "json_schema", "schema": DISTINCT}}}
+    refused = grammar_server.http.post("/v1/messages", json=anthropic)
+    assert (refused.status_code, "contains uniqueItems at #" in refused.text) == (400, True)
     tokens = {"max_output_tokens" if route == RESPONSES else "max_tokens": 300}
     for fields in loose:
         response = grammar_server.http.post(route, json=minimal_body(route) | {"seed": 3} | tokens | fields)

@@ -148,3 +148,14 @@ def test_gbnf_escapes_match_the_characters_they_stand_for(
     vocabulary: GrammarVocabulary, grammar: str, text: str
 ) -> None:
     assert allows(vocabulary, GuidedGrammar, grammar, text)
+
+
+def test_schemas_within_lark_are_followed_as_those_of_their_own(vocabulary: GrammarVocabulary) -> None:
+    number = '{"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}'
+    word = '{"type": "string", "pattern": "^[^A-Z&&_]$", "title": "%json {"}'
+    grammar = f'start: "%json {{" number word // %json {{\nnumber: %json {number}\nword: %json{word}'
+    assert allows(vocabulary, GuidedGrammar, grammar, '%json {0.5"a"')
+    for text in ('%json {0"a"', '%json {0.0"a"', '%json {0.5"&"', '%json {0.5"_"'):
+        assert not allows(vocabulary, GuidedGrammar, grammar, text), text
+    refused = TypeAdapter(GuidedGrammar).validate_python('start: %json {"items": {"contains": {}}}')
+    assert refused.refusal == ("has a schema after %json that contains contains at #/items, which is not implemented")

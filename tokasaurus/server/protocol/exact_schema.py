@@ -34,8 +34,10 @@ _BOUNDS = ("maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _LIMITING = frozenset({*_BOUNDS, *_COUNTS, "multipleOf"})
 _MAX_MULTIPLE = 2**32 - 1
-_MAX_PATTERN_WORK = 100_000
-"""Characters of all patterns, and steps of work on them: each takes a few microseconds."""
+_MAX_PATTERN_WORK = 50_000
+"""Characters of all patterns, and steps of work on them: each takes some 10 microseconds."""
+_FAILED_PATTERN_WORK = 5_000
+"""What a pattern without a translation counts: most take less, some that are too large take 50 ms."""
 _MAX_LENGTH = 2**31
 """No answer is longer: a higher limit on characters, items or properties changes nothing."""
 
@@ -230,6 +232,7 @@ class _Rewriting:
         try:
             translation = translate_pattern(pattern)
         except PatternError as error:
+            self._pattern_work += _FAILED_PATTERN_WORK
             raise SchemaError(f"contains a pattern at {path[:_MAX_PATH_CHARS]} that {error}") from None
         self._count_work(translation.num_steps)
         return _anchored(translation)
@@ -279,6 +282,7 @@ class _Rewriting:
             }
             self._count_work(languages.num_steps)
         except (PatternError, LanguageError) as error:
+            self._pattern_work += _FAILED_PATTERN_WORK + languages.num_steps
             written.pop("additionalProperties", None)  # which depends on the patterns
             place = "propertyNames" if names else "patternProperties"
             count = len(given) + len(names)

@@ -5,6 +5,7 @@ Each is parsed to a GrammarSource, or None if it sets no constraint. The grammar
 `server.grammars`.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -44,6 +45,8 @@ WHITESPACE_PATTERN = r"\x20|\r?\n[\x20\t]{0,40}"
 SHORT_ESCAPES = 'nrbtf\\"'
 
 _SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
+# A schema in Lark, or a comment, string or regular expression, which may look like one.
+_LARK_SCHEMA = re.compile(r"""//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?P<schema>%json)\s*(?=\{)""")
 _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.ASCII | re.MULTILINE)
 
 
@@ -104,7 +107,28 @@ def _choice_source(value: object, param: str) -> GrammarSource:
 def _grammar_source(value: object, param: str) -> GrammarSource:
     if not isinstance(value, str) or not value.strip():
         raise value_error("must be a grammar: a string that is not empty")
-    return GrammarSource("gbnf" if _GBNF_RULE.search(value) else "lark", value, param)
+    if _GBNF_RULE.search(value):
+        return GrammarSource("gbnf", value, param)
+    try:
+        return GrammarSource("lark", _with_exact_schemas(value), param)
+    except SchemaError as error:
+        return GrammarSource("lark", "", param, refusal=f"has a schema after %json that {error}")
+
+
+def _with_exact_schemas(lark: str) -> str:
+    """The grammar with schemas that llguidance follows, after each `%json`. Raises SchemaError."""
+    parts, begin, position = [], 0, 0
+    while (found := _LARK_SCHEMA.search(lark, position)) is not None:
+        position = found.end()
+        if found["schema"] is None:
+            continue
+        try:
+            schema, end = json.JSONDecoder().raw_decode(lark, position)
+        except (ValueError, RecursionError):
+            break  # llguidance says what is wrong
+        parts += [lark[begin:position], json.dumps(exact_schema(schema), ensure_ascii=False)]
+        begin = position = end
+    return "".join([*parts, lark[begin:]])
 
 
 def parse_response_format(value: object, param: str = "response_format") -> GrammarSource | None:

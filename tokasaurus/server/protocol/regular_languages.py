@@ -20,7 +20,7 @@ _MAX_CHARS = 1_200_000
 _MAX_ELIMINATED_CHARS = 50_000
 """The same, if it is made from an automaton."""
 _MAX_STATES = 400
-_MAX_STEPS = 100_000
+_MAX_STEPS = 30_000
 _ALL: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 _ESCAPED = frozenset(r"\.+*?()|[]{}^$#&-~")
 
