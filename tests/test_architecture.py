@@ -53,7 +53,7 @@ LAYERS = [
     ["addresses", "random_ids"],
     ["command_line"],
     ["messages", "config"],
-    ["flags", "habits"],
+    ["flags", "habits", "inherited"],
 ]
 # The same inside the three processes' packages.
 INNER_LAYERS = {

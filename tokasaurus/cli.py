@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from tokasaurus import __version__
+from tokasaurus.inherited import NO_DIRECTORY, put_right, working_directory
 from tokasaurus.monitoring.shortage import ends_in_one_line
 
 if TYPE_CHECKING:
@@ -148,21 +149,25 @@ def _run_server(words: list[str], is_any_word: bool) -> int:
 @ends_in_one_line
 def ping_main(args: list[str] | None = None) -> int:
     """`toka ping`, also installed as `toka-ping`. Returns the exit code."""
+    if args is None:
+        put_right()
     from tokasaurus.ping import PingConfig, ping
 
-    return _run("toka ping", _PING_USAGE, PingConfig, args, lambda config, _: ping(config), "prompt")
+    return _run_anywhere("toka ping", _PING_USAGE, PingConfig, args, lambda config, _: ping(config), "prompt")
 
 
 def chat_main(args: list[str] | None = None) -> int:
     """`toka chat`. Returns the exit code."""
     from tokasaurus.chat import ChatConfig, chat
 
-    return _run("toka chat", _CHAT_USAGE, ChatConfig, args, lambda config, _: chat(config), "model")
+    return _run_anywhere("toka chat", _CHAT_USAGE, ChatConfig, args, lambda config, _: chat(config), "model")
 
 
 @ends_in_one_line
 def download_main(args: list[str] | None = None) -> int:
     """`toka download`, also installed as `toka-download`: print the model's directory. Returns the exit code."""
+    if args is None:
+        put_right()
     from tokasaurus.download import DownloadConfig, download
 
     return _run("toka download", _DOWNLOAD_USAGE, DownloadConfig, args, lambda config, _: download(config), "model")
@@ -185,6 +190,8 @@ def check_main(args: list[str] | None = None) -> int:
 @ends_in_one_line
 def batch_main(args: list[str] | None = None) -> int:
     """`toka batch`, also installed as `toka-batch`. Returns the exit code."""
+    if args is None:
+        put_right()
     words = sys.argv[1:] if args is None else args
     from tokasaurus.batch_command.config import ACTIONS, RunConfig, StoredConfig
 
@@ -225,7 +232,7 @@ def top_main(args: list[str] | None = None) -> int:
     """`toka top`. Returns the exit code."""
     from tokasaurus.top_command.config import TopConfig
 
-    return _run("toka top", _TOP_USAGE, TopConfig, args, _top, "base_url")
+    return _run_anywhere("toka top", _TOP_USAGE, TopConfig, args, _top, "base_url")
 
 
 @ends_in_one_line
@@ -266,11 +273,12 @@ def _run(
     run: Callable[[AnyConfig, list[str]], int],
     positional: str = "",
     is_any_word: bool = True,
+    needs_directory: bool = True,
 ) -> int:
     """Reads the words in `args`, by default those of the command line, with the environment, and calls `run` with the
     config and the words that say the same; or prints help or the config.
 
-    positional, is_any_word: see command_line.read."""
+    positional, is_any_word: see command_line.read. needs_directory: whether it may read files, or start processes."""
     words = sys.argv[1:] if args is None else args
     if _wants_help(words):
         width = min(shutil.get_terminal_size().columns, 140)
@@ -295,9 +303,23 @@ def _run(
         if wants_listing:
             print(command_line.listing(given))
             return 0
+        if needs_directory and working_directory() is None:
+            return _refuse(command, NO_DIRECTORY)
         return run(given.config, given.words)
     except FlagError as error:
         return _refuse(command, *error.lines)
+
+
+def _run_anywhere(
+    command: str,
+    usage: str,
+    config_type: type[AnyConfig],
+    args: list[str] | None,
+    run: Callable[[AnyConfig, list[str]], int],
+    positional: str,
+) -> int:
+    """`_run` for a command that reads no files and starts no processes, or refuses by itself to start them."""
+    return _run(command, usage, config_type, args, run, positional, needs_directory=False)
 
 
 def config_types() -> "dict[str, type[FlagConfig]]":

@@ -11,6 +11,7 @@ import difflib
 import inspect
 import json
 import math
+import os
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -202,14 +203,19 @@ class FlagConfig(Config):
         written_as: what stands before the text where it was written, if not `typed_name=`. source: see Setting. Raises
         FlagError for an unknown name, or a value that cannot be parsed."""
         before = written_as or f"{typed_name}="
+        shown = text if _is_utf8(text) else text.encode(errors="backslashreplace").decode()
         name = cls.name_of(typed_name)
         if name is None:
             why, meant = cls.why_not_here(typed_name), cls.name_meant(typed_name)
             is_secret = meant is not None and cls.flags[cls.names()[meant]].is_secret
             listed = "--help-all lists those there are" if meant is None else f"did you mean {meant}=?"
-            raise FlagError(f"{_label(before, text, why is not None or is_secret)}: {why or f'unknown flag, {listed}'}")
+            raise FlagError(
+                f"{_label(before, shown, why is not None or is_secret)}: {why or f'unknown flag, {listed}'}"
+            )
         flag = cls.flags[name]
-        label = _label(before, text, flag.is_secret)
+        label = _label(before, shown, flag.is_secret)
+        if shown != text:
+            raise FlagError(f"{label}: has bytes that are not UTF-8")
         try:
             value = _read(text, flag)
         except _Unreadable as error:
@@ -415,6 +421,18 @@ def _as_kind(value: Any, kind: type) -> Any:
 def _label(before: str, text: str, is_secret: bool) -> str:
     """before: what stands before the value, such as `port=` or `--port `."""
     return before.rstrip("=: ") if is_secret else (before + _show(text)).rstrip()
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether a text is UTF-8, which may be a path that Python has read by the rules of another locale."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        try:
+            os.fsencode(text).decode()
+        except UnicodeError:
+            return False
+    return True
 
 
 class _Unreadable(ValueError):

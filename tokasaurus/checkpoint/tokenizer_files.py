@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from tokasaurus.checkpoint.cache import CHECKSUMS, build_once, cache_directory, checksum
 from tokasaurus.checkpoint.info import ModelInfo
 from tokasaurus.checkpoint.json_files import CheckpointError, CheckpointUnavailable, raise_shortage, read_json
+from tokasaurus.inherited import python_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -99,10 +100,8 @@ def _key(source: Path, trust_remote_code: bool) -> str:
 def _run(source: Path, destination: Path, trust_remote_code: bool) -> None:
     """Run `_convert` in a process of its own. Raises CheckpointError; CheckpointUnavailable if the process is killed or
     has no memory."""
-    # sys.path as in this process: by default, the working directory would come first, whatever modules it has.
-    script = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    command = [sys.executable, "-c", script, str(source.absolute()), str(destination)]
+    command = [*python_command(f"from {__name__} import main; main()"), str(source.absolute()), str(destination)]
     with tempfile.TemporaryDirectory(prefix="toka-code-") as modules:
         if trust_remote_code:
             command.append("trust_remote_code")

@@ -15,7 +15,7 @@ MAX_NAME_BYTES = 15
 def set_title(name: str, title: str = "") -> None:
     """name: what `pgrep` finds, at most MAX_NAME_BYTES. title: in place of the command line, which may have keys; by
     default the name. Call it in the main thread."""
-    setproctitle(title or name)
+    setproctitle((title or name).encode(errors="backslashreplace").decode())
     _prctl(_PR_SET_NAME, name.encode()[:MAX_NAME_BYTES])  # else the title would be the name too
 
 

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -25,6 +26,7 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+from tokasaurus.inherited import among_pythons_modules
 from tokasaurus.messages.channel import Receiver, Sender, make_channel, wait
 from tokasaurus.messages.status import (
     Alive,
@@ -201,6 +203,8 @@ class ProcessGroup:
         self._num_paths = 0
 
     def __enter__(self) -> ProcessGroup:
+        with among_pythons_modules():
+            resource_tracker.ensure_running()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -228,18 +232,21 @@ class ProcessGroup:
         sender: Sender[Status]
         receiver, sender = make_channel()
         log_reader, log = multiprocessing.Pipe(duplex=False)
-        process = self.context.Process(
-            target=run_child,
-            name=description.label,
-            args=(description, values, time.time(), os.getpid(), self._lifeline, log, sender, (values, *args, sender)),
-        )
-        # Else the first `start` runs the tracker, and so unblocks the signal before it spawns the child.
-        resource_tracker.ensure_running()
         # The child inherits the mask, so that Ctrl-C cannot interrupt its imports. A Ctrl-C during the start is handled
         # after the unblock.
+        # The tracker of resources runs already: to run it unblocks the signal.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
-            process.start()
+            with among_pythons_modules() as directory:
+                process = self.context.Process(
+                    target=run_child,
+                    name=description.label,
+                    args=(
+                        *(directory, description, values, time.time(), os.getpid()),
+                        *(self._lifeline, log, sender, (values, *args, sender)),
+                    ),
+                )
+                process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             log.close()
@@ -302,8 +309,12 @@ class ProcessGroup:
                     left.pop(ready).process.join(DEATH_S)
 
 
-def run_child(child: ChildProcess, *arguments: Any) -> None:
-    """Target of a spawned process: `_run`. Without memory, one line in place of a traceback."""
+def run_child(directory: str | None, child: ChildProcess, *arguments: Any) -> None:
+    """Target of a spawned process: `_run`. Without memory, one line in place of a traceback.
+
+    directory: the working directory; None if it is deleted."""
+    with suppress(OSError):
+        os.chdir(directory or "/")
     try:
         _run(child, *arguments)
     except Exception as error:

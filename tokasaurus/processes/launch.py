@@ -14,6 +14,7 @@ from tokasaurus.addresses import bind, listening_at, url_of
 from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint
 from tokasaurus.checkpoint.cache import cache_directory, expand_home
 from tokasaurus.config import ServerConfig
+from tokasaurus.inherited import NO_DIRECTORY, working_directory
 from tokasaurus.messages.channel import wait
 from tokasaurus.messages.sampling import show_changed
 from tokasaurus.messages.status import (
@@ -81,6 +82,7 @@ def serve(
         if signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
+        _check_directory()
         devices = cuda_devices()
         check_devices(config, devices)
         with kernels_built_ahead(config, report.show_beginning, report.show_kernels):
@@ -95,6 +97,18 @@ def serve(
         log_writer().show_status(no_status)
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
+
+
+class NoDirectory(UserError):
+    """The working directory is deleted."""
+
+    exit_code = 2
+
+
+def _check_directory() -> None:
+    """Raises NoDirectory."""
+    if working_directory() is None:
+        raise NoDirectory(NO_DIRECTORY)
 
 
 def _title(config: ServerConfig) -> str:

@@ -6,11 +6,11 @@ Any thread may start one; nothing of this process's main module runs in it.
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
+from tokasaurus.inherited import python_command
 from tokasaurus.messages.status import BatchTokens, Failed, Serving
 from tokasaurus.monitoring.shortage import hint_at_memory
 
@@ -49,6 +50,22 @@ def _close_in_forked_child() -> None:
 os.register_at_fork(
     before=_fork_lock.acquire, after_in_parent=_fork_lock.release, after_in_child=_close_in_forked_child
 )
+
+
+def _beside_streams(connection: Connection) -> Connection:
+    """The connection, whose descriptor is none of the standard streams': this process may have closed those."""
+    if connection.fileno() > 2:
+        return connection
+    with connection:
+        return Connection(fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
+
+
+def _argument(word: str) -> bytes:
+    """A word for a program that reads UTF-8: a path that this process has read by another locale keeps its bytes."""
+    try:
+        return os.fsencode(word)
+    except UnicodeEncodeError:
+        return word.encode()
 
 
 class ServerEnded(Exception):
@@ -85,6 +102,7 @@ class PrivateServer:
         self._working_directory = working_directory
         inherited = os.environ if environment is None else environment
         self._environment = {name: value for name, value in inherited.items() if name not in _TERMINAL_VARIABLES}
+        self._environment["PYTHONUTF8"] = "1"  # paths are read as UTF-8, whatever the locale
         self._failure: Failed | None = None
         """Why the launcher says it ends."""
         self._last_words = ""
@@ -104,17 +122,15 @@ class PrivateServer:
 
     def start(self) -> None:
         """Start the program. Raises OSError."""
-        # sys.path as in this process: with -m, the working directory would come first, whatever modules it has.
-        paths = [path for path in sys.path if isinstance(path, str)]
-        script = f"import sys; sys.path[:] = {paths!r}; from {ENTRY} import main; sys.exit(main(*sys.argv[1:]))"
+        command = python_command(f"from {ENTRY} import main; sys.exit(main(*sys.argv[1:]))")
         directory = "" if self._directory is None else str(self._directory)
         with _fork_lock:
-            self._messages, its_end = multiprocessing.Pipe()
+            self._messages, its_end = map(_beside_streams, multiprocessing.Pipe())
             _lifelines.add(self._messages)
             try:
                 with its_end:
                     self._process = subprocess.Popen(
-                        [sys.executable, "-c", script, str(its_end.fileno()), directory, *self._words],
+                        [*map(_argument, (*command, str(its_end.fileno()), directory, *self._words))],
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.PIPE,
                         stderr=subprocess.STDOUT,

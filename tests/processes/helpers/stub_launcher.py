@@ -3,9 +3,13 @@
 import os
 import sys
 
-from tokasaurus.config import ServerConfig
-from tokasaurus.processes import launch
-from tokasaurus.processes.launch import Entries, serve
+from tokasaurus.inherited import put_right
+
+put_right()
+
+from tokasaurus.config import ServerConfig  # noqa: E402
+from tokasaurus.processes import launch  # noqa: E402
+from tokasaurus.processes.launch import Entries, serve  # noqa: E402
 
 if __name__ == "__main__":
     launch.SERVER_GRACE_S = launch.ENGINE_GRACE_S = float(os.environ["GRACE_S"])

@@ -31,6 +31,7 @@ from typing import IO, TYPE_CHECKING
 
 from tokasaurus.checkpoint import CheckpointError, cache_directory
 from tokasaurus.checkpoint.cache import build_once, is_intact, is_intact_file, log_damage, write_checksums
+from tokasaurus.inherited import module_command
 from tokasaurus.messages.status import FlagRefused
 from tokasaurus.monitoring.cores import available_cores
 
@@ -293,7 +294,7 @@ def kernels_built_ahead(
         return
     show_progress("compiling the CPU kernels, at the first start only")
     # In its own session, so that its compilers can be killed with it. Temporary files lie where this process has them.
-    command = [sys.executable, "-m", __name__, name]
+    command = [*module_command(__name__), name]
     environment = {**os.environ, "TMPDIR": tempfile.gettempdir()}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, env=environment, text=True
