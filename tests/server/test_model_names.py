@@ -64,7 +64,10 @@ def test_a_body_without_a_model_is_the_served_ones(
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize(("name", "status"), [*((name, 200) for name in ALIASES), ("gpt-4", 404), ("GPT-4o", 404)])
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [*((name, 200) for name in (*ALIASES, "/models/base", "/models/base/")), ("gpt-4", 404), ("GPT-4o", 404)],
+)
 def test_aliases_are_names_of_the_model(named: LiveServer, path: str, name: str, status: int) -> None:
     assert status_of(named, path, {"model": name}) == status
 
