@@ -4,6 +4,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 from tests.helpers.tiny_model import save_tiny_model
 from tests.model.execution.helpers.launch_tape import LaunchTape, TapedGraph
 from tests.model.helpers.steps import NOTHING, int32, open_greedy
-from tokasaurus.checkpoint import resolve_checkpoint
+from tokasaurus.checkpoint import file_states, resolve_checkpoint, weight_files
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import make_channel
+from tokasaurus.messages.commands import UpdateWeights
 from tokasaurus.messages.forward import ForwardInput, SlotChanges
 from tokasaurus.messages.status import FlagRefused, PhaseDone, Ready, UserError
 from tokasaurus.model.decoder.decoder import Decoder
@@ -77,6 +79,8 @@ def test_a_worker_reads_no_other_weights_than_the_start_has_seen(tmp_path: Path)
     config = ServerConfig.parse([*FLAGS, "kv_cache_num_tokens=100"])
     with pytest.raises(UserError, match=r"^the weights in .* have changed since the server was started$"):
         start_worker(config, checkpoint, Mesh(), 0, lambda _: None)
+    update = UpdateWeights(0, str(tmp_path), "1", files=file_states(weight_files(tmp_path)))
+    assert start_worker(config, replace(checkpoint, weight_updates=(update,)), Mesh(), 0, lambda _: None)
 
 
 def test_ranks_that_cannot_divide_the_model_are_a_user_error_before_they_meet(tmp_path: Path) -> None:

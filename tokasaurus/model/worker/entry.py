@@ -716,7 +716,8 @@ def _load_weights(
 ) -> Counter[str]:
     """Returns as load_weights."""
     files = weight_files(checkpoint.directory)
-    if checkpoint.files and file_states(files) != checkpoint.files:
+    is_replaced = any(not update.is_partial for update in checkpoint.weight_updates)
+    if checkpoint.files and not is_replaced and file_states(files) != checkpoint.files:
         raise UserError(f"the weights in {checkpoint.directory} have changed since the server was started")
     shards = iter(model.weight_shards())  # a list would keep packed weights in memory
     quantization = checkpoint.info.quantization
