@@ -304,7 +304,8 @@ class ServerConfig(FlagConfig):
             matches(r"https?://[^\s/?#]+[^\s?#]*", "a URL such as http://localhost:4318"),
             installed(
                 "opentelemetry.exporter.otlp.proto.http",
-                *("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
+                "opentelemetry-sdk",
+                "opentelemetry-exporter-otlp-proto-http",
             ),
         ),
     )

@@ -216,7 +216,7 @@ def start_worker(
     phases = Phases(report, on_progress)
     loaded = load_worker(config, checkpoint, mesh, index, phases)
     updates = WeightUpdates(
-        *(loaded.model, checkpoint.info, checkpoint.directory, loaded.mesh, loaded.device, checkpoint.files)
+        loaded.model, checkpoint.info, checkpoint.directory, loaded.mesh, loaded.device, checkpoint.files
     )
     _apply_earlier_updates(checkpoint, updates, phases)
     graphs = graph_sizes_of(config, loaded.device)
