@@ -58,6 +58,21 @@ class Order(pydantic.BaseModel):
     address: pydantic.IPvAnyAddress | None
 
 
+class Sum(pydantic.BaseModel):
+    kind: Literal["sum"]
+    terms: Annotated[list["Term"], Field(min_length=1, max_length=2)]
+
+
+class Number(pydantic.BaseModel):
+    kind: Literal["number"]
+    value: Annotated[int, Field(ge=0, le=9)]
+
+
+Term = Annotated[Sum | Number, Field(discriminator="kind")]
+Sum.model_rebuild()
+ONE: dict[str, Any] = {"kind": "number", "value": 1}
+
+
 Short = Annotated[str, StringConstraints(pattern="^x[0-9]$")]
 BUILT: list[tuple[Any, list[Any]]] = [
     (dict[Literal["a", "b"], int], [{"a": 1}, {"a": 1, "b": 2}, {}]),
@@ -101,6 +116,7 @@ BUILT: list[tuple[Any, list[Any]]] = [
     (Annotated[float, Field(gt=0, le=0.5)], [0.5, 0.25]),
     (Annotated[int, Field(gt=0, lt=10, multiple_of=3)], [3, 9]),
     (Short, ["x1"]),
+    (Term, [ONE, {"kind": "sum", "terms": [ONE, {"kind": "sum", "terms": [ONE]}]}]),
     (Annotated[list[Color], Field(min_length=1, max_length=2)], [["red", "red"]]),
     (tuple[int, Color], [[1, "red"]]),
     (Literal["a", 1, None], ["a", 1, None]),

@@ -7,7 +7,7 @@ float64, which changes integers beyond 2^53, so these are checked and bounds are
 import math
 from collections.abc import Iterator, Mapping
 from decimal import ROUND_CEILING, ROUND_DOWN, Context, Decimal
-from itertools import combinations
+from itertools import combinations, count
 from typing import Any
 
 from tokasaurus.server.protocol.ecma_patterns import PatternError, Translation, read_pattern, translate_pattern
@@ -49,6 +49,28 @@ _DEFINITIONS = ("$defs", "definitions")
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
     | {"contentEncoding", "contentMediaType", "contentSchema", "$vocabulary", "$dynamicAnchor", "$recursiveAnchor"}
+)
+
+
+_IMPLEMENTED = frozenset(
+    {
+        "type",
+        "enum",
+        "const",
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "$ref",
+        "$defs",
+        "definitions",
+        "$schema",
+        "$id",
+        "id",
+        "$anchor",
+    }
+    | {"items", "additionalItems", "prefixItems", "minItems", "maxItems", "minLength", "maxLength", "pattern", "format"}
+    | {"properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties"}
+    | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "x-guidance"}
 )
 
 
@@ -127,10 +149,17 @@ class _Rewriting:
         self._references: dict[str, list[str]] = {"": []}  # by the pointer of a definition; "" for all else
         self._definition = ""
         self._pattern_work = 0
+        self._moved: dict[str, str] = {}  # references to parts that are no definitions -> new names among $defs
         self._multiples: dict[Decimal, str] = {}  # values of multipleOf, each with one of its paths
 
     def root(self) -> dict[str, Any]:
         written = self._object(self._schema, "#")
+        added: dict[str, Any] = {}
+        while len(added) < len(self._moved):  # a moved part may refer to another one
+            reference, name = list(self._moved.items())[len(added)]
+            added[name] = self._defined(self._equivalents.resolved(reference), f"#/$defs/{name}")
+        if added:
+            written["$defs"] = written.get("$defs", {}) | added
         self._check_multiples()
         waiting, seen = [""], {""}
         while waiting:
@@ -157,12 +186,12 @@ class _Rewriting:
         for keyword, value in schema.items():
             # As in draft 7, the standard that has it.
             is_ignored = keyword == "additionalItems" and not isinstance(schema.get("items"), list)
-            if keyword in _ANNOTATIONS or is_ignored:
+            if is_ignored:
                 continue
             try:
-                if keyword not in NOT_IMPLEMENTED:
+                if keyword in _IMPLEMENTED:
                     written[keyword] = self._keyword(keyword, value, f"{path}/{keyword}")
-                elif not _is_neutral(keyword, schema):
+                elif keyword in NOT_IMPLEMENTED and not _is_neutral(keyword, schema):
                     more += self._equivalent(keyword, schema, path)
             except SchemaError:
                 self._tolerate()
@@ -174,8 +203,14 @@ class _Rewriting:
                 self._tolerate()
         if "pattern" in written or "format" in written:
             more += self._strings(written, path)
+        alternatives = schema.get("oneOf")
+        if isinstance(alternatives, list) and (not self._is_strict or self._equivalents.are_disjoint(alternatives)):
+            options = written.pop("oneOf")
+            # allOf would intersect the alternatives, which llguidance cannot do with recursive references
+            more += [{"anyOf": options}] if "anyOf" in written else []
+            written.setdefault("anyOf", options)
         if not self._is_strict:
-            more += _without_uniqueness(written)
+            _remove_counts(written)
         if "propertyNames" in schema or "patternProperties" in written:
             try:
                 self._name_properties(written, schema, path)
@@ -304,8 +339,21 @@ class _Rewriting:
         if keyword == "multipleOf" and is_number(value) and value > 0:
             self._multiples.setdefault(Decimal(str(value)), path)
         if keyword == "$ref" and isinstance(value, str):
+            value = self._reference(value)
             self._references.setdefault(self._definition, []).append(value)
         return value
+
+    def _reference(self, reference: str) -> str:
+        """A reference to a definition in place of one to any other part of the schema, which may not remain there."""
+        parts = reference.split("/")
+        is_definition = len(parts) == 3 and parts[1] in _DEFINITIONS
+        if parts[0] != "#" or len(parts) == 1 or is_definition or self._equivalents.resolved(reference) is None:
+            return reference
+        if reference not in self._moved:
+            taken = {*self._schema.get("$defs", ()), *self._moved.values()}
+            names = (f"part-{number}" for number in count(1))
+            self._moved[reference] = next(name for name in names if name not in taken)
+        return f"#/$defs/{self._moved[reference]}"
 
     def _check_multiples(self) -> None:
         """Raises SchemaError if llguidance's 32-bit arithmetic might overflow where several multiples meet."""
@@ -339,12 +387,8 @@ def _counts_properties(schema: Schema) -> bool:
     return "minProperties" in schema or "maxProperties" in schema
 
 
-def _without_uniqueness(schema: dict[str, Any]) -> list[Any]:
-    """Removes what llguidance refuses for reasons other than its value. Returns schemas that hold as well.
-
-    oneOf becomes anyOf, the same if no value matches two alternatives. Limits on the number of properties are removed
-    if there are optional ones, apart from the forms that llguidance implements."""
-    more = [{"anyOf": schema.pop("oneOf")}] if isinstance(schema.get("oneOf"), list) else []
+def _remove_counts(schema: dict[str, Any]) -> None:
+    """Removes limits on the number of properties, of which llguidance implements few if there are optional ones."""
     properties, required = schema.get("properties"), schema.get("required", [])
     if _counts_properties(schema) and isinstance(properties, Mapping) and set(properties) - set(required):
         fewest, most = schema.get("minProperties", 0) - len(required), schema.get("maxProperties")
@@ -352,7 +396,6 @@ def _without_uniqueness(schema: dict[str, Any]) -> list[Any]:
         if not is_about_one or schema.get("additionalProperties") is not False or schema.get("patternProperties"):
             schema.pop("minProperties", None)
             schema.pop("maxProperties", None)
-    return more
 
 
 def _divided(languages: Languages, named: list[tuple[Term, Any]]) -> list[tuple[Term, list[Any]]]:

@@ -5,7 +5,7 @@ A function returns None where there is no equivalent, or none that is small.
 
 import re
 from collections.abc import Iterable, Mapping
-from itertools import permutations
+from itertools import combinations, permutations
 from typing import Any, TypeGuard
 from urllib.parse import unquote
 
@@ -18,7 +18,8 @@ _MAX_WORK = 5_000
 """Schemas that are visited for one root, where references may lead to the same one many times."""
 _SYNTAX = re.compile(r"[\\^$.*+?()\[\]{}|/\-]")
 _NO_NAME = "[]"
-_IGNORED_BESIDE_VALUES = frozenset({"type", "title", "description", "default", "examples", "deprecated"})
+_ANNOTATING = frozenset({"title", "description", "default", "examples", "deprecated"})
+_IGNORED_BESIDE_VALUES = _ANNOTATING | {"type"}
 
 # For each keyword that applies to values of one type: how a value of this type fails it.
 _OPPOSITE_BOUNDS = {
@@ -123,7 +124,7 @@ class Equivalents:
             case "not":
                 return value
             case "$ref":
-                return self.negated(self._resolved(value))
+                return self.negated(self.resolved(value))
             case "allOf" | "anyOf":
                 opposites = [self.negated(entry) for entry in value]
                 if any(opposite is None for opposite in opposites):
@@ -141,16 +142,46 @@ class Equivalents:
                 failures.append({"type": "object", "properties": {name: failure}, "required": [name]})
         return _any_of(failures)
 
-    def _resolved(self, reference: object) -> object:
+    def resolved(self, reference: object) -> object:
         """What a reference within the schema leads to; None if there is nothing."""
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             return None
         found: object = self._root
-        for part in reference.split("/")[1:]:
-            if not isinstance(found, Mapping):
-                return None
-            found = found.get(unescape(part))
+        for part in map(unescape, reference.split("/")[1:]):
+            if isinstance(found, list) and part.isdecimal():
+                found = found[int(part)] if int(part) < len(found) else None
+            else:
+                found = found.get(part) if isinstance(found, Mapping) else None
         return found
+
+    def are_disjoint(self, schemas: list[Any]) -> bool:
+        """Whether it is clear that no value matches two of the schemas, so that oneOf of them is anyOf."""
+        return all(self._is_disjoint(one, other) for one, other in combinations(schemas, 2))
+
+    def _is_disjoint(self, one: object, other: object) -> bool:
+        one, other = self._without_reference(one), self._without_reference(other)
+        if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+            return one is False or other is False
+        values, other_values = self._values(one), self._values(other)
+        if values is not None and other_values is not None:
+            return all(value != other_value for value in values for other_value in other_values)
+        types, other_types = _types_of(one), _types_of(other)
+        if types is not None and other_types is not None and not types & other_types:
+            return True
+        if types != {"object"} or other_types != {"object"}:
+            return False
+        properties, others = one.get("properties", {}), other.get("properties", {})
+        return any(
+            name in properties and name in others and self._is_disjoint(properties[name], others[name])
+            for name in [*one.get("required", []), *other.get("required", [])]
+        )
+
+    def _without_reference(self, schema: object) -> object:
+        """What a schema that is just a reference leads to."""
+        while isinstance(schema, Mapping) and set(schema) - _ANNOTATING == {"$ref"} and self._work < _MAX_WORK:
+            self._work += 1
+            schema = self.resolved(schema["$ref"])
+        return schema
 
     def distinct_arrays(self, schema: Mapping[str, Any]) -> dict[str, Any] | None:
         """For `uniqueItems` of an array whose items have few values: every arrangement of these."""
@@ -176,7 +207,7 @@ class Equivalents:
         if not isinstance(schema, Mapping) or self._work > _MAX_WORK:
             return None
         if set(schema) - _IGNORED_BESIDE_VALUES == {"$ref"} and "type" not in schema:
-            return self._values(self._resolved(schema["$ref"]))
+            return self._values(self.resolved(schema["$ref"]))
         if set(schema) <= _IGNORED_BESIDE_VALUES:
             few: dict[object, list[Any]] = {"boolean": [False, True], "null": [None]}
             return few.get(str(schema.get("type")))
@@ -218,7 +249,7 @@ class Equivalents:
                     return None
                 return [f"^[^]{{{value},}}$" if keyword == "minLength" else f"^[^]{{0,{value}}}$"]
             case "$ref":
-                return self.names(self._resolved(value))
+                return self.names(self.resolved(value))
             case "not":
                 refused = self.names(value)
                 return None if refused is None else [f"^(?!{_all_of(refused)})"]
@@ -248,6 +279,15 @@ def _is_of_type(value: object, type_: object) -> bool:
         names = {type(None): "null", bool: "boolean", str: "string"}
         return type_ in (None, names[type(value)])
     return is_number(value) and (type_ in (None, "number") or (type_ == "integer" and isinstance(value, int)))
+
+
+def _types_of(schema: Mapping[str, Any]) -> set[str] | None:
+    """Names of the types that a schema allows, all numbers as one; None: all, or unknown."""
+    given = schema.get("type")
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, list):
+        return None
+    return {"number" if name == "integer" else str(name) for name in names}
 
 
 def _any_of(schemas: list[Any]) -> Any:
