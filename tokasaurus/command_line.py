@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from tokasaurus.config import DEMO, ServerConfig
 from tokasaurus.flags import FlagConfig, FlagError, Setting, not_understood, written
 from tokasaurus.habits import OPTIONS, plain_name
 
@@ -175,8 +176,8 @@ def _is_value(word: str) -> bool:
 
 
 def looks_like_model(word: str) -> bool:
-    """Whether a word is a repository id with its owner, a GGUF file or a directory."""
-    return "/" in word or word.endswith(".gguf") or Path(word).is_dir()
+    """Whether a word is a repository id with its owner, a GGUF file, a directory or the demo model."""
+    return "/" in word or word.endswith(".gguf") or word == DEMO or Path(word).is_dir()
 
 
 def _of_environment(
@@ -215,8 +216,6 @@ def unknown_variables(environment: Mapping[str, str], known: set[str], meant: se
 def _of_file(config_type: type[FlagConfig], path: str, errors: list[str]) -> dict[str, Setting]:
     """The settings in a YAML file. Flags of the server that the command lacks are passed over, so that one file can
     serve several commands."""
-    from tokasaurus.config import ServerConfig
-
     settings: dict[str, Setting] = {}
     try:
         entries = list(_entries(path))

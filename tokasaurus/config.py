@@ -9,6 +9,9 @@ from typing_extensions import Self
 
 from tokasaurus.flags import FlagConfig, Setting, at_least, at_most, count, excludes, flag, installed, matches, needs
 
+DEMO = "demo"
+"""What users write for the demo model, wherever a model is; a directory of this name is ./demo."""
+
 _PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 """The numbers from 1 to 65535. Of a larger one, the system would use the last 16 bits."""
 
@@ -29,7 +32,10 @@ class ServerConfig(FlagConfig):
     )
 
     model: str | None = flag(
-        None, "Hugging Face repo id, directory in its format, or .gguf file", none_means="demo", heading="model"
+        None,
+        "Hugging Face repo id, directory in its format, .gguf file, or demo; ./demo is a directory",
+        none_means="demo",
+        heading="model",
     )
     tokenizer: str | None = flag(None, "source of the tokenizer, written like model=", none_means="model")
     trust_remote_code: bool = flag(

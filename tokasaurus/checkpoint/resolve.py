@@ -31,6 +31,7 @@ from tokasaurus.checkpoint.weight_files import (
     weight_file_names,
     weight_files,
 )
+from tokasaurus.config import DEMO
 from tokasaurus.inherited import module_command
 from tokasaurus.messages.commands import FIRST_VERSION, FileState, UpdateWeights
 from tokasaurus.messages.sampling import NEUTRAL, SamplingParams
@@ -109,7 +110,8 @@ def resolve_checkpoint(
 ) -> Checkpoint:
     """Locate the model's files, downloading them if necessary.
 
-    model: a directory in Hugging Face format, a .gguf file, or a Hugging Face repository id; None = the demo model.
+    model: a directory in Hugging Face format, a .gguf file, a Hugging Face repository id, or "demo"; None = the demo
+    model.
     tokenizer: likewise, the model whose tokenizer to use; None = the model's own.
     on_phase: called with a one-line description before each phase that takes long. on_amount: during downloads.
     rope_scaling: the flag, which replaces the model's rotary scaling.
@@ -121,25 +123,23 @@ def resolve_checkpoint(
     cache cannot be written, and FlagRefused.
     """
     patterns = [*TOKENIZER_PATTERNS, *([CODE_PATTERN] if trust_remote_code else [])]
-    if model is None:
-        name, directory = DEMO_NAME, gguf_directory(demo_gguf(on_phase, on_amount), on_phase)
-    else:
-        name, directory = _locate(model, on_phase, on_amount, patterns, rope_scaling, check)
+    model = DEMO if model is None else model
+    name, directory = _locate(model, on_phase, on_amount, patterns, rope_scaling, check)
     # What is wrong with the files raises here, in the parent, rather than in the worker.
     files = weight_files(directory)
     info = fit_to_tensors(read_model_info(directory, rope_scaling), files, on_phase)
     states = file_states(files)
     check(info)
     sampling = read_sampling_defaults(directory) if applies_sampling else NEUTRAL
-    if applies_sampling and model is None:
+    if applies_sampling and model == DEMO:
         sampling = _DEMO_SAMPLING
     for line in (unread_index(directory), *notes_on_settings(directory, rope_scaling, applies_sampling)):
         if line is not None:
             logger.warning(line)
     tokenizer_directory = directory if tokenizer is None else _locate_tokenizer(tokenizer, on_phase, patterns)
     named = model if tokenizer is None else tokenizer
-    path = None if named is None else Path(named).expanduser()
-    is_converted = path is None or (not path.is_dir() and gguf_file(path) is not None)
+    path = Path(named).expanduser()
+    is_converted = named == DEMO or (not path.is_dir() and gguf_file(path) is not None)
     if not is_converted:  # the conversion of GGUF writes the tokenizer as it must be
         tokenizer_directory = native_tokenizer(tokenizer_directory, on_phase, trust_remote_code)
     return Checkpoint(
@@ -156,9 +156,9 @@ def _locate(
     check: Callable[[ModelInfo], None],
 ) -> tuple[str, Path]:
     """The model's name, and the directory with its configuration and weights. patterns: for its other files."""
-    local = _locate_local("model", model, on_phase)
+    local = _locate_local("model", model, on_phase, on_amount)
     if local is not None:
-        return _name_of(expand_home("model", model)), local
+        return DEMO_NAME if model == DEMO else _name_of(expand_home("model", model)), local
     on_phase(f"looking up {model}")
     # Configuration first, so that an unsupported model is refused before gigabytes are downloaded.
     directory = download_files(model, patterns)
@@ -187,9 +187,10 @@ def _locate_tokenizer(tokenizer: str, on_phase: OnPhase, patterns: list[str]) ->
     return download_files(tokenizer, patterns)
 
 
-def _locate_local(flag: str, name: str, on_phase: OnPhase) -> Path | None:
-    """The directory, if `name` is a local directory or a .gguf file; None if it is a repository id."""
-    path = expand_home(flag, name)
+def _locate_local(flag: str, name: str, on_phase: OnPhase, on_amount: OnAmount = _ignore_amount) -> Path | None:
+    """The directory, if `name` is a local directory or a .gguf file, or the demo model; None if it is a repository
+    id."""
+    path = named_path(flag, name, on_phase, on_amount)
     if path.is_dir():
         return path.resolve()  # a link may lead elsewhere later, when a replica is started again
     if path.is_symlink() and not path.exists():
@@ -201,6 +202,13 @@ def _locate_local(flag: str, name: str, on_phase: OnPhase) -> Path | None:
     if not is_repo_id(name):
         raise CheckpointError(f"{name!r} is neither a directory nor a .gguf file nor a Hugging Face repository id")
     return None
+
+
+def named_path(flag: str, name: str, on_phase: OnPhase = _ignore_phase, on_amount: OnAmount = _ignore_amount) -> Path:
+    """The path that a model's name is, if it is none of a repository; the demo model's file is fetched first.
+
+    Raises CheckpointUnavailable, and FlagRefused if `~` has no meaning."""
+    return demo_gguf(on_phase, on_amount) if name == DEMO else expand_home(flag, name)
 
 
 def gguf_file(path: Path) -> Path | None:

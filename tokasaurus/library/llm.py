@@ -120,7 +120,7 @@ class LLM(Client):
     ) -> None:
         """Returns when the model is loaded.
 
-        model: as `toka model=`: a repository id, a directory or a GGUF file; None for the small demo model.
+        model: as `toka model=`: a repository id, a directory or a GGUF file; "demo" or None for the small demo model.
         concurrency: most prompts that are in the engine at once; None: as many as its scheduler can look ahead over.
         show: print the phases of the start, and warnings, on stderr; log_level="info" shows more.
         flags: of `toka`, such as kv_cache_num_tokens=100_000 or dp_size=2; `toka --help-all` lists them.

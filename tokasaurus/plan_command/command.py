@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,12 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tokasaurus.checkpoint import CheckpointError, ModelInfo, fit_to_tensors, read_model_info, weight_files
-from tokasaurus.checkpoint.cache import expand_home
 from tokasaurus.checkpoint.dequantized import is_plain
 from tokasaurus.checkpoint.info import ADAPTER_CONFIG, read_config
 from tokasaurus.checkpoint.json_files import Fields
 from tokasaurus.checkpoint.quantized.config import SETTINGS_FILES
-from tokasaurus.checkpoint.resolve import download_files, gguf_directory, gguf_file, is_repo_id
+from tokasaurus.checkpoint.resolve import download_files, gguf_directory, gguf_file, is_repo_id, named_path
 from tokasaurus.checkpoint.weight_files import has_weights, read_tensors
 from tokasaurus.messages.status import UserError
 from tokasaurus.model.worker.memory import (
@@ -59,9 +59,7 @@ def plan(config: PlanConfig) -> int:
 def read_info(model: str, rope_scaling: Fields | None = None) -> tuple[ModelInfo, bool]:
     """The model's configuration, and whether config.json alone says so: otherwise it is compared with the headers of
     the weights, which decide whether the LM head is counted. Raises CheckpointError and FlagRefused."""
-    path = expand_home("model", model)
-    if not path.is_dir() and (file := gguf_file(path)) is not None:
-        path = gguf_directory(file)
+    path = _local(model)
     if path.is_file():
         if path.suffix != ".json":
             raise CheckpointError(
@@ -81,6 +79,17 @@ def read_info(model: str, rope_scaling: Fields | None = None) -> tuple[ModelInfo
     return fit_to_tensors(info, weight_files(path)), False
 
 
+def _local(model: str) -> Path:
+    """The directory or file that a model's name is, if it is none of a repository."""
+    path = named_path("model", model, _show_phase)
+    file = None if path.is_dir() else gguf_file(path)
+    return path if file is None else gguf_directory(file)
+
+
+def _show_phase(line: str) -> None:
+    print(f"toka plan: {line}", file=sys.stderr)
+
+
 def planned_sizes(config: PlanConfig, info: ModelInfo) -> Sizes:
     dtype: torch.dtype = getattr(torch, config.dtype)
     kv_cache_dtype = dtype if config.kv_cache_dtype is None else getattr(torch, config.kv_cache_dtype)
@@ -90,9 +99,7 @@ def planned_sizes(config: PlanConfig, info: ModelInfo) -> Sizes:
 def is_quantised(model: str, info: ModelInfo) -> bool:
     """Whether the files' weights are quantised: by their tensors, or where there are none, by config.json. Arguments
     and errors as of `read_info`, which has read the model."""
-    path = expand_home("model", model)
-    if not path.is_dir() and (file := gguf_file(path)) is not None:
-        path = gguf_directory(file)
+    path = _local(model)
     if path.is_dir() and has_weights(path):
         tensors = read_tensors(weight_files(path), info.quantization)
         return not all(map(is_plain, tensors.values()))
