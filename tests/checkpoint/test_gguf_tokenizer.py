@@ -3,7 +3,9 @@
 import functools
 import itertools
 import json
+import re
 import unicodedata
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers.integrations.gguf import convert_gguf_tokenizer
 
 from tokasaurus.checkpoint import CheckpointError
+from tokasaurus.checkpoint.gguf.split_rules import MISSING, RULES
 from tokasaurus.checkpoint.gguf.tokenizer import build_tokenizer, tokenizer_config
 from tokasaurus.checkpoint.resolve import demo_gguf
 
@@ -67,6 +70,240 @@ class SlowEncoder:
                 return [self.ids[part] for part in parts]
             _, position = min(known)
             parts[position : position + 2] = [parts[position] + parts[position + 1]]
+
+
+# As llama.cpp writes the patterns of these names, for its own engine.
+_CONTRACTIONS = f"(?:{CONTRACTIONS})"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{TAIL}"
+_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{TAIL}"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_UP, _LOW = r"((?=[\p{L}])([^a-z]))", r"((?=[\p{L}])([^A-Z]))"
+_DEEPSEEK3 = [
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+]
+_WITHOUT_ENDS = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+LLAMA_CPP: dict[str, Sequence[str]] = {
+    **dict.fromkeys(("llama-bpe", "falcon3", "lfm2", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"), (_QWEN2,)),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "gigachat"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys(("minerva-7b", "mellum2"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), tuple(_DEEPSEEK3)),
+    "deepseek-coder": [
+        *("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}"),
+    ],
+    "falcon": [r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"],
+    "qwen35": [
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|"
+        r"\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    "jais-2": [
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|"
+        r"\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)|\s{4}(?!\S)|"
+        r"\s{1,2}(?!\S)|\s{1}"
+    ],
+    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), (_WITHOUT_ENDS,)),
+    "viking": [_WITHOUT_ENDS, r"\p{N}"],
+    **dict.fromkeys(
+        ("bailingmoe", "bailingmoe2", "llada-moe"),
+        (
+            r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+            r"\s*[\r\n]|\s+(?!\S)|\s+",
+        ),
+    ),
+    "seed-coder": [
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|"
+        r"\s+(?!\S)|\s+"
+    ],
+    "ufakzeka": [rf"[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{TAIL}"],
+    "laguna": ["[^\\n]+|[\\n]+", _QWEN2],
+    "exaone-moe": [
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+    ],
+    "minicpm5": [r"\p{N}{1,3}", rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}+|{TAIL}"],
+    "spark2_5": [*_DEEPSEEK3[:2], _DEEPSEEK3[2].replace(r"[\r\n]*|\s*[\r\n]+", r"|[\r\n]"), r"\p{N}"],
+    "superbpe": [r"\p{N}+", r"(?=(\d{3})+(?!\d))"],
+    "chameleon": [
+        *("<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", r"([\t\n]|    |  )", r"\p{N}"),
+        *(r"[\p{P}!-/:-@\[-`{-~]", _GPT2),
+    ],
+}
+# Its engine has no case beyond ASCII, and no marks, in the patterns of these.
+LLAMA_CPP_OF_ASCII: dict[str, Sequence[str]] = {
+    "tekken": [
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UP}*{_LOW}+|[^\r\n\p{{L}}\p{{N}}]?{_UP}+{_LOW}*|\p{{N}}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    **dict.fromkeys(
+        ("gpt-4o", "llama4", "minimax-m2", "granite-embed-multi-97m"),
+        (
+            rf"[^\r\n\p{{L}}\p{{N}}]?{_UP}*{_LOW}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UP}+{_LOW}*{_CONTRACTIONS}?"
+            r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ),
+    ),
+}
+ASCII_TEXTS = st.text("abAB'tslL 12/.,\n\r\t_", max_size=25)
+KNOWN_SPLITS = {
+    "kimi-k2": ("HelloWorld你好ab's 1234", ["Hello", "World", "你好", "ab's", " ", "123", "4"]),
+    "afmoe": ("a1234567 x日本", ["a", "1", "234", "567", " x", "日本"]),
+    "tiny_aya": ("a 1234567", ["a", " ", "1", "234", "567"]),
+    "cohere2moe": ("xY 1234", ["x", "Y", " ", "1", "234"]),
+    "deepseek-llm": ("Hello, 你好 12", ["Hello", ",", " ", "你好", " ", "1", "2"]),
+    "youtu": ("你好\uff0cAb 12", ["你好", "\uff0c", "Ab", " ", "1", "2"]),
+    "gpt-4o": ("HelloÉcole12345", ["Hello", "École", "123", "45"]),
+}
+NAMES_OF_LLAMA_CPP = [
+    "afmoe",
+    "a.x-4.0",
+    "bailingmoe",
+    "bailingmoe2",
+    "bloom",
+    "chameleon",
+    "chatglm-bpe",
+    "codeshell",
+    "cohere2moe",
+    "command-r",
+    "dbrx",
+    "deepseek-coder",
+    "deepseek-llm",
+    "deepseek-r1-qwen",
+    "deepseek-v3",
+    "default",
+    "exaone",
+    "exaone4",
+    "exaone-moe",
+    "f2llmv2",
+    "falcon",
+    "falcon3",
+    "falcon-h1",
+    "gemma4",
+    "gigachat",
+    "glm4",
+    "gpt-2",
+    "gpt3-finnish",
+    "gpt-4o",
+    "granite-docling",
+    "granite-embed-multi-311m",
+    "granite-embed-multi-97m",
+    "grok-2",
+    "hunyuan",
+    "hunyuan-dense",
+    "hy_v4",
+    "jais",
+    "jais-2",
+    "jina-de",
+    "jina-es",
+    "jina-v1-en",
+    "jina-v2-code",
+    "jina-v2-de",
+    "jina-v2-es",
+    "jina-v5-nano",
+    "joyai-llm",
+    "kanana2",
+    "kimi-k2",
+    "kormo",
+    "laguna",
+    "lfm2",
+    "llada-moe",
+    "llama3",
+    "llama4",
+    "llama-bpe",
+    "llama-v3",
+    "megrez",
+    "mellum",
+    "mellum2",
+    "midm-2.0",
+    "minerva-7b",
+    "minicpm5",
+    "minimax-m2",
+    "modern-bert",
+    "mpt",
+    "olmo",
+    "phi-2",
+    "pixtral",
+    "poro-chat",
+    "qwen2",
+    "qwen35",
+    "refact",
+    "roberta-bpe",
+    "sarvam-moe",
+    "seed-coder",
+    "smaug-bpe",
+    "smollm",
+    "solar-open",
+    "spark2_5",
+    "stablelm2",
+    "starcoder",
+    "superbpe",
+    "talkie",
+    "tekken",
+    "tiny_aya",
+    "trillion",
+    "ufakzeka",
+    "viking",
+    "whitespace",
+    "youtu",
+]
+
+
+def slow_split(patterns: Sequence[str], text: str) -> list[str]:
+    """Each pattern parts the pieces before it into its matches and what is between them."""
+    pieces = [text]
+    for pattern in patterns:
+        parted: list[str] = []
+        for piece in pieces:
+            end = 0
+            for match in regex.finditer(pattern, piece):
+                parted += [piece[end : match.start()], match.group()]
+                end = match.end()
+            parted.append(piece[end:])
+        pieces = [piece for piece in parted if piece]
+    return pieces
+
+
+def pieces_of(rule: str, text: str) -> list[str]:
+    byte_of = {character: byte for byte, character in BYTE_CHARACTERS.items()}
+    words = trained_tokenizer(rule).pre_tokenizer.pre_tokenize_str(text)
+    return [bytes(byte_of[character] for character in word).decode() for word, _ in words]
+
+
+def test_every_name_of_llama_cpp_is_applied_or_refused_with_what_is_missing() -> None:
+    assert sorted({*RULES, *MISSING}) == sorted(NAMES_OF_LLAMA_CPP)
+    assert not RULES.keys() & MISSING.keys()
+    for name in (*MISSING, "new-bpe"):
+        with pytest.raises(CheckpointError, match=re.escape(f"pre-tokenizer {name!r} is not supported: ")) as caught:
+            build_tokenizer({**trained_metadata("gpt-2"), "tokenizer.ggml.pre": name})
+        assert MISSING.get(name, "it is unknown") in str(caught.value)
+
+
+@pytest.mark.parametrize("rule", LLAMA_CPP)
+@given(TEXTS)
+def test_words_are_those_of_llama_cpp(rule: str, text: str) -> None:
+    assert pieces_of(rule, text) == slow_split(LLAMA_CPP[rule], text)
+
+
+@pytest.mark.parametrize("rule", LLAMA_CPP_OF_ASCII)
+@given(ASCII_TEXTS)
+def test_words_of_ascii_are_those_of_llama_cpp(rule: str, text: str) -> None:
+    assert pieces_of(rule, text) == slow_split(LLAMA_CPP_OF_ASCII[rule], text)
+
+
+@pytest.mark.parametrize("rule", KNOWN_SPLITS)
+def test_words_of_other_scripts_and_digits_are_split_as_the_model_was_trained(rule: str) -> None:
+    text, words = KNOWN_SPLITS[rule]
+    assert pieces_of(rule, text) == words
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_every_rule_keeps_all_of_a_text(rule: str) -> None:
+    for text in ("".join(WORDS), *CORPUS, "<sentinel:1>IMGIMGABZ", "한국어 ไทย हिन्दी"):
+        expected = unicodedata.normalize("NFC", text) if RULES[rule].composes else text
+        tokenizer = trained_tokenizer(rule)
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == expected
 
 
 def byte_characters() -> dict[int, str]:

@@ -12,26 +12,13 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tokasaurus.checkpoint.gguf.config import CONTROL_TOKEN
+from tokasaurus.checkpoint.gguf.split_rules import MISSING, RULES, SplitRule
 from tokasaurus.checkpoint.json_files import CheckpointError, write_json
 
 Metadata = Mapping[str, Any]
 
 _USER_DEFINED = 4
 """Type of a token, as CONTROL_TOKEN."""
-
-# Llama 3 groups digits by up to three, Qwen 2 splits them singly; otherwise the rules are equal.
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3, _QWEN2, _SMOLLM, _GPT2 = "llama3", "qwen2", "smollm", "gpt2"
-_RULES = {
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "smollm": _SMOLLM,
-    "gpt-2": _GPT2,
-}
 
 
 def write_tokenizer(metadata: Metadata, directory: Path) -> None:
@@ -48,14 +35,13 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     if not pairs or any(len(pair) != 2 for pair in pairs) or len(vocabulary) != len(tokens):
         raise CheckpointError("the tokenizer's merges are missing or malformed, or a token occurs twice")
-    # Llama 3 encodes a word that is in the vocabulary as one token, even if no merges produce it.
     try:
         merges = [(first, second) for first, second in pairs]
-        bpe = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule == _LLAMA3)
+        bpe = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.keeps_known_words)
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"the tokenizer's merges do not fit its tokens: {error}") from None
     tokenizer = Tokenizer(bpe)
-    if rule == _QWEN2:
+    if rule.composes:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _pre_tokenizer(rule)
     tokenizer.decoder = decoders.ByteLevel()
@@ -88,32 +74,26 @@ def _texts(metadata: Metadata, key: str) -> list[str]:
     return values
 
 
-def _rule(metadata: Metadata) -> str:
+def _rule(metadata: Metadata) -> SplitRule:
     model = metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
         raise CheckpointError(f"tokenizer model {model!r} is not supported, only 'gpt2' (byte-level BPE)")
     name = metadata.get("tokenizer.ggml.pre")
-    if name not in _RULES:
-        raise CheckpointError(f"pre-tokenizer {name!r} is not supported; supported are {', '.join(_RULES)}")
-    return _RULES[name]
+    if name in RULES:
+        return RULES[name]
+    why = MISSING.get("default" if name is None else name, "it is unknown, or newer than this version")
+    raise CheckpointError(f"pre-tokenizer {name!r} is not supported: {why}")
 
 
-def _pre_tokenizer(rule: str) -> pre_tokenizers.PreTokenizer:
-    if rule == _GPT2:
-        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if rule == _SMOLLM:
-        # GPT-2's rule, after splitting off every digit as a word of its own.
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
-    words = Regex(_WORDS % ("{1,3}" if rule == _LLAMA3 else ""))
-    split = pre_tokenizers.Split(words, behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+def _pre_tokenizer(rule: SplitRule) -> pre_tokenizers.PreTokenizer:
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rule.patterns]
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _post_processor(metadata: Metadata, rule: str, tokens: list[str]) -> processors.PostProcessor:
-    """Adds bos before and eos after the text if the metadata say so; Llama 3 gets bos by default."""
+def _post_processor(metadata: Metadata, rule: SplitRule, tokens: list[str]) -> processors.PostProcessor:
+    """Adds bos before and eos after the text if the metadata, or for bos the rule, say so."""
     wanted = {
-        "bos": metadata.get("tokenizer.ggml.add_bos_token", rule == _LLAMA3),
+        "bos": metadata.get("tokenizer.ggml.add_bos_token", rule.adds_bos),
         "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
     }
     ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in wanted if wanted[name]}
