@@ -11,6 +11,7 @@ from tokasaurus.monitoring.progress import Speed
 def view(
     status: str = "in_progress", total: int = 2000, completed: int = 100, failed: int = 3, **fields: Any
 ) -> BatchView:
+    fields = {"num_generated": 5000, **fields}
     return BatchView("batch_1", status, total, completed, failed, 5000, [], False, "24h", **fields)
 
 
@@ -29,9 +30,9 @@ def test_a_line_that_takes_minutes_still_has_a_speed() -> None:
 
 def test_nothing_is_promised_before_a_line_has_finished() -> None:
     speed = Speed()
-    nothing_known = "0 of 2,000 lines done, 0 failed, – tokens/s, – left"
-    assert describe(view(completed=0, failed=0), speed) == nothing_known
-    assert describe(told(0, 4000), speed) == nothing_known
+    lines = "0 of 2,000 lines done, 0 failed"
+    assert describe(view(completed=0, failed=0), speed) == f"{lines}, 5,000 tokens, – tokens/s, – left"
+    assert describe(told(0, 4000), speed) == f"{lines}, 0 of 4,000 tokens, – tokens/s, – left"
     speed.add(0.0, 0, 0)
     speed.add(1.0, 0, 0)
     assert seconds_left(view(completed=0, failed=0), speed) is None
@@ -42,17 +43,18 @@ def test_tokens_of_lines_that_run_count_and_the_servers_expectation_gives_the_ti
     speed = Speed()
     speed.add(0.0, 0, 0)
     speed.add(10.0, 0, 1000)
-    text = "0 of 2,000 lines done, 0 failed, 100.0 tokens/s, 1 min 10 s left"
-    assert describe(told(1000, 8000), speed) == text
-    assert describe(told(1000, None), speed) == "0 of 2,000 lines done, 0 failed, 100.0 tokens/s, – left"
+    lines = "0 of 2,000 lines done, 0 failed"
+    assert describe(told(1000, 8000), speed) == f"{lines}, 1,000 of 8,000 tokens, 100.0 tokens/s, 1 min 10 s left"
+    assert describe(told(1000, None), speed) == f"{lines}, 1,000 tokens, 100.0 tokens/s, – left"
     assert seconds_left(told(1000, 900), speed) == 0, "more than was expected"
+    assert "1,000 of 1,000 tokens" in describe(told(1000, 900), speed)
 
 
 def test_descriptions() -> None:
     speed = Speed()
     speed.add(0.0, 3, 0)
     speed.add(10.0, 103, 8000)
-    text = "103 of 2,000 lines done, 3 failed, 800.0 tokens/s, 3 min 10 s left"
+    text = "103 of 2,000 lines done, 3 failed, 5,000 tokens, 800.0 tokens/s, 3 min 10 s left"
     assert describe(view(), speed) == text
     assert describe(view("validating", 0, 0, 0), speed) == "the input is being validated"
     assert describe(view("cancelling", 0, 0, 0), speed) == "the batch is cancelling"

@@ -181,7 +181,7 @@ def test_cut_lines_and_the_reasons_of_failed_ones_are_counted() -> None:
     outcome.add(result_with(500, {"error": {"message": "oh", "code": None}}))
     outcome.add(result_with(502, {}))
     assert outcome.num_cut == 2
-    assert outcome.failures() == [
+    assert outcome.failures.lines() == [
         "failed: 3 x context_length_exceeded: too long by 0",
         "failed: 1 x batch_expired: it took too long",
         "failed: 1 x oh",

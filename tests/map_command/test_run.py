@@ -62,18 +62,26 @@ def test_rows_with_errors_are_computed_again_with_further_columns(
 ) -> None:
     words = [*write_rows(tmp_path / "in.jsonl", 8), f"base_url={server.url}", "columns=token_ids, seed", "seed=3"]
     with (tmp_path / "in.jsonl").open("a") as file:
-        file.write('no JSON\n{"id": 9, "q": null}\n')
-    assert main(words) == 0
+        file.write('no JSON\n{"id": 9, "q": null}\n{"id": 10, "q": null}\n')
+    assert main(words) == 1, "rows failed"
     rows = [json.loads(line) for line in (tmp_path / "out" / "part-000000.jsonl").read_text().splitlines()]
-    assert [row["error"] is not None for row in rows] == [False] * 8 + [True, True]
+    assert [row["error"] is not None for row in rows] == [False] * 8 + [True] * 3
     assert "line 9 is not JSON" in rows[8]["error"]
     assert (bytes(rows[0]["token_ids"][:3]), rows[0]["seed"], rows[8]["seed"]) == (b"tex", 3, None)
-    assert "8 rows answered, 2 errors" in capsys.readouterr().out
-    write_rows(tmp_path / "in.jsonl", 10)
+    first, *reasons, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("8 rows answered, 3 errors, ")
+    assert [reason.partition(":")[0] for reason in reasons] == ["failed"] * 2
+    assert reasons[0] == "failed: 2 x no_prompt: there is no prompt: the column 'q' is null"
+    assert re.match(r"failed: 1 x bad_row: .*line 9 is not JSON", reasons[1]), reasons
+    again = "with retry_errors=T, the same command computes rows with errors again"
+    assert last == f"the rows are in {tmp_path / 'out'}; {again}"
+    write_rows(tmp_path / "in.jsonl", 11)
     assert main([*words, "retry_errors=T"]) == 0
-    assert "2 rows answered, 0 errors, 8 done before" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "3 rows answered, 0 errors, 8 done before" in out
+    assert "failed" not in out
     assert [(row["id"], row["answer"], row["error"]) for row in read_rows(tmp_path / "out")] == [
-        (number, f"text {number}", None) for number in range(10)
+        (number, f"text {number}", None) for number in range(11)
     ]
     assert main([*(word for word in words if "columns=" not in word), "columns=ids"]) == 1
     assert "columns: 'ids' must be one of token_ids, logprobs" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokasaurus.monitoring.progress import Speed, make_display, show_rate, show_time
+from tokasaurus.monitoring.progress import Speed, make_display, show_rate, show_time, show_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ def seconds_left(batch: BatchView, speed: Speed) -> float | None:
 
 
 def describe(batch: BatchView, speed: Speed) -> str:
-    """`120 of 2,000 lines done, 3 failed, 812.4 tokens/s, 2 min 10 s left`; failed lines are done, too. What is not
-    known yet is –."""
+    """`120 of 2,000 lines done, 3 failed, 9,600 of 160,000 tokens, 812.4 tokens/s, 3 min 5 s left`; failed lines are
+    done, too. Tokens are done of expected. What is not known yet is –."""
     if batch.status == "validating":
         return "the input is being validated"
     if batch.num_lines == 0:  # a server that does not count them at once, or a batch without any
@@ -63,6 +63,7 @@ def describe(batch: BatchView, speed: Speed) -> str:
     text = f"{batch.num_done:,} of {batch.num_lines:,} lines done, {batch.num_failed:,} failed"
     if batch.status != "in_progress":
         return f"{text}, {batch.status}"
+    text = f"{text}, {show_tokens(batch.num_generated, batch.num_expected)}"
     return f"{text}, {show_rate(speed.tokens_per_s())} tokens/s, {show_time(seconds_left(batch, speed))} left"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,10 +13,9 @@ import orjson
 from tokasaurus.batch_command.errors import CommandError, InputRefused, NothingToContinue
 from tokasaurus.batch_command.input_file import fingerprint, show_errors
 from tokasaurus.batch_command.progress import BatchView
+from tokasaurus.library.counts import Failures
 from tokasaurus.server.jobs.store.data_dir import NewFile
 
-MAX_PRINTED_REASONS = 10
-_MAX_REASON_CHARS = 200
 # Codes of our server for failures that the input did not cause.
 _NOT_THE_INPUTS = ("validation_failed", "input_file_missing")
 
@@ -31,9 +29,7 @@ class Outcome:
     def __init__(self) -> None:
         self.num_cut = 0
         """Lines where at least one choice ended at max_tokens or at the end of the context."""
-        self._reasons: Counter[str] = Counter()
-        self._messages: dict[str, str] = {}
-        """The first message of each reason."""
+        self.failures = Failures()
 
     def add(self, line: bytes) -> None:
         """line: a result as OpenAI's batches have it."""
@@ -47,20 +43,7 @@ class Outcome:
             self.num_cut += "length" in reasons
             return
         message = " ".join(str(error.get("message") or f"status {response.get('status_code')}").split())
-        reason = str(error.get("code") or error.get("type") or message)[:_MAX_REASON_CHARS]
-        self._reasons[reason] += 1
-        self._messages.setdefault(reason, message[:_MAX_REASON_CHARS])
-
-    def failures(self) -> list[str]:
-        """A line for each reason, the most frequent first, up to MAX_PRINTED_REASONS."""
-        lines = [
-            f"failed: {count:,} x {reason}"
-            + ("" if self._messages[reason] == reason else f": {self._messages[reason]}")
-            for reason, count in self._reasons.most_common(MAX_PRINTED_REASONS)
-        ]
-        if len(self._reasons) > MAX_PRINTED_REASONS:
-            lines.append(f"failed: {len(self._reasons) - MAX_PRINTED_REASONS} more reasons")
-        return lines
+        self.failures.add(str(error.get("code") or error.get("type") or message), message)
 
 
 class OutputFile(NewFile):

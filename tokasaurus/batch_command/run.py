@@ -238,7 +238,7 @@ class _Run:
         lines = "line" if view.num_completed == 1 else "lines"
         counts = f"{view.num_completed:,} {lines} completed{cut}, {view.num_failed:,} failed"
         sums = f"{view.output_tokens:,} tokens, {seconds:.1f} s, {rate:,.1f} tokens/s"
-        return "\n".join([f"{counts}, {sums}", *outcome.failures(), f"the results are in {self._output}"])
+        return "\n".join([f"{counts}, {sums}", *outcome.failures.lines(), f"the results are in {self._output}"])
 
     def _open_own(self, stack: ExitStack, progress: Progress) -> OwnBatch:
         """The batch in the run's own data directory, which is written down, and a server that runs it."""

@@ -1,8 +1,40 @@
-"""How far a call is, in numbers."""
+"""How far a call is, in numbers, and why rows of it failed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+
+MAX_PRINTED_REASONS = 10
+_MAX_REASON_CHARS = 200
+
+
+class Failures:
+    """Why rows or lines failed, and how many of each reason."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._messages: dict[str, str] = {}
+        """The first message of each reason."""
+
+    def add(self, code: str, message: str) -> None:
+        """code: a word for the reason; the message itself if there is none."""
+        reason = code[:_MAX_REASON_CHARS]
+        self._counts[reason] += 1
+        if reason not in self._messages:
+            self._messages[reason] = " ".join(message.split())[:_MAX_REASON_CHARS]
+
+    def lines(self) -> list[str]:
+        """`failed: 3 x context_length_exceeded: …` for each reason with its first message, the most frequent first, up
+        to MAX_PRINTED_REASONS."""
+        lines = [
+            f"failed: {count:,} x {reason}"
+            + ("" if self._messages[reason] == reason else f": {self._messages[reason]}")
+            for reason, count in self._counts.most_common(MAX_PRINTED_REASONS)
+        ]
+        if len(self._counts) > MAX_PRINTED_REASONS:
+            lines.append(f"failed: {len(self._counts) - MAX_PRINTED_REASONS} more reasons")
+        return lines
 
 
 @dataclass(slots=True)
@@ -17,3 +49,5 @@ class Counts:
     num_errors: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    failures: Failures = field(default_factory=Failures)
+    """Of the rows with errors."""

@@ -20,7 +20,8 @@ from tokasaurus.processes.stop_signals import Stopped, signals_raise
 def run_map(config: MapConfig, words: list[str]) -> int:
     """Run the job to its end; call from the main thread. Returns the exit code. Raises FlagError.
 
-    0: every row is in the output. 1: not; one line on stderr says why. 2: the engine refused a flag or
+    0: every row is in the output, and none of this call has an error. 1: not; the last lines on stdout or one line on
+    stderr say why. 2: the engine refused a flag or
     the model. 128 + N: stopped by signal N."""
     sampling = _sampling(config)
     try:
@@ -35,7 +36,7 @@ def run_map(config: MapConfig, words: list[str]) -> int:
         print("toka map: stopped; the same command continues where it was", file=sys.stderr)
         return 128 + stopped.number
     print(_describe(summary))
-    return 0
+    return 1 if summary.num_errors else 0
 
 
 def _sampling(config: MapConfig) -> Sampling:
@@ -79,10 +80,10 @@ def _describe(summary: MapSummary) -> str:
     errors = "1 error" if summary.num_errors == 1 else f"{summary.num_errors:,} errors"
     skipped = f", {summary.num_skipped:,} done before" if summary.num_skipped else ""
     rate = summary.output_tokens / max(summary.seconds, 1e-9)
-    return (
-        f"{num_answered:,} {rows} answered, {errors}{skipped}, {summary.output_tokens:,} tokens, "
-        f"{summary.seconds:.1f} s, {rate:,.1f} tokens/s\nthe rows are in {summary.output}"
-    )
+    sums = f"{summary.output_tokens:,} tokens, {summary.seconds:.1f} s, {rate:,.1f} tokens/s"
+    again = "; with retry_errors=T, the same command computes rows with errors again" if summary.num_errors else ""
+    first, last = f"{num_answered:,} {rows} answered, {errors}{skipped}, {sums}", f"the rows are in {summary.output}"
+    return "\n".join([first, *summary.reasons, f"{last}{again}"])
 
 
 def _one_line(error: BaseException) -> str:

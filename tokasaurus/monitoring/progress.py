@@ -54,6 +54,12 @@ def show_rate(per_s: float | None) -> str:
     return "–" if per_s is None else f"{per_s:,.1f}"
 
 
+def show_tokens(num_done: int, num_expected: float | None) -> str:
+    """`9,600 of 160,000 tokens`; without the number of expected ones if that is not known."""
+    expected = "" if num_expected is None else f" of {max(num_done, round(num_expected)):,}"
+    return f"{num_done:,}{expected} tokens"
+
+
 def show_time(seconds: float | None) -> str:
     """The time in its two largest units; – for what is not known."""
     if seconds is None:

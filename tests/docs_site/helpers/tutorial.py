@@ -42,7 +42,7 @@ VARYING = (
     r"\d+\.\d(?=%)",
 )
 """Times and rates; what of a job was done when it was killed; shares of random samples."""
-PROGRESS = re.compile(r"[\d,]+ of [\d,]+ rows done, 0 errors, \S+ tokens/s(?:, .* left)?")
+PROGRESS = re.compile(r"[\d,]+ of [\d,]+ rows done, 0 errors, [\d,]+(?: of [\d,]+)? tokens, \S+ tokens/s(?:, .* left)?")
 """A line of `map`: there may be more or fewer of them, and a page may leave them out."""
 _BLOCK = re.compile(r'^```(\w*)(?: title="([^"]*)")?\n(.*?)^```$', flags=re.MULTILINE | re.DOTALL)
 _ANY_LINES = ("…", "...")

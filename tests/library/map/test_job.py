@@ -76,6 +76,8 @@ def test_every_row_has_its_own_answer(given: str, key: str | None, output: Path,
     assert (summary.num_rows, summary.num_skipped, summary.num_errors) == (3_000, 0, 60)
     assert (summary.prompt_tokens, summary.output_tokens) == (3 * 2_940, 2 * 2_940)
     assert summary.output == output
+    (reason,) = summary.reasons
+    assert re.fullmatch(r"failed: 60 x length: 'too long \d+' is too long", reason)
     written = read_output(output)
     number_of = {row["id"]: number for number, row in enumerate(rows)}
     written.sort(key=lambda row: number_of[row["id"]])

@@ -39,7 +39,7 @@ from tokasaurus.library.map.sources import (
 )
 from tokasaurus.library.model_files import ModelFiles
 from tokasaurus.library.requests import Answer, BadPrompt, RequestFormat, RequestLine
-from tokasaurus.library.results import row_error
+from tokasaurus.library.results import RowError, row_error
 from tokasaurus.processes.group import STOP_NUMBERS
 from tokasaurus.text.exact_json import loads
 
@@ -247,7 +247,7 @@ class _Job:
         batch, first = self._batch.batch, self._batch.num_asked
         asked = self._ask(self._batch)
         hashes = self._batch.hashes[first : first + len(asked)]
-        hashed = [_NO_IDENTITY if isinstance(line, str) else line.identity() for line in asked]
+        hashed = [line.identity() if isinstance(line, RequestLine) else _NO_IDENTITY for line in asked]
         identities = np.frombuffer(b"".join(hashed), "<u8")[::2]
         is_done, finished = self._output.skip_done(batch, first, hashes, identities)
         self._batch.num_asked += len(asked)
@@ -260,12 +260,12 @@ class _Job:
             if is_skipped:
                 continue
             row = MapRow(batch.first_number + index, batch, index, key_hash, identity)
-            if isinstance(line, str):
-                row.error = line
-                failed.append(row)
-            else:
+            if isinstance(line, RequestLine):
                 lines.append(line)
                 self._unfinished[line.number] = row
+            else:
+                _fail(row, line)
+                failed.append(row)
         lines.sort(key=attrgetter("body"))  # so that rows with a common prefix are neighbours
         self._unsent.extend(lines)
         self._counts.num_skipped += len(asked) - len(lines) - len(failed)
@@ -302,23 +302,25 @@ class _Job:
         is_own[list(wrong)] = False
         return np.where(is_own, found, hashes)
 
-    def _ask(self, opened: _OpenBatch) -> list[RequestLine | str]:
+    def _ask(self, opened: _OpenBatch) -> list[RequestLine | RowError]:
         """The line of each of the next rows, or why it has none."""
         number, errors = opened.batch.first_number, opened.batch.errors
         make, to_line = self._prompts.make, self._format.line
-        asked: list[RequestLine | str] = []
+        asked: list[RequestLine | RowError] = []
         deadline_s = time.monotonic() + _MAX_ASK_S
         for index in range(opened.num_asked, len(opened.rows)):
             if asked and time.monotonic() > deadline_s:
                 break
             row = opened.rows[index]
             if index in errors:
-                asked.append(_shortened(errors[index]))
+                asked.append(RowError("bad_row", errors[index]))
                 continue
             try:
                 asked.append(to_line(number + index, make(row)))
-            except (NoPrompt, BadPrompt) as error:
-                asked.append(_shortened(str(error)))
+            except NoPrompt as error:
+                asked.append(RowError("no_prompt", str(error)))
+            except BadPrompt as error:
+                asked.append(RowError(error.code, str(error)))
         return asked
 
     def _store(self, answers: Sequence[Answer]) -> None:
@@ -333,7 +335,10 @@ class _Job:
             self._output.add(rows, self._rows_to_come, is_new)
         if is_new:
             self._counts.num_finished += len(rows)
-            self._counts.num_errors += sum(row.error is not None for row in rows)
+            for row in rows:
+                if row.error is not None:
+                    self._counts.num_errors += 1
+                    self._counts.failures.add(row.error_code or "unknown", row.error)
 
     def _rows_to_come(self) -> Iterator[MapRow]:
         unasked = () if self._batch is None else self._batch.rows_to_come()
@@ -351,23 +356,22 @@ class _Job:
         row = self._unfinished.pop(answer.line.number)
         body = answer.body
         if answer.status != 200:
-            row.error = _shortened(row_error(answer.status, body).message)
-            return row
+            return _fail(row, row_error(answer.status, body))
         try:
             texts = [_text_of(choice) for choice in body["choices"]]
             reasons = [choice["finish_reason"] for choice in body["choices"]]
             if self._further:
                 result = self._format.result(answer, None, None)
                 if result.error is not None:
-                    row.error = _shortened(result.error.message)
-                    return row
+                    return _fail(row, result.error)
                 row.more = further_values(result.samples, self._further, self._is_list)
             usage = body["usage"]
             self._counts.prompt_tokens += usage["prompt_tokens"]
             self._counts.output_tokens += usage["completion_tokens"]
             row.answer, row.finish_reason = (texts, reasons) if self._is_list else (texts[0], reasons[0])
         except (LookupError, TypeError) as error:
-            row.error = f"the server's answer cannot be read: {type(error).__name__}: {error}"
+            reason = f"the server's answer cannot be read: {type(error).__name__}: {error}"
+            return _fail(row, RowError("bad_answer", reason))
         return row
 
     def _lose_rest(self, error: ServerError) -> None:
@@ -383,7 +387,7 @@ class _Job:
         lost = list(self._unfinished.values())
         self._unfinished.clear()
         for row in lost:
-            row.error = str(error)
+            _fail(row, RowError("server_lost", str(error)))
         with self._storing():
             self._add(lost)
 
@@ -393,10 +397,12 @@ def _text_of(choice: dict[str, Any]) -> str | None:
     return text
 
 
-def _shortened(text: str) -> str:
-    """An error's message as it is stored: it may quote any text of the row."""
+def _fail(row: MapRow, error: RowError) -> MapRow:
+    """The row, with the error as it is stored: its message may quote any text of the row."""
+    text = error.message
     text = text if len(text) <= _MAX_ERROR_CHARS else text[: _MAX_ERROR_CHARS - 3] + "..."
-    return cast(str, without_surrogates(text))
+    row.error, row.error_code = cast(str, without_surrogates(text)), error.code
+    return row
 
 
 class _Signals:

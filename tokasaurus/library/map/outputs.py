@@ -37,6 +37,9 @@ class MapSummary:
     """Time that this call has taken."""
     output: Path
     """The directory."""
+    reasons: tuple[str, ...] = ()
+    """Why rows of this call have an error: a line for each kind of error with its count, the most frequent first, up to
+    ten."""
 
 
 NO_REQUEST = 0
@@ -167,6 +170,7 @@ class StoredOutput:
             counts.output_tokens,
             seconds,
             self._journal.output,
+            tuple(counts.failures.lines()),
         )
 
     def stop(self, is_orderly: bool) -> None:

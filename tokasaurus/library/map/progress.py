@@ -9,7 +9,7 @@ from types import TracebackType
 
 from tokasaurus.library.bulk import Progress
 from tokasaurus.library.counts import Counts
-from tokasaurus.monitoring.progress import NoDisplay, Speed, make_display, show_rate, show_time
+from tokasaurus.monitoring.progress import NoDisplay, Speed, make_display, show_rate, show_time, show_tokens
 
 FIRST_S = 3.0
 """Time until something is shown of a call that is no `map`."""
@@ -52,8 +52,7 @@ class MapProgress:
             self._shown = counts
 
     def _show(self, counts: Counts, num_in_flight: int, told: Progress | None, is_last: bool = False) -> None:
-        num_generated = counts.output_tokens + (0 if told is None else told.num_generated)
-        self._speed.add(time.monotonic(), counts.num_finished, num_generated)
+        self._speed.add(time.monotonic(), counts.num_finished, _num_tokens(counts, told))
         text = describe(counts, num_in_flight, told, self._num_rows, self._speed)
         self._display.show(text, counts.num_finished + counts.num_skipped, self._num_rows, is_last)
 
@@ -90,29 +89,41 @@ class ShownCall:
 
 
 def describe(counts: Counts, num_in_flight: int, told: Progress | None, num_rows: int | None, speed: Speed) -> str:
-    """`120 of 2,000 rows done, 3 errors, 812.4 tokens/s, 2 min 10 s left`; rows with errors are done, too. What is not
-    known is –."""
+    """`120 of 2,000 rows done, 3 errors, 9,600 of 160,000 tokens, 812.4 tokens/s, 3 min 5 s left`; rows with errors are
+    done, too. Tokens are of this call, done of expected. What is not known is –."""
     num_done = counts.num_finished + counts.num_skipped
     total = "" if num_rows is None else f" of {num_rows:,}"
     errors = "1 error" if counts.num_errors == 1 else f"{counts.num_errors:,} errors"
-    rate = show_rate(speed.tokens_per_s())
-    left = ""
+    num_tokens, expected, left = _num_tokens(counts, told), None, ""
     if num_rows is not None and num_done < num_rows:
+        expected = expected_tokens(counts, num_in_flight, told, num_rows)
         left = f", {show_time(seconds_left(counts, num_in_flight, told, num_rows, speed))} left"
-    return f"{num_done:,}{total} rows done, {errors}, {rate} tokens/s{left}"
+    tokens, rate = show_tokens(num_tokens, expected), show_rate(speed.tokens_per_s())
+    return f"{num_done:,}{total} rows done, {errors}, {tokens}, {rate} tokens/s{left}"
+
+
+def expected_tokens(counts: Counts, num_in_flight: int, told: Progress | None, num_rows: int) -> float | None:
+    """Output tokens of the call at its end. None until there is a basis: the tokens that the scheduler expects of the
+    rows in flight, and for all others, the mean of the rows that have an answer."""
+    num_left = max(0, num_rows - counts.num_finished - counts.num_skipped)
+    num_answered = counts.num_finished - counts.num_errors
+    if told is None or not told.num_requests or told.num_expected is None:
+        return None
+    mean = counts.output_tokens / num_answered if num_answered else told.num_expected / told.num_requests
+    in_flight = max(told.num_expected, told.num_generated)
+    return counts.output_tokens + in_flight + max(0, num_left - num_in_flight) * mean
 
 
 def seconds_left(
     counts: Counts, num_in_flight: int, told: Progress | None, num_rows: int, speed: Speed
 ) -> float | None:
-    """None until there is a basis: the tokens that the scheduler expects of the rows in flight, and for all others, the
-    mean of the rows that have an answer."""
-    num_left = max(0, num_rows - counts.num_finished - counts.num_skipped)
-    num_unsent = max(0, num_left - num_in_flight)
+    """None until there is a basis: the expected tokens, or the rows that have been seen to finish."""
     tokens_per_s, rows_per_s = speed.tokens_per_s(), speed.items_per_s()
-    num_answered = counts.num_finished - counts.num_errors
-    expected = None if told is None or not told.num_requests else told.num_expected
-    if tokens_per_s and told is not None and expected is not None:
-        mean = counts.output_tokens / num_answered if num_answered else expected / told.num_requests
-        return (max(0, expected - told.num_generated) + num_unsent * mean) / tokens_per_s
-    return num_left / rows_per_s if rows_per_s else None
+    expected = expected_tokens(counts, num_in_flight, told, num_rows)
+    if tokens_per_s and expected is not None:
+        return (expected - _num_tokens(counts, told)) / tokens_per_s
+    return max(0, num_rows - counts.num_finished - counts.num_skipped) / rows_per_s if rows_per_s else None
+
+
+def _num_tokens(counts: Counts, told: Progress | None) -> int:
+    return counts.output_tokens + (0 if told is None else told.num_generated)

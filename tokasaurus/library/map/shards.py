@@ -56,6 +56,8 @@ class MapRow:
     answer: Answers = None
     finish_reason: Answers = None
     error: str | None = None
+    error_code: str | None = None
+    """A word for the error. Only of rows that this call has finished."""
     more: list[Any] | None = None
     """Its values in the further columns of the answers; None if all are null."""
 
