@@ -34,6 +34,30 @@ def test_errors_of_every_route_have_openai_shape(
     assert assert_openai_error(response.content)["code"] == code
 
 
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/files", "GET, POST"),
+        ("/v1/files/file-1", "DELETE, GET"),
+        ("/v1/batches", "GET, POST"),
+        ("/v1/responses/resp_1", "DELETE, GET"),
+        (CHAT, "POST"),
+        ("/health", "GET"),
+    ],
+)
+@pytest.mark.parametrize(("method", "status"), [("PATCH", 405), ("OPTIONS", 204)])
+def test_allow_names_the_methods_of_all_routes_of_a_path(
+    shared_server: LiveServer, method: str, status: int, path: str, allowed: str
+) -> None:
+    answer = shared_server.http.request(method, path)
+    assert (answer.status_code, answer.headers["allow"]) == (status, allowed)
+
+
+def test_a_path_of_another_server_has_no_methods(shared_server: LiveServer) -> None:
+    answer = shared_server.http.post("/v1/responses/compact", json={"input": "a"})
+    assert (answer.status_code, "allow" in answer.headers) == (404, False)
+
+
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 def test_unknown_model_returns_404(shared_server: LiveServer, route: str) -> None:
     response = shared_server.http.post(route, json=minimal_body(route) | {"model": "gpt-4o"})

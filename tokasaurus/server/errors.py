@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
-from tokasaurus.server.paths import paths_of
+from tokasaurus.server.paths import methods_at, paths_of
 from tokasaurus.server.unknown_paths import closest_path, of_other_server
 from tokasaurus.server.value_words import MAX_ECHO_CHARS, told_together, words_for
 from tokasaurus.text.json_lines import write_json
@@ -314,9 +314,11 @@ def add_error_handlers(app: FastAPI) -> None:
     async def on_http_error(request: Request, error: Exception) -> Response:
         """Errors raised by the router: unknown route, wrong method."""
         assert isinstance(error, HTTPException)
-        path, status = request.url.path, error.status_code
+        path, status, headers = request.url.path, error.status_code, error.headers
+        if status == 405:  # the router names the methods of one route alone
+            headers = {"Allow": ", ".join(methods_at(app.router.routes, request.scope))}
         if request.method == "OPTIONS" and (status == 405 or request.scope["path"] == "*"):
-            return Response(status_code=204, headers=error.headers)  # which has Allow: RFC 9110, section 9.3.7
+            return Response(status_code=204, headers=headers)  # RFC 9110, section 9.3.7
         route = f"{request.method} {shorten(path)}"
         message, code = str(error.detail), None
         known = paths_of(app.router.routes)
@@ -324,10 +326,10 @@ def add_error_handlers(app: FastAPI) -> None:
         if status == 405 and advice is None:
             message = f"method not allowed: {route}"
         elif status in (404, 405):  # a route may have the path of another server's by its parameter
-            status, code = 404, "unknown_url"  # as OpenAI names it
+            status, code, headers = 404, "unknown_url", None  # as OpenAI names it
             advice = advice or closest_path(path, known)
             message = f"unknown route: {route}" if advice is None else f"unknown route: {route}: {advice}"
-        return _respond(status, ErrorObject(message, "invalid_request_error", None, code), error.headers)
+        return _respond(status, ErrorObject(message, "invalid_request_error", None, code), headers)
 
     async def on_client_gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=499)  # nginx's status for a closed connection; nobody reads it

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 _SLASHES = re.compile("/{2,}")
@@ -18,6 +18,12 @@ def squeeze_slashes(path: str) -> str:
 def paths_of(routes: Iterable[BaseRoute]) -> list[str]:
     """The paths of an application's routes, with names of parameters in braces."""
     return [route.path for route in routes if isinstance(route, Route)]
+
+
+def methods_at(routes: Iterable[BaseRoute], scope: Scope) -> list[str]:
+    """The methods that an application's routes have for the path of a request, sorted."""
+    there = (route for route in routes if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE)
+    return sorted({method for route in there for method in route.methods or ()})
 
 
 class PathMiddleware:
