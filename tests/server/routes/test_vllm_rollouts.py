@@ -69,13 +69,14 @@ def test_they_are_refused_until_the_engine_is_up(served_model: ServedModel, path
     ("body", "param", "words"),
     [
         ({"method": "report_device_id"}, "method", "start_weight_update"),
-        ({"method": 5}, "method", "start_weight_update"),
-        ({"method": "update_weights_nccl"}, "kwargs.update_info", "update_info"),
+        ({"method": 5}, "method", "must be a string"),
+        ({"method": None}, "method", "must be a string"),
+        ({"method": "update_weights_nccl"}, "kwargs.update_info", "is required for update_weights_nccl"),
         ({"method": "update_weights_ipc", "kwargs": {"update_info": {"names": ["a"]}}}, "", "NCCL"),
         (
             {"method": "skyrl_finish_weight_update", "kwargs": {"update_info": {"weight_dir": "/a"}}},
             "kwargs.update_info",
-            "not with finish_weight_update",
+            "does not go with skyrl_finish_weight_update",
         ),
         ({"method": "update_weights", "args": ["/a"]}, "args", "not implemented"),
         ({}, "method", "required"),

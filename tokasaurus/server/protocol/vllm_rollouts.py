@@ -257,11 +257,12 @@ RpcMethod = Literal[
 
 
 def _parse_method(value: object) -> object:
+    if not isinstance(value, str):
+        raise value_error("must be a string: the name of a method")
     if value not in get_args(RpcMethod):
-        shown = repr(value[:MAX_ECHO_CHARS]) if isinstance(value, str) else "this"
         raise not_implemented(
-            f"may not be {shown}: workers run no methods of a client. {', '.join(get_args(RpcMethod))} do what the "
-            "routes of these names do; other work has routes of its own"
+            f"may not be {value[:MAX_ECHO_CHARS]!r}: workers run no methods of a client. Only "
+            f"{', '.join(get_args(RpcMethod))} are served, as the routes that update weights"
         )
     return value
 

@@ -180,14 +180,16 @@ async def collective_rpc(request: Request, body: RpcRequest) -> JSONResponse:
     state = ready_state_of(request)
     step = body.method.removeprefix("skyrl_")
     update = body.kwargs.update_info
-    if (update is not None) != step.startswith("update_weights"):
-        raise InvalidRequest(f"kwargs.update_info goes with update_weights, not with {step}", "kwargs.update_info")
-    if step == "start_weight_update":
-        await state.rollouts.start_update()
-    elif step == "finish_weight_update":
-        await state.rollouts.finish_update()
-    elif update is not None:
+    if step.startswith("update_weights"):
+        if update is None:
+            raise InvalidRequest(f"kwargs.update_info is required for {body.method}", "kwargs.update_info")
         await _update(state, update, "kwargs.update_info.")
+    elif update is not None:
+        raise InvalidRequest(f"kwargs.update_info does not go with {body.method}", "kwargs.update_info")
+    elif step == "start_weight_update":
+        await state.rollouts.start_update()
+    else:
+        await state.rollouts.finish_update()
     return JSONResponse({"results": [None] * _world_size(state, include_dp=True)})
 
 
