@@ -171,6 +171,16 @@ def test_with_thinking_enabled_what_is_continued_begins_with_thinking(live: Live
     prompt_of(live, ROUTE, [user("Sun?"), assistant("It"), user("Why?")], thinking=ENABLED)
 
 
+def test_a_format_describes_a_whole_answer_and_not_the_rest_of_one(live: LiveServer) -> None:
+    """Anthropic's reference: structured outputs do not go with the start of an answer."""
+    format_ = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    start = [user("Sun?"), assistant("{")]
+    check_refused(live, start, "output_config.format describes a whole answer", output_config=format_)
+    prompt_of(live, ROUTE, start[:1], output_config=format_)
+    prompt_of(live, ROUTE, [*start[:1], assistant("")], output_config=format_)
+    prompt_of(live, ROUTE, start, output_config=format_, continue_final_message=False)
+
+
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
@@ -222,6 +232,12 @@ def test_each_call_has_one_result_at_the_beginning_of_the_next_turn(
     live: LiveServer, messages: list[Any], words: str
 ) -> None:
     check_refused(live, messages, words)
+
+
+def test_very_many_missing_results_are_not_all_named(live: LiveServer) -> None:
+    calls = [use(f"{index:04}") for index in range(3000)]
+    check_refused(live, [user("a"), assistant(*calls), user("b")], "none for '0000', '0001', ")
+    check_refused(live, [user("a"), assistant(*calls), user("b")], "'0009' and 2990 others")
 
 
 @pytest.mark.parametrize(

@@ -344,7 +344,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [DOCUMENT | {"citations": {"enabled": True}}]}]}, "citations"),
     ({"messages": [{"role": "user", "content": [FOUND | {"content": [{"type": "image"}]}]}]}, "'image'"),
     ({"messages": [{"role": "assistant", "content": [DOCUMENT]}]}, "does not go with the role assistant"),
-    ({"messages": [HELLO], "system": [DOCUMENT]}, "'document'"),
+    (
+        {"messages": [HELLO], "system": [DOCUMENT]},
+        "here: only blocks of type text are",
+    ),
+    ({"fallbacks": "x"}, 'fallbacks must be "default" or a list'),
     ({"tools": [{"type": "bash_20250124", "name": "sh"}]}, "must be 'bash'"),
     ({"tools": [{"type": "bash_20250124"}]}, "tools[0].name is required"),
     ({"tools": [{"type": "computer_20250124", "name": "computer"}]}, "computer_20250124"),

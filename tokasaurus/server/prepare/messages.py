@@ -18,7 +18,6 @@ from tokasaurus.server.protocol.messages import (
     MessagesRequest,
     RedactedThinkingInput,
     TextBlockInput,
-    ThinkingConfig,
     ThinkingInput,
     ToolResultInput,
     ToolUseInput,
@@ -26,6 +25,7 @@ from tokasaurus.server.protocol.messages import (
 )
 from tokasaurus.server.protocol.tools import CalledFunction, MessageToolCall
 from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.value_words import MAX_TOLD
 
 # Chat field → the field here.
 _NAMES: Mapping[str, str] = {"response_format": "output_config.format", "stop": "stop_sequences"}
@@ -59,7 +59,7 @@ def _chat_body(body: MessagesRequest | CountTokensRequest) -> ChatCompletionRequ
             turns.pop()
         else:
             continues = True
-            _check_start(turns[-1], thinking)
+            _check_start(turns[-1], body)
     return chat_of(
         body,
         messages=_to_messages(body.system, turns),
@@ -137,14 +137,20 @@ def _is_asked_for_start(body: TemplateFields) -> bool:
     return body.add_generation_prompt is not None or not names.isdisjoint(body.apply_chat_template_overrides)
 
 
-def _check_start(turn: _Turn, thinking: ThinkingConfig | None) -> None:
+def _check_start(turn: _Turn, body: MessagesRequest | CountTokensRequest) -> None:
     """Raises InvalidRequest unless an answer may continue this turn of the assistant."""
     first, last = turn.parts[0].block, turn.parts[-1].block
+    if body.output_config.format is not None:
+        raise InvalidRequest(
+            f"output_config.format describes a whole answer, and the answer would continue {turn.place}: leave one of "
+            "them out",
+            "output_config.format",
+        )
     if isinstance(last, _THOUGHTS):
         raise InvalidRequest(
             f"{turn.place} must not end with a block of type {last.type}: the answer continues a text", turn.place
         )
-    if thinking is not None and thinking.type == "enabled" and not isinstance(first, _THOUGHTS):
+    if body.thinking is not None and body.thinking.type == "enabled" and not isinstance(first, _THOUGHTS):
         raise InvalidRequest(
             f"{turn.place} must begin with a block of type thinking, since thinking is enabled and the answer "
             "continues this message",
@@ -222,9 +228,10 @@ def _results(turn: _Turn, unanswered: set[str]) -> list[ChatMessage]:
 
 def _missing_result(ids: Collection[str], turn: _Turn) -> InvalidRequest:
     """turn: the one that should have them."""
-    shown = ", ".join(sorted(repr(shorten(id_)) for id_ in ids))
+    shown = ", ".join(repr(shorten(id_)) for id_ in sorted(ids)[:MAX_TOLD])
+    more = f" and {len(ids) - MAX_TOLD} others" if len(ids) > MAX_TOLD else ""
     return InvalidRequest(
-        f"{turn.place}: each tool_use needs a tool_result in the message that follows: there is none for {shown}",
+        f"{turn.place}: each tool_use needs a tool_result in the message that follows: there is none for {shown}{more}",
         turn.place,
     )
 

@@ -203,7 +203,8 @@ def _parse_block(value: object, models: Mapping[str, type[BlockInput]] = _BLOCK_
     if kind not in models:
         here = "" if kind not in _BLOCK_MODELS else " here"
         raise not_implemented(
-            f"is of type {kind[:MAX_ECHO_CHARS]!r}, which is not implemented{here}: only {', '.join(models)} are"
+            f"is of type {kind[:MAX_ECHO_CHARS]!r}, which is not implemented{here}: only blocks of type "
+            f"{', '.join(models)} are"
         )
     return models[kind].model_validate(value)
 
@@ -429,6 +430,11 @@ class MessagesMetadata(StrictObject):
     user_id: str | None = None
 
 
+def _parse_fallbacks(value: object) -> None:
+    if value not in (None, "default") and not isinstance(value, list):
+        raise value_error('must be "default" or a list')
+
+
 class _ConversationFields(ChatForm):
     """system: the system message: a string, or text blocks, which are joined by empty lines.
     thinking, output_config: see there.
@@ -449,7 +455,7 @@ class _ConversationFields(ChatForm):
     speed: Literal["standard", "fast"] | None = None
     service_tier: str | None = None
     inference_geo: str | None = None
-    fallbacks: Literal["default"] | list[Any] | None = None
+    fallbacks: Annotated[Any, PlainValidator(_parse_fallbacks, Literal["default"] | list[Any] | None)] = None
     container: Annotated[Any, Only(None)] = None
     mcp_servers: Annotated[Any, Only(None, [])] = None
     context_management: Annotated[None, PlainValidator(_parse_context_management, ContextManagement | None)] = None
