@@ -55,13 +55,13 @@ class Terminal:
                     self.type(again)
                     continue
                 try:
-                    self.shown += os.read(self._terminal, 4096).decode()
+                    self.shown += os.fsdecode(os.read(self._terminal, 4096))
                 except OSError:
                     pytest.fail(f"ended without {text!r}: {self.shown}")
             self.shown = self.shown.partition(text)[2]
 
     def type(self, text: str) -> None:
-        os.write(self._terminal, text.encode())
+        os.write(self._terminal, os.fsencode(text))
 
     def exit_code(self) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
@@ -152,6 +152,32 @@ def test_an_answer_is_given_again_with_other_settings_and_saved(api: HTTPServer,
     answers = [{"role": "assistant", "content": f"chat {word} 0"} for word in ("hello", "long")]
     told = [hello, answers[0], {"role": "user", "content": "long"}, answers[1]]
     assert json.loads(saved.read_text()) == {"messages": told}
+
+
+def test_a_conversation_survives_commands_that_cannot_be_obeyed(api: HTTPServer, tmp_path: Path) -> None:
+    terminal = Terminal(f"port={api.server_port}")
+    saved = tmp_path / "saved.json"
+    try:
+        terminal.wait_for("> ")
+        for name in ("messages", "n", "stream", "stream_options"):
+            terminal.type(f"/set {name} 2\n")
+            terminal.wait_for(f"{name} is set by the conversation itself", "> ")
+        terminal.type("/save ~nobody-has-this-name/a.json\n")
+        terminal.wait_for("home directory", "> ")
+        terminal.type("/system \udcff\n")
+        terminal.type(f"/save {saved}\n")
+        terminal.wait_for("surrogates not allowed", "> ")
+        terminal.type("/system\nhello\n")
+        terminal.wait_for("chat hello 0", "> ")
+        terminal.type(f"/save {saved}\n/quit\n")
+        terminal.wait_for(f"saved: {saved}")
+        assert terminal.exit_code() == 0
+    finally:
+        terminal.kill()
+    (asked,) = [body for _, _, body in api.requests if "messages" in body]  # type: ignore[attr-defined]
+    hello = {"role": "user", "content": "hello"}
+    assert (asked["messages"], asked["stream"], "n" in asked) == ([hello], True, False)
+    assert len(json.loads(saved.read_text())["messages"]) == 2
 
 
 @given(

@@ -26,6 +26,8 @@ _HELP = """\
 /quit             end, as Ctrl-D does
 Ctrl-C stops an answer."""
 _PROMPT = "> "
+_OWN_FIELDS = frozenset({"messages", "n", "stream", "stream_options"})
+"""Fields of requests that /set may not change: one answer is shown, as it arrives."""
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -184,6 +186,8 @@ class _Conversation:
     def _set(self, name: str = "", text: str = "") -> None:
         if not name:
             print(*(f"{field} {json.dumps(value)}" for field, value in self._fields.items()), sep="\n")
+        elif name in _OWN_FIELDS:
+            print(f"{name} is set by the conversation itself")
         elif not text:
             self._fields.pop(name, None)
             print(f"{name} is the server's own")
@@ -196,12 +200,14 @@ class _Conversation:
 
     def _save(self, name: str) -> None:
         try:
-            with Path(name).expanduser().open("x", encoding="utf-8") as file:
-                json.dump({"messages": self._all_messages()}, file, ensure_ascii=False, indent=2)
-                file.write("\n")
+            content = json.dumps({"messages": self._all_messages()}, ensure_ascii=False, indent=2).encode()
+            with Path(name).expanduser().open("xb") as file:
+                file.write(content + b"\n")
             print(f"saved: {name}")
         except OSError as error:  # such as a file that is there
             print(f"{name or 'a name of a file is missing'}: {error.strerror}", file=sys.stderr)
+        except (ValueError, RuntimeError) as error:  # a message that is not UTF-8; the home of a user who is not there
+            print(f"{name}: {error}", file=sys.stderr)
 
     def _converse(self, text: str) -> None:
         """Ask, and print the answer as it arrives. A stopped answer stays in the conversation as far as it came; of one
