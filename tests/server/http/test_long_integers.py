@@ -136,3 +136,10 @@ def test_a_long_integer_in_any_field_is_refused_or_served(trainers_server: LiveS
     for change in changes(route):
         response = trainers_server.http.post(route, json=BODIES[route] | change)
         assert response.status_code in (200, 400), (change, response.text)
+
+
+def test_variables_of_a_template_of_the_request_are_exact(shared_server: LiveServer) -> None:
+    body = {"chat_template": "{{ n }} {{ m[0] | tojson }}", "chat_template_kwargs": {"n": 10**30, "m": [-(10**30) - 1]}}
+    response = shared_server.http.post(CHAT, json=minimal_body(CHAT) | body)
+    assert response.status_code == 200, response.text
+    assert long_integers(shared_server) == [str(10**30), str(-(10**30) - 1)]
