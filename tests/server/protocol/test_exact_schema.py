@@ -1,8 +1,10 @@
 """Schemas after rewriting: llguidance follows them, and an independent validator accepts every answer."""
 
+import copy
 import json
 import random
 import re
+from contextlib import suppress
 from decimal import Decimal
 from itertools import combinations
 from pathlib import Path
@@ -666,3 +668,62 @@ def test_patterns_whose_overlap_is_too_large_are_refused_by_name() -> None:
     patterns = {"^(?!.*(a|b).{9}c)": {}, "b": {}}
     with pytest.raises(SchemaError, match="contains patterns of which one or an overlap needs too many states at #/"):
         exact_schema({"patternProperties": patterns})
+
+
+@pytest.mark.timeout(20)
+def test_bounds_far_beyond_what_is_supported_are_refused_at_once() -> None:
+    for bounds in ({"minimum": 10**30}, {"exclusiveMaximum": -1e300}, {"minimum": 2.0**70, "maximum": 2.0**80}):
+        for type_ in ("number", "integer"):
+            with pytest.raises(SchemaError, match="no supported number is within them"):
+                exact_schema({"type": type_, **bounds})
+
+
+JUNK = [
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    "a",
+    "#/0",
+    "#/properties/a",
+    [],
+    [1],
+    ["a", "a"],
+    [{}],
+    {},
+    {"a": 1},
+    {"a": {}},
+    10**30,
+]
+JUNK += [
+    {"type": "string"},
+    {"enum": ["a"]},
+    [None, {"b": []}],
+    {"a": ["b"]},
+    "date",
+    {"$ref": "#"},
+    {"not": {"$ref": "#"}},
+]
+JUNK += ["(", ["object"], "array", {"enum": 5}, {"required": 5}, {"properties": []}, {"type": 7}, {"format": []}]
+
+
+@pytest.mark.parametrize("first_seed", seeds(40))
+def test_what_is_no_schema_is_at_most_refused(first_seed: int) -> None:
+    """llguidance names what is wrong; here, nothing may fail."""
+    for seed in range(20 * first_seed, 20 * first_seed + 20):
+        rng, schema = random.Random(seed), random_schema(seed)
+        for _ in range(rng.randint(1, 5)):
+            rng.choice(objects_in(schema))[rng.choice(sorted(_IMPLEMENTED | NOT_IMPLEMENTED))] = copy.deepcopy(
+                rng.choice(JUNK)
+            )
+        for is_strict in (True, False):
+            with suppress(SchemaError):
+                exact_schema(schema, is_strict)
+
+
+def objects_in(value: Any) -> list[dict[str, Any]]:
+    found = [value] if isinstance(value, dict) else []
+    for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        found += objects_in(entry)
+    return found

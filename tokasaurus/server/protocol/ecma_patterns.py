@@ -32,6 +32,7 @@ from tokasaurus.server.protocol.regular_languages import (
 _MAX_UNROLLED = 20
 """Repetitions of a part that contains an assertion."""
 _MAX_COUNT_DIGITS = 9
+_MAX_REMEMBERED_CHARS = 10_000
 
 _DIGITS: Ranges = ((0x30, 0x39),)
 _WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
@@ -585,9 +586,13 @@ class Translation:
     """The work that it took, in `Languages.num_steps`."""
 
 
-@lru_cache(maxsize=4096)
 def translate_pattern(pattern: str, is_whole: bool = False) -> Translation:
     """The arguments are those of `read_pattern`. Raises PatternError."""
+    is_short = len(pattern) <= _MAX_REMEMBERED_CHARS
+    return _translate_once(pattern, is_whole) if is_short else _translate(pattern, is_whole)
+
+
+def _translate(pattern: str, is_whole: bool) -> Translation:
     languages = Languages()
     term = read_pattern(languages, pattern, is_whole)
     parts = term.parts if term.kind == "both" else (term,)
@@ -598,3 +603,6 @@ def translate_pattern(pattern: str, is_whole: bool = False) -> Translation:
     except RecursionError:
         raise PatternError("is nested too deeply") from None
     return Translation(expressions, languages.num_steps)
+
+
+_translate_once = lru_cache(maxsize=512)(_translate)

@@ -38,6 +38,8 @@ _MAX_PATTERN_WORK = 50_000
 """Characters of all patterns, and steps of work on them: each takes some 10 microseconds."""
 _FAILED_PATTERN_WORK = 5_000
 """What a pattern without a translation counts: most take less, some that are too large take 50 ms."""
+_MAX_PARTS = 16
+"""Sets of names into which overlapping patterns divide all names."""
 _MAX_LENGTH = 2**31
 """No answer is longer: a higher limit on characters, items or properties changes nothing."""
 
@@ -159,7 +161,7 @@ class _Rewriting:
             reference, name = list(self._moved.items())[len(added)]
             added[name] = self._defined(self._equivalents.resolved(reference), f"#/$defs/{name}")
         if added:
-            written["$defs"] = written.get("$defs", {}) | added
+            written["$defs"] = {**written.get("$defs", {}), **added}
         self._check_multiples()
         waiting, seen = [""], {""}
         while waiting:
@@ -184,10 +186,8 @@ class _Rewriting:
         written: dict[str, Any] = {}
         more = [] if arrays is None else [self._any(arrays, path)]  # schemas that hold as well
         for keyword, value in schema.items():
-            # As in draft 7, the standard that has it.
-            is_ignored = keyword == "additionalItems" and not isinstance(schema.get("items"), list)
-            if is_ignored:
-                continue
+            if keyword == "additionalItems" and not isinstance(schema.get("items"), list):
+                continue  # as in draft 7, the standard that has it
             try:
                 if keyword in _IMPLEMENTED:
                     written[keyword] = self._keyword(keyword, value, f"{path}/{keyword}")
@@ -216,8 +216,8 @@ class _Rewriting:
                 self._name_properties(written, schema, path)
             except SchemaError:
                 self._tolerate()
-        if more:
-            written["allOf"] = [*written.get("allOf", []), *more]
+        if more and isinstance(written.setdefault("allOf", []), list):
+            written["allOf"] = [*written["allOf"], *more]
         return written
 
     def _tolerate(self) -> None:
@@ -294,13 +294,18 @@ class _Rewriting:
             allowed = languages.both(*(read_pattern(languages, pattern) for pattern in names))
             named = [(languages.both(read_pattern(languages, name), allowed), entry) for name, entry in given.items()]
             properties = written.get("properties", {})
+            properties = properties if isinstance(properties, Mapping) else {}
             refused = [name for name in properties if names and not languages.contains(allowed, name)]
             if refused:
                 written["properties"] = {**properties, **dict.fromkeys(refused, False)}
             if names:
                 written["additionalProperties"] = False
             if names and listed is not None and not given and not _counts_properties(written):
-                written["properties"] = {**dict.fromkeys(listed, additional), **written.get("properties", {})}
+                written["properties"] = {
+                    **dict.fromkeys(listed, additional),
+                    **properties,
+                    **dict.fromkeys(refused, False),
+                }
                 return
             parts = [(term, [entry]) for term, entry in named]  # names, and the schemas that all hold for them
             if not all(
@@ -320,9 +325,12 @@ class _Rewriting:
             self._pattern_work += _FAILED_PATTERN_WORK + languages.num_steps
             written.pop("additionalProperties", None)  # which depends on the patterns
             place = "propertyNames" if names else "patternProperties"
-            count = len(given) + len(names)
-            reason = f"a pattern that {error}" if count == 1 else f"patterns of which one or an overlap {error}"
+            is_alone = len(given) + len(names) == 1
+            reason = f"a pattern that {error}" if is_alone else f"patterns of which one or an overlap {error}"
             raise SchemaError(f"contains {reason} at {path[:_MAX_PATH_CHARS]}/{place}") from None
+        except SchemaError:
+            written.pop("additionalProperties", None)
+            raise
 
     def _keyword(self, keyword: str, value: Any, path: str) -> Any:
         if keyword in _DEFINITIONS and path.count("/") == 1 and isinstance(value, Mapping):
@@ -347,12 +355,13 @@ class _Rewriting:
         """A reference to a definition in place of one to any other part of the schema, which may not remain there."""
         parts = reference.split("/")
         is_definition = len(parts) == 3 and parts[1] in _DEFINITIONS
+        is_definition = is_definition or not isinstance(self._schema.get("$defs", {}), Mapping)
         if parts[0] != "#" or len(parts) == 1 or is_definition or self._equivalents.resolved(reference) is None:
             return reference
         if reference not in self._moved:
-            taken = {*self._schema.get("$defs", ()), *self._moved.values()}
             names = (f"part-{number}" for number in count(1))
-            self._moved[reference] = next(name for name in names if name not in taken)
+            taken = self._schema.get("$defs", {})
+            self._moved[reference] = next(name for name in names if name not in (*taken, *self._moved.values()))
         return f"#/$defs/{self._moved[reference]}"
 
     def _check_multiples(self) -> None:
@@ -390,9 +399,12 @@ def _counts_properties(schema: Schema) -> bool:
 def _remove_counts(schema: dict[str, Any]) -> None:
     """Removes limits on the number of properties, of which llguidance implements few if there are optional ones."""
     properties, required = schema.get("properties"), schema.get("required", [])
-    if _counts_properties(schema) and isinstance(properties, Mapping) and set(properties) - set(required):
-        fewest, most = schema.get("minProperties", 0) - len(required), schema.get("maxProperties")
-        is_about_one = fewest <= 1 and most in (None, len(required) + 1)
+    fewest, most = schema.get("minProperties", 0), schema.get("maxProperties", 0)
+    if not (isinstance(properties, Mapping) and isinstance(required, list) and is_number(fewest) and is_number(most)):
+        return
+    if _counts_properties(schema) and any(name not in required for name in properties):
+        num_more = schema.get("maxProperties", len(required) + 1) - len(required)
+        is_about_one = fewest - len(required) <= 1 and num_more == 1
         if not is_about_one or schema.get("additionalProperties") is not False or schema.get("patternProperties"):
             schema.pop("minProperties", None)
             schema.pop("maxProperties", None)
@@ -411,6 +423,8 @@ def _divided(languages: Languages, named: list[tuple[Term, Any]]) -> list[tuple[
             divided += [(languages.both(part, names), [*schemas, schema]), (languages.both(part, others), schemas)]
         rest = languages.both(rest, others)
         parts = [(part, schemas) for part, schemas in divided if not languages.is_nothing(part)]
+        if len(parts) > _MAX_PARTS:
+            raise LanguageError(f"has more than {_MAX_PARTS} parts")
     return parts
 
 
@@ -564,6 +578,8 @@ def _largest_within(bound: int | float, is_exclusive: bool, is_integer: bool, hi
     is_exclusive = is_exclusive or isinstance(bound, float)
     if bound > highest or (bound == highest and not is_exclusive):
         return highest
+    if bound < -_MAX_INTEGER:
+        return int(bound)  # beyond all that is supported: far from 0, few float64 have a short decimal form
     number = float(bound)
     while True:
         value = int(number)

@@ -459,6 +459,7 @@ def _write(term: Term, level: int) -> str:
     return written if level < 2 else f"(?:{written})"
 
 
+@lru_cache(maxsize=1024)
 def _write_characters(characters: Characters) -> str:
     if characters.ranges == _ALL:
         return "(?s:.)"

@@ -4,9 +4,10 @@ A function returns None where there is no equivalent, or none that is small.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from itertools import combinations, permutations
-from typing import Any, TypeGuard
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 from urllib.parse import unquote
 
 from tokasaurus.server.protocol.string_formats import FORMATS
@@ -55,6 +56,23 @@ def _escaped(text: str) -> str:
     return _SYNTAX.sub(r"\\\g<0>", text)
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _none_if_malformed(function: Callable[P, T]) -> Callable[P, T | None]:
+    """None for a schema that is none, such as {"enum": 5}: llguidance says what is wrong with it."""
+
+    @wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, AttributeError, ValueError):
+            return None
+
+    return guarded
+
+
 class Equivalents:
     """Of one schema with its definitions."""
 
@@ -62,6 +80,7 @@ class Equivalents:
         self._root = root
         self._work = 0
 
+    @_none_if_malformed
     def conditional(self, schema: Mapping[str, Any]) -> dict[str, Any] | None:
         """For `if`, `then` and `else`."""
         fails = self.negated(schema["if"])
@@ -70,6 +89,7 @@ class Equivalents:
         holds = [schema["if"], schema.get("then", True)]
         return {"anyOf": [{"allOf": holds}, {"allOf": [fails, schema.get("else", True)]}]}
 
+    @_none_if_malformed
     def dependent(self, dependencies: object) -> dict[str, Any] | None:
         """For `dependentRequired`, `dependentSchemas` and `dependencies`."""
         if not isinstance(dependencies, Mapping):
@@ -80,6 +100,7 @@ class Equivalents:
         ]
         return {"allOf": rules}
 
+    @_none_if_malformed
     def negated(self, schema: object) -> Any | None:
         """For `not`: a schema of all values that the given one refuses."""
         if isinstance(schema, bool):
@@ -154,6 +175,7 @@ class Equivalents:
                 found = found.get(part) if isinstance(found, Mapping) else None
         return found
 
+    @_none_if_malformed
     def are_disjoint(self, schemas: list[Any]) -> bool:
         """Whether it is clear that no value matches two of the schemas, so that oneOf of them is anyOf."""
         return all(self._is_disjoint(one, other) for one, other in combinations(schemas, 2))
@@ -183,6 +205,7 @@ class Equivalents:
             schema = self.resolved(schema["$ref"])
         return schema
 
+    @_none_if_malformed
     def distinct_arrays(self, schema: Mapping[str, Any]) -> dict[str, Any] | None:
         """For `uniqueItems` of an array whose items have few values: every arrangement of these."""
         values = self._values(schema.get("items"))
@@ -218,6 +241,7 @@ class Equivalents:
             return None
         return list({(isinstance(value, bool), value): value for value in values}.values())
 
+    @_none_if_malformed
     def names(self, schema: object) -> list[str] | None:
         """For `propertyNames`: patterns of ECMA 262, all of which the names match."""
         self._work += 1
@@ -262,6 +286,7 @@ class Equivalents:
                 return [f"^{one}" for one in every] if keyword == "allOf" else [f"^(?:{'|'.join(every)})"]
         return None if keyword in ("oneOf", "if", "then", "else", "$dynamicRef", "$recursiveRef") else []
 
+    @_none_if_malformed
     def enumerated_names(self, schema: object) -> list[str] | None:
         """For `propertyNames` that list the names."""
         values = self._values(schema)
