@@ -1,11 +1,14 @@
 """Unix sockets to listen on, URLs that lead to this machine, and the proxies that others are reached through."""
 
 import os
+import re
 import socket
 import stat
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,6 +17,7 @@ import pytest
 from tests.helpers.limits import LIMIT_S, join
 from tokasaurus.addresses import (
     MAX_SOCKET_PATH_BYTES,
+    bind,
     leads_here,
     listening_at,
     no_proxies,
@@ -241,3 +245,68 @@ def test_of_servers_that_start_together_one_gets_the_socket(directory: Path, _at
     for thread in threads:
         join(thread)
     assert sorted(outcomes) == ["listens", *[f"unix_socket={path}: another process listens there"] * 3]
+
+
+@contextmanager
+def answering(answers: dict[str, tuple[int, bytes]]) -> Iterator[int]:
+    """The port of an HTTP server within the context."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = answers.get(self.path, (404, b""))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_arguments: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+OURS = b'{"object": "list", "data": [{"id": "org/model", "owned_by": "tokasaurus"}]}'
+
+
+@pytest.mark.parametrize(
+    ("answers", "who"),
+    [
+        (
+            {"/v1/models": (200, OURS), "/version": (200, b'{"version": "0.3.0"}')},
+            " (by tokasaurus 0.3.0 with the model org/model)",
+        ),
+        ({"/v1/models": (200, b'{"data": [{"id": "a\\nb"}]}')}, " (by a server with the model ab)"),
+        ({"/v1/models": (401, b"")}, " (by a server that asks for an API key)"),
+        ({}, " (by a server without an OpenAI API)"),
+        ({"/v1/models": (200, b"[" * 100_000)}, " (by a server without an OpenAI API)"),
+    ],
+)
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_who_has_the_port_is_told(host: str, answers: dict[str, tuple[int, bytes]], who: str) -> None:
+    with answering(answers) as port:
+        line = f"port={port}: cannot listen on {host}: Address already in use{who}; choose another port="
+        with pytest.raises(UserError, match=f"^{re.escape(line)}$"):
+            bind(host, port)
+
+
+@pytest.mark.parametrize("content", [b"SSH-2.0-OpenSSH_9.2\r\n", b""])
+def test_a_program_that_speaks_no_http_is_not_guessed(content: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(content)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(UserError, match=r"Address already in use; choose"):
+            bind("127.0.0.1", port)
+        thread.join()

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import importlib.util
 import ipaddress
+import json
 import os
 import socket
 import stat
@@ -26,6 +27,11 @@ MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 URL_OF_SOCKETS = "http://localhost"
 """URL for clients of a Unix socket: it leads to this machine, and none looks the host up."""
 _UNIX = "unix:"
+# Hosts that stand for all interfaces -> where this machine reaches them.
+_SAME_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+# Longest wait for a part of an answer of whoever has the port, and the most that is read of it.
+_ASK_S = 1.0
+_MAX_ASKED_BYTES = 1 << 20
 # Longest wait for others that look at the same directory: each of them needs milliseconds.
 _LOCK_S = 1.0
 
@@ -42,8 +48,48 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise UserError(f"port={port}: cannot listen on {host}: {error.strerror}; choose another port=") from None
+        found = who_serves(host, port) if error.errno == errno.EADDRINUSE else ""
+        raise UserError(
+            f"port={port}: cannot listen on {host}: {error.strerror}{found}; choose another port="
+        ) from None
     return listener
+
+
+def who_serves(host: str, port: int) -> str:
+    """` (by …)` with the server that answers HTTP there, by its /v1/models and /version; "" if none does at once."""
+    import http.client
+
+    def get(path: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(_SAME_HOST.get(host, host), port, timeout=_ASK_S)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read(_MAX_ASKED_BYTES)
+        finally:
+            connection.close()
+
+    try:
+        status, models = get("/v1/models")
+        if status in (401, 403):
+            return " (by a server that asks for an API key)"
+        model = _text_at(models, "data", 0, "id") if status == 200 else ""
+        if not model:
+            return " (by a server without an OpenAI API)"
+        owner, version = _text_at(models, "data", 0, "owned_by"), _text_at(get("/version")[1], "version")
+    except (OSError, http.client.HTTPException):
+        return ""
+    return f" (by {' '.join(filter(None, (owner or 'a server', version)))} with the model {model})"
+
+
+def _text_at(content: bytes, *path: str | int) -> str:
+    """The text at this place of a JSON value, fit for a line; "" if there is none."""
+    try:
+        value: Any = json.loads(content)
+        for step in path:
+            value = value[step]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return ""
+    return "".join(filter(str.isprintable, value))[:100] if isinstance(value, str) else ""
 
 
 @contextmanager

@@ -63,7 +63,6 @@ def test_every_flag_of_the_server_is_one_of_a_run_or_set_by_it() -> None:
             ["cancel", "batch_1", URL, "data_dir=d"],
             "base_url=http://localhost:1/v1: either it or data_dir= names the server",
         ),
-        (["list", URL], "base_url: only of cancel; list and show read a directory"),
         (["run"], "run: not understood, there are list, show, cancel; flags are name=value"),
         (["show"], "the batch is missing: toka batch show batch_...; toka batch list shows those there are"),
         (

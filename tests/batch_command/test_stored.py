@@ -14,6 +14,7 @@ import pytest
 from tests.batch_command.helpers.request_lines import request_line, write_requests
 from tests.server.helpers.fake_engine import FakeEngine, never
 from tests.server.helpers.live_server import live_server
+from tokasaurus.batch_command import remote
 from tokasaurus.cli import batch_main
 from tokasaurus.server.jobs.store.database import MIGRATIONS, open_connection
 from tokasaurus.server.jobs.store.records import add_batch, new_batch
@@ -59,6 +60,18 @@ def test_batches_are_seen_during_and_after_a_server_and_cancelled_without_one(
         told = server.http.get(f"/v1/batches/{batch_id}").json()
         del told["progress"]  # which only the server knows
         assert shown == told
+        address = f"base_url={server.url}/v1"
+        assert json.loads(output_of(["show", batch_id, address, "json=T"], capsys)) == {
+            **told,
+            "progress": {"generated_tokens": 0},
+        }
+        assert output_of(["list", address], capsys) == output_of(["list", flag], capsys)
+        described = output_of(["show", batch_id, address], capsys)
+        assert described.replace('progress           {"generated_tokens":0}\n', "") == output_of(
+            ["show", batch_id, flag], capsys
+        )
+        assert batch_main(["show", "batch_0", address]) == 1
+        assert f"toka batch: {server.url}/v1 answered 404: " in capsys.readouterr().err
     shown_again = json.loads(output_of(["show", batch_id, flag, "json=T"], capsys))
     assert shown_again == shown
     assert output_of(["list", flag, "json=T"], capsys) == json.dumps(shown, separators=(",", ":")) + "\n"
@@ -70,6 +83,26 @@ def test_batches_are_seen_during_and_after_a_server_and_cancelled_without_one(
         assert server.http.get(f"/v1/batches/{batch_id}").json()["request_counts"]["failed"] == 5
     assert not engine.requests
     assert output_of(["cancel", batch_id, flag], capsys) == f"{batch_id} is cancelled\n"
+
+
+def test_list_reads_a_servers_pages_up_to_its_limit(
+    served_model: ServedModel,
+    tmp_path: Path,
+    data_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(remote, "_MAX_PER_PAGE", 2)
+    source = write_requests(tmp_path / "in.jsonl", 1)
+    with live_server(served_model, FakeEngine(script=never), data_dir=data_dir) as server:
+        batches = [make_batch(server.url, source) for _ in range(5)][::-1]
+        for limit in (1, 3, 4, 5, 6):
+            *lines, last = output_of(["list", f"base_url={server.url}/v1", f"limit={limit}"], capsys).splitlines()
+            if limit >= 5:
+                lines.append(last)
+            else:
+                assert last == f"and older ones (limit={limit})"
+            assert [line.split()[0] for line in lines] == batches[:limit]
 
 
 def test_the_key_of_the_flag_comes_before_the_environments(

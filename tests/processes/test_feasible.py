@@ -13,11 +13,12 @@ from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.checkpoint.info import read_config
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import FlagRefused
-from tokasaurus.monitoring.available_memory import available_cpu_bytes
+from tokasaurus.monitoring.available_memory import AvailableMemory, available_memory
 from tokasaurus.processes import feasible
 from tokasaurus.processes.feasible import CudaDevices, check_devices, check_model, cuda_devices
 
 GIB = 1 << 30
+LIMITED = AvailableMemory(4 * GIB, "/sys/fs/cgroup/memory.max, 4.5 GiB")
 SMOLLM2 = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -96,22 +97,23 @@ def test_the_largest_cache_that_may_fit_is_told(
     words: str, num_workers: int, info: ModelInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All layers and KV heads are once in each replica, however it is divided."""
-    monkeypatch.setattr(feasible, "available_cpu_bytes", lambda: 4 * GIB)
+    monkeypatch.setattr(feasible, "available_memory", lambda: LIMITED)
     bytes_per_token = 2 * 30 * 3 * 64 * 2 * num_workers
     most = 4 * GIB // bytes_per_token
     line = refused(f"device=cpu kv_cache_num_tokens={most * 2} {words}", None, info)
     assert line.startswith(f"kv_cache_num_tokens={most * 2}: needs 8.0 GiB")
+    assert f"only 4.0 GiB of memory are available (limit: {LIMITED.limited_by}), enough" in line
     assert int(line.split()[-1]) == pytest.approx(most, abs=1)
     check_model(ServerConfig.parse([*f"device=cpu kv_cache_num_tokens={most - 2} {words}".split()]), info, None)
 
 
 def test_more_workers_than_the_memory_has_room_for(info: ModelInfo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feasible, "available_cpu_bytes", lambda: 4 * GIB)
+    monkeypatch.setattr(feasible, "available_memory", lambda: LIMITED)
     small = "device=cpu max_seqs_per_forward=1 max_tokens_per_forward=16"
     line = refused(f"{small} dp_size=11 pp_size=3", None, info)
     assert line == (
         "dp_size=11, pp_size=3: 33 model workers need 4.1 GiB besides the model, but only 4.0 GiB of memory are "
-        "available; their product may be at most 32"
+        "available (limit: /sys/fs/cgroup/memory.max, 4.5 GiB); their product may be at most 32"
     )
     check_model(ServerConfig.parse([*small.split(), "dp_size=32"]), info, None)
 
@@ -173,4 +175,4 @@ def test_a_start_is_refused_before_any_process_is_started(words: list[str], tmp_
 
 
 def test_available_memory_is_that_of_the_machine() -> None:
-    assert available_cpu_bytes() > 0
+    assert available_memory().num_bytes > 0

@@ -288,7 +288,10 @@ def test_a_bulk_request_is_a_job_while_it_is_open(served_model: ServedModel) -> 
         assert job["cost"] == cost
 
 
-def test_a_batch_is_a_job_until_a_minute_after_its_end(served_model: ServedModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("metadata", "name"), [({"name": "night"}, "night"), ({"who": "me"}, "in.jsonl")])
+def test_a_batch_is_a_job_until_a_minute_after_its_end(
+    metadata: dict[str, str], name: str, served_model: ServedModel, tmp_path: Path
+) -> None:
     is_seen = threading.Event()
 
     def answer_when_seen(request: GenerateRequest, index: int) -> Reply:
@@ -301,9 +304,9 @@ def test_a_batch_is_a_job_until_a_minute_after_its_end(served_model: ServedModel
         assert next(events)["jobs"] == []
         file = server.http.post("/v1/files", files={"file": ("in.jsonl", content)}, data={"purpose": "batch"}).json()
         body = {"input_file_id": file["id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
-        batch = server.http.post("/v1/batches", json={**body, "metadata": {"name": "night"}}).json()
+        batch = server.http.post("/v1/batches", json={**body, "metadata": metadata}).json()
         job = job_of(events, {"state": "running", "lines": {"total": 5, "done": 0, "failed": 0, "running": 5}})
-        assert (job["id"], job["kind"], job["name"]) == (batch["id"], "batch", "night")
+        assert (job["id"], job["kind"], job["name"]) == (batch["id"], "batch", name)
         is_seen.set()
         job = job_of(events, {"state": "finished", "lines": {"total": 5, "done": 5, "failed": 0, "running": 0}})
         assert job["tokens"] == {"prompt": 5 * 6, "generated": 5 * 3}

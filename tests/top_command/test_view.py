@@ -1,5 +1,6 @@
 """Sentences of the screen, and what stays where there is little room."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,16 @@ def test_a_job_whose_number_of_lines_is_not_known_says_so() -> None:
     unknown = job(0, lines={"total": None, "done": 40, "failed": 2, "running": 64}, eta_seconds=None)
     history.add(read_sample(line(sample(0, jobs=[unknown]))))
     assert "42 lines, of an unknown number, 900.0 tokens/s" in shown(history, 100, 30)
+
+
+def test_no_share_is_above_100_percent() -> None:
+    history = History()
+    for second in range(20):
+        forecast = {"steps": [0, 10], "blocks": [5, 1_150], "limit": 1_000}
+        history.add(read_sample(line(sample(second, replicas=[replica(second, forecast=forecast)]))))
+    text = shown(history, 120, 40)
+    assert "peak above the limit" in text
+    assert not [found for found in re.findall(r"(\d+) %", text) if int(found) > 100]
 
 
 def test_a_usual_terminal_has_all_of_it(history: History) -> None:

@@ -97,9 +97,12 @@ class StoredConfig(FlagConfig):
         ServerConfig.port, "TCP port of the server whose default directory is meant", minimum=1, maximum=65535
     )
     api_key: str | None = flag(
-        None, "API key of the server that runs on the directory (cancel)", none_means="TOKA_API_KEY", is_secret=True
+        None,
+        "API key of the server at base_url, or of the one that runs on the directory",
+        none_means="TOKA_API_KEY",
+        is_secret=True,
     )
-    base_url: str | None = flag(None, "cancel: URL of a running server's OpenAI API, in place of a directory")
+    base_url: str | None = flag(None, "URL of a running server's OpenAI API, in place of a directory")
     limit: int = count(100, "batches that list shows, the newest")
     json: bool = flag(False, "print JSON, one object per batch, as the API has it")
 

@@ -1,5 +1,6 @@
 """The batch of a run on a running server: OpenAI's Files and Batches API, and results in the order of the input."""
 
+import functools
 import re
 import socket
 import ssl
@@ -36,6 +37,7 @@ _PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _MAY_PASS = (408, 429, 500, 502, 503, 504, 507, 529)
 # Errors of the client's HTTP library for a URL, a key or a proxy that cannot be used.
 _NEVER = ("UnsupportedProtocol", "LocalProtocolError", "ProxyError")
+_MAX_PER_PAGE = 100
 # Statuses of a server that will never accept this file.
 _REFUSES_INPUT = (400, 413, 422)
 
@@ -121,6 +123,22 @@ class BatchApi:
     def retrieve(self, batch_id: str) -> BatchView:
         return self._persist(lambda: _view(self._client.batches.with_raw_response.retrieve(batch_id).content))
 
+    def fields(self, batch_id: str) -> dict[str, Any]:
+        """The batch as the API has it."""
+        return self._persist(lambda: _parse(self._client.batches.with_raw_response.retrieve(batch_id).content))
+
+    def newest(self, limit: int) -> tuple[list[dict[str, Any]], bool]:
+        """(batches as the API has them, the newest first, whether there are older ones)."""
+        found: list[dict[str, Any]] = []
+        while True:
+            options: dict[str, Any] = {"after": _field(found[-1], "id", str)} if found else {}
+            num_asked = min(_MAX_PER_PAGE, limit - len(found))
+            page = self._persist(functools.partial(self._page, num_asked, options))
+            batches, has_more = _objects(page), _field(page, "has_more", bool, False)
+            found += batches
+            if not batches or not has_more or len(found) >= limit:
+                return found[:limit], has_more
+
     def cancel(self, batch_id: str) -> BatchView:
         return self._persist(lambda: _view(self._client.batches.with_raw_response.cancel(batch_id).content))
 
@@ -155,7 +173,7 @@ class BatchApi:
         page: dict[str, Any] = {"has_more": True}
         options: dict[str, Any] = {}
         while _field(page, "has_more", bool, False):
-            page = _parse(self._client.batches.with_raw_response.list(limit=100, **options).content)
+            page = self._page(_MAX_PER_PAGE, options)
             batches = _objects(page)
             for fields in batches:
                 if fields.get("input_file_id") == file_id:
@@ -164,6 +182,9 @@ class BatchApi:
                 break
             options = {"after": _field(batches[-1], "id", str)}
         return None
+
+    def _page(self, limit: int, options: dict[str, Any]) -> dict[str, Any]:
+        return _parse(self._client.batches.with_raw_response.list(limit=limit, **options).content)
 
     def _persist(self, operation: Callable[[], Answer], refuses_input: bool = False) -> Answer:
         """The operation's answer. It is called again while the server gives none, unless it has never given any and

@@ -1,11 +1,13 @@
-"""`toka batch list`, `show` and `cancel`: batches in a data directory, whether a server runs on it or not."""
+"""`toka batch list`, `show` and `cancel`: batches in a data directory, whether a server runs on it or not, and a
+server's batches."""
 
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import apsw
 import orjson
@@ -14,7 +16,6 @@ from tokasaurus.addresses import URL_OF_SOCKETS, socket_of
 from tokasaurus.batch_command.config import StoredConfig, key_of_environment
 from tokasaurus.batch_command.errors import CommandError, NotOnServer
 from tokasaurus.batch_command.remote import BatchApi
-from tokasaurus.flags import FlagError
 from tokasaurus.server.jobs.objects import batch_object, to_json
 from tokasaurus.server.jobs.store.data_dir import DataDir, DataDirInUse, StoreError
 from tokasaurus.server.jobs.store.database import MIGRATIONS, explain, open_connection
@@ -29,26 +30,33 @@ _RUNNING = ("validating", "in_progress")
 
 
 def list_stored(config: StoredConfig) -> int:
-    """Print a line for each batch, the newest first. Returns the exit code. Raises FlagError."""
-    _check_no_url(config)
+    """Print a line for each batch, the newest first. Returns the exit code."""
 
     def listing() -> str:
+        if config.base_url is not None:
+            with _api(config, config.base_url) as api:
+                return _listing(*api.newest(config.limit), config, config.base_url)
         root = _root(config)
-        return _read(root, lambda connection: _listing(connection, config, root))
+        records, has_more = _read(root, lambda connection: list_batches(connection, None, config.limit))
+        return _listing([_stored_fields(record) for record in records], has_more, config, str(root))
 
     return _report(listing)
 
 
 def show_stored(config: StoredConfig, batch_id: str) -> int:
-    """Print a batch with its errors. Returns the exit code. Raises FlagError."""
-    _check_no_url(config)
+    """Print a batch with its errors. Returns the exit code."""
 
     def show() -> str:
-        root = _root(config)
-        batch = _read(root, lambda connection: get_batch(connection, batch_id))
-        if batch is None:
-            raise _no_batch(root, batch_id)
-        return to_json(batch_object(batch)).decode() if config.json else _fields(batch)
+        if config.base_url is not None:
+            with _api(config, config.base_url) as api:
+                fields = api.fields(batch_id)
+        else:
+            root = _root(config)
+            batch = _read(root, lambda connection: get_batch(connection, batch_id))
+            if batch is None:
+                raise _no_batch(root, batch_id)
+            fields = _stored_fields(batch)
+        return orjson.dumps(fields).decode() if config.json else _describe(fields)
 
     return _report(show)
 
@@ -59,9 +67,8 @@ def cancel_stored(config: StoredConfig, batch_id: str) -> int:
 
     def cancel() -> str:
         if config.base_url is not None:
-            key = config.api_key or key_of_environment()
-            status = _cancel_by_server(config.base_url, key, batch_id, is_local=False)
-            return _cancelled(batch_id, status)
+            with _api(config, config.base_url) as api:
+                return _cancelled(batch_id, _cancel_by(api, batch_id))
         root = _root(config)
         _check_exists(root)
         try:
@@ -86,10 +93,16 @@ def _report(action: Callable[[], str]) -> int:
     return 0
 
 
-def _check_no_url(config: StoredConfig) -> None:
-    """Raises FlagError."""
-    if config.base_url is not None:
-        raise FlagError("base_url: only of cancel; list and show read a directory")
+@contextmanager
+def _api(config: StoredConfig, base_url: str) -> Iterator[BatchApi]:
+    """The server's API within the context. Raises CommandError."""
+    key = config.api_key or key_of_environment()
+    with closing(BatchApi(base_url, key, _note, _MAX_SILENCE_SECONDS, is_local=False)) as api:
+        yield api
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _root(config: StoredConfig) -> Path:
@@ -145,29 +158,38 @@ def _read(root: Path, operation: Callable[[apsw.Connection], Result]) -> Result:
     return result
 
 
-def _listing(connection: apsw.Connection, config: StoredConfig, root: Path) -> str:
-    batches, has_more = list_batches(connection, None, config.limit)
+def _stored_fields(batch: BatchRecord) -> dict[str, Any]:
+    """The batch as the API has it."""
+    fields: dict[str, Any] = orjson.loads(to_json(batch_object(batch)))
+    return fields
+
+
+def _listing(batches: Sequence[dict[str, Any]], has_more: bool, config: StoredConfig, place: str) -> str:
+    """place: the directory or the server. batches: as the API has them."""
     if config.json:
-        return "\n".join(to_json(batch_object(batch)).decode() for batch in batches)
+        return "\n".join(orjson.dumps(batch).decode() for batch in batches)
     lines = [_line(batch) for batch in batches]
     if has_more:
         lines.append(f"and older ones (limit={config.limit})")
-    return "\n".join(lines) if lines else f"{root} has no batches"
+    return "\n".join(lines) if lines else f"{place} has no batches"
 
 
-def _line(batch: BatchRecord) -> str:
-    num_done = batch.num_completed + batch.num_failed
-    counts = f"{num_done:,} of {batch.num_lines:,} lines done, {batch.num_failed:,} failed"
-    return f"{batch.id}  {_time(batch.created_at)}  {batch.status:<11}  {counts}  {batch.endpoint}"
+def _line(batch: dict[str, Any]) -> str:
+    counts = batch.get("request_counts") or {}
+    completed, failed, total = (counts.get(name, 0) for name in ("completed", "failed", "total"))
+    done = f"{completed + failed:,} of {total:,} lines done, {failed:,} failed"
+    began = _time(batch.get("created_at", 0))
+    return f"{batch.get('id')}  {began}  {batch.get('status'):<11}  {done}  {batch.get('endpoint')}"
 
 
-def _fields(batch: BatchRecord) -> str:
+def _describe(fields: dict[str, Any]) -> str:
     """A line for each field of the API's object that has a value, and one for each error."""
-    fields = orjson.loads(to_json(batch_object(batch)))
-    errors = (fields.pop("errors", None) or {}).get("data", [])
-    del fields["object"]
+    errors = (fields.pop("errors", None) or {}).get("data") or []
+    fields.pop("object", None)
     lines = []
     for name, value in fields.items():
+        if value is None:
+            continue
         if name.endswith("_at"):
             text = _time(value)
         elif isinstance(value, dict):
@@ -176,10 +198,10 @@ def _fields(batch: BatchRecord) -> str:
             text = str(value)
         lines.append(f"{name:<18} {text}")
     for error in errors:
-        place = f"line {error['line']}: " if "line" in error else ""
-        is_named = "param" not in error or error["param"] in error["message"]
-        param = "" if is_named else f"{error['param']}: "
-        lines.append(f"{'error':<18} {place}{param}{error['message']} ({error['code']})")
+        place = f"line {error['line']}: " if error.get("line") is not None else ""
+        param, message = error.get("param"), str(error.get("message"))
+        param = "" if param is None or param in message else f"{param}: "
+        lines.append(f"{'error':<18} {place}{param}{message} ({error.get('code')})")
     return "\n".join(lines)
 
 
@@ -236,25 +258,19 @@ def _cancel_on_directory(root: Path, config: StoredConfig, batch_id: str) -> str
         address = address.replace(any_address, loopback)
     key = config.api_key or os.environ.get("TOKA_API_KEY")
     try:
-        return _cancel_by_server(f"{address}/v1", key, batch_id, is_local=True, unix_socket=unix_socket)
+        return _cancel_by_server(f"{address}/v1", key, batch_id, unix_socket)
     except NotOnServer:
         raise _no_batch(root, batch_id) from None
 
 
-def _cancel_by_server(
-    base_url: str, key: str | None, batch_id: str, is_local: bool, unix_socket: str | None = None
-) -> str:
+def _cancel_by_server(base_url: str, key: str | None, batch_id: str, unix_socket: str | None) -> str:
+    """The batch's status, from a server on this machine. Raises CommandError."""
+    api = BatchApi(base_url, key, _note, _MAX_SILENCE_SECONDS, is_local=True, unix_socket=unix_socket)
+    with closing(api):
+        return _cancel_by(api, batch_id)
+
+
+def _cancel_by(api: BatchApi, batch_id: str) -> str:
     """The batch's status. Raises CommandError."""
-    api = BatchApi(
-        base_url,
-        key,
-        note=lambda line: print(line, file=sys.stderr),
-        max_silence_s=_MAX_SILENCE_SECONDS,
-        is_local=is_local,
-        unix_socket=unix_socket,
-    )
-    try:
-        batch = api.retrieve(batch_id)
-        return api.cancel(batch_id).status if batch.status in _RUNNING else batch.status
-    finally:
-        api.close()
+    batch = api.retrieve(batch_id)
+    return api.cancel(batch_id).status if batch.status in _RUNNING else batch.status

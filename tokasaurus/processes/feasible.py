@@ -15,7 +15,7 @@ from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import FlagRefused, longest_context
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.monitoring.available_memory import available_cpu_bytes
+from tokasaurus.monitoring.available_memory import AvailableMemory, available_memory
 
 WORKER_BYTES = 128 << 20
 """The least memory of a worker on a CPU that no other process shares: torch and Python, before the model."""
@@ -61,9 +61,10 @@ def check_model(config: ServerConfig, info: ModelInfo, found: CudaDevices | None
     is_on_cpu = config.device == "cpu" or (found is not None and found.count == 0)
     if is_on_cpu:
         # All workers share the memory.
-        limit, of = available_cpu_bytes(), "of memory are available"
+        memory = available_memory()
+        limit, of = memory.num_bytes, f"of memory are available (limit: {memory.limited_by})"
         workers = config.dp_size * config.pp_size * config.tp_size
-        _check_number(config, workers, limit)
+        _check_number(config, workers, memory)
     elif found is not None:
         limit, of, workers = found.largest_bytes, "are on the largest device", 1
     else:
@@ -77,13 +78,14 @@ def check_model(config: ServerConfig, info: ModelInfo, found: CudaDevices | None
             raise FlagRefused(f"{flag}={wanted}: needs {_gib(needed)}{together}, but {fits}")
 
 
-def _check_number(config: ServerConfig, num_workers: int, limit_bytes: int) -> None:
+def _check_number(config: ServerConfig, num_workers: int, memory: AvailableMemory) -> None:
     """Raises FlagRefused if so many workers on CPUs would take more than this without any model."""
-    most = max(1, limit_bytes // WORKER_BYTES)
+    most = max(1, memory.num_bytes // WORKER_BYTES)
     if num_workers > most:
         raise FlagRefused(
             f"{_sizes_above_one(config)}: {num_workers} model workers need {_gib(num_workers * WORKER_BYTES)} besides "
-            f"the model, but only {_gib(limit_bytes)} of memory are available; their product may be at most {most}"
+            f"the model, but only {_gib(memory.num_bytes)} of memory are available (limit: {memory.limited_by}); "
+            f"their product may be at most {most}"
         )
 
 

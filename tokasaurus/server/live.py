@@ -431,7 +431,8 @@ class _Jobs:
         for record in records.values():
             if record.id not in self._jobs:
                 started = record.in_progress_at or record.created_at
-                self._jobs[record.id] = _Job(record.id, "batch", _name_of(record), started)
+                name = _name_of(record) or await batches.name_of_input(record)
+                self._jobs[record.id] = _Job(record.id, "batch", name, started)
             job = self._jobs[record.id]
             job.note(self._batch_figures(job, batches, record), now_s)
         return seen

@@ -269,7 +269,8 @@ def _forecast(replica: ReplicaSample, width: int) -> Text:
         end.append(f" ({_seconds(rounds * replica.step_seconds)})")
     facts: list[str | Text] = [end]
     if forecast.limit:
-        facts.append(f"peak {_percent(forecast.peak, forecast.limit)}")
+        is_above = forecast.peak > forecast.limit  # as when requests become longer than expected
+        facts.append("peak above the limit" if is_above else f"peak {_percent(forecast.peak, forecast.limit)}")
     return _fitting(_labelled("forecast"), width, [*facts, f"{forecast.peak:,.0f} blocks"])
 
 
@@ -461,7 +462,8 @@ def _rate(per_s: float | None) -> str:
 
 
 def _percent(part: float, whole: float) -> str:
-    return "–" if whole <= 0 else f"{part / whole * 100:.0f} %"
+    """At most 100 %: parts that were measured apart from the whole may exceed it by a little."""
+    return "–" if whole <= 0 else f"{min(1.0, part / whole) * 100:.0f} %"
 
 
 def _seconds(seconds: float) -> str:

@@ -25,12 +25,12 @@ from tokasaurus.model.worker.memory import (
     CUDA_FRACTION,
     BlockBytes,
     KVCachePlan,
-    available_cpu_bytes,
     available_to_all,
     plan_auto,
     plan_fixed,
     size_kv_cache,
 )
+from tokasaurus.monitoring.available_memory import available_cpu_bytes, available_memory
 
 MIB = 1024**2
 GIB = 1024**3
@@ -84,8 +84,9 @@ def test_stages_that_share_memory_get_equally_many_blocks(
 
 
 def test_memory_for_less_than_one_block_is_refused() -> None:
-    with pytest.raises(UserError, match="kv_cache_num_tokens"):
-        plan_auto(GIB, "of memory available", 0.25, 16, BlockBytes(GIB, GIB))
+    of = r"it is 0\.25 of 1 GiB of memory available \(limit: a file\);.* kv_cache_num_tokens"
+    with pytest.raises(UserError, match=of):
+        plan_auto(GIB, "of memory available (limit: a file)", 0.25, 16, BlockBytes(GIB, GIB))
 
 
 def test_available_memory_is_positive_and_no_more_than_the_machine_has() -> None:
@@ -106,6 +107,8 @@ def is_available_on_the_machine(num_bytes: int) -> bool:
 
 def test_without_cgroups_the_memory_of_the_machine_is_available(tmp_path: Path) -> None:
     assert is_available_on_the_machine(available_cpu_bytes(tmp_path))
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert available_memory(tmp_path).limited_by == f"the machine's {total / GIB:,.1f} GiB"
 
 
 @pytest.mark.parametrize(
@@ -139,6 +142,7 @@ def test_a_cgroup_makes_available_its_limit_minus_usage_outside_the_page_cache(
         },
     )
     assert available_cpu_bytes(tmp_path) == 6 * MIB
+    assert available_memory(tmp_path).limited_by == f"{tmp_path / directory / limit}, 0.0 GiB"
     (tmp_path / directory / limit).write_text("max\n" if limit == "memory.max" else "9223372036854771712\n")
     assert is_available_on_the_machine(available_cpu_bytes(tmp_path))
 

@@ -275,6 +275,28 @@ def test_the_theme_follows_the_system_until_it_is_chosen(tab: Tab, pages: LivePa
     assert tab.run(f"[{color}, localStorage.length]") == [dark, 0]
 
 
+@pytest.mark.parametrize(("peak", "is_near"), [(500, False), (1_380, True), (1_700, True)])
+def test_the_pools_limit_is_red_only_when_it_is_near(tab: Tab, pages: LivePages, peak: int, is_near: bool) -> None:
+    event = {
+        "format": 1,
+        "time": 2.0,
+        "replicas": [
+            {
+                "index": 0,
+                "running": 1,
+                "step_seconds": 0.1,
+                "blocks": {"own": 450, "shared": 0, "cached": 900, "free": 150, "total": 1_500},
+                "forecast": {"steps": [0, 5, 9], "blocks": [450, peak, 0], "limit": 1_500},
+            }
+        ],
+    }
+    pages.events = [event]
+    tab.open(pages.url)
+    tab.wait("document.querySelector('#pool-plot svg text.limit') !== null")
+    assert tab.run("document.querySelector('#pool-plot svg line.limit').classList.contains('near')") is is_near
+    assert tab.run("document.querySelector('#pool-plot svg text.limit').classList.contains('near')") is is_near
+
+
 @pytest.mark.parametrize("width", [320, *(pytest.param(width, marks=pytest.mark.long) for width in (390, 768, 1280))])
 def test_nothing_is_wider_than_the_window(tab: Tab, pages: LivePages, width: int) -> None:
     pages.events = simulated_events(30, num_replicas=2, seed=5)

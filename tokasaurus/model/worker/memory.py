@@ -39,7 +39,7 @@ from tokasaurus.model.sampling.rules import (
 )
 from tokasaurus.model.staging.packed import RING_SIZE, sizes_for
 from tokasaurus.model.worker.warmup import ForwardLimits
-from tokasaurus.monitoring.available_memory import available_cpu_bytes
+from tokasaurus.monitoring.available_memory import available_memory
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
@@ -581,7 +581,8 @@ def plan_auto(
     num_blocks = budget // block.total - 1  # minus the padding block
     if num_blocks < 1:
         raise UserError(
-            f"{show_size(budget)} of memory is too little for a KV cache with {block.describe()};"
+            f"{show_size(budget)} of memory is too little for a KV cache with {block.describe()}; it is {fraction:g} of"
+            f" {show_size(available_bytes)} {what_is_available};"
             " free some memory, or set kv_cache_num_tokens, or a lower max_tokens_per_forward"
         )
     return KVCachePlan(
@@ -634,12 +635,13 @@ def size_kv_cache(
 
 def _free_cpu_bytes(num_workers: int, forward: ForwardMemory | None) -> tuple[int, str]:
     """What num_workers may use together beside their largest forwards, at least 0; and what that is, for the user."""
-    available = available_cpu_bytes()
+    memory = available_memory()
+    available, limit = memory.num_bytes, f"(limit: {memory.limited_by})"
     if num_workers > 1:
         available = available_to_all(available, own_bytes(), sibling_bytes(), num_workers)
     if forward is None:
-        return available, "of memory available"
-    return max(0, available - num_workers * forward.total), "available after weights and the largest forward"
+        return available, f"of memory available {limit}"
+    return max(0, available - num_workers * forward.total), f"available after weights and the largest forward {limit}"
 
 
 def _measure_on_cuda(

@@ -129,6 +129,11 @@ class BatchService:
         """Raises StoreError."""
         return await self.store.database.read(lambda connection: get_batch(connection, batch_id))
 
+    async def name_of_input(self, batch: BatchRecord) -> str:
+        """The name that the input file was uploaded with; "" if the file is deleted. Raises StoreError."""
+        file = await self.store.database.read(lambda connection: get_file(connection, batch.input_file_id))
+        return "" if file is None else file.filename
+
     def running_batch(self, batch: BatchRecord) -> RunningBatch | None:
         """None unless its lines run."""
         return self._runner.find(batch.number)

@@ -10,6 +10,7 @@ const KEY = "toka-key";
 const THEME = "toka-theme";
 const MEAN_OF = 5; // seconds over which the large figures of throughput are means
 const PARTS_OF = 15;
+const NEAR_LIMIT = 0.9; // share of the pool's limit from which on its line is red
 const TABLE_ROWS = 60;
 
 const at = (id) => document.getElementById(id);
@@ -237,10 +238,12 @@ function showPool(series, times, forecast, earlier, span) {
     labels.push({ class: "forecast", seconds: forecast.peakSeconds, value: forecast.peak, text: peak, dot: true });
   } else if (earlier !== null) layers.push(...earlierLayers(earlier));
   if (limit > 0) {
-    guides.push({ class: "limit", value: limit });
+    const isNear = Math.max(forecast?.peak ?? 0, used.at(-1) ?? 0) >= NEAR_LIMIT * limit;
+    const limitClass = isNear ? "limit near" : "limit";
+    guides.push({ class: limitClass, value: limit });
     const text = `limit ${count(limit)} blocks`;
     labels.push({
-      class: "limit",
+      class: limitClass,
       seconds: -span.past,
       value: Math.min(limit, largest),
       text,
@@ -264,7 +267,7 @@ function showPool(series, times, forecast, earlier, span) {
     layers,
     guides: isLarge ? [] : guides,
     labels: isLarge
-      ? labels.map((one) => (one.class === "limit" ? { ...one, text: `${one.text} (above)` } : one))
+      ? labels.map((one) => (one.class.startsWith("limit") ? { ...one, text: `${one.text} (above)` } : one))
       : labels,
     lanes: ["admitted", "preempted", "evicted"].map(lane),
     laneHeight: 16,
