@@ -66,7 +66,8 @@ FunctionName = Annotated[str, Field(pattern=_NAME_PATTERN)]
 
 class FunctionDefinition(ToolExtras):
     """parameters: a JSON schema of an object; null: the function has no parameters.
-    strict: arguments match the schema even if the model decides by itself whether to call.
+    strict: arguments match the schema even if the model decides by itself whether to call; a schema that cannot be
+    followed is refused.
     """
 
     name: FunctionName
