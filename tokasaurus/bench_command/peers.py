@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -22,7 +23,6 @@ from typing import IO
 
 from tokasaurus.bench_command.client import ServerError
 from tokasaurus.bench_command.results import progress_bar
-from tokasaurus.inherited import module_command
 
 _LOOK_S = 0.2
 _STOP_S = 60.0
@@ -96,7 +96,7 @@ def program_of(name: str, environment: str | None) -> list[str]:
     program = PEERS[name].program
     if environment is None:
         if name == "toka":  # this one, whatever PATH says
-            return module_command("tokasaurus")
+            return [sys.executable, "-m", "tokasaurus"]
         if shutil.which(program) is None:
             raise ServerError(f"{name}: no {program} on PATH; peer_env= says where it is installed")
         return [program]
