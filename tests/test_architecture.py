@@ -52,8 +52,9 @@ LAYERS = [
     ["text", "monitoring", "checkpoint"],
     ["addresses", "random_ids"],
     ["command_line"],
+    ["habits"],
     ["messages", "config"],
-    ["flags", "habits", "inherited"],
+    ["flags", "inherited"],
 ]
 # The same inside the three processes' packages.
 INNER_LAYERS = {

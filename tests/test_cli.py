@@ -210,6 +210,14 @@ def test_ping_prints_the_answer_and_its_speed(api: HTTPServer, capsys: pytest.Ca
     assert body == {"model": "default", "prompt": "tell me a joke", "n": 1, "max_tokens": 64} | STREAM
 
 
+def test_ping_sends_what_is_in_a_file(api: HTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "question.txt").write_text("tell me\na joke\n")
+    assert ping_main([f"@{tmp_path / 'question.txt'}", f"port={api.server_port}"]) == 0
+    assert api.requests[0][2]["prompt"] == "tell me\na joke"  # type: ignore[attr-defined]
+    assert ping_main(["@none", f"port={api.server_port}"]) == 2
+    assert "prompt=@none: No such file or directory" in capsys.readouterr().err
+
+
 def test_ping_does_not_count_the_time_until_it_asks(
     api: HTTPServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """What a user sets: habits of other programs' command lines, environment variables, a YAML file, and their order."""
 
+import io
 import shlex
 from pathlib import Path
 
@@ -8,13 +9,14 @@ import pytest
 from tokasaurus.cli import config_types, main
 from tokasaurus.command_line import Given, listing, read, unknown_variables, variables_of
 from tokasaurus.config import ServerConfig
-from tokasaurus.flags import FlagConfig, FlagError
+from tokasaurus.flags import SUFFIXES_IN_WORDS, FlagConfig, FlagError, given_text, number_with_suffix
 from tokasaurus.habits import HABITS, OPTIONS, Habit
 from tokasaurus.ping import PingConfig
+from tokasaurus.plan_command.config import parse_size
 
 
 def given(*words: str, environment: dict[str, str] | None = None) -> Given[ServerConfig]:
-    return read(ServerConfig, words, environment or {}, "model")
+    return read(ServerConfig, words, environment or {}, ("model",))
 
 
 def refusal(*words: str, environment: dict[str, str] | None = None) -> list[str]:
@@ -23,6 +25,7 @@ def refusal(*words: str, environment: dict[str, str] | None = None) -> list[str]
     return list(caught.value.lines)
 
 
+FROM_1 = "must be a whole number from 1 to 2147483647"
 OPTION_HABITS = [habit for habit in HABITS if not habit.is_command]
 ALWAYS = {"input", "output"}
 """Flags of `toka batch`, whose habits are those of a sub-command."""
@@ -99,6 +102,18 @@ def test_there_are_habits_of_every_program() -> None:
         ),
         (["org/name", "port=1"], ["model=org/name", "port=1"]),
         (["--kv-cache-num-tokens", "auto"], []),
+        (["--kv-cache-num-tokens", "64k"], ["kv_cache_num_tokens=64000"]),
+        (["max_body_bytes_in_all=1.5G"], ["max_body_bytes_in_all=1610612736"]),
+        (
+            ["max_num_tokens_per_request=8K", "max_tokens_per_forward=4K"],
+            ["max_num_tokens_per_request=8192", "max_tokens_per_forward=4096"],
+        ),
+        (
+            ["dtype=bf16", "kv_cache_dtype=half", "device=gpu"],
+            ["dtype=bfloat16", "kv_cache_dtype=float16", "device=cuda"],
+        ),
+        (["dtype=fp16", "kv_cache_dtype=float"], ["dtype=float16", "kv_cache_dtype=float32"]),
+        (["demo"], ["model=demo"]),
     ],
 )
 def test_our_flags_are_understood_as_options_too(words: list[str], same: list[str]) -> None:
@@ -119,6 +134,9 @@ def test_our_flags_are_understood_as_options_too(words: list[str], same: list[st
             ["--enforce-eager", "torch_compile=T"],
             ["torch_compile=T: given twice, first as --enforce-eager: torch_compile=F"],
         ),
+        (["page_size=16kb"], [f"page_size=16kb: {FROM_1}; {SUFFIXES_IN_WORDS}"]),
+        (["page_size=0.0001k"], [f"page_size=0.0001k: {FROM_1}; {SUFFIXES_IN_WORDS}"]),
+        (["dtype=int8"], ["dtype=int8: must be bfloat16, float16 or float32, or None (auto)"]),
         (["--port"], ["--port: needs a value, port=..."]),
         (["--port", "--rl"], ["--port: needs a value, port=..."]),
         (["--port", "80800"], ["--port 80800: must be a whole number from 0 to 65535"]),
@@ -299,3 +317,64 @@ def test_all_of_it_through_the_command(
         f"{tmp_path / 'toka.yaml'}:1",
         "TOKA_TP_SIZE=y",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        *(("64k", 64_000), ("64K", 65_536), ("24G", 24 << 30), ("24g", 24 * 10**9), ("1.5m", 1_500_000)),
+        *(("2M", 2 << 20), ("7", 7), ("0.5k", 500), ("8.1k", 8_100)),
+    ],
+)
+def test_one_rule_of_suffixes(text: str, number: int) -> None:
+    assert number_with_suffix(text) == str(number)
+    for same in ("k", "1.0001k", "64kb", "-1", "k64", "64 k", "0x1k"):
+        assert number_with_suffix(same) == same
+    if text[-1].isalpha():
+        assert parse_size(text) == number, "of memory, in bytes"
+
+
+def test_a_variable_and_a_file_may_have_suffixes_and_synonyms(tmp_path: Path) -> None:
+    path = tmp_path / "flags.yaml"
+    path.write_text("max_line_bytes: 2M\ndtype: bf16\n")
+    both = given(f"config={path}", environment={"TOKA_PAGE_SIZE": "1K", "TOKA_DEVICE": "gpu"})
+    assert (both.config.max_line_bytes, both.config.dtype) == (2 << 20, "bfloat16")
+    assert (both.config.page_size, both.config.device) == (1024, "cuda")
+    assert set(both.words) == {"max_line_bytes=2097152", "dtype=bfloat16", "page_size=1024", "device=cuda"}
+
+
+def test_words_without_a_name_are_taken_in_order() -> None:
+    config_type = config_types()["map"]
+    words = ["in.csv", "out", "prompt={a}"]
+    assert read(config_type, words, {}, ("input", "output")).words == ["input=in.csv", "output=out", "prompt={a}"]
+    words = ["input=in.csv", "prompt=-", "out"]
+    assert read(config_type, words, {}, ("input", "output")).config.output == "out"
+    with pytest.raises(FlagError, match="more: not understood"):
+        read(config_type, ["a", "b", "more", "prompt=c"], {}, ("input", "output"))
+    with pytest.raises(FlagError, match="input=-: must be files"):
+        read(config_type, ["-", "b", "prompt=c"], {}, ("input", "output"))
+    batch = config_types()["batch"]
+    assert read(batch, ["-", "out.jsonl"], {}, ("input", "output")).config.input == "-"
+    with pytest.raises(FlagError, match="output=-: must be a file"):
+        read(batch, ["-", "-"], {}, ("input", "output"))
+
+
+def test_a_text_is_read_from_a_file_or_from_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "question.txt"
+    path.write_text("Two lines,\nwith äöü.\n")
+    assert given_text("prompt", f"@{path}") == "Two lines,\nwith äöü."
+    assert given_text("prompt", "me@home") == "me@home"
+    for content, read_as in ((b"hello\n", "hello"), (b"hello\r\n\n", "hello\r\n")):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+        assert given_text("prompt", "-") == read_as
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
+    with pytest.raises(FlagError, match="prompt=-: is empty"):
+        given_text("prompt", "-")
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(FlagError, match="prompt=-: standard input is closed"):
+        given_text("prompt", "-")
+    with pytest.raises(FlagError, match=r"@none: No such file or directory; prompt=- reads a text that begins with @"):
+        given_text("prompt", "@none")
+    path.write_bytes(b"\xff")
+    with pytest.raises(FlagError, match="must be text in UTF-8"):
+        given_text("prompt", f"@{path}")

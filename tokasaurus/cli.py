@@ -50,7 +50,9 @@ toka bench [WORKLOAD] [...]      measure a server, or several in turns
 toka completion bash|zsh|fish    a script that completes flags in a shell
 toka SUBCOMMAND --help, toka --version"""
 
-_PING_USAGE = "toka ping prompt=TEXT [name=value ...]   ask a running server"
+_PING_USAGE = """\
+toka ping TEXT [name=value ...]   ask a running server
+toka ping @FILE [...]             ask what is in a file, or - in standard input"""
 _CHAT_USAGE = """\
 toka chat [name=value ...]     converse with a running server in the terminal
 toka chat model=NAME           the same, with a model in processes of its own
@@ -65,7 +67,7 @@ toka check [model=NAME] [name=value ...]   compare what computes a model here,
                                            kernels, compiled layers and graphs,
                                            with plain torch; --json prints JSON"""
 _BATCH_USAGE = """\
-toka batch input=FILE output=FILE [...]   run a file of requests; run again,
+toka batch FILE OUTPUT [name=value ...]   run a file of requests; run again,
                                           it continues
 toka batch list [data_dir=DIR ...]        batches that servers have stored
 toka batch show ID [data_dir=DIR ...]     one of them
@@ -73,7 +75,7 @@ toka batch cancel ID [data_dir=DIR ...]   stop it, and keep what is done; or
                                           base_url=URL for one of any server"""
 
 _MAP_USAGE = """\
-toka map input=FILES output=DIRECTORY prompt=TEMPLATE [name=value ...]
+toka map FILES DIRECTORY prompt=TEMPLATE [name=value ...]
 answer every row of a data set; run again, it continues
 
   toka map input='questions/*.parquet' output=answers prompt='{question}' \\
@@ -143,7 +145,7 @@ def main(args: list[str] | None = None) -> int:
 def _run_server(words: list[str], is_any_word: bool) -> int:
     from tokasaurus.config import ServerConfig
 
-    return _run("toka", _SERVE_USAGE, ServerConfig, words, _serve, "model", is_any_word)
+    return _run("toka", _SERVE_USAGE, ServerConfig, words, _serve, ("model",), is_any_word)
 
 
 @ends_in_one_line
@@ -153,14 +155,14 @@ def ping_main(args: list[str] | None = None) -> int:
         put_right()
     from tokasaurus.ping import PingConfig, ping
 
-    return _run_anywhere("toka ping", _PING_USAGE, PingConfig, args, lambda config, _: ping(config), "prompt")
+    return _run_anywhere("toka ping", _PING_USAGE, PingConfig, args, lambda config, _: ping(config), ("prompt",))
 
 
 def chat_main(args: list[str] | None = None) -> int:
     """`toka chat`. Returns the exit code."""
     from tokasaurus.chat import ChatConfig, chat
 
-    return _run_anywhere("toka chat", _CHAT_USAGE, ChatConfig, args, lambda config, _: chat(config), "model")
+    return _run_anywhere("toka chat", _CHAT_USAGE, ChatConfig, args, lambda config, _: chat(config), ("model",))
 
 
 @ends_in_one_line
@@ -170,21 +172,21 @@ def download_main(args: list[str] | None = None) -> int:
         put_right()
     from tokasaurus.download import DownloadConfig, download
 
-    return _run("toka download", _DOWNLOAD_USAGE, DownloadConfig, args, lambda config, _: download(config), "model")
+    return _run("toka download", _DOWNLOAD_USAGE, DownloadConfig, args, lambda config, _: download(config), ("model",))
 
 
 def plan_main(args: list[str] | None = None) -> int:
     """`toka plan`: returns the exit code, 2 also if the model does not fit."""
     from tokasaurus.plan_command.config import PlanConfig
 
-    return _run("toka plan", _PLAN_USAGE, PlanConfig, args, _plan, "model")
+    return _run("toka plan", _PLAN_USAGE, PlanConfig, args, _plan, ("model",))
 
 
 def check_main(args: list[str] | None = None) -> int:
     """`toka check`: returns the exit code, 1 if something computes wrongly."""
     from tokasaurus.check_command.config import CheckConfig
 
-    return _run("toka check", _CHECK_USAGE, CheckConfig, args, _check, "model")
+    return _run("toka check", _CHECK_USAGE, CheckConfig, args, _check, ("model",))
 
 
 @ends_in_one_line
@@ -195,8 +197,8 @@ def batch_main(args: list[str] | None = None) -> int:
     words = sys.argv[1:] if args is None else args
     from tokasaurus.batch_command.config import ACTIONS, RunConfig, StoredConfig
 
-    if not words or not _is_bare(words[0]):
-        return _run("toka batch", _BATCH_USAGE, RunConfig, words, _run_batch)
+    if not words or not _is_bare(words[0]) or _looks_like_file(words[0]):
+        return _run("toka batch", _BATCH_USAGE, RunConfig, words, _run_batch, ("input", "output"))
     action, *words = words
     if action not in ACTIONS:
         return _refuse("toka batch", f"{action}: not understood, there are {', '.join(ACTIONS)}; flags are name=value")
@@ -216,7 +218,7 @@ def map_main(args: list[str] | None = None) -> int:
     """`toka map`. Returns the exit code."""
     from tokasaurus.map_command.config import MapConfig
 
-    return _run("toka map", _MAP_USAGE, MapConfig, args, _run_map)
+    return _run("toka map", _MAP_USAGE, MapConfig, args, _run_map, ("input", "output"))
 
 
 @ends_in_one_line
@@ -224,7 +226,7 @@ def mismatch_main(args: list[str] | None = None) -> int:
     """`toka mismatch`. Returns the exit code."""
     from tokasaurus.mismatch_command.config import MismatchConfig
 
-    return _run("toka mismatch", _MISMATCH_USAGE, MismatchConfig, args, _run_mismatch, "model")
+    return _run("toka mismatch", _MISMATCH_USAGE, MismatchConfig, args, _run_mismatch, ("model",))
 
 
 @ends_in_one_line
@@ -232,7 +234,7 @@ def top_main(args: list[str] | None = None) -> int:
     """`toka top`. Returns the exit code."""
     from tokasaurus.top_command.config import TopConfig
 
-    return _run_anywhere("toka top", _TOP_USAGE, TopConfig, args, _top, "base_url")
+    return _run_anywhere("toka top", _TOP_USAGE, TopConfig, args, _top, ("base_url",))
 
 
 @ends_in_one_line
@@ -242,7 +244,7 @@ def bench_main(args: list[str] | None = None) -> int:
 
     words = sys.argv[1:] if args is None else args
     if not words or words[0] != "compare":
-        return _run("toka bench", _BENCH_USAGE, BenchConfig, words, _bench, "workload")
+        return _run("toka bench", _BENCH_USAGE, BenchConfig, words, _bench, ("workload",))
     files = [word for word in words[1:] if _is_file(word)]
     if not files and not _wants_help(words):
         return _refuse("toka bench compare", "needs files that toka bench output=FILE has written")
@@ -271,7 +273,7 @@ def _run(
     config_type: type[AnyConfig],
     args: list[str] | None,
     run: Callable[[AnyConfig, list[str]], int],
-    positional: str = "",
+    positional: tuple[str, ...] = (),
     is_any_word: bool = True,
     needs_directory: bool = True,
 ) -> int:
@@ -316,7 +318,7 @@ def _run_anywhere(
     config_type: type[AnyConfig],
     args: list[str] | None,
     run: Callable[[AnyConfig, list[str]], int],
-    positional: str,
+    positional: tuple[str, ...],
 ) -> int:
     """`_run` for a command that reads no files and starts no processes, or refuses by itself to start them."""
     return _run(command, usage, config_type, args, run, positional, needs_directory=False)
@@ -442,6 +444,11 @@ _SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
 def _is_bare(word: str) -> bool:
     """Whether it is no flag."""
     return "=" not in word and not word.startswith((".", "-"))
+
+
+def _looks_like_file(word: str) -> bool:
+    """Whether the first word of `toka batch` is its input rather than an action."""
+    return "." in word or "/" in word or Path(word).is_file()
 
 
 def _is_file(word: str) -> bool:

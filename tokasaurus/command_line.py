@@ -60,13 +60,13 @@ def read(
     config_type: type[AnyConfig],
     words: Sequence[str],
     environment: Mapping[str, str],
-    positional: str = "",
+    positional: Sequence[str] = (),
     is_any_word: bool = True,
 ) -> Given[AnyConfig]:
     """Raises FlagError with a line for each error.
 
-    positional: the flag that the first word without a name stands for. is_any_word: whatever the word is; otherwise
-    only if it looks like a model."""
+    positional: the flags that words without a name stand for, in their order. is_any_word: whatever the word is;
+    otherwise only if it looks like a model."""
     typed, errors = translate(words, config_type, positional, is_any_word)
     settings: dict[str, Setting] = {}
     path = environment.get(FILE_VARIABLE) or None
@@ -89,7 +89,7 @@ def read(
 
 
 def translate(
-    words: Sequence[str], config_type: type[FlagConfig], positional: str = "", is_any_word: bool = True
+    words: Sequence[str], config_type: type[FlagConfig], positional: Sequence[str] = (), is_any_word: bool = True
 ) -> tuple[list[Typed], list[str]]:
     """The flags that the words are, whichever program's habit they follow, and a line for each word that is none.
 
@@ -100,10 +100,10 @@ def translate(
     while rest:
         word = rest.pop(0)
         name, equals, text = word.partition("=")
-        if not word.startswith("-") and not equals:
+        if is_bare(word):
+            positional = [flag for flag in positional if flag not in {one.name for one in typed}]
             if positional and (is_any_word or looks_like_model(word)):
-                typed.append(Typed(positional, word, ""))
-                positional = ""
+                typed.append(Typed(positional[0], word, ""))
             elif config_type.name_of(plain_name(word)) is not None and rest and "=" not in rest[0]:
                 errors.append(f"{word} {rest[0]}: not understood, did you mean {plain_name(word)}={rest.pop(0)}?")
             else:
@@ -173,6 +173,11 @@ def _next(rest: list[str], error: str) -> str:
 
 def _is_value(word: str) -> bool:
     return not word.startswith("-") or _NUMBER.fullmatch(word) is not None
+
+
+def is_bare(word: str) -> bool:
+    """Whether a word is neither a flag with a value nor an option; - is standard input."""
+    return word == "-" or not (word.startswith("-") or "=" in word)
 
 
 def looks_like_model(word: str) -> bool:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from typing_extensions import Self
 
@@ -11,6 +12,14 @@ from tokasaurus.flags import FlagConfig, Setting, at_least, at_most, count, excl
 
 DEMO = "demo"
 """What users write for the demo model, wherever a model is; a directory of this name is ./demo."""
+
+_DTYPES: dict[str, Any] = {
+    "choices": ("bfloat16", "float16", "float32"),
+    "synonyms": {
+        **{"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"},
+        **{"fp32": "float32", "f32": "float32", "float": "float32"},
+    },
+}
 
 _PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 """The numbers from 1 to 65535. Of a larger one, the system would use the last 16 bits."""
@@ -45,8 +54,8 @@ class ServerConfig(FlagConfig):
         None,
         "data type of the weights and of computation, but a CPU without bfloat16 arithmetic computes in "
         "float32; auto is bfloat16, or float32 where bfloat16 would be slow",
-        choices=("bfloat16", "float16", "float32"),
         none_means="auto",
+        **_DTYPES,
     )
     cpu_isa: str | None = flag(
         None,
@@ -84,7 +93,11 @@ class ServerConfig(FlagConfig):
     )
     any_model: bool = flag(False, "serve requests whatever model they name")
     device: str | None = flag(
-        None, "device to run on; auto is cuda if available", choices=("cpu", "cuda"), none_means="auto"
+        None,
+        "device to run on; auto is cuda if available",
+        choices=("cpu", "cuda"),
+        synonyms={"gpu": "cuda"},
+        none_means="auto",
     )
 
     dp_size: int = count(1, "replicas of the model (data parallel)", heading="parallel")
@@ -123,8 +136,8 @@ class ServerConfig(FlagConfig):
         None,
         "data type of the KV cache; auto is the weights' dtype, but float16 for bfloat16 weights on a CPU "
         "without bfloat16 arithmetic",
-        choices=("bfloat16", "float16", "float32"),
         none_means="auto",
+        **_DTYPES,
     )
     page_size: int = count(16, "tokens per block of the KV cache")
     max_tokens_per_forward: int = count(8192, "maximum tokens in one forward")

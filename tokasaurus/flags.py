@@ -13,9 +13,12 @@ import json
 import math
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from fractions import Fraction
 from importlib.util import find_spec
+from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
@@ -30,6 +33,10 @@ else:
     from pydra import Config
 
 MAX_INT32 = 2**31 - 1
+
+SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+"""Letters after a number, as vLLM reads them."""
+SUFFIXES_IN_WORDS = "8k is 8,000 and 8K is 8,192; so are m and M, g and G"
 
 _MAX_SHORT_HELP = 20
 """A command with so many flags shows all of them in the short help."""
@@ -68,6 +75,8 @@ class Flag:
     """Inclusive."""
     choices: tuple[str, ...] = ()
     """If not empty, the only allowed words."""
+    synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Further words -> the choices that they mean."""
     none_means: str = "none"
     """What None stands for, such as "auto"; help shows it in place of None."""
     heading: str = ""
@@ -216,6 +225,7 @@ class FlagConfig(Config):
         label = _label(before, shown, flag.is_secret)
         if shown != text:
             raise FlagError(f"{label}: has bytes that are not UTF-8")
+        text = _in_our_words(text, flag)
         try:
             value = _read(text, flag)
         except _Unreadable as error:
@@ -273,7 +283,9 @@ class FlagConfig(Config):
         for name, flag in self.flags.items():
             value = _as_kind(getattr(self, name), flag.kind)
             if not _is_allowed(value, flag):
-                wrong[name] = f"{self._label_of(name, value, given)}: must be {allowed_values(flag)}"
+                is_number = flag.kind is int and isinstance(value, str) and value[:1].isdigit()
+                suffixes = f"; {SUFFIXES_IN_WORDS}" if is_number else ""
+                wrong[name] = f"{self._label_of(name, value, given)}: must be {allowed_values(flag)}{suffixes}"
                 value = flag.default  # for the rules of others
             setattr(self, name, value)
         for name, flag in self.flags.items():
@@ -407,6 +419,36 @@ def allowed_values(flag: Flag) -> str:
     return f"{allowed}, or None ({flag.none_means})" if flag.is_optional else allowed
 
 
+def given_text(name: str, text: str) -> str:
+    """The text that a flag gives: the content of FILE for @FILE, standard input for -, else itself. Of a file, a line
+    break at the end is left out, as a shell does. Raises FlagError."""
+    if text != "-" and not text.startswith("@"):
+        return text
+    try:
+        if text != "-":
+            content = Path(text[1:]).expanduser().read_bytes()
+        elif sys.stdin is None:
+            raise FlagError(f"{name}=-: standard input is closed")
+        else:
+            content = sys.stdin.buffer.read()
+        read = content.decode().removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError:
+        raise FlagError(f"{name}={text}: must be text in UTF-8") from None
+    except (OSError, RuntimeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise FlagError(f"{name}={text}: {why}; {name}=- reads a text that begins with @") from None
+    if not read:
+        raise FlagError(f"{name}={text}: is empty")
+    return read
+
+
+def number_with_suffix(text: str) -> str:
+    """Digits in place of a whole number with one of SUFFIXES, such as 8k or 1.5G; any other text as it is."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG])", text, re.ASCII)
+    number = None if match is None else Fraction(match[1]) * SUFFIXES[match[2]]
+    return text if number is None or number.denominator != 1 else str(number)
+
+
 def split_list(text: str | None) -> list[str]:
     """The words of a flag with words separated by commas; none of None."""
     return [word for part in (text or "").split(",") if (word := part.strip())]
@@ -444,6 +486,10 @@ def written(value: object, flag: Flag) -> str:
     if isinstance(value, str):
         return value if flag.kind is not str or _unquoted(value) == value else repr(value)
     return json.dumps(value) if isinstance(value, dict | list) else _show(value)
+
+
+def _in_our_words(text: str, flag: Flag) -> str:
+    return number_with_suffix(text) if flag.kind is int else flag.synonyms.get(text, text)
 
 
 def _read(text: str, flag: Flag) -> Any:

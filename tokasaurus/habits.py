@@ -3,12 +3,14 @@
 HABITS is read by the command line, by its test, which runs every example, and by docs/command_line.md. What has one
 meaning here is accepted; anything else is refused with the flag to use."""
 
+import difflib
 import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+from tokasaurus.config import ServerConfig
+from tokasaurus.flags import number_with_suffix
 
 
 def plain_name(option: str) -> str:
@@ -20,20 +22,9 @@ def _same(text: str) -> str:
     return text
 
 
-def _whole_number(text: str) -> str:
-    """vLLM's 8k is 8,000 and 8K is 8,192; -1 and auto are none."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG])", text)
-    if match is not None:
-        return str(int(float(match[1]) * _SUFFIXES[match[2]]))
-    return "None" if text in ("-1", "auto") else text
-
-
-def _dtype(text: str) -> str:
-    return {"half": "float16", "float": "float32"}.get(text, text)
-
-
-def _kv_dtype(text: str) -> str:
-    return {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}.get(text, text)
+def _length(text: str) -> str:
+    """-1 and auto are none."""
+    return "None" if text in ("-1", "auto") else number_with_suffix(text)
 
 
 def _sampling_defaults(text: str) -> str:
@@ -131,8 +122,8 @@ HABITS = (
     _value("llama.cpp", "-hf Qwen/Qwen3-0.6B", "model=Qwen/Qwen3-0.6B", "-hfr --hf-repo"),
     _value("SGLang", "--tokenizer-path Qwen/Qwen3-0.6B", "tokenizer=Qwen/Qwen3-0.6B"),
     _value("llama.cpp", "--alias tiny", "served_model_name=tiny", "-a"),
-    _value("vLLM", "--max-model-len 8k", "max_num_tokens_per_request=8000", convert=_whole_number),
-    _value("SGLang", "--context-length 8192", "max_num_tokens_per_request=8192", convert=_whole_number),
+    _value("vLLM", "--max-model-len 8k", "max_num_tokens_per_request=8000", convert=_length),
+    _value("SGLang", "--context-length 8192", "max_num_tokens_per_request=8192", convert=_length),
     _refused(
         "llama.cpp",
         "-c 8192",
@@ -150,7 +141,7 @@ HABITS = (
     _value("vLLM", "--max-num-seqs 256", "max_seqs_per_forward=256"),
     _value("SGLang", "--max-running-requests 256", "max_seqs_per_forward=256"),
     _value("llama.cpp", "-np 8", "max_seqs_per_forward=8", "--parallel"),
-    _value("vLLM", "--max-num-batched-tokens 4096", "max_tokens_per_forward=4096", convert=_whole_number),
+    _value("vLLM", "--max-num-batched-tokens 4096", "max_tokens_per_forward=4096", convert=_length),
     _refused(
         "SGLang",
         "--chunked-prefill-size 4096",
@@ -162,8 +153,8 @@ HABITS = (
     _switch("vLLM", "--enforce-eager", "use_cudagraphs=F torch_compile=F"),
     _switch("SGLang", "--disable-cuda-graph", "use_cudagraphs=F"),
     _switch("SGLang", "--enable-torch-compile", "torch_compile=T"),
-    _value("vLLM, SGLang", "--dtype half", "dtype=float16", convert=_dtype),
-    _value("vLLM, SGLang", "--kv-cache-dtype bf16", "kv_cache_dtype=bfloat16", convert=_kv_dtype),
+    _value("vLLM, SGLang", "--dtype half", "dtype=float16"),
+    _value("vLLM, SGLang", "--kv-cache-dtype bf16", "kv_cache_dtype=bfloat16"),
     _value("vLLM", "--generation-config vllm", "sampling_defaults=neutral", convert=_sampling_defaults),
     _value("SGLang", "--sampling-defaults openai", "sampling_defaults=neutral", convert=_sampling_defaults),
     _refused(
@@ -222,3 +213,15 @@ OPTIONS = {name: habit for habit in HABITS if not habit.is_command for name in h
 """Options by plain name."""
 COMMANDS = {name: habit for habit in HABITS if habit.is_command for name in habit.names}
 """Sub-commands by name."""
+
+
+def flag_meant(name: str) -> str:
+    """What to write in place of a flag of the server that there is not; begins with punctuation, empty if nothing is
+    like it."""
+    habit = OPTIONS.get(plain_name(name))
+    if habit is not None and habit.refusal:
+        return f": {habit.refusal}"
+    close = difflib.get_close_matches(name, ServerConfig.names(), n=1)
+    meant = habit.means.split() if habit is not None else []
+    names = [word.partition("=")[0] for word in meant] or close
+    return f", did you mean {' and '.join(names)}?" if names else ""

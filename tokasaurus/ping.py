@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tokasaurus.flags import count, flag
+from tokasaurus.flags import count, flag, given_text
 from tokasaurus.running_server import AddressConfig, NotAnswered, client_of, explained
 
 if TYPE_CHECKING:
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 class PingConfig(AddressConfig):
     """The flags of `toka ping`, checked by `finalize`."""
 
-    prompt: str | None = flag(None, "text to send", none_means="required", heading="request")
+    prompt: str | None = flag(
+        None, "text to send; @FILE sends a file's, - standard input's", none_means="required", heading="request"
+    )
     chat: bool = flag(False, "send the prompt as a chat message instead of text to continue")
     max_tokens: int | None = count(None, "maximum tokens per answer", none_means="server default")
     n: int = count(1, "number of answers; several are printed when all are complete")
@@ -32,6 +34,7 @@ class PingConfig(AddressConfig):
 
 def ping(config: PingConfig) -> int:
     """Print the answers, then times and token count. Returns the exit code: 1, with one line on stderr, on failure."""
+    prompt = given_text("prompt", config.prompt or "")
     started = 0.0
     first_s: float | None = None
     answers = [""] * config.n
@@ -41,7 +44,7 @@ def ping(config: PingConfig) -> int:
         with client_of(config) as client:
             _ = client.chat.completions, client.completions  # imports them
             started = time.perf_counter()
-            for index, text, num_so_far in _answer(client, config):
+            for index, text, num_so_far in _answer(client, config, prompt):
                 num_tokens = max(num_tokens, num_so_far)
                 if text and first_s is None:
                     first_s = time.perf_counter() - started
@@ -62,7 +65,7 @@ def ping(config: PingConfig) -> int:
     return 0
 
 
-def _answer(client: "OpenAI", config: PingConfig) -> Iterator[tuple[int, str, int]]:
+def _answer(client: "OpenAI", config: PingConfig, prompt: str) -> Iterator[tuple[int, str, int]]:
     """Index of an answer, its next text, and the tokens of all answers, which is 0 until the server tells. Raises
     NotAnswered."""
     from openai import OpenAIError
@@ -73,13 +76,13 @@ def _answer(client: "OpenAI", config: PingConfig) -> Iterator[tuple[int, str, in
     if config.max_tokens is not None:
         options["max_tokens"] = config.max_tokens
     options |= {"stream": True, "stream_options": {"include_usage": True}}
-    messages: Any = [{"role": "user", "content": config.prompt}]
+    messages: Any = [{"role": "user", "content": prompt}]
     has_chunk = False
     with explained(config):
         chunks: Any = (
             client.chat.completions.create(messages=messages, **options)
             if config.chat
-            else client.completions.create(prompt=config.prompt or "", **options)
+            else client.completions.create(prompt=prompt, **options)
         )
         for chunk in chunks:
             has_chunk = True

@@ -107,6 +107,6 @@ def test_help_lists_the_actions_and_flags(capsys: pytest.CaptureFixture[str]) ->
     assert main(["batch", "--help-all"]) == 0
     out = capsys.readouterr().out
     assert all(f"\n  {name}" in out for name in RunConfig.flags)
-    assert all(f"toka batch {word}" in out for word in ("input=FILE", "list", "show ID", "cancel ID"))
+    assert all(f"toka batch {word}" in out for word in ("FILE OUTPUT", "list", "show ID", "cancel ID"))
     assert main(["batch", "list", "--help"]) == 0
     assert "data_dir (by port)" in capsys.readouterr().out

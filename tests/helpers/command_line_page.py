@@ -20,6 +20,10 @@ are one. A flag that is true or false needs no value as an option: `--rl` is `rl
 `greedy_prefill=F`. The model may stand alone: `toka Qwen/Qwen3-0.6B`, `toka serve NAME`, `toka download NAME`.
 [Flags](flags.md) lists all flags of the server; `toka --help` and `toka SUBCOMMAND --help` print those of a command.
 
+A whole number may end in k, m or g, or in K, M or G: 8k is 8,000 and 8K is 8,192, so `kv_cache_num_tokens=64K` is
+65,536. `dtype=` and `kv_cache_dtype=` also know `bf16`, `fp16`, `half`, `fp32` and `float`, and `device=gpu` is
+`device=cuda`.
+
 Everything that is wrong is told in one go, a line for each, and the command ends with exit code 2. A flag that is given
 twice is wrong, whatever the values are.
 
@@ -67,8 +71,9 @@ Input that is no terminal is one message, and only its answer is printed:
 echo 'Name three rivers.' | toka chat max_tokens=100
 ```
 
-`toka ping prompt=TEXT` sends one request, shows the answer while it arrives, and then its times. Both take the key of
-`TOKA_API_KEY` or else of `OPENAI_API_KEY`.
+`toka ping TEXT` sends one request, shows the answer while it arrives, and then its times. `toka ping @question.txt`
+sends what is in a file, `toka ping -` what comes from standard input; so does `prompt=` of `toka map`.
+`toka ping` and `toka chat` take the key of `TOKA_API_KEY` or else of `OPENAI_API_KEY`.
 
 ## What cannot run
 

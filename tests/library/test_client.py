@@ -416,6 +416,8 @@ def test_a_server_that_says_nothing_is_asked_again(kind: type[_Silent], monkeypa
 def test_wrong_calls_raise_at_once_and_name_what_is_wrong(client: Client) -> None:
     with pytest.raises(TypeError, match="temprature"):
         Sampling(temprature=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^Sampling has no field 'max_new_tokens': max_tokens is its name here$"):
+        Sampling(max_new_tokens=3)  # type: ignore[call-arg]
     for wrong, message in (
         ({"temperature": 3}, "temperature must be at most 2, not 3"),
         ({"max_tokens": 0}, "max_tokens"),

@@ -1,8 +1,11 @@
 """An LLM whose processes are killed, and programs that are interrupted while it starts."""
 
 import asyncio
+import dataclasses
 import json
 import os
+import pickle
+import re
 import signal
 import threading
 import time
@@ -42,6 +45,41 @@ def test_a_program_sees_warnings_alone_unless_it_wants_more() -> None:
         "warning",
         2,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_model_len", ", did you mean max_num_tokens_per_request?"),
+        ("tensor_parallel_size", ", did you mean tp_size?"),
+        ("enforce_eager", ", did you mean use_cudagraphs and torch_compile?"),
+        ("gpu_memory_utilization", ": toka sizes the KV cache by the memory that is left after loading; kv_cache_num"),
+        ("kv_cache_num_token", ", did you mean kv_cache_num_tokens?"),
+        ("temperature", ": it belongs into Sampling"),
+        ("seed", ": it belongs into Sampling"),
+        ("zzz", ", and toka no flag of this name"),
+    ],
+)
+def test_a_wrong_argument_gets_the_hint_of_the_command_line(name: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=rf"^LLM has no argument '{name}'{re.escape(hint)}"):
+        LLM(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_new_tokens", "max_tokens"),
+        ("n_predict", "max_tokens"),
+        ("temprature", "temperature"),
+        ("maxtokens", "max_tokens"),
+    ],
+)
+def test_a_wrong_sampling_parameter_gets_a_hint(name: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=rf"^Sampling has no field '{name}'.*{hint}"):
+        Sampling(**{name: 1})
+    assert pickle.loads(pickle.dumps(GREEDY)) == GREEDY == dataclasses.replace(GREEDY)
+    with pytest.raises(TypeError, match=r"^Sampling has no field 'zzz'$"):
+        dataclasses.replace(GREEDY, zzz=1)
 
 
 def test_map_of_an_async_llm_in_the_directory_of_its_call(

@@ -54,6 +54,8 @@ class RunConfig(CommandConfig, without=_SET_BY_THE_RUN):
     def further_errors(self) -> Iterator[str]:
         missing = [name for name in ("input", "output") if getattr(self, name) is None]
         yield from are_missing(missing, "toka batch input=requests.jsonl output=results.jsonl")
+        if self.output == "-":
+            yield "output=-: must be a file, beside which the state is kept with which the same command continues"
         if self.base_url is None:
             if self.completion_window is not None and not _is_window(self.completion_window):
                 shown = f"completion_window={self.completion_window}"

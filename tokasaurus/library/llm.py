@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import sys
 import time
@@ -10,11 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from tokasaurus.config import FLAGS_OF_ACCESS, ServerConfig
+from tokasaurus.config import DEMO, FLAGS_OF_ACCESS, ServerConfig
+from tokasaurus.habits import flag_meant
 from tokasaurus.library.bulk import Server, ServerError
 from tokasaurus.library.client import AsyncClient, Client, _absolute
 from tokasaurus.library.engine import EngineError, EngineNotUp, PrivateEngine
 from tokasaurus.library.model_files import ModelFiles, find_model_files
+from tokasaurus.library.sampling import Sampling
 
 _NO_FLAGS = (*FLAGS_OF_ACCESS, "api_key")
 # The log is beside what the program prints, and the progress.
@@ -40,7 +43,7 @@ class AsyncLLM(AsyncClient):
         """The arguments are those of `LLM`."""
         super().__init__(concurrency=concurrency)
         words = _words(model, flags)
-        path = None if model is None else Path(model).expanduser()
+        path = None if model is None or model == DEMO else Path(model).expanduser()
         self._model_paths = [path.resolve()] if path is not None and path.exists() else []
         """Paths of the last whole set of weights, if it is local, and of the partial ones since."""
         self._engine = PrivateEngine(words, _print if show else _ignore)
@@ -140,8 +143,11 @@ class LLM(Client):
 def _words(model: str | None, flags: dict[str, Any]) -> list[str]:
     """Flags as on a command line. Raises TypeError and ValueError."""
     for name in flags:
+        if name in inspect.signature(Sampling).parameters:
+            raise TypeError(f"LLM has no argument {name!r}: it belongs into Sampling")
         if name not in ServerConfig.flags:
-            raise TypeError(f"LLM has no argument {name!r}, and toka no flag of this name")
+            meant = flag_meant(name) or ", and toka no flag of this name"
+            raise TypeError(f"LLM has no argument {name!r}{meant}")
         if name in _NO_FLAGS:
             raise TypeError(f"LLM has no argument {name!r}: only this program can reach its engine")
     if model is not None:

@@ -5,20 +5,43 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import ValidationError
 
 from tokasaurus.messages.generation import LogprobsMode
 from tokasaurus.messages.sampling import CLIENT_PARAMETERS
+from tokasaurus.server.protocol.known_fields import KNOWN_FIELDS, advice
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.value_words import told_together, words_for
+
+AnyClass = TypeVar("AnyClass")
 
 GENERATE_TOKENS = 256
 """`max_tokens` of a prompt without a chat template, where Sampling leaves it open."""
 
 
+def _telling_names(made: type[AnyClass]) -> type[AnyClass]:
+    """The same class, which says what a keyword that there is not may mean."""
+    initialise: Any = made.__init__
+    names = [field.name for field in dataclasses.fields(made) if field.init]  # type: ignore[arg-type]
+
+    @wraps(initialise)
+    def checked(self: AnyClass, *args: Any, **fields: Any) -> None:
+        for name in fields:
+            if name not in names:
+                known = KNOWN_FIELDS.get(name)
+                meant = f": {known.instead}" if known is not None and known.instead else advice(name, names)
+                raise TypeError(f"{made.__name__} has no field {name!r}{meant}")
+        initialise(self, *args, **fields)
+
+    setattr(made, "__init__", checked)  # noqa: B010  (mypy allows no assignment)
+    return made
+
+
+@_telling_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How completions are sampled. The fields mean what they mean in the HTTP API.

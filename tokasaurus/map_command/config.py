@@ -47,7 +47,10 @@ class MapConfig(CommandConfig, without=(*_NOT_HERE, "logprobs_mode"), further=_P
         none_means="required",
     )
     prompt: str | None = flag(
-        None, "a template such as 'Q: {question}', with columns in braces, or a column", none_means="or messages="
+        None,
+        "a template such as 'Q: {question}', with columns in braces, or a column; @FILE reads it from a file, - from "
+        "standard input",
+        none_means="or messages=",
     )
     messages: str | None = flag(None, "column of lists of messages, in place of prompt=", none_means="or prompt=")
     chat: bool = flag(False, "send the prompt as the message of a user instead of text to continue")
@@ -114,6 +117,10 @@ class MapConfig(CommandConfig, without=(*_NOT_HERE, "logprobs_mode"), further=_P
     def further_errors(self) -> Iterator[str]:
         needed = ("input", "output", *(("prompt",) if self.messages is None else ()))
         yield from are_missing([name for name in needed if getattr(self, name) is None], _USAGE)
+        if self.input == "-":
+            yield "input=-: must be files, which the same command reads again when it continues"
+        if self.output == "-":
+            yield "output=-: must be a directory, where the same command continues"
         if self.prompt is not None and self.messages is not None:
             yield "messages: either it or prompt= is given"
         if self.messages is not None and self.chat:

@@ -4,7 +4,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from tokasaurus.flags import FlagError
+from tokasaurus.flags import FlagError, given_text
 from tokasaurus.library.bulk import ServerError
 from tokasaurus.library.client import Client
 from tokasaurus.library.engine import EngineError
@@ -52,7 +52,7 @@ def _run(config: MapConfig, sampling: Sampling, words: list[str]) -> MapSummary:
     schema, tools = config.read_schema(), config.read_tools()
     # Now, since starting an engine may take minutes.
     options = MapOptions(
-        prompt=config.prompt,
+        prompt=None if config.prompt is None else given_text("prompt", config.prompt),
         messages=config.messages,
         chat=config.chat,
         key=config.key,

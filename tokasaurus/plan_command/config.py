@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterator
 
 from tokasaurus.config import ServerConfig
-from tokasaurus.flags import FlagError, flag
+from tokasaurus.flags import SUFFIXES, FlagError, flag
 
-_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, **SUFFIXES}
 
 
 _OF_SERVER = (
@@ -26,7 +26,7 @@ class PlanConfig(ServerConfig, only=_OF_SERVER, heading="flags of the server"):
         none_means="required",
         heading="plan",
     )
-    device_memory: str = flag("80GiB", "free memory of each CUDA device before the start, such as 80GiB or 24GB")
+    device_memory: str = flag("80GiB", "free memory of each CUDA device before the start, such as 80GiB, 24GB or 24G")
     json: bool = flag(False, "print JSON")
 
     dtype: str = ServerConfig.declared(
