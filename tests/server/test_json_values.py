@@ -1,5 +1,6 @@
 """Bodies with too many values, compared with a count of their parsed JSON."""
 
+import json
 import random
 import time
 from typing import Any
@@ -8,10 +9,10 @@ import httpx
 import orjson
 
 from tests.helpers.examples import few
-from tests.server.helpers.bodies_and_errors import assert_openai_error, minimal_body
+from tests.server.helpers.bodies_and_errors import CHAT, assert_openai_error, minimal_body
 from tests.server.helpers.live_server import LiveServer
 from tokasaurus.config import ServerConfig
-from tokasaurus.server.json_values import has_too_many_values
+from tokasaurus.server.json_values import has_too_many_values, is_parsed_quickly
 
 MAX_JSON_WORK = ServerConfig.max_json_values
 
@@ -69,3 +70,16 @@ def test_too_many_values_are_refused_with_the_reason(shared_server: LiveServer) 
     headers = {"Content-Type": "application/x-ndjson"}
     result = orjson.loads(shared_server.http.post("/v1/bulk", content=line, headers=headers).content)
     assert (result["response"]["status_code"], result["error"]["code"]) == (400, "too_many_values")
+
+
+def test_bodies_with_patterns_are_not_parsed_on_the_event_loop() -> None:
+    body = minimal_body(CHAT) | {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}
+    assert is_parsed_quickly(orjson.dumps(body))
+    assert is_parsed_quickly(json.dumps(body | {"user": "é"}).encode())
+    assert not is_parsed_quickly(orjson.dumps(body | {"user": "x" * 40_000}))
+    slow = ({"pattern": "a"}, {"patternProperties": {"a": True}}, {"propertyNames": {"pattern": "a"}})
+    contents = [orjson.dumps(body | {"guided_json": schema}) for schema in slow]
+    contents += [orjson.dumps(body | {name: "a"}) for name in ("regex", "guided_regex")]
+    for content in contents:
+        assert not is_parsed_quickly(content)
+        assert not is_parsed_quickly(content.replace(b"t", b"\\u0074").replace(b"x", b"\\u0078"))

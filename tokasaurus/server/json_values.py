@@ -26,13 +26,20 @@ from tokasaurus.text.exact_json import loads
 
 Body = TypeVar("Body", bound=BaseModel)
 
-MAX_INLINE_BYTES = 32_768
-"""A body up to this size is parsed in under a millisecond; a larger one must be parsed in a thread."""
+_MAX_INLINE_BYTES = 32_768
+# Of fields and of keywords of schemas whose patterns become automata, which may take tenths of a second. JSON may
+# write their letters as escapes.
+_SLOW_WORDS = (b"pattern", b"regex", b"propertyNames", *(b"\\u00%d" % digit for digit in range(2, 8)))
 
 _SLICE_BYTES = 1 << 19
 # A list or an object takes as long to make and to free as this many numbers.
 _CONTAINER_WORK = 8
 _KEY_WORK = 3
+
+
+def is_parsed_quickly(content: bytes | bytearray) -> bool:
+    """Whether `parse_body` takes under a millisecond; otherwise it must run in a thread."""
+    return len(content) <= _MAX_INLINE_BYTES and not any(word in content for word in _SLOW_WORDS)
 
 
 def parse_body(content: bytes | bytearray, body_model: type[Body], max_values: int) -> Body:

@@ -73,8 +73,7 @@ class ParsedLine:
 
 
 def parse_line(content: bytes, max_values: int) -> ParsedLine:
-    """max_values: as in `load_json`. A line longer than MAX_INLINE_BYTES must be parsed in a thread. Raises
-    LineRefused."""
+    """max_values: as in `load_json`. Must run in a thread unless `is_parsed_quickly`. Raises LineRefused."""
     custom_id = None
     try:
         value = _load(content, max_values)

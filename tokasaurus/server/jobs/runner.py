@@ -29,7 +29,7 @@ from tokasaurus.server.jobs.store.data_dir import StoreError
 from tokasaurus.server.jobs.store.database import Database, explain
 from tokasaurus.server.jobs.store.ledger import pending_lines, record_results, release_lines, start_lines
 from tokasaurus.server.jobs.store.records import BatchRecord, LineResult, PendingLine
-from tokasaurus.server.json_values import MAX_INLINE_BYTES
+from tokasaurus.server.json_values import is_parsed_quickly
 from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.resources import BatchLimits
 from tokasaurus.server.respond.whole import Answer
@@ -443,7 +443,7 @@ class BatchRunner:
         max_values = self._state.config.max_json_values
         try:
             if content is not None:
-                if len(content) <= MAX_INLINE_BYTES:
+                if is_parsed_quickly(content):
                     parsed = parse_line(content, max_values)
                 else:
                     parsed = await self._state.text_threads.run(len(content), parse_line, content, max_values)

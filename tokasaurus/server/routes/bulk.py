@@ -40,7 +40,7 @@ from tokasaurus.server.jobs.line_runner import (
 )
 from tokasaurus.server.jobs.open_bulk import OpenBulk, OpenBulks, announced
 from tokasaurus.server.jobs.store.records import LineResult
-from tokasaurus.server.json_values import MAX_INLINE_BYTES
+from tokasaurus.server.json_values import is_parsed_quickly
 from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.protocol.batches import BulkProgress
@@ -411,7 +411,7 @@ async def bulk(request: Request, progress: bool = False) -> Response:
     client = client_of(request)
 
     async def read_line(content: bytes) -> Line:
-        if len(content) <= MAX_INLINE_BYTES:
+        if is_parsed_quickly(content):
             return _read_line(content, state, client, progress)
         return await state.text_threads.run(len(content), _read_line, content, state, client, progress)
 

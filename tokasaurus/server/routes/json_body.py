@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from tokasaurus.config import ServerConfig
 from tokasaurus.server.errors import BodyTooLarge, ClientGone, NotJson, UnsupportedMediaType, shorten
-from tokasaurus.server.json_values import MAX_INLINE_BYTES, Body, parse_body
+from tokasaurus.server.json_values import Body, is_parsed_quickly, parse_body
 from tokasaurus.server.protocol.fields import OptionalObject
 from tokasaurus.server.state import state_of
 
@@ -52,7 +52,7 @@ async def _read_and_parse(request: Request, body_model: type[Body]) -> Body:
         request.state.num_body_bytes = len(content)
         if not content and issubclass(body_model, OptionalObject):
             return body_model()
-        if len(content) <= MAX_INLINE_BYTES:
+        if is_parsed_quickly(content):
             return parse_body(content, body_model, state.config.max_json_values)
         threads, max_values = state.text_threads, state.config.max_json_values
         return await threads.run(len(content), parse_body, content, body_model, max_values)
