@@ -291,6 +291,11 @@ class ServerConfig(FlagConfig):
         "line",
         choices=("text", "json"),
     )
+    request_log: bool = flag(
+        False,
+        "log a line for each request at its end: id, the key's name or the client's address, model, tokens, times and "
+        "how it ended; never a prompt or an answer",
+    )
     stats_report_seconds: float = flag(5.0, "seconds between throughput log lines", minimum=0.1, maximum=86400)
     trace: str | None = flag(
         None, "file for a trace of the engine's processes, overwritten; Perfetto and chrome://tracing open it"

@@ -142,6 +142,7 @@ def run_server(
         queue_limits=QueueLimits(config.max_queued_requests, config.max_queued_sequences, config.max_queued_tokens),
         while_restarting=config.while_restarting,
         check_update=UpdateChecks(checkpoint, config).check if config.rl else states_alone,
+        logged_model=model.name if config.request_log else None,
     )
     connections = ConnectionTable(config)
     hosts = allowed_hosts(config.host if config.unix_socket is None else None, config.allowed_hosts)

@@ -81,7 +81,8 @@ def live_server(
     **flags: Any,
 ) -> Iterator[LiveServer]:
     """data_dir: None for a server without files and batches. flags: of ServerConfig."""
-    client = EngineClient(hand_over(engine), queue_limits=queue_limits)
+    logged_model = model.name if flags.get("request_log") else None
+    client = EngineClient(hand_over(engine), queue_limits=queue_limits, logged_model=logged_model)
     keys = read_api_keys(api_key, flags.get("api_keys_file"))
     hosts = flags.get("allowed_hosts")
     names = None if hosts is None else allowed_hosts("0.0.0.0", hosts)

@@ -40,6 +40,7 @@ from tokasaurus.messages.generation import (
 )
 from tokasaurus.messages.live import LiveSample, TakeSample
 from tokasaurus.messages.status import EngineLimits, EngineStats, Ready, ServerTotals, UserError, first_line
+from tokasaurus.monitoring.request_log import LoggedRequest
 from tokasaurus.monitoring.request_metrics import EndReason, RequestMetrics
 from tokasaurus.monitoring.request_spans import RequestSpan, current_span
 from tokasaurus.server.engine_client.collectors import FinishedSequence, Results, StreamCollector
@@ -248,6 +249,8 @@ class PendingRequest:
     """Its caller gets an error: it has failed, or one of its sequences was aborted."""
     span: RequestSpan | None = None
     """Span of the HTTP request that it belongs to, if that is traced."""
+    logged: LoggedRequest | None = None
+    """Writes its line of the log, if requests are logged."""
     longest: int = 0
     """Tokens of its longest finished sequence."""
     num_finished_tokens: int = 0
@@ -297,6 +300,8 @@ class PendingRequest:
         self.num_unfinished = self.request.num_sequences
         self.num_finished_tokens = self.num_received_tokens = self.longest = 0
         self.progress.clear()
+        if self.logged is not None:
+            self.logged.restart()
         return True
 
 
@@ -377,7 +382,9 @@ class EngineClient:
         queue_limits: QueueLimits = NO_LIMITS,
         while_restarting: str = ServerConfig.while_restarting,
         check_update: CheckUpdate = states_alone,
+        logged_model: str | None = None,
     ) -> None:
+        """logged_model: the served name, if each request writes a line of the log at its end."""
         launcher.setblocking(False)
         self._launcher = launcher
         self._replicas = [Replica(index=index) for index in range(num_replicas)]
@@ -406,6 +413,7 @@ class EngineClient:
         self.refuses_asleep = False
         """Whether new requests are refused instead of waiting while the engine sleeps."""
         self._check_update = check_update
+        self._logged_model = logged_model
         self._updates: list[UpdateWeights] = []
         """Weight updates that every replica has, or will have when it is up."""
         self._num_updates = 0
@@ -561,7 +569,8 @@ class EngineClient:
         self.calls.num_open += 1
         try:
             for index, request in enumerate(requests):
-                submitted.append(PendingRequest(request, collector, index, span=span))
+                logged = None if self._logged_model is None else LoggedRequest(request, self._logged_model)
+                submitted.append(PendingRequest(request, collector, index, span=span, logged=logged))
                 if span is not None:
                     span.note_request(request)
                 self._add(submitted[-1])
@@ -576,6 +585,8 @@ class EngineClient:
             for request in requests[len(submitted) :]:
                 self._work.remove(request, request.num_sequences)
                 self._metrics_of(None).note_broken_request(request, request.num_sequences, "cancelled")
+                if self._logged_model is not None:
+                    LoggedRequest(request, self._logged_model).write(request.num_sequences, "cancelled", 0)
             self._remove_all(submitted)
 
     def _note_call_end(
@@ -609,8 +620,11 @@ class EngineClient:
         del self._pending[pending.request.request_id]
         self._work.remove(pending.request, pending.num_unfinished)
         replica = self._unassign(pending)
+        reason: EndReason = "error" if pending.has_error else "cancelled"
+        if pending.logged is not None:
+            num_tokens = max(pending.num_received_tokens, pending.num_generated_tokens)
+            pending.logged.write(pending.num_unfinished, reason, num_tokens)
         if pending.num_unfinished > 0:
-            reason: EndReason = "error" if pending.has_error else "cancelled"
             self._metrics_of(replica).note_broken_request(pending.request, pending.num_unfinished, reason)
             if replica is not None:
                 replica.send(CancelRequest(pending.request.request_id))
@@ -711,6 +725,8 @@ class EngineClient:
         metrics.note_sequence(pending.request, delta)
         if pending.span is not None:
             pending.span.note_sequence(pending.request, delta)
+        if pending.logged is not None:
+            pending.logged.note_sequence(delta)
         if pending.num_unfinished == 0 and not pending.has_error:
             metrics.note_request(pending.request, pending.longest)
         elif pending.num_unfinished == 0:
