@@ -198,6 +198,7 @@ HABITS = (
         "--nnodes --node-rank",
     ),
     _switch("vLLM", "--disable-log-requests", also="--no-enable-log-requests"),
+    _switch("vLLM", "--enable-log-requests", "request_log=T"),
     _refused("vLLM", "--disable-log-stats", "log_level=warning leaves out the throughput lines"),
     _switch("SGLang, llama.cpp", "--enable-metrics", also="--metrics"),
     _refused("llama.cpp", "-ngl 99", "device=cuda or device=cpu runs the whole model", "--gpu-layers --n-gpu-layers"),
