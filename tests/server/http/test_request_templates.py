@@ -201,6 +201,19 @@ def test_a_template_is_no_variable(server: LiveServer) -> None:
         assert "chat_template is not a variable" in assert_openai_error(response.content)["message"]
 
 
+@pytest.mark.parametrize("depth", [240, 300, 985, 1015])
+def test_values_nested_very_deeply_are_shown_or_refused(server: LiveServer, depth: int) -> None:
+    nested = f"{'[' * depth}1{']' * depth}"
+    fields = {"messages": QUESTION, "max_tokens": 9, "chat_template": "{{ deep }}"}
+    content = json.dumps(fields)[:-1] + f', "chat_template_kwargs": {{"deep": {nested}}}}}'
+    answer = server.http.post(CHAT, content=content, headers={"Content-Type": "application/json"})
+    if depth < 250:
+        assert answer.status_code == 200, answer.text
+        assert bytes(prompt_ids(server)).decode() == nested
+    else:
+        assert (answer.status_code, assert_openai_error(answer.content)["param"]) == (400, "messages")
+
+
 def test_few_templates_are_remembered_and_processes_end(directory: Path) -> None:
     tokenizer = make_served_model(directory).tokenizer
     templates = RequestTemplates(tokenizer)

@@ -7,7 +7,6 @@ Questions arrive on stdin and answers leave on stdout, each as a line of JSON. T
 process is ready.
 """
 
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import orjson
 
 from tokasaurus.server.child_process import answer_lines, die_with_server
+from tokasaurus.text.exact_json import loads
 from tokasaurus.text.template_text import plain, written_spans
 from tokasaurus.text.tokenizer import (
     ChatTemplateError,
@@ -40,7 +40,7 @@ ERRORS = {
 def answer(tokenizer: Tokenizer, question: bytes) -> bytes:
     """question: JSON object of the arguments of `render_chat`. Returns JSON [text, spans that the template wrote] or
     [null, kind, reason]."""
-    arguments: dict[str, Any] = json.loads(question)  # orjson has no integers beyond 64 bits
+    arguments: dict[str, Any] = loads(question)
     try:
         text = tokenizer.render_chat(**arguments)
         if len(text) > MAX_RENDERED_CHARS:

@@ -1,6 +1,5 @@
 """Chat templates that requests bring: rendered in child processes, with limits of time and memory."""
 
-import json
 import logging
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from tokasaurus.server.errors import TemplateRendererFailed
 from tokasaurus.server.templates.chat_template import ChatTemplate
 from tokasaurus.server.templates.render_process import ERRORS
 from tokasaurus.server.tools.formats import tool_support_of
+from tokasaurus.text.exact_json import dumps
 from tokasaurus.text.template_text import TemplateText, restored_text
 from tokasaurus.text.tokenizer import (
     TEMPLATE_LIMIT_S,
@@ -85,16 +85,18 @@ class RequestTemplates:
         """The prompt by a template of the request; the other arguments are those of Tokenizer.render_chat.
 
         Raises ChatTemplateError and TemplateRendererFailed."""
-        question = json.dumps(  # orjson has no integers beyond 64 bits
-            {
-                "template": template,
-                "messages": list(messages),
-                "add_generation_prompt": add_generation_prompt,
-                "tools": None if tools is None else list(tools),
-                "continue_final_message": continue_final_message,
-                "template_variables": template_variables,
-            }
-        ).encode()
+        arguments = {
+            "template": template,
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None if tools is None else list(tools),
+            "continue_final_message": continue_final_message,
+            "template_variables": template_variables,
+        }
+        try:
+            question = dumps(arguments)
+        except TypeError:  # all of it comes from JSON
+            raise ChatTemplateError("values for a template may be nested about 250 levels deep") from None
         process = self._take()
         try:
             reply = process.ask(question, _KILL_AFTER_S)
