@@ -253,6 +253,23 @@ def test_a_thread_is_refused_so_that_the_client_goes_on_without(server: LiveServ
     assert server.http.post(f"{ROUTE}?beta=true", json=body | {"thread": None}).status_code == 200
 
 
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("route", [ROUTE, COUNT])
+def test_values_nested_very_deeply_are_refused_by_name(shared_server: LiveServer, route: str) -> None:
+    used = [HELLO, {"role": "assistant", "content": [USE | {"input": nested(300)}]}]
+    tool = {"name": "f", "input_schema": {"type": "object", "default": nested(300)}}
+    for fields, field in (({"messages": used}, ".input"), ({"messages": [HELLO], "tools": [tool]}, ".input_schema")):
+        answer = shared_server.http.post(route, json=fields if route == COUNT else fields | {"max_tokens": 5})
+        assert answer.status_code == 400, answer.text
+        assert f"{field} is nested too deeply" in anthropic_error(answer)["message"]
+
+
 def test_blocks_nested_very_deeply_are_refused(shared_server: LiveServer) -> None:
     for kind, inner in (("tool_result", "content"), ("document", "source")):
         block: Any = []

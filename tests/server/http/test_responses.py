@@ -444,6 +444,17 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+def test_a_format_too_deep_to_be_repeated_is_refused(shared_server: LiveServer) -> None:
+    default: Any = 1
+    for _ in range(300):
+        default = [default]
+    format_ = {"type": "json_schema", "name": "a", "schema": {"type": "object", "default": default}}
+    answer = shared_server.http.post(ROUTE, json={"input": "hello", "text": {"format": format_}})
+    error = assert_openai_error(answer.content)
+    assert (answer.status_code, error["param"]) == (400, "text.format"), error
+    assert "nested too deeply" in error["message"]
+
+
 @pytest.mark.parametrize(("fields", "param", "words"), REFUSED)
 def test_refusals_name_the_field_of_this_route(
     shared_server: LiveServer, fields: dict[str, Any], param: str, words: str

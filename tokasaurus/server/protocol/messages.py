@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     Field,
@@ -39,6 +40,7 @@ from tokasaurus.server.protocol.tools import (
     Tool,
     ToolChoice,
     ToolExtras,
+    is_deep,
 )
 from tokasaurus.server.value_words import MAX_ECHO_CHARS
 
@@ -50,13 +52,22 @@ class TextBlockInput(StrictObject):
     citations: Any = None
 
 
+def _check_depth(value: dict[str, Any]) -> dict[str, Any]:
+    if is_deep(value):
+        raise value_error("is nested too deeply")
+    return value
+
+
+_NotDeep = Annotated[dict[str, Any], AfterValidator(_check_depth)]
+
+
 class ToolUseInput(StrictObject):
     """A call that the model made."""
 
     type: Literal["tool_use"]
     id: Text
     name: Text
-    input: dict[str, Any]
+    input: _NotDeep
     cache_control: Any = None
     caller: Any = None
     toolset_name: Annotated[Any, Only(None)] = None
@@ -270,17 +281,11 @@ class MessagesTool(ToolExtras):
     """A function. strict: as in chat; null: false."""
 
     name: FunctionName
-    input_schema: dict[str, Any]
+    input_schema: _NotDeep
     description: str | None = None
     strict: bool | None = None
     type: Literal["custom"] | None = None
     allowed_callers: Any = None
-
-    @field_validator("input_schema")
-    @classmethod
-    def _check_schema(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        FunctionDefinition(name="f", parameters=schema)  # raises if it is too deep
-        return schema
 
     def chat_tool(self) -> Tool:
         function = FunctionDefinition.model_construct(

@@ -26,6 +26,7 @@ from tokasaurus.server.protocol.tools import (
     CallArguments,
     FunctionDefinition,
     ToolChoice,
+    is_deep,
 )
 from tokasaurus.server.value_words import MAX_ECHO_CHARS
 
@@ -359,6 +360,8 @@ def _parse_text_format(value: object) -> TextFormat:
     except PydanticCustomError as error:
         message = error.message().replace("json_schema.", "")
         raise PydanticCustomError(error.type, "{message}", {"message": message}) from None
+    if is_deep(value):  # the answer repeats it
+        raise value_error("is nested too deeply")
     return TextFormat(grammar, value)
 
 

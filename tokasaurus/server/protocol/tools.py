@@ -30,10 +30,12 @@ def _parse_type(value: object) -> str:
 FunctionType = Annotated[str, PlainValidator(_parse_type, Literal["function"])]
 
 
-def _is_deep(value: object) -> bool:
+def is_deep(value: object) -> bool:
     """Whether it is nested deeper than real schemas: templates and encoders would exhaust the stack."""
     level = [value]
     for _ in range(_MAX_DEPTH):
+        if not level:
+            return False
         level = [
             item
             for holder in level
@@ -78,7 +80,7 @@ class FunctionDefinition(ToolExtras):
     @field_validator("parameters")
     @classmethod
     def _check_depth(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
-        if _is_deep(parameters):
+        if is_deep(parameters):
             raise value_error("is nested too deeply")
         return parameters
 
@@ -183,7 +185,7 @@ def _parse_arguments(value: object) -> dict[str, Any] | str:
         arguments = loads(value)
     except ValueError:
         return value
-    return arguments if isinstance(arguments, dict) and not _is_deep(arguments) else value
+    return arguments if isinstance(arguments, dict) and not is_deep(arguments) else value
 
 
 CallArguments = Annotated[dict[str, Any] | str, PlainValidator(_parse_arguments, str)]
