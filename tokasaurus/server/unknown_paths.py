@@ -139,7 +139,8 @@ def of_other_server(path: str, known: Sequence[str]) -> str | None:
     for pattern, always, with_rl in _TRAINERS:
         if pattern.fullmatch(name):
             return f"{always}{with_rl}{needs_flag}"
-    return f"it is one of the routes for roll-outs{needs_flag}" if needs_flag and _ROLLOUTS.fullmatch(name) else None
+    is_off = bool(needs_flag) and _ROLLOUTS.fullmatch(name)
+    return "it is one of the routes for roll-outs, which the flag rl=T serves" if is_off else None
 
 
 def closest_path(path: str, known: Sequence[str]) -> str | None:

@@ -43,8 +43,8 @@ _JOINING_METHODS = frozenset({"join", "replace"})
 
 
 class _Generator(CodeGenerator):
-    """Compiles each text that the template contains to a TemplateText. Names of fields, and texts that are only
-    compared, need not be any."""
+    """Compiles each text that the template contains to a TemplateText. Names of fields, and texts that others are
+    compared with, stay ordinary strings, which are faster."""
 
     def _output_const_repr(self, group: Iterable[Any]) -> str:
         return _literal("".join(group))
@@ -219,7 +219,7 @@ def render(
     variables: Mapping[str, Any],
     named_tokens: Mapping[str, str],
 ) -> TemplateText:
-    """A prompt's text. Not called with a loop that never ends in a template: the caller limits the time.
+    """A prompt's text. The caller limits the time: a template may have a loop that never ends.
 
     variables: of the client; they come before `named_tokens`, such as bos_token. Raises ValueError, TemplateError, and
     whatever a template raises for what it does not expect."""

@@ -22,7 +22,8 @@ _SLICE_CHARS = 1 << 16
 
 
 class SpecialText:
-    """The special tokens of one tokenizer. Thread-safe. Special tokens of one character are not distinguished.
+    """The special tokens of one tokenizer. Thread-safe. A client can still write special tokens of one character: they
+    get no secret name.
 
     With encode_special_tokens set, the tokenizer never makes a special token of a text."""
 
