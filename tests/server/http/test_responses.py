@@ -255,6 +255,10 @@ CONVERSATIONS: list[tuple[dict[str, Any], list[Any]]] = [
         [HELLO, {"role": "assistant", "tool_calls": [CUT_CALL]}, NO_JSON],
     ),
     ({"input": [HELLO, CALL_ITEM, RESULT_ITEM]}, [HELLO, {"role": "assistant", "tool_calls": [CALL]}, RESULT]),
+    (  # as OpenAI's client dumps it
+        {"input": [HELLO, CALL_ITEM | {"async_": None, "caller": None}, RESULT_ITEM]},
+        [HELLO, {"role": "assistant", "tool_calls": [CALL]}, RESULT],
+    ),
     (
         {"input": [HELLO, text_item("Let me see."), CALL_ITEM, SECOND_CALL_ITEM, RESULT_ITEM, SECOND_RESULT_ITEM]},
         [
@@ -404,6 +408,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0]", "mcp"),
     ({"tools": [{"type": "function"}]}, "tools[0].name", "required"),
     ({"tools": [TOOLS[0] | {"async": True}]}, "tools[0].async", "not implemented"),
+    ({"tools": [TOOLS[0] | {"async_": True}]}, "tools[0].async_", "not implemented"),
     ({"tools": TOOLS, "tool_choice": {"type": "web_search_preview"}}, "tool_choice", "web_search_preview"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "'g'"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),

@@ -4,7 +4,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, TypeAdapter
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    TypeAdapter,
+)
 from pydantic_core import PydanticCustomError
 
 from tokasaurus.server.protocol.chat import AskedReasoningEffort, ChatTokenLogprob, PartExtras
@@ -142,6 +151,10 @@ class MessageItem(StrictObject):
     phase: Any = None
 
 
+_Async = Annotated[Any, Only(None, False), Field(alias="async", validation_alias=AliasChoices("async", "async_"))]
+"""By either name: `model_dump()` of OpenAI's client writes `async_`, and agents send such items back."""
+
+
 class FunctionCallItem(StrictObject):
     """A call that the model made. id, status, parsed_arguments, caller: no effect."""
 
@@ -154,7 +167,7 @@ class FunctionCallItem(StrictObject):
     parsed_arguments: Any = None
     caller: Any = None
     namespace: Annotated[Any, Only(None)] = None
-    async_: Annotated[Any, Only(None, False), Field(alias="async")] = None
+    async_: _Async = None
 
 
 class FunctionCallOutputItem(StrictObject):
@@ -248,7 +261,7 @@ class ResponsesTool(FunctionDefinition):
 
     type: Literal["function"]
     allowed_callers: Annotated[Any, Only(None, ["direct"])] = None
-    async_: Annotated[Any, Only(None, False), Field(alias="async")] = None
+    async_: _Async = None
 
 
 def _parse_tool(value: object) -> ResponsesTool:
