@@ -99,7 +99,16 @@ ENVIRONMENTS = (
         "aiperf",
         ("aiperf>=0.13,<0.14",),
         ("test_aiperf.py",),
-        {"aiperf": "its load over chats, completions, responses and messages"},
+        {
+            "aiperf": "its load over chats, completions, responses and messages. Its counts are exact with "
+            "`--use-server-token-count`, except of streamed responses that their limit cuts"
+        },
+    ),
+    Environment(
+        "aider",
+        ("aider-chat>=0.86,<0.87",),
+        ("test_aider.py",),
+        {"aider-chat": "questions about a file, streamed too. What a small model would edit is chance"},
     ),
     # Without mcp, it fails on tools given as JSON.
     Environment(
@@ -113,6 +122,12 @@ ENVIRONMENTS = (
         ("anthropic>=2.14,<3",),
         ("test_anthropic.py",),
         {"anthropic": "messages, tools and its tool runner, streams, over `/v1/messages`"},
+    ),
+    Environment(
+        "any-llm",
+        ("any-llm-sdk[openai,anthropic]>=1.40,<2",),
+        ("test_any_llm.py",),
+        {"any-llm-sdk": "its providers `openai`, `vllm` and `anthropic`: chats, streams, tools; responses"},
     ),
     Environment(
         "autogen",
@@ -144,8 +159,8 @@ ENVIRONMENTS = (
         (_NODE,),
         ("test_codex.py",),
         {
-            "@openai/codex": '`codex exec` over `/v1/responses`. It needs `web_search = "disabled"` and '
-            "`features.multi_agent = false`, since it else offers tools that are not functions"
+            "@openai/codex": "`codex exec` over `/v1/responses`, with its tools and with a schema. It needs "
+            '`web_search = "disabled"` and `agents.enabled = false`, since it else offers tools that are not functions'
         },
         ("@openai/codex@0.171",),
     ),
@@ -154,6 +169,12 @@ ENVIRONMENTS = (
         ("crewai>=1.15,<2",),
         ("test_crewai.py",),
         {"crewai": "its models for chats and responses: text, streams, structured output; a crew with a tool"},
+    ),
+    Environment(
+        "datatrove",
+        ("datatrove[io,inference]>=0.10,<0.11",),
+        ("test_datatrove.py",),
+        {"datatrove": "documents by its type of server `endpoint`, as chats and completions"},
     ),
     Environment(
         "deepeval",
@@ -166,6 +187,12 @@ ENVIRONMENTS = (
         ("dspy>=3.4,<4",),
         ("test_dspy.py",),
         {"dspy": "language models over chats and responses; signatures, streams"},
+    ),
+    Environment(
+        "evalscope",
+        ("evalscope[perf]>=1.14,<2",),
+        ("test_evalscope.py",),
+        {"evalscope": "an evaluation of questions in a file; its load over chats, completions and responses"},
     ),
     Environment(
         "guidance",
@@ -189,6 +216,12 @@ ENVIRONMENTS = (
         {"griptape": "agents over chats: text, streams, conversations"},
     ),
     Environment(
+        "guidellm",
+        ("guidellm>=0.8,<0.9",),
+        ("test_guidellm.py",),
+        {"guidellm": "its load over chats, completions and responses"},
+    ),
+    Environment(
         "haystack",
         ("haystack-ai>=3.4,<4",),
         ("test_haystack.py",),
@@ -207,6 +240,12 @@ ENVIRONMENTS = (
         ("inspect-ai==0.3.285", "openai>=3,<4"),
         ("test_inspect_ai.py",),
         {"inspect-ai": "`openai/`, with `responses_api=true` too, and `openai-api/`: evaluations, tools"},
+    ),
+    Environment(
+        "langchain-anthropic",
+        ("langchain-anthropic>=1.7,<2",),
+        ("test_langchain_anthropic.py",),
+        {"langchain-anthropic": "messages: text, streams, conversations, structured output, tools"},
     ),
     Environment(
         "langgraph",
@@ -257,6 +296,12 @@ ENVIRONMENTS = (
         ("magentic>=0.41,<0.42",),
         ("test_magentic.py",),
         {"magentic": "prompts that return text, streams and objects"},
+    ),
+    Environment(
+        "mini-swe-agent",
+        ("mini-swe-agent>=2.4,<3",),
+        ("test_mini_swe_agent.py",),
+        {"mini-swe-agent": "its loop over chats and over responses, with commands that are noted in place of a shell"},
     ),
     Environment(
         "mirascope",
