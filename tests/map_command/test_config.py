@@ -1,6 +1,8 @@
 """The flags of `toka map`: its own, those of Sampling, and those of the engine that it starts."""
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,19 @@ def test_flags_of_sampling_become_sampling() -> None:
         ignore_eos=True,
     )
     assert MapConfig.parse([*JOB, "stop=END"]).sampling_fields()["stop"] == "END"
+
+
+def test_what_needs_pyarrow_says_so_before_anything_is_imported() -> None:
+    script = (
+        "import sys; sys.modules['pyarrow'] = None\n"
+        "from tokasaurus.cli import main\n"
+        "code = main(['map', *sys.argv[1:], 'out', 'prompt={q}'])\n"
+        "print(code, sorted({'torch', 'openai', 'transformers', 'numpy'} & set(sys.modules)))\n"
+    )
+    for word, extra in (("input=q/*.parquet", ()), ("input=a.Feather", ()), ("format=parquet", ["input=a.csv"])):
+        done = subprocess.run([sys.executable, "-c", script, word, *extra], capture_output=True, text=True, check=True)
+        assert done.stderr == f"toka map: {word}: needs pyarrow, which is not installed: pip install pyarrow\n"
+        assert done.stdout == "2 []\n"
 
 
 def test_templates_come_through_as_they_are_written() -> None:

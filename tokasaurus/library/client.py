@@ -660,7 +660,7 @@ class Client:
 
         rows: paths, patterns or directories of Parquet, JSON-lines, CSV or Arrow files; a pandas or Polars DataFrame, a
         pyarrow.Table, a Hugging Face Dataset; or an iterable of dicts, which is read as far as there is room. Files but
-        JSON lines need pyarrow: pip install pyarrow.
+        JSON lines and CSV need pyarrow: pip install pyarrow. Without it, the values of a CSV file are texts.
         output: a directory, whose files appear whole while the job runs, each with up to 10,000 rows. None: the answers
         come back with the rows, in the type that came in and in its order; files come back as a pyarrow.Table, JSON
         lines as a list of dicts.

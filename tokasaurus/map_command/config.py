@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from tokasaurus.messages.sampling import CLIENT_PARAMETERS, MODEL_DEFAULTS
 
 _USAGE = "toka map input='questions/*.parquet' output=answers prompt='{question}'"
 
+
+_OF_ARROW = ("parquet", ".pq", ".arrow", ".arrows", ".feather", ".ipc")
+"""Ends of the names of files, and a format of the output, that pyarrow reads or writes."""
 
 _NOT_HERE = (*FLAGS_OF_ACCESS, "rl")
 
@@ -69,7 +73,10 @@ class MapConfig(CommandConfig, without=(*_NOT_HERE, "logprobs_mode"), further=_P
         none_means="none, or tool_calls with tools=",
     )
     format: str | None = flag(
-        None, "of the output's files", choices=("parquet", "jsonl"), none_means="jsonl for JSON lines, else parquet"
+        None,
+        "of the output's files",
+        choices=("parquet", "jsonl"),
+        none_means="jsonl for JSON lines, else parquet",
     )
     prefix: str | None = flag(
         None, "of the names of the new columns answer, finish_reason, error and columns=", none_means="nothing"
@@ -117,6 +124,9 @@ class MapConfig(CommandConfig, without=(*_NOT_HERE, "logprobs_mode"), further=_P
     def further_errors(self) -> Iterator[str]:
         needed = ("input", "output", *(("prompt",) if self.messages is None else ()))
         yield from are_missing([name for name in needed if getattr(self, name) is None], _USAGE)
+        for name, value in {"input": self.input, "format": self.format}.items():
+            if (value or "").lower().endswith(_OF_ARROW) and find_spec("pyarrow") is None:
+                yield f"{name}={value}: needs pyarrow, which is not installed: pip install pyarrow"
         if self.input == "-":
             yield "input=-: must be files, which the same command reads again when it continues"
         if self.output == "-":

@@ -681,6 +681,20 @@ def test_the_job_needs_no_pyarrow_for_json_lines(tmp_path: Path) -> None:
     assert read_output(tmp_path / "out")[0]["answer"] == "x → 1"
 
 
+def test_the_job_needs_no_pyarrow_for_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "in.csv").write_text("id,q\n007,x\n008,\n009,y,z\n")
+    summary = call_map(str(tmp_path / "in.csv"), tmp_path / "out", prompt="{id} {q}")
+    assert (summary.num_rows, summary.num_errors) == (3, 2)
+    rows = read_output(tmp_path / "out")
+    assert rows[0]["answer"].startswith("007 x → ")
+    assert "'q' is null" in rows[1]["error"]
+    assert "it has 3 values" in rows[2]["error"]
+    with pytest.raises(ImportError, match="a Parquet output needs pyarrow"):
+        call_map(str(tmp_path / "in.csv"), tmp_path / "other", prompt="{q}", format="parquet")
+    assert not (tmp_path / "other").exists()
+
+
 def test_recovered_failed_and_answered_rows_of_one_batch_share_files(
     output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ import csv
 import datetime
 import decimal
 import gzip
+import io
 import json
 import math
 import subprocess
@@ -464,7 +465,51 @@ def test_json_lines_and_dicts_need_no_pyarrow(tmp_path: Path) -> None:
     )
     (tmp_path / "x.parquet").write_bytes(b"")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1] == "ImportError: this needs pyarrow: pip install pyarrow"
+    assert done.stderr.splitlines()[-1] == f"ImportError: {tmp_path / 'x.parquet'} needs pyarrow: pip install pyarrow"
+
+
+@pytest.fixture
+def no_arrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+
+
+@pytest.mark.usefixtures("no_arrow")
+def test_csv_without_pyarrow_has_texts(tmp_path: Path) -> None:
+    """Against the csv module's writer, in blocks of several batches, with texts of several lines and compressed."""
+    rows = [(f"{number:03}", f'say "{number}",\nné', "" if number % 7 else "1.5") for number in range(3_000)]
+    for name, part in {"a.csv": rows[:2_000], "b.csv": rows[2_000:]}.items():
+        text = io.StringIO()
+        csv.writer(text).writerows([("id", "text", "share"), *part])
+        (tmp_path / name).write_bytes(codecs.BOM_UTF8 + text.getvalue().encode())
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress((tmp_path / "b.csv").read_bytes()))
+    source = open_source([tmp_path / "a.csv", tmp_path / "b.csv.gz"], key="id")
+    assert (source.columns, source.schema, source.num_rows) == (["id", "text", "share"], None, None)
+    source.keep_rows = True
+    read = [tuple(row.values()) for batch in source.batches() for row in batch.rows()]
+    assert read == [(number, text, share or None) for number, text, share in rows]
+    assert source.joined([])[2] == {"id": "002", "text": 'say "2",\nné', "share": None}  # type: ignore[index]
+
+
+@pytest.mark.usefixtures("no_arrow")
+def test_bad_rows_of_csv_without_pyarrow_are_errors_of_their_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"id,q\n1,a\n2\n\n3,b,c\n4,\xff\n5,d\n")
+    (batch,) = open_source(path).batches()
+    assert batch.column("q") == ["a", None, None, "\ufffd", "d"]
+    assert [batch.errors[index].partition(": ")[2][:40] for index in (1, 2, 3)] == [
+        "it has 1 value, and the file has 2 colum",
+        "it has 3 values, and the file has 2 colu",
+        "its column 'q' is not UTF-8: 'utf-8' cod",
+    ]
+    assert batch.errors[1].startswith(f"row 1 of {path}: ")
+    (tmp_path / "twice.csv").write_text("a,a\n1,2\n")
+    expect_error(ValueError, r"has two columns 'a'", tmp_path / "twice.csv")
+    (tmp_path / "other.csv").write_text("id\n1\n")
+    expect_error(ValueError, r"must have equal columns", [path, tmp_path / "other.csv"])
+    with pytest.raises(ValueError, match="no such column; its columns are id, q"):
+        open_source(path, key="zzz")
+    path.write_text("id,q\n")
+    assert list(open_source(path).batches()) == []
 
 
 @pytest.mark.long

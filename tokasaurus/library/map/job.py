@@ -34,6 +34,7 @@ from tokasaurus.library.map.sources import (
     Source,
     column_keys,
     default_keys,
+    import_arrow,
     open_source,
     without_surrogates,
 )
@@ -115,7 +116,11 @@ def check_arguments(rows: object, output: Path | None, options: MapOptions) -> t
     names = answer_names(source.columns, options.prefix, options.columns)
     if options.format is not None and options.format not in FORMATS:
         raise ValueError(f"format={options.format!r}: must be {' or '.join(FORMATS)}")
-    return source, prompts, names, options.format or ("jsonl" if source.is_json_lines else "parquet")
+    are_dicts_of_files = bool(source.paths) and source.schema is None
+    format_name = options.format or ("jsonl" if are_dicts_of_files else "parquet")
+    if output is not None and format_name == "parquet":
+        import_arrow("a Parquet output")
+    return source, prompts, names, format_name
 
 
 def _check_apart(source: Source, output: Path) -> None:

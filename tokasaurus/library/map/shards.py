@@ -234,7 +234,7 @@ class ParquetShards:
 
     def __init__(self, source: Source, names: AnswerNames, is_list: bool) -> None:
         """is_list: whether answers are lists. Raises ImportError."""
-        self._arrow = import_arrow()
+        self._arrow = import_arrow("a Parquet output")
         self._names = names
         self._is_list = is_list
         self._schema: pa.Schema = self._arrow.schema([]) if source.schema is None else source.schema

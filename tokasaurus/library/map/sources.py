@@ -1,21 +1,26 @@
 """Rows from whatever the user has: files, data frames, Arrow tables, data sets, iterables of dicts.
 
-pyarrow is imported late: JSON lines and dicts need it only when their output is Parquet.
+pyarrow is imported late: JSON lines and dicts need it only when their output is Parquet, and CSV files are read without
+it where it is not installed; their values are texts then.
 """
 
 from __future__ import annotations
 
 import codecs
+import csv
 import decimal
 import glob
 import gzip
 import hashlib
+import io
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
@@ -185,12 +190,12 @@ def listed_columns(source: Source) -> str:
     return f"its columns are {', '.join(source.columns)}" if source.columns else "it has no columns"
 
 
-def import_arrow() -> Any:
-    """The module pyarrow. Raises ImportError with the way to install it."""
+def import_arrow(what: str) -> Any:
+    """The module pyarrow. what: for which it is needed. Raises ImportError with the way to install it."""
     try:
         import pyarrow
     except ImportError:
-        raise ImportError("this needs pyarrow: pip install pyarrow") from None
+        raise ImportError(f"{what} needs pyarrow: pip install pyarrow") from None
     return pyarrow
 
 
@@ -326,7 +331,9 @@ def _open_files(names: Sequence[str | os.PathLike[str]], output: Path | None) ->
             pass
     if kind == "JSON lines":
         return _open_json_lines(paths, what)
-    import_arrow()
+    if kind == "CSV" and find_spec("pyarrow") is None:
+        return _open_plain_csv(paths, what)
+    import_arrow(paths[0])
     readers: dict[str, type[_ColumnFile]] = {"Parquet": _ParquetFile, "CSV": _CsvFile, "Arrow": _ArrowFile}
     files: list[_ColumnFile] = []
     for path in paths:
@@ -630,6 +637,61 @@ def _open_json_lines(paths: list[str], what: str) -> Source:
     return _DictSource(what, [(path, reader(path)) for path in paths], num_rows, paths, is_json_lines=True)
 
 
+@dataclass(frozen=True, slots=True)
+class _BadRow:
+    """A row that cannot be answered or stored as it came."""
+
+    why: str
+    values: Row
+
+
+def _open_plain_csv(paths: list[str], what: str) -> Source:
+    """CSV files without pyarrow: every value is a text, and one that is empty is missing."""
+    names = _csv_header(paths[0])
+    for path in paths[1:]:
+        if _csv_header(path) != names:
+            raise ValueError(f"files of one call must have equal columns: those of {paths[0]} and {path} differ")
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise ValueError(f"{what} has two columns {repeated[0]!r}")
+
+    def reader(path: str) -> Callable[[], Iterator[Row | _BadRow]]:
+        return lambda: (_csv_row(names, values) for values in _csv_rows(path, num_skipped=1))
+
+    return _DictSource(what, [(path, reader(path)) for path in paths], None, paths, columns=names)
+
+
+def _csv_header(path: str) -> list[str]:
+    return next(_csv_rows(path), [])
+
+
+def _csv_rows(path: str, num_skipped: int = 0) -> Iterator[list[str]]:
+    """Rows that are not empty, bytes that are not UTF-8 as half surrogate pairs. Raises ValueError."""
+    csv.field_size_limit(MAX_BATCH_BYTES)
+    try:
+        with io.TextIOWrapper(_open_binary(path), "utf-8-sig", "surrogateescape", newline="") as file:
+            rows = (values for values in csv.reader(file) if values)
+            yield from islice(rows, num_skipped, None)
+    except (OSError, EOFError, csv.Error) as error:
+        raise _unreadable(path, error) from None
+
+
+def _csv_row(names: list[str], values: list[str]) -> Row | _BadRow:
+    if len(values) != len(names):
+        has = "1 value" if len(values) == 1 else f"{len(values)} values"
+        return _BadRow(f"it has {has}, and the file has {len(names)} columns", dict.fromkeys(names))
+    row: Row = {name: value or None for name, value in zip(names, values, strict=True)}
+    for name, value in row.items():
+        if value is not None and not value.isascii():
+            raw = value.encode(errors="surrogateescape")
+            try:
+                raw.decode()
+            except UnicodeDecodeError as error:
+                shown = {**row, name: raw.decode(errors="replace")}
+                return _BadRow(f"its column {name!r} is not UTF-8: {error}", without_surrogates(shown))
+    return row
+
+
 def _open_binary(path: str) -> BinaryIO:
     return cast(BinaryIO, gzip.open(path, "rb")) if path.endswith(".gz") else Path(path).open("rb")
 
@@ -716,8 +778,10 @@ class _DictSource:
         num_rows: int | None,
         paths: Sequence[str] = (),
         is_json_lines: bool = False,
+        columns: Sequence[str] = (),
     ) -> None:
-        """parts: (origin, opens its rows: dicts, or of JSON lines (text, dict) or why a line is no row).
+        """parts: (origin, opens its rows: dicts or bad rows, or of JSON lines (text, dict) or why a line is no row).
+        columns: if they are known.
 
         Raises TypeError or ValueError if none of the first rows is one: then these are hardly rows. Beside rows, what
         is none is an error of its row."""
@@ -736,9 +800,9 @@ class _DictSource:
             if len(batch.errors) < batch.num_rows or batch.first_number + batch.num_rows >= _FIRST_BATCH_ROWS:
                 break
         if self._first and all(len(batch.errors) == batch.num_rows for batch in self._first):
-            raise (ValueError if is_json_lines else TypeError)(self._first[0].errors[0])
+            raise (ValueError if paths else TypeError)(self._first[0].errors[0])
         first_rows = (row for batch in self._first for row in batch.dicts or [])
-        self.columns = list(dict.fromkeys(name for row in first_rows for name in row))
+        self.columns = list(columns or dict.fromkeys(name for row in first_rows for name in row))
 
     def batches(self) -> Iterator[RowBatch]:
         first, self._first = self._first, []
@@ -776,7 +840,9 @@ class _DictSource:
                     batch_rows = _next_rows(sum(len(text) for text, _ in taken), len(taken))
                 else:
                     for index, row in enumerate(taken):
-                        if not isinstance(row, dict):
+                        if isinstance(row, _BadRow):
+                            batch.errors[index], taken[index] = f"{batch.place(index)}: {row.why}", row.values
+                        elif not isinstance(row, dict):
                             if not isinstance(row, Mapping):
                                 batch.errors[index] = f"{batch.place(index)} is not a dict, but {type(row).__name__}"
                             taken[index] = dict(row) if isinstance(row, Mapping) else {}
@@ -917,7 +983,7 @@ def _open_table(table: Any) -> Source:
 
 
 def _open_pandas(frame: Any) -> Source:
-    import_arrow()
+    import_arrow("a data frame")
     import pandas
     import pyarrow as pa
 
@@ -977,7 +1043,7 @@ def _replace_surrogates(frame: Any) -> dict[int, str]:
 
 
 def _open_polars(frame: Any) -> Source:
-    import_arrow()
+    import_arrow("a data frame")
     import polars
 
     def to_arrow(part: Any) -> Any:
@@ -995,7 +1061,7 @@ def _open_polars(frame: Any) -> Source:
 
 
 def _open_dataset(dataset: Any) -> Source:
-    import_arrow()
+    import_arrow("a data frame")
     import datasets
     import pyarrow as pa
 
