@@ -43,7 +43,7 @@ LAYERS = [
     ["cli"],
     [
         *("completion", "ping", "chat", "download", "batch_command", "plan_command", "check_command"),
-        *("map_command", "mismatch_command", "top_command", "bench_command", "ray"),
+        *("map_command", "mismatch_command", "top_command", "bench_command", "ray", "servers"),
     ],
     ["running_server", "library"],
     ["processes"],
@@ -105,6 +105,7 @@ WITHOUT_TORCH = [
     "running_server",
     "chat",
     "ping",
+    "servers",
     "download",
     "batch_command",
     "map_command",

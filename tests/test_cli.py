@@ -90,7 +90,7 @@ def test_short_help_has_the_flags_that_matter(capsys: pytest.CaptureFixture[str]
         (
             ["pong"],
             "toka: pong: no such sub-command, there are ping, chat, download, plan, check, batch, map, mismatch, top, "
-            "bench, completion; flags are name=value",
+            "ps, models, bench, completion; flags are name=value",
         ),
         (["--port"], "toka: --port: needs a value, port=..."),
         (["ping"], "toka ping: prompt is missing: toka ping prompt='tell me a joke'"),

@@ -46,6 +46,8 @@ toka batch input=F output=F ...  run a file of requests, without a server
 toka map input=F output=DIR ...  answer every row of a data set
 toka mismatch model=NAME [...]   its log-probabilities beside a trainer's
 toka top [URL]                   watch a running server in the terminal
+toka ps                          the servers that run here
+toka models [port=N ...]         the models of a running server
 toka bench [WORKLOAD] [...]      measure a server, or several in turns
 toka completion bash|zsh|fish    a script that completes flags in a shell
 toka SUBCOMMAND --help, toka --version"""
@@ -90,6 +92,13 @@ _MISMATCH_USAGE = """\
 toka mismatch [model=NAME] [json=FILE] [picture=FILE] [name=value ...]
 sample in several ways, and compare the log-probabilities with those that a
 trainer's forward gives the same tokens"""
+
+_PS_USAGE = """\
+toka ps [json=T]   the servers of this user on this machine: address, model,
+                   state, time since the start, and the process to signal"""
+_MODELS_USAGE = """\
+toka models [name=value ...]   the models of a running server, ours or another
+                               one: name, longest request, checkpoint, owner"""
 
 _TOP_USAGE = """\
 toka top [URL] [name=value ...]   watch a running server
@@ -238,6 +247,24 @@ def top_main(args: list[str] | None = None) -> int:
 
 
 @ends_in_one_line
+def ps_main(args: list[str] | None = None) -> int:
+    """`toka ps`. Returns the exit code."""
+    from tokasaurus.servers import PsConfig, ps
+
+    return _run_anywhere("toka ps", _PS_USAGE, PsConfig, args, lambda config, _: ps(config), ())
+
+
+@ends_in_one_line
+def models_main(args: list[str] | None = None) -> int:
+    """`toka models`. Returns the exit code."""
+    from tokasaurus.servers import ModelsConfig, models
+
+    return _run_anywhere(
+        "toka models", _MODELS_USAGE, ModelsConfig, args, lambda config, _: models(config), ("base_url",)
+    )
+
+
+@ends_in_one_line
 def bench_main(args: list[str] | None = None) -> int:
     """`toka bench`. Returns the exit code."""
     from tokasaurus.bench_command.config import BenchConfig, CompareConfig
@@ -336,6 +363,7 @@ def config_types() -> "dict[str, type[FlagConfig]]":
     from tokasaurus.mismatch_command.config import MismatchConfig
     from tokasaurus.ping import PingConfig
     from tokasaurus.plan_command.config import PlanConfig
+    from tokasaurus.servers import ModelsConfig, PsConfig
     from tokasaurus.top_command.config import TopConfig
 
     return {
@@ -352,6 +380,8 @@ def config_types() -> "dict[str, type[FlagConfig]]":
         "map": MapConfig,
         "mismatch": MismatchConfig,
         "top": TopConfig,
+        "ps": PsConfig,
+        "models": ModelsConfig,
         "bench": BenchConfig,
         "bench compare": CompareConfig,
     }
@@ -436,6 +466,8 @@ _SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "map": map_main,
     "mismatch": mismatch_main,
     "top": top_main,
+    "ps": ps_main,
+    "models": models_main,
     "bench": bench_main,
     "completion": completion_main,
 }

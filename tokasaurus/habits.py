@@ -107,7 +107,6 @@ HABITS = (
     _command("Ollama", "pull Qwen/Qwen3-0.6B", "download model=Qwen/Qwen3-0.6B", "download"),
     _command("Ollama", "show Qwen/Qwen3-0.6B", "plan model=Qwen/Qwen3-0.6B", "plan"),
     _no_command("Ollama", "list", "toka keeps no list; downloaded models are in the Hugging Face cache", "ls"),
-    _no_command("Ollama", "ps", "GET /v1/models of a server names its model, and `pgrep -a toka` lists processes"),
     _no_command("Ollama", "stop llama3", "Ctrl-C or SIGTERM ends a server, which serves one model"),
     _no_command("Ollama", "rm llama3", "remove the model's directory from the Hugging Face cache"),
     _command(

@@ -87,6 +87,23 @@ A start is refused within a second or two, before weights are fetched or read an
 Only what is certain is refused then; workers measure what fits exactly. `toka plan` says it for devices that are not
 here.
 
+## What runs here
+
+```
+$ toka ps
+ADDRESS                 MODEL          STATE      UP           PID
+http://127.0.0.1:10210  Qwen/Qwen3-8B  ready      52 min 31 s  27130
+unix:/run/toka/socket   demo           not ready  12 s         30112
+$ toka models
+Qwen3-8B  40,960 tokens  Qwen/Qwen3-8B  tokasaurus
+```
+
+`toka ps` finds the servers of the user who calls it by their processes, also those of `LLM` and of `toka batch`.
+`PID` is the process that takes [signals](operations.md#processes). A server that is `not ready` starts or ends; one
+that is `silent` does not answer within a second; one that is `private` has no address. `toka models` names the models
+of one server, ours or another one, with the longest request, the checkpoint and the owner; it takes the address as
+`toka ping` does. Both print JSON with `json=T`.
+
 ## Help and completion
 
 `toka --help` shows the 15 flags that matter for most servers, and `--help-all` all of them; the same goes for a

@@ -70,7 +70,7 @@ def serve(
     0: stopped on request. 1: start failed or a process failed; one line on stderr says why. 2: a flag or the model was
     refused.
     """
-    set_title("toka", _title(config))
+    set_title("toka", title_of(config, is_private))
     setup_logging(config, "launcher", has_terminal=True)
     if report is None:
         report = StartupReport(start_times=read_start_times())
@@ -111,10 +111,13 @@ def _check_directory() -> None:
         raise NoDirectory(NO_DIRECTORY)
 
 
-def _title(config: ServerConfig) -> str:
-    """The command, without what must not be seen by other users."""
+def title_of(config: ServerConfig, is_private: bool) -> str:
+    """The command, without what must not be seen by other users. `toka ps` reads it."""
     words = ["toka", f"model={config.model or 'demo'}"]
-    words += [f"port={config.port}"] if config.unix_socket is None else [f"unix_socket={config.unix_socket}"]
+    if config.unix_socket is not None:
+        words.append(f"unix_socket={config.unix_socket}")
+    elif not is_private:
+        words.append(f"port={config.port}")
     return " ".join(words)
 
 
