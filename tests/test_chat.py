@@ -240,10 +240,10 @@ def test_without_a_server_it_ends_in_one_line() -> None:
 
 def test_an_address_in_the_environment_does_not_matter_for_a_model_of_its_own() -> None:
     environment = {"TOKA_PORT": "1", "TOKA_MODEL": "other", "TOKA_API_KEY": "k"}
-    given = read(ChatConfig, ["org/name"], environment, "model")
+    given = read(ChatConfig, ["org/name"], environment, ("model",))
     assert (given.config.model, given.config.port, given.config.api_key) == ("org/name", ChatConfig.port, None)
-    assert read(ChatConfig, [], environment, "model").config.port == 1
-    assert read(ChatConfig, [], environment, "model").config.model is None
+    assert read(ChatConfig, [], environment, ("model",)).config.port == 1
+    assert read(ChatConfig, [], environment, ("model",)).config.model is None
 
 
 @pytest.mark.long

@@ -310,6 +310,33 @@ def test_ping_without_a_server_is_one_line(capsys: pytest.CaptureFixture[str]) -
     )
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--version"],
+        ["ping", "hi", "port=1"],
+        ["chat", "port=1"],
+        ["top", "http://127.0.0.1:1"],
+        ["batch", "no.jsonl", "out.jsonl", "base_url=http://127.0.0.1:1/v1"],
+        ["map", "no.csv", "out", "prompt={q}", "base_url=http://127.0.0.1:1/v1"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_command_that_only_asks_imports_little(words: list[str], tmp_path: Path) -> None:
+    """Until the server has answered; packages that take long are seen in sys.modules."""
+    script = (
+        "import sys\n"
+        "from tokasaurus.cli import main\n"
+        "main(sys.argv[1:])\n"
+        "heavy = {'torch', 'openai', 'transformers', 'tokenizers', 'pyarrow', 'pandas', 'fastapi', 'uvicorn'}\n"
+        "heavy |= {'numpy', 'tokasaurus.server.protocol.sampling_fields'} if sys.argv[1] != 'map' else set()\n"
+        "print('imported', sorted(heavy & set(sys.modules)))\n"
+    )
+    command = [sys.executable, "-c", script, *words]
+    done = subprocess.run(command, input="hi", capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1:] == ["imported []"], done.stderr
+
+
 def test_ping_understands_an_ipv6_address(capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing listens there, and the machine may have no IPv6: the address shows that the URL was understood."""
     assert ping_main(["prompt=hi", "host=::1", "port=1"]) == 1

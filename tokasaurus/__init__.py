@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tokasaurus.library.bulk import ServerError as ServerError
     from tokasaurus.library.client import AsyncClient as AsyncClient
     from tokasaurus.library.client import Client as Client
+    from tokasaurus.library.connection import ServerError as ServerError
     from tokasaurus.library.engine import EngineError as EngineError
     from tokasaurus.library.llm import LLM as LLM
     from tokasaurus.library.llm import AsyncLLM as AsyncLLM

@@ -1,15 +1,19 @@
 """A running server for commands that talk to one: flags of its address, a client, and one line for what goes wrong."""
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from tokasaurus.addresses import URL_OF_SOCKETS, client_of_socket, proxies_for, proxy_variable
+from tokasaurus.addresses import URL_OF_SOCKETS, client_of_socket, leads_here, proxies_for, proxy_variable
 from tokasaurus.config import ServerConfig
 from tokasaurus.flags import FlagConfig, flag
 
 if TYPE_CHECKING:
     from openai import OpenAI
+
+_PROBE_S = 1.0
 
 
 class AddressConfig(FlagConfig):
@@ -53,9 +57,10 @@ def name_of_server(config: AddressConfig) -> str:
 @contextmanager
 def client_of(config: AddressConfig) -> Iterator["OpenAI"]:
     """A client within the context; its calls need `explained`. Raises NotAnswered."""
+    base_url = url_of_server(config)
+    _check_that_it_listens(config, base_url)
     import openai
 
-    base_url = url_of_server(config)
     with explained(config), proxies_for(base_url):
         client = openai.OpenAI(
             base_url=base_url,
@@ -66,6 +71,24 @@ def client_of(config: AddressConfig) -> Iterator["OpenAI"]:
         )
     with client:
         yield client
+
+
+def _check_that_it_listens(config: AddressConfig, base_url: str) -> None:
+    """Raises NotAnswered if nobody listens at an address of this machine: at once, where a client's packages take half
+    a second to import. What else is wrong, the client finds."""
+    try:
+        if config.unix_socket is not None:
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(config.unix_socket)
+        elif leads_here(base_url):
+            parts = urlsplit(base_url)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            with socket.create_connection((parts.hostname, port), _PROBE_S):
+                pass
+    except (ConnectionRefusedError, FileNotFoundError) as error:
+        raise NotAnswered(f"no answer from {name_of_server(config)}: {error}; is toka running?") from None
+    except (OSError, ValueError):
+        pass
 
 
 @contextmanager

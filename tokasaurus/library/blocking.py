@@ -9,7 +9,8 @@ from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from tokasaurus.library.bulk import AsyncBulkSession, ClientClosed, Progress, ServerError
+from tokasaurus.library.bulk import AsyncBulkSession, ClientClosed, Progress
+from tokasaurus.library.connection import ServerError
 from tokasaurus.library.requests import Answer, RequestLine
 
 Value = TypeVar("Value")

@@ -21,7 +21,8 @@ import orjson
 from typing_extensions import Self
 
 from tokasaurus.library.blocking import BulkSession, LoopThread
-from tokasaurus.library.bulk import AsyncBulkSession, ClientClosed, Progress, Server, ServerError
+from tokasaurus.library.bulk import AsyncBulkSession, ClientClosed, Progress
+from tokasaurus.library.connection import Server, ServerError
 from tokasaurus.library.counts import Counts
 from tokasaurus.library.map.options import MapOptions
 from tokasaurus.library.map.progress import ShownCall

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from tokasaurus.config import DEMO, FLAGS_OF_ACCESS, ServerConfig
 from tokasaurus.habits import flag_meant
-from tokasaurus.library.bulk import Server, ServerError
 from tokasaurus.library.client import AsyncClient, Client, _absolute
+from tokasaurus.library.connection import Server, ServerError
 from tokasaurus.library.engine import EngineError, EngineNotUp, PrivateEngine
 from tokasaurus.library.model_files import ModelFiles, find_model_files
 from tokasaurus.library.sampling import Sampling

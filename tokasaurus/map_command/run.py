@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from tokasaurus.flags import FlagError, given_text
-from tokasaurus.library.bulk import ServerError
 from tokasaurus.library.client import Client
+from tokasaurus.library.connection import ServerError
 from tokasaurus.library.engine import EngineError
 from tokasaurus.library.llm import LLM
 from tokasaurus.library.map.job import check_arguments

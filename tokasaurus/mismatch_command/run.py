@@ -14,7 +14,7 @@ from rich.table import Table
 
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.flags import FlagError
-from tokasaurus.library.bulk import ServerError
+from tokasaurus.library.connection import ServerError
 from tokasaurus.library.engine import EngineError
 from tokasaurus.library.llm import LLM
 from tokasaurus.library.sampling import Sampling

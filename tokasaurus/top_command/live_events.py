@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from tokasaurus.library.bulk import Server, error_reason
+from tokasaurus.library.connection import Server, error_reason
 from tokasaurus.top_command.samples import NotASample, Sample, read_sample
 
 _CONNECT_S = 10.0

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from tokasaurus.library.bulk import Server
+from tokasaurus.library.connection import Server
 from tokasaurus.messages.status import UserError
 from tokasaurus.top_command.config import TopConfig
 from tokasaurus.top_command.history import History

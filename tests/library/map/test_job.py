@@ -27,7 +27,7 @@ from pydantic import BaseModel
 from tests.library.map.helpers.calls import call_map, expected_rows, without_messages
 from tests.library.map.helpers.finished import read_output
 from tests.library.map.helpers.instant_session import InstantSession, completion, respond
-from tokasaurus.library.bulk import ServerError
+from tokasaurus.library.connection import ServerError
 from tokasaurus.library.map import journal as journal_module
 from tokasaurus.library.map.journal import JobChanged, Journal, OutputFull
 from tokasaurus.library.map.outputs import MapSummary, StoredOutput

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tokasaurus.library.blocking import BulkSession
-from tokasaurus.library.bulk import ClientClosed, ServerError
+from tokasaurus.library.bulk import ClientClosed
+from tokasaurus.library.connection import ServerError
 from tokasaurus.library.counts import Counts
 from tokasaurus.library.map.answers import AnswerNames, answer_names, further_values
 from tokasaurus.library.map.journal import Journal, KeySet
