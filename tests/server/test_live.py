@@ -97,6 +97,13 @@ def test_an_event_has_the_figures_of_a_sample_under_their_documented_names(sampl
                 "device": {"busy": 0.9, "idle": 0.05},
                 "phases": {"gemm": 0.5, "heads": 0.1, "prefix_attention": 0.0, "attention": 0.2, "sampling": 0.1},
             },
+            "oldest": [
+                {
+                    **{"id": "cmpl-1", "client": "alice", "state": "running", "samples": 4, "running": 3},
+                    **{"prompt_tokens": 90, "generated_tokens": 1200, "max_tokens": 500},
+                    **{"age_seconds": 12.25, "wait_seconds": 0.5},
+                }
+            ],
         }
     ]
 

@@ -29,6 +29,7 @@ def test_all_fields_are_read() -> None:
     assert one.next is not None
     assert (one.next.fits_in_steps, one.next.blocked_by, one.oldest_wait_seconds) == (61, "blocks", 3.2)
     assert one.lengths == ((120, 131), (200, 150))
+    assert (len(one.oldest), one.oldest[1].client, one.oldest[1].generated_tokens) == (11, "alice", 100)
     assert (read.jobs[0].lines_total, read.jobs[0].device_seconds, read.jobs[0].price) == (1000, 12.5, None)
 
 

@@ -78,6 +78,16 @@ def test_no_share_is_above_100_percent() -> None:
     assert not [found for found in re.findall(r"(\d+) %", text) if int(found) > 100]
 
 
+def test_a_high_terminal_names_the_oldest_requests(history: History) -> None:
+    text = shown(history, 120, 50)
+    rows = [row[12:].split() for row in text.splitlines() if "cmpl-" in row]
+    assert text.splitlines().index(next(row for row in text.splitlines() if row.startswith("oldest"))) > 0
+    assert [row[2] for row in rows] == ["running"] * 8 + ["waiting"] * 3
+    assert " ".join(rows[1]) == f"alice cmpl-{1:032d}-0 running 39 s, 900 + 100 tokens, waited 0.3 s"
+    few = [row.split()[-1] for row in shown(history, 120, 32).splitlines() if "cmpl-" in row]
+    assert len(few) in (0, 8)
+
+
 def test_a_usual_terminal_has_all_of_it(history: History) -> None:
     text = shown(history, 80, 24)
     for words in (

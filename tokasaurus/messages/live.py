@@ -80,6 +80,34 @@ class StageSample:
     """Steps that the stage before it has computed and it has not; of the first stage: that the manager has sent."""
 
 
+RequestState = Literal["running", "prefilling", "waiting"]
+
+
+@dataclass(frozen=True, slots=True)
+class OldRequest:
+    """One of the oldest requests: one prompt with its samples. Times are in seconds."""
+
+    request_id: str
+    client: str
+    """As in GenerateRequest."""
+    state: RequestState
+    """waiting: none of its samples runs. prefilling: one runs, and none decodes."""
+    num_samples: int
+    num_running: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    """Tokens of its unfinished samples together."""
+    max_new_tokens: int
+    """Most tokens of each sample."""
+    age_s: float
+    wait_s: float
+    """From its arrival to the admission of its first sample; until now if none was admitted."""
+
+
+MAX_OLD_REQUESTS = 8
+"""Requests that run, and as many that wait."""
+
+
 @dataclass(frozen=True, slots=True)
 class LiveSample:
     """A snapshot of one manager. Sums are since the previous sample."""
@@ -121,6 +149,8 @@ class LiveSample:
     """Seconds in each of FORWARD_PHASES; empty if the worker does not count them."""
     stages: tuple[StageSample, ...] = ()
     """The pipeline stages; empty if there is only one."""
+    oldest: tuple[OldRequest, ...] = ()
+    """The oldest requests that run, then the oldest that wait, of each at most MAX_OLD_REQUESTS."""
 
 
 MAX_SAMPLE_LENGTHS = 64

@@ -16,7 +16,7 @@ import orjson
 
 from tokasaurus import __version__
 from tokasaurus.messages.forward import FORWARD_PHASES
-from tokasaurus.messages.live import KVForecastPoints, LiveSample, NextSequence, StageSample
+from tokasaurus.messages.live import KVForecastPoints, LiveSample, NextSequence, OldRequest, StageSample
 from tokasaurus.messages.status import EngineStats
 from tokasaurus.server.engine_client.client import EngineClient, WorkDone
 from tokasaurus.server.engine_client.replicas import Replica
@@ -31,6 +31,7 @@ from tokasaurus.server.protocol.live import (
     LiveForecast,
     LiveJob,
     LiveNext,
+    LiveOldRequest,
     LiveParts,
     LiveReplica,
     LiveServer,
@@ -258,6 +259,7 @@ def _add_sample(shown: LiveReplica, sample: LiveSample) -> None:
     shown["parts"] = _parts(sample)
     if sample.stages:
         shown["stages"] = [_stage(stage) for stage in sample.stages]
+    shown["oldest"] = [_old_request(request) for request in sample.oldest]
 
 
 def _forecast(points: KVForecastPoints) -> LiveForecast:
@@ -296,6 +298,21 @@ def _stage(stage: StageSample) -> LiveStage:
         "busy": round(stage.busy_seconds, 6),
         "waiting": round(stage.waiting_seconds, 6),
         "microbatches": stage.num_microbatches,
+    }
+
+
+def _old_request(request: OldRequest) -> LiveOldRequest:
+    return {
+        "id": request.request_id,
+        "client": request.client,
+        "state": request.state,
+        "samples": request.num_samples,
+        "running": request.num_running,
+        "prompt_tokens": request.num_prompt_tokens,
+        "generated_tokens": request.num_generated_tokens,
+        "max_tokens": request.max_new_tokens,
+        "age_seconds": round(request.age_s, 3),
+        "wait_seconds": round(request.wait_s, 3),
     }
 
 

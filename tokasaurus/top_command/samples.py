@@ -73,6 +73,23 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class OldRequest:
+    """One of the oldest requests. Times are in seconds."""
+
+    id: str
+    client: str
+    state: str
+    """running, prefilling or waiting."""
+    samples: int
+    running: int
+    prompt_tokens: int
+    generated_tokens: int
+    age_seconds: float
+    wait_seconds: float
+    """From its arrival to its admission, or until now."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaSample:
     index: int
     state: str
@@ -105,6 +122,8 @@ class ReplicaSample:
     """Seconds by part, of `manager`, `device` and `phases`."""
     stages: tuple[Stage, ...]
     """The pipeline stages; empty if there is only one."""
+    oldest: tuple[OldRequest, ...]
+    """The oldest requests that run, then the oldest that wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +291,7 @@ def _replica(fields: _Fields, number: int) -> ReplicaSample:
             Stage(stage.number("busy") or 0.0, stage.number("waiting") or 0.0, stage.count("microbatches"))
             for stage in fields.objects("stages")
         ),
+        oldest=tuple(map(_old_request, fields.objects("oldest"))),
     )
 
 
@@ -295,6 +315,20 @@ def _next(fields: _Fields) -> NextInQueue | None:
         fits_in_steps=None if fits is None else int(fits),
         blocks=fields.count("blocks"),
         blocked_by=fields.text("blocked_by"),
+    )
+
+
+def _old_request(fields: _Fields) -> OldRequest:
+    return OldRequest(
+        id=fields.text("id"),
+        client=fields.text("client"),
+        state=fields.text("state"),
+        samples=fields.count("samples", 1),
+        running=fields.count("running"),
+        prompt_tokens=fields.count("prompt_tokens"),
+        generated_tokens=fields.count("generated_tokens"),
+        age_seconds=fields.number("age_seconds") or 0.0,
+        wait_seconds=fields.number("wait_seconds") or 0.0,
     )
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from tokasaurus.monitoring.progress import show_time
 from tokasaurus.top_command.charts import Area, area_chart, cells_of_shares, sparkline
 from tokasaurus.top_command.history import Curve, History, curve_of
-from tokasaurus.top_command.samples import JobSample, NextInQueue, ReplicaSample, Sample
+from tokasaurus.top_command.samples import JobSample, NextInQueue, OldRequest, ReplicaSample, Sample
 
 _LABEL = 12
 """Columns of the words at the left."""
@@ -153,6 +153,7 @@ def _body(history: History, sample: Sample, frame: Frame, width: int, height: in
             _Section(4, [_lengths(history, replica, width)]),
             _Section(7, _step(history, replica, width)),
             _Section(6, _stages(history, replica, width)),
+            _Section(8, _oldest(replica, width, max(1, height // 4))),
         ]
     if sample.jobs:
         order = sorted(sample.jobs, key=lambda job: job.state not in ("running", "validating", "waiting"))
@@ -161,7 +162,7 @@ def _body(history: History, sample: Sample, frame: Frame, width: int, height: in
     if replica is not None:
         room = height - sum(len(section.lines) for section in sections)
         # The sections that are of less use than the chart make room for it.
-        for rank in (7,):
+        for rank in (8, 7):
             if room < _MIN_CHART + 1:
                 room += sum(len(section.lines) for section in sections if section.rank == rank)
                 sections = [section for section in sections if section.rank != rank]
@@ -418,6 +419,29 @@ def _stages(history: History, replica: ReplicaSample, width: int) -> list[Text]:
         f"microbatches {', '.join(str(stage.microbatches) for stage in stages)}",
     ]
     return [_fitting(_labelled("stages"), width, facts)]
+
+
+def _oldest(replica: ReplicaSample, width: int, max_lines: int) -> list[Text]:
+    """The oldest requests: as many that wait as run, if there are more than lines."""
+    running = [request for request in replica.oldest if request.state != "waiting"]
+    waiting = [request for request in replica.oldest if request.state == "waiting"]
+    num_waiting = min(len(waiting), max(max_lines // 2, max_lines - len(running)))
+    shown = [*running[: max_lines - num_waiting], *waiting[:num_waiting]]
+    return [_old_request("" if number else "oldest", request, width) for number, request in enumerate(shown)]
+
+
+def _old_request(label: str, request: OldRequest, width: int) -> Text:
+    client, name = Text(request.client or "unknown"), Text(request.id)
+    client.truncate(15, overflow="ellipsis", pad=True)
+    name.truncate(16 if width < 100 else 42, overflow="ellipsis", pad=True)
+    line = _labelled(label).append_text(client).append(" ").append_text(name).append(" ")
+    samples = f", {request.running} of {request.samples} samples" if request.samples > 1 else ""
+    facts = [
+        f"{request.state} {_seconds(request.age_seconds)}",
+        f"{request.prompt_tokens:,} + {request.generated_tokens:,} tokens{samples}",
+        f"waited {_seconds(request.wait_seconds)}",
+    ]
+    return _fitting(line, width, facts[:2] if request.state == "waiting" else facts, ", ")
 
 
 def _job(job: JobSample, width: int, look: Look) -> Text:

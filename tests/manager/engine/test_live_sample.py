@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -13,11 +14,12 @@ from tests.manager.helpers.block_accounting import block_table
 from tests.manager.helpers.engine_driver import QUICK_STEP_SECONDS, EngineDriver, make_options, make_quick_driver
 from tests.manager.helpers.kv_usage_replay import replay_usage
 from tests.manager.helpers.requests import Shape, make_request, make_requests
+from tokasaurus.manager.engine.kv_forecast import running_progress
 from tokasaurus.manager.engine.live_sample import MAX_WAIT_SECONDS, LiveSampler
-from tokasaurus.manager.state.sequence import Phase
+from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.commands import Pause, Resume
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.messages.live import LiveSample, StageSample, TakeSample
+from tokasaurus.messages.live import MAX_OLD_REQUESTS, LiveSample, StageSample, TakeSample
 from tokasaurus.messages.stages import StageBoard, StageTotals
 
 STEPS_AHEAD = 4
@@ -174,6 +176,49 @@ def test_why_the_next_sequence_waits() -> None:
     driver.run_until_idle()
     sample = take(driver, sampler)
     assert (sample.next, sample.oldest_wait_s, sample.forecast, sample.eta_s) == (None, None, None, None)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_oldest_requests_are_the_first_that_came_of_those_that_run_and_wait(seed: int) -> None:
+    driver, sampler = quick_driver(seed, max_tokens_per_forward=24), LiveSampler()
+    rng = Random(seed)
+    requests = [replace(one, reports_progress=True) for one in random_requests(rng, 60, driver.options)]
+    came: list[GenerateRequest] = []
+    seen: Counter[str] = Counter()
+    while requests or driver.state.queues.num_waiting:
+        new = [requests.pop(0) for _ in range(rng.randint(0, 6)) if requests]
+        came += new
+        driver.step(new, rng.randint(0, 2))
+        if rng.random() < 0.5:
+            continue
+        oldest = take(driver, sampler).oldest
+        running: dict[str, list[Sequence]] = {}
+        for sequence in driver.running():
+            running.setdefault(sequence.request.request_id, []).append(sequence)
+        left = [one for one in came if one.request_id in driver.state.unfinished]
+        runs, waits = (
+            [one for one in left if (one.request_id in running) is is_running] for is_running in (True, False)
+        )
+        expected = [*runs[:MAX_OLD_REQUESTS], *waits[:MAX_OLD_REQUESTS]]
+        assert [one.request_id for one in oldest] == [one.request_id for one in expected]
+        num_sampled: Counter[str] = Counter()
+        for progress in running_progress(driver.state):
+            num_sampled[progress.request_id] += max(0, progress.num_tokens)
+        for one, request in zip(oldest, expected, strict=True):
+            phases = {sequence.phase for sequence in running.get(request.request_id, [])}
+            state = "waiting" if not phases else "prefilling" if phases == {Phase.PREFILL} else "running"
+            assert (one.state, one.num_running) == (state, len(running.get(request.request_id, [])))
+            assert (one.num_samples, one.num_prompt_tokens) == (request.num_sequences, len(request.prompt_ids))
+            assert one.num_generated_tokens >= num_sampled[request.request_id]
+            if all(
+                sequence.phase is not Phase.WAITING for sequence in driver.state.unfinished[one.request_id].sequences
+            ):
+                assert one.num_generated_tokens == num_sampled[request.request_id]
+            assert 0 <= one.wait_s <= one.age_s
+            seen[state] += 1
+    assert min(seen[state] for state in ("waiting", "running")) > 20
+    driver.run_until_idle()
+    assert take(driver, sampler).oldest == ()
 
 
 def test_events_and_lengths_count_from_one_sample_to_the_next() -> None:

@@ -1,6 +1,6 @@
 """A sample of a manager, with everything that a replica without pipeline stages tells."""
 
-from tokasaurus.messages.live import BlockUse, KVForecastPoints, LiveSample, NextSequence
+from tokasaurus.messages.live import BlockUse, KVForecastPoints, LiveSample, NextSequence, OldRequest
 from tokasaurus.messages.status import EngineStats
 
 STATS = EngineStats(5, 2, 30, 64, 100, 200, 3, 7, total_forward_seconds=10.0, num_running_background=1)
@@ -26,4 +26,5 @@ SAMPLE = LiveSample(
     busy_seconds=0.9,
     idle_seconds=0.05,
     phase_seconds=(0.5, 0.1, 0.0, 0.2, 0.1),
+    oldest=(OldRequest("cmpl-1", "alice", "running", 4, 3, 90, 1200, 500, 12.25, 0.5),),
 )

@@ -275,6 +275,16 @@ def test_the_theme_follows_the_system_until_it_is_chosen(tab: Tab, pages: LivePa
     assert tab.run(f"[{color}, localStorage.length]") == [dark, 0]
 
 
+def test_the_oldest_requests_are_in_a_table_while_there_are_any(tab: Tab, pages: LivePages) -> None:
+    oldest = {"id": "cmpl-1", "client": "<b>alice</b>", "state": "running", "samples": 4, "running": 3}
+    oldest |= {"prompt_tokens": 90, "generated_tokens": 1200, "age_seconds": 12.2, "wait_seconds": 0.5}
+    pages.events = [{"format": 1, "time": 2.0, "replicas": [{"index": 0, "running": 3, "oldest": [oldest]}]}]
+    tab.open(pages.url)
+    tab.wait("!document.getElementById('oldest').hidden")
+    cells = tab.run("[...document.querySelectorAll('#oldest-rows td')].map((cell) => cell.innerText)")
+    assert cells[:6] == ["cmpl-1", "<b>alice</b>", "running", "3 of 4", "90", "1,200"]
+
+
 @pytest.mark.parametrize(("peak", "is_near"), [(500, False), (1_380, True), (1_700, True)])
 def test_the_pools_limit_is_red_only_when_it_is_near(tab: Tab, pages: LivePages, peak: int, is_near: bool) -> None:
     event = {

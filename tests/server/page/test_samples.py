@@ -115,6 +115,28 @@ def test_a_forecast_is_the_sum_of_its_replicas_over_seconds(chosen: int | None) 
         assert curve["seconds"][-1] == pytest.approx(max(ends))
 
 
+@pytest.mark.parametrize("chosen", [None, 1])
+def test_the_oldest_requests_of_all_replicas_are_those_that_run_and_then_those_that_wait(chosen: int | None) -> None:
+    rng = random.Random(0)
+    replicas: list[dict[str, Any]] = [
+        {
+            "index": index,
+            "oldest": [
+                {"id": f"{index}-{number}", "state": state, "age_seconds": rng.random()}
+                for number, state in enumerate(["running"] * 4 + ["prefilling"] * 3 + ["waiting"] * 8)
+            ],
+        }
+        for index in range(3)
+    ]
+    event = {"time": 1.0, "replicas": [*replicas, {"index": 3, "state": "down"}]}
+    found = in_node("samples.mjs", "m.oldestRequests(data.event, data.chosen)", {"event": event, "chosen": chosen})
+    told = [one for replica in replicas for one in replica["oldest"] if chosen in (None, replica["index"])]
+    ordered = sorted(told, key=lambda one: -one["age_seconds"])
+    running, waiting = ([one for one in ordered if (one["state"] == "waiting") is waits] for waits in (False, True))
+    assert found == running[:8] + waiting[:8]
+    assert in_node("samples.mjs", "m.oldestRequests(data, null)", {"time": 1.0}) == []
+
+
 def test_the_forecast_of_a_minute_ago_begins_a_minute_before_the_last_event() -> None:
     events = simulated_events(90, seed=4)
     histories = [events[:length] for length in (1, 40, 56, 62, 75, 90)]

@@ -77,12 +77,30 @@ def replica(second: int, index: int = 0, **changes: Any) -> dict[str, Any]:
         },
         "oldest_wait_seconds": 3.2,
         "lengths": [[120, 131], [200, 150]],
+        "oldest": [old_request(number, "running") for number in range(8)]
+        + [old_request(number, "waiting") for number in range(8, 11)],
         "eta_seconds": 40.1,
         "parts": {
             "manager": {"requests": 0.01, "results": 0.05, "admission": 0.02},
             "device": {"busy": 0.9, "idle": 0.02},
             "phases": {"gemm": 0.6, "attention": 0.2, "sampling": 0.1},
         },
+        **changes,
+    }
+
+
+def old_request(number: int, state: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{number:032d}-0",
+        "client": "alice" if number % 2 else "127.0.0.1:51234",
+        "state": state,
+        "samples": 1,
+        "running": int(state == "running"),
+        "prompt_tokens": 900,
+        "generated_tokens": 100 * number if state == "running" else 0,
+        "max_tokens": 2000,
+        "age_seconds": 40.0 - number,
+        "wait_seconds": 0.3 if state == "running" else 40.0 - number,
         **changes,
     }
 

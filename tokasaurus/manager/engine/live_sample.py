@@ -6,6 +6,7 @@ Nothing here runs unless the server has asked for a sample, which it does about 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +17,16 @@ from tokasaurus.manager.engine.work_left import work_left
 from tokasaurus.manager.planning.kv_simulation import SequenceLoads, SharedLoads, simulate_kv
 from tokasaurus.manager.planning.live_forecast import curve_points, first_fitting_step
 from tokasaurus.manager.state.engine_state import EngineState
+from tokasaurus.manager.state.sequence import Phase, Samples
 from tokasaurus.messages.live import (
     MAX_FORECAST_POINTS,
+    MAX_OLD_REQUESTS,
     Blocked,
     BlockUse,
     KVForecastPoints,
     LiveSample,
     NextSequence,
+    OldRequest,
     StageSample,
 )
 from tokasaurus.messages.stages import StageBoard, StageTotals
@@ -36,6 +40,9 @@ MAX_WAIT_SECONDS = 0.2
 
 NEW_SECONDS_WEIGHT = 0.2
 """Weight of the newest sample in the moving average of the time that one takes."""
+
+MAX_LOOKED_AT = 4096
+"""Unfinished requests among which the oldest are sought: while none runs, hundreds of thousands may wait."""
 
 _NO_BLOCKS = np.zeros(0, np.int64)
 
@@ -136,6 +143,7 @@ class LiveSampler:
             idle_seconds=growth.idle_seconds,
             phase_seconds=growth.phase_seconds,
             stages=_stage_samples(state, stages, growth.stages),
+            oldest=_oldest_requests(state, started_s),
         )
         state.lengths.newest.clear()
         state.asked_sample = self._asked_s = None
@@ -183,6 +191,44 @@ def block_use(state: EngineState) -> BlockUse:
     num_shared = int((end_blocks[nodes] - end_blocks[tree.arrays.parents[nodes]]).sum())
     num_own = state.blocks.num_blocks - num_free - tree.num_unused_blocks - num_shared
     return BlockUse(num_own, num_shared, tree.num_unused_blocks, num_free)
+
+
+def _oldest_requests(state: EngineState, now_s: float) -> tuple[OldRequest, ...]:
+    """See LiveSample.oldest. now_s: by time.monotonic."""
+    running: list[OldRequest] = []
+    waiting: list[OldRequest] = []
+    for samples in islice(state.unfinished.values(), MAX_LOOKED_AT):  # in the order of their arrival
+        if len(running) == len(waiting) == MAX_OLD_REQUESTS:
+            break
+        is_waiting = all(sequence.phase is Phase.WAITING for sequence in samples.sequences)
+        found = waiting if is_waiting else running
+        if len(found) < MAX_OLD_REQUESTS and not samples.is_cancelled:
+            found.append(_old_request(state, samples, now_s))
+    return (*running, *waiting)
+
+
+def _old_request(state: EngineState, samples: Samples, now_s: float) -> OldRequest:
+    request, arrays = samples.request, state.slots
+    active = [sequence for sequence in samples.sequences if sequence.phase is not Phase.WAITING]
+    slots = np.array([sequence.slot for sequence in active], np.int64)
+    num_generated = int(np.maximum(0, arrays.num_known_tokens[slots] - arrays.num_prompt_tokens[slots]).sum())
+    for sequence in samples.sequences:
+        if sequence.phase is Phase.WAITING:  # after a preemption
+            num_generated += len(sequence.kept_token_ids)
+    is_prefilling = all(sequence.phase is Phase.PREFILL for sequence in active)
+    admitted_s = min((sequence.admitted_s for sequence in samples.sequences if sequence.admitted_s), default=now_s)
+    return OldRequest(
+        request_id=request.request_id,
+        client=request.client,
+        state=("prefilling" if is_prefilling else "running") if active else "waiting",
+        num_samples=request.num_sequences,
+        num_running=len(active),
+        num_prompt_tokens=len(request.prompt_ids),
+        num_generated_tokens=num_generated,
+        max_new_tokens=request.max_new_tokens,
+        age_s=max(0.0, now_s - samples.added_s),
+        wait_s=max(0.0, admitted_s - samples.added_s),
+    )
 
 
 def _points(state: EngineState, kv_forecast: KVForecast) -> KVForecastPoints:

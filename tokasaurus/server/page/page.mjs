@@ -399,6 +399,27 @@ function showReplicas(sample, history) {
   replace(at("replica-rows"), rows);
 }
 
+function showOldest(sample) {
+  const requests = samples.oldestRequests(sample, view.replica);
+  at("oldest").hidden = requests.length === 0;
+  const rows = requests.map((one) => {
+    const isWaiting = one.state === "waiting";
+    const number = one.samples > 1 ? `${count(one.running)} of ${count(one.samples)}` : count(one.running);
+    const cells = [
+      one.id ?? "–",
+      one.client || "–",
+      one.state ?? "–",
+      number,
+      count(one.prompt_tokens),
+      count(one.generated_tokens),
+      isWaiting ? "–" : duration(one.age_seconds),
+      duration(one.wait_seconds),
+    ];
+    return make("tr", {}, ...cells.map((text, column) => make("td", column < 3 ? { class: "name" } : {}, text)));
+  });
+  replace(at("oldest-rows"), rows);
+}
+
 function showJobs(sample) {
   const jobs = sample.jobs ?? [];
   at("jobs").hidden = jobs.length === 0;
@@ -543,6 +564,7 @@ function show() {
   showLengths();
   showParts();
   showReplicas(sample, history);
+  showOldest(sample);
   showJobs(sample);
 }
 

@@ -4,6 +4,7 @@
 
 export const FORMAT = 1;
 export const HISTORY_SECONDS = 900;
+const MAX_OLDEST = 8; // requests of a kind in the table of the oldest ones
 export const COMPARED_SECONDS = 60; // age of the older forecast that is drawn beside the present one
 const MAX_SAMPLES = 1000;
 const GAP_SECONDS = 5; // a longer pause between two events breaks the lines
@@ -24,6 +25,7 @@ const KEPT = [
   "prefilling",
   "eta_seconds",
   "oldest_wait_seconds",
+  "oldest",
 ];
 
 // The event with what its replicas left out, as the event before it had it; `known_at` is the time of that.
@@ -357,6 +359,18 @@ export function oldestWait(sample, replica) {
   const read = (one) => one.oldest_wait_seconds ?? one.next?.wait_seconds;
   const waits = replicasOf(sample, replica).map(read).filter(Number.isFinite);
   return waits.length === 0 ? null : Math.max(...waits);
+}
+
+// The oldest requests that run, then the oldest that wait, of all replicas or the chosen one; of each kind, the oldest
+// first, and as many as one replica tells.
+export function oldestRequests(sample, replica) {
+  const all = replicasOf(sample, replica).flatMap((one) => one.oldest ?? []);
+  const byAge = (isWaiting) =>
+    all
+      .filter((one) => (one.state === "waiting") === isWaiting)
+      .sort((one, other) => (other.age_seconds ?? 0) - (one.age_seconds ?? 0))
+      .slice(0, MAX_OLDEST);
+  return [...byAge(false), ...byAge(true)];
 }
 
 // Share of a job's lines that have a result; null if nobody knows how many there are.

@@ -4,7 +4,7 @@ from typing import Final, Literal
 
 from typing_extensions import Required, TypedDict
 
-from tokasaurus.messages.live import Blocked
+from tokasaurus.messages.live import Blocked, RequestState
 
 FORMAT: Final = 1
 
@@ -109,6 +109,23 @@ class LiveStage(TypedDict):
     microbatches: int
 
 
+class LiveOldRequest(TypedDict):
+    """One prompt with its samples. client: the name of its key, or its address. running: samples that run.
+    generated_tokens: of its unfinished samples. max_tokens: of each sample. age_seconds: since its arrival.
+    wait_seconds: until its first sample was admitted."""
+
+    id: str
+    client: str
+    state: RequestState
+    samples: int
+    running: int
+    prompt_tokens: int
+    generated_tokens: int
+    max_tokens: int
+    age_seconds: float
+    wait_seconds: float
+
+
 class LiveReplica(TypedDict, total=False):
     """A replica. Fields may be missing while it is down, or answers late; stages, without pp_size.
 
@@ -116,7 +133,8 @@ class LiveReplica(TypedDict, total=False):
     steps: since the event before. step_seconds: expected time of a round of decode steps. microbatches: steps of a
     round. background: running sequences of batches. slots: most sequences that can run. queue_depth: steps in flight.
     oldest_wait_seconds: of a request with a waiting sequence. lengths: predicted and actual tokens of sequences that
-    finished since the event before. eta_seconds: until all that runs and waits will have ended.
+    finished since the event before. eta_seconds: until all that runs and waits will have ended. oldest: the oldest
+    requests that run, then the oldest that wait.
     """
 
     index: Required[int]
@@ -142,6 +160,7 @@ class LiveReplica(TypedDict, total=False):
     eta_seconds: float | None
     parts: LiveParts
     stages: list[LiveStage]
+    oldest: list[LiveOldRequest]
 
 
 class LiveLines(TypedDict):
