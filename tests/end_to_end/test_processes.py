@@ -54,6 +54,12 @@ def test_a_served_local_checkpoint_matches_transformers(model: tuple[Path, PreTr
     assert any(line.startswith("ready:") and "tiny" in line and toka.url in line for line in toka.lines)
 
 
+def test_what_first_requests_need_is_there_when_it_is_ready(toka: TokaProcess) -> None:
+    """The chat template's packages: a second or two."""
+    (ready,) = (number for number, line in enumerate(toka.lines) if line.startswith("ready:"))
+    assert any("chat template" in line for line in toka.lines[:ready])
+
+
 def test_all_processes_end_when_the_launcher_is_killed(toka: TokaProcess) -> None:
     children = toka.children()
     assert len(children) == 3

@@ -104,7 +104,8 @@ def run_server(
 
     listener: None for a private server, which has no port: it runs the batch in data_dir, leaves its results in the
     ledger and sends BatchTokens. launcher: hands over the channels of each replica, see `EngineClient`. Sends
-    Ready("server") to `status` when every replica is up; until then generation routes answer 503. SIGTERM drains (see
+    Ready("server") to `status` when every replica is up, and what first requests need is loaded; generation routes
+    answer 503 until the replicas are up. SIGTERM drains (see
     `HttpServer`); at the end it sends ServerTotals. Raises UserError.
     """
     api_keys = read_api_keys(config.api_key, config.api_keys_file)
@@ -118,6 +119,17 @@ def run_server(
     def stop_broken(error: Exception) -> None:
         broken.append(error)
         http_server.should_exit = True
+
+    # What a client's first request would wait for; a batch begins at once.
+    parts = {"engine"} if listener is None else {"engine", "chat template", "grammars"}
+    lock = threading.Lock()
+
+    def note_part(part: str) -> None:
+        with lock:
+            is_last = parts == {part}
+            parts.discard(part)
+        if is_last:
+            status.send(Ready("server"))
 
     def load_chat_template() -> None:
         lower_thread_priority()  # the engine is starting at the same time
@@ -133,11 +145,12 @@ def run_server(
             stop_broken(UserError(shortage))
         else:
             status.send(PhaseDone("server", "chat template", time.perf_counter() - started))
+            note_part("chat template")
 
     engine = EngineClient(
         launcher,
         config.dp_size,
-        on_ready=lambda: status.send(Ready("server")),
+        on_ready=lambda: note_part("engine"),
         on_broken=stop_broken,
         queue_limits=QueueLimits(config.max_queued_requests, config.max_queued_sequences, config.max_queued_tokens),
         while_restarting=config.while_restarting,
@@ -162,6 +175,7 @@ def run_server(
             status.send if listener is None else None,
             config,
             recording,
+            None if listener is None else lambda: note_part("grammars"),
         )
         http_server = HttpServer(http_config(app, connections), engine, connections)
         http_server.run(sockets=[] if listener is None else [listener])
@@ -200,12 +214,14 @@ def create_app(
     tell_tokens: TellTokens | None = None,
     config: ServerConfig | None = None,
     recording: Recording | None = None,
+    on_grammars: Callable[[], None] | None = None,
 ) -> ASGIApp:
     """The whole HTTP interface. During the app's lifespan, `engine` receives on the running event loop.
 
     api_keys: of which clients must send one; empty: no key. hosts: names that requests may be sent to; None: any.
     store: for files and batches; None serves none. tell_tokens: as in `BatchService`. config: None for the defaults.
-    recording: gets the events of GET /live.
+    recording: gets the events of GET /live. on_grammars: called when the process that validates grammars has started;
+    None: it starts with the first grammar.
     """
     config = config or ServerConfig()
     body_bytes = BodyBytes(config.max_body_bytes_in_all)
@@ -219,13 +235,20 @@ def create_app(
     bulks = OpenBulks()
     feed = LiveFeed(state, batches, bulks, recording)
 
+    async def start_grammars(tell: Callable[[], None]) -> None:
+        await state.grammars.start()
+        tell()
+
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        starting = None if on_grammars is None else asyncio.create_task(start_grammars(on_grammars))
         if batches is not None:
             await batches.adopt()
         with engine.listening(), state.loop_lag.measuring():
             async with nullcontext() if batches is None else batches.running(), feed.running():
                 yield
+        if starting is not None:
+            starting.cancel()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
         await state.grammars.close()
