@@ -138,9 +138,27 @@ format: .venv/installed-dev  ## Formats Python and C++
 # pip shows its progress on a terminal only: elsewhere, as in CI, nothing but these two lines
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(shell test -t 2 || echo --quiet)
 
+# PyPI has PyTorch for CUDA on Linux, with gigabytes of libraries: without an NVIDIA driver, cpu takes the other build.
+TORCH ?= $(shell test "$$(uname -s)" != Linux -o -e /proc/driver/nvidia/version || command -v nvidia-smi > /dev/null || echo cpu)
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+TORCH_REQUIREMENT = $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml | head -1)
+HAS_TORCH = $(BIN)/python -c 'import sys; from importlib.util import find_spec; sys.exit(find_spec("torch") is None)'
+UV_TORCH = UV_HTTP_RETRIES=0 uv pip install --quiet --python $(BIN)/python --no-deps --torch-backend cpu
+PIP_TORCH = $(PIP_INSTALL) --retries 0 --timeout 15 --no-deps --index-url $(CPU_INDEX)
+
+# What is installed already stays. Where that index does not answer, the ordinary one has PyTorch too.
+define install_torch
+	@test "$(TORCH)" != cpu || $(HAS_TORCH) || { \
+		echo "PyTorch is the build for CPUs, since no NVIDIA driver is here; TORCH=cuda takes the one for CUDA."; \
+		if command -v uv > /dev/null; then install="$(UV_TORCH)"; else install="$(PIP_TORCH)"; fi; \
+		env $$install "$(TORCH_REQUIREMENT)" 3>&2 2> /dev/null >&3 || \
+			echo "$(CPU_INDEX) does not answer: PyTorch comes from the ordinary index, perhaps with CUDA."; }
+endef
+
 define install
 	@echo "Installing $(1) into .venv, once: PyTorch and about $(2) smaller packages."
 	@echo "With PyTorch for CPUs 0.3 GB to download and $(3) GB on disk; for CUDA, as PyPI has it for Linux, some GB more."
+	$(install_torch)
 	@$(PIP_INSTALL) --editable '$(1)' >&2
 	@echo "Installed: .venv has $$(du -sh .venv | cut -f1)."
 endef

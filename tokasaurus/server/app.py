@@ -141,6 +141,7 @@ def run_server(
         except Exception as error:
             shortage = describe_shortage(error)
             if shortage is None:
+                note_part("chat template")  # completions need none
                 raise
             stop_broken(UserError(shortage))
         else:
@@ -236,7 +237,10 @@ def create_app(
     feed = LiveFeed(state, batches, bulks, recording)
 
     async def start_grammars(tell: Callable[[], None]) -> None:
-        await state.grammars.start()
+        try:
+            await state.grammars.start()
+        except Exception:  # the first grammar tries again
+            logger.warning("the process that validates grammars did not start", exc_info=True)
         tell()
 
     @asynccontextmanager
