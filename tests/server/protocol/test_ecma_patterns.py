@@ -3,7 +3,9 @@
 import json
 import random
 import re
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -189,6 +191,23 @@ def test_what_is_wrong_or_not_supported_is_refused_by_name(pattern: str, named: 
         exact_schema({"items": {"pattern": pattern}})
     with pytest.raises(SchemaError, match=f"contains a pattern that .*{re.escape(named)}.* at #/patternProperties"):
         exact_schema({"patternProperties": {pattern: {}}})
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(?![" + r"\p{L}" * 5000 + "])",
+        "".join(rf"(?![\p{{L}}\u{{{code:x}}}])" for code in range(2500)),
+        r"(?i:[\u{0}-\u{10ffff}])" * 1500,
+        "(?!a)" + r"\p{Lu}" * 7000,
+    ],
+    ids=["one class", "many classes", "any case", "a long text"],
+)
+def test_long_patterns_with_large_sets_take_little_time(pattern: str) -> None:
+    started = time.thread_time()
+    with suppress(PatternError):
+        translate_pattern(pattern)
+    assert time.thread_time() - started < 4
 
 
 @pytest.mark.parametrize(

@@ -124,15 +124,18 @@ def _case_variants() -> dict[int, tuple[tuple[int, int], ...]]:
     return {member: tuple((code, code) for code in group) for group in groups for member in group}
 
 
+@lru_cache(maxsize=64)
 def _any_case(ranges: Ranges) -> Ranges:
     variants = _case_variants()
     found = [
-        variants.get(code, ())
+        pair
         for first, last in ranges
         for code in (range(first, last + 1) if last - first < 1000 else variants)
         if first <= code <= last
+        for pair in variants.get(code, ())
+        if not first <= pair[0] <= last
     ]
-    return ranges_of([*ranges, *chain.from_iterable(found)])
+    return ranges_of([*ranges, *found])
 
 
 @lru_cache(maxsize=1024)
@@ -370,7 +373,7 @@ class _Parser:
         ranges = ranges_of(pairs)
         if flags.i:
             ranges = _any_case(ranges)
-        return _Set(Characters(ranges, tuple(properties), is_negated))
+        return _Set(Characters(ranges, tuple(dict.fromkeys(properties)), is_negated))
 
     def _member(self, flags: _Flags) -> int | Characters:
         if self._at >= len(self._text):

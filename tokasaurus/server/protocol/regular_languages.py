@@ -21,6 +21,8 @@ _MAX_ELIMINATED_CHARS = 50_000
 """The same, if it is made from an automaton."""
 _MAX_STATES = 400
 _MAX_STEPS = 30_000
+_PROPERTY_STEPS = 100
+"""What a set of characters with properties counts: their ranges are joined in some 500 microseconds."""
 _ALL: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 _ESCAPED = frozenset(r"\.+*?()|[]{}^$#&-~")
 
@@ -66,13 +68,17 @@ class Characters:
 
     def resolved(self) -> Ranges:
         """The set without properties. Raises LanguageError."""
-        if self.properties:
-            ranges = ranges_of([*self.ranges, *(pair for name in self.properties for pair in _property_ranges(name))])
-        else:
-            ranges = self.ranges
+        ranges = _with_properties(self) if self.properties else self.ranges
         return complement_of(ranges) if self.is_negated else ranges
 
 
+@lru_cache(maxsize=64)
+def _with_properties(characters: Characters) -> Ranges:
+    properties = chain.from_iterable(map(_property_ranges, characters.properties))
+    return ranges_of([*characters.ranges, *properties])
+
+
+@lru_cache(maxsize=256)
 def _property_ranges(name: str) -> Ranges:
     r"""The characters of `\p{Lu}`, a general category by its short name. Raises LanguageError for any other."""
     found = re.fullmatch(r"\\[pP]\{(?:gc=|General_Category=)?([A-Z][a-z]?)\}", name)
@@ -121,6 +127,7 @@ class Languages:
     def __init__(self) -> None:
         self._terms: dict[tuple[object, ...], Term] = {}
         self._derivatives: dict[tuple[Term, int], Term] = {}
+        self._num_with_properties = 0
         self.nothing = self._term("union", (), is_nullable=False, num_chars=20)
         self.empty = self._term("concat", (), is_nullable=True, num_chars=0)
         self.any_character = self.characters(Characters(_ALL))
@@ -129,7 +136,7 @@ class Languages:
     @property
     def num_steps(self) -> int:
         """A measure of the work done so far: a few microseconds each."""
-        return len(self._derivatives)
+        return len(self._derivatives) + _PROPERTY_STEPS * self._num_with_properties
 
     def characters(self, characters: Characters) -> Term:
         if not characters.properties:
@@ -239,10 +246,13 @@ class Languages:
         key = (term, code)
         found = self._derivatives.get(key)
         if found is None:
-            if self.num_steps >= _MAX_STEPS:
-                raise LanguageError("needs too much work")
+            self._check_work()
             found = self._derivatives[key] = self._derive(term, code)
         return found
+
+    def _check_work(self) -> None:
+        if self.num_steps >= _MAX_STEPS:
+            raise LanguageError("needs too much work")
 
     def _derive(self, term: Term, code: int) -> Term:
         parts = term.parts
@@ -291,6 +301,9 @@ class Languages:
     def _without_properties(self, term: Term) -> Term:
         match term.kind:
             case "characters":
+                if term.characters.properties:
+                    self._num_with_properties += 1
+                    self._check_work()
                 return self.characters(Characters(term.characters.resolved()))
             case "concat":
                 return self.concat(*map(self._without_properties, term.parts))
