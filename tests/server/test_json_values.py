@@ -78,8 +78,10 @@ def test_bodies_with_patterns_are_not_parsed_on_the_event_loop() -> None:
     assert is_parsed_quickly(json.dumps(body | {"user": "é"}).encode())
     assert not is_parsed_quickly(orjson.dumps(body | {"user": "x" * 40_000}))
     slow = ({"pattern": "a"}, {"patternProperties": {"a": True}}, {"propertyNames": {"pattern": "a"}})
+    slow = (*slow, {"not": {"enum": ["a"]}}, {"if": {"format": "date"}}, {"uniqueItems": True})
     contents = [orjson.dumps(body | {"guided_json": schema}) for schema in slow]
+    contents += [orjson.dumps(body | {"guided_json": json.dumps(schema)}) for schema in slow]
     contents += [orjson.dumps(body | {name: "a"}) for name in ("regex", "guided_regex")]
     for content in contents:
         assert not is_parsed_quickly(content)
-        assert not is_parsed_quickly(content.replace(b"t", b"\\u0074").replace(b"x", b"\\u0078"))
+        assert not is_parsed_quickly(content.replace(b"t", b"\\u0074").replace(b"f", b"\\u0066"))

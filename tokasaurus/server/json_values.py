@@ -27,9 +27,12 @@ from tokasaurus.text.exact_json import loads
 Body = TypeVar("Body", bound=BaseModel)
 
 _MAX_INLINE_BYTES = 32_768
-# Of fields and of keywords of schemas whose patterns become automata, which may take tenths of a second. JSON may
-# write their letters as escapes.
-_SLOW_WORDS = (b"pattern", b"regex", b"propertyNames", *(b"\\u00%d" % digit for digit in range(2, 8)))
+# Of fields and of keywords of schemas that become automata or many alternatives, which may take tenths of a second.
+# JSON may write their letters as escapes; a schema may be text within the JSON.
+_SLOW_WORDS = (
+    *(b"pattern", b"regex", b"propertyNames", b"uniqueItems", b'"not"', b'"not\\"', b'"if"', b'"if\\"'),
+    *(b"\\u00%d" % digit for digit in range(2, 8)),
+)
 
 _SLICE_BYTES = 1 << 19
 # A list or an object takes as long to make and to free as this many numbers.

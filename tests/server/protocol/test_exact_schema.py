@@ -616,6 +616,75 @@ def test_ordinary_schemas_keep_their_meaning(seed: int, tokenizer: LLTokenizer) 
     assert answer is None or validator.is_valid(json.loads(answer))
 
 
+UNREADABLE: list[tuple[dict[str, Any], str]] = [
+    ({"type": "integer", "multipleOf": 2**32}, "more than 2^32 - 1"),
+    ({"type": "number", "multipleOf": 123456.789}, "too many digits"),
+    ({"type": "number", "multipleOf": 1e-15}, "too many digits"),
+    ({"allOf": [{"type": "integer", "multipleOf": 65537}, {"multipleOf": 65539}]}, "too large"),
+    ({"type": "number", "minimum": 1e19}, "no supported number"),
+    ({"type": "integer", "minimum": 1e30, "multipleOf": 2}, "no supported number"),
+]
+
+
+@pytest.mark.parametrize(("schema", "reason"), UNREADABLE, ids=[json.dumps(schema) for schema, _ in UNREADABLE])
+def test_numbers_that_cannot_be_followed_are_left_to_the_model_unless_strict(
+    schema: dict[str, Any], reason: str, tokenizer: LLTokenizer
+) -> None:
+    with pytest.raises(SchemaError, match=re.escape(reason)):
+        exact_schema(schema)
+    start = compiled(schema, tokenizer, is_strict=False)
+    assert not start.is_error(), start.get_error()
+    assert not allows(start, '"a"')
+    unused = {"type": "null", "$defs": {"unused": schema}}
+    assert not compiled(unused, tokenizer).is_error()
+
+
+NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}
+RECURSIVE: dict[str, dict[str, Any]] = {
+    "not": {"not": {"$ref": "#/$defs/node"}},
+    "if": {"if": {"$ref": "#/$defs/node"}, "then": False},
+    "propertyNames": {"propertyNames": {"$ref": "#/$defs/loop"}},
+    "uniqueItems": {"uniqueItems": True, "type": "array", "items": {"$ref": "#/$defs/loop"}},
+}
+
+
+@pytest.mark.parametrize("keyword", RECURSIVE)
+def test_a_recursive_schema_is_no_equivalent(keyword: str, tokenizer: LLTokenizer) -> None:
+    schema = {**RECURSIVE[keyword], "$defs": {"node": NODE, "loop": {"$ref": "#/$defs/loop"}}}
+    with pytest.raises(SchemaError, match=f"contains {keyword} at #, which is not implemented"):
+        exact_schema(schema)
+    assert not compiled(schema, tokenizer, is_strict=False).is_error()
+
+
+def test_large_recursive_unions_are_followed_by_their_discriminator(tokenizer: LLTokenizer) -> None:
+    """As pydantic writes a syntax tree: each field repeats all kinds of nodes."""
+    node = {"oneOf": [{"$ref": f"#/$defs/node-{number}"} for number in range(60)]}
+    nodes = {
+        f"node-{number}": {
+            "type": "object",
+            "properties": {"kind": {"const": number}, "left": node, "right": node},
+            "required": ["kind"],
+            "additionalProperties": False,
+        }
+        for number in range(60)
+    }
+    start = matcher_of({"type": "array", "items": node, "not": {"maxItems": 0}, "$defs": nodes}, tokenizer)
+    assert allows(start, '[{"kind":7,"left":{"kind":59},"right":{"kind":0,"right":{"kind":1}}}]')
+    assert not allows(start, '[{"kind":60}]')
+    assert not allows(start, "[]")
+    nodes["node-59"]["properties"]["kind"] = {"enum": [59, 0.0]}  # 0 is of two kinds
+    with pytest.raises(AssertionError, match="oneOf"):
+        matcher_of({**node, "$defs": nodes}, tokenizer)
+
+
+def test_sets_do_not_make_more_alternatives_than_a_schema_may_have() -> None:
+    """Each of five values has 326 arrangements."""
+    sets = [{"type": "array", "uniqueItems": True, "items": {"enum": [*range(5)]}} for _ in range(100)]
+    with pytest.raises(SchemaError, match="contains uniqueItems at #/anyOf/"):
+        exact_schema({"anyOf": sets})
+    assert len(json.dumps(exact_schema({"anyOf": sets}, is_strict=False))) < 1_000_000
+
+
 def test_multiples_that_would_overflow_together_are_refused(tokenizer: LLTokenizer) -> None:
     for multiples in ((65537, 65539), (10**5, 10**6), (0.01, 10**8), (7, 11, 13, 17, 19, 23, 29, 31)):
         schema = {"type": "integer", "allOf": [{"multipleOf": multiple} for multiple in multiples]}

@@ -152,7 +152,8 @@ class _Rewriting:
         self._definition = ""
         self._pattern_work = 0
         self._moved: dict[str, str] = {}  # references to parts that are no definitions -> new names among $defs
-        self._multiples: dict[Decimal, str] = {}  # values of multipleOf, each with one of its paths
+        self._multiples: set[Decimal] = set()  # values of multipleOf
+        self._common = Decimal(0)  # their least common multiple
 
     def root(self) -> dict[str, Any]:
         written = self._object(self._schema, "#")
@@ -162,7 +163,6 @@ class _Rewriting:
             added[name] = self._defined(self._equivalents.resolved(reference), f"#/$defs/{name}")
         if added:
             written["$defs"] = {**written.get("$defs", {}), **added}
-        self._check_multiples()
         waiting, seen = [""], {""}
         while waiting:
             for reference in self._references.get(waiting.pop(), []):
@@ -201,6 +201,8 @@ class _Rewriting:
                 more += _with_beginnings(written)
             except SchemaError:
                 self._tolerate()
+                for keyword in _BOUNDS:
+                    written.pop(keyword, None)
         if "pattern" in written or "format" in written:
             more += self._strings(written, path)
         alternatives = schema.get("oneOf")
@@ -345,7 +347,7 @@ class _Rewriting:
             for number in _numbers_in(value):
                 _check_literal(number, path)
         if keyword == "multipleOf" and is_number(value) and value > 0:
-            self._multiples.setdefault(Decimal(str(value)), path)
+            self._add_multiple(value, path)
         if keyword == "$ref" and isinstance(value, str):
             value = self._reference(value)
             self._references.setdefault(self._definition, []).append(value)
@@ -364,18 +366,25 @@ class _Rewriting:
             self._moved[reference] = next(name for name in names if name not in (*taken, *self._moved.values()))
         return f"#/$defs/{self._moved[reference]}"
 
-    def _check_multiples(self) -> None:
-        """Raises SchemaError if llguidance's 32-bit arithmetic might overflow where several multiples meet."""
-        common = Decimal(0)
-        for multiple, path in self._multiples.items():
-            digits = -min(int(value.normalize().as_tuple().exponent) for value in (multiple, common, Decimal(1)))
-            first, second = int(common.scaleb(digits)), int(multiple.scaleb(digits))
-            if first * second > _MAX_MULTIPLE:
-                raise SchemaError(
-                    f"contains the number {multiple} at {path[:_MAX_PATH_CHARS]}: with the other values of multipleOf, "
-                    "it is too large"
-                )
-            common = Decimal(math.lcm(first, second) if first else second).scaleb(-digits)
+    def _add_multiple(self, number: int | float, path: str) -> None:
+        """Raises SchemaError if llguidance cannot read a value of multipleOf, or its 32-bit arithmetic might overflow
+        where several meet."""
+        multiple = Decimal(str(number))
+        if multiple in self._multiples:
+            return
+        if number > _MAX_MULTIPLE:
+            raise SchemaError(f"contains the number {number} at {path[:_MAX_PATH_CHARS]}: more than 2^32 - 1")
+        if _digits_as_read(number) > _MAX_MULTIPLE:
+            raise SchemaError(f"contains the number {number} at {path[:_MAX_PATH_CHARS]}: it has too many digits")
+        digits = -min(int(value.normalize().as_tuple().exponent) for value in (multiple, self._common, Decimal(1)))
+        first, second = int(self._common.scaleb(digits)), int(multiple.scaleb(digits))
+        if first * second > _MAX_MULTIPLE:
+            raise SchemaError(
+                f"contains the number {multiple} at {path[:_MAX_PATH_CHARS]}: with the other values of multipleOf, "
+                "it is too large"
+            )
+        self._multiples.add(multiple)
+        self._common = Decimal(math.lcm(first, second) if first else second).scaleb(-digits)
 
     def _defined(self, schema: Any, path: str) -> Any:
         self._definition = path
@@ -458,9 +467,6 @@ def _narrow_bounds(schema: dict[str, Any], path: str) -> None:
     for keyword in _COUNTS:
         if isinstance(schema.get(keyword), float) and schema[keyword].is_integer():
             schema[keyword] = int(schema[keyword])
-    multiple = schema.get("multipleOf")
-    if is_number(multiple) and multiple > _MAX_MULTIPLE:
-        raise SchemaError(f"contains the number {multiple} at {path[:_MAX_PATH_CHARS]}/multipleOf: more than 2^32 - 1")
     types = schema.get("type")
     is_integer = types == "integer" or (isinstance(types, list) and "integer" in types and "number" not in types)
     highest, lowest = (_MAX_INTEGER, _MIN_INTEGER) if is_integer else (_MAX_FLOAT_BOUND, -_MAX_FLOAT_BOUND)
@@ -527,6 +533,14 @@ def _shortened(bound: int | float, is_excluded: bool) -> int | float:
     if -int(value.as_tuple().exponent) > _MAX_PLACES:
         value = value.quantize(Decimal(1).scaleb(-_MAX_PLACES), ROUND_CEILING)
     return float(value) or 0  # not -0.0
+
+
+def _digits_as_read(multiple: int | float) -> int:
+    """The digits of a value of multipleOf as llguidance finds them: it multiplies a float64 by 10 until it is whole."""
+    number = float(multiple)
+    while not number.is_integer():
+        number *= 10
+    return int(number)
 
 
 def _with_beginnings(schema: dict[str, Any]) -> list[Any]:

@@ -15,8 +15,10 @@ from tokasaurus.server.protocol.string_formats import FORMATS
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _MAX_ARRANGEMENTS = 400
 """Alternatives for an array of distinct items: at most 5 values in any order."""
-_MAX_WORK = 5_000
+_MAX_WORK = 20_000
 """Schemas that are visited for one root, where references may lead to the same one many times."""
+_ARRANGEMENT_WORK = 4
+"""What one alternative for an array counts: it is rewritten later."""
 _SYNTAX = re.compile(r"[\\^$.*+?()\[\]{}|/\-]")
 _NO_NAME = "[]"
 _ANNOTATING = frozenset({"title", "description", "default", "examples", "deprecated"})
@@ -61,13 +63,14 @@ T = TypeVar("T")
 
 
 def _none_if_malformed(function: Callable[P, T]) -> Callable[P, T | None]:
-    """None for a schema that is none, such as {"enum": 5}: llguidance says what is wrong with it."""
+    """None for a schema that is none, such as {"enum": 5}: llguidance says what is wrong with it; and for a recursive
+    one."""
 
     @wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
         try:
             return function(*args, **kwargs)
-        except (TypeError, AttributeError, ValueError):
+        except (TypeError, AttributeError, ValueError, RecursionError):
             return None
 
     return guarded
@@ -178,7 +181,22 @@ class Equivalents:
     @_none_if_malformed
     def are_disjoint(self, schemas: list[Any]) -> bool:
         """Whether it is clear that no value matches two of the schemas, so that oneOf of them is anyOf."""
-        return all(self._is_disjoint(one, other) for one, other in combinations(schemas, 2))
+        return self._has_discriminator(schemas) or all(
+            self._is_disjoint(one, other) for one, other in combinations(schemas, 2)
+        )
+
+    def _has_discriminator(self, schemas: list[Any]) -> bool:
+        """Whether all are objects that require one property, whose values are others in each."""
+        targets = [self._without_reference(schema) for schema in schemas]
+        objects = [one for one in targets if isinstance(one, Mapping) and _types_of(one) == {"object"}]
+        if not objects or len(objects) < len(targets):
+            return False
+        for name in set.intersection(*(set(one.get("required", [])) for one in objects)):
+            values = [self._values(one.get("properties", {}).get(name)) for one in objects]
+            known = [value for few in values if few is not None for value in few]
+            if None not in values and len({_identity(value) for value in known}) == len(known):
+                return True
+        return False
 
     def _is_disjoint(self, one: object, other: object) -> bool:
         one, other = self._without_reference(one), self._without_reference(other)
@@ -218,7 +236,8 @@ class Equivalents:
         arrays: list[dict[str, Any]] = []
         for count in counts:
             for chosen in permutations(values, count):
-                if len(arrays) == _MAX_ARRANGEMENTS:
+                self._work += _ARRANGEMENT_WORK
+                if len(arrays) == _MAX_ARRANGEMENTS or self._work > _MAX_WORK:
                     return None
                 items = [{"const": value} for value in chosen]
                 arrays.append({"prefixItems": items, "items": False, "minItems": count, "maxItems": count})
@@ -239,7 +258,7 @@ class Equivalents:
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         if not isinstance(values, list) or not all(_is_of_type(value, schema.get("type")) for value in values):
             return None
-        return list({(isinstance(value, bool), value): value for value in values}.values())
+        return list({_identity(value): value for value in values}.values())
 
     @_none_if_malformed
     def names(self, schema: object) -> list[str] | None:
@@ -296,6 +315,11 @@ class Equivalents:
 def _all_of(patterns: Iterable[str]) -> str:
     """A look-ahead, for the beginning of a text, that all patterns are found in it."""
     return "".join(f"(?=[^]*(?:{pattern}))" for pattern in patterns) or "(?:)"
+
+
+def _identity(value: object) -> tuple[bool, object]:
+    """The same for equal values of JSON: 1 is 1.0, and not true."""
+    return isinstance(value, bool), value
 
 
 def _is_of_type(value: object, type_: object) -> bool:
