@@ -104,6 +104,11 @@ def table_with_nan(_: Path) -> object:
     return TABLE.set_column(2, "share", share)
 
 
+def table_with_a_dictionary(_: Path) -> object:
+    share = pc.fill_null(TABLE["share"], math.nan).dictionary_encode()
+    return TABLE.set_column(2, "share", share)
+
+
 FORMS: dict[str, Callable[[Path], object]] = {
     **{f"dicts with {name}": lambda _, value=value: with_missing(value) for name, value in MISSING.items()},
     "iterator": lambda _: iter(with_missing(math.nan)),
@@ -118,6 +123,7 @@ FORMS: dict[str, Callable[[Path], object]] = {
     "CSV with NaN in words": csv_with_nan_in_words,
     "table": lambda _: TABLE,
     "table with NaN": table_with_nan,
+    "table with a dictionary": table_with_a_dictionary,
     "pandas": lambda _: pandas.DataFrame(ROWS),
     "pandas with its own types": lambda _: pandas.DataFrame(ROWS).convert_dtypes(),
     "pandas with NaT": lambda _: pandas.DataFrame(with_missing(pandas.NaT), dtype=object),

@@ -262,6 +262,8 @@ def _without_nan(column: Any) -> Any:
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    if pa.types.is_dictionary(column.type) and pa.types.is_floating(column.type.value_type):
+        column = column.cast(column.type.value_type)
     if not pa.types.is_floating(column.type):
         return column
     return pc.if_else(pc.is_nan(column), pa.scalar(None, column.type), column)
