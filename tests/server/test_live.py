@@ -26,8 +26,9 @@ from tokasaurus.messages.generation import EngineUpdate, GenerateRequest
 from tokasaurus.messages.live import LiveSample, StageSample, TakeSample
 from tokasaurus.server import live
 from tokasaurus.server.engine_client.client import EngineClient
-from tokasaurus.server.jobs.open_bulk import OpenBulks
+from tokasaurus.server.jobs.open_bulk import OpenBulk, OpenBulks
 from tokasaurus.server.live import LiveFeed
+from tokasaurus.server.recording import opened_recording
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
 
@@ -296,7 +297,7 @@ def test_a_bulk_request_is_a_job_while_it_is_open(served_model: ServedModel) -> 
 
 
 @pytest.mark.parametrize(("metadata", "name"), [({"name": "night"}, "night"), ({"who": "me"}, "in.jsonl")])
-def test_a_batch_is_a_job_until_a_minute_after_its_end(
+def test_a_batch_is_a_job_while_it_runs_and_after_its_end(
     metadata: dict[str, str], name: str, served_model: ServedModel, tmp_path: Path
 ) -> None:
     is_seen = threading.Event()
@@ -319,6 +320,89 @@ def test_a_batch_is_a_job_until_a_minute_after_its_end(
         assert job["tokens"] == {"prompt": 5 * 6, "generated": 5 * 3}
         assert job["eta_seconds"] is None
         assert next(events)["jobs"][0]["state"] == "finished"
+
+
+def end_batch(server: LiveServer, content: bytes) -> dict[str, Any]:
+    """A new batch, once it has ended."""
+    file = server.http.post("/v1/files", files={"file": ("in.jsonl", content)}, data={"purpose": "batch"}).json()
+    body = {"input_file_id": file["id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
+    batch: dict[str, Any] = server.http.post("/v1/batches", json=body).json()
+    deadline = time.monotonic() + 60
+    while batch["status"] not in ("completed", "failed"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+        batch = server.http.get(f"/v1/batches/{batch['id']}").json()
+    return batch
+
+
+def test_who_comes_later_sees_how_the_last_jobs_ended(served_model: ServedModel, tmp_path: Path) -> None:
+    engine = FakeEngine()
+    with live_server(served_model, engine, data_dir=tmp_path, price_per_hour=1.0) as server:
+        good = end_batch(server, line(0, "abc", 3) + line(1, "abcdef", 3))
+        bad = end_batch(server, line(0, "abc", 3) + b"{}\n")
+        lines = line(0, "abc", 3) + b"no line\n"
+        assert server.http.post("/v1/bulk", content=lines, headers={"X-Toka-Job-Name": "a%20map"}).status_code == 200
+        with watching(server) as events:
+            jobs = {job["id"]: job for job in next(events)["jobs"]}
+    completed = jobs.pop(good["id"])
+    assert [completed[name] for name in ("state", "lines", "ended", "reason", "cost")] == [
+        "finished",
+        {"total": 2, "done": 2, "failed": 0, "running": 0},
+        good["completed_at"],
+        None,
+        {"device_seconds": None, "price": None},
+    ]
+    failed = jobs.pop(bad["id"])
+    assert (failed["state"], failed["ended"]) == ("failed", bad["failed_at"])
+    assert failed["reason"] == f"line 2: {bad['errors']['data'][0]['message']}"
+    (bulk,) = jobs.values()
+    assert (bulk["name"], bulk["state"], bulk["tokens"]["generated"]) == ("a map", "finished", 3)
+    assert bulk["lines"] == {"total": 2, "done": 1, "failed": 1, "running": 0}
+    assert abs(bulk["ended"] - time.time()) < 60
+    with live_server(served_model, FakeEngine(), data_dir=tmp_path) as server, watching(server) as events:
+        after = [(job["id"], job["state"], job["ended"]) for job in next(events)["jobs"]]
+    assert sorted(after) == sorted(
+        [(good["id"], "finished", good["completed_at"]), (bad["id"], "failed", bad["failed_at"])]
+    ), "of the server before"
+
+
+def test_the_newest_twenty_ended_jobs_are_told(served_model: ServedModel) -> None:
+    with live_server(served_model, FakeEngine()) as server:
+        for number in range(23):
+            headers = {"X-Toka-Job-Name": f"job {number}"}
+            assert server.http.post("/v1/bulk", content=line(0, "abc", 1), headers=headers).status_code == 200
+        with watching(server) as events:
+            assert [job["name"] for job in next(events)["jobs"]] == [f"job {number}" for number in range(22, 2, -1)]
+            headers = {"X-Toka-Job-Name": "job 23"}
+            assert server.http.post("/v1/bulk", content=line(0, "abc", 1), headers=headers).status_code == 200
+            for event in itertools.islice(events, 20):
+                names = [job["name"] for job in event["jobs"]]
+                if names[0] == "job 23":
+                    break
+            assert names == [f"job {number}" for number in range(23, 3, -1)]
+
+
+def test_a_recording_keeps_a_job_for_a_minute_after_its_end(served_model: ServedModel, tmp_path: Path) -> None:
+    async def use(client: EngineClient) -> None:
+        bulks = OpenBulks()
+        for name, age_s in (("old", 61.0), ("new", 50.0)):
+            bulk = OpenBulk("a client", client.work_done, name=name)
+            with bulks.listed(bulk):
+                pass
+            bulk.ended = time.time() - age_s
+        state = SimpleNamespace(engine=client, model=served_model, config=ServerConfig())
+        with opened_recording(str(tmp_path / "recording")) as recording:
+            feed = LiveFeed(cast(ServerState, state), None, bulks, recording)
+            async with feed.running():
+                events = feed.listen()
+                told = orjson.loads((await anext(events))[6:])
+                await events.aclose()
+                await asyncio.sleep(1.5 * SAMPLE_SECONDS)
+        assert [job["name"] for job in told["jobs"]] == ["new", "old"]
+
+    run_with([FakeEngine(sample=lambda _: SAMPLE)], use)
+    (first, *_) = map(orjson.loads, (tmp_path / "recording").read_bytes().splitlines())
+    assert [job["name"] for job in first["jobs"]] == ["new"]
 
 
 def test_a_listener_that_reads_slowly_gets_the_newest_event_and_no_backlog(served_model: ServedModel) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.top_command.helpers.scripted_samples import job, line, replica, sample
+from tests.top_command.helpers.scripted_samples import START_S, job, line, replica, sample
 from tokasaurus.top_command.history import History
 from tokasaurus.top_command.run import LIVE_KEYS
 from tokasaurus.top_command.samples import NextInQueue, read_sample
@@ -66,6 +66,20 @@ def test_a_job_whose_number_of_lines_is_not_known_says_so() -> None:
     unknown = job(0, lines={"total": None, "done": 40, "failed": 2, "running": 64}, eta_seconds=None)
     history.add(read_sample(line(sample(0, jobs=[unknown]))))
     assert "42 lines, of an unknown number, 900.0 tokens/s" in shown(history, 100, 30)
+
+
+def test_a_job_that_has_ended_says_how_and_when_for_a_quarter_of_an_hour() -> None:
+    history = History()
+    ended = [
+        job(0, id="a", name="bad", state="failed", ended=START_S - 120, reason="line 3: is not JSON"),
+        job(0, id="b", name="late", state="finished", ended=START_S - 899),
+        job(0, id="c", name="old", state="finished", ended=START_S - 901),
+    ]
+    history.add(read_sample(line(sample(0, jobs=ended))))
+    text = shown(history, 120, 40)
+    assert "failed 2 min 0 s ago, line 3: is not JSON, 2 failed" in text
+    assert "finished 14 min 59 s ago" in text
+    assert "old" not in text
 
 
 def test_no_share_is_above_100_percent() -> None:

@@ -20,7 +20,7 @@ from tokasaurus.messages.live import KVForecastPoints, LiveSample, NextSequence,
 from tokasaurus.messages.status import EngineStats
 from tokasaurus.server.engine_client.client import EngineClient, WorkDone
 from tokasaurus.server.engine_client.replicas import Replica
-from tokasaurus.server.jobs.open_bulk import OpenBulk, OpenBulks
+from tokasaurus.server.jobs.open_bulk import MAX_ENDED, OpenBulk, OpenBulks
 from tokasaurus.server.jobs.service import BatchService
 from tokasaurus.server.jobs.store.data_dir import StoreError
 from tokasaurus.server.jobs.store.records import BatchRecord
@@ -49,8 +49,9 @@ MAX_SAMPLE_WAIT_SECONDS = 0.4
 """Longest time for which an event waits for the replicas' samples."""
 LOOK_SECONDS = 0.1
 """How often it is looked whether the server stops."""
-SHOWN_SECONDS = 60.0
-"""How long a job is shown after its end."""
+RECORDED_SECONDS = 60.0
+"""How long a job is recorded after its end: twenty in each event would double the size of a recording."""
+MAX_REASON_CHARS = 200
 SPEED_SAMPLES = 10
 """Samples over which a job's tokens per second are the mean."""
 
@@ -148,11 +149,16 @@ class LiveFeed:
 
     async def _send_event(self, begins: bool) -> None:
         await self._state.engine.ask_for_samples(begins, MAX_SAMPLE_WAIT_SECONDS)
-        event = write_json(await self._event())
+        told = await self._event()
+        event = write_json(told)
         for listener in self._listeners:
             listener.event = event
             listener.has_news.set()
         if self._recording is not None:
+            ended = told["time"] - RECORDED_SECONDS
+            jobs = [job for job in told["jobs"] if job["ended"] is None or job["ended"] > ended]
+            recorded: LiveEvent = {**told, "jobs": jobs}
+            event = event if len(jobs) == len(told["jobs"]) else write_json(recorded)
             await asyncio.to_thread(self._recording.add, event)
 
     def _end(self) -> None:
@@ -348,8 +354,12 @@ class _Job:
     """Work that the server had done when the job's lines began to run; None before."""
     tokens_before: int = 0
     """Tokens of the job at that moment, computed by an earlier server."""
-    device_seconds: float = 0.0
-    ended_s: float | None = None
+    device_seconds: float | None = 0.0
+    """None if nobody watched it."""
+    ended: float | None = None
+    """Seconds since 1970."""
+    reason: str | None = None
+    """Why it failed, if a batch as a whole did."""
     history: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=SPEED_SAMPLES + 1))
     """(time, generated tokens, lines with a result)."""
     last: _Figures | None = None
@@ -369,7 +379,7 @@ class _Job:
 
 
 class _Jobs:
-    """Jobs that run or have ended lately."""
+    """Jobs that run, and the newest MAX_ENDED that have ended, whether somebody watched them or not."""
 
     def __init__(self, state: ServerState, batches: BatchService | None, bulks: OpenBulks) -> None:
         self._state = state
@@ -387,6 +397,7 @@ class _Jobs:
 
     async def describe(self) -> list[LiveJob]:
         now_s = time.monotonic()
+        await self._note_past(now_s)
         seen = self._note_bulks(now_s)
         if self._batches is not None:
             try:
@@ -394,12 +405,42 @@ class _Jobs:
             except StoreError as error:
                 logger.debug("batches are not shown: %s", error)
                 seen |= {job.id for job in self._jobs.values() if job.kind == "batch"}
-        for job in list(self._jobs.values()):
-            if job.id not in seen and job.ended_s is None:
-                job.ended_s = now_s
-            if job.ended_s is not None and now_s - job.ended_s > SHOWN_SECONDS:
-                del self._jobs[job.id]
-        return [self._describe(job) for job in self._jobs.values()]
+        for job in self._jobs.values():
+            if job.id not in seen and job.ended is None:
+                job.ended = time.time()
+        ended = sorted((job for job in self._jobs.values() if job.ended is not None), key=_end_of, reverse=True)
+        for job in ended[MAX_ENDED:]:
+            del self._jobs[job.id]
+        running = [job for job in self._jobs.values() if job.ended is None]
+        return [self._describe(job) for job in [*running, *ended[:MAX_ENDED]]]
+
+    async def _note_past(self, now_s: float) -> None:
+        """Note what has ended while nobody watched, or between two events."""
+        ends = sorted(job.ended for job in self._jobs.values() if job.ended is not None)
+        since = ends[-MAX_ENDED] if len(ends) >= MAX_ENDED else 0.0
+        for bulk in self._bulks.ended:
+            if bulk.id in self._jobs or bulk.ended is None or bulk.ended <= since:
+                continue
+            job = _Job(bulk.id, "bulk", bulk.name, bulk.started, device_seconds=None, ended=bulk.ended)
+            job.note(self._bulk_figures(bulk, is_alone=False), now_s)
+            self._jobs[bulk.id] = job
+        if self._batches is None:
+            return
+        try:
+            for record in reversed(await self._batches.finished(MAX_ENDED)):
+                if record.id in self._jobs or _end_of_batch(record) <= since:
+                    continue
+                job = await self._new_batch(self._batches, record)
+                job.device_seconds, job.ended = None, _end_of_batch(record)
+                job.note(self._batch_figures(job, self._batches, record), now_s)
+        except StoreError as error:
+            logger.debug("finished batches are not shown: %s", error)
+
+    async def _new_batch(self, batches: BatchService, record: BatchRecord) -> _Job:
+        """Raises StoreError."""
+        name = _name_of(record) or await batches.name_of_input(record)
+        job = self._jobs[record.id] = _Job(record.id, "batch", name, record.in_progress_at or record.created_at)
+        return job
 
     def _note_bulks(self, now_s: float) -> set[str]:
         """Ids of the bulk requests that are open."""
@@ -441,21 +482,18 @@ class _Jobs:
         records = {record.id: record for record in await batches.unfinished()}
         seen = set(records)
         for job in self._jobs.values():
-            if job.kind == "batch" and job.ended_s is None and job.id not in records:
+            if job.kind == "batch" and job.ended is None and job.id not in records:
                 ended = await batches.find(job.id)
                 if ended is not None:
                     records[job.id] = ended
         for record in records.values():
-            if record.id not in self._jobs:
-                started = record.in_progress_at or record.created_at
-                name = _name_of(record) or await batches.name_of_input(record)
-                self._jobs[record.id] = _Job(record.id, "batch", name, started)
-            job = self._jobs[record.id]
+            job = self._jobs.get(record.id) or await self._new_batch(batches, record)
             job.note(self._batch_figures(job, batches, record), now_s)
         return seen
 
     def _batch_figures(self, job: _Job, batches: BatchService, record: BatchRecord) -> _Figures:
         running, progress = batches.running_batch(record), None
+        job.reason = _reason_of(record)
         if running is not None:
             progress = batches.progress(record)
             job.work_before = running.work_before
@@ -476,11 +514,13 @@ class _Jobs:
         figures = job.last
         assert figures is not None, "it was noted when it was found"
         tokens_per_second, lines_per_second = job.speeds()
-        if job.work_before is not None and job.ended_s is None:
+        if job.work_before is not None and job.ended is None:
             job.device_seconds = self._device_seconds(job, figures)
         price_per_hour, config = self._state.config.price_per_hour, self._state.config
         num_devices = config.dp_size * config.pp_size * config.tp_size
-        price = None if price_per_hour is None else job.device_seconds / num_devices * price_per_hour / 3600
+        device_seconds, price = job.device_seconds, None
+        if price_per_hour is not None and device_seconds is not None:
+            price = device_seconds / num_devices * price_per_hour / 3600
         return {
             "id": job.id,
             "kind": job.kind,
@@ -496,7 +536,9 @@ class _Jobs:
             "started": round(job.started, 3),
             "tokens_per_second": round(tokens_per_second, 1) if figures.state == "running" else 0.0,
             "eta_seconds": _seconds_left(figures, tokens_per_second, lines_per_second),
-            "cost": {"device_seconds": round(job.device_seconds, 3), "price": _rounded(price, 6)},
+            "cost": {"device_seconds": _rounded(device_seconds, 3), "price": _rounded(price, 6)},
+            "ended": _rounded(job.ended, 3),
+            "reason": job.reason,
         }
 
     def _device_seconds(self, job: _Job, figures: _Figures) -> float:
@@ -508,6 +550,28 @@ class _Jobs:
         share = min(1.0, max(0, own) / num_tokens) if num_tokens > 0 else 0.0
         busy_seconds = work.busy_seconds - job.work_before.busy_seconds
         return max(0.0, busy_seconds) * share * config.pp_size * config.tp_size
+
+
+def _end_of(job: _Job) -> float:
+    assert job.ended is not None, "it has ended"
+    return job.ended
+
+
+def _end_of_batch(record: BatchRecord) -> float:
+    """Seconds since 1970."""
+    ends = (record.completed_at, record.failed_at, record.expired_at, record.cancelled_at)
+    return next((end for end in ends if end is not None), record.created_at)
+
+
+def _reason_of(record: BatchRecord) -> str | None:
+    """Why the batch as a whole failed, in a line; None if it did not."""
+    if record.status == "expired":
+        return f"its completion window of {record.completion_window} has passed"
+    errors = [] if record.errors is None else orjson.loads(record.errors)
+    if not errors:
+        return None
+    place = f"line {errors[0]['line']}: " if errors[0].get("line") is not None else ""
+    return f"{place}{errors[0].get('message')}"[:MAX_REASON_CHARS]
 
 
 def _name_of(record: BatchRecord) -> str:

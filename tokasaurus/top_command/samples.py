@@ -139,6 +139,10 @@ class JobSample:
     eta_seconds: float | None
     device_seconds: float | None
     price: float | None
+    ended: float | None
+    """Unix seconds; None before."""
+    reason: str
+    """Why it failed as a whole; empty if it did not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,4 +358,6 @@ def _job(fields: _Fields) -> JobSample:
         eta_seconds=fields.number("eta_seconds"),
         device_seconds=cost.number("device_seconds"),
         price=cost.number("price"),
+        ended=fields.number("ended"),
+        reason=fields.text("reason"),
     )

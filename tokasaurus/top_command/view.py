@@ -15,6 +15,8 @@ from tokasaurus.top_command.samples import JobSample, NextInQueue, OldRequest, R
 
 _LABEL = 12
 """Columns of the words at the left."""
+_SHOWN_SECONDS = 900.0
+"""How long a job is shown after its end."""
 _MIN_CHART, _MAX_CHART = 4, 20
 """Rows of the chart of the forecast."""
 _POOL = (
@@ -155,9 +157,10 @@ def _body(history: History, sample: Sample, frame: Frame, width: int, height: in
             _Section(6, _stages(history, replica, width)),
             _Section(8, _oldest(replica, width, max(1, height // 4))),
         ]
-    if sample.jobs:
-        order = sorted(sample.jobs, key=lambda job: job.state not in ("running", "validating", "waiting"))
-        lines = [_job(job, width, look) for job in order]
+    jobs = [job for job in sample.jobs if job.ended is None or sample.time - job.ended < _SHOWN_SECONDS]
+    if jobs:
+        order = sorted(jobs, key=lambda job: job.state not in ("running", "validating", "waiting"))
+        lines = [_job(job, sample.time, width, look) for job in order]
         sections.append(_Section(2, _limited(lines, max(1, height // 5))))
     if replica is not None:
         room = height - sum(len(section.lines) for section in sections)
@@ -444,7 +447,8 @@ def _old_request(label: str, request: OldRequest, width: int) -> Text:
     return _fitting(line, width, facts[:2] if request.state == "waiting" else facts, ", ")
 
 
-def _job(job: JobSample, width: int, look: Look) -> Text:
+def _job(job: JobSample, now: float, width: int, look: Look) -> Text:
+    """now: in Unix seconds."""
     name = Text(job.name or job.id)
     name.truncate(18 if width < 100 else 30, overflow="ellipsis", pad=True)
     line = _labelled(job.kind).append_text(name).append(" ")
@@ -463,13 +467,16 @@ def _job(job: JobSample, width: int, look: Look) -> Text:
         if job.eta_seconds is not None:
             facts.append(f"{show_time(job.eta_seconds)} left")
     else:
-        facts.append(job.state)
+        ago = "" if job.ended is None else f" {show_time(max(0.0, now - job.ended))} ago"
+        facts.append(f"{job.state}{ago}")
+    if job.reason:
+        facts.append(job.reason)
+    if job.lines_failed:
+        facts.append(f"{job.lines_failed:,} failed")
     if job.price is not None:
         facts.append(f"cost {job.price:,.2f}" if job.price >= 0.995 else f"cost {job.price:.2g}")
     elif job.device_seconds is not None:
         facts.append(f"device {_seconds(job.device_seconds)}")
-    if job.lines_failed:
-        facts.append(f"{job.lines_failed:,} failed")
     return _fitting(line, width, facts, ", ")
 
 

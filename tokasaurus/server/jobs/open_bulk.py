@@ -1,6 +1,7 @@
-"""The open bulk requests, for whoever watches the server."""
+"""The open bulk requests and those that have ended lately, for whoever watches the server."""
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from tokasaurus.server.jobs.store.records import LineResult
 NAME_HEADER, LINES_HEADER = "x-toka-job-name", "x-toka-job-lines"
 """What a client says of its bulk request: a name, percent-encoded, and how many lines the body will have."""
 MAX_NAME_CHARS = 200
+MAX_ENDED = 20
+"""Jobs that are remembered after their end."""
 _MAX_LINES_DIGITS = 12
 
 BulkState = Literal["running", "finished", "cancelled"]
@@ -33,6 +36,8 @@ class OpenBulk:
     """Lines that the client has announced; None if it has not."""
     id: str = field(default_factory=lambda: f"bulk_{random_id()}")
     started: float = field(default_factory=time.time)
+    """Seconds since 1970."""
+    ended: float | None = None
     """Seconds since 1970."""
     state: BulkState = "running"
     num_read: int = 0
@@ -73,6 +78,8 @@ class OpenBulks:
 
     def __init__(self) -> None:
         self._bulks: dict[OpenBulk, None] = {}
+        self.ended: deque[OpenBulk] = deque(maxlen=MAX_ENDED)
+        """The newest that have ended, in the order of their ends."""
 
     def __iter__(self) -> Iterator[OpenBulk]:
         return iter(self._bulks)
@@ -89,3 +96,5 @@ class OpenBulks:
             raise
         finally:
             del self._bulks[bulk]
+            bulk.ended = time.time()
+            self.ended.append(bulk)

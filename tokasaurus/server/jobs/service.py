@@ -35,6 +35,7 @@ from tokasaurus.server.jobs.store.records import (
     begin_finalizing,
     cancel_batch,
     fail_batch,
+    finished_batches,
     get_batch,
     get_file,
     read_batch,
@@ -124,6 +125,10 @@ class BatchService:
     async def unfinished(self) -> list[BatchRecord]:
         """The oldest first. Raises StoreError."""
         return await self.store.database.read(unfinished_batches)
+
+    async def finished(self, limit: int) -> list[BatchRecord]:
+        """The newest ones, by their creation, the newest first. Raises StoreError."""
+        return await self.store.database.read(lambda connection: finished_batches(connection, limit))
 
     async def find(self, batch_id: str) -> BatchRecord | None:
         """Raises StoreError."""

@@ -424,10 +424,13 @@ function showJobs(sample) {
   const jobs = sample.jobs ?? [];
   at("jobs").hidden = jobs.length === 0;
   at("main").classList.toggle("has-jobs", jobs.length > 0);
-  replace(at("job-rows"), jobs.map(jobRow));
+  replace(
+    at("job-rows"),
+    jobs.map((job) => jobRow(job, sample.time)),
+  );
 }
 
-function jobRow(job) {
+function jobRow(job, now) {
   const lines = job.lines ?? {};
   const share = samples.jobShare(job);
   const failed = share === null ? 0 : (lines.failed ?? 0) / lines.total;
@@ -455,12 +458,14 @@ function jobRow(job) {
     Number.isFinite(job.tokens?.generated) ? `${compact(job.tokens.generated)} generated` : null,
     Number.isFinite(cost.device_seconds) ? `cost: ${duration(cost.device_seconds)} of the device` : null,
     Number.isFinite(cost.price) ? `price ${price(cost.price)}` : null,
+    job.reason,
   ];
   const state = [
     job.kind,
     job.state,
     share === null ? null : percent(share),
     Number.isFinite(job.eta_seconds) ? `${duration(job.eta_seconds)} left` : null,
+    Number.isFinite(job.ended) ? `${duration(Math.max(0, now - job.ended))} ago` : null,
   ];
   return make(
     "li",

@@ -180,16 +180,16 @@ class LiveJobTokens(TypedDict):
 
 
 class LiveCost(TypedDict):
-    """device_seconds: the job's share of the time in which the devices were busy. price: their part of
-    price_per_hour."""
+    """device_seconds: the job's share of the time in which the devices were busy; null if nobody watched it. price:
+    their part of price_per_hour."""
 
-    device_seconds: float
+    device_seconds: float | None
     price: float | None
 
 
 class LiveJob(TypedDict):
-    """started: seconds since 1970. tokens_per_second: generated. eta_seconds: until its end; null while there is no
-    basis."""
+    """started, ended: seconds since 1970; ended is null before the end. tokens_per_second: generated. eta_seconds:
+    until its end; null while there is no basis. reason: why a batch failed as a whole."""
 
     id: str
     kind: Literal["batch", "bulk"]
@@ -201,6 +201,8 @@ class LiveJob(TypedDict):
     tokens_per_second: float
     eta_seconds: float | None
     cost: LiveCost
+    ended: float | None
+    reason: str | None
 
 
 class LiveEvent(TypedDict):

@@ -213,6 +213,13 @@ def unfinished_batches(connection: apsw.Connection) -> list[BatchRecord]:
     return list(select(connection, BatchRecord, f"status NOT IN ({marks}) ORDER BY number", FINAL_STATUSES))
 
 
+def finished_batches(connection: apsw.Connection, limit: int) -> list[BatchRecord]:
+    """The newest of the finished ones, by their creation, the newest first."""
+    marks = ", ".join("?" * len(FINAL_STATUSES))
+    where = f"status IN ({marks}) ORDER BY number DESC LIMIT ?"
+    return list(select(connection, BatchRecord, where, (*FINAL_STATUSES, limit)))
+
+
 def adopt_batches(connection: apsw.Connection, model: str) -> None:
     """A batch without a model gets this one."""
     connection.execute("UPDATE batches SET model = ? WHERE model IS NULL", (model,))
