@@ -76,10 +76,11 @@ def test_a_job_that_has_ended_says_how_and_when_for_a_quarter_of_an_hour() -> No
         job(0, id="c", name="old", state="finished", ended=START_S - 901),
     ]
     history.add(read_sample(line(sample(0, jobs=ended))))
-    text = shown(history, 120, 40)
-    assert "failed 2 min 0 s ago, line 3: is not JSON, 2 failed" in text
+    text = shown(history, 140, 40)
+    assert "failed 2 min 0 s ago, 2 failed, device 12 s, line 3: is not JSON" in text
+    assert "failed 2 min 0 s ago" in shown(history, 80, 24)
     assert "finished 14 min 59 s ago" in text
-    assert "old" not in text
+    assert "  old " not in text, "longer ago"
 
 
 def test_no_share_is_above_100_percent() -> None:

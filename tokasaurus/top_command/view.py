@@ -454,7 +454,7 @@ def _job(job: JobSample, now: float, width: int, look: Look) -> Text:
     line = _labelled(job.kind).append_text(name).append(" ")
     if job.lines_total:
         done = min(job.lines_done + job.lines_failed, job.lines_total)
-        cells = max(0, min(40, width - line.cell_len - 60))
+        cells = 0 if job.reason else max(0, min(40, width - line.cell_len - 60))
         full = round(done / job.lines_total * cells)
         marks = "#." if look.ascii_only else "█░"
         line.append(marks[0] * full, "green").append(marks[1] * (cells - full), "dim")
@@ -469,15 +469,19 @@ def _job(job: JobSample, now: float, width: int, look: Look) -> Text:
     else:
         ago = "" if job.ended is None else f" {show_time(max(0.0, now - job.ended))} ago"
         facts.append(f"{job.state}{ago}")
-    if job.reason:
-        facts.append(job.reason)
     if job.lines_failed:
         facts.append(f"{job.lines_failed:,} failed")
     if job.price is not None:
         facts.append(f"cost {job.price:,.2f}" if job.price >= 0.995 else f"cost {job.price:.2g}")
     elif job.device_seconds is not None:
         facts.append(f"device {_seconds(job.device_seconds)}")
-    return _fitting(line, width, facts, ", ")
+    line = _fitting(line, width, facts, ", ")
+    room = width - line.cell_len - 2
+    if job.reason and room > 10:
+        reason = Text(job.reason)
+        reason.truncate(room, overflow="ellipsis")
+        line.append(", ").append_text(reason)
+    return line
 
 
 def _used(replica: ReplicaSample) -> int:
