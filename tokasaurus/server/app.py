@@ -104,9 +104,8 @@ def run_server(
 
     listener: None for a private server, which has no port: it runs the batch in data_dir, leaves its results in the
     ledger and sends BatchTokens. launcher: hands over the channels of each replica, see `EngineClient`. Sends
-    Ready("server") to `status` when every replica is up, and what first requests need is loaded; generation routes
-    answer 503 until the replicas are up. SIGTERM drains (see
-    `HttpServer`); at the end it sends ServerTotals. Raises UserError.
+    Ready("server") to `status` when every replica is up and the chat template is loaded; generation routes answer 503
+    until the replicas are up. SIGTERM drains (see `HttpServer`); at the end it sends ServerTotals. Raises UserError.
     """
     api_keys = read_api_keys(config.api_key, config.api_keys_file)
     if listener is not None:
@@ -120,8 +119,8 @@ def run_server(
         broken.append(error)
         http_server.should_exit = True
 
-    # What a client's first request would wait for; a batch begins at once.
-    parts = {"engine"} if listener is None else {"engine", "chat template", "grammars"}
+    # What a client's first chat would wait for; a batch begins at once.
+    parts = {"engine"} if listener is None else {"engine", "chat template"}
     lock = threading.Lock()
 
     def note_part(part: str) -> None:
@@ -176,7 +175,6 @@ def run_server(
             status.send if listener is None else None,
             config,
             recording,
-            None if listener is None else lambda: note_part("grammars"),
         )
         http_server = HttpServer(http_config(app, connections), engine, connections)
         http_server.run(sockets=[] if listener is None else [listener])
@@ -215,14 +213,12 @@ def create_app(
     tell_tokens: TellTokens | None = None,
     config: ServerConfig | None = None,
     recording: Recording | None = None,
-    on_grammars: Callable[[], None] | None = None,
 ) -> ASGIApp:
     """The whole HTTP interface. During the app's lifespan, `engine` receives on the running event loop.
 
     api_keys: of which clients must send one; empty: no key. hosts: names that requests may be sent to; None: any.
     store: for files and batches; None serves none. tell_tokens: as in `BatchService`. config: None for the defaults.
-    recording: gets the events of GET /live. on_grammars: called when the process that validates grammars has started;
-    None: it starts with the first grammar.
+    recording: gets the events of GET /live.
     """
     config = config or ServerConfig()
     body_bytes = BodyBytes(config.max_body_bytes_in_all)
@@ -236,23 +232,13 @@ def create_app(
     bulks = OpenBulks()
     feed = LiveFeed(state, batches, bulks, recording)
 
-    async def start_grammars(tell: Callable[[], None]) -> None:
-        try:
-            await state.grammars.start()
-        except Exception:  # the first grammar tries again
-            logger.warning("the process that validates grammars did not start", exc_info=True)
-        tell()
-
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        starting = None if on_grammars is None else asyncio.create_task(start_grammars(on_grammars))
         if batches is not None:
             await batches.adopt()
         with engine.listening(), state.loop_lag.measuring():
             async with nullcontext() if batches is None else batches.running(), feed.running():
                 yield
-        if starting is not None:
-            starting.cancel()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
         await state.grammars.close()

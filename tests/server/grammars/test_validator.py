@@ -206,29 +206,6 @@ def test_cache_is_bounded_by_count_and_by_bytes(served_model: ServedModel, monke
     run(served_model, fill)
 
 
-def test_a_process_that_has_been_started_validates_the_first_grammar(served_model: ServedModel) -> None:
-    async def start_and_check(checker: GrammarChecker) -> None:
-        await checker.start()
-        (process,) = checker._processes
-        await checker.check(source("regex", "a"))
-        assert checker._processes == {process}
-
-    run(served_model, start_and_check)
-
-
-def test_a_process_that_cannot_be_started_is_told_by_the_first_grammar(
-    served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def start_and_check(checker: GrammarChecker) -> None:
-        monkeypatch.setattr("sys.executable", "/does/not/exist")
-        await checker.start()
-        assert not checker._processes
-        with pytest.raises(GrammarValidatorFailed, match="could not start"):
-            await checker.check(source("regex", "a"))
-
-    run(served_model, start_and_check)
-
-
 def test_killed_process_is_replaced_and_close_leaves_no_process(served_model: ServedModel) -> None:
     pids: list[int] = []
 

@@ -66,8 +66,7 @@ class _Unanswered(Exception):
 class GrammarChecker:
     """Validates grammars in child processes and remembers the results.
 
-    One per server. All methods run on the event loop's thread. Processes start with grammars that need them, the first
-    one with `start`, if that is called.
+    One per server. All methods run on the event loop's thread. The first process starts with the first grammar.
 
     time_limit_s: time in seconds to compile a grammar, compute its first mask and try it on short texts.
     """
@@ -84,14 +83,6 @@ class GrammarChecker:
         self._free_processes = asyncio.Semaphore(MAX_PROCESSES)
         self._idle: list[Process] = []
         self._processes: set[Process] = set()
-
-    async def start(self) -> None:
-        """Starts the first process. If that fails, the first grammar tries again, and says why."""
-        with suppress(OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
-            async with self._free_processes:
-                process = await self._start_process()
-                if process is not None:
-                    self._idle.append(process)
 
     async def check(self, source: GrammarSource) -> str:
         """The grammar in llguidance's form.
