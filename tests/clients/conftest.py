@@ -48,6 +48,18 @@ def plain_post(base_url: str) -> PlainPost:
     return post
 
 
+@pytest.fixture(scope="session")
+def generated_tokens(base_url: str) -> Callable[[], float]:
+    """-> the tokens of all answers since the server's start, by its metrics."""
+
+    def count() -> float:
+        with urllib.request.urlopen(f"{base_url.removesuffix('/v1')}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("toka_generation_tokens_total"))
+
+    return count
+
+
 WHALES = "What do whales eat?"
 
 

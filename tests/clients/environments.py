@@ -221,6 +221,8 @@ ENVIRONMENTS = (
         ("test_guidellm.py",),
         {"guidellm": "its load over chats, completions and responses"},
     ),
+    # A program of the system, without which its test is skipped.
+    Environment("haproxy", (), ("test_haproxy.py",), {}),
     Environment(
         "haystack",
         ("haystack-ai>=3.4,<4",),
@@ -371,7 +373,7 @@ ENVIRONMENTS = (
         "smolagents",
         ("smolagents[openai]>=1.26,<2",),
         ("test_smolagents.py",),
-        {"smolagents": "chats, streams, agents with tools"},
+        {"smolagents": "chats, streams, agents with tools, a tool that takes a set"},
     ),
     Environment(
         "strands",
@@ -382,9 +384,13 @@ ENVIRONMENTS = (
     # Of TRL's experimental part: any version may change it.
     Environment(
         "trl",
-        ("trl==1.16.0", "transformers>=5.13,<6", "torch>=2.11,<2.14", "aiohttp", "requests"),
+        ("trl==1.16.0", "transformers>=5.13,<6", "torch>=2.11,<2.14", "peft", "aiohttp", "requests"),
         ("test_trl.py",),
-        {"trl": "AsyncGRPO, which trains a model that the server serves"},
+        {
+            "trl": "AsyncGRPO, which trains a model that the server serves, with an adapter of peft too, which it "
+            'merges; the client of GRPO with `vllm_mode="server"`, which generates. This mode then asks for vLLM\'s '
+            "transfer of weights by NCCL, which the server does not have, and stops with its own error"
+        },
         server=training_server,
     ),
     Environment(

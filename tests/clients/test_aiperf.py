@@ -2,10 +2,9 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
-import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,6 @@ NUM_REQUESTS = 4
 OUTPUT_TOKENS = 8
 
 pytestmark = pytest.mark.skipif(not PROGRAM.is_file(), reason="needs `make test-clients CLIENTS=aiperf`")
-
-
-def generated_tokens(url: str) -> float:
-    """Since the server's start, by its metrics."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
-        return sum(
-            float(value) for value in re.findall(r"(?m)^toka_generation_tokens_total\S* (\S+)", answer.read().decode())
-        )
 
 
 @pytest.mark.parametrize(
@@ -36,7 +27,12 @@ def generated_tokens(url: str) -> float:
     ],
 )
 def test_it_counts_every_request_and_token(
-    endpoint: str, options: tuple[str, ...], base_url: str, model_directory: Path, tmp_path: Path
+    endpoint: str,
+    options: tuple[str, ...],
+    base_url: str,
+    generated_tokens: Callable[[], float],
+    model_directory: Path,
+    tmp_path: Path,
 ) -> None:
     """As the server counts them: by itself, it turns the text into tokens again, which can be fewer of them. Of streams
     of responses it reads only counts in `response.completed`, while one that its limit cuts ends `incomplete`."""
@@ -49,7 +45,7 @@ def test_it_counts_every_request_and_token(
         command += [f"--{name}", str(value)]
     # offline, it looks for tokenizers in the cache alone
     variables = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    before = generated_tokens(url)
+    before = generated_tokens()
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     measured = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
@@ -57,6 +53,6 @@ def test_it_counts_every_request_and_token(
     assert measured["error_summary"] == []
     if (endpoint, *options) != ("responses", "--streaming"):
         assert measured["total_output_tokens"]["avg"] == NUM_REQUESTS * OUTPUT_TOKENS
-    assert generated_tokens(url) - before == NUM_REQUESTS * OUTPUT_TOKENS
+    assert generated_tokens() - before == NUM_REQUESTS * OUTPUT_TOKENS
     if "--streaming" in options:
         assert measured["time_to_first_token"]["avg"] > 0

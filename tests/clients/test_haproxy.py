@@ -1,6 +1,7 @@
 """HAProxy's checks of a server, as its manual writes them, and requests through it."""
 
 import csv
+import json
 import shutil
 import socket
 import subprocess
@@ -11,8 +12,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-pytestmark = pytest.mark.skipif(shutil.which("haproxy") is None, reason="there is no haproxy")
+from tests.clients.conftest import WHALES, PlainPost
 
+pytestmark = pytest.mark.skipif(shutil.which("haproxy") is None, reason="there is no haproxy: Debian's package has it")
+
+CHAT = {"messages": [{"role": "user", "content": WHALES}], "max_tokens": 12, "temperature": 0}
 CHECKS = {
     "options": "option httpchk",
     "get": "option httpchk GET /ready",
@@ -48,7 +52,8 @@ def check_states(stats: Path) -> dict[str, str]:
     return {row["pxname"]: row["check_status"].lstrip("* ") for row in rows if row["svname"] == "toka"}
 
 
-def test_its_checks_find_the_server_up(base_url: str, tmp_path: Path) -> None:
+def test_its_checks_find_the_server_up(base_url: str, plain_post: PlainPost, tmp_path: Path) -> None:
+    expected = plain_post("chat/completions", CHAT)["choices"]
     address = urlsplit(base_url).netloc
     port, stats = free_port(), tmp_path / "stats"
     written = CONFIG.format(stats=stats, port=port, first=next(iter(CHECKS)))
@@ -67,7 +72,12 @@ def test_its_checks_find_the_server_up(base_url: str, tmp_path: Path) -> None:
                 if stats.exists():
                     states = check_states(stats)
             assert states.keys() == CHECKS.keys()
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=60) as answer:
-                assert answer.status == 200
+            url, data = (
+                f"http://127.0.0.1:{port}/v1/chat/completions",
+                json.dumps({"model": "default", **CHAT}).encode(),
+            )
+            request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                assert json.load(answer)["choices"] == expected
         finally:
             haproxy.terminate()

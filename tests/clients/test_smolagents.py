@@ -55,3 +55,32 @@ def test_an_agent_calls_its_tools_until_its_steps_are_used_up(
     for function in functions:
         arguments = function.arguments if isinstance(function.arguments, dict) else json.loads(function.arguments)
         assert arguments.keys() & {"count", "answer"}
+
+
+def test_a_tool_may_take_a_set(smolagents: Any, base_url: str) -> None:
+    """With the schema that pydantic makes of one, as servers of MCP do; smolagents makes none of `set[str]` itself."""
+
+    class LookUp(smolagents.Tool):  # type: ignore[misc]
+        name = "look_up"
+        description = "Looks names up."
+        inputs = {  # noqa: RUF012
+            "names": {
+                "type": "array",
+                "items": {"enum": ["blue", "grey", "white"]},
+                "uniqueItems": True,
+                "description": "The names.",
+            }
+        }
+        output_type = "string"
+
+        def forward(self, names: list[str]) -> str:
+            return f"{len(names)} whales eat krill."
+
+    model = smolagents.OpenAIModel("default", api_base=base_url, api_key="none", max_tokens=160, temperature=0)
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Look the blue and the grey whale up."}]}]
+    calls = model.generate(messages, tools_to_call_from=[LookUp()], tool_choice="required").tool_calls
+    assert calls
+    for call in calls:
+        names = json.loads(call.function.arguments)["names"]
+        assert len(set(names)) == len(names)
+        assert set(names) <= {"blue", "grey", "white"}

@@ -1,11 +1,14 @@
-"""TRL's AsyncGRPOTrainer trains the server's model, which gets new weights through examples/weight_transfer.py."""
+"""TRL's AsyncGRPOTrainer trains the server's model, which gets new weights through examples/weight_transfer.py, of a
+whole model and of one with an adapter. GRPOTrainer's client generates; its transfer of weights needs CUDA."""
 
 import json
+import logging
 import math
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -23,6 +26,7 @@ from examples.weight_transfer import FileWeightTransfer
 
 NUM_UPDATES = 20
 NUM_GENERATIONS = 8
+QUESTIONS = [{"prompt": [{"role": "user", "content": f"Question {number}"}]} for number in range(32)]
 PROMPTS = [[72, 101, 108, 108, 111], list(range(40, 90)), [7]]
 # TRL does not know the chat template of this tokenizer.
 RESPONSE_TEMPLATE = {
@@ -44,30 +48,20 @@ class Run:
     """The trained model, loaded anew by transformers."""
 
 
-@pytest.fixture(scope="module")
-def run(base_url: str, model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    url = base_url.removesuffix("/v1")
-    versions: list[int] = []
+def weight_version(url: str) -> int:
+    """Of the server."""
+    with urllib.request.urlopen(f"{url}/get_weight_version", timeout=60) as answer:
+        return int(json.load(answer)["weight_version"])
 
-    def note_version() -> None:
-        with urllib.request.urlopen(f"{url}/get_weight_version", timeout=60) as answer:
-            versions.append(int(json.load(answer)["weight_version"]))
 
-    class Noting(TrainerCallback):  # type: ignore[misc]
-        def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
-            note_version()
-
-    tokenizer = AutoTokenizer.from_pretrained(model_directory)
-    tokenizer.response_template = RESPONSE_TEMPLATE
-    questions = [{"prompt": [{"role": "user", "content": f"Question {number}"}]} for number in range(32)]
-    output, weights = tmp_path_factory.mktemp("trl"), tmp_path_factory.mktemp("weights")
-    config = AsyncGRPOConfig(
+def training(url: str, output: Path, max_steps: int) -> Any:
+    return AsyncGRPOConfig(
         output_dir=str(output),
         vllm_server_base_url=url,
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        max_steps=NUM_UPDATES,
+        max_steps=max_steps,
         learning_rate=1e-2,
         num_generations=NUM_GENERATIONS,
         per_device_train_batch_size=NUM_GENERATIONS,
@@ -77,13 +71,31 @@ def run(base_url: str, model_directory: Path, tmp_path_factory: pytest.TempPathF
         save_strategy="no",
         report_to=[],
     )
+
+
+@pytest.fixture(scope="module")
+def run(base_url: str, model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    url = base_url.removesuffix("/v1")
+    versions: list[int] = []
+
+    def note_version() -> None:
+        versions.append(weight_version(url))
+
+    class Noting(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
+            note_version()
+
+    tokenizer = AutoTokenizer.from_pretrained(model_directory)
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    output, weights = tmp_path_factory.mktemp("trl"), tmp_path_factory.mktemp("weights")
+    config = training(url, output, max_steps=NUM_UPDATES)
     note_version()
     with replaced_parts():
         trainer = AsyncGRPOTrainer(
             model=str(model_directory),
             reward_funcs=share_of_even_ids,
             args=config,
-            train_dataset=Dataset.from_list(questions),
+            train_dataset=Dataset.from_list(QUESTIONS),
             processing_class=tokenizer,
             callbacks=[Noting()],
             weight_transfer=FileWeightTransfer(url, str(weights), max_file_bytes=1 << 17),  # several files
@@ -133,6 +145,62 @@ def test_the_server_has_the_trained_weights(run: Run, model_directory: Path, pla
         torch.testing.assert_close(of_tokens, expected.amax(1), atol=1e-4, rtol=0)  # greedy
         earlier = log_probabilities(untrained, prompt, choice["token_ids"])
         assert (earlier - expected).abs().max() > 1
+
+
+def test_an_adapter_is_merged_since_the_server_takes_none(
+    base_url: str, model_directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TRL reads `lora_config` of /server_info, and says so itself."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    url = base_url.removesuffix("/v1")
+    version = weight_version(url)
+    tokenizer = AutoTokenizer.from_pretrained(model_directory)
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    with replaced_parts(), caplog.at_level(logging.WARNING):
+        trainer = AsyncGRPOTrainer(
+            model=str(model_directory),
+            reward_funcs=share_of_even_ids,
+            args=training(url, tmp_path, max_steps=2),
+            train_dataset=Dataset.from_list(QUESTIONS),
+            processing_class=tokenizer,
+            peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+            weight_transfer=FileWeightTransfer(url, str(tmp_path / "weights")),
+        )
+        trainer.train()
+    assert "vLLM server started without `--enable-lora`" in caplog.text
+    assert weight_version(url) == version + 3  # once before the first step
+
+
+@pytest.fixture
+def vllm_client(base_url: str) -> Any:
+    """Of GRPOTrainer with `vllm_mode="server"`. It refuses to start unless vLLM is installed, of which it uses nothing
+    until weights are sent."""
+    from trl.generation import vllm_client
+
+    with mock.patch.object(vllm_client, "is_vllm_available", return_value=True):
+        return vllm_client.VLLMClient(base_url=base_url.removesuffix("/v1"), connection_timeout=60)
+
+
+def test_the_client_of_grpo_generates(vllm_client: Any, plain_post: PlainPost) -> None:
+    answer = vllm_client.generate(PROMPTS, n=2, temperature=0, max_tokens=8, generation_kwargs={"ignore_eos": True})
+    assert answer["prompt_ids"] == PROMPTS
+    for number, prompt in enumerate(PROMPTS):
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+        (choice,) = plain_post("completions", {**body, "return_token_ids": True})["choices"]
+        for sample in (2 * number, 2 * number + 1):
+            assert answer["completion_ids"][sample] == choice["token_ids"]
+            logprobs = [value for (value,) in answer["logprobs"][sample]]
+            assert logprobs == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
+    chats = [[{"role": "user", "content": "Hello"}], [{"role": "user", "content": "Bye"}]]
+    answer = vllm_client.chat(chats, temperature=0, max_tokens=4, generation_kwargs={"ignore_eos": True})
+    assert [len(ids) for ids in answer["completion_ids"]] == [4, 4]
+    assert vllm_client.get_world_size() == 1
+    vllm_client.reset_prefix_cache()
+
+
+def test_the_client_of_grpo_says_that_its_transfer_of_weights_is_missing(vllm_client: Any) -> None:
+    with pytest.raises(RuntimeError, match="has no weight-transfer engine"):
+        vllm_client.init_communicator()
 
 
 def log_probabilities(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
