@@ -154,6 +154,8 @@ def test_an_adapter_is_merged_since_the_server_takes_none(
     peft = pytest.importorskip("peft", reason="peft is not installed")
     url = base_url.removesuffix("/v1")
     version = weight_version(url)
+    weights = tmp_path / "weights"
+    weights.mkdir()
     tokenizer = AutoTokenizer.from_pretrained(model_directory)
     tokenizer.response_template = RESPONSE_TEMPLATE
     with replaced_parts(), caplog.at_level(logging.WARNING):
@@ -164,7 +166,7 @@ def test_an_adapter_is_merged_since_the_server_takes_none(
             train_dataset=Dataset.from_list(QUESTIONS),
             processing_class=tokenizer,
             peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
-            weight_transfer=FileWeightTransfer(url, str(tmp_path / "weights")),
+            weight_transfer=FileWeightTransfer(url, str(weights)),
         )
         trainer.train()
     assert "vLLM server started without `--enable-lora`" in caplog.text
