@@ -384,12 +384,12 @@ ENVIRONMENTS = (
     # Of TRL's experimental part: any version may change it.
     Environment(
         "trl",
-        ("trl==1.16.0", "transformers>=5.13,<6", "torch>=2.11,<2.14", "peft", "aiohttp", "requests"),
+        ("trl==1.16.0", "transformers>=5.13,<6", "torch>=2.11,<2.14", "aiohttp", "requests"),
         ("test_trl.py",),
         {
-            "trl": "AsyncGRPO, which trains a model that the server serves, with an adapter of peft too, which it "
-            'merges; the client of GRPO with `vllm_mode="server"`, which generates. This mode then asks for vLLM\'s '
-            "transfer of weights by NCCL, which the server does not have, and stops with its own error"
+            "trl": "AsyncGRPO, which trains a model that the server serves; the client of GRPO with "
+            '`vllm_mode="server"`, which generates. This mode then asks for vLLM\'s transfer of weights by NCCL, which '
+            "the server does not have, and stops with its own error"
         },
         server=training_server,
     ),

@@ -1,5 +1,5 @@
-"""TRL's AsyncGRPOTrainer trains the server's model, which gets new weights through examples/weight_transfer.py, of a
-whole model and of one with an adapter. GRPOTrainer's client generates; its transfer of weights needs CUDA."""
+"""TRL's AsyncGRPOTrainer trains the server's model, which gets new weights through examples/weight_transfer.py.
+GRPOTrainer's client generates; its transfer of weights is vLLM's."""
 
 import json
 import logging
@@ -147,32 +147,6 @@ def test_the_server_has_the_trained_weights(run: Run, model_directory: Path, pla
         assert (earlier - expected).abs().max() > 1
 
 
-def test_an_adapter_is_merged_since_the_server_takes_none(
-    base_url: str, model_directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """TRL reads `lora_config` of /server_info, and says so itself."""
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    url = base_url.removesuffix("/v1")
-    version = weight_version(url)
-    weights = tmp_path / "weights"
-    weights.mkdir()
-    tokenizer = AutoTokenizer.from_pretrained(model_directory)
-    tokenizer.response_template = RESPONSE_TEMPLATE
-    with replaced_parts(), caplog.at_level(logging.WARNING):
-        trainer = AsyncGRPOTrainer(
-            model=str(model_directory),
-            reward_funcs=share_of_even_ids,
-            args=training(url, tmp_path, max_steps=2),
-            train_dataset=Dataset.from_list(QUESTIONS),
-            processing_class=tokenizer,
-            peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
-            weight_transfer=FileWeightTransfer(url, str(weights)),
-        )
-        trainer.train()
-    assert "vLLM server started without `--enable-lora`" in caplog.text
-    assert weight_version(url) == version + 3  # once before the first step
-
-
 @pytest.fixture
 def vllm_client(base_url: str) -> Any:
     """Of GRPOTrainer with `vllm_mode="server"`. It refuses to start unless vLLM is installed, of which it uses nothing
@@ -203,6 +177,21 @@ def test_the_client_of_grpo_generates(vllm_client: Any, plain_post: PlainPost) -
 def test_the_client_of_grpo_says_that_its_transfer_of_weights_is_missing(vllm_client: Any) -> None:
     with pytest.raises(RuntimeError, match="has no weight-transfer engine"):
         vllm_client.init_communicator()
+
+
+def test_adapters_are_to_be_merged_since_the_server_takes_none(
+    vllm_client: Any, base_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """AsyncGRPOTrainer decides so of a model with an adapter by what /server_info says, in words of its own."""
+    from trl.experimental.async_grpo.async_grpo_trainer import select_adapter_sync
+
+    facts = vllm_client.get_server_info()
+    assert facts["lora_config"] is None
+    config = training(base_url.removesuffix("/v1"), tmp_path, max_steps=1)
+    logger = logging.getLogger("trl")
+    with mock.patch.object(logger, "propagate", True), caplog.at_level(logging.WARNING):
+        assert not select_adapter_sync(facts, None, config)
+    assert "vLLM server started without `--enable-lora`" in caplog.text
 
 
 def log_probabilities(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
