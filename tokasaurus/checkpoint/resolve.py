@@ -126,8 +126,9 @@ def resolve_checkpoint(
     model = DEMO if model is None else model
     name, directory = _locate(model, on_phase, on_amount, patterns, rope_scaling, check)
     # What is wrong with the files raises here, in the parent, rather than in the worker.
+    info = read_model_info(directory, rope_scaling)
     files = weight_files(directory)
-    info = fit_to_tensors(read_model_info(directory, rope_scaling), files, on_phase)
+    info = fit_to_tensors(info, files, on_phase)
     states = file_states(files)
     check(info)
     sampling = read_sampling_defaults(directory) if applies_sampling else NEUTRAL

@@ -46,8 +46,8 @@ async def until_up(client: EngineClient, count: int) -> None:
 
 
 def directories(engine: FakeEngine) -> list[str]:
-    """Of the updates that it was given."""
-    return [command.directory for command in engine.commands if isinstance(command, UpdateWeights)]
+    """Names of the directories of the updates that it was given."""
+    return [Path(command.directory).name for command in engine.commands if isinstance(command, UpdateWeights)]
 
 
 def is_paused(engine: FakeEngine) -> bool:

@@ -136,7 +136,7 @@ BOTH_ROUTES_REFUSE: list[tuple[str, object]] = [
     ("structured_outputs", {"regex": "a", "disable_any_whitespace": True}),
     ("structured_outputs", {"regex": "a", "backend": "xgrammar"}),
     ("guided_json", 5),
-    ("guided_json", {"a": json.loads("[" * 400 + "]" * 400)}),
+    ("guided_json", {"const": json.loads("[" * 400 + "]" * 400)}),
     ("guided_regex", ["a"]),
     ("guided_choice", "a"),
     ("guided_grammar", {}),
