@@ -209,9 +209,10 @@ def _digest_of_files(directory: Path) -> str:
 
 
 def _other_tokenizer(new: Path, old: Path) -> str:
-    """What of a tokenizer is another than in `old`; "" if texts and ids are the same. Both: from native_tokenizer.
+    """Names the first difference between two tokenizers; "" if both give the same ids for the same texts.
 
-    Padding and truncation, which training sets, have no effect here. New files may lack a chat template."""
+    new, old: directories that native_tokenizer has made. Padding and truncation, which training sets, have no effect
+    here. New files may lack a chat template."""
     files = [read_json(directory / "tokenizer.json") for directory in (new, old)]
     for content in files:
         for key in ("padding", "truncation"):

@@ -1,7 +1,8 @@
 r"""Formats of strings in JSON schemas, as patterns of ECMA 262 that match whole texts.
 
-Those of JSON Schema 2020-12 follow the RFCs that it names, within what programs read: no leap seconds, no year 0, a
-domain of an e-mail address has two labels. The others are pydantic's. A format without a pattern is an annotation.
+The formats of JSON Schema 2020-12 follow the RFCs that it names, but allow only what common parsers accept: no leap
+seconds, no year 0, and e-mail domains of at least two labels. The other formats are pydantic's. A format without a
+pattern is an annotation.
 """
 
 _YEAR = r"(?:[1-9]\d{3}|0[1-9]\d{2}|00[1-9]\d|000[1-9])"
