@@ -110,7 +110,7 @@ test-wheel: .venv/installed-dev wheel  ## Installs the wheel where no compiler i
 reference: .venv/installed-dev  ## The pages of docs/ that are made from code
 	$(BIN)/python -m tests.helpers.reference_pages
 
-docs: .venv/installed-dev  ## The documentation as a web site, in build/docs
+docs: .venv/installed-docs  ## The documentation as a web site, in build/docs
 	$(BIN)/python -m docs_site
 
 # The source and the wheels, installed and asked; RELEASE_ARGS="--python python3.10 --python python3.13" installs for
@@ -175,6 +175,11 @@ endef
 	$(call install,.[dev],150,3.2)
 	@$(PIP_INSTALL) --no-deps --upgrade --target .venv/chat-templates axolotl==0.19.0 >&2
 	@touch $@ .venv/installed
+
+# The extra [docs] without the project, which needs PyTorch: the site is made from text alone
+.venv/installed-docs: pyproject.toml | .venv/bin/python
+	@$(PIP_INSTALL) '$(shell sed -n 's/^docs = \["\(.*\)"\].*/\1/p' pyproject.toml)' >&2
+	@touch $@
 
 clean:  ## Removes environments and what was built
 	rm -rf .venv .venv-clients .venv-flashinfer build dist gpu-kit $(PREBUILT)

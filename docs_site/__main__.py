@@ -1,6 +1,7 @@
 """`python -m docs_site [DIRECTORY]`: build the site in DIRECTORY/docs, by default build/docs. A warning of MkDocs is an
 error, a link without a target too."""
 
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CONFIG = Path(__file__).with_name("mkdocs.yml")
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md")
+TABLES_OF_NAMES = {"docs/flags.md": 2.0, "docs/fields.md": 1.0, "docs/metrics.md": 1.0}
+"""Pages that the search finds first by the names in their tables, with their weight where two have the same name."""
+REPORTS = {"benchmarks/README.md": 0.1, "CHANGELOG.md": 0.1}
+"""Pages that name much and explain little, with their weight in the search."""
+_NAME = re.compile(r"^\| `(\w+)`", re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 
 
@@ -34,6 +40,17 @@ def copy_pages(source: Path) -> None:
             target = source / copied.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(copied, target)
+        name = path.relative_to(ROOT).as_posix()
+        (source / name).write_text(search_settings(name, path.read_text()) + path.read_text())
+
+
+def search_settings(name: str, text: str) -> str:
+    """What a page tells Material's search, as front matter. name: the page's path within the project."""
+    weight = (TABLES_OF_NAMES | REPORTS).get(name)
+    if weight is None:
+        return ""
+    names = _NAME.findall(text) if name in TABLES_OF_NAMES else []
+    return f"---\n{json.dumps({'search': {'boost': weight}, 'tags': names})}\n---\n"
 
 
 def pages() -> list[Path]:

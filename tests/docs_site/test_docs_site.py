@@ -1,5 +1,6 @@
-"""The documentation's site is built from all pages, and needs no other host."""
+"""The documentation's site is built from all pages, needs no other host, and its search finds flags first."""
 
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from docs_site.__main__ import CONFIG, ROOT, pages
+from tests.server.page.helpers.node import NODE
 
 HOSTS = {
     *(
@@ -86,3 +88,59 @@ def test_links_to_other_hosts_are_encrypted_and_name_hosts_that_are_known(site: 
     hosts = {address.netloc for address in map(urlsplit, links - WITHOUT_ENCRYPTION) if address.scheme == "https"}
     assert [link for link in links - WITHOUT_ENCRYPTION if not link.startswith("https://")] == []
     assert hosts - HOSTS == set(), "a host that is right belongs into HOSTS"
+
+
+SEARCH = """
+const fs = require("node:fs"), vm = require("node:vm");
+const [worker, index] = process.argv.slice(1);
+let answered;
+const sandbox = {
+  console,
+  addEventListener: (_, receive) => { sandbox.receive = receive; },
+  postMessage: data => answered(data),
+};
+vm.createContext(sandbox);
+vm.runInContext("globalThis.self = globalThis", sandbox);  // a worker's global object
+vm.runInContext(fs.readFileSync(worker, "utf8"), sandbox);
+const ask = data => new Promise(resolve => { answered = resolve; sandbox.receive({ data }); });
+(async () => {
+  await ask({ type: 0, data: { ...JSON.parse(fs.readFileSync(index, "utf8")), options: {} } });
+  const found = {};
+  for (const query of JSON.parse(fs.readFileSync(0, "utf8"))) {
+    const { data: { items } } = await ask({ type: 2, data: query });
+    found[query] = items.map(sections => sections[0].location.split("#")[0]);
+  }
+  console.log(JSON.stringify(found));
+})();
+"""
+"""Runs the search as the site's pages do: the theme's own worker, which takes messages. Prints the pages found, best
+first, for each query."""
+
+
+def search(site: Path, queries: list[str]) -> dict[str, list[str]]:
+    assert NODE is not None
+    (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.js")
+    command = [NODE, "--eval", SEARCH, str(worker), str(site / "search" / "search_index.json")]
+    done = subprocess.run(command, input=json.dumps(queries), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.skipif(NODE is None, reason="needs Node, which runs the site's search")
+def test_search_finds_a_flag_on_the_page_of_flags(site: Path) -> None:
+    names = re.findall(r"^\| `(\w+)`", (ROOT / "docs" / "flags.md").read_text(), flags=re.MULTILINE)
+    assert {"model", "drain_seconds", "kv_cache_num_tokens"} < set(names)
+    first = {name: pages[0] for name, pages in search(site, names).items()}
+    assert first == dict.fromkeys(names, "docs/flags.html")
+
+
+@pytest.mark.skipif(NODE is None, reason="needs Node, which runs the site's search")
+def test_search_finds_explanations_before_measurements(site: Path) -> None:
+    found = search(site, ["prefix groups", "toka_requests_running", "memory", "shared prefixes", "best_of"])
+    assert found["prefix groups"][0] == found["shared prefixes"][0] == "docs/scheduling.html"
+    assert found["toka_requests_running"][0] == "docs/metrics.html"
+    assert found["best_of"][0] == "docs/fields.html"
+    for pages_found in found.values():
+        reports = {"benchmarks/index.html", "CHANGELOG.html"}
+        assert not reports.intersection(pages_found[:2])
