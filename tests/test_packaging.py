@@ -1,8 +1,11 @@
 """`pip install .` installs every file of the package."""
 
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -48,3 +51,20 @@ def test_no_hint_installs_a_package_of_this_name_from_an_index() -> None:
     texts = {path: path.read_text() for path in [*paths, ROOT / "README.md"] if path.suffix in (".py", ".md")}
     hint = re.compile(r"install[^\n]*\btokasaurus(\[|$|['\"` ])")
     assert [str(path) for path, text in texts.items() if hint.search(text)] == []
+
+
+def test_type_checkers_find_an_editable_install(tmp_path: Path) -> None:
+    """They follow a line of a .pth file that is a path, and no hook of the import system."""
+    pytest.importorskip("setuptools", minversion="77")
+    clone, wheels = tmp_path / "clone", tmp_path / "wheels"
+    (clone / "tokasaurus").mkdir(parents=True)
+    wheels.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "tokasaurus/__init__.py", "tokasaurus/py.typed"):
+        shutil.copy(ROOT / name, clone / name)
+    build = f"from setuptools import build_meta; build_meta.build_editable({str(wheels)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True)
+    (wheel,) = wheels.iterdir()
+    with ZipFile(wheel) as archive:
+        (path_file,) = (name for name in archive.namelist() if "dist-info" not in name)
+        assert path_file.endswith(".pth")
+        assert archive.read(path_file).decode().strip() == str(clone)
