@@ -151,21 +151,65 @@ def test_fewer_rows_are_tried_if_the_device_has_no_memory_for_many(monkeypatch: 
     assert_close(measure_costs(backend, SHAPE, PLENTY, max_rows=64), HydragenCosts(0.0, 1.0, 0.0, 0.0))
 
 
-@pytest.mark.parametrize("is_of_groups", [False, True])
-def test_rounds_that_another_process_disturbs_change_nothing(
-    monkeypatch: pytest.MonkeyPatch, is_of_groups: bool
-) -> None:
-    """In a third of the rounds, it delays the attention of groups, or of rows alone."""
-    backend = TimedBackend(monkeypatch, 1.0, 1.0)
+def disturb(backend: TimedBackend, is_of_groups: bool, calm_rounds: Callable[[int], bool]) -> None:
+    """Another process delays the attention of groups, or of rows alone, except in rounds that are calm."""
     seconds, num_calls = backend.seconds, itertools.count()
 
     def seconds_disturbed(call: Callable[[], object]) -> float:
         taken, number = seconds(call), next(num_calls)
-        is_hit = number // 6 % 3 == 0 and number % 2 == int(is_of_groups)  # six calls in a round
-        return taken + (1e9 if is_hit else 0.0)
+        is_hit = number % 2 == int(is_of_groups) and not calm_rounds(number // NUM_CALLS)
+        return taken * (1.0 + number % 7) if is_hit else taken
 
     backend.seconds = seconds_disturbed
+
+
+NUM_CALLS = 16
+"""Of a round: four sizes of groups, two lengths, alone and in groups."""
+
+
+@pytest.mark.parametrize("is_of_groups", [False, True])
+def test_rounds_that_another_process_disturbs_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, is_of_groups: bool
+) -> None:
+    """Three of four are disturbed."""
+    backend = TimedBackend(monkeypatch, 1.0, 1.0)
+    disturb(backend, is_of_groups, lambda number: number % 4 == 3)
     assert_close(measure_costs(backend, SHAPE, PLENTY, max_rows=1000), HydragenCosts(0.0, 0.5, 0.0, 0.5))
+
+
+@pytest.mark.parametrize("is_of_groups", [False, True])
+def test_a_start_on_a_busy_machine_is_corrected_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_of_groups: bool
+) -> None:
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path))
+    monkeypatch.setattr(hydragen_costs, "_MAX_SECONDS", 0.0)  # the busy start gives up at once
+    kernels = load_kernels()
+    busy = TimedBackend(monkeypatch, 1.0, 1.0)
+    disturb(busy, is_of_groups, lambda _: False)
+    found = find_costs(busy, SHAPE, PLENTY, 1000, kernels)
+    assert abs(found.saved(32, 1024) / (32 * 1024) - 0.5) > 0.1
+    monkeypatch.undo()
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path))
+    calm = TimedBackend(monkeypatch, 1.0, 1.0)
+    second = find_costs(calm, SHAPE, PLENTY, 1000, kernels)
+    assert_close(second, HydragenCosts(0.0, 0.5, 0.0, 0.5))
+    other = TimedBackend(monkeypatch, 1.0, 0.0)
+    assert find_costs(other, SHAPE, PLENTY, 1000, kernels) == second
+    assert not other.num_rows, "a settled measurement is read, and nothing is measured"
+
+
+@pytest.mark.parametrize("damaged", ["", "{}", "[[2, 256]]", "[[2, 256, true, []]]", '[[2, 256, true, ["a"]]]', "null"])
+def test_a_damaged_file_of_times_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damaged: str
+) -> None:
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path))
+    kernels = load_kernels()
+    first = find_costs(TimedBackend(monkeypatch, 1.0, 1.0), SHAPE, PLENTY, 64, kernels)
+    (path,) = (tmp_path / "hydragen").iterdir()
+    whole = path.read_text()
+    path.write_text(damaged)
+    assert find_costs(TimedBackend(monkeypatch, 1.0, 1.0), SHAPE, PLENTY, 64, kernels) == first
+    assert path.read_text() == whole
 
 
 def test_a_start_reads_what_an_earlier_start_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ host launches attention between them: one after another, where the device may ha
 import hashlib
 import itertools
 import json
+import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,6 @@ from torch import Tensor
 
 from tokasaurus import __version__
 from tokasaurus.checkpoint import CheckpointError, cache_directory
-from tokasaurus.checkpoint.cache import build_once
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups
 from tokasaurus.messages.status import DEFAULT_HYDRAGEN, HydragenCosts
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
@@ -33,8 +34,6 @@ from tokasaurus.model.cpu.build import LibraryUnavailable, processor_features
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.worker.device import make_stopwatch
 from tokasaurus.model.worker.warmup import ForwardLimits, decode_after, rows_after_a_block
-
-_FILE_NAME = "costs.json"
 
 _NUM_ROWS = (512, 256, 128, 64, 32, 16, 8, 4, 2)
 """Rows of a trial: for each size of groups, the first number for which the cache has room."""
@@ -48,11 +47,14 @@ _FEW_ROWS = 8
 _GROUP_SIZES = (2, 8, 32, 128, 512)
 _PREFIX_LENGTHS = (256, 512, 1024)
 _NUM_OWN_TOKENS = 32
-_NUM_ROUNDS = 11
-_MIN_ROUNDS = 5
-
+_MIN_ROUNDS = 8
 _MAX_SECONDS = 1.0
-"""Time after which no further round begins, except the first ones: backends without kernels are slow."""
+"""Time after which no further round begins, except the first _FEW_ROUNDS: backends without kernels are slow."""
+
+_FEW_ROUNDS = 3
+_NUM_KEPT = 3
+_SETTLED = 1.05
+"""Each time is measured until its _NUM_KEPT shortest rounds differ by less than this factor."""
 
 _COLD_BYTES = 64 << 20
 """Bytes of keys and values that a trial reads before it reads the same ones again: more than processors cache."""
@@ -67,25 +69,52 @@ _NUM_STEPS = 4
 _Plan = tuple[dict[int, int], list[int]]
 """Rows of the trial of each size of groups, and the lengths of prefixes."""
 
+Times = dict[tuple[int, int, bool], list[float]]
+"""(rows of each group, tokens of its prefix, whether the rows attend in groups): seconds of the _NUM_KEPT shortest
+rounds, shortest first. Other work of the machine only makes a round longer."""
+
 
 def find_costs(
     backend: AttentionBackend, shape: KVShape, num_blocks: int, max_rows: int, kernels: Kernels | None
 ) -> HydragenCosts:
-    """`measure_costs`, from the cache if this machine has measured the same before. kernels: of the CPU, if any."""
+    """`measure_costs`, with what earlier starts on this machine have measured. kernels: of the CPU, if any.
 
-    def measure(directory: Path) -> None:
-        costs = measure_costs(backend, shape, num_blocks, max_rows)
-        (directory / _FILE_NAME).write_text(json.dumps(asdict(costs)))
-
+    Nothing is measured if their times are settled; else this start adds its rounds to theirs, so that a machine that
+    was busy at the first start is measured better by later ones.
+    """
     plan = _plan(shape, num_blocks, max_rows)
     if plan is None:
         return DEFAULT_HYDRAGEN
     try:
-        directory = build_once(cache_directory() / "hydragen" / _key(backend, shape, plan, kernels), measure)
-        return HydragenCosts(**json.loads((directory / _FILE_NAME).read_text()))
-    # There is no cache key, the cache cannot be written, or it has another version's fields.
-    except (LibraryUnavailable, CheckpointError, OSError, ValueError, TypeError):
+        path = cache_directory() / "hydragen" / f"{_key(backend, shape, plan, kernels)}.json"
+    except (LibraryUnavailable, CheckpointError):
         return measure_costs(backend, shape, num_blocks, max_rows)
+    times = _read_times(path)
+    if not _is_settled(times):
+        times = measure_times(backend, shape, num_blocks, max_rows, times)
+        _write_times(path, times)
+    return fit_costs(_ratios(times), _NUM_OWN_TOKENS)
+
+
+def _read_times(path: Path) -> Times:
+    """{} if there is no such file, or it is damaged: a write that a crash cut short, or another version's."""
+    try:
+        rows = json.loads(path.read_bytes())
+        times = {
+            (int(size), int(length), bool(in_groups)): [*map(float, kept)] for size, length, in_groups, kept in rows
+        }
+    except (OSError, ValueError, TypeError):
+        return {}
+    return times if all(kept and min(kept) > 0 for kept in times.values()) else {}
+
+
+def _write_times(path: Path, times: Times) -> None:
+    """Does nothing where the cache cannot be written: the next start measures again."""
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps([[*key, kept] for key, kept in times.items()]))
+        unfinished.replace(path)
 
 
 def _key(backend: AttentionBackend, shape: KVShape, plan: _Plan, kernels: Kernels | None) -> str:
@@ -109,23 +138,32 @@ def measure_costs(backend: AttentionBackend, shape: KVShape, num_blocks: int, ma
     The backend's cache must be allocated, with num_blocks besides the padding block; its contents are overwritten.
     max_rows: most rows of a forward. Takes tenths of a second on a CPU with the kernels, seconds without them.
     """
+    times = measure_times(backend, shape, num_blocks, max_rows, {})
+    return fit_costs(_ratios(times), _NUM_OWN_TOKENS) if times else DEFAULT_HYDRAGEN
+
+
+def measure_times(backend: AttentionBackend, shape: KVShape, num_blocks: int, max_rows: int, before: Times) -> Times:
+    """Times of this start's rounds and of those before; {} if nothing can be measured. Arguments as in
+    measure_costs."""
     trial = _Trial(backend, shape)
     while (plan := _plan(shape, num_blocks, max_rows)) is not None:
         rows_of_size, lengths = plan
         try:
-            ratios = [trial.ratios(rows_of_size, length) for length in lengths]
+            return trial.times(rows_of_size, lengths, before)
         except torch.OutOfMemoryError:  # on CUDA, where the cache fills the memory: plain torch gathers keys and values
             max_rows = max(rows_of_size.values()) // 2
-            continue
-        return fit_costs(
-            {
-                (size, length): ratio
-                for length, of_size in zip(lengths, ratios, strict=True)
-                for size, ratio in of_size.items()
-            },
-            _NUM_OWN_TOKENS,
-        )
-    return DEFAULT_HYDRAGEN
+            before = {}
+    return {}
+
+
+def _is_settled(times: Times) -> bool:
+    """Whether further rounds would hardly find shorter times."""
+    return bool(times) and all(len(kept) == _NUM_KEPT and kept[-1] <= _SETTLED * kept[0] for kept in times.values())
+
+
+def _ratios(times: Times) -> dict[tuple[int, int], float]:
+    """Time in groups over time of the same rows alone."""
+    return {(size, length): times[size, length, True][0] / times[size, length, False][0] for size, length, _ in times}
 
 
 def seconds_per_token(backend: AttentionBackend, shape: KVShape, num_blocks: int, max_rows: int) -> float | None:
@@ -297,38 +335,45 @@ class _Trial:
         self._num_written = Counter[int]()  # blocks written in each layer
         self._own_blocks = -(-_NUM_OWN_TOKENS // shape.page_size)
 
-    def ratios(self, rows_of_size: Mapping[int, int], prefix_length: int) -> dict[int, float]:
-        """Time of the rows in groups over the time of the same rows alone, for each size of groups.
+    def times(self, rows_of_size: Mapping[int, int], prefix_lengths: list[int], before: Times) -> Times:
+        """Times of rounds in which every size and length has its turn, alone and in groups, added to those before.
 
-        It is the median over rounds of the ratio of two times taken one right after the other: other work of the
-        machine in a round delays both, and a round in which it delays only one of them does not count.
-        """
+        Turns matter: a machine changes its speed from one tenth of a second to the next."""
         shape = self._shape
-        layouts = {size: self._layouts(size, num_rows, prefix_length) for size, num_rows in rows_of_size.items()}
         num_layers = {
-            size: self._prepare_layers(size, num_rows, prefix_length) for size, num_rows in rows_of_size.items()
+            (size, length): self._prepare_layers(size, num_rows, length)
+            for length in prefix_lengths
+            for size, num_rows in rows_of_size.items()
+        }
+        layouts = {
+            (size, length, in_groups): layout
+            for size, length in num_layers
+            for in_groups, layout in enumerate(self._layouts(size, rows_of_size[size], length))
         }
         queries = {
             size: torch.zeros((num_rows, shape.num_heads, shape.head_dim), dtype=shape.query_dtype, device=shape.device)
             for size, num_rows in rows_of_size.items()
         }
-        for size, both in layouts.items():  # untimed: loads code, and lets threads start
-            for layout in both:
-                self._time(queries[size], self._layer % num_layers[size], layout)
-        found: dict[int, list[float]] = {size: [] for size in rows_of_size}
+
+        def one_round() -> Iterator[tuple[tuple[int, int, bool], float]]:
+            for (size, length, in_groups), layout in layouts.items():
+                # Another layer each time, as in a forward: the last one's data is in the processor's cache.
+                self._layer += 1
+                layer = self._layer % num_layers[size, length]
+                yield (size, length, bool(in_groups)), self._time(queries[size], layer, layout)
+
+        for _ in one_round():  # loads code, and lets threads start
+            pass
+        found = dict(before)
         start_s = time.perf_counter()
-        for round_index in range(_NUM_ROUNDS):
-            # two lengths are measured
-            if round_index >= _MIN_ROUNDS and time.perf_counter() - start_s > _MAX_SECONDS / 2:
+        for round_index in itertools.count(1):
+            for key, seconds in one_round():
+                found[key] = sorted((*found.get(key, ()), seconds))[:_NUM_KEPT]
+            if round_index >= _MIN_ROUNDS and _is_settled(found):
                 break
-            for size, both in layouts.items():
-                seconds = []
-                for layout in both:
-                    # Another layer each time, as in a forward: the last one's data is in the processor's cache.
-                    self._layer += 1
-                    seconds.append(self._time(queries[size], self._layer % num_layers[size], layout))
-                found[size].append(seconds[1] / seconds[0])
-        return {size: statistics.median(ratios) for size, ratios in found.items()}
+            if round_index >= _FEW_ROUNDS and time.perf_counter() - start_s > _MAX_SECONDS:
+                break
+        return found
 
     def seconds_per_token(self, group_size: int, num_rows: int, prefix_length: int) -> float:
         """Median time of the rows as separate rows, for each token that they read."""
