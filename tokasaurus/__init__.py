@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from tokasaurus.library.map.outputs import MapSummary as MapSummary
     from tokasaurus.library.map.shards import RowMisfit as RowMisfit
     from tokasaurus.library.results import Result as Result
+    from tokasaurus.library.results import Results as Results
     from tokasaurus.library.results import RowError as RowError
+    from tokasaurus.library.results import RowsFailed as RowsFailed
     from tokasaurus.library.results import Sample as Sample
     from tokasaurus.library.results import Score as Score
     from tokasaurus.library.results import ToolCall as ToolCall
@@ -41,8 +43,10 @@ _MODULES = {
     "OutputFull": "map.journal",
     "OutputInUse": "map.journal",
     "Result": "results",
+    "Results": "results",
     "RowError": "results",
     "RowMisfit": "map.shards",
+    "RowsFailed": "results",
     "Sample": "results",
     "Sampling": "sampling",
     "Score": "results",

@@ -18,8 +18,8 @@ INTRODUCTION = """
 """
 NAMES = (
     *("LLM", "Client", "AsyncLLM", "AsyncClient", "Sampling"),
-    *("Result", "Sample", "ToolCall", "RowError", "Score", "MapSummary"),
-    *("EngineError", "ServerError", "JobChanged", "OutputInUse", "OutputFull", "RowMisfit"),
+    *("Results", "Result", "Sample", "ToolCall", "RowError", "Score", "MapSummary"),
+    *("EngineError", "ServerError", "RowsFailed", "JobChanged", "OutputInUse", "OutputFull", "RowMisfit"),
 )
 """What the package exports, in the order of the page."""
 ALIASES = {
@@ -27,6 +27,7 @@ ALIASES = {
     "Prompt": "requests",
     "Row": "client",
     "Schema": "requests",
+    "ParsedT": "results",
     "PromptOf": "map.prompts",
     "Rows": "map.sources",
 }

@@ -1,15 +1,19 @@
 """The clients against a real server: results equal those of single HTTP requests; what goes wrong is a result too."""
 
 import asyncio
+import dataclasses
 import gc
 import inspect
+import io
 import itertools
 import json
 import multiprocessing
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,12 +24,12 @@ import pandas
 import polars
 import pyarrow as pa
 import pytest
-from pydantic import BaseModel, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, free_port, running_toka
 from tests.helpers.tiny_model import save_tiny_model
 from tests.library.helpers.cutting_proxy import cutting_proxy
-from tokasaurus import AsyncClient, Client, Result, Sampling, ServerError
+from tokasaurus import AsyncClient, Client, Result, RowsFailed, Sampling, ServerError
 from tokasaurus.library import bulk
 from tokasaurus.library.map import progress
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
@@ -125,6 +129,18 @@ class Pair(BaseModel, extra="forbid"):
     right: bool
 
 
+@dataclass
+class Halves:
+    left: bool
+    right: bool
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+
+@dataclass
+class OfFile:
+    file: io.IOBase
+
+
 class WithFunction(BaseModel):
     call: Callable[[int], int]
 
@@ -141,6 +157,9 @@ def test_a_schema_gives_objects(client: Client) -> None:
     for sample in client.chat([[{"role": "user", "content": "a"}]], sampling, schema=Pair)[0].samples:
         assert isinstance(sample.parsed, Pair), sample.parse_error
         assert sample.parsed == Pair.model_validate_json(sample.text)
+    halves = client.generate(["a"], sampling, schema=Halves)[0]
+    assert isinstance(halves.parsed, Halves), halves.samples[0].parse_error
+    assert dataclasses.asdict(halves.parsed) == json.loads(halves.text or "")
     by_json = client.generate(["a"], sampling, schema=Pair.model_json_schema())[0].samples[0]
     assert by_json.parsed == json.loads(by_json.text)
     refused = client.generate(["a"], sampling, schema=Impossible)[0].samples[0]
@@ -148,6 +167,89 @@ def test_a_schema_gives_objects(client: Client) -> None:
     cut = client.generate(["a"], Sampling(max_tokens=2, seed=1), schema=Pair)[0].samples[0]
     assert cut.parsed is None
     assert str(cut.parse_error).startswith("the text was cut at its limit of tokens: Invalid JSON: EOF")
+
+
+def test_a_text_alone_is_one_prompt(client: Client) -> None:
+    greedy = Sampling(temperature=0, max_tokens=6)
+    (result,) = client.generate("Once upon", greedy)
+    assert (result.text, result.row) == (client.generate(["Once upon"], greedy)[0].text, "Once upon")
+    (streamed,) = client.stream("Once upon", greedy)
+    assert streamed.text == result.text
+    (score,) = client.score("Once", " upon")
+    assert score.total == client.score(["Once"], [" upon"])[0].total
+    (chat,) = client.chat("Once upon", greedy)
+    expected = client.chat([[{"role": "user", "content": "Once upon"}]], greedy)[0].text
+    assert (chat.text, chat.row) == (expected, "Once upon")
+    assert [one.text for one in client.chat(["Once upon", "Once upon"], greedy)] == [expected] * 2
+
+    async def alone() -> list[str | None]:
+        async with AsyncClient(client._client._address[0]) as other:
+            results = [*await other.generate("Once upon", greedy), *await other.chat("Once upon", greedy)]
+            return [one.text for one in results]
+
+    assert asyncio.run(alone()) == [result.text, expected]
+
+
+BAD = ["a", "x " * 5000, None, "y " * 5000]
+"""Three prompts of four have errors, of two kinds."""
+SUMMARY = r"^3 of 4 prompts failed: 2 x context_length_exceeded: .+; 1 x bad_prompt: .+ \(their \.error says why\)$"
+
+
+def test_errors_of_a_call_are_one_warning_where_it_is_made(client: Client) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: client.generate(BAD, Sampling(max_tokens=2)),  # type: ignore[arg-type]
+        lambda: client.chat([conversation(text) for text in BAD], Sampling(max_tokens=2)),
+        lambda: [*client.stream(BAD, Sampling(max_tokens=2))],  # type: ignore[arg-type]
+        lambda: client.score(BAD, ["b"] * 4),
+    ]
+    for call in calls:
+        with pytest.warns(RowsFailed) as caught:
+            call()
+        assert len(caught) == 1
+        assert caught[0].filename == __file__
+        assert re.match(SUMMARY, str(caught[0].message)), caught[0].message
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        client.generate(BAD[:1], Sampling(max_tokens=2))  # type: ignore[arg-type]
+        assert len([*client.stream(BAD[:1], Sampling(max_tokens=2))]) == 1  # type: ignore[arg-type]
+
+
+def test_coroutines_warn_where_they_are_awaited(client: Client) -> None:
+    async def call() -> None:
+        async with AsyncClient(client._client._address[0]) as other:
+            await other.generate(BAD, Sampling(max_tokens=2))  # type: ignore[arg-type]
+            await other.score(BAD, ["b"] * 4)
+            assert len([one async for one in other.stream(BAD, Sampling(max_tokens=2))]) == 4  # type: ignore[arg-type]
+
+    with pytest.warns(RowsFailed) as caught:
+        asyncio.run(call())
+    assert [warning.filename for warning in caught] == [__file__] * 3
+    assert all(re.match(SUMMARY, str(warning.message)) for warning in caught)
+
+
+def test_raise_on_error_raises_what_would_be_a_warning(client: Client) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        with pytest.raises(RowsFailed, match=SUMMARY) as raised:
+            client.generate(BAD, Sampling(max_tokens=2), raise_on_error=True)  # type: ignore[arg-type]
+    assert [result.error is None for result in raised.value.results] == [True, False, False, False]
+    with pytest.raises(RowsFailed, match=r"^1 of 1 prompt failed: 1 x bad_prompt: "):
+        client.chat([conversation(None)], raise_on_error=True)
+    with pytest.raises(RowsFailed, match=SUMMARY):
+        client.score(BAD, ["b"] * 4, raise_on_error=True)
+    assert client.generate("a", Sampling(max_tokens=2), raise_on_error=True)[0].error is None
+
+
+def conversation(text: str | None) -> Any:
+    return text if text is None else [{"role": "user", "content": text}]
+
+
+def test_a_client_is_described_in_a_line(client: Client, toka: TokaProcess) -> None:
+    assert repr(client) == f"Client({toka.url}, {client.model})"
+    other = AsyncClient("http://user:secret@127.0.0.1:1/v1", api_key="secret")
+    assert repr(other) == "AsyncClient(127.0.0.1:1/v1)"
+    asyncio.run(other.close())
+    assert repr(other) == "AsyncClient(127.0.0.1:1/v1, closed)"
 
 
 def test_scores_are_the_logprobs_of_the_completions_tokens(toka: TokaProcess, client: Client) -> None:
@@ -460,8 +562,8 @@ def test_wrong_calls_raise_at_once_and_name_what_is_wrong(client: Client) -> Non
     ):
         with pytest.raises(ValueError, match=message):
             Sampling(**wrong)
-    with pytest.raises(TypeError, match="prompts must be an iterable of prompts, not str"):
-        client.generate("a")
+    with pytest.raises(TypeError, match="prompts must be an iterable of prompts, not bytes"):
+        client.generate(b"a")
     with pytest.raises(TypeError, match="conversations must be a list of conversations"):
         client.chat([{"role": "user", "content": "a"}])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="sampling must be a Sampling, not dict"):
@@ -482,16 +584,18 @@ def test_wrong_calls_raise_at_once_and_name_what_is_wrong(client: Client) -> Non
         client.generate(["a"], echo=True)
     with pytest.raises(TypeError, match="response_format cannot be combined with schema"):
         client.generate(["a"], schema=Pair, response_format={"type": "json_object"})
-    with pytest.raises(TypeError, match=r"conversations\[1\] must be a list of messages"):
-        client.chat([[{"role": "user", "content": "a"}], "a"])
+    with pytest.raises(TypeError, match=r"conversations\[1\] must be the text of a message, or a list of messages"):
+        client.chat([[{"role": "user", "content": "a"}], [1, 2]])  # type: ignore[list-item]
     with pytest.raises(TypeError, match=r"prompts\[0\] has messages, which `chat` answers"):
         client.generate([[{"role": "user", "content": "a"}]])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"base_url must begin with http:// or https://, not '127.0.0.1:1'"):
         Client("127.0.0.1:1")
-    with pytest.raises(TypeError, match="schema must be a pydantic class or a JSON schema, not a str"):
+    with pytest.raises(TypeError, match="schema must be a pydantic class, a dataclass or a JSON schema, not a str"):
         client.generate(["a"], schema="x")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"schema: WithFunction has no JSON schema: .*CallableSchema"):
         client.generate(["a"], schema=WithFunction)
+    with pytest.raises(ValueError, match=r"schema: OfFile has no JSON schema: .*IOBase"):
+        client.generate(["a"], schema=OfFile)
     with pytest.raises(TypeError, match=r"prompts must be a list of prompts; for one of them, write \[prompt\]"):
         client.generate(np.array([1, 2]))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="base_url must be a URL, not int"):

@@ -8,17 +8,18 @@ import dataclasses
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 import orjson
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from tokasaurus.library.blocking import BulkSession, LoopThread
 from tokasaurus.library.bulk import AsyncBulkSession, ClientClosed, Progress
@@ -40,16 +41,18 @@ from tokasaurus.library.requests import (
     Schema,
     ScoreFormat,
 )
-from tokasaurus.library.results import NO_TOKENS, Result, RowError, Score
+from tokasaurus.library.results import NO_TOKENS, ParsedT, Result, Results, RowError, RowsFailed, Score, failures_of
 from tokasaurus.library.sampling import Sampling
 
 if TYPE_CHECKING:
+    from tokasaurus.library.keywords import ChatOptions, CompletionOptions
     from tokasaurus.library.map.outputs import MapSummary
     from tokasaurus.library.map.prompts import PromptOf
     from tokasaurus.library.map.sources import Rows
 
 Row: TypeAlias = "Prompt | Mapping[str, Any]"
 """A prompt, or a dictionary with "prompt" or "messages" beside other fields."""
+AnyResults = TypeVar("AnyResults", bound="Results[Any] | list[Score]")
 FindProgress: TypeAlias = Callable[[], Progress | None]
 
 _MAX_READ_S = 0.05
@@ -115,6 +118,7 @@ class _Flow:
         for result in results:
             if result.error is not None:
                 counts.num_errors += 1
+                counts.failures.add(result.error.code, result.error.message)
             for sample in result.samples:
                 counts.output_tokens += len(sample.token_ids)
 
@@ -254,6 +258,15 @@ class AsyncClient:
     def end(self) -> None:
         """Ends what it has started, after its connections. Blocks."""
 
+    def __repr__(self) -> str:
+        return self._describe(type(self).__name__)
+
+    def _describe(self, class_name: str) -> str:
+        """class_name: of this object, or of the one that uses it."""
+        *_, place = self._address[0].rpartition("@")  # without a password
+        model = f", {self._model}" if self._model else ""
+        return f"{class_name}({place}{model}{', closed' if self._is_closed else ''})"
+
     def _make_server(self) -> Server:
         return Server(*self._address)
 
@@ -263,48 +276,63 @@ class AsyncClient:
 
     async def generate(
         self,
-        prompts: Iterable[str | Sequence[int]],
+        prompts: str | Iterable[str | Sequence[int]],
         sampling: Sampling | None = None,
         *,
-        schema: Schema | None = None,
+        schema: Schema[ParsedT] | None = None,
         progress: bool = True,
-        **options: Any,
-    ) -> list[Result]:
+        raise_on_error: bool = False,
+        **options: Unpack[CompletionOptions],
+    ) -> Results[ParsedT]:
         """`Client.generate`, as a coroutine."""
         rows = _checked_prompts(prompts)
-        return await self._in_order(rows, await self._format(sampling, schema, None, options, (COMPLETIONS,)), progress)
+        request_format = await self._format(sampling, schema, None, options, (COMPLETIONS,))
+        return _told(await self._in_order(rows, request_format, progress), raise_on_error)
 
     async def chat(
         self,
-        conversations: Iterable[Sequence[Message]],
+        conversations: str | Iterable[str | Sequence[Message]],
         sampling: Sampling | None = None,
         *,
-        schema: Schema | None = None,
+        schema: Schema[ParsedT] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         progress: bool = True,
-        **options: Any,
-    ) -> list[Result]:
+        raise_on_error: bool = False,
+        **options: Unpack[ChatOptions],
+    ) -> Results[ParsedT]:
         """`Client.chat`, as a coroutine."""
         rows = _checked_conversations(conversations)
-        return await self._in_order(rows, await self._format(sampling, schema, tools, options, (CHAT,)), progress)
+        request_format = await self._format(sampling, schema, tools, options, (CHAT,))
+        return _told(await self._in_order(rows, request_format, progress), raise_on_error)
 
     async def stream(
         self,
-        rows: Iterable[Row],
+        rows: str | Iterable[Row],
         sampling: Sampling | None = None,
         *,
         key: str | None = None,
-        schema: Schema | None = None,
+        schema: Schema[ParsedT] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
-    ) -> AsyncIterator[Result]:
+        **options: Unpack[ChatOptions],
+    ) -> AsyncIterator[Result[ParsedT]]:
         """`Client.stream`, as an asynchronous iterator."""
         flow = _Flow(enumerate(_checked_rows(rows)), await self._format(sampling, schema, tools, options), key)
         async for result in self._results(flow):
             yield result
+        _warn_of(flow.counts)
 
-    async def score(self, prompts: Iterable[Any], completions: Iterable[Any], *, progress: bool = True) -> list[Score]:
+    async def score(
+        self,
+        prompts: Iterable[Any],
+        completions: Iterable[Any],
+        *,
+        progress: bool = True,
+        raise_on_error: bool = False,
+    ) -> list[Score]:
         """`Client.score`, as a coroutine."""
+        return _told(await self._scores(prompts, completions, progress), raise_on_error)
+
+    async def _scores(self, prompts: Iterable[Any], completions: Iterable[Any], progress: bool) -> list[Score]:
         flow = _ScoreFlow(prompts, completions, await self.connect())
         session = self._session("score")
         session.num_lines = flow.num_pairs
@@ -351,7 +379,7 @@ class AsyncClient:
         chat: bool = False,
         key: str | None = None,
         sampling: Sampling | None = None,
-        schema: Schema | None = None,
+        schema: Schema[Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         columns: Sequence[str] = (),
         format: str | None = None,
@@ -359,7 +387,7 @@ class AsyncClient:
         overwrite: bool = False,
         retry_errors: bool = False,
         progress: bool = True,
-        **options: Any,
+        **options: Unpack[ChatOptions],
     ) -> Any:
         """`Client.map` in a thread, which also reads the rows and calls functions of them. If the call is cancelled,
         what has finished is stored."""
@@ -396,9 +424,9 @@ class AsyncClient:
     async def _format(
         self,
         sampling: Sampling | None,
-        schema: Schema | None,
+        schema: Schema[Any] | None,
         tools: Sequence[Mapping[str, Any]] | None,
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
         endpoints: Collection[str] = (COMPLETIONS, CHAT),
     ) -> RequestFormat:
         model = await self.connect()
@@ -411,9 +439,9 @@ class AsyncClient:
         self._sessions.add(session)
         return session
 
-    async def _in_order(self, rows: list[Any], request_format: RequestFormat, progress: bool) -> list[Result]:
+    async def _in_order(self, rows: list[Any], request_format: RequestFormat, progress: bool) -> Results[Any]:
         flow = _Flow(_in_order_of_prefixes(rows), request_format, None)
-        results: list[Result | None] = [None] * len(rows)
+        results: list[Result[Any] | None] = [None] * len(rows)
         try:
             with _shown(flow, len(rows), progress):
                 async for result in self._results(flow, len(rows)):
@@ -488,85 +516,102 @@ class Client:
     ) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        return self._client._describe(type(self).__name__)
+
     def close(self) -> None:
         """Ends its connections, and the engine if it is its own. It cannot be used any more."""
         self._closing()
 
     def generate(
         self,
-        prompts: Iterable[str | Sequence[int]],
+        prompts: str | Iterable[str | Sequence[int]],
         sampling: Sampling | None = None,
         *,
-        schema: Schema | None = None,
+        schema: Schema[ParsedT] | None = None,
         progress: bool = True,
-        **options: Any,
-    ) -> list[Result]:
+        raise_on_error: bool = False,
+        **options: Unpack[CompletionOptions],
+    ) -> Results[ParsedT]:
         """Complete prompts. The results are in the order of the prompts.
 
-        prompts: texts, or lists of token ids.
+        prompts: texts, or lists of token ids; a text alone is one prompt.
         sampling: how; by default `Sampling()`.
-        schema: a pydantic class or a JSON schema, which every completion then matches; `parsed` is the object.
+        schema: a pydantic class, a dataclass or a JSON schema, which every completion then matches; `parsed` is the
+        object.
         progress: show how far the call is, on stderr or in the notebook, once it takes longer than three seconds.
+        raise_on_error: raise RowsFailed at the end if prompts have errors; its `results` are all that the call has.
         options: other fields of /v1/completions, such as structured_outputs={"regex": "yes|no"}.
 
-        A prompt that cannot be completed has a result with an `error`. Raises TypeError and ValueError for arguments
-        that are wrong for every prompt."""
+        A prompt that cannot be completed has a result with an `error`, and the call ends with one warning that counts
+        these. Raises TypeError and ValueError for arguments that are wrong for every prompt."""
         rows = _checked_prompts(prompts)
-        return self._in_order(rows, self._format(sampling, schema, None, options, (COMPLETIONS,)), progress)
+        request_format = self._format(sampling, schema, None, options, (COMPLETIONS,))
+        return _told(self._in_order(rows, request_format, progress), raise_on_error)
 
     def chat(
         self,
-        conversations: Iterable[Sequence[Message]],
+        conversations: str | Iterable[str | Sequence[Message]],
         sampling: Sampling | None = None,
         *,
-        schema: Schema | None = None,
+        schema: Schema[ParsedT] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         progress: bool = True,
-        **options: Any,
-    ) -> list[Result]:
+        raise_on_error: bool = False,
+        **options: Unpack[ChatOptions],
+    ) -> Results[ParsedT]:
         """Answer conversations, each a list of messages. The results are in the order of the conversations.
 
-        conversations: lists of messages, such as [{"role": "user", "content": "Hello"}].
-        sampling, schema, progress: as for `generate`.
+        conversations: lists of messages, such as [{"role": "user", "content": "Hello"}]; a text is one message of a
+        user, and a text alone is one conversation.
+        sampling, schema, progress, raise_on_error: as for `generate`.
         tools: functions that the model may call, as in OpenAI's API.
         options: other fields of /v1/chat/completions, such as chat_template_kwargs={"enable_thinking": False}.
         """
         rows = _checked_conversations(conversations)
-        return self._in_order(rows, self._format(sampling, schema, tools, options, (CHAT,)), progress)
+        request_format = self._format(sampling, schema, tools, options, (CHAT,))
+        return _told(self._in_order(rows, request_format, progress), raise_on_error)
 
     def stream(
         self,
-        rows: Iterable[Row],
+        rows: str | Iterable[Row],
         sampling: Sampling | None = None,
         *,
         key: str | None = None,
-        schema: Schema | None = None,
+        schema: Schema[ParsedT] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
-    ) -> Iterator[Result]:
+        **options: Unpack[ChatOptions],
+    ) -> Iterator[Result[ParsedT]]:
         """Results as they finish. Rows are read as there is room for them, so there may be any number.
 
         rows: prompts, lists of messages, or dictionaries with "prompt" or "messages" and any other fields; read in the
-        thread that takes the results.
+        thread that takes the results. A text alone is one prompt.
         key: name of a dictionary's field that is the result's key; by default it is the row's number, from 0.
         sampling, schema, tools, options: as for `generate` and `chat`.
 
-        A row that cannot be answered has a result with an `error`; the key of a row that lacks it is None. Raises
-        TypeError and ValueError for arguments that are wrong for every row, and what reading the rows raises. If the
-        server is lost for good, the rows that have been sent get errors, no more rows are read, and ServerError is
-        raised. To leave the loop cancels what is in flight."""
-        return self._results(_Flow(enumerate(_checked_rows(rows)), self._format(sampling, schema, tools, options), key))
+        A row that cannot be answered has a result with an `error`; the key of a row that lacks it is None. One warning
+        at the end counts the errors. Raises TypeError and ValueError for arguments that are wrong for every row, and
+        what reading the rows raises. If the server is lost for good, the rows that have been sent get errors, no more
+        rows are read, and ServerError is raised. To leave the loop cancels what is in flight."""
+        return self._stream(_Flow(enumerate(_checked_rows(rows)), self._format(sampling, schema, tools, options), key))
 
-    def score(self, prompts: Iterable[Any], completions: Iterable[Any], *, progress: bool = True) -> list[Score]:
+    def score(
+        self,
+        prompts: Iterable[Any],
+        completions: Iterable[Any],
+        *,
+        progress: bool = True,
+        raise_on_error: bool = False,
+    ) -> list[Score]:
         """The log-probabilities of given completions, each after its prompt; in the order of the input.
 
         prompts, completions: of equal length; the two of a pair are both texts, or both lists of token ids. Texts are
         put together before they become tokens.
-        progress: as for `generate`.
+        progress, raise_on_error: as for `generate`.
 
         A pair that cannot be scored has a score with an `error`. Raises TypeError and ValueError for arguments that are
         wrong as a whole."""
-        return self._loop.run(self._client.score(prompts, completions, progress=progress))
+        return _told(self._loop.run(self._client._scores(prompts, completions, progress)), raise_on_error)
 
     def update_weights(
         self,
@@ -603,7 +648,7 @@ class Client:
         chat: bool = ...,
         key: str | None = ...,
         sampling: Sampling | None = ...,
-        schema: Schema | None = ...,
+        schema: Schema[Any] | None = ...,
         tools: Sequence[Mapping[str, Any]] | None = ...,
         columns: Sequence[str] = ...,
         format: str | None = ...,
@@ -611,7 +656,7 @@ class Client:
         overwrite: bool = ...,
         retry_errors: bool = ...,
         progress: bool = ...,
-        **options: Any,
+        **options: Unpack[ChatOptions],
     ) -> MapSummary: ...
 
     @overload
@@ -625,12 +670,12 @@ class Client:
         chat: bool = ...,
         key: str | None = ...,
         sampling: Sampling | None = ...,
-        schema: Schema | None = ...,
+        schema: Schema[Any] | None = ...,
         tools: Sequence[Mapping[str, Any]] | None = ...,
         columns: Sequence[str] = ...,
         prefix: str = ...,
         progress: bool = ...,
-        **options: Any,
+        **options: Unpack[ChatOptions],
     ) -> Any: ...
 
     def map(
@@ -643,7 +688,7 @@ class Client:
         chat: bool = False,
         key: str | None = None,
         sampling: Sampling | None = None,
-        schema: Schema | None = None,
+        schema: Schema[Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         columns: Sequence[str] = (),
         format: str | None = None,
@@ -651,7 +696,7 @@ class Client:
         overwrite: bool = False,
         retry_errors: bool = False,
         progress: bool = True,
-        **options: Any,
+        **options: Unpack[ChatOptions],
     ) -> Any:
         """Answer every row of a data set: its columns are kept, and the answers are columns beside them.
 
@@ -716,10 +761,10 @@ class Client:
         rows: Rows,
         output: str | Path | None,
         sampling: Sampling | None,
-        schema: Schema | None,
+        schema: Schema[Any] | None,
         tools: Sequence[Mapping[str, Any]] | None,
         map_options: MapOptions,
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
     ) -> Any:
         from tokasaurus.library.map.job import map_rows
 
@@ -736,9 +781,9 @@ class Client:
     def _format(
         self,
         sampling: Sampling | None,
-        schema: Schema | None,
+        schema: Schema[Any] | None,
         tools: Sequence[Mapping[str, Any]] | None,
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
         endpoints: Collection[str] = (COMPLETIONS, CHAT),
     ) -> RequestFormat:
         return RequestFormat(self.model, sampling, schema=schema, tools=tools, options=options, endpoints=endpoints)
@@ -749,9 +794,9 @@ class Client:
 
         return BulkSession(self._loop, self._loop.run(make()))
 
-    def _in_order(self, rows: list[Any], request_format: RequestFormat, progress: bool) -> list[Result]:
+    def _in_order(self, rows: list[Any], request_format: RequestFormat, progress: bool) -> Results[Any]:
         flow = _Flow(_in_order_of_prefixes(rows), request_format, None)
-        results: list[Result | None] = [None] * len(rows)
+        results: list[Result[Any] | None] = [None] * len(rows)
         try:
             with _shown(flow, len(rows), progress):
                 for result in self._results(flow, len(rows)):
@@ -761,7 +806,11 @@ class Client:
                 raise
         return _completed(results, rows, flow.failure)
 
-    def _results(self, flow: _Flow, num_rows: int | None = None) -> Iterator[Result]:
+    def _stream(self, flow: _Flow) -> Iterator[Result[Any]]:
+        yield from self._results(flow)
+        _warn_of(flow.counts)
+
+    def _results(self, flow: _Flow, num_rows: int | None = None) -> Iterator[Result[Any]]:
         with self._session("generate") as session:
             session.announce(num_rows)
             flow.find_progress = session.progress
@@ -813,10 +862,27 @@ def _prompt_of(row: Row) -> Prompt:
     return prompt
 
 
-def _completed(results: list[Result | None], rows: Sequence[Any], error: ServerError | None) -> list[Result]:
+def _completed(results: list[Result[Any] | None], rows: Sequence[Any], error: ServerError | None) -> Results[Any]:
     """error: why some rows have no result."""
     reason = RowError("server_lost", str(error))
-    return [result or Result(number, rows[number], (), reason) for number, result in enumerate(results)]
+    return Results(result or Result(number, rows[number], (), reason) for number, result in enumerate(results))
+
+
+def _told(results: AnyResults, raise_on_error: bool) -> AnyResults:
+    """The results of a method's call. If there are errors, its caller gets one warning, or RowsFailed is raised."""
+    failures = failures_of(result.error for result in results)
+    if failures.total():
+        failed = RowsFailed(failures.summary(len(results)), results)
+        if raise_on_error:
+            raise failed
+        warnings.warn(failed, stacklevel=3)
+    return results
+
+
+def _warn_of(counts: Counts) -> None:
+    """One warning of the errors of a stream, where its results are taken."""
+    if counts.num_errors:
+        warnings.warn(RowsFailed(counts.failures.summary(counts.num_rows)), stacklevel=3)
 
 
 def _in_order_of_prefixes(rows: Sequence[Any]) -> list[tuple[int, Any]]:
@@ -852,18 +918,21 @@ def _checked_prompts(prompts: Iterable[Any]) -> list[Any]:
 
 
 def _checked_conversations(conversations: Iterable[Any]) -> list[Any]:
-    """Raises TypeError if texts or token ids are among them, which have no template."""
+    """Raises TypeError if token ids are among them, which have no template."""
     rows = _checked_list(conversations, "conversations")
     for number, row in enumerate(rows):
-        if isinstance(row, str) or (isinstance(row, list | tuple) and row and isinstance(row[0], str | int)):
+        if isinstance(row, list | tuple) and row and isinstance(row[0], str | int):
             raise TypeError(
-                f'conversations[{number}] must be a list of messages such as {{"role": "user", "content": …}}'
+                f"conversations[{number}] must be the text of a message, or a list of messages such as "
+                '{"role": "user", "content": …}'
             )
     return rows
 
 
 def _checked_rows(rows: Iterable[Any], name: str = "rows") -> Iterable[Any]:
-    if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
+    if isinstance(rows, str):  # one prompt, and none for each of its characters
+        return [rows]
+    if isinstance(rows, bytes | Mapping) or not isinstance(rows, Iterable):
         raise TypeError(f"{name} must be an iterable of {name}, not {type(rows).__name__}")
     # Columns of Arrow consist of objects of its own.
     return cast("list[Any]", rows.to_pylist()) if hasattr(rows, "to_pylist") else rows

@@ -24,17 +24,27 @@ class Failures:
         if reason not in self._messages:
             self._messages[reason] = " ".join(message.split())[:_MAX_REASON_CHARS]
 
-    def lines(self) -> list[str]:
-        """`failed: 3 x context_length_exceeded: …` for each reason with its first message, the most frequent first, up
-        to MAX_PRINTED_REASONS."""
-        lines = [
-            f"failed: {count:,} x {reason}"
-            + ("" if self._messages[reason] == reason else f": {self._messages[reason]}")
-            for reason, count in self._counts.most_common(MAX_PRINTED_REASONS)
+    def total(self) -> int:
+        return self._counts.total()
+
+    def reasons(self, max_reasons: int = MAX_PRINTED_REASONS) -> list[str]:
+        """`3 x context_length_exceeded: …` for each reason with its first message, the most frequent first."""
+        reasons = [
+            f"{count:,} x {reason}" + ("" if self._messages[reason] == reason else f": {self._messages[reason]}")
+            for reason, count in self._counts.most_common(max_reasons)
         ]
-        if len(self._counts) > MAX_PRINTED_REASONS:
-            lines.append(f"failed: {len(self._counts) - MAX_PRINTED_REASONS} more reasons")
-        return lines
+        if len(self._counts) > max_reasons:
+            reasons.append(f"{len(self._counts) - max_reasons} more reasons")
+        return reasons
+
+    def summary(self, num_rows: int) -> str:
+        """`3 of 100 prompts failed: 2 x context_length_exceeded: …; 1 x bad_prompt: … (their .error says why)`"""
+        prompts = "1 prompt" if num_rows == 1 else f"{num_rows:,} prompts"
+        return f"{self.total():,} of {prompts} failed: {'; '.join(self.reasons(3))} (their .error says why)"
+
+    def lines(self) -> list[str]:
+        """`failed: 3 x context_length_exceeded: …` and so on."""
+        return [f"failed: {reason}" for reason in self.reasons()]
 
 
 @dataclass(slots=True)

@@ -9,7 +9,9 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+from typing_extensions import Unpack
 
 from tokasaurus.config import DEMO, FLAGS_OF_ACCESS, ServerConfig
 from tokasaurus.habits import flag_meant
@@ -19,7 +21,10 @@ from tokasaurus.library.engine import EngineError, EngineNotUp, PrivateEngine
 from tokasaurus.library.model_files import ModelFiles, find_model_files
 from tokasaurus.library.sampling import Sampling
 
-_NO_FLAGS = (*FLAGS_OF_ACCESS, "api_key")
+if TYPE_CHECKING:
+    from tokasaurus.library.keywords import EngineFlags
+
+NO_FLAGS = (*FLAGS_OF_ACCESS, "api_key")
 # The log is beside what the program prints, and the progress.
 _OWN_DEFAULTS = {"log_level": "warning", "uvicorn_log_level": "warning"}
 _RESTART_S = 600.0
@@ -38,16 +43,25 @@ class AsyncLLM(AsyncClient):
     """
 
     def __init__(
-        self, model: str | None = None, *, concurrency: int | None = None, show: bool = True, **flags: Any
+        self,
+        model: str | None = None,
+        *,
+        concurrency: int | None = None,
+        show: bool = True,
+        **flags: Unpack[EngineFlags],
     ) -> None:
         """The arguments are those of `LLM`."""
         super().__init__(concurrency=concurrency)
         words = _words(model, flags)
         path = None if model is None or model == DEMO else Path(model).expanduser()
+        self._asked_model = model or DEMO
         self._model_paths = [path.resolve()] if path is not None and path.exists() else []
         """Paths of the last whole set of weights, if it is local, and of the partial ones since."""
         self._engine = PrivateEngine(words, _print if show else _ignore)
         self._has_started = False
+
+    def _describe(self, class_name: str) -> str:
+        return f"{class_name}({self._model or self._asked_model}{', closed' if self._is_closed else ''})"
 
     async def connect(self) -> str:
         """Starts the engine, if it has not been; the name of its model. Raises EngineError."""
@@ -119,7 +133,12 @@ class LLM(Client):
     """
 
     def __init__(
-        self, model: str | None = None, *, concurrency: int | None = None, show: bool = True, **flags: Any
+        self,
+        model: str | None = None,
+        *,
+        concurrency: int | None = None,
+        show: bool = True,
+        **flags: Unpack[EngineFlags],
     ) -> None:
         """Returns when the model is loaded.
 
@@ -140,7 +159,7 @@ class LLM(Client):
         self._llm.check_engine()
 
 
-def _words(model: str | None, flags: dict[str, Any]) -> list[str]:
+def _words(model: str | None, flags: Mapping[str, object]) -> list[str]:
     """Flags as on a command line. Raises TypeError and ValueError."""
     for name in flags:
         if name in inspect.signature(Sampling).parameters:
@@ -148,7 +167,7 @@ def _words(model: str | None, flags: dict[str, Any]) -> list[str]:
         if name not in ServerConfig.flags:
             meant = flag_meant(name) or ", and toka no flag of this name"
             raise TypeError(f"LLM has no argument {name!r}{meant}")
-        if name in _NO_FLAGS:
+        if name in NO_FLAGS:
             raise TypeError(f"LLM has no argument {name!r}: only this program can reach its engine")
     if model is not None:
         flags = {"model": model, **flags}
@@ -157,7 +176,7 @@ def _words(model: str | None, flags: dict[str, Any]) -> list[str]:
     return words
 
 
-def flag_words(flags: Mapping[str, Any]) -> list[str]:
+def flag_words(flags: Mapping[str, object]) -> list[str]:
     """Flags as on a command line, in their order. None is checked."""
     return [f"{name}={_written(value)}" for name, value in flags.items()]
 

@@ -6,16 +6,16 @@ import base64
 import hashlib
 import inspect
 import secrets
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import orjson
-from pydantic import BaseModel, ValidationError
-from pydantic.errors import PydanticInvalidForJsonSchema
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 
-from tokasaurus.library.results import NO_TOKENS, Result, RowError, Sample, Score, ToolCall, row_error
+from tokasaurus.library.results import NO_TOKENS, ParsedT, Result, RowError, Sample, Score, ToolCall, row_error
 from tokasaurus.library.sampling import GENERATE_TOKENS, Sampling
 from tokasaurus.text.exact_json import dumps, loads
 
@@ -26,8 +26,8 @@ Message: TypeAlias = Mapping[str, Any]
 """A message of a chat in OpenAI's API: "role", "content", ..."""
 Prompt: TypeAlias = "str | Sequence[int] | Sequence[Message]"
 """A text, token ids, or the messages of a chat."""
-Schema: TypeAlias = "type[BaseModel] | Mapping[str, Any]"
-"""A pydantic class, or a JSON schema."""
+Schema: TypeAlias = "type[ParsedT] | Mapping[str, Any]"
+"""A pydantic class, a dataclass, or a JSON schema."""
 
 
 class BadPrompt(ValueError):
@@ -87,9 +87,9 @@ class RequestFormat:
         model: str,
         sampling: Sampling | None = None,
         *,
-        schema: Schema | None = None,
+        schema: Schema[Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
         endpoints: Collection[str] = (COMPLETIONS, CHAT),
     ) -> None:
         """model: the served model's name. schema: the completions are JSON that matches it. tools: functions that a
@@ -102,10 +102,13 @@ class RequestFormat:
             isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)
         ):
             raise TypeError("tools must be a list of dicts, one for each function, as in OpenAI's API")
-        self._schema = schema
+        self._read: Callable[[str], Any] | None = None
+        """Reads the object that a text means; None without a schema."""
+        self._has_chats_only = COMPLETIONS not in endpoints
         fields: dict[str, Any] = {"model": model, **self.sampling.shared_fields()}
         if schema is not None:
-            named = {"name": "answer", "schema": _json_schema(schema)}
+            json_schema, self._read = _json_schema(schema)
+            named = {"name": "answer", "schema": json_schema}
             fields["response_format"] = {"type": "json_schema", "json_schema": named}
         if options:
             _check_options(options, endpoints, schema is not None)
@@ -129,6 +132,8 @@ class RequestFormat:
     def line(self, number: int, prompt: Prompt) -> RequestLine:
         """The request of a prompt. Raises BadPrompt."""
         seed = None if self.sampling.seed is not None else secrets.randbits(63)
+        if isinstance(prompt, str) and self._has_chats_only:
+            prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, str):
             if self.asks_tools:
                 raise BadPrompt("tools need messages: a prompt has no template that shows them")
@@ -174,7 +179,7 @@ class RequestFormat:
             else:
                 text = choice["text"]
                 reasoning = find_reasoning(text)
-            parsed, parse_error = (None, None) if self._schema is None or calls else self._parse(text)
+            parsed, parse_error = (None, None) if calls or self._read is None else _parse(self._read, text)
             if parse_error is not None and choice["finish_reason"] == "length":
                 parse_error = f"the text was cut at its limit of tokens: {parse_error}"
             token_ids = np.array(packed["completion_ids"][index], np.int32)
@@ -200,21 +205,19 @@ class RequestFormat:
             )
         return tuple(samples)
 
-    def _parse(self, text: str) -> tuple[Any, str | None]:
-        """(the object that the text means, None), or (None, why it means none)."""
-        try:
-            if isinstance(self._schema, Mapping):
-                return loads(text), None
-            assert self._schema is not None, "the caller has looked"
-            return self._schema.model_validate_json(text), None
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            return None, f"{place}: {first['msg']}" if place else str(first["msg"])
-        except orjson.JSONDecodeError as error:
-            return None, f"not valid JSON: {error}"
-        except Exception as error:  # of the class's own validators, which must not end the call
-            return None, f"{type(error).__name__}: {error}"
+
+def _parse(read: Callable[[str], Any], text: str) -> tuple[Any, str | None]:
+    """(the object that the text means, None), or (None, why it means none)."""
+    try:
+        return read(text), None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        return None, f"{place}: {first['msg']}" if place else str(first["msg"])
+    except orjson.JSONDecodeError as error:
+        return None, f"not valid JSON: {error}"
+    except Exception as error:  # of the class's own validators, which must not end the call
+        return None, f"{type(error).__name__}: {error}"
 
 
 class ScoreFormat:
@@ -282,7 +285,7 @@ def find_reasoning(text: str) -> str | None:
 
 
 # Fields that follow from the arguments, or that results are read from.
-_OWN_FIELDS = (
+OWN_FIELDS = (
     *("model", "prompt", "messages", "tools", "stream", "stream_options"),
     *("logprobs_in_fingerprint", "return_token_ids", "prompt_logprobs", "echo", "best_of", "max_completion_tokens"),
     "return_tokens_as_token_ids",
@@ -296,7 +299,7 @@ _GRAMMAR_FIELDS = (
 )
 
 
-def _check_options(options: Mapping[str, Any], endpoints: Collection[str], has_schema: bool) -> None:
+def _check_options(options: Mapping[str, object], endpoints: Collection[str], has_schema: bool) -> None:
     """Raises TypeError for a field that no body has, and for one that something else states."""
     # Here, since the models of bodies take a moment to be built.
     from tokasaurus.server.protocol.chat import ChatCompletionRequest
@@ -306,7 +309,7 @@ def _check_options(options: Mapping[str, Any], endpoints: Collection[str], has_s
     for name in options:
         if name in inspect.signature(Sampling).parameters:
             raise TypeError(f"options: {name} belongs into Sampling")
-        if name in _OWN_FIELDS:
+        if name in OWN_FIELDS:
             raise TypeError(f"options: {name} cannot be chosen")
         if not any(name in bodies[endpoint] for endpoint in endpoints):
             raise TypeError(f"there is no argument {name!r}, and no field of this name in {' or '.join(endpoints)}")
@@ -314,7 +317,7 @@ def _check_options(options: Mapping[str, Any], endpoints: Collection[str], has_s
             raise TypeError(f"options: {name} cannot be combined with schema")
 
 
-def _check_values(bodies: Mapping[str, bytes], options: Mapping[str, Any]) -> None:
+def _check_values(bodies: Mapping[str, bytes], options: Mapping[str, object]) -> None:
     """Raises ValueError if options have values that no endpoint takes. bodies: with them, by endpoint."""
     from tokasaurus.server.errors import ApiError
     from tokasaurus.server.json_values import validate_body
@@ -335,15 +338,19 @@ def _check_values(bodies: Mapping[str, bytes], options: Mapping[str, Any]) -> No
         raise ValueError(f"options: {refused[0]}")
 
 
-def _json_schema(schema: Schema) -> Mapping[str, Any]:
-    if isinstance(schema, type) and issubclass(schema, BaseModel):
-        try:
-            return schema.model_json_schema()
-        except PydanticInvalidForJsonSchema as error:
-            raise ValueError(f"schema: {schema.__name__} has no JSON schema: {error.message}") from None
+def _json_schema(schema: Schema[Any]) -> tuple[Mapping[str, Any], Callable[[str], Any]]:
+    """(the JSON schema, what reads a text that matches it). Raises TypeError and ValueError."""
     if isinstance(schema, Mapping):
-        return schema
-    raise TypeError(f"schema must be a pydantic class or a JSON schema, not {_kind(schema)}")
+        return schema, loads
+    try:
+        if isinstance(schema, type) and issubclass(schema, BaseModel):
+            return schema.model_json_schema(), schema.model_validate_json
+        if isinstance(schema, type) and is_dataclass(schema):
+            adapter = TypeAdapter(schema)
+            return adapter.json_schema(), adapter.validate_json
+    except (PydanticInvalidForJsonSchema, PydanticSchemaGenerationError) as error:
+        raise ValueError(f"schema: {schema.__name__} has no JSON schema: {error.message}") from None
+    raise TypeError(f"schema must be a pydantic class, a dataclass or a JSON schema, not {_kind(schema)}")
 
 
 def _rest(fields: Mapping[str, Any]) -> bytes:

@@ -42,7 +42,7 @@ def _telling_names(made: type[AnyClass]) -> type[AnyClass]:
 
 
 @_telling_names
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Sampling:
     """How completions are sampled. The fields mean what they mean in the HTTP API.
 
@@ -103,6 +103,10 @@ class Sampling:
         if problems:
             raise ValueError(f"Sampling: {told_together(problems)}")
 
+    def __repr__(self) -> str:
+        given = {name: getattr(self, name) for name in _DEFAULTS if getattr(self, name) != _DEFAULTS[name]}
+        return f"Sampling({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
     def _problems(self) -> Iterator[str]:
         if type(self.logprobs) is not bool:
             yield f"logprobs must be True or False, not {self.logprobs!r}"
@@ -162,6 +166,9 @@ def _written(value: object, default: object) -> object:
     return value
 
 
+_DEFAULTS = {
+    field.name: {} if field.default is dataclasses.MISSING else field.default for field in dataclasses.fields(Sampling)
+}
 _USUAL = {name: parameter.default for name, parameter in CLIENT_PARAMETERS.items()}
 # Written in another way, or into each body.
 _OWN_FIELDS = ("logprobs", "top_logprobs", "logit_bias", "seed")

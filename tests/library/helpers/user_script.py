@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from tokasaurus import (
     JobChanged,
     MapSummary,
     Result,
+    Results,
     RowError,
+    RowsFailed,
     Sample,
     Sampling,
     Score,
@@ -34,6 +37,11 @@ class City(BaseModel):
     inhabitants: int
 
 
+@dataclass
+class Place:
+    name: str
+
+
 def rows() -> Iterator[dict[str, Any]]:
     for number in range(10):
         yield {"id": f"row {number}", "prompt": f"{number} + 1 =", "expected": number + 1}
@@ -41,7 +49,10 @@ def rows() -> Iterator[dict[str, Any]]:
 
 def batch(llm: Client) -> list[str]:
     sampling = Sampling(n=8, temperature=0.7, stop=["\n"], logit_bias={7: -100})
-    results = assert_type(llm.generate(["Once", [1, 2, 3]], sampling, structured_outputs={"regex": "a+"}), list[Result])
+    results = llm.generate(["Once", [1, 2, 3]], sampling, structured_outputs={"regex": "a+"}, user="a")
+    assert_type(results, Results[Any])
+    same: list[Result] = results
+    assert_type(same[0].parsed, Any | None)
     texts: list[str] = []
     for result in results:
         if result.error is not None:
@@ -55,8 +66,15 @@ def batch(llm: Client) -> list[str]:
                 texts.append(f"{sample.text} {sample.logprobs.mean():.2f} {sample.finish_reason} {sample.seed}")
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     answered = llm.chat([messages], Sampling(max_tokens=64), schema=City, tools=[{"type": "function"}])
-    city: City = answered[0].parsed
+    assert_type(answered, Results[City])
+    assert_type(answered[0].samples, tuple[Sample[City], ...])
+    assert_type(answered[0].parsed, City | None)
     assert_type(answered[0].text, str | None)
+    assert_type(llm.generate("Once", schema=Place)[0].parsed, Place | None)
+    assert_type(llm.generate("Once", schema={"type": "object"}, raise_on_error=True)[0].parsed, Any | None)
+    assert_type(next(llm.stream(rows(), schema=City, enable_thinking=False)).parsed, City | None)
+    city = answered[0].parsed
+    assert city is not None, answered[0].samples[0].parse_error
     texts += [f"{city.name} {call.name}({call.arguments})" for call in answered[0].samples[0].tool_calls]
     texts += [str(result.text) for result in llm.stream(rows(), Sampling(temperature=0), key="id")]
     texts += [str(result.text) for result in llm.stream(["a text", [1, 2], messages])]
@@ -67,9 +85,10 @@ def batch(llm: Client) -> list[str]:
 
 async def streamed(llm: AsyncClient) -> AsyncIterator[str]:
     async for result in llm.stream(rows(), Sampling(max_tokens=8), key="id"):
-        assert_type(result, Result)
+        assert_type(result, Result[Any])
         yield str(result.text)
-    results = await llm.generate(["a"])
+    results = await llm.generate("a")
+    assert_type(await llm.chat(["a", [{"role": "user", "content": "b"}]], schema=Place), Results[Place])
     scores = await llm.score([[1, 2]], [[3]])
     yield f"{results[0].text} {scores[0].total}"
 
@@ -96,19 +115,31 @@ def wrong(llm: Client) -> None:
     Sampling(n="3")  # type: ignore[arg-type]
     llm.generate(["a"], {"n": 3})  # type: ignore[arg-type]
     llm.generate([{"role": "user", "content": "a"}])  # type: ignore[list-item]
-    llm.chat(["a"])  # type: ignore[list-item]
+    llm.chat([1])  # type: ignore[list-item]
     llm.chat([[]], schema="x")  # type: ignore[arg-type]
     llm.stream(["a"], key=3)  # type: ignore[arg-type]
     llm.map("a.csv", "out", prompt=3)  # type: ignore[call-overload]
     llm.map("a.csv", "out", prompt="a", key=3)  # type: ignore[call-overload]
+    llm.generate(["a"], temperature=0)  # type: ignore[call-arg]
+    llm.generate(["a"], enable_thinking=False)  # type: ignore[call-arg]
+    llm.chat("a", reasoning_effort="huge")  # type: ignore[arg-type]
+    llm.generate("a", schema=City)[0].parsed.nam  # type: ignore[union-attr]  # noqa: B018
+    LLM(kv_cache_num_token=1)  # type: ignore[call-arg]
+    LLM(kv_cache_num_tokens=[1])  # type: ignore[arg-type]
+    LLM(dtype="bf17")  # type: ignore[arg-type]
+    LLM(port=1)  # type: ignore[call-arg]
     llm.generate(["a"])[0].txt  # type: ignore[attr-defined]  # noqa: B018
     llm.generate(["a"])[0].text.upper()  # type: ignore[union-attr]
 
 
 async def main() -> None:
+    read: dict[str, Any] = {"dtype": "bf16"}
     try:
-        with LLM("Qwen/Qwen3-0.6B", kv_cache_num_tokens=100_000, dp_size=2, show=False) as llm:
+        with LLM("Qwen/Qwen3-0.6B", kv_cache_num_tokens=100_000, dtype="half", show=False, **read) as llm:
             print(llm.model, *batch(llm))
+            print(llm.generate(["a"]).to_pandas(), llm.generate("a")[0].to_dict()["samples"])
+    except RowsFailed as failed:
+        print(failed, failed.results)
     except EngineError as error:
         print(error)
     with Client("http://127.0.0.1:10210", api_key="secret", concurrency=64) as client:

@@ -19,7 +19,7 @@ from tokasaurus.library.map.shards import MAX_SHARD_AGE_S, MapRow, OpenShard, Sh
 from tokasaurus.library.map.sources import RowBatch, Source
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class MapSummary:
     """What a call of `map` with an output directory has done."""
 
@@ -40,6 +40,12 @@ class MapSummary:
     reasons: tuple[str, ...] = ()
     """Why rows of this call have an error: a line for each kind of error with its count, the most frequent first, up to
     ten."""
+
+    def __repr__(self) -> str:
+        return (
+            f"MapSummary({self.num_rows:,} rows in {self.output}, {self.num_skipped:,} skipped, "
+            f"{self.num_errors:,} errors, {self.output_tokens:,} tokens in {self.seconds:.1f} s)"
+        )
 
 
 NO_REQUEST = 0
