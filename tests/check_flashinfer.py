@@ -14,7 +14,7 @@ import pytest
 from tests.model.attention.helpers.flashinfer_real import HEADS, PROMPT_ROWS, ROWS
 from tests.model.attention.helpers.flashinfer_source import RECORD, read_package
 from tokasaurus.messages.status import DEFAULT_HYDRAGEN, HydragenCosts
-from tokasaurus.model.attention.flashinfer_backend import plan_bytes
+from tokasaurus.model.buffer_sizes import plan_bytes
 
 PACKAGES = Path(__file__).resolve().parents[1] / ".venv-flashinfer"
 RECORDED = json.loads(RECORD.read_text())

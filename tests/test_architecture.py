@@ -81,6 +81,7 @@ INNER_LAYERS = {
         ["decoder", "sampling"],
         ["attention"],
         ["cpu", "parallel", "staging", "triton_choice"],
+        ["buffer_sizes"],
     ],
 }
 
@@ -108,6 +109,7 @@ WITHOUT_TORCH = [
     "servers",
     "download",
     "batch_command",
+    "plan_command",
     "map_command",
     "top_command",
     "bench_command",

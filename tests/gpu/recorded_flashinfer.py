@@ -12,9 +12,10 @@ from transformers import LlamaConfig
 from tests.helpers.tiny_model import VOCAB_SIZE, save_random_model
 from tests.model.helpers.steps import StepDriver, make_runner
 from tokasaurus.checkpoint import fit_to_tensors, read_model_info, weight_files
-from tokasaurus.model.decoder.families import build_decoder
+from tokasaurus.model.buffer_sizes import graph_sizes
+from tokasaurus.model.decoder.decoder import build_decoder
 from tokasaurus.model.decoder.weights import load_weights
-from tokasaurus.model.execution.graphs import Recorder, graph_sizes
+from tokasaurus.model.execution.graphs import Recorder
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.execution.slot_table import DeviceSlots
 from tokasaurus.model.parallel.mesh import Mesh

@@ -17,8 +17,9 @@ from tests.model.execution.helpers.decode_steps import (
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.prefix_samples import Samples
 from tests.model.helpers.steps import StepDriver, make_runner
+from tokasaurus.model.buffer_sizes import graph_sizes
 from tokasaurus.model.decoder.compile import Compiler
-from tokasaurus.model.execution.graphs import CudaRecorder, graph_sizes
+from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.worker.hydragen_costs import measure_step_price
 from tokasaurus.model.worker.memory import graph_bytes

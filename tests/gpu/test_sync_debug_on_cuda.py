@@ -9,7 +9,8 @@ import torch
 
 from tests.gpu.recorded_flashinfer import bfloat16_runner, save_model_with_group
 from tests.gpu.steps_without_waits import check_no_step_waits
-from tokasaurus.model.execution.graphs import CudaRecorder, graph_sizes
+from tokasaurus.model.buffer_sizes import graph_sizes
+from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
 
 pytestmark = [

@@ -16,7 +16,7 @@ from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.row_split import attends_over
 from tokasaurus.model.cpu.bindings import load_kernels
-from tokasaurus.model.decoder.families import build_decoder
+from tokasaurus.model.decoder.decoder import build_decoder
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.execution.device_batch import DeviceBatch, build_batch
 from tokasaurus.model.execution.executors import choose_executor

@@ -28,8 +28,8 @@ from tests.model.helpers.rule_contexts import ALWAYS, Rule, make_rules
 from tests.model.helpers.sampling_rows import make_masks
 from tests.model.helpers.steps import StepDriver, make_runner, one_thread
 from tokasaurus.messages.forward import ForwardInput
+from tokasaurus.model.buffer_sizes import RING_SIZE, BufferSizes, sizes_for
 from tokasaurus.model.execution.runner import ModelRunner, StepResult
-from tokasaurus.model.staging.packed import RING_SIZE, BufferSizes, sizes_for
 from tokasaurus.model.worker.warmup import ForwardLimits, decode_after, small_forwards, widest_prefill
 
 PAGE_SIZE = 16

@@ -18,7 +18,7 @@ from tokasaurus.cli import main
 from tokasaurus.config import ServerConfig
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.entry import start_worker
-from tokasaurus.model.worker.memory import show_size
+from tokasaurus.model.worker.memory_plan import show_size
 
 HUGE_PAGES = 2 * (2 << 20)
 """Addresses that the CPU kernels' KV cache reserves besides, so that it begins and ends at a huge page."""

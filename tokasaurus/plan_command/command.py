@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -17,7 +16,7 @@ from tokasaurus.checkpoint.quantized.config import SETTINGS_FILES
 from tokasaurus.checkpoint.resolve import download_files, gguf_directory, gguf_file, is_repo_id, named_path
 from tokasaurus.checkpoint.weight_files import has_weights, read_tensors
 from tokasaurus.messages.status import UserError
-from tokasaurus.model.worker.memory import (
+from tokasaurus.model.worker.memory_plan import (
     WEIGHTS,
     DoesNotFit,
     MemoryPlan,
@@ -91,9 +90,7 @@ def _show_phase(line: str) -> None:
 
 
 def planned_sizes(config: PlanConfig, info: ModelInfo) -> Sizes:
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    kv_cache_dtype = dtype if config.kv_cache_dtype is None else getattr(torch, config.kv_cache_dtype)
-    return sizes_of(config, info, parse_size(config.device_memory), dtype, kv_cache_dtype)
+    return sizes_of(config, info, parse_size(config.device_memory), config.dtype, config.kv_cache_dtype or config.dtype)
 
 
 def is_quantised(model: str, info: ModelInfo) -> bool:

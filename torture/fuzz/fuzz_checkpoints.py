@@ -43,7 +43,7 @@ from tests.checkpoint.helpers.quantised_weights import Format, quantise
 from tokasaurus.checkpoint import check_weight_sizes, fit_to_tensors, read_model_info, weight_files
 from tokasaurus.checkpoint.gguf.conversion import write_hf_directory
 from tokasaurus.messages.status import UserError
-from tokasaurus.model.decoder.families import build_decoder
+from tokasaurus.model.decoder.decoder import build_decoder
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.text.tokenizer import Tokenizer

@@ -27,8 +27,7 @@ from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.flashinfer_backend import find_cuda, missing_tools, provide_tools
 from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.attention.torch_backend import TorchBackend
-from tokasaurus.model.execution.device_batch import padded_count
-from tokasaurus.model.staging.packed import RING_SIZE
+from tokasaurus.model.buffer_sizes import RING_SIZE, padded_count, workspace_bytes
 
 CUDA = torch.device("cuda")
 NO_TOKENS = torch.zeros(0, dtype=torch.int64)
@@ -269,7 +268,7 @@ def test_the_workspace_holds_the_partial_results_of_all_tiles_at_once(
     shape = KVShape(1, num_heads, num_kv_heads, head_dim, 16, torch.bfloat16, CUDA)
     tiles_of_a_head = math.ceil(132 * 2 / num_kv_heads)
     needed = tiles_of_a_head * num_heads * 128 * (head_dim * 4 + 4)
-    size = flashinfer_backend.workspace_bytes(shape, 132)
+    size = workspace_bytes(shape, 132)
     assert size >= max(needed, 128 * 2**20)
     assert size <= max(needed, 128 * 2**20) + 2**20
 
@@ -283,8 +282,8 @@ def test_the_workspace_holds_what_is_reserved_for_the_largest_graph(
 ) -> None:
     """1,024 rows. Three query heads a KV head decode on CUDA cores, which reserve little."""
     shape = KVShape(1, num_heads, num_kv_heads, head_dim, 16, torch.bfloat16, CUDA)
-    assert flashinfer_backend.workspace_bytes(shape, 132, 1024) >> 20 in (mebibytes, mebibytes + 1)
-    assert flashinfer_backend.workspace_bytes(shape, 132, 16) < 2 * flashinfer_backend.workspace_bytes(shape, 132)
+    assert workspace_bytes(shape, 132, 1024) >> 20 in (mebibytes, mebibytes + 1)
+    assert workspace_bytes(shape, 132, 16) < 2 * workspace_bytes(shape, 132)
 
 
 @pytest.mark.usefixtures("_double")

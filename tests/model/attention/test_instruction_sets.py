@@ -12,7 +12,7 @@ from tests.model.helpers.row_split_cases import NAMED_CASES, Case
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.cpu.build import INSTRUCTION_SETS, machine_sets
-from tokasaurus.model.decoder.decoder import DecoderOptions
+from tokasaurus.model.decoder.families import DecoderOptions
 
 SEGMENTS = [Segment(1, 600), Segment(1, 33), Segment(70, 200), Segment(1, 1)]
 

@@ -10,7 +10,7 @@ from tests.helpers.examples import examples
 from tests.model.helpers.layer_stage import check_stage
 from tests.model.helpers.linear_layers import DTYPES
 from tests.model.helpers.row_split_cases import NAMED_CASES, Case, Group, Other, cases
-from tokasaurus.model.decoder.decoder import DecoderOptions
+from tokasaurus.model.decoder.families import DecoderOptions
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,7 +11,7 @@ from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import assert_equals_oracle, load, run_stages, run_whole_prompt
 from tokasaurus.checkpoint import info, weight_files
 from tokasaurus.model.decoder import families
-from tokasaurus.model.decoder.decoder import DecoderOptions
+from tokasaurus.model.decoder.families import DecoderOptions
 from tokasaurus.model.decoder.layers import Linear
 from tokasaurus.model.parallel.mesh import Mesh
 

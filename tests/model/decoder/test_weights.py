@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.tiny_model import FAMILIES, save_tiny_model
 from tests.model.helpers.greedy_decoding import load
 from tokasaurus.checkpoint import CheckpointError, read_model_info, weight_files
-from tokasaurus.model.decoder.families import build_decoder
+from tokasaurus.model.decoder.decoder import build_decoder
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.parallel.mesh import Mesh
 

@@ -17,9 +17,10 @@ from tests.model.helpers.row_split_cases import NAMED_CASES, Case, CaseStep, cas
 from tests.model.helpers.steps import StepDriver, make_runner, one_thread
 from tokasaurus.model.attention.backend import PagedLayout, PagedPart
 from tokasaurus.model.attention.torch_backend import TorchBackend
+from tokasaurus.model.buffer_sizes import padded_count
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.cpu.layer_executor import PackedLayers
-from tokasaurus.model.execution.device_batch import build_batch, padded_count
+from tokasaurus.model.execution.device_batch import build_batch
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.staging.packed import PackedStaging
 from tokasaurus.model.staging.staging import ON_HOST

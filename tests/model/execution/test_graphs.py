@@ -30,12 +30,12 @@ from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.prefix_samples import Samples
 from tests.model.helpers.steps import CPU, StepDriver, make_runner, one_thread
 from tokasaurus.checkpoint import fit_to_tensors, read_model_info, weight_files
+from tokasaurus.model.buffer_sizes import graph_sizes
 from tokasaurus.model.decoder.compile import Compiler
-from tokasaurus.model.decoder.decoder import Decoder
-from tokasaurus.model.decoder.families import build_decoder
+from tokasaurus.model.decoder.decoder import Decoder, build_decoder
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.execution import runner as runner_module
-from tokasaurus.model.execution.graphs import CudaRecorder, graph_sizes
+from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
 

@@ -15,8 +15,7 @@ from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.row_split import attends_over
 from tokasaurus.model.cpu.bindings import load_kernels
-from tokasaurus.model.decoder.decoder import Decoder
-from tokasaurus.model.decoder.families import build_decoder
+from tokasaurus.model.decoder.decoder import Decoder, build_decoder
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.parallel.mesh import Mesh

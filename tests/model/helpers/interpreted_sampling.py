@@ -21,8 +21,9 @@ import triton.language as tl
 from tests.model.helpers.pretend_device import on_device, on_host, pretended, with_tensors_on_device
 from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule
 from tests.model.helpers.sampling_rows import make_rows, noise_keys, staged_masks, top_rows, with_params
+from tokasaurus.model import buffer_sizes
 from tokasaurus.model.cpu.bindings import load_kernels
-from tokasaurus.model.sampling import rules, triton_limits, triton_rows, triton_sample
+from tokasaurus.model.sampling import triton_limits, triton_rows, triton_sample
 from tokasaurus.model.sampling.noise import gumbel_noise
 from tokasaurus.model.sampling.rules import change_logits, columns_of
 from tokasaurus.model.sampling.sample import Sampled, SamplingRows, sample, sample_by_triton
@@ -138,8 +139,8 @@ def check_changed_logits() -> None:
 
 def check_several_calls(logits: torch.Tensor, rows: SamplingRows) -> None:
     """More rows with rules than one call may have."""
-    with unittest.mock.patch.object(rules, "_SCRATCH_BYTES", 8 * logits.shape[1] * 3):
-        assert rules.ruled_rows_at_once(logits.shape[1]) == 3
+    with unittest.mock.patch.object(buffer_sizes, "_SCRATCH_BYTES", 8 * logits.shape[1] * 3):
+        assert buffer_sizes.ruled_rows_at_once(logits.shape[1]) == 3
         check_rules(logits, rows)
 
 

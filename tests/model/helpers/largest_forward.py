@@ -16,13 +16,13 @@ from tests.model.helpers.peak_memory import peak, reset_peak
 from tests.model.helpers.steps import CPU, make_runner
 from tokasaurus.checkpoint import read_model_info, weight_files
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups, TokenMasks
+from tokasaurus.model.buffer_sizes import num_mask_words
 from tokasaurus.model.cpu.bindings import load_kernels
-from tokasaurus.model.decoder.families import build_decoder
+from tokasaurus.model.decoder.decoder import build_decoder
 from tokasaurus.model.decoder.layers import PLAIN
 from tokasaurus.model.decoder.quantize import Packing
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.sampling.rules import num_mask_words
 from tokasaurus.model.worker.memory import largest_forward, reserve
 from tokasaurus.model.worker.warmup import (
     ForwardLimits,

@@ -12,7 +12,8 @@ from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.row_split import attends_over
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
-from tokasaurus.model.decoder.decoder import Decoder, DecoderOptions
+from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.families import DecoderOptions
 from tokasaurus.model.execution.device_batch import build_batch
 from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.parallel.mesh import Mesh

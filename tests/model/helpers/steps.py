@@ -24,16 +24,15 @@ from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.buffer_sizes import BufferSizes
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.decoder.compile import Compiler
-from tokasaurus.model.decoder.decoder import Decoder
-from tokasaurus.model.decoder.families import build_decoder
+from tokasaurus.model.decoder.decoder import Decoder, build_decoder
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.execution.runner import ModelRunner, StepResult
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.stage_links import StageLinks
-from tokasaurus.model.staging.packed import BufferSizes
 from tokasaurus.model.staging.staging import Transfers
 
 CPU = torch.device("cpu")

@@ -14,16 +14,11 @@ from tests.model.helpers.greedy_decoding import greedy_in_a_mixed_batch, load, o
 from tests.model.helpers.steps import CPU, StepDriver, make_runner
 from tests.model.parallel.helpers.symmetric_memory_on_cpu import symmetric_memory_on_cpu
 from tests.model.sampling.helpers.shard_ranks import run_ranks
+from tokasaurus.model.buffer_sizes import MAX_SUM_BYTES, buffer_bytes
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.parallel.collectives import joined, sum_over_shards
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.symmetric_all_reduce import (
-    MAX_BYTES,
-    SymmetricAllReduce,
-    SymmetricBuffer,
-    buffer_bytes,
-    unreadable_device,
-)
+from tokasaurus.model.parallel.symmetric_all_reduce import SymmetricAllReduce, SymmetricBuffer, unreadable_device
 from tokasaurus.model.worker.warmup import ForwardLimits, warm_up
 
 LIMITS = [(64, "one-shot"), (1024, "multimem")]
@@ -129,15 +124,15 @@ def test_compiled_and_eager_layers_sum_small_steps_through_shared_memory_without
 @pytest.mark.parametrize(
     ("max_tokens", "hidden_size", "dtype", "num_bytes"),
     [
-        (64, 64, torch.float32, 64 * 64 * 4),
-        (64, 64, torch.bfloat16, 64 * 64 * 2),
-        (3, 3, torch.float32, 32),
-        (8192, 4096, torch.bfloat16, MAX_BYTES),
-        (64, 64, torch.float16, 0),
+        (64, 64, "float32", 64 * 64 * 4),
+        (64, 64, "bfloat16", 64 * 64 * 2),
+        (3, 3, "float32", 32),
+        (8192, 4096, "bfloat16", MAX_SUM_BYTES),
+        (64, 64, "float16", 0),
     ],
 )
 def test_the_buffer_holds_the_largest_forward_up_to_a_limit(
-    max_tokens: int, hidden_size: int, dtype: torch.dtype, num_bytes: int
+    max_tokens: int, hidden_size: int, dtype: str, num_bytes: int
 ) -> None:
     assert buffer_bytes(max_tokens, hidden_size, dtype) == num_bytes
 

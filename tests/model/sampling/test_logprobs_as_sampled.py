@@ -22,8 +22,8 @@ from tests.model.sampling.helpers.logprobs_as_sampled import (
     sample_on_rank,
 )
 from tests.model.sampling.helpers.shard_ranks import run_ranks
+from tokasaurus.model import buffer_sizes
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
-from tokasaurus.model.sampling import rules
 from tokasaurus.model.sampling.rules import choose_rows
 from tokasaurus.model.sampling.sample import Sampled, _replace_logprobs, sample
 from tokasaurus.model.staging.staging import ON_HOST
@@ -45,7 +45,7 @@ def test_each_rule_alone(row: Row, kernels: Kernels | None) -> None:
 def test_rows_of_every_kind_together(at_once: int | None, dtype: torch.dtype, kernels: Kernels | None) -> None:
     """at_once: rows that plain torch takes together, so that they are cut anywhere."""
     case = make_case([*ALONE, *mixes(0, 140)], dtype=dtype)
-    with unittest.mock.patch.object(rules, "_MAX_AS_SAMPLED_ROWS", at_once or rules._MAX_AS_SAMPLED_ROWS):
+    with unittest.mock.patch.object(buffer_sizes, "_MAX_AS_SAMPLED_ROWS", at_once or buffer_sizes._MAX_AS_SAMPLED_ROWS):
         check(case, sample(case.logits, case.rows, kernels))
 
 

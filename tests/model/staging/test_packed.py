@@ -13,9 +13,10 @@ from tests.model.helpers.pretend_device import DEVICE, PretendEvent, PretendTran
 from tokasaurus.messages.forward import ForwardInput, TokenMasks
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.torch_backend import TorchBackend
+from tokasaurus.model.buffer_sizes import RING_SIZE, sizes_for
 from tokasaurus.model.execution.device_batch import build_batch
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
-from tokasaurus.model.staging.packed import RING_SIZE, HostResults, PackedResults, PackedStaging, sizes_for
+from tokasaurus.model.staging.packed import HostResults, PackedResults, PackedStaging
 from tokasaurus.model.worker.warmup import ForwardLimits, decode_after, longest_last_tokens, widest_prefill
 
 DTYPES = (np.int32, np.int64, np.float32, np.uint8, np.bool_)

@@ -22,7 +22,6 @@ from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import UserError
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.worker.memory import (
-    CUDA_FRACTION,
     BlockBytes,
     KVCachePlan,
     available_to_all,
@@ -30,6 +29,7 @@ from tokasaurus.model.worker.memory import (
     plan_fixed,
     size_kv_cache,
 )
+from tokasaurus.model.worker.memory_plan import CUDA_FRACTION
 from tokasaurus.monitoring.available_memory import available_cpu_bytes, available_memory
 
 MIB = 1024**2

@@ -22,8 +22,7 @@ from tokasaurus.checkpoint import ModelInfo, file_states, resolve_checkpoint, up
 from tokasaurus.messages.commands import UpdateWeights
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.cpu.gemm_choice import MANY_ROWS, GemmChoice
-from tokasaurus.model.decoder.decoder import Decoder
-from tokasaurus.model.decoder.families import build_decoder
+from tokasaurus.model.decoder.decoder import Decoder, build_decoder
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.weight_update import WeightUpdates
 

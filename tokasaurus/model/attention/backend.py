@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from tokasaurus.model.buffer_sizes import KVSizes
 from tokasaurus.model.staging.staging import Staging
 
 # T tokens in this forward, H query heads, K key/value heads, D head size, S segments, B blocks of the longest segment,
@@ -19,14 +20,9 @@ from tokasaurus.model.staging.staging import Staging
 
 
 @dataclass(frozen=True, slots=True)
-class KVShape:
-    """The shape of one worker's KV cache: only the layers and heads of this worker."""
+class KVShape(KVSizes):
+    """The shape of one worker's KV cache, with its dtypes and device."""
 
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
     dtype: torch.dtype
     """dtype of the cached keys and values."""
 
@@ -41,7 +37,7 @@ class KVShape:
     @property
     def bytes_per_block(self) -> int:
         """Bytes for keys and values of `page_size` tokens in every layer."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.page_size * self.dtype.itemsize
+        return self.block_bytes(self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,32 +21,15 @@ from torch import Tensor
 
 from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart, TensorCache, as_stored
 from tokasaurus.model.attention.row_split import merge_partial
-from tokasaurus.model.staging.packed import RING_SIZE
+from tokasaurus.model.buffer_sizes import CUDA_CORE_GROUPS, HEAD_DIMS, RING_SIZE, plan_bytes, workspace_bytes
 from tokasaurus.model.staging.staging import DirectStaging
 from tokasaurus.model.triton_choice import uses_triton
 
 # T tokens, S segments of a part, N blocks of all segments, H query heads, K key/value heads, D head size, P page size
 
-HEAD_DIMS = (64, 128, 256)
-"""Head sizes that both of FlashInfer's kernels, prefill and decode, are written for."""
 
 DTYPES = (torch.bfloat16, torch.float16)
 
-_CUDA_CORE_GROUPS = (1, 2, 3)
-"""Query heads per KV head for which decode runs on CUDA cores. FlashInfer has these kernels for 4, 6 and 8 too, but not
-for 5 and 7. Tensor cores are taken from 4 on: not measured."""
-
-_MIN_WORKSPACE = 128 << 20
-"""Bytes, as its manual advises, for partial results of long contexts that FlashInfer splits."""
-
-_PREFILL_TILE = 128
-"""Most query rows of a prefill tile (FA2DetermineCtaTileQ)."""
-
-_TILES = (16, 64, _PREFILL_TILE)
-"""Query rows of a tile, all heads of a group counted: the smallest that holds a segment."""
-
-_BLOCKS_PER_PROCESSOR = 2
-"""Thread blocks of prefill that FlashInfer counts on for each multiprocessor."""
 
 _LN_2 = math.log(2)
 
@@ -115,23 +98,6 @@ def why_unfit(shape: KVShape) -> str | None:
     return None
 
 
-def workspace_bytes(shape: KVShape, num_processors: int, max_graph_rows: int = 0) -> int:
-    """Bytes for the partial results of split contexts: all tiles that FlashInfer runs at once, in float32 with LSE.
-
-    num_processors: multiprocessors of the device. max_graph_rows: of the largest recorded decode step; 0 without CUDA
-    graphs. For a recording on tensor cores, FlashInfer's planner reserves a tile for each row, since it does not know
-    that a row is a segment of its own, and as many as would hold all rows together.
-    """
-    tiles = -(-num_processors * _BLOCKS_PER_PROCESSOR // shape.num_kv_heads)
-    rows = tiles * _PREFILL_TILE
-    group = shape.num_heads // shape.num_kv_heads
-    if max_graph_rows and group not in _CUDA_CORE_GROUPS:
-        tile = next(size for size in _TILES if group <= size or size == _PREFILL_TILE)
-        rows = max(rows, (-(-max_graph_rows * group // tile) + max_graph_rows - 1) * tile)
-    needed = rows * shape.num_heads * (shape.head_dim + 1) * 4
-    return max(_MIN_WORKSPACE, -(-needed // (1 << 20)) << 20)
-
-
 class FixedMemory:
     """What recorded launches read: each plan of a wrapper, and each forward's kv indices, are copied here.
 
@@ -176,20 +142,6 @@ class FixedMemory:
         return self._wrappers[num_rows]
 
 
-def plan_bytes(max_rows: int) -> int:
-    """Bytes of a plan, on the device and in pinned memory: at least 1 MiB, 8 in FlashInfer.
-
-    max_rows: of a recorded step, or of a part of another forward.
-
-    A plan has three int32 and a bool for each tile, two int32 for each row, and a few more. There are at most as many
-    tiles as for a group of 64 heads in tiles of 16, or 2 for each of 512 multiprocessors. Without a recording there are
-    fewer, at most 2 for each row, since a tile's size is chosen by the mean of the segments.
-    """
-    num_tiles = max(5 * max_rows, 1024)
-    needed = 13 * num_tiles + 8 * max_rows + 1024
-    return -(-needed // (1 << 20)) << 20
-
-
 class FlashInferBackend(TensorCache):
     """KV cache as keys and values [layers, blocks, P, K, D], the layout that FlashInfer calls NHD."""
 
@@ -199,7 +151,7 @@ class FlashInferBackend(TensorCache):
         max_graph_rows: as for workspace_bytes."""
         self._shape = shape
         self._library = library
-        self._use_tensor_cores = shape.num_heads // shape.num_kv_heads not in _CUDA_CORE_GROUPS
+        self._use_tensor_cores = shape.num_heads // shape.num_kv_heads not in CUDA_CORE_GROUPS
         on_cuda = shape.device.type == "cuda"
         processors = torch.cuda.get_device_properties(shape.device).multi_processor_count if on_cuda else 1
         self._num_processors = processors

@@ -4,7 +4,6 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,6 +17,7 @@ from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
 from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedLayer, PackedLayers
 from tokasaurus.model.decoder.compile import Compiler
+from tokasaurus.model.decoder.families import DecoderOptions, options_of
 from tokasaurus.model.decoder.layers import (
     PLAIN,
     FusedColumnLinear,
@@ -33,17 +33,6 @@ from tokasaurus.model.decoder.weights import WeightShard, allocate_parameters, w
 from tokasaurus.model.parallel.mesh import Mesh
 
 # T tokens in this forward, R rows whose logits are wanted, E hidden size, H query heads, K key/value heads, D head size
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderOptions:
-    """The differences between model families."""
-
-    qkv_bias: bool = False
-    """Biases on the query, key and value projections."""
-
-    qk_norm: bool = False
-    """RMS norms over each head's query and key, before rotary."""
 
 
 class LayerExecutor(Protocol):
@@ -500,3 +489,8 @@ def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     cos, sin = cos_sin.chunk(2, dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def build_decoder(info: ModelInfo, mesh: Mesh, dtype: torch.dtype) -> Decoder:
+    """This rank's part of the model, on the meta device. Raises CheckpointError for an unregistered family."""
+    return Decoder(info, options_of(info), mesh, dtype)

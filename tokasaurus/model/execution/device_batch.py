@@ -14,9 +14,10 @@ from torch import Tensor
 from tokasaurus.messages.forward import ForwardInput, PromptLogprobsInput
 from tokasaurus.model.attention.backend import BlockLists, PagedLayout, PagedPart
 from tokasaurus.model.attention.block_lists import fill_lists
+from tokasaurus.model.buffer_sizes import LOGPROBS_AT_ONCE, padded_count
 from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.sampling.noise import position_keys
-from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE, PromptLogprobTargets
+from tokasaurus.model.sampling.prompt_logprobs import PromptLogprobTargets
 from tokasaurus.model.sampling.rules import (
     ChosenRows,
     DeviceMasks,
@@ -76,18 +77,6 @@ class DeviceBatch:
 
     prompt_logprobs: PromptLogprobTargets | None = None
     """Prompt tokens whose logprobs are computed; None if there are none."""
-
-
-def padded_count(count: int, multiple: int = 1) -> int:
-    """`count` rounded up to an allowed number of rows: all up to 16, then 16 per doubling, so at most 1/16 more; and
-    that up to a multiple of `multiple`.
-
-    The CPU's matrix library generates and keeps code for each shape: without rounding, the worker grew by 2 MB with
-    each new count.
-    """
-    step = max(1, 1 << ((count - 1).bit_length() - 5)) if count > 16 else 1
-    padded = -(-count // step) * step
-    return -(-padded // multiple) * multiple
 
 
 def build_batch(

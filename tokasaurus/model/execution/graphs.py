@@ -154,11 +154,6 @@ class _Recording:
     output: DecodeOutput
 
 
-def graph_sizes(max_size: int, step: int) -> list[int]:
-    """max_size and the multiples of `step` below it, largest first: the others then fit in the memory of the first."""
-    return [max_size, *range((max_size - 1) // step * step, 0, -step)]
-
-
 def padded(step: ForwardInput, size: int) -> ForwardInput:
     """A decode step with rows of the padding slot after its own, `size` in all. Each of them advances that slot."""
     num_rows = size - len(step.slots)

@@ -22,6 +22,7 @@ from tokasaurus.messages.forward import (
 from tokasaurus.messages.stages import StageBoard
 from tokasaurus.model.attention.backend import AttentionBackend, RecordableBackend
 from tokasaurus.model.attention.row_split import Attends, attends_over
+from tokasaurus.model.buffer_sizes import BufferSizes
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
@@ -36,15 +37,7 @@ from tokasaurus.model.parallel.stage_links import StageLinks
 from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, compute_prompt_logprobs, fill_token_logprobs
 from tokasaurus.model.sampling.sample import Sampled, sample, sample_by_triton
 from tokasaurus.model.sampling.shards import VocabularyShard
-from tokasaurus.model.staging.packed import (
-    BufferSizes,
-    Fetched,
-    HostArrays,
-    HostResults,
-    PackedResults,
-    PackedStaging,
-    Results,
-)
+from tokasaurus.model.staging.packed import Fetched, HostArrays, HostResults, PackedResults, PackedStaging, Results
 from tokasaurus.model.staging.staging import CudaTransfers, DirectStaging, HostMark, Mark, Staging, Transfers
 from tokasaurus.model.triton_choice import uses_triton
 from tokasaurus.monitoring.trace import NO_TRACE, Trace

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tokasaurus.model.buffer_sizes import NUM_HIDDEN_BUFFERS
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -72,6 +74,11 @@ class Mesh:
     def replies(self) -> bool:
         """Whether this worker is the one that sends sampled tokens to the manager."""
         return self.is_last_stage and self.tp_rank == 0
+
+    @property
+    def num_hidden_buffers(self) -> int:
+        """Buffers of hidden states on this rank: NUM_HIDDEN_BUFFERS for each neighbouring stage."""
+        return NUM_HIDDEN_BUFFERS * ((not self.is_first_stage) + (not self.is_last_stage))
 
     def stage_layers(self, info: ModelInfo) -> range:
         """Indices of the layers this stage runs: consecutive, so many that the slowest stage is as fast as possible.

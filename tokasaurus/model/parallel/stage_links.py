@@ -17,11 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from tokasaurus.model.buffer_sizes import NUM_HIDDEN_BUFFERS
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.monitoring.trace import NO_TRACE, Trace
-
-NUM_BUFFERS = 2
-"""Buffers of hidden states per direction: one step is computed while the next arrives, or while the last leaves."""
 
 _MAX_UNREAD = 64
 """Messages with tokens that no decode row has needed yet: of more, the oldest are read, and their memory is freed."""
@@ -55,8 +53,8 @@ class _Outbox:
         self._in_flight: deque[_Message] = deque()
 
     def leave_room(self) -> None:
-        """Wait until fewer than NUM_BUFFERS messages are in flight: the older ones may then be overwritten."""
-        while len(self._in_flight) >= NUM_BUFFERS:
+        """Wait until fewer than NUM_HIDDEN_BUFFERS messages are in flight: the older ones may then be overwritten."""
+        while len(self._in_flight) >= NUM_HIDDEN_BUFFERS:
             self._in_flight.popleft().work.wait()
 
     def send(self, message: Tensor) -> None:
@@ -166,8 +164,8 @@ class StageLinks:
         num_slots: int,
         trace: Trace = NO_TRACE,
     ) -> None:
-        """hidden_buffers: num_hidden_buffers(mesh) of [T, E] each, for the largest step."""
-        assert len(hidden_buffers) == num_hidden_buffers(mesh)
+        """hidden_buffers: mesh.num_hidden_buffers of [T, E] each, for the largest step."""
+        assert len(hidden_buffers) == mesh.num_hidden_buffers
         self._mesh = mesh
         self._trace = trace
         self._device = hidden_buffers[0].device
@@ -177,10 +175,10 @@ class StageLinks:
         self._to_next: _HiddenOutbox | None = None
         self._to_first: _Outbox | None = None
         if mesh.previous_group is not None:
-            self._from_previous = _HiddenInbox(self._previous, mesh.previous_group, hidden_buffers[:NUM_BUFFERS])
+            self._from_previous = _HiddenInbox(self._previous, mesh.previous_group, hidden_buffers[:NUM_HIDDEN_BUFFERS])
         if mesh.next_group is not None:
             target = mesh.world_rank + mesh.tp_size
-            self._to_next = _HiddenOutbox(target, mesh.next_group, hidden_buffers[-NUM_BUFFERS:])
+            self._to_next = _HiddenOutbox(target, mesh.next_group, hidden_buffers[-NUM_HIDDEN_BUFFERS:])
         if mesh.is_last_stage:
             assert mesh.token_group is not None
             self._to_first = _Outbox(mesh.tp_rank, mesh.token_group)
@@ -277,8 +275,3 @@ class StageLinks:
             self._tokens.popleft().message.work.wait()
         if self._device.type == "cuda":  # there, these waits hold up later work on the device, not the host
             torch.cuda.synchronize(self._device)
-
-
-def num_hidden_buffers(mesh: Mesh) -> int:
-    """Buffers of hidden states on this rank: NUM_BUFFERS for each neighbouring stage."""
-    return NUM_BUFFERS * ((not mesh.is_first_stage) + (not mesh.is_last_stage))

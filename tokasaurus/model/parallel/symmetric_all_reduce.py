@@ -13,26 +13,16 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tokasaurus.model.buffer_sizes import SUM_ALIGNMENT, SUMMED_DTYPES
+
 # T tokens in this forward, E hidden size
 
-DTYPES = (torch.bfloat16, torch.float32)
+
+DTYPES = tuple(getattr(torch, name) for name in SUMMED_DTYPES)
 """Torch's kernels sum numbers of these dtypes."""
-
-MAX_BYTES = 8 << 20
-"""Bytes of the largest sum that may take another way than NCCL's: 1,024 tokens with 4,096 numbers of bfloat16. Larger
-sums take as long as their bytes need, and NCCL moves these well."""
-
-_ALIGNMENT = 16
-"""Bytes that a thread of the kernels reads at a time."""
 
 Way: TypeAlias = Callable[[Tensor], None]
 """Replaces a contiguous tensor of at most the buffer's size, in its dtype, by the sum over the ranks."""
-
-
-def buffer_bytes(max_tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Bytes of each rank's buffer that the others read, a multiple of what a thread reads. max_tokens: of a forward."""
-    num_bytes = min(MAX_BYTES, max_tokens * hidden_size * dtype.itemsize) if dtype in DTYPES else 0
-    return num_bytes // _ALIGNMENT * _ALIGNMENT
 
 
 def unreadable_device(device: torch.device, first_device: int, tp_size: int) -> int | None:
@@ -112,7 +102,7 @@ class SymmetricAllReduce:
         """Replace `partial`, contiguous, by the sum over the ranks. Its size alone decides how: a recording in a CUDA
         graph stays valid."""
         num_bytes = partial.numel() * partial.itemsize
-        if partial.dtype == self._dtype and num_bytes % _ALIGNMENT == 0:
+        if partial.dtype == self._dtype and num_bytes % SUM_ALIGNMENT == 0:
             for max_bytes, way in self._limits:
                 if num_bytes <= max_bytes:
                     way(partial)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tokasaurus.model.buffer_sizes import LOGPROBS_AT_ONCE
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
 from tokasaurus.model.parallel.collectives import sum_over_shards
 from tokasaurus.model.sampling.sample import chunks_of
@@ -14,9 +15,6 @@ from tokasaurus.model.sampling.shards import ALL_TOKENS, VocabularyShard, larges
 
 # T tokens in this forward, E hidden size, Q prompt tokens, P with padding, v token ids of this rank, which has all if
 # it is the only one, K of top-k logprobs
-
-LOGPROBS_AT_ONCE = 256
-"""Rows that pass the LM head together: bounds the memory of their logits for prompts of any length."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,28 +81,6 @@ def choose_rows(rows: NDArray[np.integer[Any]], staging: Staging) -> ChosenRows:
     return ChosenRows(indices, staging.to_device(indices))
 
 
-_SCRATCH_BYTES = 128 << 20
-RULED_BYTES_PER_TOKEN = 8
-"""A word to count in, and a changed logit, for each token of the vocabulary."""
-
-
-def ruled_rows_at_once(vocab_size: int) -> int:
-    """Rows with rules whose logits a GPU changes at once, which bounds the memory: 130 for Llama 3's vocabulary."""
-    return max(1, _SCRATCH_BYTES // (RULED_BYTES_PER_TOKEN * vocab_size))
-
-
-AS_SAMPLED_BYTES_PER_TOKEN = 64
-"""Bound of the float32 copies of a row, and the 8-byte indices of its sort, while all rules apply by plain torch."""
-
-_MAX_AS_SAMPLED_ROWS = 64
-
-
-def as_sampled_rows_at_once(vocab_size: int) -> int:
-    """Rows whose adjusted logits plain torch computes at once for their logprobs, which bounds the memory: 16 for
-    Llama 3's vocabulary."""
-    return min(_MAX_AS_SAMPLED_ROWS, max(1, _SCRATCH_BYTES // (AS_SAMPLED_BYTES_PER_TOKEN * vocab_size)))
-
-
 @dataclass(frozen=True, slots=True)
 class RuledRows:
     """The A of the R rows that sample whose logits are changed before sampling. See LogitRules."""
@@ -279,10 +257,6 @@ def change_logits(logits: Tensor, rules: RuledRows, params: ParamColumns, first_
 
 _BITS = 32
 """Tokens per word of TokenMasks.bits."""
-
-
-def num_mask_words(vocab_size: int) -> int:
-    return -(-vocab_size // _BITS)
 
 
 class DeviceMasks(NamedTuple):

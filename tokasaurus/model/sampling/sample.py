@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tokasaurus.model.buffer_sizes import as_sampled_rows_at_once, num_mask_words, ruled_rows_at_once
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels, LogitRulesStruct
 from tokasaurus.model.parallel.collectives import gather_rows, whole_rows
 from tokasaurus.model.sampling.noise import gumbel_noise, keys_of_shard
@@ -22,11 +23,8 @@ from tokasaurus.model.sampling.rules import (
     MaskedRows,
     RowChunk,
     RuledRows,
-    as_sampled_rows_at_once,
     columns_of,
     masked_rows,
-    num_mask_words,
-    ruled_rows_at_once,
 )
 from tokasaurus.model.sampling.shards import ALL_TOKENS, VocabularyShard, best_of_ranks, largest_of_ranks
 from tokasaurus.model.triton_choice import uses_triton

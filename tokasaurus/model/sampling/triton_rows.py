@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tokasaurus.messages.sampling import SamplingParams
-from tokasaurus.model.sampling.rules import RuledRows, ruled_rows_at_once
+from tokasaurus.model.buffer_sizes import ruled_rows_at_once
+from tokasaurus.model.sampling.rules import RuledRows
 
 # R rows that sample, A rows with a rule or a mask, C rows with changed logits, V vocabulary
 

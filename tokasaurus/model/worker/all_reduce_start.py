@@ -28,7 +28,7 @@ from tokasaurus.model.parallel.symmetric_all_reduce import (
     unreadable_device,
 )
 from tokasaurus.model.worker.device import Stopwatch, make_stopwatch
-from tokasaurus.model.worker.memory import show_size
+from tokasaurus.model.worker.memory_plan import show_size
 from tokasaurus.model.worker.self_check import TOLERANCES
 
 logger = logging.getLogger(__name__)

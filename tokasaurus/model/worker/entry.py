@@ -37,23 +37,20 @@ from tokasaurus.messages.status import (
 )
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.choose import Candidate, install_advice, make_backend
+from tokasaurus.model.buffer_sizes import buffer_bytes, padded_count, sizes_for
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels, load_kernels
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, choose_gemm
 from tokasaurus.model.decoder.compile import Compiler
-from tokasaurus.model.decoder.decoder import Decoder
-from tokasaurus.model.decoder.families import build_decoder
+from tokasaurus.model.decoder.decoder import Decoder, build_decoder
 from tokasaurus.model.decoder.quantize import CannotQuantize, Packing
 from tokasaurus.model.decoder.tensor_files import has_quantized
 from tokasaurus.model.decoder.weights import FilledModules, load_weights, return_freed_memory
-from tokasaurus.model.execution.device_batch import padded_count
 from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.collectives import is_about_another_rank, joined, least_of_ranks
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.stage_links import StageLinks, num_hidden_buffers
-from tokasaurus.model.parallel.symmetric_all_reduce import buffer_bytes
-from tokasaurus.model.staging.packed import sizes_for
+from tokasaurus.model.parallel.stage_links import StageLinks
 from tokasaurus.model.worker.all_reduce_start import choose_all_reduce, is_tried
 from tokasaurus.model.worker.device import (
     choose_activation_dtype,
@@ -67,6 +64,15 @@ from tokasaurus.model.worker.device import (
 from tokasaurus.model.worker.hydragen_costs import describe_savings, find_costs, with_step_price
 from tokasaurus.model.worker.loop import run_steps
 from tokasaurus.model.worker.memory import (
+    MemoryTable,
+    dtype_name,
+    graph_bytes,
+    kv_shape,
+    largest_forward,
+    reserve,
+    size_kv_cache,
+)
+from tokasaurus.model.worker.memory_plan import (
     INPUTS,
     ROTARY,
     SLOTS,
@@ -74,12 +80,6 @@ from tokasaurus.model.worker.memory import (
     SUMS,
     WEIGHTS,
     WORKSPACES,
-    MemoryTable,
-    graph_bytes,
-    kv_shape,
-    largest_forward,
-    reserve,
-    size_kv_cache,
     sizes_of_graphs,
 )
 from tokasaurus.model.worker.self_check import (
@@ -239,7 +239,7 @@ def start_worker(
         *(num_blocks, config.page_size, max_tokens, hydragen),
         *(times.per_token, times.single_token, limited_by, times.per_pair),
         switched_off=tuple(loaded.checks.switched_off),
-        dtype=str(loaded.model.weight_dtype).removeprefix("torch."),
+        dtype=dtype_name(loaded.model.weight_dtype),
         device=loaded.device.type,
     )
     kernels = loaded.kernels if loaded.runner.always_on_kernels else None
@@ -457,7 +457,9 @@ def load_worker(
         checks = Checks(lambda works: bool(least_of_ranks(int(works), mesh, device)))
     if is_tried(config.symmetric_all_reduce, mesh, device):
         with phases("all-reduce") as details, memory.measure(SUMS):
-            num_bytes = buffer_bytes(config.max_tokens_per_forward, info.hidden_size, platform.activation_dtype)
+            num_bytes = buffer_bytes(
+                config.max_tokens_per_forward, info.hidden_size, dtype_name(platform.activation_dtype)
+            )
             first_device = index - mesh.tp_rank
             mesh, described = choose_all_reduce(
                 *(config.symmetric_all_reduce, mesh, device, platform.activation_dtype, num_bytes, first_device),
@@ -688,13 +690,13 @@ def _check_compiled(loaded: LoadedWorker, compiler: Compiler, config: ServerConf
 
 def _link_stages(mesh: Mesh, model: Decoder, limits: ForwardLimits, device: torch.device, trace: Trace) -> StageLinks:
     num_tokens = padded_count(limits.max_tokens, mesh.tp_size)
-    buffers = [model.new_hidden(num_tokens, device) for _ in range(num_hidden_buffers(mesh))]
+    buffers = [model.new_hidden(num_tokens, device) for _ in range(mesh.num_hidden_buffers)]
     return StageLinks(mesh, buffers, limits.max_seqs + 1, trace)
 
 
 def _describe_dtypes(*dtypes: torch.dtype) -> str:
     """dtypes: of weights, activations and KV cache -> text for the user."""
-    weights, activations, kv_cache = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    weights, activations, kv_cache = map(dtype_name, dtypes)
     if weights == activations == kv_cache:
         return weights
     return f"{weights} weights, {activations} activations, {kv_cache} KV cache"

@@ -39,9 +39,9 @@ from tokasaurus.model.attention.backend import (
 from tokasaurus.model.attention.block_lists import as_in_steps, fill_lists_by_torch
 from tokasaurus.model.attention.reference import ReferenceBackend
 from tokasaurus.model.attention.row_split import attends_over, merge_partial
+from tokasaurus.model.buffer_sizes import num_mask_words, padded_count
 from tokasaurus.model.decoder.compile import Compiler, describe_error
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor, zero_nonfinite
-from tokasaurus.model.execution.device_batch import padded_count
 from tokasaurus.model.execution.executors import ModuleExecutor
 from tokasaurus.model.execution.runner import ComputedStep, ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
@@ -51,7 +51,6 @@ from tokasaurus.model.sampling.rules import (
     choose_rows,
     has_limits,
     limited_rows,
-    num_mask_words,
     params_to_device,
 )
 from tokasaurus.model.sampling.sample import Sampled, SamplingRows, TopRows, sample_by_torch, sample_by_triton

@@ -26,9 +26,8 @@ from tokasaurus.messages.forward import (
 )
 from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.messages.sampling import CLIENT_PARAMETERS, LIMITS, PENALTIES, SamplingParams
+from tokasaurus.model.buffer_sizes import LOGPROBS_AT_ONCE, num_mask_words, ruled_rows_at_once
 from tokasaurus.model.execution.runner import ModelRunner
-from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
-from tokasaurus.model.sampling.rules import num_mask_words, ruled_rows_at_once
 
 _NUM_LIMITED_ROWS = 64
 """Rows with limits, masks and logprobs after these. Sampling handles rows in chunks, so one chunk is enough; limits are

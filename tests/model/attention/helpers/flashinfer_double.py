@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.model.attention.helpers.flashinfer_source import DECODE, PREFILL, recorded_dtypes, recorded_signatures
+from tokasaurus.model import buffer_sizes
 from tokasaurus.model.attention import flashinfer_backend
 
 # S segments, N blocks of all segments, R rows, H query heads, K key/value heads, D head size, P page size, L tokens
@@ -241,7 +242,7 @@ def install(monkeypatch: pytest.MonkeyPatch, any_dtype: bool = False) -> None:
     monkeypatch.setattr(_Wrapper, "any_dtype", any_dtype)
     monkeypatch.setattr(flashinfer_backend, "why_unfit", lambda _shape: None)
     monkeypatch.setattr(flashinfer_backend, "load_library", Library)
-    monkeypatch.setattr(flashinfer_backend, "_MIN_WORKSPACE", 1 << 20)
+    monkeypatch.setattr(buffer_sizes, "_MIN_WORKSPACE", 1 << 20)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tests.model.attention.helpers.flashinfer_planner import NUM_PROCESSORS, OCCUPANCY, HostPlanner
 from tests.model.helpers.paged_problems import CPU
+from tokasaurus.model import buffer_sizes
 from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.row_split import attend_rows
@@ -218,7 +219,7 @@ def main(package: str, needs: str) -> None:
 
     without_a_device()
     torch.set_num_threads(1)
-    real_bytes = flashinfer_backend.workspace_bytes
+    real_bytes = buffer_sizes.workspace_bytes
     backend: Any = flashinfer_backend
     backend.workspace_bytes = lambda shape, _number, rows=0: real_bytes(shape, NUM_PROCESSORS, rows)
     with tempfile.TemporaryDirectory() as directory:

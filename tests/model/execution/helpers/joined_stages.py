@@ -21,10 +21,11 @@ from tests.model.helpers.prefix_samples import Samples
 from tests.model.helpers.steps import CPU, StepDriver, make_runner, one_thread
 from tests.model.parallel.helpers.stage_transport import Transport, stage_meshes
 from tokasaurus.messages.forward import ForwardInput
+from tokasaurus.model.buffer_sizes import graph_sizes
 from tokasaurus.model.decoder.compile import Compiler
-from tokasaurus.model.execution.graphs import Recorder, graph_sizes
+from tokasaurus.model.execution.graphs import Recorder
 from tokasaurus.model.execution.runner import ModelRunner, StepResult
-from tokasaurus.model.parallel.stage_links import StageLinks, num_hidden_buffers
+from tokasaurus.model.parallel.stage_links import StageLinks
 
 MAX_TOKENS = 256
 """Of a step."""
@@ -65,7 +66,7 @@ def join_stages(
     for mesh in stage_meshes(pp_size):
         model, info = load(directory, mesh, device, packed=backend == "cpu")
         compiler = None if compilers is None else compilers[mesh.pp_rank]
-        buffers = [model.new_hidden(MAX_TOKENS, device) for _ in range(num_hidden_buffers(mesh))]
+        buffers = [model.new_hidden(MAX_TOKENS, device) for _ in range(mesh.num_hidden_buffers)]
         links = StageLinks(mesh, buffers, NUM_SLOTS + 1)
         sizes: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "num_slots": NUM_SLOTS}
         runners.append(

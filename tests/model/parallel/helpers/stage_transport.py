@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.stage_links import StageLinks, num_hidden_buffers
+from tokasaurus.model.parallel.stage_links import StageLinks
 
 
 class Deadlock(Exception):
@@ -111,6 +111,6 @@ def link_stages(meshes: list[Mesh], num_tokens: int, hidden_size: int, num_slots
     """num_tokens: of the largest step."""
 
     def buffers(mesh: Mesh) -> list[Tensor]:
-        return [torch.full((num_tokens, hidden_size), torch.nan) for _ in range(num_hidden_buffers(mesh))]
+        return [torch.full((num_tokens, hidden_size), torch.nan) for _ in range(mesh.num_hidden_buffers)]
 
     return [StageLinks(mesh, buffers(mesh), num_slots) for mesh in meshes]

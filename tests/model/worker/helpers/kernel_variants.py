@@ -30,11 +30,12 @@ from tests.model.helpers.pretend_device import HostTransfers
 from tests.model.helpers.rule_contexts import ALWAYS, Rule, make_rules
 from tests.model.helpers.sampling_rows import make_masks
 from tests.model.helpers.steps import StepDriver, make_runner
+from tokasaurus.model import buffer_sizes
 from tokasaurus.model.attention import torch_backend
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel import collectives
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.sampling import rules, sample
+from tokasaurus.model.sampling import sample
 from tokasaurus.model.worker import warmup
 
 PAGE_SIZE = 16
@@ -134,7 +135,7 @@ def missing_variants(mesh: Mesh) -> list[Variant]:
         unittest.mock.patch.object(torch_backend, "uses_triton", return_value=True),
         # Others are slow in the interpreter, and have no variants of their own. With any, ranks sample whole rows.
         unittest.mock.patch.object(warmup, "LIMITS", ("min_p",)),
-        unittest.mock.patch.object(rules, "_SCRATCH_BYTES", 8 * VOCAB_SIZE * RULED_ROWS_AT_ONCE),
+        unittest.mock.patch.object(buffer_sizes, "_SCRATCH_BYTES", 8 * VOCAB_SIZE * RULED_ROWS_AT_ONCE),
     ):
         runner = make_runner(model, info, "torch", PAGE_SIZE, transfers=HostTransfers(), mesh=mesh)
         warmup.warm_up(runner, LIMITS, PAGE_SIZE, is_context_costly=True)

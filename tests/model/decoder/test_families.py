@@ -1,0 +1,27 @@
+"""Parameters are counted without torch as the decoder has them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.tiny_model import FAMILIES, save_tiny_model
+from tokasaurus.checkpoint import read_model_info
+from tokasaurus.model.decoder.decoder import build_decoder
+from tokasaurus.model.decoder.families import num_parameters
+from tokasaurus.model.parallel.mesh import Mesh
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_rank_has_the_parameters_that_are_counted(family: str, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, family)
+    stored = replace(read_model_info(tmp_path), num_layers=5)
+    for tied in (True, False):
+        info = replace(stored, tie_embeddings=tied)
+        for pp_size, tp_size in ((1, 1), (1, 2), (2, 1), (3, 2)):
+            for index in range(pp_size * tp_size):
+                mesh = Mesh.of_worker(index, pp_size, tp_size)
+                decoder = build_decoder(info, mesh, torch.float32)
+                numbers = [parameter.numel() for parameter in decoder.parameters()]
+                assert num_parameters(info, mesh) == sum(numbers), (tied, mesh)

@@ -1,0 +1,193 @@
+"""Sizes of the buffers that a worker allocates, in numbers alone: `toka plan` counts them without torch, and the
+modules that allocate them take them from here."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tokasaurus.messages.generation import SAMPLING_DTYPE
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number by its dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVSizes:
+    """One worker's KV cache in numbers: only the layers and heads of this worker."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+
+    def block_bytes(self, item_bytes: int) -> int:
+        """Bytes for keys and values of `page_size` tokens in every layer. item_bytes: of a number."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.page_size * item_bytes
+
+
+def graph_sizes(max_size: int, step: int) -> list[int]:
+    """max_size and the multiples of `step` below it, largest first: the others then fit in the memory of the first."""
+    return [max_size, *range((max_size - 1) // step * step, 0, -step)]
+
+
+def padded_count(count: int, multiple: int = 1) -> int:
+    """`count` rounded up to an allowed number of rows: all up to 16, then 16 per doubling, so at most 1/16 more; and
+    that up to a multiple of `multiple`.
+
+    The CPU's matrix library generates and keeps code for each shape: without rounding, the worker grew by 2 MB with
+    each new count.
+    """
+    step = max(1, 1 << ((count - 1).bit_length() - 5)) if count > 16 else 1
+    padded = -(-count // step) * step
+    return -(-padded // multiple) * multiple
+
+
+# Inputs and results of steps
+
+RING_SIZE = 3
+"""Buffers in turn: the running step reads one, the step queued after it another, while the host fills the third."""
+
+_BYTES_PER_TOKEN = 80
+"""Its id, position and kv index, the row and the target of its prompt logprob, and its place in attention's lists."""
+
+_BYTES_PER_ROW = 256 + SAMPLING_DTYPE.itemsize
+"""Its slot, first opened and then run, its noise, its place in each list of rows with a feature, its new blocks and the
+ranges of its context in attention's lists."""
+
+_BIASES_PER_ROW = 32
+"""Biases per row for which the buffers have room, on average; OpenAI's API allows 300 in one request."""
+
+_BYTES_PER_BIAS = 8
+_BYTES_PER_TOP = 8
+"""A top logprob and its token."""
+
+_OTHER = 1 << 16
+"""Alignment, padding, and arrays of a few numbers."""
+
+
+class BufferSizes(NamedTuple):
+    """Bytes of one buffer each."""
+
+    inputs: int = 1 << 20
+    results: int = 1 << 16
+
+
+def sizes_for(max_tokens: int, max_seqs: int, vocab_size: int, num_top: int) -> BufferSizes:
+    """Sizes for any step of at most max_tokens tokens and max_seqs rows, each with a mask, top logprobs and rules.
+
+    num_top: most top logprobs of a token. The block tables of many long prefixes that are opened at once, and more
+    biases than usual, do not fit: PackedStaging has another buffer for these.
+    """
+    mask_bytes = -(-vocab_size // 32) * 4
+    bytes_per_row = _BYTES_PER_ROW + _BIASES_PER_ROW * _BYTES_PER_BIAS + mask_bytes
+    bytes_per_answer = 16 + num_top * _BYTES_PER_TOP
+    return BufferSizes(
+        inputs=max_tokens * _BYTES_PER_TOKEN + max_seqs * bytes_per_row + _OTHER,
+        results=(max_tokens + max_seqs) * bytes_per_answer + _OTHER,
+    )
+
+
+# Logits
+
+LOGPROBS_AT_ONCE = 256
+"""Rows that pass the LM head together: bounds the memory of their logits for prompts of any length."""
+
+_SCRATCH_BYTES = 128 << 20
+
+RULED_BYTES_PER_TOKEN = 8
+"""A word to count in, and a changed logit, for each token of the vocabulary."""
+
+AS_SAMPLED_BYTES_PER_TOKEN = 64
+"""Bound of the float32 copies of a row, and the 8-byte indices of its sort, while all rules apply by plain torch."""
+
+_MAX_AS_SAMPLED_ROWS = 64
+
+
+def ruled_rows_at_once(vocab_size: int) -> int:
+    """Rows with rules whose logits a GPU changes at once, which bounds the memory: 130 for Llama 3's vocabulary."""
+    return max(1, _SCRATCH_BYTES // (RULED_BYTES_PER_TOKEN * vocab_size))
+
+
+def as_sampled_rows_at_once(vocab_size: int) -> int:
+    """Rows whose adjusted logits plain torch computes at once for their logprobs, which bounds the memory: 16 for
+    Llama 3's vocabulary."""
+    return min(_MAX_AS_SAMPLED_ROWS, max(1, _SCRATCH_BYTES // (AS_SAMPLED_BYTES_PER_TOKEN * vocab_size)))
+
+
+def num_mask_words(vocab_size: int) -> int:
+    return -(-vocab_size // 32)
+
+
+# Ranks
+
+NUM_HIDDEN_BUFFERS = 2
+"""Buffers of hidden states per direction: one step is computed while the next arrives, or while the last leaves."""
+
+SUMMED_DTYPES = ("bfloat16", "float32")
+"""Torch's kernels sum numbers of these dtypes."""
+
+MAX_SUM_BYTES = 8 << 20
+"""Bytes of the largest sum that may take another way than NCCL's: 1,024 tokens with 4,096 numbers of bfloat16. Larger
+sums take as long as their bytes need, and NCCL moves these well."""
+
+SUM_ALIGNMENT = 16
+"""Bytes that a thread of the kernels reads at a time."""
+
+
+def buffer_bytes(max_tokens: int, hidden_size: int, dtype: str) -> int:
+    """Bytes of each rank's buffer that the others read, a multiple of what a thread reads. max_tokens: of a forward."""
+    num_bytes = min(MAX_SUM_BYTES, max_tokens * hidden_size * ITEM_BYTES[dtype]) if dtype in SUMMED_DTYPES else 0
+    return num_bytes // SUM_ALIGNMENT * SUM_ALIGNMENT
+
+
+# FlashInfer
+
+HEAD_DIMS = (64, 128, 256)
+"""Head sizes that both of FlashInfer's kernels, prefill and decode, are written for."""
+
+CUDA_CORE_GROUPS = (1, 2, 3)
+"""Query heads per KV head for which decode runs on CUDA cores. FlashInfer has these kernels for 4, 6 and 8 too, but not
+for 5 and 7. Tensor cores are taken from 4 on: not measured."""
+
+_MIN_WORKSPACE = 128 << 20
+"""Bytes, as its manual advises, for partial results of long contexts that FlashInfer splits."""
+
+_PREFILL_TILE = 128
+"""Most query rows of a prefill tile (FA2DetermineCtaTileQ)."""
+
+_TILES = (16, 64, _PREFILL_TILE)
+"""Query rows of a tile, all heads of a group counted: the smallest that holds a segment."""
+
+_BLOCKS_PER_PROCESSOR = 2
+"""Thread blocks of prefill that FlashInfer counts on for each multiprocessor."""
+
+
+def workspace_bytes(shape: KVSizes, num_processors: int, max_graph_rows: int = 0) -> int:
+    """Bytes for the partial results of split contexts: all tiles that FlashInfer runs at once, in float32 with LSE.
+
+    num_processors: multiprocessors of the device. max_graph_rows: of the largest recorded decode step; 0 without CUDA
+    graphs. For a recording on tensor cores, FlashInfer's planner reserves a tile for each row, since it does not know
+    that a row is a segment of its own, and as many as would hold all rows together.
+    """
+    tiles = -(-num_processors * _BLOCKS_PER_PROCESSOR // shape.num_kv_heads)
+    rows = tiles * _PREFILL_TILE
+    group = shape.num_heads // shape.num_kv_heads
+    if max_graph_rows and group not in CUDA_CORE_GROUPS:
+        tile = next(size for size in _TILES if group <= size or size == _PREFILL_TILE)
+        rows = max(rows, (-(-max_graph_rows * group // tile) + max_graph_rows - 1) * tile)
+    needed = rows * shape.num_heads * (shape.head_dim + 1) * 4
+    return max(_MIN_WORKSPACE, -(-needed // (1 << 20)) << 20)
+
+
+def plan_bytes(max_rows: int) -> int:
+    """Bytes of a plan, on the device and in pinned memory: at least 1 MiB, 8 in FlashInfer.
+
+    max_rows: of a recorded step, or of a part of another forward.
+
+    A plan has three int32 and a bool for each tile, two int32 for each row, and a few more. There are at most as many
+    tiles as for a group of 64 heads in tiles of 16, or 2 for each of 512 multiprocessors. Without a recording there are
+    fewer, at most 2 for each row, since a tile's size is chosen by the mean of the segments.
+    """
+    num_tiles = max(5 * max_rows, 1024)
+    needed = 13 * num_tiles + 8 * max_rows + 1024
+    return -(-needed // (1 << 20)) << 20

@@ -1,0 +1,385 @@
+"""The plan of a worker's memory: a table whose entries say how each part is planned. `toka plan` prints it, and a start
+reports beside it what it measures (memory.py). Numbers alone: needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.messages.sampling import SamplingParams
+from tokasaurus.messages.status import longest_context
+from tokasaurus.model.buffer_sizes import (
+    AS_SAMPLED_BYTES_PER_TOKEN,
+    HEAD_DIMS,
+    ITEM_BYTES,
+    LOGPROBS_AT_ONCE,
+    RING_SIZE,
+    RULED_BYTES_PER_TOKEN,
+    KVSizes,
+    as_sampled_rows_at_once,
+    buffer_bytes,
+    graph_sizes,
+    padded_count,
+    plan_bytes,
+    ruled_rows_at_once,
+    sizes_for,
+    workspace_bytes,
+)
+from tokasaurus.model.decoder.families import num_parameters
+from tokasaurus.model.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from tokasaurus.config import ServerConfig
+
+CONTEXT_BYTES = 600 << 20
+"""CUDA's context, cuBLAS and the kernels' code on the device: an estimate, which differs by device and version."""
+
+WEIGHTS, ROTARY, SLOTS, INPUTS = "weights", "rotary table", "slots", "inputs of steps"
+STAGES, SUMS, FORWARD, WORKSPACES = "stage buffers", "sums over ranks", "largest forward", "attention workspaces"
+GRAPHS, CONTEXT = "CUDA graphs", "CUDA context"
+"""Names of the table's parts."""
+
+_GRAPH_BYTES = 256 << 10
+"""What a driver keeps for the launches between two attentions: an estimate."""
+
+_NUM_PROCESSORS = 132
+"""Multiprocessors of an H100 or H200, on which the size of FlashInfer's workspace depends."""
+_NUM_WRAPPERS = 12
+"""FlashInfer's wrappers that FlashInferBackend keeps, each with a buffer for its plan."""
+
+CUDA_FRACTION = 0.95
+"""Fraction of the device memory left after weights and the largest forward: the rest covers fragmentation."""
+
+
+class DoesNotFit(Exception):
+    """The message, one line, says what does not fit and which flag to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the plan depends on besides the model. Fields are flags of the same name."""
+
+    device_bytes: int
+    dtype: str
+    kv_cache_dtype: str
+    tp_size: int
+    pp_size: int
+    page_size: int
+    max_tokens_per_forward: int
+    max_seqs_per_forward: int
+    context_length: int
+    """Most tokens of a sequence, by the model and the flag."""
+    has_flashinfer: bool
+    has_symmetric_sums: bool
+    """Whether sums over tensor-parallel ranks may use memory that these share."""
+    graph_sizes: tuple[int, ...]
+    """Sequences of each decode step that is recorded, largest first; empty without CUDA graphs."""
+
+    @property
+    def item(self) -> int:
+        """Bytes of a weight, and of a number of the hidden states."""
+        return ITEM_BYTES[self.dtype]
+
+
+def sizes_of(config: ServerConfig, info: ModelInfo, device_bytes: int, dtype: str, kv_cache_dtype: str) -> Sizes:
+    return Sizes(
+        device_bytes=device_bytes,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        tp_size=config.tp_size,
+        pp_size=config.pp_size,
+        page_size=config.page_size,
+        max_tokens_per_forward=config.max_tokens_per_forward,
+        max_seqs_per_forward=config.max_seqs_per_forward,
+        context_length=longest_context(info.context_length, config.max_num_tokens_per_request),
+        has_flashinfer=config.attention_backend != "torch",
+        has_symmetric_sums=config.symmetric_all_reduce is not False,
+        graph_sizes=tuple(sizes_of_graphs(config)),
+    )
+
+
+def sizes_of_graphs(config: ServerConfig) -> list[int]:
+    """Sequences, largest first; none without CUDA graphs."""
+    if config.use_cudagraphs is False:
+        return []
+    return graph_sizes(config.cudagraph_max_size or config.max_seqs_per_forward, config.cudagraph_step)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a worker's memory."""
+
+    name: str
+    num_bytes: int
+    reason: str
+    is_exact: bool
+    """Otherwise an estimate: the server measures it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """The memory of one worker."""
+
+    pp_rank: int
+    tp_rank: int
+    parts: tuple[Part, ...]
+    """All but the KV cache."""
+    kv_bytes_per_token: int
+    num_kv_blocks: int
+    """Usable blocks, without the padding block; below 1 if the parts leave no room."""
+
+    @property
+    def num_fixed_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory of all workers of a replica."""
+
+    sizes: Sizes
+    workers: tuple[WorkerPlan, ...]
+
+    @property
+    def least(self) -> WorkerPlan:
+        """The worker with the fewest KV blocks, which decides for all."""
+        return min(self.workers, key=lambda worker: worker.num_kv_blocks)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        return self.least.num_kv_blocks * self.sizes.page_size
+
+    def num_sequences(self, num_tokens: int) -> int:
+        """Sequences of `num_tokens` tokens that fit the KV cache at once, if they share nothing."""
+        return self.least.num_kv_blocks // -(-num_tokens // self.sizes.page_size)
+
+
+def plan_memory(info: ModelInfo, sizes: Sizes) -> MemoryPlan:
+    """Raises DoesNotFit, and ValueError for a tp_size or pp_size by which the model cannot be divided."""
+    meshes = [Mesh.of_worker(index, sizes.pp_size, sizes.tp_size) for index in range(sizes.pp_size * sizes.tp_size)]
+    plan = MemoryPlan(sizes, tuple(plan_worker(info, mesh, sizes) for mesh in meshes))
+    least = plan.least
+    if least.num_kv_blocks < 1:
+        weights, *others = least.parts
+        of_others = least.num_fixed_bytes - weights.num_bytes
+        forward = next(part for part in others if part.name == FORWARD)
+        flag = "a larger tp_size or pp_size"
+        if least.num_fixed_bytes - forward.num_bytes < sizes.device_bytes:
+            flag = "a lower max_tokens_per_forward or max_seqs_per_forward"
+        raise DoesNotFit(
+            f"device_memory={show_size(sizes.device_bytes)}: {show_size(weights.num_bytes)} of weights and "
+            f"{show_size(of_others)} of {', '.join(part.name for part in others)} leave no room for a KV cache; {flag} "
+            "needs less on each device"
+        )
+    return plan
+
+
+def kv_sizes(info: ModelInfo, mesh: Mesh, page_size: int) -> KVSizes:
+    """This rank's KV cache. Raises ValueError for a tp_size or pp_size by which the model cannot be divided."""
+    return KVSizes(
+        num_layers=len(mesh.stage_layers(info)),
+        num_heads=mesh.shard(info.num_heads, "attention heads")[1],
+        num_kv_heads=mesh.kv_head_shard(info.num_kv_heads)[1],
+        head_dim=info.head_dim,
+        page_size=page_size,
+    )
+
+
+def plan_worker(info: ModelInfo, mesh: Mesh, sizes: Sizes) -> WorkerPlan:
+    """The memory of one worker. Raises ValueError for a tp_size or pp_size by which the model cannot be divided."""
+    shape = kv_sizes(info, mesh, sizes.page_size)
+    rank = _Rank(info, mesh, shape, sizes)
+    planned = ((entry, entry.plan(rank)) for entry in _TABLE.values())
+    parts = tuple(Part(entry.name, *found, entry.is_exact) for entry, found in planned if found is not None)
+    left = sizes.device_bytes - sum(part.num_bytes for part in parts)
+    block_bytes = shape.block_bytes(ITEM_BYTES[sizes.kv_cache_dtype])
+    bytes_per_token = block_bytes // sizes.page_size
+    num_blocks = int(left * CUDA_FRACTION) // block_bytes - 1  # minus the padding block, as in the server
+    return WorkerPlan(mesh.pp_rank, mesh.tp_rank, parts, bytes_per_token, num_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """What the parts of one worker are planned from."""
+
+    info: ModelInfo
+    mesh: Mesh
+    shape: KVSizes
+    sizes: Sizes
+
+    @property
+    def table_blocks(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.sizes.context_length // self.sizes.page_size)
+
+    @property
+    def has_flashinfer(self) -> bool:
+        """Whether FlashInfer computes attention, where it is installed."""
+        sizes = self.sizes
+        is_half = sizes.dtype != "float32" and sizes.kv_cache_dtype == sizes.dtype
+        return sizes.has_flashinfer and self.shape.head_dim in HEAD_DIMS and is_half
+
+    @property
+    def widest_row(self) -> int:
+        """Most numbers that a layer has in memory for each token. Layers run one after another in the same memory."""
+        info, shape = self.info, self.shape
+        query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        attention_row = 2 * info.hidden_size + 2 * (query + 2 * kv) + query
+        return max(attention_row, 2 * info.hidden_size + 3 * (info.intermediate_size // self.mesh.tp_size))
+
+
+Planned: TypeAlias = tuple[int, str] | None
+"""Bytes, and the reason of the number; None: this worker has no such part."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """How one part is planned, and how a start measures it."""
+
+    name: str
+    plan: Callable[[_Rank], Planned]
+    is_exact: bool = False
+    is_on_cpu: bool = False
+    """A worker on a CPU has this part too, of the planned size. All others differ there, and are not shown."""
+    is_outside_torch: bool = False
+    """Torch's allocator does not count it."""
+
+
+def _weights(rank: _Rank) -> Planned:
+    info, mesh, item = rank.info, rank.mesh, rank.sizes.item
+    count = num_parameters(info, mesh)
+    what = f"{rank.shape.num_layers} of {info.num_layers} layers"
+    if mesh.tp_size > 1:
+        what += f", each divided by {mesh.tp_size}"
+    ends = [name for name, is_here in (("embedding", mesh.is_first_stage), ("LM head", mesh.is_last_stage)) if is_here]
+    if info.tie_embeddings and len(ends) == 2:
+        ends = ["embedding, which is also the LM head"]
+    return count * item, f"{count:,} parameters x {item} B: {', '.join([what, *ends])}"
+
+
+def _rotary(rank: _Rank) -> Planned:
+    num_positions, head_dim = rank.sizes.context_length, rank.info.head_dim
+    return num_positions * head_dim * 4, f"{num_positions:,} positions x {head_dim} x 4 B"
+
+
+def _slots(rank: _Rank) -> Planned:
+    num_slots, num_blocks = rank.sizes.max_seqs_per_forward + 1, rank.table_blocks
+    per_slot = 4 * num_blocks + 4 * len(SamplingParams._fields) + 8
+    reason = f"{num_slots:,} slots x {per_slot:,} B: a table of {num_blocks:,} blocks, sampling parameters, last token"
+    return num_slots * per_slot, reason
+
+
+def _inputs(rank: _Rank) -> Planned:
+    max_tokens, max_seqs = rank.sizes.max_tokens_per_forward, rank.sizes.max_seqs_per_forward
+    num_bytes = RING_SIZE * sizes_for(max_tokens, max_seqs, rank.info.vocab_size, num_top=0).inputs
+    return num_bytes, f"{RING_SIZE} steps' arrays: {max_tokens:,} tokens and {max_seqs:,} rows with masks each"
+
+
+def _stage_buffers(rank: _Rank) -> Planned:
+    """Hidden states that are sent and received."""
+    num_buffers = rank.mesh.num_hidden_buffers
+    if not num_buffers:
+        return None
+    num_tokens = padded_count(rank.sizes.max_tokens_per_forward, rank.mesh.tp_size)
+    hidden_size, item = rank.info.hidden_size, rank.sizes.item
+    num_bytes = num_buffers * num_tokens * hidden_size * item
+    return num_bytes, f"{num_buffers} x {num_tokens:,} tokens x {hidden_size:,} x {item} B between stages"
+
+
+def _sums(rank: _Rank) -> Planned:
+    """The memory through which tensor-parallel ranks sum."""
+    sizes = rank.sizes
+    num_bytes = buffer_bytes(sizes.max_tokens_per_forward, rank.info.hidden_size, sizes.dtype)
+    if sizes.tp_size == 1 or not sizes.has_symmetric_sums or not num_bytes:
+        return None
+    return num_bytes, "a buffer that the GPUs share, if they can"
+
+
+def _largest_forward(rank: _Rank) -> Planned:
+    """The activations of a layer at its widest, and the logits."""
+    sizes, mesh, vocab_size = rank.sizes, rank.mesh, rank.info.vocab_size
+    num_tokens, item, widest = sizes.max_tokens_per_forward, sizes.item, rank.widest_row
+    num_bytes = num_tokens * widest * item
+    reason = f"{num_tokens:,} tokens x {widest:,} x {item} B of a layer"
+    if mesh.is_last_stage:
+        num_rows = min(max(sizes.max_seqs_per_forward, LOGPROBS_AT_ONCE), num_tokens)
+        if mesh.tp_size > 1:  # a rank's logits of all rows; its rows' logits of all tokens, as received and as joined
+            num_rows = 3 * -(-num_rows // mesh.tp_size)
+        copies, what = max(
+            (min(num_rows, ruled_rows_at_once(vocab_size)) * RULED_BYTES_PER_TOKEN, "penalties"),
+            (
+                min(num_rows, as_sampled_rows_at_once(vocab_size)) * AS_SAMPLED_BYTES_PER_TOKEN,
+                "log-probabilities as sampled",
+            ),
+        )
+        num_bytes += (num_rows * item + copies) * vocab_size
+        reason += f" + {vocab_size:,} logits x ({num_rows:,} rows x {item} B + {copies:,} B of rows with {what})"
+    return num_bytes, reason
+
+
+def _workspaces(rank: _Rank) -> Planned:
+    if not rank.has_flashinfer:
+        return None
+    graph_rows = max(rank.sizes.graph_sizes, default=0)
+    of_wrapper = plan_bytes(rank.sizes.max_tokens_per_forward)
+    num_bytes = workspace_bytes(rank.shape, _NUM_PROCESSORS, graph_rows) + _NUM_WRAPPERS * of_wrapper
+    reason = f"FlashInfer's workspace for {_NUM_PROCESSORS} multiprocessors"
+    if graph_rows:
+        reason += f" and graphs of {graph_rows:,} sequences"
+    return num_bytes, f"{reason}, and {_NUM_WRAPPERS} wrappers x {show_size(of_wrapper)}"
+
+
+def _graphs(rank: _Rank) -> Planned:
+    """All graphs share the memory of the largest. For each piece of a graph the driver keeps some more: a graph has one
+    piece more than the stage has layers, and twice as many where attention can be recorded too."""
+    sizes, mesh = rank.sizes, rank.mesh
+    if not sizes.graph_sizes:
+        return None
+    largest, num_pieces = sizes.graph_sizes[0], len(sizes.graph_sizes) * (rank.shape.num_layers + 1)
+    row = rank.widest_row
+    if not mesh.is_first_stage:
+        row += rank.info.hidden_size  # where graphs read what the stage before sent
+    if mesh.is_last_stage:
+        row += mesh.vocab_shard(rank.info.vocab_size)[1]
+    num_bytes = largest * row * sizes.item
+    reason = f"{largest:,} sequences x {row:,} x {sizes.item} B"
+    if rank.has_flashinfer:
+        num_pieces *= 2
+        num_bytes += largest * rank.table_blocks * 4
+        reason += f" + {largest:,} x {rank.table_blocks:,} blocks x 4 B"
+    num_bytes += num_pieces * _GRAPH_BYTES
+    return num_bytes, f"{reason} + {num_pieces:,} pieces x {show_size(_GRAPH_BYTES)}"
+
+
+def _context(_rank: _Rank) -> Planned:
+    return CONTEXT_BYTES, "context, cuBLAS and kernels' code"
+
+
+_TABLE = {
+    entry.name: entry
+    for entry in (
+        _Entry(WEIGHTS, _weights, is_exact=True, is_on_cpu=True),
+        _Entry(ROTARY, _rotary, is_exact=True, is_on_cpu=True),
+        _Entry(SLOTS, _slots, is_exact=True),
+        _Entry(INPUTS, _inputs, is_exact=True),
+        _Entry(STAGES, _stage_buffers, is_exact=True),
+        _Entry(SUMS, _sums, is_outside_torch=True),
+        _Entry(FORWARD, _largest_forward),
+        _Entry(WORKSPACES, _workspaces),
+        _Entry(GRAPHS, _graphs),
+        _Entry(CONTEXT, _context),
+    )
+}
+"""Every part but the KV cache, which gets what they leave."""
+
+
+def show_size(num_bytes: float) -> str:
+    """The size with a unit and four digits, for the user."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} GiB"
