@@ -59,3 +59,24 @@ def test_a_phase_without_parts_is_measured_by_the_last_start(clock: list[float])
     clock[0] += 4.0
     assert [row.percent for row in report.rows()] == ["~50%"]
     assert report.start_times[phase_key("manager", "imports")] == 51.0
+
+
+def test_a_start_says_what_is_served_and_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases = [
+        PhaseDone("model worker", "imports", 3.0),
+        PhaseDone("model worker", "device", 0.1, "cpu, bfloat16, 2 threads"),
+        PhaseDone("model worker", "gemm", 0.1, "few rows by kernels"),
+        PhaseDone("model worker", "warm-up", 70.0),
+        PhaseDone("model worker", "memory", 0.0, "weights 1 MiB planned, 2 MiB measured"),
+    ]
+    lines: list[str] = []
+    monkeypatch.setattr(StartupReport, "show_line", lambda _self, line, *_: lines.append(line))
+    shown = {}
+    for shows_details in (False, True):
+        report = StartupReport(shows_details=shows_details)
+        lines.clear()
+        for phase in phases:
+            report.show_phase(WORKER, phase)
+        shown[shows_details] = [line[14:30].strip() for line in lines]
+        assert {phase_key(WORKER, phase.phase) for phase in phases} <= report.start_times.keys(), "all times are kept"
+    assert shown == {False: ["device", "warm-up"], True: ["imports", "device", "gemm", "warm-up", "memory"]}

@@ -20,6 +20,11 @@ COMPILER = "compiler"
 PROCESS = "launcher"
 """The launcher in log lines."""
 
+SECONDS_OF_A_LINE = 5.0
+"""A phase that has nothing to say gets a line if it takes so long."""
+_DETAILS = ("gemm", "memory")
+"""Phases whose details are for who tunes a server."""
+
 _UNNAMED = "start"
 """What comes after a process's imports, until it says what that is."""
 _DETAIL_COLUMN = 41
@@ -58,6 +63,8 @@ class StartupReport:
     context_length: int = 0
     """Most tokens of a sequence, by the model and the flag max_num_tokens_per_request."""
     drain_seconds: int = 0
+    shows_details: bool = True
+    """Every phase gets a line; otherwise those that say what is served, and those that take long."""
     started: float = field(default_factory=_start_of_process)
     num_replicas: int = 1
     limits: EngineLimits | None = None
@@ -141,6 +148,9 @@ class StartupReport:
             self._begin(process, _UNNAMED)
         else:
             self._running.pop(process, None)
+        is_short = phase.seconds < SECONDS_OF_A_LINE and (not phase.detail or phase.phase in _DETAILS)
+        if is_short and not self.shows_details:
+            return
         kind = process.partition(" (")[0]  # without the rank
         text = f"{kind:>12}  {phase.phase:<16} {phase.seconds:6.2f} s  {phase.detail}".rstrip()
         fields: dict[str, Any] = {

@@ -214,7 +214,7 @@ def _measure_server(
 ) -> None:
     """Measures and removes the parts of `pending`. Raises ServerError if the server does not start, or time is up."""
     started_s = time.monotonic()
-    own_flags = [f"model={directory}", *flags, *run.flags]
+    own_flags = [f"model={directory}", "log_level=debug", *flags, *run.flags]
     with own_server(own_flags, max(1.0, deadline_s - started_s)) as server:
         memory = [line for line in server.start_lines if " planned, " in line]
         lines = {"lines": server.start_lines, "memory": memory}

@@ -126,7 +126,7 @@ def test_real_processes_serve_http_to_this_user_alone(model: Path, monkeypatch: 
         path, pids = Path(engine.socket_path), pids_of(engine)
         assert [stat.S_IMODE(status.stat().st_mode) for status in (path, path.parent)] == [0o600, 0o700]
         assert engine.model == "tiny-llama"
-        assert any("model worker  warm-up" in line for line in lines)
+        assert any("model worker  device" in line for line in lines)
         assert [line for line in lines if "\x1b" in line] == []
         assert any(line.startswith(f"ready: unix:{path} serves tiny-llama; ") for line in lines)
         assert {"toka-server", "toka-manager", "toka-worker-0"} <= {psutil.Process(pid).name() for pid in pids}
@@ -354,7 +354,7 @@ def test_nothing_is_left_of_a_script_that_is_killed_while_the_engine_starts(mode
 import os, psutil, signal
 from tests.library.helpers.engine_scripts import started_engine
 def show(line):
-    if "imports" in line and "worker" in line:
+    if "device" in line and "worker" in line:
         print([child.pid for child in psutil.Process().children(recursive=True)], flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 started_engine(show)

@@ -136,7 +136,7 @@ def run_manager(
     limits = _await_workers(requests, outputs, early, len(inputs))
     if limits is not None:
         options = engine_options(config, checkpoint.info.eos_ids, limits, decoder, stop_tokens)
-        logger.info("steps with prompts: %s (max_step_seconds)", options.step_limit.describe())
+        logger.debug("steps with prompts: %s (max_step_seconds)", options.step_limit.describe())
         # The launcher first: if this process dies once the server is ready, it must know that the start succeeded.
         ready = Ready("manager", limits, checkpoint.weight_version, checkpoint.update_number)
         status.send(ready)

@@ -74,6 +74,7 @@ def serve(
     setup_logging(config, "launcher", has_terminal=True)
     if report is None:
         report = StartupReport(start_times=read_start_times())
+    report.shows_details = config.log_level == "debug" or config.log_format == "json"
     log_writer().show_status(report.rows)
     report.num_replicas, report.drain_seconds = config.dp_size, config.drain_seconds
     old_handlers = {
