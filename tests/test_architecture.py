@@ -67,7 +67,7 @@ INNER_LAYERS = {
         ["state", "openapi", "respond", "connections"],
         ["prepare"],
         ["grammars", "engine_client"],
-        ["served_model", "resources", "access", "compressed_bodies", "messages_errors", "recording"],
+        ["served_model", "resources", "access", "compressed_bodies", "messages_errors", "recording", "live_past"],
         ["templates"],
         ["tools", "json_values"],
         ["protocol", "errors"],

@@ -5,7 +5,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +16,15 @@ import httpx
 import orjson
 import pytest
 
+from tests.helpers.flags import config_with
 from tests.server.helpers.bodies_and_errors import COMPLETIONS, assert_openai_error, minimal_body
 from tests.server.helpers.client_driver import run_with
-from tests.server.helpers.fake_engine import FakeEngine, Reply, echo
+from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, start_again
 from tests.server.helpers.live_sample import SAMPLE
-from tests.server.helpers.live_server import LiveServer, live_server
+from tests.server.helpers.live_server import LiveServer, live_server, wait_until_ready
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.generation import EngineUpdate, GenerateRequest
-from tokasaurus.messages.live import LiveSample, StageSample, TakeSample
+from tokasaurus.messages.live import ClientCounts, LiveSample, StageSample, TakeSample
 from tokasaurus.server import live
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.jobs.open_bulk import OpenBulk, OpenBulks
@@ -33,6 +34,7 @@ from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
 
 SAMPLE_SECONDS = 0.25
+PAST_SECONDS = 0.1
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +42,7 @@ def four_samples_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests would wait for most of their time otherwise."""
     monkeypatch.setattr(live, "SAMPLE_SECONDS", SAMPLE_SECONDS)
     monkeypatch.setattr(live, "MAX_SAMPLE_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(live, "SECONDS_BETWEEN", PAST_SECONDS)
 
 
 def events_of(response: httpx.Response) -> Iterator[dict[str, Any]]:
@@ -57,6 +60,13 @@ def watching(server: LiveServer, **headers: str) -> Iterator[Iterator[dict[str, 
         assert response.headers["content-type"].startswith("text/event-stream")
         assert response.headers["cache-control"] == "no-cache"
         yield events_of(response)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -138,6 +148,116 @@ def test_three_listeners_share_the_samples_and_without_any_none_is_taken(sampled
     with watching(sampled) as events:
         next(events)
     assert engine.asked_samples[-1] == TakeSample(begins=True)
+
+
+def test_who_comes_gets_the_past_in_the_first_event(sampled: LiveServer) -> None:
+    """Without a listener, and without a question to the manager."""
+    sampled.http.post(COMPLETIONS, json=minimal_body(COMPLETIONS))
+    stats = replace(sampled.engine.stats, num_running=5, num_kv_blocks_used=30, num_kv_blocks_cached=10)
+    sampled.engine.updates.send(EngineUpdate([], replace(stats, total_preemptions=3, total_kv_blocks_evicted=8)))
+    time.sleep(5 * PAST_SECONDS)
+    sampled.engine.updates.send(EngineUpdate([], replace(stats, total_preemptions=4, total_kv_blocks_evicted=8)))
+    time.sleep(3 * PAST_SECONDS)
+    assert sampled.engine.asked_samples == []
+    with watching(sampled) as first, watching(sampled) as second:
+        events = [next(first), next(first)]
+        others = [next(second), next(second)]
+    for one, after in (events, others):
+        times = [moment["time"] for moment in one["past"]]
+        assert len(times) >= 8
+        assert times == sorted({*times, one["time"]} - {one["time"]})
+        assert "past" not in after
+    moments = events[0]["past"]
+    tokens = stats.total_prompt_tokens, stats.total_generation_tokens
+    newest = {**moments[-1]["replicas"][0]}
+    assert newest.pop("events").keys() == {"preempted", "evicted"}
+    assert newest == {
+        **{"index": 0, "state": "up", "restarts": 0, "running": 5, "background": 0, "waiting": 0, "queue_depth": 0},
+        "tokens": {
+            "prompt": tokens[0],
+            "generated": tokens[1],
+            "cached": 0,
+            "computed": 0,
+            "shared": 0,
+            "recomputed": 0,
+        },
+        "blocks": {"total": 64, "used": 30, "cached": 10, "free": 24},
+    }
+    assert moments[-1]["requests"] == {"open": 0, "answered": 1, "aborted": 0, "failed": 0}
+    told = [one["replicas"][0].get("events") for one in moments]
+    sums = [sum(one[name] for one in told if one is not None) for name in ("preempted", "evicted")]
+    assert sums == [4, 8]
+
+
+def test_the_past_of_two_replicas_shows_that_one_died_and_came_back() -> None:
+    engines = [FakeEngine(), FakeEngine()]
+
+    async def use(client: EngineClient) -> None:
+        state = SimpleNamespace(engine=client, model=SimpleNamespace(name="m"), config=config_with(dp_size=2))
+        feed = LiveFeed(cast(ServerState, state), None, OpenBulks(), None)
+        async with feed.running():
+            for engine, running in zip(engines, (3, 7), strict=True):
+                engine.updates.send(EngineUpdate([], replace(engine.stats, num_running=running, total_preemptions=9)))
+            await asyncio.sleep(3 * PAST_SECONDS)
+            engines[1].die()
+            await asyncio.sleep(3 * PAST_SECONDS)
+            engines.append(start_again(engines[1], 1))
+            await asyncio.to_thread(wait_for, lambda: client.replicas[1].is_ready)
+            engines[2].updates.send(EngineUpdate([], replace(engines[2].stats, num_running=1, total_preemptions=2)))
+            await asyncio.sleep(4 * PAST_SECONDS)
+            past = orjson.loads((await anext(feed.listen()))[6:])["past"]
+        first, second = ([one["replicas"][index] for one in past] for index in (0, 1))
+        known = [(one["state"], one["restarts"], one.get("running")) for one in second]
+        order = [known[0], *(after for before, after in itertools.pairwise(known) if after != before)]
+        assert [one for one in order if one[2] != 0] == [("up", 0, 7), ("down", 0, None), ("up", 1, 1)]
+        assert "blocks" not in next(one for one in second if one["state"] == "down")
+        assert sum(one["events"]["preempted"] for one in second if one["restarts"] == 1) == 2, "since the restart"
+        assert {(one["state"], one["restarts"]) for one in first} == {("up", 0)}
+        assert first[-1]["running"] == 3
+
+    run_with([engines[0], engines[1]], use)
+    engines[2].stop()
+
+
+def test_the_last_event_says_why_the_server_ends(sampled: LiveServer) -> None:
+    with watching(sampled) as events:
+        assert next(events)["server"]["ended"] is None
+        sampled.client.is_draining, sampled.client.why_stopping = True, "it was stopped"
+        *_, last = events
+    assert last["server"]["ended"] == "it was stopped"
+
+
+def test_several_keys_are_counted_by_name(served_model: ServedModel, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("".join(f"user-{number} key-{number}\n" for number in range(23)))
+    clients = (ClientCounts("user-7", 3, 1_000), ClientCounts("batch:1", 2, 9), ClientCounts("user-22", 0, 1))
+    engine = FakeEngine(sample=lambda _: replace(SAMPLE, clients=clients))
+    with live_server(served_model, engine, start_engine=False, api_keys_file=str(keys)) as server:
+        engine.start()
+        server.http.headers["Authorization"] = "Bearer key-5"
+        wait_until_ready(server.http)
+        for number in (5, 5, 0):
+            sent = {"Authorization": f"Bearer key-{number}"}
+            assert server.http.post(COMPLETIONS, json=minimal_body(COMPLETIONS), headers=sent).status_code == 200
+        with watching(server) as events:
+            event = next(events)
+    assert engine.asked_samples[0].counts_clients
+    prompt, generated = (engine.stats.total_prompt_tokens // 3, engine.stats.total_generation_tokens // 3)
+    told = [(one["name"], one["running"], one["waiting"], *one["tokens"].values()) for one in event["keys"]]
+    assert told[:4] == [
+        ("user-7", 3, 1_000, 0, 0),
+        ("user-22", 0, 1, 0, 0),
+        ("user-5", 0, 0, 2 * prompt, 2 * generated),
+        ("user-0", 0, 0, prompt, generated),
+    ]
+    assert (len(told), told[-1]) == (21, (None, 2, 9, 0, 0)), "of the others, and of batches, one for all"
+
+
+def test_a_single_key_is_not_counted(served_model: ServedModel) -> None:
+    with live_server(served_model, FakeEngine(sample=lambda _: SAMPLE), api_key="s3cret") as server:
+        with watching(server) as events:
+            assert next(events)["keys"] == []
+        assert not server.engine.asked_samples[0].counts_clients
 
 
 def test_the_key_is_asked_for(served_model: ServedModel) -> None:

@@ -13,6 +13,8 @@ class TakeSample:
 
     begins: bool
     """Nobody has watched before: what is counted since the previous sample is 0."""
+    counts_clients: bool = False
+    """Tell LiveSample.clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,16 @@ MAX_OLD_REQUESTS = 8
 
 
 @dataclass(frozen=True, slots=True)
+class ClientCounts:
+    """The sequences of a client, background ones included."""
+
+    client: str
+    """As in GenerateRequest."""
+    num_running: int
+    num_waiting: int
+
+
+@dataclass(frozen=True, slots=True)
 class LiveSample:
     """A snapshot of one manager. Sums are since the previous sample."""
 
@@ -151,6 +163,8 @@ class LiveSample:
     """The pipeline stages; empty if there is only one."""
     oldest: tuple[OldRequest, ...] = ()
     """The oldest requests that run, then the oldest that wait, of each at most MAX_OLD_REQUESTS."""
+    clients: tuple[ClientCounts, ...] = ()
+    """All clients with unfinished sequences, if they are asked for."""
 
 
 MAX_SAMPLE_LENGTHS = 64

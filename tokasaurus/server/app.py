@@ -230,6 +230,8 @@ def create_app(
     tracer = None if endpoint is None else RequestTracer(endpoint, model.name, __version__, operations)
     batches = None if store is None else BatchService(state, store, batch_limits(config), tell_tokens)
     bulks = OpenBulks()
+    if len(names := {key.name for key in api_keys}) > 1:  # a single one tells no client from another
+        engine.calls.tokens_by_key = dict.fromkeys(sorted(names), (0, 0))
     feed = LiveFeed(state, batches, bulks, recording)
 
     @asynccontextmanager
@@ -366,12 +368,14 @@ class HttpServer(uvicorn.Server):
     def drain(self) -> None:
         """Refuse new work from now on, and exit soon."""
         self._engine.is_draining = True
+        self._engine.why_stopping = "it was stopped (SIGTERM or Ctrl-C)"
         if self._drains_until_s is None:
             self._drains_until_s = time.monotonic() + self._connections.config.drain_seconds
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a stop signal as uvicorn does; clients that watch the server are told to leave first."""
         self._engine.is_draining = True
+        self._engine.why_stopping = "one of its processes has failed"
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:

@@ -1,39 +1,46 @@
 """What GET /live sends and record=FILE keeps: one event a second, taken only while somebody listens or it is recorded.
 
-docs/live.md describes each field. All listeners share the samples; one that reads slowly gets fewer of them.
+docs/live.md describes each field. All listeners share the samples; one that reads slowly gets fewer of them. Who comes
+gets the past as well, of which a little is kept all the time.
 """
 
 import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 import orjson
 
 from tokasaurus import __version__
 from tokasaurus.messages.forward import FORWARD_PHASES
-from tokasaurus.messages.live import KVForecastPoints, LiveSample, NextSequence, OldRequest, StageSample
+from tokasaurus.messages.live import ClientCounts, KVForecastPoints, LiveSample, NextSequence, OldRequest, StageSample
 from tokasaurus.messages.status import EngineStats
-from tokasaurus.server.engine_client.client import EngineClient, WorkDone
+from tokasaurus.server.engine_client.client import CallCounts, EngineClient, WorkDone
 from tokasaurus.server.engine_client.replicas import Replica
 from tokasaurus.server.jobs.open_bulk import MAX_ENDED, OpenBulk, OpenBulks
 from tokasaurus.server.jobs.service import BatchService
 from tokasaurus.server.jobs.store.data_dir import StoreError
 from tokasaurus.server.jobs.store.records import BatchRecord
+from tokasaurus.server.live_past import SECONDS_BETWEEN, LivePast
 from tokasaurus.server.protocol.live import (
     FORMAT,
     JobState,
     LiveEvent,
     LiveForecast,
     LiveJob,
+    LiveKey,
+    LiveMoment,
+    LiveMomentReplica,
     LiveNext,
     LiveOldRequest,
     LiveParts,
     LiveReplica,
+    LiveRequests,
     LiveServer,
     LiveStage,
     ReplicaState,
@@ -52,6 +59,8 @@ LOOK_SECONDS = 0.1
 RECORDED_SECONDS = 60.0
 """How long a job is recorded after its end: twenty in each event would double the size of a recording."""
 MAX_REASON_CHARS = 200
+MAX_KEYS = 20
+"""API keys in an event."""
 SPEED_SAMPLES = 10
 """Samples over which a job's tokens per second are the mean."""
 
@@ -91,27 +100,38 @@ class LiveFeed:
         self._has_listeners = asyncio.Event()
         self._has_ended = False
         self._started = time.time()
+        self._past = LivePast()
+        self._stats_of_past: dict[int, tuple[int, EngineStats]] = {}
+        """(starts, statistics) of each replica at the newest moment of the past."""
+        self._clients: dict[int, Sequence[ClientCounts]] = {}
+        """What each replica has told last."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Send listeners events within the context."""
-        task = asyncio.create_task(self._run(), name="live feed")
+        tasks = [
+            asyncio.create_task(self._run(), name="live feed"),
+            asyncio.create_task(self._keep_past(), name="past of the live feed"),
+        ]
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             self._end()
 
     async def listen(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, until the server stops."""
+        """Server-sent events, until the server stops. The first has the past."""
+        is_first = True
         with self._listening() as listener:
             while not self._has_ended:
                 await listener.has_news.wait()
                 listener.has_news.clear()
                 event, listener.event = listener.event, None
                 if event is not None:
-                    yield b"data: %s\n\n" % event
+                    yield b"data: %s\n\n" % (self._past.added_to(event, time.time()) if is_first else event)
+                    is_first = False
 
     @contextmanager
     def _listening(self) -> Iterator[_Listener]:
@@ -136,27 +156,58 @@ class LiveFeed:
         begins, due_s = True, time.monotonic()
         self._jobs.begin()
         while self._listeners or self._recording is not None:
-            try:
-                await self._send_event(begins)
-            except Exception:
-                logger.exception("a sample of the live figures failed")
+            await self._try_to_send_event(begins)
             begins = False
             due_s = max(due_s + SAMPLE_SECONDS, time.monotonic())
             while (left_s := due_s - time.monotonic()) > 0:
                 await asyncio.sleep(min(left_s, LOOK_SECONDS))
                 if self._state.engine.is_draining and not self._state.engine.num_pending_requests:
+                    if not self._has_ended:
+                        await self._try_to_send_event(begins, ended=self._state.engine.why_stopping or None)
                     self._end()
 
-    async def _send_event(self, begins: bool) -> None:
+    async def _keep_past(self) -> None:
+        due_s = time.monotonic()
+        while True:
+            self._past.add(self._moment())
+            due_s = max(due_s + SECONDS_BETWEEN, time.monotonic())
+            await asyncio.sleep(due_s - time.monotonic())
+
+    def _moment(self) -> LiveMoment:
+        engine = self._state.engine
+        replicas: list[LiveMomentReplica] = []
+        for index, replica in enumerate(engine.replicas):
+            moment: LiveMomentReplica = {
+                "index": index,
+                "state": _state_of(replica, engine),
+                "restarts": max(0, replica.num_starts - 1),
+            }
+            stats = replica.stats
+            if stats is not None:
+                starts, before = self._stats_of_past.get(index, (0, stats))
+                _add_stats(moment, stats)
+                _add_past(moment, stats, before if starts == replica.num_starts else None)
+                self._stats_of_past[index] = replica.num_starts, stats
+            replicas.append(moment)
+        return {"time": round(time.time(), 3), "requests": self._requests(), "replicas": replicas}
+
+    async def _try_to_send_event(self, begins: bool, ended: str | None = None) -> None:
+        """ended: why the server ends, if this is the last event."""
+        try:
+            await self._send_event(begins, ended)
+        except Exception:
+            logger.exception("a sample of the live figures failed")
+
+    async def _send_event(self, begins: bool, ended: str | None) -> None:
         await self._state.engine.ask_for_samples(begins, MAX_SAMPLE_WAIT_SECONDS)
-        told = await self._event()
+        told = await self._event(ended)
         event = write_json(told)
         for listener in self._listeners:
             listener.event = event
             listener.has_news.set()
         if self._recording is not None:
-            ended = told["time"] - RECORDED_SECONDS
-            jobs = [job for job in told["jobs"] if job["ended"] is None or job["ended"] > ended]
+            oldest = told["time"] - RECORDED_SECONDS
+            jobs = [job for job in told["jobs"] if job["ended"] is None or job["ended"] > oldest]
             recorded: LiveEvent = {**told, "jobs": jobs}
             event = event if len(jobs) == len(told["jobs"]) else write_json(recorded)
             await asyncio.to_thread(self._recording.add, event)
@@ -167,23 +218,33 @@ class LiveFeed:
         for listener in self._listeners:
             listener.has_news.set()
 
-    async def _event(self) -> LiveEvent:
-        engine, calls = self._state.engine, self._state.engine.calls
+    async def _event(self, ended: str | None) -> LiveEvent:
+        engine = self._state.engine
+        for index, replica in enumerate(engine.replicas):
+            if not replica.is_ready:
+                self._clients.pop(index, None)
+            elif replica.sample is not None:
+                self._clients[index] = replica.sample.clients
         return {
             "format": FORMAT,
             "time": round(time.time(), 3),
-            "server": self._server(),
-            "requests": {
-                "open": calls.num_open,
-                "answered": calls.answered,
-                "aborted": calls.aborted,
-                "failed": calls.failed,
-            },
+            "server": self._server(ended),
+            "requests": self._requests(),
             "replicas": [_replica(index, replica, engine) for index, replica in enumerate(engine.replicas)],
             "jobs": await self._jobs.describe(),
+            "keys": _keys(engine.calls, chain.from_iterable(self._clients.values())),
         }
 
-    def _server(self) -> LiveServer:
+    def _requests(self) -> LiveRequests:
+        calls = self._state.engine.calls
+        return {
+            "open": calls.num_open,
+            "answered": calls.answered,
+            "aborted": calls.aborted,
+            "failed": calls.failed,
+        }
+
+    def _server(self, ended: str | None) -> LiveServer:
         state, config, limits = self._state, self._state.config, self._state.engine.limits
         return {
             "version": __version__,
@@ -197,7 +258,33 @@ class LiveFeed:
             "page_size": None if limits is None else limits.page_size,
             "draining": state.engine.is_draining,
             "price_per_hour": config.price_per_hour,
+            "ended": ended,
         }
+
+
+def _keys(calls: CallCounts, clients: Iterable[ClientCounts]) -> list[LiveKey]:
+    """See LiveEvent.keys. clients: of all replicas."""
+    if not calls.tokens_by_key:
+        return []
+    keys = {name: _key(name, tokens) for name, tokens in calls.tokens_by_key.items()}
+    prompt, generated = (sum(tokens[part] for tokens in calls.tokens_by_key.values()) for part in (0, 1))
+    others = _key(None, (calls.num_prompt_tokens - prompt, calls.num_generated_tokens - generated))
+    for counts in clients:
+        key = keys.get(counts.client, others)
+        key["running"] += counts.num_running
+        key["waiting"] += counts.num_waiting
+    # of equal ones in the order of their names
+    order = sorted(keys.values(), key=lambda key: (-key["running"] - key["waiting"], -key["tokens"]["generated"]))
+    for key in order[MAX_KEYS:]:
+        others["running"] += key["running"]
+        others["waiting"] += key["waiting"]
+        others["tokens"]["prompt"] += key["tokens"]["prompt"]
+        others["tokens"]["generated"] += key["tokens"]["generated"]
+    return [*order[:MAX_KEYS], others]
+
+
+def _key(name: str | None, tokens: tuple[int, int]) -> LiveKey:
+    return {"name": name, "running": 0, "waiting": 0, "tokens": {"prompt": tokens[0], "generated": tokens[1]}}
 
 
 def _replica(index: int, replica: Replica, engine: EngineClient) -> LiveReplica:
@@ -224,7 +311,7 @@ def _state_of(replica: Replica, engine: EngineClient) -> ReplicaState:
     return "paused" if engine.is_paused else "up"
 
 
-def _add_stats(shown: LiveReplica, stats: EngineStats) -> None:
+def _add_stats(shown: LiveReplica | LiveMomentReplica, stats: EngineStats) -> None:
     shown["running"] = stats.num_running
     shown["background"] = stats.num_running_background
     shown["waiting"] = stats.num_waiting
@@ -237,6 +324,20 @@ def _add_stats(shown: LiveReplica, stats: EngineStats) -> None:
         "shared": stats.total_shared_prompt_tokens,
         "recomputed": stats.total_recomputed_tokens,
     }
+
+
+def _add_past(shown: LiveMomentReplica, stats: EngineStats, before: EngineStats | None) -> None:
+    """before: at the moment before; None if the replica has started since."""
+    shown["blocks"] = {
+        "total": stats.num_kv_blocks_total,
+        "used": stats.num_kv_blocks_used,
+        "cached": stats.num_kv_blocks_cached,
+        "free": stats.num_kv_blocks_total - stats.num_kv_blocks_used - stats.num_kv_blocks_cached,
+    }
+    preempted, evicted = stats.total_preemptions, stats.total_kv_blocks_evicted
+    if before is not None:
+        preempted, evicted = preempted - before.total_preemptions, evicted - before.total_kv_blocks_evicted
+    shown["events"] = {"preempted": preempted, "evicted": evicted}
 
 
 def _add_sample(shown: LiveReplica, sample: LiveSample) -> None:

@@ -11,14 +11,20 @@ import pytest
 
 from tests.helpers.examples import few
 from tests.manager.helpers.block_accounting import block_table
-from tests.manager.helpers.engine_driver import QUICK_STEP_SECONDS, EngineDriver, make_options, make_quick_driver
+from tests.manager.helpers.engine_driver import (
+    QUICK_STEP_SECONDS,
+    EndsNext,
+    EngineDriver,
+    make_options,
+    make_quick_driver,
+)
 from tests.manager.helpers.kv_usage_replay import replay_usage
 from tests.manager.helpers.requests import Shape, make_request, make_requests
 from tokasaurus.manager.engine.kv_forecast import running_progress
 from tokasaurus.manager.engine.live_sample import MAX_WAIT_SECONDS, LiveSampler
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.commands import Pause, Resume
-from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.messages.generation import CancelRequest, GenerateRequest
 from tokasaurus.messages.live import MAX_OLD_REQUESTS, LiveSample, StageSample, TakeSample
 from tokasaurus.messages.stages import StageBoard, StageTotals
 
@@ -219,6 +225,40 @@ def test_the_oldest_requests_are_the_first_that_came_of_those_that_run_and_wait(
     assert min(seen[state] for state in ("waiting", "running")) > 20
     driver.run_until_idle()
     assert take(driver, sampler).oldest == ()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_clients_are_counted_if_they_are_asked_for(seed: int) -> None:
+    """With preempted, background and cancelled requests, and with samples that are not created yet."""
+    options = make_options(16, 4, scheduling_steps_ahead=STEPS_AHEAD, max_seqs_per_forward=12)
+    driver, sampler = make_quick_driver(options, seed, EndsNext()), LiveSampler()
+    rng = Random(seed)
+    requests = [
+        replace(one, client=rng.choice("abc"), is_background=rng.random() < 0.3, ignore_eos=False)
+        for one in random_requests(rng, 60, driver.options)
+    ]
+    num_told = 0
+    while requests or driver.state.queues.num_waiting:
+        new = [requests.pop(0) for _ in range(rng.randint(0, 6)) if requests]
+        cancelled = [CancelRequest(one.request_id) for one in new if rng.random() < 0.2]
+        driver.step([*new, *cancelled], rng.randint(0, 2))
+        assert take(driver, sampler).clients == ()
+        driver.step([TakeSample(begins=False, counts_clients=True)])
+        sample = sampler.take(driver.state, driver.state.stats(), {})
+        running = Counter(sequence.request.client for sequence in driver.running())
+        waiting = Counter[str]()
+        for samples in driver.state.unfinished.values():
+            left = [one for one in samples.sequences if one.phase is Phase.WAITING]
+            waiting[samples.request.client] += samples.num_to_create + len(left)
+        told = {one.client: (one.num_running, one.num_waiting) for one in sample.clients}
+        assert len(told) == len(sample.clients)
+        expected = {client: (running[client], waiting[client]) for client in "abc"}
+        assert {client: told.get(client, (0, 0)) for client in "abc"} == expected
+        assert sum(one.num_waiting for one in sample.clients) == sample.stats.num_waiting
+        num_told += len(told)
+    assert num_told > 20
+    assert driver.state.totals.preemptions > 0
+    driver.run_until_idle()
 
 
 def test_events_and_lengths_count_from_one_sample_to_the_next() -> None:

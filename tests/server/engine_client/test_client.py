@@ -185,9 +185,12 @@ def test_deltas_of_one_sequence_are_concatenated() -> None:
 def test_a_call_counts_once_as_its_caller_saw_it(
     is_whole: bool, has_error: bool, error: BaseException | None, counted: str
 ) -> None:
-    counts = CallCounts(num_open=2)
-    counts.note_end(is_whole, has_error, error, 5, 7)
+    counts = CallCounts(num_open=2, tokens_by_key={"alice": (1, 2), "bob": (3, 4)})
+    counts.note_end("alice", is_whole, has_error, error, 5, 7)
     assert counts.num_open == 1
     by_name = {"answered": counts.answered, "aborted": counts.aborted, "failed": counts.failed}
     assert by_name == {name: int(name == counted) for name in by_name}
     assert counts.totals() == ServerTotals(counts.answered, counts.aborted, counts.failed, 5, 7)
+    assert counts.tokens_by_key == {"alice": (6, 9), "bob": (3, 4)}
+    counts.note_end("127.0.0.1:1", is_whole, has_error, error, 5, 7)
+    assert counts.tokens_by_key == {"alice": (6, 9), "bob": (3, 4)}, "no key: not kept"

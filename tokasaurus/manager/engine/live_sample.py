@@ -4,6 +4,7 @@ Nothing here runs unless the server has asked for a sample, which it does about 
 """
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,6 +24,7 @@ from tokasaurus.messages.live import (
     MAX_OLD_REQUESTS,
     Blocked,
     BlockUse,
+    ClientCounts,
     KVForecastPoints,
     LiveSample,
     NextSequence,
@@ -144,6 +146,7 @@ class LiveSampler:
             phase_seconds=growth.phase_seconds,
             stages=_stage_samples(state, stages, growth.stages),
             oldest=_oldest_requests(state, started_s),
+            clients=_clients(state) if state.asked_sample.counts_clients else (),
         )
         state.lengths.newest.clear()
         state.asked_sample = self._asked_s = None
@@ -229,6 +232,13 @@ def _old_request(state: EngineState, samples: Samples, now_s: float) -> OldReque
         age_s=max(0.0, now_s - samples.added_s),
         wait_s=max(0.0, admitted_s - samples.added_s),
     )
+
+
+def _clients(state: EngineState) -> tuple[ClientCounts, ...]:
+    """See LiveSample.clients."""
+    running = Counter(sequence.request.client for sequence in state.slots.sequences if sequence is not None)
+    waiting = state.queues.num_waiting_by_client()
+    return tuple(ClientCounts(client, running[client], waiting[client]) for client in running | waiting)
 
 
 def _points(state: EngineState, kv_forecast: KVForecast) -> KVForecastPoints:

@@ -4,7 +4,7 @@ Sequences wait in the order of their admission: by turns among clients, by prior
 """
 
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from itertools import islice
 
@@ -120,6 +120,13 @@ class SequenceQueues:
             return self._live.take()
         self._num_live_taken = 0
         return self._background.take()
+
+    def num_waiting_by_client(self) -> Counter[str]:
+        """`num_waiting`, by client."""
+        counts = Counter(sequence.request.client for sequence in self._blocked)
+        for queue in (self._live, self._background):
+            queue.count_waiting(counts)
+        return counts
 
     def _queue_of(self, entry: Sequence | Samples) -> "FairQueue":
         return self._background if entry.request.is_background else self._live
@@ -283,6 +290,12 @@ class FairQueue:
             if num_waiting > num_left_of_turn:
                 rest.append((num_waiting - num_left_of_turn, sequences))
             num_left_of_turn = QUANTUM
+
+    def count_waiting(self, counts: Counter[str]) -> None:
+        """Add the number of sequences of each client to `counts`."""
+        counts.update(sequence.request.client for sequence in self._preempted)
+        for client, queue in self._clients.items():
+            counts[client] += queue.num_waiting
 
     def _remove_client(self, client: str) -> None:
         if client == next(iter(self._clients)):

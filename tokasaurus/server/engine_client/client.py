@@ -65,13 +65,24 @@ class CallCounts:
     """Prompt tokens of calls that have ended; a prompt counts once, however many samples it has."""
     num_generated_tokens: int = 0
     """Generated tokens that came back for calls that have ended."""
+    tokens_by_key: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of both, the part of each API key, by the key's name; of other clients there are none."""
 
     def note_end(
-        self, is_whole: bool, has_error: bool, error: BaseException | None, num_prompt: int, num_generated: int
+        self,
+        client: str,
+        is_whole: bool,
+        has_error: bool,
+        error: BaseException | None,
+        num_prompt: int,
+        num_generated: int,
     ) -> None:
         """is_whole: all its sequences have finished. has_error: its caller was told an error. error: what has ended it.
         num_prompt, num_generated: its tokens."""
         self.num_open -= 1
+        if client in self.tokens_by_key:
+            prompt, generated = self.tokens_by_key[client]
+            self.tokens_by_key[client] = (prompt + num_prompt, generated + num_generated)
         self.num_prompt_tokens += num_prompt
         self.num_generated_tokens += num_generated
         is_given_up = isinstance(error, (asyncio.CancelledError, GeneratorExit))
@@ -426,6 +437,8 @@ class EngineClient:
         self._tasks: set[asyncio.Future[None]] = set()
         self.is_draining = False
         """The server is stopping: requests in the engine continue, and no new ones are accepted."""
+        self.why_stopping = ""
+        """In a few words; empty if it is not stopping, or if nobody has said why."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -472,13 +485,14 @@ class EngineClient:
 
     async def ask_for_samples(self, begins: bool, timeout_s: float) -> None:
         """Returns when `Replica.sample` is set of all replicas that are up, or after `timeout_s`. A later answer sets
-        it too, and until then that replica is not asked again. begins: see TakeSample."""
+        it too, and until then that replica is not asked again. begins: see TakeSample. Clients are counted if there are
+        several API keys."""
         for replica in self._up:
             if begins:
                 replica.sample = None  # it arrived when nobody watched any more
             if replica.sample is None and not replica.is_asked:
                 replica.is_asked = True
-                replica.send(TakeSample(begins))
+                replica.send(TakeSample(begins, counts_clients=bool(self.calls.tokens_by_key)))
         deadline_s = time.monotonic() + timeout_s
         while any(replica.sample is None for replica in self._up) and (left_s := deadline_s - time.monotonic()) > 0:
             self._has_sample.clear()
@@ -595,6 +609,7 @@ class EngineClient:
         """A call with these requests ends, by `error` if that is not None."""
         is_whole = len(submitted) == len(requests) and all(pending.num_unfinished == 0 for pending in submitted)
         self.calls.note_end(
+            requests[0].client,
             is_whole,
             any(pending.has_error for pending in submitted),
             error,

@@ -14,7 +14,7 @@ ReplicaState = Literal["starting", "up", "paused", "asleep", "down"]
 
 class LiveServer(TypedDict):
     """started: seconds since 1970. device, dtype, page_size: as flags ask for, or null, until the model is loaded.
-    price_per_hour: of the flag."""
+    price_per_hour: of the flag. ended: why the server ends, in the last event; else null."""
 
     version: str
     model: str
@@ -27,6 +27,7 @@ class LiveServer(TypedDict):
     page_size: int | None
     draining: bool
     price_per_hour: float | None
+    ended: str | None
 
 
 class LiveRequests(TypedDict):
@@ -205,12 +206,71 @@ class LiveJob(TypedDict):
     reason: str | None
 
 
-class LiveEvent(TypedDict):
-    """What the server does now: one of the events of GET /live. time: seconds since 1970."""
+class LiveKeyTokens(TypedDict):
+    """Of requests that have ended, since the server's start. prompt: each prompt once."""
 
-    format: Literal[1]
+    prompt: int
+    generated: int
+
+
+class LiveKey(TypedDict):
+    """An API key. name: null for all that is not of the keys before, such as batches. running, waiting: sequences."""
+
+    name: str | None
+    running: int
+    waiting: int
+    tokens: LiveKeyTokens
+
+
+class LiveMomentBlocks(TypedDict):
+    """KV blocks. used: by sequences. cached: by none; they hold prefixes."""
+
+    total: int
+    used: int
+    cached: int
+    free: int
+
+
+class LiveMomentEvents(TypedDict):
+    """Since the moment before. preempted: sequences. evicted: blocks."""
+
+    preempted: int
+    evicted: int
+
+
+class LiveMomentReplica(TypedDict, total=False):
+    """A replica, some time ago: fields as in LiveReplica. All but the first three are missing while it is down."""
+
+    index: Required[int]
+    state: Required[ReplicaState]
+    restarts: Required[int]
+    running: int
+    background: int
+    waiting: int
+    queue_depth: int
+    tokens: LiveTokens
+    blocks: LiveMomentBlocks
+    events: LiveMomentEvents
+
+
+class LiveMoment(TypedDict):
+    """What the server did some time ago. time: seconds since 1970."""
+
     time: float
-    server: LiveServer
     requests: LiveRequests
-    replicas: list[LiveReplica]
-    jobs: list[LiveJob]
+    replicas: list[LiveMomentReplica]
+
+
+class LiveEvent(TypedDict, total=False):
+    """What the server does now: one of the events of GET /live. time: seconds since 1970. keys: empty unless there are
+    several; those with the most sequences, then tokens, and one for the others. past: of a stream's first event; the
+    last 15 minutes, oldest first."""
+
+    format: Required[Literal[1]]
+    time: Required[float]
+    server: Required[LiveServer]
+    requests: Required[LiveRequests]
+    replicas: Required[list[LiveReplica]]
+    jobs: Required[list[LiveJob]]
+    keys: Required[list[LiveKey]]
+    past: list[LiveMoment]
