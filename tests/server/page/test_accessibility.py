@@ -19,6 +19,8 @@ pytestmark = pytest.mark.skipif(not AXE.is_file(), reason="needs `make test-clie
 def pages() -> Iterator[LivePages]:
     with live_pages() as served:
         served.events = simulated_events(70, num_replicas=2)
+        tokens = {"prompt": 12, "generated": 3}
+        served.events[-1]["keys"] = [{"name": "alice", "running": 1, "waiting": 0, "tokens": tokens}]
         yield served
 
 
@@ -46,6 +48,9 @@ def test_axe_finds_nothing_in_any_view(
     tab.wait("document.querySelectorAll('#replica-rows tr').length === 2")
     tab.run(AXE.read_text(encoding="utf-8"))
     assert violations(tab) == [], "live figures"
+    tab.run("document.querySelector('.pool .terms').click()")
+    assert violations(tab) == [], "words"
+    tab.run("document.querySelector('.words:popover-open').hidePopover()")
     tab.run("document.getElementById('tables').click()")
     assert violations(tab) == [], "tables"
     tab.run("document.getElementById('open-replay').click()")
@@ -57,6 +62,19 @@ def test_axe_finds_nothing_in_any_view(
     assert violations(tab) == [], "a replay"
     tab.run("document.getElementById('key-dialog').showModal()")
     assert violations(tab) == [], "the question for the key"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_in_the_figures_of_a_server_that_is_gone(tab: Tab, scheme: str) -> None:
+    with live_pages() as pages:
+        pages.events, pages.ends_after = simulated_events(20, num_replicas=2), 20
+        tab.set_media(prefers_color_scheme=scheme)
+        tab.open(pages.url)
+        tab.wait("document.getElementById('main').classList.contains('is-old')")
+        pages.status = 503
+        tab.expected = r"status of 503"
+        tab.run(AXE.read_text(encoding="utf-8"))
+        assert violations(tab) == []
 
 
 def test_axe_finds_what_is_wrong(tab: Tab, pages: LivePages) -> None:

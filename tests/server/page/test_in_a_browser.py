@@ -31,6 +31,25 @@ def pages(events: list[dict[str, Any]]) -> Iterator[LivePages]:
         yield served
 
 
+def moment(time: float, used: int, restarts: int = 0, **changes: Any) -> dict[str, Any]:
+    """Of the server's own past."""
+    one = {"index": 0, "state": "up", "restarts": restarts, "running": used // 10, "waiting": 1, "queue_depth": 2}
+    one["tokens"] = {"prompt": 0, "generated": int(60 * time)}
+    one["blocks"] = {"total": 1_500, "used": used, "cached": 100, "free": 1_400 - used}
+    one["events"] = {"preempted": 1, "evicted": 2}
+    requests = {"open": 0, "answered": int(time), "aborted": 0, "failed": int(time // 100)}
+    return {"time": time, "requests": requests, "replicas": [one | changes]}
+
+
+def idle(time: float, restarts: int = 0, **changes: Any) -> dict[str, Any]:
+    """An event of a server that does nothing."""
+    one = moment(time, 0, restarts)
+    replica = {**one["replicas"][0], "forecast": None, "next": None, "step_seconds": 0.1, "running": 0, "waiting": 0}
+    replica["blocks"] = {"total": 1_500, "own": 0, "shared": 0, "cached": 100, "free": 1_400}
+    server = {"model": "small", "started": 1.0, "ended": None}
+    return {"format": 1, "server": server, **one, "replicas": [replica], **changes}
+
+
 def text_of(tab: Tab, selector: str) -> str:
     return str(tab.run(f"document.querySelector({orjson.dumps(selector).decode()}).innerText"))
 
@@ -165,6 +184,132 @@ def test_a_key_is_asked_for_sent_and_forgotten(tab: Tab, pages: LivePages) -> No
     assert tab.run("sessionStorage.length") == 0
 
 
+def test_a_page_that_was_just_opened_shows_the_past(tab: Tab, pages: LivePages) -> None:
+    """Ten minutes of work that ended five minutes ago; meanwhile, the manager was started again, which is a gap."""
+    times = [1_000.0 + 5 * number for number in range(180)]
+    used = [300 + number if time < 1_600 else 0 for number, time in enumerate(times)]
+    past = [moment(time, blocks, restarts=int(time >= 1_300)) for time, blocks in zip(times, used, strict=True)]
+    pages.events = [idle(1_896.0, restarts=1, past=past)]
+    tab.open(pages.url)
+    tab.wait("document.getElementById('next-what').textContent === 'Idle.'")
+    points = drawn(tab, "path.edge-used")
+    assert [time for time, _ in points] == pytest.approx([time - 1_896 for time in [*times, 1_896]], abs=1.5)
+    assert [blocks for _, blocks in points] == pytest.approx([*used, 0], abs=4)
+    line = tab.run("document.querySelector('#pool-plot path.edge-used').getAttribute('d')")
+    assert line.count("M") == 2, "one gap"
+    assert tab.run("document.querySelector('#pool-plot path.area-used').getAttribute('d')").count("Z") == 2
+    marks = "document.querySelector('#pool-plot path.mark.{}').getAttribute('d').split('M').length - 1"
+    assert [tab.run(marks.format(name)) for name in ("preempted", "failed")] == [181, 8]
+    assert tab.run("document.querySelector('#strip-generated path.line-own').getAttribute('d')").count("L") > 170
+    tab.run("document.getElementById('pool-plot').focus()")
+    assert "own 0" in text_of(tab, "#pool-legend")
+    tab.press("Home")
+    assert tab.run("document.getElementById('pool-plot').ariaValueText") == "\N{MINUS SIGN}15 min: not known"
+    for _ in range(2):
+        tab.press("ArrowRight")
+    assert re.match(
+        r".14 min.*: in use 30\d, cached 100, free", tab.run("document.getElementById('pool-plot').ariaValueText")
+    )
+    assert re.search(r"in use 30\d", text_of(tab, "#pool-legend"))
+    assert "own" not in text_of(tab, "#pool-legend")
+
+
+@pytest.mark.parametrize("ended", [None, "it was stopped (SIGTERM or Ctrl-C)"])
+def test_figures_of_a_server_that_is_gone_say_so_until_it_is_back(
+    tab: Tab, pages: LivePages, ended: str | None
+) -> None:
+    pages.events = [idle(1_000.0), idle(1_001.0, server={"model": "small", "ended": ended})]
+    pages.ends_after, pages.interval_s = 2, 0.1
+    tab.set_media(prefers_color_scheme="dark")
+    tab.open(pages.url)
+    tab.wait("!document.getElementById('lost').hidden")
+    text, title = text_of(tab, "#lost"), tab.run("document.title")
+    if ended is None:
+        found = re.fullmatch(
+            r"No answer since (\d\d:\d\d:\d\d): the connection ended\. The figures are those of that time\.", text
+        )
+        assert found, text
+        assert title == f"No answer since {found[1]} – small – tokasaurus"
+    else:
+        assert re.fullmatch(r"Server ended at [\d:]{8}: it was stopped \(SIGTERM or Ctrl-C\)\. The figures .*", text), (
+            text
+        )
+        assert re.fullmatch(r"Server ended at [\d:]{8} – small – tokasaurus", title), title
+    filter_of = "getComputedStyle(document.getElementById('main')).filter"
+    assert tab.run(filter_of) == "grayscale(1)"
+    assert text_of(tab, "#next-what") == "Idle.", "the figures stay"
+    # a visitor of another tab sees the title alone
+    pages.ends_after, pages.events = None, [idle(1_010.0, past=[moment(1_000.5, 7), moment(1_006.5, 7)])]
+    tab.wait(IS_LIVE)
+    tab.wait(f"{filter_of} === 'none'")
+    assert tab.run("[document.title, document.getElementById('lost').hidden]") == ["small – tokasaurus", True]
+    assert len(drawn(tab, "path.edge-used")) == 4, "its own past, one moment of the server's, and now"
+
+
+def test_a_server_that_was_never_there_is_said(tab: Tab, pages: LivePages) -> None:
+    pages.status = 503
+    tab.expected = r"status of 503"
+    tab.open(pages.url)
+    tab.wait("!document.getElementById('lost').hidden")
+    assert text_of(tab, "#lost") == "No answer: not now."
+    assert tab.run("document.title") == "No answer – tokasaurus"
+
+
+def test_keys_have_a_table_if_there_are_several(tab: Tab, pages: LivePages) -> None:
+    tokens = {"prompt": 1_200, "generated": 34}
+    keys = [
+        {"name": "<b>alice</b>", "running": 3, "waiting": 1_000, "tokens": tokens},
+        {"name": None, "running": 1, "waiting": 0, "tokens": {"prompt": 0, "generated": 0}},
+    ]
+    pages.events = [idle(1_000.0, keys=keys)]
+    tab.open(pages.url)
+    tab.wait("!document.getElementById('keys').hidden")
+    cells = tab.run("[...document.querySelectorAll('#key-rows td')].map((cell) => cell.innerText)")
+    assert cells == ["<b>alice</b>", "3", "1,000", "1,200", "34", "others, such as batches", "1", "0", "0", "0"]
+    pages.events = [idle(1_000.0, keys=[])]
+    tab.open(pages.url)
+    tab.wait("document.getElementById('next-what').textContent === 'Idle.'")
+    assert tab.run("document.getElementById('keys').hidden")
+
+
+def test_a_job_has_the_name_of_its_file_in_place_of_its_id(tab: Tab, pages: LivePages) -> None:
+    job = {
+        "id": "batch_1",
+        "kind": "batch",
+        "name": "in.jsonl",
+        "state": "failed",
+        "ended": 400.0,
+        "reason": "line 2: no",
+    }
+    pages.events = [idle(1_000.0, jobs=[job | {"lines": {"total": 2, "done": 0, "failed": 0, "running": 0}}])]
+    tab.open(pages.url)
+    tab.wait("document.querySelector('#job-rows li') !== null")
+    shown = text_of(tab, "#job-rows li")
+    assert shown.split("\n")[:2] == ["in.jsonl", "batch · failed · 0 % · 10 min ago"]
+    assert "line 2: no" in shown
+    assert "batch_1" not in shown
+
+
+def test_words_are_explained_by_keys_and_by_touch(tab: Tab, pages: LivePages) -> None:
+    pages.events = [idle(1_000.0)]
+    tab.open(pages.url)
+    tab.wait(IS_LIVE)
+    opened = "document.querySelector('.words:popover-open')?.innerText ?? ''"
+    tab.run("document.querySelector('.pool .terms').focus()")
+    tab.press("Enter")
+    assert "cached block\na block of a prefix that no sequence uses" in tab.run(opened)
+    tab.press("Escape")
+    assert tab.run(opened) == ""
+    assert tab.run("document.activeElement.getAttribute('aria-label')") == "Words of the KV pool"
+    tab.set_size(390, 844)
+    tab.run("document.querySelector('.strips .terms').scrollIntoView()")
+    place = "document.querySelector('.strips .terms').getBoundingClientRect()"
+    x, y = tab.run(f"[{place}.x, {place}.y]")
+    tab.send("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x + 5, "y": y + 5}])
+    tab.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    tab.wait(f"({opened}).includes('steps in flight')")
+
+
 @pytest.mark.long
 def test_a_lost_connection_is_made_again(tab: Tab, pages: LivePages, events: list[dict[str, Any]]) -> None:
     pages.ends_after = 30
@@ -285,7 +430,7 @@ def test_the_oldest_requests_are_in_a_table_while_there_are_any(tab: Tab, pages:
     assert cells[:6] == ["cmpl-1", "<b>alice</b>", "running", "3 of 4", "90", "1,200"]
 
 
-@pytest.mark.parametrize(("peak", "is_near"), [(500, False), (1_380, True), (1_700, True)])
+@pytest.mark.parametrize(("peak", "is_near"), [(600, False), (1_380, True), (1_700, True)])
 def test_the_pools_limit_is_red_only_when_it_is_near(tab: Tab, pages: LivePages, peak: int, is_near: bool) -> None:
     event = {
         "format": 1,

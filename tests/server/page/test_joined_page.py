@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.page.helpers.node import NODE, PAGE
+from tests.server.page.helpers.node import NODE, PAGE, in_node
 from tokasaurus.server.page import join_modules, read_live_page
 
 
@@ -17,6 +17,15 @@ def test_the_page_has_one_style_and_one_script_and_names_no_other_address() -> N
     # namespaces of SVG are names, never fetched
     assert set(re.findall(r"https?://[^\s\"'`)]+", page)) == {"http://www.w3.org/2000/svg"}
     assert re.findall(r"""\s(?:src|href)=["']?([^"'\s>]+)""", page) == ["data:image/svg+xml,%3Csvg", "#main", "metrics"]
+
+
+@pytest.mark.skipif(NODE is None, reason="needs Node")
+def test_words_are_explained_as_in_the_glossary() -> None:
+    terms = in_node("terms.mjs", "m.TERMS", None)
+    rows = re.findall(r"^\| ([^|*]+) \| ([^|]+) \|$", (PAGE.parents[2] / "docs" / "architecture.md").read_text(), re.M)
+    assert {word: meaning for word, meaning in terms.items() if (word, meaning) not in rows} == {}
+    explained = re.findall(r'data-terms="([^"]+)"', read_live_page().decode())
+    assert {word for words in explained for word in words.split(", ")} == {*terms}
 
 
 def test_every_file_of_the_folder_is_in_the_page() -> None:

@@ -14,6 +14,8 @@ pytestmark = pytest.mark.skipif(NODE is None, reason="needs Node")
 GAUGES = {"running": ("running",), "waiting": ("waiting",), "own": ("blocks", "own"), "evicted": ("events", "evicted")}
 TOTALS = ("generated", "prompt")
 GAP_S = 5
+PAST_S = 5
+PAST_GAP_S = 11
 
 
 def value_of(replica: dict[str, Any], *names: str) -> Any:
@@ -23,18 +25,23 @@ def value_of(replica: dict[str, Any], *names: str) -> Any:
 
 
 def random_history(seed: int) -> list[dict[str, Any]]:
-    """Events at odd times; replicas come, go and start again, and any key may be absent."""
+    """Events at odd times; replicas come, go and start again, and any key may be absent. Some are of the server's own
+    past."""
     rng = random.Random(seed)
     totals = [dict.fromkeys(TOTALS, 0) for _ in range(3)]
-    now, history = 1000.0, []
+    restarts = [0, 0, 0]
+    now, failed, history = 1000.0, 0, []
     for _ in range(rng.randint(1, 60)):
-        now += rng.choice((0.9, 1.0, 1.1, 7.5))
+        now += rng.choice((0.9, 1.0, 1.1, 7.5, 12.0))
+        failed += rng.choice((0, 0, 3))
         replicas = []
         for index, counted in enumerate(totals):
+            restarts[index] += rng.random() < 0.05
             for name in TOTALS:
                 counted[name] = 0 if rng.random() < 0.05 else counted[name] + rng.randint(0, 500)
             replica: dict[str, Any] = {
                 "index": index,
+                "restarts": restarts[index],
                 "running": rng.randint(0, 9),
                 "waiting": rng.randint(0, 9),
                 "blocks": {"own": rng.randint(0, 99), "shared": rng.randint(0, 9)},
@@ -42,21 +49,32 @@ def random_history(seed: int) -> list[dict[str, Any]]:
                 "tokens": dict(counted),
             }
             for name in list(replica):
-                if name != "index" and rng.random() < 0.1:
+                if name not in ("index", "restarts") and rng.random() < 0.1:
                     del replica[name]
             if rng.random() < 0.9:
                 replicas.append(replica)
-        history.append({"format": 1, "time": now, "replicas": replicas})
+        event: dict[str, Any] = {"format": 1, "time": now, "replicas": replicas}
+        if rng.random() < 0.8:
+            event["requests"] = {"failed": failed}
+        if rng.random() < 0.3:
+            event["isPast"] = True
+        history.append(event)
     return history
 
 
 def slow_series(history: list[dict[str, Any]], chosen: int | None) -> dict[str, list[Any]]:
-    columns: dict[str, list[Any]] = {name: [] for name in ("time", "isAfterGap", *GAUGES, *TOTALS)}
+    columns: dict[str, list[Any]] = {name: [] for name in ("time", "isAfterGap", "failed", *GAUGES, *TOTALS)}
     for position, event in enumerate(history):
         earlier = history[position - 1] if position else None
         replicas = [one for one in event["replicas"] if chosen in (None, one["index"])]
         columns["time"].append(event["time"])
-        columns["isAfterGap"].append(earlier is None or event["time"] - earlier["time"] > GAP_S)
+        longest = PAST_GAP_S if {"isPast"} & ({*event} | {*(earlier or ())}) else GAP_S
+        is_paused = earlier is None or event["time"] - earlier["time"] > longest
+        old = {one["index"]: one["restarts"] for one in (earlier or event)["replicas"]}
+        is_new = any(old.get(one["index"], one["restarts"]) != one["restarts"] for one in replicas)
+        columns["isAfterGap"].append(is_paused or is_new)
+        numbers = [value_of(one or {}, "requests", "failed") for one in (earlier, event)]
+        columns["failed"].append(None if None in numbers else numbers[1] - numbers[0])
         for name, path in GAUGES.items():
             known = [value for one in replicas if (value := value_of(one, *path)) is not None]
             columns[name].append(sum(known) if known else None)
@@ -169,6 +187,73 @@ def test_a_history_is_bounded_and_starts_again_when_the_clock_is_set_back() -> N
     back = [*seconds[:50], 10.0, 11.0]
     kept = in_node("samples.mjs", expression, [seconds, quick, back])
     assert kept == [seconds[-901:], quick[-1000:], [10.0, 11.0]]
+
+
+def slow_history(own: list[float], past: list[float], now: float) -> list[float]:
+    """Times of the events with the past where nothing of their own is within five seconds, for 15 minutes."""
+    kept = {time for time in past if time < now and not any(abs(time - other) < PAST_S for other in own)}
+    return [time for time in sorted({*own, *kept}) if time >= now - 900] + [now]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_who_comes_later_has_the_servers_past_where_it_has_none_of_its_own(seed: int) -> None:
+    """A page that was just opened, and one that had lost the connection for a while."""
+    rng = random.Random(seed)
+    cases = []
+    for _ in range(30):
+        now = 5000.0 + rng.random()
+        start, end = sorted(rng.uniform(now - 1100, now - 0.5) for _ in range(2))
+        own = [start + second for second in range(int(end - start))] if rng.random() < 0.7 else []
+        past = [now - 4 - PAST_S * number for number in range(rng.choice((0, 1, 180)))][::-1]
+        cases.append((own, past, now))
+    expression = (
+        "data.map(([own, past, now]) => m.appendSample(own.map((time) => ({ time })),"
+        " { time: now, past: past.map((time) => ({ time })) }))"
+    )
+    for (own, past, now), history in zip(cases, in_node("samples.mjs", expression, cases), strict=True):
+        assert [one["time"] for one in history] == pytest.approx(slow_history(own, past, now))
+        assert [one["time"] for one in history if one.get("isPast")] == pytest.approx(
+            [time for time in slow_history(own, past, now) if time in past]
+        )
+        assert not any("past" in one for one in history)
+
+
+def test_after_the_clock_was_set_back_there_is_the_past_of_the_new_clock() -> None:
+    event = {"time": 50.0, "past": [{"time": 45.0}, {"time": 55.0}]}
+    found = in_node("samples.mjs", "m.appendSample([{ time: 70 }], data)", event)
+    assert [one["time"] for one in found] == [45.0, 50.0]
+
+
+def test_charts_show_all_of_the_past_while_nothing_runs() -> None:
+    def history(span: int, runs: bool) -> list[dict[str, Any]]:
+        forecast = {"steps": [0, 10], "blocks": [3, 0], "limit": 9}
+        past = [{"time": 5.0 * number, "isPast": True, "replicas": [{"index": 0}]} for number in range(span // 5)]
+        now = {"index": 0, "step_seconds": 0.1, "forecast": forecast if runs else None}
+        return [*past, {"time": float(span), "replicas": [now]}]
+
+    cases = [(history(span, runs), chosen) for span in (5, 400, 890) for runs in (True, False) for chosen in (None, 60)]
+    spans = in_node("samples.mjs", "data.map(([history, chosen]) => m.timeWindow(history, null, chosen).past)", cases)
+    assert spans == [120, 60, 120, 60, 120, 60, 600, 60, 120, 60, 900, 60]
+
+
+@pytest.mark.parametrize("seconds", [1, 5])
+def test_the_large_figures_are_means_of_the_last_seconds_or_the_last_value(seconds: int) -> None:
+    rng = random.Random(seconds)
+    times = [float(time) for time in range(0, 100, 5)] + [95.0 + number + rng.uniform(-0.02, 0.02) for number in (1, 2)]
+    values = [rng.choice((None, float(rng.randint(0, 9)))) for _ in times]
+    series = [{"time": times[:end], "x": values[:end]} for end in range(1, len(times) + 1)]
+    found = in_node("samples.mjs", f"data.map((one) => m.recentMean(one, 'x', {seconds}))", series)
+    for end, mean in enumerate(found, start=1):
+        shown = {position for position in range(end) if times[position] > times[end - 1] - seconds + 0.5} | {end - 1}
+        known = [value for position in shown if (value := values[position]) is not None]
+        assert mean == (pytest.approx(np.mean(known)) if known else None)
+
+
+def test_keys_are_listed_with_the_others_if_these_have_anything() -> None:
+    keys = [{"name": "a", "running": 0}, {"name": None, "running": 0, "tokens": {"prompt": 0, "generated": 0}}]
+    busy = [keys[0], {**keys[1], "waiting": 1}]
+    found = in_node("samples.mjs", "data.map((keys) => m.keysOf({ keys }))", [keys, busy, None])
+    assert found == [keys[:1], busy, []]
 
 
 def test_what_an_event_leaves_out_is_as_before_for_five_seconds() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 _FOLDER = Path(__file__).parent
 # Each imports only from those before it.
-_SCRIPTS = ("samples.mjs", "stream.mjs", "replay.mjs", "charts.mjs", "page.mjs")
+_SCRIPTS = ("terms.mjs", "samples.mjs", "stream.mjs", "replay.mjs", "charts.mjs", "page.mjs")
 
 
 def read_live_page() -> bytes:

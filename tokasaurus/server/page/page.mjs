@@ -5,6 +5,7 @@ import { MAX_BYTES, Player, historyAt, parseRecording } from "./replay.mjs";
 import { compact, count, duration, milliseconds, percent, price, speed } from "./samples.mjs";
 import * as samples from "./samples.mjs";
 import { LiveStream, STALE_SECONDS } from "./stream.mjs";
+import { TERMS } from "./terms.mjs";
 
 const KEY = "toka-key";
 const THEME = "toka-theme";
@@ -59,7 +60,6 @@ function showHeader(sample) {
     server.draining ? "draining: takes no new requests" : null,
   ];
   say("facts", facts.filter(Boolean).join(" · "));
-  document.title = server.model ? `${server.model} – tokasaurus` : "tokasaurus";
 }
 
 function showReplicaChoice(sample) {
@@ -78,9 +78,9 @@ function showTiles(sample, series, forecast) {
   const last = (name) => series[name].at(-1) ?? null;
   const replicas = samples.replicasOf(sample, view.replica);
   const total = (read) => samples.sum(replicas.map(read));
-  say("generated", speed(samples.recentMean(series.generated, MEAN_OF)));
+  say("generated", speed(samples.recentMean(series, "generated", MEAN_OF)));
   say("generated-note", `${compact(total((one) => one.tokens?.generated))} since the start`);
-  say("prompt", speed(samples.recentMean(series.prompt, MEAN_OF)));
+  say("prompt", speed(samples.recentMean(series, "prompt", MEAN_OF)));
   const cached = samples.cachedShare(view.history, view.replica);
   say("prompt-note", cached === null ? "" : `${percent(cached)} from the cache`);
   say("running", count(last("running")));
@@ -159,15 +159,16 @@ function blocksOf(curve, seconds) {
 function poolReadout(seconds) {
   const position = positionOf(seconds);
   const { series, forecast, earlier } = shown;
-  const past = ["own", "shared", "cached", "free"].map((name) => (position === null ? null : series[name][position]));
+  const past = (name) => (position === null ? null : series[name][position]);
   return {
-    ...Object.fromEntries(["own", "shared", "cached", "free"].map((name, column) => [name, past[column]])),
+    ...Object.fromEntries(["used", "own", "shared", "cached", "free"].map((name) => [name, past(name)])),
     forecast: seconds >= 0 ? blocksOf(forecast, seconds) : null,
     earlier: blocksOf(earlier, seconds),
   };
 }
 
 const POOL_WORDS = {
+  used: "in use",
   own: "own",
   shared: "shared",
   cached: "cached",
@@ -176,11 +177,12 @@ const POOL_WORDS = {
   earlier: "forecast a minute ago",
 };
 const POOL_HELP = {
-  own: "blocks used by one sequence",
-  shared: "blocks used by several sequences",
-  cached: "blocks of no sequence, kept for prompts to come",
-  free: "blocks with nothing in them",
-  forecast: "blocks in use until all running sequences have ended",
+  used: "blocks that sequences use: which of them several use is not known of the time before this page was open",
+  own: TERMS["own block"],
+  shared: TERMS["shared block"],
+  cached: TERMS["cached block"],
+  free: TERMS["free block"],
+  forecast: TERMS["KV forecast"],
   earlier: "what was forecast for the sequences that ran then; those admitted since add to it",
 };
 
@@ -188,7 +190,10 @@ function showReadouts() {
   if (shown === null) return;
   const seconds = view.cursor ?? 0;
   const readout = poolReadout(seconds);
-  const items = Object.entries(POOL_WORDS).map(([name, words]) => {
+  // of the time before the page was open, only the sum of own and shared blocks is known
+  const hidden = readout.used === null ? ["used"] : ["own", "shared"];
+  const words = Object.entries(POOL_WORDS).filter(([name]) => !hidden.includes(name));
+  const items = words.map(([name, words]) => {
     const kind = name === "forecast" || name === "earlier" ? "key line" : "key";
     const key = make("span", { class: `${kind} ${name}`, "aria-hidden": "true" });
     return make("li", { title: POOL_HELP[name] }, key, `${words} `, make("b", {}, count(readout[name])));
@@ -219,8 +224,11 @@ function showPool(series, times, forecast, earlier, span) {
   const used = series.inUse;
   const filled = series.time.map((_, position) => samples.sum([used[position], series.cached[position]]));
   const zeros = series.time.map(() => 0);
+  const isUndivided = (i) => series.own[i] === null || (i > 0 && series.own[i - 1] === null);
+  const undivided = used.map((value, i) => (isUndivided(i) ? value : null));
   const layers = [
     { class: "area-cached", times, values: filled, from: used, breaks },
+    { class: "area-used", times, values: undivided, from: zeros, breaks },
     { class: "edge-cached", times, values: filled, breaks },
     { class: "area-shared", times, values: used, from: series.own, breaks },
     { class: "area-own", times, values: series.own, from: zeros, breaks },
@@ -263,13 +271,13 @@ function showPool(series, times, forecast, earlier, span) {
     largest,
     isTight: !isLarge,
     mostTicks: 5,
-    margins: { left: 72, right: 12, top: 8, bottom: 70 },
+    margins: { left: 72, right: 12, top: 8, bottom: 86 },
     layers,
     guides: isLarge ? [] : guides,
     labels: isLarge
       ? labels.map((one) => (one.class.startsWith("limit") ? { ...one, text: `${one.text} (above)` } : one))
       : labels,
-    lanes: ["admitted", "preempted", "evicted"].map(lane),
+    lanes: ["admitted", "preempted", "evicted", "failed"].map(lane),
     laneHeight: 16,
     hasTimes: true,
     readout: poolText,
@@ -380,7 +388,7 @@ function showReplicas(sample, history) {
   if (replicas.length < 2) return;
   const recent = history.slice(-MEAN_OF - 1);
   const rows = replicas.map((one) => {
-    const generated = samples.recentMean(samples.seriesOf(recent, one.index).generated, MEAN_OF);
+    const generated = samples.recentMean(samples.seriesOf(recent, one.index), "generated", MEAN_OF);
     const used = samples.sum([one.blocks?.own, one.blocks?.shared]);
     const share = used === null ? null : used / one.blocks.total;
     const meter = make("span", { class: "meter", "aria-hidden": "true" }, setWidth(make("i", {}), share ?? 0));
@@ -418,6 +426,17 @@ function showOldest(sample) {
     return make("tr", {}, ...cells.map((text, column) => make("td", column < 3 ? { class: "name" } : {}, text)));
   });
   replace(at("oldest-rows"), rows);
+}
+
+function showKeys(sample) {
+  const keys = samples.keysOf(sample);
+  at("keys").hidden = keys.length === 0;
+  const rows = keys.map((one) => {
+    const numbers = [one.running, one.waiting, one.tokens?.prompt, one.tokens?.generated].map(count);
+    const name = make("td", { class: "name" }, one.name ?? "others, such as batches");
+    return make("tr", {}, name, ...numbers.map((number) => make("td", {}, number)));
+  });
+  replace(at("key-rows"), rows);
 }
 
 function showJobs(sample) {
@@ -570,6 +589,7 @@ function show() {
   showParts();
   showReplicas(sample, history);
   showOldest(sample);
+  showKeys(sample);
   showJobs(sample);
 }
 
@@ -578,13 +598,16 @@ function show() {
 let state = { name: "connecting", detail: {} };
 let lastEvent = 0;
 let isStale = false;
+let why = ""; // the connection ended
 
 function setState(name, detail = {}) {
   const isNew = name !== state.name;
   state = { name, detail };
   if (name === "live") isStale = false;
+  if (name === "live") why = "";
+  else if (detail.why !== undefined) why = detail.why;
   showState();
-  if (isNew) say("said", `Connection: ${stateText()}`);
+  if (isNew) say("said", `Connection: ${[stateText(), lostText()].filter(Boolean).join(". ")}`);
   if (isNew && name === "key") askKey(detail.wasGiven);
   notify(name === "refused" ? `The server refuses the figures: ${detail.why}.` : null);
 }
@@ -593,9 +616,37 @@ function stateText() {
   const { name, detail } = state;
   const left = detail.until === undefined ? 0 : Math.max(0, Math.ceil((detail.until - Date.now()) / 1000));
   if (name === "live" && isStale) return `no event for ${Math.round((Date.now() - lastEvent) / 1000)} s`;
-  if (name === "reconnecting") return `reconnecting in ${left} s: ${detail.why}`;
-  if (name === "gone") return `server gone, next try in ${left} s: ${detail.why}`;
+  if (name === "reconnecting") return `reconnecting in ${left} s`;
+  if (name === "gone") return `server gone, next try in ${left} s`;
   return { key: "needs the API key", refused: "refused" }[name] ?? name;
+}
+
+// Whether the figures are no longer those of now.
+function isLost() {
+  return !view.isReplay && (state.name === "live" ? isStale : lastEvent > 0 || why !== "");
+}
+
+// With the date if it is half a day ago.
+function timeOf(milliseconds) {
+  const when = new Date(milliseconds);
+  const time = when.toLocaleTimeString([], { hourCycle: "h23" });
+  return Date.now() - milliseconds < 12 * 3600 * 1000 ? time : `${when.toLocaleDateString()} ${time}`;
+}
+
+// What has happened, and since when; "" while figures come.
+function lostTitle() {
+  if (!isLost()) return "";
+  if (lastEvent === 0) return "No answer";
+  const ended = live.at(-1)?.server?.ended;
+  return ended ? `Server ended at ${timeOf(lastEvent)}` : `No answer since ${timeOf(lastEvent)}`;
+}
+
+function lostText() {
+  const ended = live.at(-1)?.server?.ended;
+  const reason = ended || why;
+  const facts = `${lostTitle()}${reason === "" ? "" : `: ${reason}`}.`;
+  if (!isLost()) return "";
+  return lastEvent === 0 ? facts : `${facts} The figures are those of that time.`;
 }
 
 function showState() {
@@ -604,6 +655,16 @@ function showState() {
   at("try").hidden = !["reconnecting", "gone", "refused", "key"].includes(state.name);
   at("try").textContent = state.name === "key" ? "Enter key" : "Try now";
   at("forget").hidden = sessionStorage.getItem(KEY) === null;
+  at("lost").hidden = !isLost();
+  say("lost", lostText());
+  at("main").classList.toggle("is-old", isLost());
+  showTitle();
+}
+
+function showTitle() {
+  const model = (view.isReplay ? view.history : live).at(-1)?.server?.model;
+  const title = [lostTitle(), model, "tokasaurus"].filter(Boolean).join(" – ");
+  if (document.title !== title) document.title = title;
 }
 
 function notify(text) {
@@ -625,6 +686,7 @@ function onData(text) {
   }
   live = samples.appendSample(live, sample);
   view.history = live;
+  showTitle();
   show();
 }
 
@@ -665,6 +727,7 @@ at("key-cancel").addEventListener("click", () => at("key-dialog").close());
 at("forget").addEventListener("click", () => {
   sessionStorage.removeItem(KEY);
   live = [];
+  lastEvent = 0;
   view.history = view.isReplay ? view.history : live;
   if (view.isReplay) showState();
   else stream.start();
@@ -723,6 +786,7 @@ function onMove(player) {
   const text = `${clock(player.seconds)} of ${clock(player.length)}`;
   say("position", `${text} · ${when.toLocaleTimeString()}`);
   at("scrub").setAttribute("aria-valuetext", text);
+  showTitle();
   show();
 }
 
@@ -755,6 +819,18 @@ window.addEventListener("drop", (event) => {
   dragDepth = 0;
   at("drop").hidden = true;
   if (event.dataTransfer.files[0]) openFile(event.dataTransfer.files[0]);
+});
+
+// --- words ---
+
+document.querySelectorAll("button.terms").forEach((button, position) => {
+  const list = make("dl", {});
+  for (const term of button.dataset.terms.split(", ")) {
+    list.append(make("dt", {}, term), make("dd", {}, TERMS[term].replaceAll("`", "")));
+  }
+  const panel = make("div", { id: `terms-${position}`, class: "words", popover: "", tabindex: "0" }, list);
+  button.after(panel);
+  button.popoverTargetElement = panel;
 });
 
 // --- choices ---

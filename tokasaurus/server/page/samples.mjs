@@ -7,7 +7,10 @@ export const HISTORY_SECONDS = 900;
 const MAX_OLDEST = 8; // requests of a kind in the table of the oldest ones
 export const COMPARED_SECONDS = 60; // age of the older forecast that is drawn beside the present one
 const MAX_SAMPLES = 1000;
+const KEPT_SECONDS = 5; // how long a figure stays that a replica leaves out
+const PAST_SECONDS = 5; // between two events of the server's own past
 const GAP_SECONDS = 5; // a longer pause between two events breaks the lines
+const PAST_GAP_SECONDS = 2.2 * PAST_SECONDS; // if one of them is of that past
 const MAX_PAIRS = 1500;
 const NICE_SECONDS = [30, 60, 120, 180, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400];
 
@@ -35,7 +38,7 @@ export function completed(before, sample) {
     const older = kept.get(one.index);
     const knownAt = older?.known_at ?? before?.time;
     const isNew = one.forecast !== undefined || older?.forecast === undefined;
-    if (isNew || older.restarts !== one.restarts || !(sample.time - knownAt <= GAP_SECONDS)) return one;
+    if (isNew || older.restarts !== one.restarts || !(sample.time - knownAt <= KEPT_SECONDS)) return one;
     return { ...Object.fromEntries(KEPT.map((name) => [name, older[name]])), ...one, known_at: knownAt };
   };
   return sample.replicas ? { ...sample, replicas: sample.replicas.map(complete) } : sample;
@@ -43,11 +46,21 @@ export function completed(before, sample) {
 
 // The history with one more event, without what is older than 15 minutes. Starts again if the clock was set back.
 export function appendSample(history, sample) {
-  const last = history.at(-1);
-  if (last !== undefined && sample.time <= last.time) return [sample];
-  const first = Math.max(0, history.length + 1 - MAX_SAMPLES);
-  const kept = history.slice(first).filter((one) => one.time >= sample.time - HISTORY_SECONDS);
-  return [...kept, completed(last, sample)];
+  const { past, ...present } = sample;
+  const isOtherClock = sample.time <= history.at(-1)?.time;
+  const whole = withPast(isOtherClock ? [] : history, past ?? [], sample.time);
+  const last = isOtherClock ? undefined : history.at(-1);
+  const first = Math.max(0, whole.length + 1 - MAX_SAMPLES);
+  const kept = whole.slice(first).filter((one) => one.time >= sample.time - HISTORY_SECONDS);
+  return [...kept, completed(last, present)];
+}
+
+// The history with what the server remembers where the history has nothing.
+function withPast(history, past, now) {
+  if (past.length === 0) return history;
+  const isMissing = ({ time }) => history.every((one) => Math.abs(one.time - time) >= PAST_SECONDS);
+  const moments = past.filter((one) => Number.isFinite(one?.time) && one.time < now && isMissing(one));
+  return [...history, ...moments.map((one) => ({ ...one, isPast: true }))].sort((a, b) => a.time - b.time);
 }
 
 export function replicasOf(sample, replica) {
@@ -87,6 +100,7 @@ const GAUGES = {
   waiting: (one) => one.waiting,
   slots: (one) => one.slots,
   queueDepth: (one) => one.queue_depth,
+  used: (one) => one.blocks?.used,
   own: (one) => one.blocks?.own,
   shared: (one) => one.blocks?.shared,
   cached: (one) => one.blocks?.cached,
@@ -103,26 +117,39 @@ const RATES = {
   recomputed: (one) => one.tokens?.recomputed,
 };
 
-// Columns of equal length: `time`, gauges, and tokens per second. What is not known is null; so is all of a gap's end.
+function isGap(earlier, sample) {
+  return sample.time - earlier.time > (earlier.isPast || sample.isPast ? PAST_GAP_SECONDS : GAP_SECONDS);
+}
+
+function hasRestarted(earlier, sample, replica) {
+  const before = new Map(replicasOf(earlier, replica).map((one) => [one.index, one.restarts]));
+  return replicasOf(sample, replica).some((one) => before.has(one.index) && before.get(one.index) !== one.restarts);
+}
+
+// Columns of equal length: `time`, gauges, tokens per second, and requests that failed since the event before. What is
+// not known is null. A long pause, or the restart of a replica, is a gap.
 export function seriesOf(history, replica) {
-  const columns = { time: history.map((one) => one.time), isAfterGap: [] };
+  const columns = { time: history.map((one) => one.time), isAfterGap: [], failed: [] };
   for (const name of [...Object.keys(GAUGES), ...Object.keys(RATES), "inUse"]) columns[name] = [];
   history.forEach((sample, position) => {
     const earlier = history[position - 1];
     const replicas = replicasOf(sample, replica);
-    columns.isAfterGap.push(earlier === undefined || sample.time - earlier.time > GAP_SECONDS);
+    columns.isAfterGap.push(earlier === undefined || isGap(earlier, sample) || hasRestarted(earlier, sample, replica));
+    columns.failed.push(increase(earlier?.requests?.failed, sample.requests?.failed));
     for (const [name, read] of Object.entries(GAUGES)) columns[name].push(sumOf(replicas, read));
     for (const [name, read] of Object.entries(RATES)) {
       columns[name].push(earlier === undefined ? null : rate(earlier, sample, replica, read));
     }
-    columns.inUse.push(sum([columns.own.at(-1), columns.shared.at(-1)]));
+    columns.inUse.push(columns.used.at(-1) ?? sum([columns.own.at(-1), columns.shared.at(-1)]));
   });
   return columns;
 }
 
-// Mean of a column's last values: one second alone says little.
-export function recentMean(values, count) {
-  const known = values.slice(-count).filter((value) => value !== null);
+// Mean of a column's values of the last seconds, but of the last value at least: one second alone says little.
+export function recentMean(series, name, seconds) {
+  const since = series.time.at(-1) - seconds + 0.5;
+  const last = series.time.length - 1;
+  const known = series[name].filter((value, i) => value !== null && (series.time[i] > since || i === last));
   return known.length === 0 ? null : sum(known) / known.length;
 }
 
@@ -182,7 +209,7 @@ function afterNow(curve) {
 // The forecast made a minute before the last event, over seconds from the last event on. Null without one.
 export function earlierForecast(history, replica) {
   const now = history.at(-1)?.time;
-  const close = history.filter((one) => Math.abs(now - COMPARED_SECONDS - one.time) <= GAP_SECONDS);
+  const close = history.filter((one) => !one.isPast && Math.abs(now - COMPARED_SECONDS - one.time) <= KEPT_SECONDS);
   if (close.length === 0) return null;
   const distance = (one) => Math.abs(now - COMPARED_SECONDS - one.time);
   const sample = close.reduce((best, one) => (distance(one) < distance(best) ? one : best));
@@ -191,16 +218,18 @@ export function earlierForecast(history, replica) {
 }
 
 // Seconds that charts show before and after the last event. `chosen`: the past in seconds, or null for about as much
-// past as the forecast reaches. The end of the last forecast is inside; otherwise the median of 30 decides, so that the
-// axis does not jump with each event.
+// past as the forecast reaches, and for all of it while nothing runs. The end of the last forecast is inside; otherwise
+// the median of 30 decides, so that the axis does not jump with each event.
 export function timeWindow(history, replica, chosen) {
-  const ends = history.slice(-30).map((sample) => forecastOf(sample, replica)?.seconds.at(-1) ?? 0);
+  const recent = history.filter((sample) => !sample.isPast).slice(-30);
+  const ends = recent.map((sample) => forecastOf(sample, replica)?.seconds.at(-1) ?? 0);
   const usual = quantile(
     ends.toSorted((a, b) => a - b),
     0.5,
   );
   const horizon = niceSeconds(Math.max(ends.at(-1), usual));
-  const past = chosen ?? Math.min(HISTORY_SECONDS, Math.max(120, horizon));
+  const reach = usual === 0 && ends.at(-1) === 0 ? history.at(-1).time - history[0].time : horizon;
+  const past = chosen ?? Math.min(HISTORY_SECONDS, Math.max(120, niceSeconds(reach)));
   return { past, future: Math.max(horizon, past / 4) };
 }
 
@@ -301,7 +330,7 @@ export function partsOf(history, replica, seconds) {
   let [steps, elapsed] = [0, 0];
   for (let position = 1; position < history.length; position++) {
     const sample = history[position];
-    if (sample.time <= now - seconds) continue;
+    if (sample.time <= now - seconds || history[position - 1].isPast) continue;
     for (const one of replicasOf(sample, replica)) {
       if (!one.parts) continue;
       steps += one.steps ?? 0;
@@ -371,6 +400,13 @@ export function oldestRequests(sample, replica) {
       .sort((one, other) => (other.age_seconds ?? 0) - (one.age_seconds ?? 0))
       .slice(0, MAX_OLDEST);
   return [...byAge(false), ...byAge(true)];
+}
+
+// Sequences and tokens by API key, and of all others together if there are any.
+export function keysOf(sample) {
+  const known = (sample.keys ?? []).filter((one) => one !== null && typeof one === "object");
+  const isIdle = (one) => !one.running && !one.waiting && !one.tokens?.prompt && !one.tokens?.generated;
+  return known.filter((one) => typeof one.name === "string" || !isIdle(one));
 }
 
 // Share of a job's lines that have a result; null if nobody knows how many there are.

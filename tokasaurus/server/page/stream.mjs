@@ -86,6 +86,7 @@ export class LiveStream {
     const key = this.readKey();
     const headers = key === null ? {} : { Authorization: `Bearer ${key}` };
     let why = "the connection ended";
+    let isOpen = false;
     try {
       const answer = await fetch(this.path, { headers, cache: "no-store", signal: stop.signal });
       if (answer.status === 401) return this.#end(stop, "key", { wasGiven: key !== null });
@@ -93,9 +94,13 @@ export class LiveStream {
         return this.#end(stop, "refused", { why: await message(answer) });
       }
       if (!answer.ok) throw new Error(await message(answer));
+      isOpen = true;
       await this.#read(answer.body.getReader(), stop);
     } catch (error) {
-      why = error.name === "TypeError" || error.name === "AbortError" ? "no answer" : error.message;
+      // browsers do not tell why
+      if (error.name === "AbortError") why = "nothing came any more";
+      else if (error.name !== "TypeError") why = error.message;
+      else why = isOpen ? "the connection was lost" : "cannot connect";
     }
     if (this.#stop === stop && this.#isWanted) this.#wait(why);
   }

@@ -1,0 +1,35 @@
+// The words of the page, in the order in which they are explained; the glossary of docs/architecture.md has them too.
+
+export const TERMS = {
+  request: "what a client sends: one or more prompts, each with n samples",
+  sequence: "one sample of a prompt, from its queueing to its last token",
+  token: "the unit of text that the model reads and writes; a number, its token id",
+  "background request":
+    "a line of a batch; it waits until live requests have started, apart from one for every 64 of them",
+  job: "a batch, a bulk request or a map: many requests whose answers are collected",
+  admit: "give a waiting sequence a slot and blocks: from then on it runs",
+  prefill: "compute the KV of a sequence's prompt, and its first token",
+  preempt: "take the slot and blocks from a running sequence, which then waits again",
+  "length predictor": "predicts how many tokens a sequence will sample",
+  KV: "the keys and values of a token in each layer, which attention reads for all later tokens",
+  block: "the unit of KV memory, of `page_size` tokens",
+  "KV pool": "all KV blocks of a replica",
+  "own block": "a block that one sequence uses",
+  "shared block": "a block that several sequences use",
+  "cached block": "a block of a prefix that no sequence uses, kept for prompts to come",
+  "free block": "a block with nothing in it",
+  evict: "give up a cached block, because its memory is needed",
+  "KV forecast":
+    "the blocks in use after every future step, if each running sequence has its predicted length and no other is admitted",
+  limit: "the number of blocks that admission fills",
+  step: "one forward; also one round of the manager (`Engine.step`)",
+  forward: "one run through the model's layers, for all tokens of a step",
+  slot: "an index that a sequence has from admission to its end or preemption; manager and worker keep its state in arrays by slot",
+  "steps in flight": "steps that were sent to the worker and whose results have not returned",
+  idle: "the device computes nothing, although sequences are left to compute",
+  "device time": "a job's share of the time in which the devices were busy, by its tokens",
+  replica: "a manager and its workers, with all of the model; `dp_size` of them share the port",
+  stage: "one or more ranks that compute a part of the layers (pipeline parallel)",
+  microbatch: "a part of the running sequences, which step together while other stages compute other microbatches",
+  gemm: "a matrix product",
+};
