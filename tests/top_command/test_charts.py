@@ -89,9 +89,11 @@ def test_shares_fill_the_bar_and_are_off_by_less_than_a_cell(shares: list[int], 
         ([0, 7, 14], 5, "  ▁▅█"),
         ([1, 0, 7, 14], 3, "▁▅█"),
         ([0, 0], 2, "▁▁"),
+        ([7, None, 14], 4, " ▅ █"),
+        ([None, None], 2, "  "),
         ([], 2, "  "),
         ([3], 0, ""),
     ],
 )
-def test_sparklines_end_at_the_right(values: list[float], width: int, expected: str) -> None:
+def test_sparklines_end_at_the_right(values: list[float | None], width: int, expected: str) -> None:
     assert sparkline(values, width) == expected

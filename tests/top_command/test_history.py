@@ -102,6 +102,69 @@ def test_a_new_server_begins_its_totals_anew_even_if_they_are_larger() -> None:
     assert history_of(samples).rates("generated", 9) == [12]
 
 
+def moment(second: float, **changes: Any) -> dict[str, Any]:
+    """Of the server's own past."""
+    blocks = {"total": 6_000, "used": int(second) % 97, "cached": 7, "free": 1}
+    tokens = {"generated": int(10 * second), "prompt": 0}
+    one = {"index": 0, "state": "up", "restarts": 0, "running": 3, "tokens": tokens, "blocks": blocks}
+    return {"time": START_S + second, "requests": {"failed": 1}, "replicas": [one | changes]}
+
+
+@given(
+    st.lists(st.integers(0, 1200), unique=True).map(sorted),
+    st.lists(st.integers(0, 1200), unique=True, max_size=180).map(sorted),
+)
+def test_what_the_server_remembers_fills_the_times_without_samples(own: list[int], past: list[int]) -> None:
+    now = max([*own, *past, 0]) + 1
+    history = history_of([sample(second) for second in own])
+    history.add(read_sample(line(sample(now, past=[moment(second) for second in past]))))
+    kept = {second for second in past if not any(abs(second - other) < 5 for other in own)}
+    expected = [second for second in sorted({*own, *kept, now}) if now - second <= 900]
+    assert [one.time - START_S for one in history.samples] == expected
+    assert [one.time - START_S for one in history.samples if one.is_past] == [one for one in expected if one in kept]
+    assert not any(one.past for one in history.samples)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([1, 2, 5, 30]), st.integers(0, 50)), min_size=1, max_size=60),
+    st.sampled_from([1, 10, 45, 900]),
+)
+def test_a_quarter_of_an_hour_has_the_mean_of_each_part(steps: list[tuple[int, int]], count: int) -> None:
+    """By seconds, each of which has the rate of the samples around it; none in a pause of more than five."""
+    second, total, rates = 0, 0, {}
+    samples = [sample(0, replicas=[replica(0, tokens={"generated": 0})])]
+    for seconds, added in steps:
+        if seconds <= 5:
+            rates |= dict.fromkeys(range(second, second + seconds), added / seconds)
+        second, total = second + seconds, total + added
+        samples.append(sample(second, replicas=[replica(0, tokens={"generated": total})]))
+    size = 900 // count
+    parts = [[rates.get(second - 900 + size * part + number) for number in range(size)] for part in range(count)]
+    known = [[rate for rate in part if rate is not None] for part in parts]
+    assert history_of(samples).means("generated", count) == [
+        pytest.approx(sum(part) / len(part)) if part else None for part in known
+    ]
+
+
+def test_the_past_of_the_pool_has_gaps_where_nothing_is_known_or_the_manager_was_started_again() -> None:
+    past = [moment(second) for second in range(0, 100, 5)] + [moment(second, restarts=1) for second in (100, 105, 120)]
+    down = {"index": 0, "state": "down", "restarts": 0}
+    past.insert(10, {"time": START_S + 48, "replicas": [down]})
+    now = sample(121, past=past, replicas=[replica(121, restarts=1)])
+    curves = history_of([now]).used_blocks(0)
+    assert [curve.xs for curve in curves] == [
+        tuple(float(second - 121) for second in seconds) for seconds in (range(0, 100, 5), (100, 105), (120, 121))
+    ]
+    assert curves[0].ys == tuple(float(second % 97) for second in range(0, 100, 5))
+
+
+def test_a_first_sample_has_a_rate_by_the_servers_past_and_no_parts() -> None:
+    now = sample(2, past=[moment(0)], replicas=[replica(2, tokens={"generated": 50})])
+    history = history_of([now])
+    assert history.rate("generated") == 25
+    assert (history.parts(0), history.stages(0), history.events(0)) == (None, [], {})
+
+
 def test_one_sample_has_no_rate() -> None:
     history = history_of([sample(0)])
     assert (history.rate("generated"), history.rates("generated", 9), history.parts(0)) == (None, [], None)

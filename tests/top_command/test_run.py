@@ -72,6 +72,17 @@ def test_lines_come_over_a_restart_of_the_server_and_are_recorded(tmp_path: Path
     assert set(script.paths) == {"/live"}
 
 
+def test_a_server_that_has_said_why_it_ends_is_quoted() -> None:
+    script = Script(make=lambda second: sample(second, server={**sample(second)["server"], "ended": "it was stopped"}))
+    with ExitStack() as server:
+        url = server.enter_context(serving(script))
+        with running(f"base_url={url}") as process:
+            read_lines(process, 2)
+            server.close()
+            told = read_line(process, process.stderr)
+    assert told == f"toka top: {url} has ended: it was stopped; trying again\n"
+
+
 def test_samples_are_printed_as_they_came(tmp_path: Path) -> None:
     """Through a Unix socket, with a key; samples with fields that this version does not know are read too."""
     script = Script(make=lambda second: sample(second, later={"a": "ü"}), api_key="secret")

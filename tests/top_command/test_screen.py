@@ -77,7 +77,8 @@ def test_a_server_that_dies_is_waited_for_and_one_that_changes_its_mind_ends_the
         with in_terminal([*COMMAND, url], 100, 24) as terminal:
             terminal.wait_for_words("live")
             server.close()
-            terminal.wait_for_words("does not answer: Connection refused; trying again")
+            text = terminal.wait_for_words(": Connection refused; trying again")
+            assert re.search(r"  no answer since \d\d:\d\d:\d\d: Connection refused; trying again\n", text)
             assert "10-90 %" in terminal.text, "the last figures stay"
             before = answered(terminal.text)
             with serving(script, port):
@@ -88,6 +89,17 @@ def test_a_server_that_dies_is_waited_for_and_one_that_changes_its_mind_ends_the
             terminal.assert_as_before()
             assert "toka top: " in terminal.text
             assert b"format 2 of samples is not known, this toka reads 1\r\n" in terminal.output
+
+
+def test_a_server_that_says_why_it_ends_is_believed() -> None:
+    script = Script(make=lambda second: sample(second, server={**sample(second)["server"], "ended": "it was stopped"}))
+    with ExitStack() as server:
+        url = server.enter_context(serving(script))
+        with in_terminal([*COMMAND, url], 100, 24) as terminal:
+            terminal.wait_for_words("live")
+            server.close()
+            text = terminal.wait_for_words("; trying again")
+            assert re.search(r"  server ended at \d\d:\d\d:\d\d: it was stopped; trying again\n", text)
 
 
 def test_keys_pause_choose_a_replica_and_explain(url: str) -> None:

@@ -83,6 +83,56 @@ def test_a_job_that_has_ended_says_how_and_when_for_a_quarter_of_an_hour() -> No
     assert "  old " not in text, "longer ago"
 
 
+def test_ten_minutes_after_its_last_request_a_server_still_shows_it() -> None:
+    """To who has just come: the server remembers."""
+    past = []
+    for second in range(0, 900, 5):
+        blocks = {"total": 6_000, "used": 3_000 if second < 300 else 0, "cached": 0, "free": 0}
+        one = {"index": 0, "restarts": 0, "tokens": {"generated": 40 * min(second, 300)}, "blocks": blocks}
+        past.append({"time": START_S + second, "replicas": [one]})
+    free = {"total": 6_000, "own": 0, "shared": 0, "cached": 0, "free": 6_000}
+    now = replica(899, forecast=None, running=0, tokens={"generated": 12_000}, blocks=free)
+    failed = job(0, name="in.jsonl", state="failed", ended=START_S + 299, reason="line 3: is not JSON")
+    history = History()
+    history.add(read_sample(line(sample(899, replicas=[now], jobs=[failed], past=past))))
+    text = shown(history, 100, 30)
+    row = next(row for row in text.splitlines() if row.startswith("15 minutes"))
+    assert re.fullmatch(r"15 minutes  max   40\.0 tokens/s  █{22}[▁-█]▁{43}", row), row
+    rows = [row[13:] for row in text.splitlines() if row[12:13] == "│"]
+    assert [row[:29] for row in rows[-2:]] == ["█" * 29] * 2
+    assert [row[30:].strip() for row in rows] == [""] * len(rows)
+    assert re.search(r"\n {13}14 min 59 s ago +now\n", text)
+    assert "failed 10 min 0 s ago, 2 failed" in text
+
+
+def test_keys_have_a_line_each() -> None:
+    tokens = {"prompt": 1_200, "generated": 34}
+    keys = [{"name": "alice", "running": 3, "waiting": 1_000, "tokens": tokens}, {"name": None, "running": 1}]
+    history = History()
+    history.add(read_sample(line(sample(0, keys=keys))))
+    rows = [row for row in shown(history, 120, 50).splitlines() if "waiting, " in row or row.startswith("keys")]
+    text = shown(history, 120, 50)
+    assert re.search(r"\nkeys        alice +3 running, 1,000 waiting; 1,200 \+ 34 tokens of what has ended\n", text), (
+        rows
+    )
+    assert re.search(r"\n            others +1 running, 0 waiting; 0 \+ 0 tokens", text)
+    history = History()
+    history.add(read_sample(line(sample(0, keys=[{"name": None}]))))
+    assert "\nkeys" not in shown(history, 120, 50)
+
+
+def test_figures_without_a_connection_are_paler(history: History) -> None:
+    def is_pale(is_old: bool) -> list[bool]:
+        lines = screen_lines(history, Frame("x", is_old=is_old), 100, 30, Look())
+        return [
+            any(span.style == "dim" and span.end - span.start == len(text) for span in text.spans) for text in lines
+        ]
+
+    assert is_pale(True)[1:-1] == [True] * 28
+    assert not is_pale(True)[0]
+    assert not any(is_pale(False))
+
+
 def test_no_share_is_above_100_percent() -> None:
     history = History()
     for second in range(20):

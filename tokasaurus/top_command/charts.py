@@ -23,12 +23,12 @@ class Area:
     style: str
 
 
-def sparkline(values: Sequence[float], width: int, ascii_only: bool = False) -> str:
-    """The newest `width` values, the last at the right end; the largest of them has the full height."""
+def sparkline(values: Sequence[float | None], width: int, ascii_only: bool = False) -> str:
+    """The newest `width` values, the last at the right end; the largest of them has the full height. None is a gap."""
     shown = values[-width:] if width > 0 else []
-    top = max(shown, default=0.0)
+    top = max((value for value in shown if value is not None), default=0.0)
     levels = _ASCII_BARS if ascii_only else _BARS
-    bars = [levels[round(value / top * 7) if top > 0 else 0] for value in shown]
+    bars = [" " if value is None else levels[round(value / top * 7) if top > 0 else 0] for value in shown]
     return "".join(bars).rjust(width)
 
 

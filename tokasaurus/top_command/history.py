@@ -5,7 +5,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokasaurus.top_command.samples import Forecast, ReplicaSample, Sample
 
@@ -17,6 +17,10 @@ _EARLIER_S = 60.0
 _MIN_EARLIER_S = 5.0
 _LATE_S = 5.0
 """How long the figures of an engine stay that does not answer."""
+_PAST_S = 5.0
+"""Between two samples of the server's own past."""
+_GAP_S, _PAST_GAP_S = 5.0, 2.2 * _PAST_S
+"""A longer time between two samples is a gap; the second if one of them is of that past."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +102,25 @@ class History:
         return self.samples[-1] if self.samples else None
 
     def add(self, sample: Sample) -> None:
-        """A sample that is not newer than those before belongs to another clock: these are forgotten."""
+        """A sample that is not newer than those before belongs to another clock: these are forgotten. What the server
+        remembers fills the times of which there is no sample."""
         if self.samples and sample.time <= self.samples[-1].time:
             self.samples.clear()
-        self.samples.append(sample)
+        missing = [
+            then
+            for then in sample.past
+            if then.time < sample.time and all(abs(then.time - one.time) >= _PAST_S for one in self.samples)
+        ]
+        if missing:
+            self.samples = deque(sorted([*self.samples, *missing], key=lambda one: one.time))
+        self.samples.append(replace(sample, past=()))
         while sample.time - self.samples[0].time > KEPT_SECONDS:
             self.samples.popleft()
 
     def rate(self, name: str, seconds: float = 5.0, index: int | None = None) -> float | None:
         """Tokens per second of the total `name`, of one replica or of all, in the last `seconds`, or between the last
         two samples if they are further apart; None without two samples."""
-        samples = self._last(seconds)
+        samples = self._last(seconds, with_past=True)
         if len(samples) < 2:
             return None
         gain = sum(_gain(name, before, after, index) for before, after in itertools.pairwise(samples))
@@ -121,6 +133,37 @@ class History:
             _gain(name, before, after, None) / (after.time - before.time)
             for before, after in itertools.pairwise(samples)
         ]
+
+    def means(self, name: str, count: int) -> list[float | None]:
+        """Tokens per second of all replicas in equal parts of the last KEPT_SECONDS, oldest first; None where nothing
+        is known."""
+        part_s = KEPT_SECONDS / max(1, count)
+        gains, known_s = [0.0] * count, [0.0] * count
+        for before, after in itertools.pairwise(self.samples):
+            if _is_gap(before, after):
+                continue
+            per_s = _gain(name, before, after, None) / (after.time - before.time)
+            start, end = (one.time - self.samples[-1].time + KEPT_SECONDS for one in (before, after))
+            for part in range(max(0, int(start // part_s)), min(count, math.ceil(end / part_s))):
+                seconds = min(end, (part + 1) * part_s) - max(start, part * part_s)
+                gains[part] += per_s * seconds
+                known_s[part] += seconds
+        return [gain / seconds if seconds > 0 else None for gain, seconds in zip(gains, known_s, strict=True)]
+
+    def used_blocks(self, index: int) -> list[Curve]:
+        """Blocks in use, in seconds before the newest sample; a curve for each time without a gap."""
+        parts: list[tuple[list[float], list[float]]] = []
+        before: tuple[Sample, ReplicaSample] | None = None
+        for sample in self.samples:
+            replica = sample.replica(index)
+            if replica is None or not replica.blocks.total:
+                continue
+            if before is None or _is_gap(before[0], sample) or before[1].restarts != replica.restarts:
+                parts.append(([], []))
+            parts[-1][0].append(sample.time - self.samples[-1].time)
+            parts[-1][1].append(float(replica.blocks.used))
+            before = sample, replica
+        return [Curve(tuple(xs), tuple(ys)) for xs, ys in parts]
 
     def events(self, index: int, seconds: float = 60.0) -> dict[str, float]:
         """Number of events of each kind in the last `seconds`."""
@@ -186,10 +229,7 @@ class History:
 
     def past_blocks(self, index: int) -> Curve:
         """Blocks in use at the samples, in rounds after now, so that all x are at most 0."""
-        points = [
-            (-rounds_ago, float(replica.blocks.own + replica.blocks.shared))
-            for _, rounds_ago, replica in self._same_engine(index)
-        ]
+        points = [(-rounds_ago, float(replica.blocks.used)) for _, rounds_ago, replica in self._same_engine(index)]
         points.reverse()
         return Curve(tuple(x for x, _ in points), tuple(y for _, y in points))
 
@@ -209,10 +249,12 @@ class History:
                 return before
         return latest
 
-    def _last(self, seconds: float) -> list[Sample]:
-        """Samples of the last seconds, at least two if there are."""
+    def _last(self, seconds: float, with_past: bool = False) -> list[Sample]:
+        """Samples of the last seconds, at least two if there are. with_past: those that the server remembers too."""
         found: list[Sample] = []
         for sample in reversed(self.samples):
+            if sample.is_past and not with_past:
+                break
             if len(found) >= 2 and self.samples[-1].time - sample.time > seconds:
                 break
             found.append(sample)
@@ -281,6 +323,11 @@ def _gain(name: str, before: Sample, after: Sample, index: int | None) -> float:
         is_new = is_new_server or replica.restarts != old.restarts
         gain += replica.tokens[name] if is_new else gained(old.tokens[name], replica.tokens[name])
     return gain
+
+
+def _is_gap(before: Sample, after: Sample) -> bool:
+    is_past = before.is_past or after.is_past
+    return after.time - before.time > (_PAST_GAP_S if is_past else _GAP_S)
 
 
 def _moment(replica: ReplicaSample) -> int | None:

@@ -36,6 +36,9 @@ class Lost:
     """There is no connection; another one will be tried."""
 
     reason: str
+    """What the server did."""
+    why: str
+    """The same in short, as the reason for having no figures."""
 
 
 async def follow(server: Server, name: str) -> AsyncIterator[Received | Lost]:
@@ -49,25 +52,26 @@ async def follow(server: Server, name: str) -> AsyncIterator[Received | Lost]:
             headers = {"Accept": "text/event-stream"}
             async with server.http.get(f"{server.url}/live", headers=headers, timeout=timeout) as response:
                 if response.status in _MAY_PASS:
-                    reason = f"answered {response.status}: {error_reason(await response.read())}"
+                    reason = why = f"answered {response.status}: {error_reason(await response.read())}"
                 else:
                     await _check(response, name)
                     async for data in _events(response.content):
                         num_failures = 0
                         yield Received(read_sample(data), data)
-                    reason = "has ended the connection"
+                    reason, why = "has ended the connection", "connection ended"
                 was_there = True
         except (aiohttp.InvalidURL, UnicodeError) as error:
             raise CannotWatch(f"base_url={name}: no URL that can be used: {error}") from None
         except NotASample as error:
             raise CannotWatch(f"{name} has sent something else than a sample: {error}") from None
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            reason = f"does not answer: {_explain(error)}"
+            why = _explain(error)
+            reason = f"does not answer: {why}"
             if not was_there:
                 raise CannotWatch(f"{name} {reason}; is toka running?") from None
         except ValueError as error:  # a key that cannot be sent
             raise CannotWatch(f"{name}: {error}") from None
-        yield Lost(reason)
+        yield Lost(reason, why)
         await asyncio.sleep(_PAUSES_S[min(num_failures, len(_PAUSES_S) - 1)])
         num_failures += 1
 

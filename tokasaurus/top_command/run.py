@@ -126,7 +126,9 @@ async def _print_events(config: TopConfig, events: Events) -> int:
             _print(event.line if config.json else None, history)
         elif isinstance(event, Lost):
             if not is_lost:
-                print(f"toka top: {config.server_name} {event.reason}; trying again", file=sys.stderr, flush=True)
+                ended = "" if history.latest is None else history.latest.server.ended
+                reason = f"has ended: {ended}" if ended else event.reason
+                print(f"toka top: {config.server_name} {reason}; trying again", file=sys.stderr, flush=True)
             is_lost = True
         elif isinstance(event, Failed):
             raise event.error
@@ -146,15 +148,17 @@ async def _show_events(config: TopConfig, events: Events) -> int:
     view = _View(History())
     held: deque[Sample] = deque(maxlen=_MAX_HELD)
     """Samples that have come since the pause began."""
-    lost = ""
+    lost: Lost | None = None
+    last_s: float | None = None
+    """When the newest sample has come."""
     with _screen(events) as terminal:
         while True:
             for event in await _all(events):
                 if isinstance(event, Received):
-                    lost = ""
+                    lost, last_s = None, time.time()
                     held.append(event.sample)
                 elif isinstance(event, Lost):
-                    lost = event.reason
+                    lost = event
                 elif isinstance(event, Key):
                     if view.press(event.name):
                         return 0
@@ -167,11 +171,21 @@ async def _show_events(config: TopConfig, events: Events) -> int:
             while held and not view.is_paused:
                 view.history.add(held.popleft())
             status, style = ("paused", "yellow") if view.is_paused else ("live", "green")
-            if lost:
-                status, style = f"{config.server_name} {lost}; trying again", "bold red"
+            if lost is not None:
+                newest = held[-1] if held else view.history.latest
+                status, style = _since(lost, last_s, "" if newest is None else newest.server.ended), "bold red"
             elif config.record is not None:
                 status += ", recording"
-            view.draw(terminal, Frame(status, style, LIVE_KEYS))
+            view.draw(terminal, Frame(status, style, LIVE_KEYS, is_old=lost is not None))
+
+
+def _since(lost: Lost, last_s: float | None, ended: str) -> str:
+    """last_s: when the newest sample came, in Unix seconds. ended: why the server ended, if it has said so."""
+    moment = "" if last_s is None else time.strftime("%H:%M:%S", time.localtime(last_s))
+    if ended:
+        return f"server ended at {moment}: {ended}; trying again"
+    since = f" since {moment}" if moment else ""
+    return f"no answer{since}: {lost.why}; trying again"
 
 
 async def _replay(config: TopConfig, recording: Recording) -> int:

@@ -59,6 +59,8 @@ class Blocks:
     cached: int
     """Blocks that none uses, kept for later prompts."""
     free: int
+    used: int
+    """Own and shared ones: in the server's past, only their sum is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,20 @@ class ServerFacts:
     device: str
     dtype: str
     is_draining: bool
+    ended: str
+    """Why the server ends, in its last sample; else empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeySample:
+    """The sequences and tokens of an API key."""
+
+    name: str
+    """Empty: all others together."""
+    running: int
+    waiting: int
+    prompt_tokens: int
+    generated_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +182,12 @@ class Sample:
     server: ServerFacts
     requests: Mapping[str, float]
     replicas: tuple[ReplicaSample, ...]
-    jobs: tuple[JobSample, ...]
+    jobs: tuple[JobSample, ...] = ()
+    keys: tuple[KeySample, ...] = ()
+    past: "tuple[Sample, ...]" = ()
+    """What the server remembers, oldest first; of a stream's first sample."""
+    is_past: bool = False
+    """One of those: the server has taken it by itself, and it tells less."""
 
     def replica(self, index: int) -> ReplicaSample | None:
         return next((replica for replica in self.replicas if replica.index == index), None)
@@ -188,13 +209,19 @@ def read_sample(line: bytes) -> Sample:
     time = fields.number("time")
     if time is None:
         raise NotASample('no sample: it has no "time"')
-    replicas = [_replica(replica, number) for number, replica in enumerate(fields.objects("replicas"))]
+    server = _server(fields.object("server"))
     return Sample(
         time,
-        _server(fields.object("server")),
+        server,
         fields.object("requests").numbers(),
-        tuple(replicas),
+        _replicas(fields),
         tuple(_job(job) for job in fields.objects("jobs")),
+        tuple(_key(key) for key in fields.objects("keys")),
+        tuple(
+            Sample(then, server, moment.object("requests").numbers(), _replicas(moment), is_past=True)
+            for moment in fields.objects("past")
+            if (then := moment.number("time")) is not None
+        ),
     )
 
 
@@ -261,11 +288,15 @@ def _server(fields: _Fields) -> ServerFacts:
         device=fields.text("device"),
         dtype=fields.text("dtype"),
         is_draining=fields.flag("draining"),
+        ended=fields.text("ended"),
     )
 
 
+def _replicas(fields: _Fields) -> tuple[ReplicaSample, ...]:
+    return tuple(_replica(replica, number) for number, replica in enumerate(fields.objects("replicas")))
+
+
 def _replica(fields: _Fields, number: int) -> ReplicaSample:
-    blocks = fields.object("blocks")
     parts = fields.object("parts")
     step = fields.number("step")
     return ReplicaSample(
@@ -283,7 +314,7 @@ def _replica(fields: _Fields, number: int) -> ReplicaSample:
         slots=fields.count("slots"),
         queue_depth=fields.count("queue_depth"),
         tokens=fields.object("tokens").numbers(),
-        blocks=Blocks(*(blocks.count(name) for name in ("total", "own", "shared", "cached", "free"))),
+        blocks=_blocks(fields.object("blocks")),
         events=fields.object("events").numbers(),
         forecast=_forecast(fields.object("forecast")),
         next=_next(fields.object("next")),
@@ -296,6 +327,18 @@ def _replica(fields: _Fields, number: int) -> ReplicaSample:
             for stage in fields.objects("stages")
         ),
         oldest=tuple(map(_old_request, fields.objects("oldest"))),
+    )
+
+
+def _blocks(fields: _Fields) -> Blocks:
+    own, shared = fields.count("own"), fields.count("shared")
+    return Blocks(
+        total=fields.count("total"),
+        own=own,
+        shared=shared,
+        cached=fields.count("cached"),
+        free=fields.count("free"),
+        used=fields.count("used", own + shared),
     )
 
 
@@ -341,6 +384,17 @@ def _pair(value: Any) -> tuple[float, float] | None:
         return None
     predicted, actual = _number(value[0]), _number(value[1])
     return None if predicted is None or actual is None else (predicted, actual)
+
+
+def _key(fields: _Fields) -> KeySample:
+    tokens = fields.object("tokens")
+    return KeySample(
+        name=fields.text("name"),
+        running=fields.count("running"),
+        waiting=fields.count("waiting"),
+        prompt_tokens=tokens.count("prompt"),
+        generated_tokens=tokens.count("generated"),
+    )
 
 
 def _job(fields: _Fields) -> JobSample:

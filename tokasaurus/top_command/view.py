@@ -10,8 +10,8 @@ from rich.text import Text
 
 from tokasaurus.monitoring.progress import show_time
 from tokasaurus.top_command.charts import Area, area_chart, cells_of_shares, sparkline
-from tokasaurus.top_command.history import Curve, History, curve_of
-from tokasaurus.top_command.samples import JobSample, NextInQueue, OldRequest, ReplicaSample, Sample
+from tokasaurus.top_command.history import History, curve_of
+from tokasaurus.top_command.samples import JobSample, KeySample, NextInQueue, OldRequest, ReplicaSample, Sample
 
 _LABEL = 12
 """Columns of the words at the left."""
@@ -36,7 +36,8 @@ HELP = (
     "?            this list; again, the figures",
     "",
     "Rates are means of the last 5 s, events sums of the last minute, parts of a step",
-    "means of the last 10 s. The forecast counts the blocks in use until the last",
+    "means of the last 10 s. 15 minutes: generated tokens, and the highest bar; the server",
+    "remembers them, also of the time before this command. The forecast counts the blocks in use until the last",
     "running sequence has ended, by the lengths that are predicted now; the dotted line",
     "is what it said a minute ago. Lengths compare the newest 1,024 sequences that have",
     "ended with what was predicted when they were admitted.",
@@ -62,6 +63,8 @@ class Frame:
     replica: int = 0
     """Index of the one that is shown."""
     shows_help: bool = False
+    is_old: bool = False
+    """There is no connection: the figures are paler."""
 
 
 @dataclass(slots=True)
@@ -82,6 +85,9 @@ def screen_lines(history: History, frame: Frame, width: int, height: int, look: 
         lines.append(Text("no sample yet", style="dim"))
     else:
         lines += _body(history, sample, frame, width, body_height, look)
+    if frame.is_old:
+        for line in lines[1:]:
+            line.stylize("dim")
     lines = lines[: max(1, height - 1)]
     lines += [Text()] * (height - 1 - len(lines))
     lines.append(Text(frame.keys, style="dim"))
@@ -95,7 +101,7 @@ def compact_line(history: History) -> str:
     sample = history.latest
     assert sample is not None, "a sample has come"
     replicas = sample.replicas
-    total, used = sum(replica.blocks.total for replica in replicas), sum(_used(replica) for replica in replicas)
+    total, used = sum(replica.blocks.total for replica in replicas), sum(replica.blocks.used for replica in replicas)
     parts = [
         time.strftime("%H:%M:%S", time.localtime(sample.time)),
         f"{_rate(history.rate('generated'))} generated, {_rate(history.rate('prompt'))} prompt tokens/s",
@@ -132,6 +138,7 @@ def _body(history: History, sample: Sample, frame: Frame, width: int, height: in
     replica = history.replica(frame.replica)
     sections = [
         _Section(0, _throughput(history, width, look)),
+        _Section(4, [_quarter(history, width, look)]),
         _Section(2, [_requests(sample, width)]),
     ]
     if len(sample.replicas) > 1:
@@ -157,6 +164,9 @@ def _body(history: History, sample: Sample, frame: Frame, width: int, height: in
             _Section(6, _stages(history, replica, width)),
             _Section(8, _oldest(replica, width, max(1, height // 4))),
         ]
+    if keys := [key for key in sample.keys if key.name or key.running or key.waiting or key.generated_tokens]:
+        lines = [_key("" if number else "keys", key, width) for number, key in enumerate(keys)]
+        sections.append(_Section(7, _limited(lines, max(1, height // 6))))
     jobs = [job for job in sample.jobs if job.ended is None or sample.time - job.ended < _SHOWN_SECONDS]
     if jobs:
         order = sorted(jobs, key=lambda job: job.state not in ("running", "validating", "waiting"))
@@ -205,6 +215,15 @@ def _throughput(history: History, width: int, look: Look) -> list[Text]:
     return lines
 
 
+def _quarter(history: History, width: int, look: Look) -> Text:
+    """Generated tokens of the last quarter of an hour."""
+    room = max(0, width - _LABEL - 22)
+    means = history.means("generated", room)
+    known = [mean for mean in means if mean is not None]
+    line = _labelled("15 minutes", f"max {_rate(max(known, default=None)):>6}", " tokens/s  ")
+    return line.append(sparkline(means, room, look.ascii_only), "green")
+
+
 def _requests(sample: Sample, width: int) -> Text:
     facts = [f"{sample.requests.get(name, 0):,.0f} {name}" for name in ("open", "answered", "aborted", "failed")]
     prompt = {
@@ -223,7 +242,7 @@ def _replica_line(history: History, replica: ReplicaSample, width: int, is_shown
         "",
         f"{replica.running:,} running",
         f"{replica.waiting:,} waiting",
-        f"pool {_percent(_used(replica), replica.blocks.total)}",
+        f"pool {_percent(replica.blocks.used, replica.blocks.total)}",
     ]
     if replica.restarts:
         facts.append(f"{replica.restarts} restarts")
@@ -247,7 +266,7 @@ def _batch(replica: ReplicaSample, width: int) -> Text:
 def _pool_bar(replica: ReplicaSample, width: int, look: Look) -> Text:
     blocks = replica.blocks
     line = _labelled("pool")
-    end = f" {_percent(_used(replica), blocks.total)} of {blocks.total:,} blocks in use"
+    end = f" {_percent(replica.blocks.used, blocks.total)} of {blocks.total:,} blocks in use"
     shares = [getattr(blocks, name) for name, *_ in _POOL]
     counts = cells_of_shares(shares, max(0, width - _LABEL - len(end)))
     for (_, cell, ascii_cell, style), count in zip(_POOL, counts, strict=True):
@@ -281,7 +300,9 @@ def _forecast(replica: ReplicaSample, width: int) -> Text:
 def _chart(history: History, replica: ReplicaSample, width: int, height: int, look: Look) -> list[Text]:
     """`height` rows, and the axis below them."""
     forecast = replica.forecast
-    ahead = Curve((), ()) if forecast is None else curve_of(forecast)
+    if forecast is None:
+        return _past_chart(history, replica, width, height, look)
+    ahead = curve_of(forecast)
     earlier = history.earlier_forecast(replica.index)
     past = history.past_blocks(replica.index)
     end = ahead.xs[-1] if ahead.xs else 0.0
@@ -293,7 +314,7 @@ def _chart(history: History, replica: ReplicaSample, width: int, height: int, lo
         start = max(start, -end / 2)
     if end <= start:
         return []
-    top = max([float(replica.blocks.total), 0.0 if forecast is None else forecast.limit, *ahead.ys])
+    top = max([float(replica.blocks.total), forecast.limit, *ahead.ys])
     columns = max(1, width - _LABEL - 1)
     rows = area_chart(
         [Area(past, "blue"), Area(ahead, "cyan")],
@@ -307,13 +328,31 @@ def _chart(history: History, replica: ReplicaSample, width: int, height: int, lo
         look.has_colours,
         look.ascii_only,
     )
+    axis = _axis(start, end, columns, replica, None if earlier is None else earlier.seconds_ago)
+    return [*_walled(rows, top, height, look), axis]
+
+
+def _past_chart(history: History, replica: ReplicaSample, width: int, height: int, look: Look) -> list[Text]:
+    """While nothing runs there is no forecast, and no step passes: the last 15 minutes, by time."""
+    areas = [Area(curve, "blue") for curve in history.used_blocks(replica.index)]
+    start = min((area.curve.xs[0] for area in areas), default=0.0)
+    top, columns = float(replica.blocks.total), max(1, width - _LABEL - 1)
+    if start >= 0 or top <= 0:
+        return []
+    rows = area_chart(areas, None, "", start, 0.0, top, columns, height, look.has_colours, look.ascii_only)
+    first = f"{show_time(-start)} ago"
+    axis = first + "now".rjust(columns - len(first)) if columns >= len(first) + 5 else ""
+    return [*_walled(rows, top, height, look), Text.assemble(" " * (_LABEL + 1), (axis, "dim"), no_wrap=True)]
+
+
+def _walled(rows: Sequence[Text], top: float, height: int, look: Look) -> list[Text]:
+    """The rows with the axis at their left."""
     labels = {0: f"{top:,.0f}", height // 2: f"{top * (1 - (height // 2) / height):,.0f}"}
     wall = "|" if look.ascii_only else "│"
-    lines = [
+    return [
         Text.assemble((f"{labels.get(number, ''):>{_LABEL - 1}} ", "dim"), (wall, "dim"), row, no_wrap=True)
         for number, row in enumerate(rows)
     ]
-    return [*lines, _axis(start, end, columns, replica, None if earlier is None else earlier.seconds_ago)]
 
 
 def _axis(start: float, end: float, columns: int, replica: ReplicaSample, seconds_ago: float | None) -> Text:
@@ -447,6 +486,16 @@ def _old_request(label: str, request: OldRequest, width: int) -> Text:
     return _fitting(line, width, facts[:2] if request.state == "waiting" else facts, ", ")
 
 
+def _key(label: str, key: KeySample, width: int) -> Text:
+    name = Text(key.name or "others")
+    name.truncate(15 if width < 100 else 30, overflow="ellipsis", pad=True)
+    facts = [
+        f"{key.running:,} running, {key.waiting:,} waiting",
+        f"{key.prompt_tokens:,} + {key.generated_tokens:,} tokens of what has ended",
+    ]
+    return _fitting(_labelled(label).append_text(name).append(" "), width, facts)
+
+
 def _job(job: JobSample, now: float, width: int, look: Look) -> Text:
     """now: in Unix seconds."""
     name = Text(job.name or job.id)
@@ -482,10 +531,6 @@ def _job(job: JobSample, now: float, width: int, look: Look) -> Text:
         reason.truncate(room, overflow="ellipsis")
         line.append(", ").append_text(reason)
     return line
-
-
-def _used(replica: ReplicaSample) -> int:
-    return replica.blocks.own + replica.blocks.shared
 
 
 def _sum(replicas: Sequence[ReplicaSample], name: str) -> int:
