@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from http.server import HTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 from gguf import GGMLQuantizationType
-from openai import OpenAI
 
 from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
 from tests.helpers.examples import few
@@ -218,13 +218,20 @@ def test_ping_sends_what_is_in_a_file(api: HTTPServer, tmp_path: Path, capsys: p
     assert "prompt=@none: No such file or directory" in capsys.readouterr().err
 
 
+def test_ping_imports_no_client_of_openai(api: HTTPServer) -> None:
+    command = [sys.executable, "-X", "importtime", "-c", RUN, "ping", "hi", f"port={api.server_port}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.startswith("text hi 0\n")
+    packages = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "httpx" in packages
+    assert packages & {"openai", "torch", "numpy", "aiohttp", "fastapi"} == set()
+
+
 def test_ping_does_not_count_the_time_until_it_asks(
     api: HTTPServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client's modules alone take half a second to import."""
-
     @contextmanager
-    def late_client(config: PingConfig) -> Iterator[OpenAI]:
+    def late_client(config: PingConfig) -> Iterator[httpx.Client]:
         with client_of(config) as client:
             time.sleep(3)
             yield client
@@ -245,7 +252,7 @@ def test_ping_numbers_several_answers_of_a_chat(api: HTTPServer, capsys: pytest.
 
 @pytest.mark.parametrize(
     ("prompt", "line"),
-    [("fail", "answered 400: prompt is too long"), ("page", "no OpenAI-compatible API")],
+    [("fail", " answered 400: prompt is too long"), ("page", ": no OpenAI-compatible API")],
 )
 def test_ping_shows_the_error_of_the_server(
     api: HTTPServer, prompt: str, line: str, capsys: pytest.CaptureFixture[str]

@@ -6,16 +6,25 @@ import shutil
 import sys
 import time
 import unicodedata
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokasaurus.flags import Setting, count, flag
-from tokasaurus.running_server import AddressConfig, NotAnswered, client_of, explained, name_of_server
+from tokasaurus.running_server import (
+    AddressConfig,
+    NotAnswered,
+    Refused,
+    client_of,
+    explained,
+    models_of,
+    name_of_server,
+    stream_of,
+)
 
 if TYPE_CHECKING:
-    from openai import OpenAI
+    import httpx
 
 _HELP = """\
 /retry            answer the last message once more
@@ -96,7 +105,7 @@ def _connected(config: ChatConfig) -> Iterator[tuple[AddressConfig, str]]:
 
 
 class _Conversation:
-    def __init__(self, client: "OpenAI", address: AddressConfig, config: ChatConfig, model: str) -> None:
+    def __init__(self, client: "httpx.Client", address: AddressConfig, config: ChatConfig, model: str) -> None:
         self._client = client
         self._address = address
         self._model = model
@@ -147,15 +156,13 @@ class _Conversation:
 
     def _model_there(self) -> str:
         """The name of the model that answers. Raises NotAnswered if no server does; some list no models."""
-        import openai
-
         name = self._model
         with explained(self._address):
             try:
-                models = self._client.models.list().data
-            except openai.APIStatusError:
+                models = models_of(self._client)
+            except Refused:
                 return name
-        return models[0].id if name == "default" and models else name
+        return str(models[0].get("id", name)) if name == "default" and models else name
 
     def _obey(self, line: str) -> None:
         name, _, text = line.partition(" ")
@@ -239,41 +246,29 @@ class _Conversation:
 
     def _ask(self, figures: "_Figures") -> Iterator[tuple[str, bool]]:
         """The answer's parts, and whether each is reasoning. Raises NotAnswered."""
-        with explained(self._address):
-            chunks: Any = self._request()
-            with chunks:  # closed when the user stops the answer, so that the server stops too
-                for chunk in chunks:
-                    figures.add(chunk)
-                    for choice in chunk.choices[:1]:
-                        delta = choice.delta
-                        reasoning = getattr(delta, "reasoning_content", None) or getattr(delta, "reasoning", None)
-                        if reasoning:
-                            yield reasoning, True
-                        if delta.content:
-                            yield delta.content, False
+        # Closed when the user stops the answer, so that the server stops too
+        with explained(self._address), closing(self._chunks()) as chunks:
+            for chunk in chunks:
+                figures.add(chunk)
+                for choice in chunk["choices"][:1]:
+                    delta = choice["delta"]
+                    if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
+                        yield reasoning, True
+                    if delta.get("content"):
+                        yield delta["content"], False
 
-    def _request(self) -> Any:
+    def _chunks(self) -> Generator[dict[str, Any], None, None]:
         """The chunks of an answer. Where a conversation has become so long that max_tokens are too many, the server
         gives what room there is."""
-        import openai
-
-        messages: Any = self._all_messages()
-
-        def ask(fields: dict[str, Any]) -> Any:
-            return self._client.chat.completions.create(
-                model=self._model,
-                messages=messages,
-                stream=True,
-                stream_options={"include_usage": True},
-                extra_body=fields,
-            )
-
+        asked = {"model": self._model, "messages": self._all_messages(), "stream": True}
+        asked["stream_options"] = {"include_usage": True}
         try:
-            return ask(self._fields)
-        except openai.BadRequestError as error:
+            yield from stream_of(self._client, "chat/completions", asked | self._fields)
+        except Refused as error:
             if error.code != "context_length_exceeded" or "max_tokens" not in self._fields:
                 raise
-            return ask({name: value for name, value in self._fields.items() if name != "max_tokens"})
+            fields = {name: value for name, value in self._fields.items() if name != "max_tokens"}
+            yield from stream_of(self._client, "chat/completions", asked | fields)
 
 
 class _Figures:
@@ -286,9 +281,8 @@ class _Figures:
         """In words; "" if the server has not told the number of tokens."""
 
     def add(self, chunk: Any) -> None:
-        self._is_cut = self._is_cut or any(choice.finish_reason == "length" for choice in chunk.choices)
-        if chunk.usage is not None and chunk.usage.completion_tokens:
-            num_tokens = chunk.usage.completion_tokens
+        self._is_cut = self._is_cut or any(choice.get("finish_reason") == "length" for choice in chunk["choices"])
+        if num_tokens := (chunk.get("usage") or {}).get("completion_tokens"):
             rate = num_tokens / (time.perf_counter() - self._started_s)
             cut = "; cut at max_tokens, which /set changes" if self._is_cut else ""
             self.text = f"{num_tokens} tokens, {rate:.1f} tokens/s{cut}"

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tokasaurus.flags import count, flag, given_text
-from tokasaurus.running_server import AddressConfig, NotAnswered, client_of, explained
+from tokasaurus.running_server import AddressConfig, NotAnswered, client_of, explained, stream_of
 
 if TYPE_CHECKING:
-    from openai import OpenAI
+    import httpx
 
 
 class PingConfig(AddressConfig):
@@ -42,7 +42,6 @@ def ping(config: PingConfig) -> int:
     is_begun = False
     try:
         with client_of(config) as client:
-            _ = client.chat.completions, client.completions  # imports them
             started = time.perf_counter()
             for index, text, num_so_far in _answer(client, config, prompt):
                 num_tokens = max(num_tokens, num_so_far)
@@ -65,35 +64,26 @@ def ping(config: PingConfig) -> int:
     return 0
 
 
-def _answer(client: "OpenAI", config: PingConfig, prompt: str) -> Iterator[tuple[int, str, int]]:
+def _answer(client: "httpx.Client", config: PingConfig, prompt: str) -> Iterator[tuple[int, str, int]]:
     """Index of an answer, its next text, and the tokens of all answers, which is 0 until the server tells. Raises
     NotAnswered."""
-    from openai import OpenAIError
-
     options: dict[str, Any] = {"model": config.model, "n": config.n}
     if config.temperature is not None:
         options["temperature"] = config.temperature
     if config.max_tokens is not None:
         options["max_tokens"] = config.max_tokens
     options |= {"stream": True, "stream_options": {"include_usage": True}}
-    messages: Any = [{"role": "user", "content": prompt}]
-    has_chunk = False
+    path, asked = "completions", dict[str, Any](prompt=prompt)
+    if config.chat:
+        path, asked = "chat/completions", {"messages": [{"role": "user", "content": prompt}]}
     with explained(config):
-        chunks: Any = (
-            client.chat.completions.create(messages=messages, **options)
-            if config.chat
-            else client.completions.create(prompt=prompt, **options)
-        )
-        for chunk in chunks:
-            has_chunk = True
-            num_tokens = 0 if chunk.usage is None else chunk.usage.completion_tokens
-            for choice in chunk.choices:
-                text = choice.delta.content if config.chat else choice.text
-                yield choice.index, text or "", num_tokens
-            if not chunk.choices:
+        for chunk in stream_of(client, path, asked | options):
+            num_tokens = (chunk.get("usage") or {}).get("completion_tokens", 0)
+            for choice in chunk["choices"]:
+                text = choice["delta"].get("content") if config.chat else choice["text"]
+                yield choice["index"], text or "", num_tokens
+            if not chunk["choices"]:
                 yield 0, "", num_tokens
-        if not has_chunk:  # any page with status 200
-            raise OpenAIError("no OpenAI-compatible API")
 
 
 def _fail(message: str, is_begun: bool) -> int:

@@ -1,17 +1,18 @@
 """A running server for commands that talk to one: flags of its address, a client, and one line for what goes wrong."""
 
+import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from tokasaurus.addresses import URL_OF_SOCKETS, client_of_socket, leads_here, proxies_for, proxy_variable
+from tokasaurus.addresses import URL_OF_SOCKETS, leads_here, proxies_for, proxy_variable
 from tokasaurus.config import ServerConfig
 from tokasaurus.flags import FlagConfig, flag
 
 if TYPE_CHECKING:
-    from openai import OpenAI
+    import httpx
 
 _PROBE_S = 1.0
 
@@ -40,6 +41,15 @@ class NotAnswered(Exception):
     """The server did not answer as asked. The message is one line."""
 
 
+class Refused(NotAnswered):
+    """The server answered with an error."""
+
+    def __init__(self, message: str, code: str | None) -> None:
+        """code: by which programs tell errors apart, if the server says one."""
+        super().__init__(message)
+        self.code = code
+
+
 def url_of_server(config: AddressConfig) -> str:
     if config.base_url is not None:
         return config.base_url
@@ -55,22 +65,86 @@ def name_of_server(config: AddressConfig) -> str:
 
 
 @contextmanager
-def client_of(config: AddressConfig) -> Iterator["OpenAI"]:
-    """A client within the context; its calls need `explained`. Raises NotAnswered."""
+def client_of(config: AddressConfig) -> Iterator["httpx.Client"]:
+    """A client within the context, for `get` and `stream_of`. Raises NotAnswered.
+
+    Of httpx and not of openai, which takes a second to import."""
     base_url = url_of_server(config)
     _check_that_it_listens(config, base_url)
-    import openai
+    import httpx
 
     with explained(config), proxies_for(base_url):
-        client = openai.OpenAI(
+        client = httpx.Client(
             base_url=base_url,
-            api_key=config.api_key or "none",  # the client requires one
-            max_retries=0,
+            headers={"authorization": f"Bearer {config.api_key or 'none'}"},
             timeout=None,  # an answer may take any time
-            http_client=None if config.unix_socket is None else client_of_socket(config.unix_socket),
+            follow_redirects=True,
+            transport=None if config.unix_socket is None else httpx.HTTPTransport(uds=config.unix_socket),
         )
     with client:
         yield client
+
+
+_NO_API = "no OpenAI-compatible API"
+
+
+def models_of(client: "httpx.Client") -> list[dict[str, Any]]:
+    """The models that the server lists. Raises Refused, NotAnswered, and httpx's errors, which `explained` tells."""
+    response = client.get("models")
+    _check_status(response)
+    try:
+        models = response.json()["data"]
+    except (ValueError, LookupError, TypeError):
+        raise NotAnswered(_NO_API) from None
+    if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
+        raise NotAnswered(_NO_API)
+    return models
+
+
+def stream_of(client: "httpx.Client", path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Chunks of the answer to a request with stream=true. Closing the iterator ends the request. Raises as `models_of`,
+    also for an error within the stream."""
+    has_chunk = False
+    with client.stream("POST", path, json=body) as response:
+        _check_status(response)
+        for line in response.iter_lines():
+            field, _, data = line.partition(":")
+            if field != "data" or data.strip() == "[DONE]":
+                continue
+            try:
+                chunk = json.loads(data)
+            except ValueError:
+                chunk = None
+            if isinstance(chunk, dict) and chunk.get("error"):
+                raise NotAnswered(_message_of(chunk) or data.strip())
+            if not isinstance(chunk, dict) or "choices" not in chunk:
+                break
+            has_chunk = True
+            yield chunk
+    if not has_chunk:  # any page with status 200
+        raise NotAnswered(_NO_API)
+
+
+def _check_status(response: "httpx.Response") -> None:
+    """Raises Refused."""
+    if response.is_success:
+        return
+    response.read()
+    try:
+        body = response.json()
+    except ValueError:
+        body = None
+    error = body.get("error") if isinstance(body, dict) else None
+    code = error.get("code") if isinstance(error, dict) else None
+    reason = _message_of(body) or response.text or response.reason_phrase
+    raise Refused(f"answered {response.status_code}: {' '.join(reason.split())[:300]}", code)
+
+
+def _message_of(body: Any) -> str:
+    """The message of an error's body; "" if it has none."""
+    error = body.get("error", body) if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) else ""
 
 
 def _check_that_it_listens(config: AddressConfig, base_url: str) -> None:
@@ -93,26 +167,19 @@ def _check_that_it_listens(config: AddressConfig, base_url: str) -> None:
 
 @contextmanager
 def explained(config: AddressConfig) -> Iterator[None]:
-    """Errors of the client within the context become NotAnswered."""
-    import openai
+    """Errors of the client within the context become NotAnswered, with the server's name."""
+    import httpx
 
     server = name_of_server(config)
     try:
         yield
-    except NotAnswered:
-        raise
-    except openai.APIStatusError as error:
-        raise NotAnswered(f"{server} answered {error.status_code}: {_reason(error)}") from None
-    except openai.APIConnectionError as error:
+    except Refused as error:
+        raise NotAnswered(f"{server} {error}") from None
+    except NotAnswered as error:
+        raise NotAnswered(f"{server}: {error}") from None
+    except httpx.TransportError as error:
         proxy = proxy_variable(url_of_server(config))
         route = server if proxy is None else f"{server} through the proxy of {proxy}"
-        raise NotAnswered(f"no answer from {route}: {error.__cause__ or error}; is toka running?") from None
+        raise NotAnswered(f"no answer from {route}: {error}; is toka running?") from None
     except Exception as error:  # the client raises various errors for an invalid host or key
         raise NotAnswered(f"{server}: {' '.join(str(error).split())}") from None
-
-
-def _reason(error: Any) -> str:
-    """The server's error message, else the start of its response body, in one line."""
-    body = error.body
-    message = body.get("message") if isinstance(body, dict) else None
-    return " ".join(str(message or error.response.text or error.response.reason_phrase).split())[:300]

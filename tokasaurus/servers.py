@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokasaurus.flags import FlagConfig, flag
 from tokasaurus.monitoring.progress import show_time
-from tokasaurus.running_server import AddressConfig, NotAnswered, client_of, explained
+from tokasaurus.running_server import AddressConfig, NotAnswered, client_of, explained, models_of
 
 if TYPE_CHECKING:
     import psutil
@@ -70,7 +70,7 @@ def models(config: ModelsConfig) -> int:
     """Print a line for each model of the server. Returns the exit code: 1, with one line on stderr, on failure."""
     try:
         with client_of(config) as client, explained(config):
-            found = [model.model_dump(exclude_unset=True) for model in client.models.list().data]
+            found = models_of(client)
     except NotAnswered as error:
         print(f"toka models: {error}", file=sys.stderr)
         return 1
