@@ -1,26 +1,22 @@
 """Token ids ↔ text, and chat messages → prompt.
 
-`tokenizers` alone encodes and decodes; transformers renders chat templates in its sandbox. Neither imports torch.
+`tokenizers` encodes and decodes, Jinja renders chat templates in a sandbox. Neither imports transformers or torch.
 """
 
 import functools
-import inspect
 import threading
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer as BaseTokenizer
 
+from tokasaurus.text.chat_files import RESERVED_NAMES, ChatFiles, read_chat_files
 from tokasaurus.text.special_text import SpecialText, strings_in
 from tokasaurus.text.template_text import TemplateText
 from tokasaurus.text.time_limit import TimeLimit, TimeLimitExceeded
 from tokasaurus.text.token_bytes import TokenBounds
 from tokasaurus.text.token_decoder import TokenDecoder, TokenizerError, load_base
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
 
 TEMPLATE_LIMIT_S = 10.0
 """A template is a program from the model's repository, which may loop. Ordinary ones take below a millisecond, long
@@ -87,8 +83,8 @@ class Tokenizer(TokenDecoder):
         self._special_text = SpecialText(base)
         self.directory = directory
         """Contains tokenizer.json."""
-        self._chat_tokenizer: PreTrainedTokenizerFast | None = None
-        self._chat_tokenizer_lock = threading.Lock()
+        self._chat_files: ChatFiles | None = None
+        self._chat_files_lock = threading.Lock()
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
@@ -158,14 +154,15 @@ class Tokenizer(TokenDecoder):
         from tokasaurus.text.chat_rendering import render
 
         variables = template_variables or {}
-        chat_tokenizer = self._load_chat_tokenizer()
-        if not chat_tokenizer.chat_template and template is None:
+        files = self._read_chat_files()
+        if not files.templates and template is None:
             raise ChatTemplateError("this model has no chat template; use completions")
-        _check_variables(variables, self._reserved_names)
+        _check_variables(variables)
         try:
+            chosen = files.choose(tools) if template is None else files.named(template)
             return _RENDERING.run(
                 lambda: render(
-                    chat_tokenizer.get_chat_template(template, tools),
+                    chosen,
                     messages,
                     tools,
                     add_generation_prompt,
@@ -231,49 +228,36 @@ class Tokenizer(TokenDecoder):
     @property
     def bos_token(self) -> str | None:
         """The bos token of tokenizer_config.json."""
-        token: str | None = self._load_chat_tokenizer().bos_token
-        return token
+        return self.named_tokens.get("bos_token")
 
     @property
     def eos_token(self) -> str | None:
         """The eos token of tokenizer_config.json."""
-        token: str | None = self._load_chat_tokenizer().eos_token
-        return token
+        return self.named_tokens.get("eos_token")
 
     @property
     def chat_template(self) -> str | None:
         """The chat template in use; if the model has several named templates, the one named "default", if any."""
-        found = self._load_chat_tokenizer().chat_template
-        template: str | None = found.get("default") if isinstance(found, dict) else found
-        return template
+        return self._read_chat_files().default
 
     @functools.cached_property
     def template_text(self) -> str:
         """All of the model's chat templates, as text to search in; empty if it has none."""
-        found = self._load_chat_tokenizer().chat_template or ""
-        return "\n".join(found.values()) if isinstance(found, dict) else found
+        return "\n".join(self._read_chat_files().templates.values())
 
     def template_named(self, name: str) -> str:
         """The model's template with this name; `name` itself, which then is a template, if there is none."""
-        found = self._load_chat_tokenizer().chat_template
-        template: str = found.get(name, name) if isinstance(found, dict) else name
-        return template
+        return self._read_chat_files().named(name)
 
     @property
     def added_tokens(self) -> dict[str, int]:
         """Text → id of the added tokens, whose text always becomes this one token; without special tokens."""
         return {text: id_ for id_, text in self._bytes.added_texts.items() if id_ not in self.special_ids}
 
-    @functools.cached_property
-    def _reserved_names(self) -> Container[str]:
-        """Names of transformers' renderer, which mean something else than variables."""
-        return {"messages", *inspect.signature(self._load_chat_tokenizer().apply_chat_template).parameters}
-
-    @functools.cached_property
-    def named_tokens(self) -> dict[str, str]:
+    @property
+    def named_tokens(self) -> Mapping[str, str]:
         """Name in tokenizer_config.json (eos_token, bos_token, pad_token, …) → the token's text."""
-        names: dict[str, str] = self._load_chat_tokenizer().special_tokens_map
-        return {name: text for name, text in names.items() if isinstance(text, str)}
+        return self._read_chat_files().named_tokens
 
     def vocabulary_entry(self, token_id: int) -> str:
         """The token as tokenizer.json spells it, such as "Ġworld"; empty for an id without a token."""
@@ -296,21 +280,18 @@ class Tokenizer(TokenDecoder):
         """Whether this is a SentencePiece byte token "<0xNN>"; decoders decode a run of these as a unit."""
         return self._bytes.is_byte_token(token_id)
 
-    def _load_chat_tokenizer(self) -> "PreTrainedTokenizerFast":
-        with self._chat_tokenizer_lock:
-            if self._chat_tokenizer is None:
-                from transformers import PreTrainedTokenizerFast
-
+    def _read_chat_files(self) -> ChatFiles:
+        with self._chat_files_lock:
+            if self._chat_files is None:
                 try:
-                    loaded = PreTrainedTokenizerFast.from_pretrained(self.directory, local_files_only=True)
-                except Exception as error:  # a broken file may raise any exception type
+                    self._chat_files = read_chat_files(self.directory)
+                except (OSError, ValueError, TypeError, LookupError) as error:
                     raise TokenizerError(f"cannot read the tokenizer in {self.directory}: {error}") from error
-                self._chat_tokenizer = loaded
-            return self._chat_tokenizer
+            return self._chat_files
 
 
-def _check_variables(variables: Iterable[str], parameters: Container[str]) -> None:
+def _check_variables(variables: Iterable[str]) -> None:
     """Reject variables named like a parameter of the renderer: clients could otherwise replace the template itself."""
     for name in variables:
-        if name in parameters:
+        if name in RESERVED_NAMES:
             raise TemplateVariableError(f"{name} is not a variable of a chat template")

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _KILL_AFTER_S = TEMPLATE_LIMIT_S * 1.5
 _START_LIMIT_S = 60.0
 _MAX_KNOWN = 64
-"""Templates whose tool format is remembered. Each process keeps up to 128 compiled ones, in transformers' cache."""
+"""Templates whose tool format is remembered. `chat_rendering` keeps up to 128 compiled ones in each process."""
 
 
 class RequestTemplates:
