@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 Row: TypeAlias = "Prompt | Mapping[str, Any]"
 """A prompt, or a dictionary with "prompt" or "messages" beside other fields."""
 AnyResults = TypeVar("AnyResults", bound="Results[Any] | list[Score]")
+_SEE_ERROR = " (their .error says why)"
 FindProgress: TypeAlias = Callable[[], Progress | None]
 
 _MAX_READ_S = 0.05
@@ -872,17 +873,17 @@ def _told(results: AnyResults, raise_on_error: bool) -> AnyResults:
     """The results of a method's call. If there are errors, its caller gets one warning, or RowsFailed is raised."""
     failures = failures_of(result.error for result in results)
     if failures.total():
-        failed = RowsFailed(failures.summary(len(results)), results)
+        summary = failures.summary(len(results))
         if raise_on_error:
-            raise failed
-        warnings.warn(failed, stacklevel=3)
+            raise RowsFailed(summary, results)
+        warnings.warn(RowsFailed(summary + _SEE_ERROR, results), stacklevel=3)
     return results
 
 
 def _warn_of(counts: Counts) -> None:
     """One warning of the errors of a stream, where its results are taken."""
     if counts.num_errors:
-        warnings.warn(RowsFailed(counts.failures.summary(counts.num_rows)), stacklevel=3)
+        warnings.warn(RowsFailed(counts.failures.summary(counts.num_rows) + _SEE_ERROR), stacklevel=3)
 
 
 def _in_order_of_prefixes(rows: Sequence[Any]) -> list[tuple[int, Any]]:

@@ -38,9 +38,9 @@ class Failures:
         return reasons
 
     def summary(self, num_rows: int) -> str:
-        """`3 of 100 prompts failed: 2 x context_length_exceeded: …; 1 x bad_prompt: … (their .error says why)`"""
+        """`3 of 100 prompts failed: 2 x context_length_exceeded: …; 1 x bad_prompt: …`"""
         prompts = "1 prompt" if num_rows == 1 else f"{num_rows:,} prompts"
-        return f"{self.total():,} of {prompts} failed: {'; '.join(self.reasons(3))} (their .error says why)"
+        return f"{self.total():,} of {prompts} failed: {'; '.join(self.reasons(3))}"
 
     def lines(self) -> list[str]:
         """`failed: 3 x context_length_exceeded: …` and so on."""

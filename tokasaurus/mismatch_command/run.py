@@ -17,6 +17,7 @@ from tokasaurus.flags import FlagError
 from tokasaurus.library.connection import ServerError
 from tokasaurus.library.engine import EngineError
 from tokasaurus.library.llm import LLM
+from tokasaurus.library.results import RowsFailed
 from tokasaurus.library.sampling import Sampling
 from tokasaurus.messages.status import UserError, longest_context
 from tokasaurus.mismatch_command.config import MismatchConfig, engine_flags
@@ -179,9 +180,11 @@ def _sample(
 
 def _generate(engine: LLM, prompts: list[list[int]], sampling: Sampling) -> Iterator[Sampled]:
     """Raises ServerError if a prompt cannot be sampled."""
-    for prompt, result in zip(prompts, engine.generate(prompts, sampling), strict=True):
-        if result.error is not None:
-            raise ServerError(f"a prompt of {len(prompt)} tokens: {result.error}")
+    try:
+        results = engine.generate(prompts, sampling, raise_on_error=True)
+    except RowsFailed as failed:
+        raise ServerError(str(failed)) from None
+    for prompt, result in zip(prompts, results, strict=True):
         for sample in result.samples:
             if len(sample.token_ids):
                 yield Sampled(prompt, sample.token_ids.tolist(), sample.logprobs)
