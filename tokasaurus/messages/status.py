@@ -286,3 +286,19 @@ def one_line(text: str) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message; "" if it has none."""
     return str(error).strip().partition("\n")[0].rstrip()
+
+
+_OF_LINKERS = (": cannot find ", "undefined reference to", "undefined symbol")
+
+
+def describe_error(error: BaseException) -> str:
+    """One line: of a compiler's or a linker's output, the line that says what is wrong; else the error's class and
+    first line."""
+    error = getattr(error, "inner_exception", error)  # torch's BackendCompilerFailed has the cause
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    of_tools = [line for line in lines if "error:" in line or any(words in line for words in _OF_LINKERS)]
+    # A compiler that has called the linker only says that this has failed.
+    causes = [line for line in of_tools if "ld returned" not in line]
+    return next(iter((*causes, *of_tools)), f"{type(error).__name__}: {lines[0]}")[:300]

@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +22,6 @@ from tests.model.helpers.steps import StepDriver, make_runner, one_thread
 from tokasaurus.model.attention import choose, flashinfer_backend
 from tokasaurus.model.attention.backend import KVShape, PagedLayout
 from tokasaurus.model.attention.choose import make_backend
-from tokasaurus.model.attention.flashinfer_backend import find_cuda, missing_tools, provide_tools
 from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.attention.torch_backend import TorchBackend
 from tokasaurus.model.buffer_sizes import RING_SIZE, padded_count, workspace_bytes
@@ -348,65 +345,3 @@ def test_a_preempted_sequence_goes_on_with_the_same_tokens(tmp_path: Path) -> No
         run([2, 3], [], {2: 2, 3: 1})
     for slot, prompt in prompts.items():
         assert tokens[slot] == oracle_greedy(oracle, prompt, len(tokens[slot]))[0]
-
-
-def make_program(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("#!/bin/sh\n")
-    path.chmod(0o755)
-
-
-def make_toolkit(directory: Path) -> Path:
-    make_program(directory / "bin/nvcc")
-    (directory / "include").mkdir()
-    (directory / "include/cuda_runtime.h").touch()
-    return directory
-
-
-@pytest.fixture
-def toolkits(tmp_path: Path) -> Path:
-    """In the place of /usr/local, empty."""
-    directory = tmp_path / "local"
-    directory.mkdir()
-    return directory
-
-
-def test_the_toolkit_has_nvcc_and_headers_wherever_it_is(tmp_path: Path, toolkits: Path) -> None:
-    assert find_cuda({"PATH": ""}, toolkits) is None
-    make_program(tmp_path / "scripts/nvcc")
-    assert find_cuda({"PATH": str(tmp_path / "scripts")}, toolkits) is None, "a script without headers beside it"
-    older, newer = make_toolkit(toolkits / "cuda-12.8"), make_toolkit(toolkits / "cuda-13.0")
-    assert find_cuda({"PATH": str(tmp_path / "scripts")}, toolkits) == newer
-    named = make_toolkit(tmp_path / "named")
-    assert find_cuda({"PATH": str(older / "bin")}, toolkits) == older
-    assert find_cuda({"PATH": "", "CUDA_HOME": str(named)}, toolkits) == named
-    assert find_cuda({"PATH": "", "CUDA_HOME": str(tmp_path)}, toolkits) == newer, "no nvcc in CUDA_HOME"
-
-
-def test_flashinfer_is_told_where_the_toolkit_is(tmp_path: Path, toolkits: Path) -> None:
-    make_program(tmp_path / "scripts/nvcc")
-    make_program(tmp_path / "scripts/ninja")
-    environment = {"PATH": str(tmp_path / "scripts")}
-    provide_tools(environment, toolkits)
-    assert environment == {"PATH": str(tmp_path / "scripts")}
-    assert missing_tools(environment, toolkits) == ["nvcc"]
-    toolkit = make_toolkit(toolkits / "cuda")
-    provide_tools(environment, toolkits)
-    assert environment == {"PATH": str(tmp_path / "scripts"), "CUDA_HOME": str(toolkit)}
-    assert missing_tools(environment, toolkits) == []
-
-
-def test_ninja_is_found_beside_this_python(tmp_path: Path, toolkits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv/bin/python"))
-    environment = {"PATH": "/nowhere"}
-    provide_tools(environment, toolkits)
-    assert environment == {"PATH": "/nowhere"}
-    assert missing_tools(environment, toolkits) == ["nvcc", "ninja"]
-    make_program(tmp_path / "venv/bin/ninja")
-    provide_tools(environment, toolkits)
-    assert environment["PATH"] == os.pathsep.join(("/nowhere", str(tmp_path / "venv/bin")))
-    assert missing_tools(environment, toolkits) == ["nvcc"]
-    make_program(tmp_path / "scripts/ninja")
-    environment = {"PATH": str(tmp_path / "scripts")}
-    provide_tools(environment, toolkits)
-    assert environment == {"PATH": str(tmp_path / "scripts")}

@@ -64,7 +64,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Module:
     (module.directory / ".ninja_log").write_text("# ninja log v5\n")
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     monkeypatch.setattr(flashinfer_build, "find_cuda", lambda _environment: tmp_path)
-    monkeypatch.setattr(flashinfer_build, "build_environment", lambda _cuda, _build: environment)
+    monkeypatch.setattr(flashinfer_build, "build_environment", lambda _build: environment)
     monkeypatch.setattr(flashinfer_build, "find_modules", lambda *_: [module])
     monkeypatch.setattr(flashinfer_build, "load_error", lambda *_: None)
     return module

@@ -133,7 +133,7 @@ def test_what_fails_is_left_out_with_one_line_or_refused_by_name(
     on_cuda = KVShape(2, 8, 2, 64, 16, torch.float32, torch.device("cuda", 0))
     monkeypatch.setattr("tokasaurus.model.attention.choose.missing_tools", lambda _environment: ["nvcc", "ninja"])
 
-    def broken(_shape: KVShape, _max_graph_rows: int) -> AttentionBackend:
+    def broken(_shape: KVShape, _max_graph_rows: int, _is_asked_for: bool) -> AttentionBackend:
         if fault == "raises":
             raise KeyError(torch.float32)
         if fault == "is built by a compiler that fails":

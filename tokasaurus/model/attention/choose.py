@@ -6,10 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from tokasaurus.messages.status import describe_error
 from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.cpu import CpuBackend, why_unfit
-from tokasaurus.model.attention.flashinfer_backend import missing_tools, provide_tools
+from tokasaurus.model.attention.flashinfer_tools import (
+    BUILD_FAILED,
+    failed_build,
+    missing_tools,
+    note_failed_build,
+    provide_tools,
+)
 from tokasaurus.model.attention.reference import ReferenceBackend
 from tokasaurus.model.attention.torch_backend import TorchBackend
 from tokasaurus.model.cpu.bindings import Kernels
@@ -61,7 +68,7 @@ def candidates(name: str | None, shape: KVShape, kernels: Kernels | None, max_gr
     if name == "flashinfer" or (name is None and shape.device.type == "cuda"):
         unfit = flashinfer_backend.why_unfit(shape)
         if unfit is None:
-            flashinfer = Candidate("flashinfer", partial(_build_flashinfer, shape, max_graph_rows))
+            flashinfer = Candidate("flashinfer", partial(_build_flashinfer, shape, max_graph_rows, name is not None))
             return [flashinfer] if name is not None else [flashinfer, plain]
         if name is not None:
             raise ValueError(f"attention_backend=flashinfer: {unfit}")
@@ -85,9 +92,19 @@ def candidates(name: str | None, shape: KVShape, kernels: Kernels | None, max_gr
     return [Candidate(name, partial(CpuBackend, shape, kernels))]
 
 
-def _build_flashinfer(shape: KVShape, max_graph_rows: int) -> AttentionBackend:
+def _build_flashinfer(shape: KVShape, max_graph_rows: int, is_asked_for: bool) -> AttentionBackend:
+    """is_asked_for: try again what could not be built at an earlier start. Raises what FlashInfer raises."""
+    provide_tools(os.environ)
+    if not is_asked_for and (failed := failed_build(os.environ)) is not None:
+        reason, place = failed
+        raise RuntimeError(f"{reason} (found at an earlier start; it is tried again without the file {place})")
     logger.info("preparing FlashInfer's kernels; the first start on a machine compiles them, which takes minutes")
-    return flashinfer_backend.FlashInferBackend(shape, flashinfer_backend.load_library(), max_graph_rows)
+    try:
+        return flashinfer_backend.FlashInferBackend(shape, flashinfer_backend.load_library(), max_graph_rows)
+    except RuntimeError as error:
+        if str(error).startswith(BUILD_FAILED):
+            note_failed_build(os.environ, describe_error(error))
+        raise
 
 
 def install_advice(name: str) -> str:

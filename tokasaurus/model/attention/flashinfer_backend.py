@@ -8,18 +8,16 @@ base 2; our own kernel merges, in float32.
 import importlib.util
 import math
 import os
-import shutil
-import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart, TensorCache, as_stored
+from tokasaurus.model.attention.flashinfer_tools import provide_tools
 from tokasaurus.model.attention.row_split import merge_partial
 from tokasaurus.model.buffer_sizes import CUDA_CORE_GROUPS, HEAD_DIMS, RING_SIZE, plan_bytes, workspace_bytes
 from tokasaurus.model.staging.staging import DirectStaging
@@ -30,11 +28,7 @@ from tokasaurus.model.triton_choice import uses_triton
 
 DTYPES = (torch.bfloat16, torch.float16)
 
-
 _LN_2 = math.log(2)
-
-_TOOLKITS = Path("/usr/local")
-"""Where CUDA's toolkits are installed."""
 
 
 class Wrapper(Protocol):
@@ -383,38 +377,3 @@ def _longest(part: PagedPart) -> Tensor:
 def _is_decode(part: PagedPart) -> bool:
     """Whether each segment has exactly one row: then whether the part is causal makes no difference."""
     return part.num_rows == len(part.kv_lengths) and bool((part.query_starts[1:] > part.query_starts[:-1]).all())
-
-
-def find_cuda(environment: Mapping[str, str], toolkits: Path = _TOOLKITS) -> Path | None:
-    """CUDA's toolkit: a directory with nvcc and the runtime's headers; None if there is none.
-
-    FlashInfer takes CUDA_HOME, or else what lies around the nvcc of PATH, which may be a script elsewhere."""
-    named = [Path(environment[name]) for name in ("CUDA_HOME", "CUDA_PATH") if environment.get(name)]
-    on_path = shutil.which("nvcc", path=environment.get("PATH", ""))
-    if on_path is not None:
-        named.append(Path(on_path).resolve().parents[1])
-    for directory in (*named, toolkits / "cuda", *sorted(toolkits.glob("cuda-*"), reverse=True)):
-        if (directory / "bin/nvcc").exists() and (directory / "include/cuda_runtime.h").exists():
-            return directory
-    return None
-
-
-def provide_tools(environment: MutableMapping[str, str], toolkits: Path = _TOOLKITS) -> None:
-    """Sets CUDA_HOME, and adds the folder of this Python's programs to PATH if ninja is only there: a program of a
-    virtual environment may run without the environment being activated."""
-    cuda = find_cuda(environment, toolkits)
-    if cuda is not None:
-        environment["CUDA_HOME"] = str(cuda)
-    programs = Path(sys.executable).parent
-    if _which_ninja(environment) is None and (programs / "ninja").exists():
-        environment["PATH"] = os.pathsep.join(filter(None, (environment.get("PATH"), str(programs))))
-
-
-def missing_tools(environment: Mapping[str, str], toolkits: Path = _TOOLKITS) -> list[str]:
-    """Names of the tools that FlashInfer's compilation lacks, "nvcc" or "ninja". Call after `provide_tools`."""
-    found = {"nvcc": find_cuda(environment, toolkits), "ninja": _which_ninja(environment)}
-    return [name for name, place in found.items() if place is None]
-
-
-def _which_ninja(environment: Mapping[str, str]) -> str | None:
-    return shutil.which("ninja", path=environment.get("PATH", ""))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tokasaurus.checkpoint import cache_directory
-from tokasaurus.messages.status import FlagRefused
+from tokasaurus.messages.status import FlagRefused, describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -140,11 +140,3 @@ def _is_of_compiler(error: Exception) -> bool:
         if module != "subprocess":
             modules[1:] = [module]
     return any(module.startswith(_COMPILERS) for module in modules)
-
-
-def describe_error(error: BaseException) -> str:
-    """One line: of a compiler's output, the line that says what is wrong; else the error's class and first line."""
-    error = getattr(error, "inner_exception", error)  # torch's BackendCompilerFailed has the cause
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    of_compiler = [line for line in lines if "error:" in line]
-    return next(iter(of_compiler), f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)[:300]

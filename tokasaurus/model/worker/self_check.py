@@ -26,7 +26,7 @@ from torch import Tensor
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups, SlotChanges, SlotOpens
 from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.messages.sampling import CLIENT_PARAMETERS, LIMITS, PENALTIES, SamplingParams
-from tokasaurus.messages.status import FlagRefused, UserError
+from tokasaurus.messages.status import FlagRefused, UserError, describe_error
 from tokasaurus.model.attention.backend import (
     AttentionBackend,
     BlockLists,
@@ -40,7 +40,7 @@ from tokasaurus.model.attention.block_lists import as_in_steps, fill_lists_by_to
 from tokasaurus.model.attention.reference import ReferenceBackend
 from tokasaurus.model.attention.row_split import attends_over, merge_partial
 from tokasaurus.model.buffer_sizes import num_mask_words, padded_count
-from tokasaurus.model.decoder.compile import Compiler, describe_error
+from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor, zero_nonfinite
 from tokasaurus.model.execution.executors import ModuleExecutor
 from tokasaurus.model.execution.runner import ComputedStep, ModelRunner

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokasaurus.model.attention.flashinfer_backend import find_cuda
+from tokasaurus.model.attention.flashinfer_tools import find_cuda, provide_tools
 
 ROOT = Path(__file__).parents[4]
 PACKAGES = ROOT / ".venv-flashinfer"
@@ -46,21 +46,16 @@ class Module:
         return f"{kind} {dtype} head size {head_dim} ({', '.join(dict.fromkeys(self.heads))})"
 
 
-def build_environment(cuda: Path, build: Path) -> dict[str, str]:
-    """Makes a library in `build` that linkers take for the driver's, which a machine without a GPU lacks."""
-    stubs = build / "stubs"
-    if not (stubs / "libcuda.so").exists():
-        stubs.mkdir(parents=True, exist_ok=True)
-        command = ["c++", "-shared", "-x", "c++", "/dev/null", "-o", "libcuda.so", "-Wl,-soname,libcuda.so.1"]
-        subprocess.run(command, cwd=stubs, check=True)
-    paths = (str(PACKAGES / "ninja/bin"), str(cuda / "bin"), os.environ.get("PATH", ""))
-    return os.environ | {
-        "CUDA_HOME": str(cuda),
-        "PATH": os.pathsep.join(paths),
+def build_environment(build: Path) -> dict[str, str]:
+    """As a start has it, with ninja of `needs`, and what is built in `build`."""
+    path = os.pathsep.join((str(PACKAGES / "ninja/bin"), os.environ.get("PATH", "")))
+    environment = os.environ | {
+        "PATH": path,
         "FLASHINFER_CUDA_ARCH_LIST": ARCHITECTURE,
-        "FLASHINFER_EXTRA_LDFLAGS": f"-L{stubs}",
         "FLASHINFER_WORKSPACE_BASE": str(build),
     }
+    provide_tools(environment)
+    return environment
 
 
 def find_modules(version: str, build: Path, environment: Mapping[str, str]) -> list[Module]:
@@ -136,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
 def build_version(version: str, cuda: Path, jobs: int, deadline_s: float) -> int:
     """Returns the exit code."""
     build = PACKAGES / "build" / version
-    environment = build_environment(cuda, build)
+    environment = build_environment(build)
     modules = find_modules(version, build, environment)
     print(f"FlashInfer {version}: {len(modules)} modules for sm_{ARCHITECTURE.replace('.', '')} by {cuda}", flush=True)
     code = 0

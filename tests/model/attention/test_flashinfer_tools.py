@@ -1,0 +1,235 @@
+"""What FlashInfer compiles and links with is found wherever it is, and what cannot be built is tried once."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tokasaurus.messages.status import describe_error
+from tokasaurus.model.attention import choose, flashinfer_tools
+from tokasaurus.model.attention.backend import KVShape
+from tokasaurus.model.attention.flashinfer_tools import (
+    failed_build,
+    find_cuda,
+    missing_tools,
+    note_failed_build,
+    provide_tools,
+)
+
+
+def make_program(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+
+
+def make_toolkit(directory: Path) -> Path:
+    make_program(directory / "bin/nvcc")
+    (directory / "include").mkdir()
+    (directory / "include/cuda_runtime.h").touch()
+    return directory
+
+
+@pytest.fixture
+def toolkits(tmp_path: Path) -> Path:
+    """In the place of /usr/local, empty."""
+    directory = tmp_path / "local"
+    directory.mkdir()
+    return directory
+
+
+def test_the_toolkit_has_nvcc_and_headers_wherever_it_is(tmp_path: Path, toolkits: Path) -> None:
+    assert find_cuda({"PATH": ""}, toolkits) is None
+    make_program(tmp_path / "scripts/nvcc")
+    assert find_cuda({"PATH": str(tmp_path / "scripts")}, toolkits) is None, "a script without headers beside it"
+    older, newer = make_toolkit(toolkits / "cuda-12.8"), make_toolkit(toolkits / "cuda-13.0")
+    assert find_cuda({"PATH": str(tmp_path / "scripts")}, toolkits) == newer
+    named = make_toolkit(tmp_path / "named")
+    assert find_cuda({"PATH": str(older / "bin")}, toolkits) == older
+    assert find_cuda({"PATH": "", "CUDA_HOME": str(named)}, toolkits) == named
+    assert find_cuda({"PATH": "", "CUDA_HOME": str(tmp_path)}, toolkits) == newer, "no nvcc in CUDA_HOME"
+
+
+def test_flashinfer_is_told_where_the_toolkit_is(tmp_path: Path, toolkits: Path) -> None:
+    make_program(tmp_path / "scripts/nvcc")
+    make_program(tmp_path / "scripts/ninja")
+    environment = {"PATH": str(tmp_path / "scripts")}
+    provide_tools(environment, toolkits)
+    assert environment == {"PATH": str(tmp_path / "scripts")}
+    assert missing_tools(environment, toolkits) == ["nvcc"]
+    toolkit = make_toolkit(toolkits / "cuda")
+    provide_tools(environment, toolkits)
+    assert environment == {"PATH": str(tmp_path / "scripts"), "CUDA_HOME": str(toolkit)}
+    assert missing_tools(environment, toolkits) == []
+
+
+def test_ninja_is_found_beside_this_python(tmp_path: Path, toolkits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv/bin/python"))
+    environment = {"PATH": "/nowhere"}
+    provide_tools(environment, toolkits)
+    assert environment == {"PATH": "/nowhere"}
+    assert missing_tools(environment, toolkits) == ["nvcc", "ninja"]
+    make_program(tmp_path / "venv/bin/ninja")
+    provide_tools(environment, toolkits)
+    assert environment["PATH"] == os.pathsep.join(("/nowhere", str(tmp_path / "venv/bin")))
+    assert missing_tools(environment, toolkits) == ["nvcc"]
+    make_program(tmp_path / "scripts/ninja")
+    environment = {"PATH": str(tmp_path / "scripts")}
+    provide_tools(environment, toolkits)
+    assert environment == {"PATH": str(tmp_path / "scripts")}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def links(environment: dict[str, str], tmp_path: Path) -> bool:
+    """By the words of FlashInfer's own link command."""
+    home = environment["CUDA_HOME"]
+    words = ["c++", "-shared", "-Wl,--no-as-needed", "-x", "c++", "/dev/null", "-o", str(tmp_path / "out.so")]
+    words += [f"-L{home}/lib64", f"-L{home}/lib64/stubs", "-lcudart", "-lcuda"]
+    words += environment.get("FLASHINFER_EXTRA_LDFLAGS", "").split()
+    return subprocess.run(words, env=environment, capture_output=True, timeout=60).returncode == 0
+
+
+def library(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = ["c++", "-shared", "-x", "c++", "/dev/null", "-o", str(path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_toolkit_of_pythons_packages_links(tmp_path: Path, toolkits: Path) -> None:
+    """It has lib in place of lib64, no stubs, and a libcudart with a version in its name alone."""
+    toolkit = make_toolkit(toolkits / "cuda")
+    library(toolkit / "lib/libcudart.so.13")
+    environment = {"PATH": os.environ["PATH"], "CUDA_HOME": str(toolkit)}
+    assert not links(environment, tmp_path)
+    provide_tools(environment, toolkits)
+    assert links(environment, tmp_path)
+    linked = subprocess.run(["readelf", "-d", str(tmp_path / "out.so")], capture_output=True, text=True, check=True)
+    assert "[libcuda.so.1]" in linked.stdout, "the driver's library by the name under which a process finds it"
+    again = dict(environment)
+    provide_tools(again, toolkits)
+    assert again == environment, "nothing is added twice"
+
+
+def test_a_toolkit_with_all_libraries_is_left_as_it_is(cache: Path, tmp_path: Path, toolkits: Path) -> None:
+    toolkit = make_toolkit(toolkits / "cuda")
+    library(toolkit / "lib64/libcudart.so")
+    library(toolkit / "lib64/stubs/libcuda.so")
+    environment = {"PATH": os.environ["PATH"], "FLASHINFER_EXTRA_LDFLAGS": "-O1"}
+    provide_tools(environment, toolkits)
+    assert environment["FLASHINFER_EXTRA_LDFLAGS"] == "-O1"
+    assert links(environment, tmp_path)
+    assert not cache.exists()
+
+
+def test_the_loaded_library_of_the_driver_comes_first(
+    cache: Path, tmp_path: Path, toolkits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toolkit = make_toolkit(toolkits / "cuda")
+    library(toolkit / "lib64/libcudart.so")
+    driver = tmp_path / "driver" / "libcuda.so.1"
+    library(driver)
+    monkeypatch.setattr(flashinfer_tools, "_loaded", lambda name: [driver] if name == "cuda" else [])
+    environment = {"PATH": os.environ["PATH"]}
+    provide_tools(environment, toolkits)
+    assert links(environment, tmp_path)
+    (place,) = cache.glob("flashinfer-libraries/*/libcuda.so")
+    assert place.resolve() == driver
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone lists what a process has loaded")
+def test_a_library_of_this_process_is_found_in_its_memory_map() -> None:
+    assert {path.name for path in flashinfer_tools._loaded("c")} == {"libc.so.6"}
+    assert list(flashinfer_tools._loaded("no-such-library")) == []
+
+
+def test_nvcc_of_pythons_packages_is_found(tmp_path: Path, toolkits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_toolkit(tmp_path / "site" / "nvidia" / "cu12")
+    newer = make_toolkit(tmp_path / "site" / "nvidia" / "cu13")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    assert find_cuda({"PATH": ""}, toolkits) == newer
+    installed = make_toolkit(toolkits / "cuda")
+    assert find_cuda({"PATH": ""}, toolkits) == installed
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_build_that_failed_is_remembered_for_its_tools(toolkits: Path) -> None:
+    toolkit = make_toolkit(toolkits / "cuda")
+    environment = {"PATH": os.environ["PATH"], "CUDA_HOME": str(toolkit)}
+    assert failed_build(environment) is None
+    note_failed_build(environment, "ld: cannot find -lx")
+    found = failed_build(environment)
+    assert found is not None
+    assert found[0] == "ld: cannot find -lx"
+    other = {**environment, "FLASHINFER_EXTRA_LDFLAGS": "-L/x"}
+    assert failed_build(other) is None, "other flags may link"
+    (toolkit / "bin/nvcc").write_text("#!/bin/sh\n# another version\n")
+    assert failed_build(environment) is None, "another compiler may compile"
+    note_failed_build(environment, "y")
+    found = failed_build(environment)
+    assert found is not None
+    found[1].write_text("{")
+    assert failed_build(environment) is None
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_start_does_not_build_again_what_failed_unless_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = KVShape(2, 8, 2, 64, 16, torch.bfloat16, torch.device("cuda", 0))
+    tried: list[str] = []
+    message = "Ninja build failed. Ninja output:\n/usr/bin/ld: cannot find -lcuda\ncollect2: error: ld returned 1"
+
+    def build(*_: object) -> None:
+        tried.append(message)
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(choose.flashinfer_backend, "load_library", lambda: None)
+    monkeypatch.setattr(choose.flashinfer_backend, "FlashInferBackend", build)
+    errors = []
+    for is_asked_for in (False, False, True, False):
+        with pytest.raises(RuntimeError) as raised:
+            choose._build_flashinfer(shape, 0, is_asked_for)
+        errors.append(describe_error(raised.value))
+    assert errors[0] == errors[2] == "/usr/bin/ld: cannot find -lcuda"
+    assert errors[1] == errors[3]
+    assert "cannot find -lcuda (found at an earlier start" in errors[1]
+    assert len(tried) == 2
+    message = "CUDA error: out of luck"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of luck"):
+            choose._build_flashinfer(shape, 16, True)
+    assert len(tried) == 4
+
+
+@pytest.mark.parametrize(
+    ("output", "line"),
+    [
+        (
+            "Ninja build failed. Ninja output:\n[7/8] c++ a.o -lcuda\n/usr/bin/ld: cannot find -lcuda: No such file\n"
+            "collect2: error: ld returned 1 exit status\nninja: build stopped",
+            "/usr/bin/ld: cannot find -lcuda: No such file",
+        ),
+        (
+            "Ninja build failed.\na.o: in function `f':\na.cu:(.text+0x5): undefined reference to `g'\n"
+            "collect2: error: ld returned 1 exit status",
+            "a.cu:(.text+0x5): undefined reference to `g'",
+        ),
+        (
+            "Ninja build failed.\nx.cu(3): error: static assertion failed\nmore",
+            "x.cu(3): error: static assertion failed",
+        ),
+        ("collect2: error: ld returned 1 exit status", "collect2: error: ld returned 1 exit status"),
+        ("out of luck\nmore", "RuntimeError: out of luck"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_the_line_says_what_is_wrong(output: str, line: str) -> None:
+    assert describe_error(RuntimeError(output)) == line
