@@ -81,6 +81,13 @@ class Load:
                     self.num_answers += 1
 
 
+def told_later(toka: TokaProcess) -> list[tuple[int, int]]:
+    """(answered requests, running sequences) of the past that who comes now is told."""
+    with httpx.stream("GET", f"{toka.url}/live", headers=HEADERS, timeout=60) as response:
+        first = json.loads(next(response.iter_lines()).removeprefix("data: "))
+    return [(one["requests"]["answered"], one["replicas"][0].get("running")) for one in first["past"]]
+
+
 def test_a_small_kv_cache_is_seen_to_fill_and_its_recording_has_the_same_events(model: Path, tmp_path: Path) -> None:
     record = tmp_path / "run.jsonl"
     with running_toka(f"model={model}", *FLAGS, "kv_cache_num_tokens=2048", f"record={record}") as toka:
@@ -93,11 +100,14 @@ def test_a_small_kv_cache_is_seen_to_fill_and_its_recording_has_the_same_events(
         with Load(toka, 12, max_tokens=150) as load:
             watcher.wait_for(4)
         watcher.wait_for(2)
+        wait_for(lambda: (load.num_answers, 0) in told_later(toka), 30)
         started = time.monotonic()
         assert toka.stop() == 0
         assert time.monotonic() - started < 10, "those who watch do not hold up the end"
         watcher.join(10)
     assert watcher.has_ended
+    assert watcher.events[-1]["server"]["ended"] == "it was stopped (SIGTERM or Ctrl-C)"
+    assert isinstance(watcher.events[0].pop("past"), list)
     replicas = [event["replicas"][0] for event in watcher.events]
     busy = [one for one in replicas if one.get("running") and "forecast" in one]  # its sample came in time
     assert busy

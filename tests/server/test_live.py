@@ -189,6 +189,22 @@ def test_who_comes_gets_the_past_in_the_first_event(sampled: LiveServer) -> None
     assert sums == [4, 8]
 
 
+def test_lengths_that_others_were_told_are_in_the_past(sampled: LiveServer) -> None:
+    """A manager tells each once."""
+    told = threading.Event()
+    sampled.engine.sample = lambda _: replace(SAMPLE, lengths=[] if told.is_set() else SAMPLE.lengths)
+    with watching(sampled) as events:
+        assert next(events)["replicas"][0]["lengths"] == [[10, 12], [5, 5]]
+        told.set()
+        while next(events)["replicas"][0].get("lengths") != []:
+            pass
+        time.sleep(2 * PAST_SECONDS)
+        with watching(sampled) as later:
+            past = next(later)["past"]
+    pairs = [pair for moment in past for pair in moment["replicas"][0].get("lengths", [])]
+    assert pairs in [[[10, 12], [5, 5]] * number for number in (1, 2)]
+
+
 def test_the_past_of_two_replicas_shows_that_one_died_and_came_back() -> None:
     engines = [FakeEngine(), FakeEngine()]
 

@@ -18,7 +18,15 @@ import orjson
 
 from tokasaurus import __version__
 from tokasaurus.messages.forward import FORWARD_PHASES
-from tokasaurus.messages.live import ClientCounts, KVForecastPoints, LiveSample, NextSequence, OldRequest, StageSample
+from tokasaurus.messages.live import (
+    MAX_SAMPLE_LENGTHS,
+    ClientCounts,
+    KVForecastPoints,
+    LiveSample,
+    NextSequence,
+    OldRequest,
+    StageSample,
+)
 from tokasaurus.messages.status import EngineStats
 from tokasaurus.server.engine_client.client import CallCounts, EngineClient, WorkDone
 from tokasaurus.server.engine_client.replicas import Replica
@@ -103,6 +111,8 @@ class LiveFeed:
         self._past = LivePast()
         self._stats_of_past: dict[int, tuple[int, EngineStats]] = {}
         """(starts, statistics) of each replica at the newest moment of the past."""
+        self._new_lengths: dict[int, deque[tuple[int, int]]] = {}
+        """Of each replica, what events have told since that moment: a manager tells a length once."""
         self._clients: dict[int, Sequence[ClientCounts]] = {}
         """What each replica has told last."""
 
@@ -188,6 +198,8 @@ class LiveFeed:
                 _add_stats(moment, stats)
                 _add_past(moment, stats, before if starts == replica.num_starts else None)
                 self._stats_of_past[index] = replica.num_starts, stats
+            if lengths := self._new_lengths.pop(index, None):
+                moment["lengths"] = list(lengths)
             replicas.append(moment)
         return {"time": round(time.time(), 3), "requests": self._requests(), "replicas": replicas}
 
@@ -225,6 +237,8 @@ class LiveFeed:
                 self._clients.pop(index, None)
             elif replica.sample is not None:
                 self._clients[index] = replica.sample.clients
+                lengths = self._new_lengths.setdefault(index, deque(maxlen=MAX_SAMPLE_LENGTHS))
+                lengths.extend(replica.sample.lengths)
         return {
             "format": FORMAT,
             "time": round(time.time(), 3),

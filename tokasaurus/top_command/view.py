@@ -26,6 +26,8 @@ _POOL = (
     ("free", "░", ".", "dim"),
 )
 """(kind of blocks, cell, cell in ASCII, style)."""
+_LITTLE = 0.35
+"""Share of the pool; if no more is in use, the chart of the past is enlarged."""
 _STATES = {"up": "green", "starting": "yellow", "paused": "yellow", "asleep": "yellow", "down": "bold red"}
 HELP = (
     "q, Ctrl-C    quit",
@@ -339,6 +341,9 @@ def _past_chart(history: History, replica: ReplicaSample, width: int, height: in
     top, columns = float(replica.blocks.total), max(1, width - _LABEL - 1)
     if start >= 0 or top <= 0:
         return []
+    highest = max(max(area.curve.ys) for area in areas)
+    if 0 < highest < _LITTLE * top:
+        top = 1.5 * highest
     rows = area_chart(areas, None, "", start, 0.0, top, columns, height, look.has_colours, look.ascii_only)
     first = f"{show_time(-start)} ago"
     axis = first + "now".rjust(columns - len(first)) if columns >= len(first) + 5 else ""
@@ -488,10 +493,10 @@ def _old_request(label: str, request: OldRequest, width: int) -> Text:
 
 def _key(label: str, key: KeySample, width: int) -> Text:
     name = Text(key.name or "others")
-    name.truncate(15 if width < 100 else 30, overflow="ellipsis", pad=True)
+    name.truncate(15, overflow="ellipsis", pad=True)
     facts = [
         f"{key.running:,} running, {key.waiting:,} waiting",
-        f"{key.prompt_tokens:,} + {key.generated_tokens:,} tokens of what has ended",
+        f"{key.prompt_tokens:,} + {key.generated_tokens:,} tokens so far",
     ]
     return _fitting(_labelled(label).append_text(name).append(" "), width, facts)
 
@@ -509,7 +514,8 @@ def _job(job: JobSample, now: float, width: int, look: Look) -> Text:
         line.append(marks[0] * full, "green").append(marks[1] * (cells - full), "dim")
         line.append(f" {_percent(done, job.lines_total)} of {job.lines_total:,}")
     else:
-        line.append(f" {job.lines_done + job.lines_failed:,} lines, of an unknown number")
+        line.append(f" {job.lines_done + job.lines_failed:,} lines")
+        line.append("" if job.ended is not None else ", of an unknown number")
     facts = [""]
     if job.state == "running":
         facts.append(f"{_rate(job.tokens_per_second)} tokens/s")
@@ -520,7 +526,9 @@ def _job(job: JobSample, now: float, width: int, look: Look) -> Text:
         facts.append(f"{job.state}{ago}")
     if job.lines_failed:
         facts.append(f"{job.lines_failed:,} failed")
-    if job.price is not None:
+    if job.reason:
+        pass  # it needs the room
+    elif job.price is not None:
         facts.append(f"cost {job.price:,.2f}" if job.price >= 0.995 else f"cost {job.price:.2g}")
     elif job.device_seconds is not None:
         facts.append(f"device {_seconds(job.device_seconds)}")

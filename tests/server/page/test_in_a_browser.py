@@ -279,7 +279,8 @@ def test_a_job_has_the_name_of_its_file_in_place_of_its_id(tab: Tab, pages: Live
         "name": "in.jsonl",
         "state": "failed",
         "ended": 400.0,
-        "reason": "line 2: no",
+        "reason": "line 2: no" + 40 * " word",
+        "tokens_per_second": 0.0,
     }
     pages.events = [idle(1_000.0, jobs=[job | {"lines": {"total": 2, "done": 0, "failed": 0, "running": 0}}])]
     tab.open(pages.url)
@@ -288,6 +289,9 @@ def test_a_job_has_the_name_of_its_file_in_place_of_its_id(tab: Tab, pages: Live
     assert shown.split("\n")[:2] == ["in.jsonl", "batch · failed · 0 % · 10 min ago"]
     assert "line 2: no" in shown
     assert "batch_1" not in shown
+    assert "tokens/s" not in shown, "it has ended"
+    whole = "(() => { const at = document.querySelector('.reason'); return at.scrollWidth <= at.clientWidth; })()"
+    assert tab.run(whole), "not cut off, however long"
 
 
 def test_words_are_explained_by_keys_and_by_touch(tab: Tab, pages: LivePages) -> None:

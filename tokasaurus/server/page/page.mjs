@@ -259,13 +259,12 @@ function showPool(series, times, forecast, earlier, span) {
       below: true,
     });
   }
-  const lane = (name) => ({
-    label: name,
-    class: name,
-    counts: series[name],
-    times,
-    note: compact(samples.sum(series[name].filter((_, i) => times[i] >= -span.past)) ?? 0),
-  });
+  const lane = (name) => {
+    const counts = series[name].filter((_, i) => times[i] >= -span.past);
+    const isWhole = counts.slice(1).every((number) => number !== null); // nothing is counted before the first event
+    const note = `${isWhole ? "" : "≥ "}${compact(samples.sum(counts) ?? 0)}`;
+    return { label: name, class: name, counts: series[name], times, note };
+  };
   poolChart.update({
     ...span,
     largest,
@@ -325,7 +324,7 @@ function showStrips(series, times, span) {
 function showLengths() {
   const pairs = samples.lengthPairs(view.history, view.replica);
   const summary = samples.ratioSummary(pairs);
-  say("lengths-summary", summary === null ? "No sequence has finished yet." : lengthsText(summary, pairs.length));
+  say("lengths-summary", summary === null ? "No lengths are known yet." : lengthsText(summary, pairs.length));
   lengthChart.update(pairs);
 }
 
@@ -449,6 +448,11 @@ function showJobs(sample) {
   );
 }
 
+function linesText(finished, total, job) {
+  if (Number.isFinite(total)) return `${count(finished)} of ${count(total)} lines`;
+  return Number.isFinite(job.ended) ? `${count(finished)} lines` : `${count(finished)} of an unknown number of lines`;
+}
+
 function jobRow(job, now) {
   const lines = job.lines ?? {};
   const share = samples.jobShare(job);
@@ -470,14 +474,13 @@ function jobRow(job, now) {
   const finished = (lines.done ?? 0) + (lines.failed ?? 0);
   const cost = job.cost ?? {};
   const figures = [
-    `${count(finished)} of ${Number.isFinite(lines.total) ? count(lines.total) : "an unknown number of"} lines`,
+    linesText(finished, lines.total, job),
     lines.failed > 0 ? `${count(lines.failed)} failed` : null,
     lines.running > 0 ? `${count(lines.running)} running` : null,
-    Number.isFinite(job.tokens_per_second) ? `${speed(job.tokens_per_second)} tokens/s` : null,
+    job.state === "running" && Number.isFinite(job.tokens_per_second) ? `${speed(job.tokens_per_second)} tokens/s` : null,
     Number.isFinite(job.tokens?.generated) ? `${compact(job.tokens.generated)} generated` : null,
     Number.isFinite(cost.device_seconds) ? `cost: ${duration(cost.device_seconds)} of the device` : null,
     Number.isFinite(cost.price) ? `price ${price(cost.price)}` : null,
-    job.reason,
   ];
   const state = [
     job.kind,
@@ -497,6 +500,7 @@ function jobRow(job, now) {
     ),
     progress,
     make("div", { class: "figures" }, ...figures.filter(Boolean).map((figure) => make("span", {}, figure))),
+    ...(job.reason ? [make("p", { class: "reason" }, job.reason)] : []),
   );
 }
 

@@ -239,7 +239,8 @@ class LiveMomentEvents(TypedDict):
 
 
 class LiveMomentReplica(TypedDict, total=False):
-    """A replica, some time ago: fields as in LiveReplica. All but the first three are missing while it is down."""
+    """A replica, some time ago: fields as in LiveReplica. All but the first three are missing while it is down.
+    lengths: at most 64, only if somebody watched then."""
 
     index: Required[int]
     state: Required[ReplicaState]
@@ -251,6 +252,7 @@ class LiveMomentReplica(TypedDict, total=False):
     tokens: LiveTokens
     blocks: LiveMomentBlocks
     events: LiveMomentEvents
+    lengths: list[tuple[int, int]]
 
 
 class LiveMoment(TypedDict):
