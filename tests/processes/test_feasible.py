@@ -14,8 +14,9 @@ from tokasaurus.checkpoint.info import read_config
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import FlagRefused
 from tokasaurus.monitoring.available_memory import AvailableMemory, available_memory
+from tokasaurus.monitoring.cuda_devices import CudaDevices
 from tokasaurus.processes import feasible
-from tokasaurus.processes.feasible import CudaDevices, check_devices, check_model, cuda_devices
+from tokasaurus.processes.feasible import check_devices, check_model
 
 GIB = 1 << 30
 LIMITED = AvailableMemory(4 * GIB, "/sys/fs/cgroup/memory.max, 4.5 GiB")
@@ -51,6 +52,15 @@ def refused(words: str, found: CudaDevices | None, info: ModelInfo | None = None
     with pytest.raises(FlagRefused) as caught:
         check_devices(config, found) if info is None else check_model(config, info, found)
     return str(caught.value)
+
+
+def test_devices_that_a_build_for_cpus_leaves_unused_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    found = CudaDevices(0, 0, num_unused=1)
+    assert "is a build for CPUs, and 1 NVIDIA device would stay unused; device=cpu" in refused("device=cuda", found)
+    for words, count in (([], 1), (["device=cpu"], 0)):
+        caplog.clear()
+        check_devices(ServerConfig.parse(words), found)
+        assert len([record for record in caplog.records if "TORCH=cuda" in record.getMessage()]) == count
 
 
 @pytest.mark.parametrize(
@@ -133,28 +143,6 @@ def test_forwards_larger_than_the_memory(flag: str, info: ModelInfo) -> None:
     assert line.startswith(f"{flag}=2000000000: needs ")
     assert 0 < int(line.split()[-1]) < 2_000_000_000
     check_model(ServerConfig.parse(["device=cpu"]), info, None)
-
-
-@pytest.mark.parametrize(
-    ("listed", "count"), [("0,1", 2), ("", 0), ("-1", 0), ("0,9,1", 1), ("GPU-8f3,MIG-1", 2), ("3", 1), (" 2 , 1 ", 2)]
-)
-def test_visible_devices_are_counted_as_torch_counts_them(
-    listed: str, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(feasible, "_memory_of_devices", lambda: [GIB] * 4)
-    monkeypatch.setattr(feasible, "_torch_build", lambda: feasible.SimpleNamespace(cuda="12.8", hip=None))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
-    assert cuda_devices() == CudaDevices(count, GIB)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert cuda_devices() == CudaDevices(4, GIB)
-
-
-def test_devices_are_found_as_by_torch() -> None:
-    import torch
-
-    found = cuda_devices()
-    assert found is None or found.count == torch.cuda.device_count()
-    assert feasible._torch_build().cuda == torch.version.cuda
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,16 @@
 Only what is certain is refused here, from sizes that the parts of a start cannot fall below: workers measure what
 really fits. Loads no torch."""
 
-import ctypes
-import importlib.util
-import os
-import re
-from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
+import logging
 
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import FlagRefused, longest_context
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.monitoring.available_memory import AvailableMemory, available_memory
+from tokasaurus.monitoring.cuda_devices import CudaDevices
+
+logger = logging.getLogger(__name__)
 
 WORKER_BYTES = 128 << 20
 """The least memory of a worker on a CPU that no other process shares: torch and Python, before the model."""
@@ -23,22 +20,20 @@ WORKER_BYTES = 128 << 20
 _FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, None: 2}
 
 
-@dataclass(frozen=True, slots=True)
-class CudaDevices:
-    """The CUDA devices that torch will see."""
-
-    count: int
-    largest_bytes: int
-    """Memory of the one that has most."""
-
-
 def check_devices(config: ServerConfig, found: CudaDevices | None) -> None:
     """found: None if it is not known. Raises FlagRefused if the flags need devices that are not there."""
     if config.device == "cpu" or found is None:
         return
     if found.count == 0:
+        why = (
+            ""
+            if not found.num_unused
+            else f": it is a build for CPUs, and {_devices(found.num_unused)} would stay unused"
+        )
         if config.device == "cuda":
-            raise FlagRefused("device=cuda: torch sees no CUDA device on this machine; device=cpu needs none")
+            raise FlagRefused(f"device=cuda: torch sees no CUDA device on this machine{why}; device=cpu needs none")
+        if why:
+            logger.warning("torch sees no CUDA device%s; TORCH=cuda of make serve installs the other build", why)
         return
     num_workers = config.dp_size * config.pp_size * config.tp_size
     if num_workers > found.count:
@@ -122,68 +117,9 @@ def _sizes_that_fit(info: ModelInfo) -> str:
     return f"; tp_size may be {listed}, and pp_size at most {info.num_layers}"
 
 
+def _devices(count: int) -> str:
+    return "1 NVIDIA device" if count == 1 else f"{count} NVIDIA devices"
+
+
 def _gib(num_bytes: float) -> str:
     return f"{num_bytes / (1 << 30):,.1f} GiB"
-
-
-def cuda_devices() -> CudaDevices | None:
-    """None if it is not known: torch is not built for NVIDIA's devices, or their library is not found where it is."""
-    built = _torch_build()
-    if built.cuda is None:
-        return CudaDevices(0, 0) if built.hip is None else None
-    memory_bytes = _memory_of_devices()
-    if memory_bytes is None:
-        return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = len(memory_bytes) if visible is None else _num_visible(visible, len(memory_bytes))
-    return CudaDevices(count, max(memory_bytes, default=0))
-
-
-def _num_visible(listed: str, num_devices: int) -> int:
-    """Entries of CUDA_VISIBLE_DEVICES before the first that names no device; one that is no number is believed."""
-    count = 0
-    for entry in filter(None, (part.strip() for part in listed.split(","))):
-        if re.fullmatch(r"[+-]?\d+", entry) and not 0 <= int(entry) < num_devices:
-            break
-        count += 1
-    return count
-
-
-def _torch_build() -> SimpleNamespace:
-    """`cuda` and `hip` of torch/version.py: versions, or None. Importing torch takes seconds."""
-    versions = SimpleNamespace(cuda=None, hip=None)
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return versions
-    text = (Path(spec.origin).parent / "version.py").read_text()
-    for name in ("cuda", "hip"):
-        found = re.search(rf"^{name}\b[^=\n]*= *'([^'\n]+)'", text, flags=re.MULTILINE)
-        setattr(versions, name, None if found is None else found[1])
-    return versions
-
-
-class _Memory(ctypes.Structure):
-    """nvmlMemory_t of NVIDIA's management library."""
-
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-
-def _memory_of_devices() -> list[int] | None:
-    """Bytes of each NVIDIA device; None if the driver's library is absent or fails."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    count = ctypes.c_uint()
-    if nvml.nvmlInit_v2() != 0 or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-        return None
-    sizes = []
-    for index in range(count.value):
-        handle, memory = ctypes.c_void_p(), _Memory()
-        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0:
-            return None
-        if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
-            return None
-        sizes.append(int(memory.total))
-    nvml.nvmlShutdown()
-    return sizes

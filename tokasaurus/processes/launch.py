@@ -30,11 +30,12 @@ from tokasaurus.messages.status import (
     longest_context,
 )
 from tokasaurus.model.cpu.build import kernels_built_ahead
+from tokasaurus.monitoring.cuda_devices import CudaDevices, cuda_devices
 from tokasaurus.monitoring.log_lines import no_status
 from tokasaurus.monitoring.log_writer import log_writer, setup_logging
 from tokasaurus.monitoring.own_process import set_title
 from tokasaurus.monitoring.trace import trace_file
-from tokasaurus.processes.feasible import CudaDevices, check_devices, check_model, cuda_devices
+from tokasaurus.processes.feasible import check_devices, check_model
 from tokasaurus.processes.group import STOP_NUMBERS, Child, ChildProcess, ProcessGroup, StopSignals
 from tokasaurus.processes.replica import ReplicaProcesses, WeightHistory, describe_failure
 from tokasaurus.startup_report import StartupReport

@@ -10,10 +10,11 @@ import torch
 
 from tests.helpers.examples import few
 from tests.model.helpers.steps import CPU
-from tokasaurus.messages.status import UserError
+from tokasaurus.messages.status import FlagRefused, UserError
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.cpu.layer_executor import LayerKernels
 from tokasaurus.model.decoder.layers import Linear
+from tokasaurus.model.worker import device as device_module
 from tokasaurus.model.worker.device import (
     choose_activation_dtype,
     choose_device,
@@ -24,6 +25,7 @@ from tokasaurus.model.worker.device import (
     make_stopwatch,
     worker_threads,
 )
+from tokasaurus.monitoring.cuda_devices import CudaDevices
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -52,6 +54,29 @@ def test_a_worker_without_a_cuda_device_of_its_own_is_a_user_error(monkeypatch: 
     with pytest.raises(UserError, match="worker 3 has no device of its own; torch sees only 2"):
         choose_device("cuda", 2)
     assert current == []
+
+
+def test_a_driver_that_fails_is_no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cuda_devices(0, monkeypatch)
+    monkeypatch.setattr(device_module, "cuda_devices", lambda: CudaDevices(2, 1 << 30))
+    monkeypatch.setattr(device_module, "describe_driver", lambda: "driver 550.54, for CUDA up to 12.4")
+
+    def fail() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nPlease update it")
+
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    with pytest.raises(FlagRefused) as refused:
+        choose_device(None, 0)
+    line = str(refused.value)
+    assert line.startswith("this machine has 2 NVIDIA devices (driver 550.54, for CUDA up to 12.4), but torch ")
+    assert "too old (found version 12040)." in line
+    assert line.endswith("; device=cpu serves on the CPU")
+    assert refused.value.exit_code == 2
+    assert "\n" not in line
+    assert choose_device("cpu", 0) == CPU
+    for unseen in (None, CudaDevices(0, 0), CudaDevices(0, 0, num_unused=2)):  # hidden, or torch is a build for CPUs
+        monkeypatch.setattr(device_module, "cuda_devices", lambda unseen=unseen: unseen)
+        assert choose_device(None, 0) == CPU
 
 
 @pytest.mark.parametrize(("name", "num_devices"), [("cpu", 2), (None, 0)])

@@ -8,10 +8,11 @@ from typing import Protocol
 
 import torch
 
-from tokasaurus.messages.status import FlagRefused
+from tokasaurus.messages.status import FlagRefused, first_line
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.cpu.build import LibraryUnavailable, machine_sets
 from tokasaurus.monitoring.cores import available_cores
+from tokasaurus.monitoring.cuda_devices import cuda_devices, describe_driver
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -29,10 +30,13 @@ def choose_device(name: str | None, index: int) -> torch.device:
 
     name: "cpu", "cuda", or None: CUDA if available, else CPU.
     index: among the workers of all replicas. Each has a CUDA device of its own; all share a CPU.
-    Raises FlagRefused if CUDA is asked for and missing, or has too few devices.
+    Raises FlagRefused if CUDA is asked for and missing, has too few devices, or fails: then no CPU takes its place
+    that nobody asked for.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cpu" and (found := cuda_devices()) is not None and found.count:
+            raise FlagRefused(f"{_why_torch_sees_none(found.count)}; device=cpu serves on the CPU")
     if name == "cpu":
         return torch.device(name)
     if not torch.cuda.is_available():
@@ -43,6 +47,19 @@ def choose_device(name: str | None, index: int) -> torch.device:
     device = torch.device(name, index)
     torch.cuda.set_device(device)  # else tensors and streams that name no index would be made on cuda:0
     return device
+
+
+def _why_torch_sees_none(num_devices: int) -> str:
+    """Of devices that the driver lists."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        reason = "it gives no reason"
+    except (RuntimeError, AssertionError) as error:
+        reason = first_line(error)
+    torch_build = f"torch {torch.__version__} for CUDA {torch.version.cuda}"
+    driver = describe_driver() or "unknown driver"
+    number = "1 NVIDIA device" if num_devices == 1 else f"{num_devices} NVIDIA devices"
+    return f"this machine has {number} ({driver}), but {torch_build} cannot use them: {reason}"
 
 
 def is_compiled(torch_compile: bool | None, device: torch.device) -> bool:
