@@ -361,7 +361,9 @@ class ServerConfig(FlagConfig):
         none_means="off",
         rules=(matches(_ORIGINS, "*, or origins such as http://localhost:3000, without a path, separated by commas"),),
     )
-    drain_seconds: int = count(30, "time for open requests to finish after the first stop signal", minimum=0)
+    drain_seconds: int = count(
+        30, "time for open requests and lines of batches to end after the first stop signal", minimum=0
+    )
     watchdog_seconds: int = count(60, "longest time without progress before a process is killed and started again")
     max_restarts: int = count(5, "consecutive failed restarts of the engine before the server exits", minimum=0)
     while_restarting: str = flag(

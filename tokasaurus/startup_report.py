@@ -243,6 +243,7 @@ class StartupReport:
         }
         fields |= {"answered": totals.num_answered, "aborted": totals.num_aborted, "failed": totals.num_failed}
         fields |= {"prompt_tokens": totals.num_prompt_tokens, "generated_tokens": totals.num_generated_tokens}
+        fields |= {"kept_tokens": totals.num_kept_tokens, "lines_left": totals.num_lines_left}
         self.show_line(
             f"requests: {totals.num_answered:,} answered, {totals.num_aborted:,} aborted, {totals.num_failed:,} failed",
             fields,
@@ -251,6 +252,8 @@ class StartupReport:
             f"tokens:   {totals.num_prompt_tokens:,} in prompts, {totals.num_generated_tokens:,} generated in "
             f"{show_time(seconds)}, {per_s:,.1f} tokens/s"
         )
+        if totals.num_lines_left:
+            self.show_line(f"batches:  {totals.what_goes_on()}")
 
 
 def _flag_for(address: str) -> str:

@@ -238,7 +238,7 @@ def test_the_past_of_two_replicas_shows_that_one_died_and_came_back() -> None:
 def test_the_last_event_says_why_the_server_ends(sampled: LiveServer) -> None:
     with watching(sampled) as events:
         assert next(events)["server"]["ended"] is None
-        sampled.client.is_draining, sampled.client.why_stopping = True, "it was stopped"
+        sampled.client.begin_drain("it was stopped")
         *_, last = events
     assert last["server"]["ended"] == "it was stopped"
 
@@ -351,7 +351,7 @@ def test_a_sample_that_arrives_after_all_have_left_is_not_shown_to_those_who_com
 def test_a_stopping_server_ends_the_streams(sampled: LiveServer) -> None:
     with watching(sampled) as events:
         next(events)
-        sampled.client.is_draining = True
+        sampled.client.begin_drain()
         started = time.monotonic()
         rest = list(events)
         assert time.monotonic() - started < 5
@@ -367,7 +367,7 @@ def test_a_server_that_drains_shows_what_is_left(sampled: LiveServer) -> None:
         with sampled.http.stream("POST", "/v1/bulk", content=line(0, "a", 3)):
             sampled.engine.wait_until(lambda engine: len(engine.requests) == 1)
             next(events)
-            sampled.client.is_draining = True
+            sampled.client.begin_drain()
             shown = [next(events) for _ in range(3)]
             assert shown[-1]["server"]["draining"]
             assert shown[-1]["requests"]["open"] == 1

@@ -21,8 +21,9 @@ from tokasaurus.batch_command.errors import CommandError, InputRefused
 from tokasaurus.batch_command.input_file import Fingerprint, InputLimits, check_input, find_endpoint, fingerprint
 from tokasaurus.batch_command.progress import BatchView
 from tokasaurus.batch_command.results import OutputFile, ResultsSoFar
-from tokasaurus.messages.status import BatchTokens
+from tokasaurus.messages.status import BatchTokens, ServerTotals
 from tokasaurus.processes.private_server import STOP_S, PrivateServer, ServerEnded
+from tokasaurus.processes.stop_signals import Stopped
 from tokasaurus.server.jobs.store.data_dir import DataDir, DataDirInUse, StoreError
 from tokasaurus.server.jobs.store.database import explain, open_connection
 from tokasaurus.server.jobs.store.ledger import add_lines, first_results
@@ -205,6 +206,8 @@ class OwnServer:
     def __init__(self, words: list[str], data_dir: Path, drain_s: float, show: Callable[[str], None]) -> None:
         """words: flags. show: shows the user a line; another thread calls it for the processes' logs."""
         self._data_dir = data_dir
+        self._drain_s = drain_s
+        self._show = show
         self._server = PrivateServer([*words, f"data_dir={data_dir}"], show, stop_s=drain_s + STOP_S)
 
     def __enter__(self) -> OwnServer:
@@ -220,8 +223,18 @@ class OwnServer:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Stopped) and self._drain_s:
+            self._show(
+                f"stopping: lines that run may take {self._drain_s:g} s to end, the tokens of the others are kept; "
+                "Ctrl-C again kills"
+            )
         self._server.stop()
+
+    @property
+    def totals(self) -> ServerTotals | None:
+        """What it has done, once it was stopped; None if it was killed."""
+        return self._server.totals
 
     @property
     def model(self) -> str:

@@ -90,6 +90,7 @@ class _Run:
         self._so_far = ResultsSoFar(path_of_results_so_far(self._output))
         self._batch: BatchView | None = None
         """The batch as the server has last described it."""
+        self._own_server: OwnServer | None = None
 
     def run(self) -> str:
         """The lines that sum up the complete run. Raises CommandError."""
@@ -149,8 +150,11 @@ class _Run:
         self._state_file.remove()
 
     def what_goes_on(self) -> str:
-        """What a running server still does for a run that was stopped; empty if nothing."""
+        """What a running server still does for a run that was stopped, or what the run's own has kept; empty if
+        nothing."""
         url = self._config.base_url
+        if self._own_server is not None and (totals := self._own_server.totals) is not None:
+            return f"{totals.what_goes_on()}; " if totals.num_lines_left else ""
         if url is None or self._batch is None or self._batch.status in FINAL_STATUSES:
             return ""
         batch_id = self._batch.id
@@ -257,11 +261,13 @@ class _Run:
         self._check_window(view)
         if view.status not in FINAL_STATUSES:
             try:
-                server = stack.enter_context(OwnServer(self._server_words, root, config.drain_seconds, progress.note))
+                server = OwnServer(self._server_words, root, config.drain_seconds, progress.note)
+                stack.enter_context(server)
             except BaseException:
                 if is_new:  # nothing has run, so nothing is left behind
                     self._state = replace(self._state, file_id=None)
                 raise
+            self._own_server = server
             batch.run_by(server)
             self._check_model(batch.record().model, server.model)
         return batch

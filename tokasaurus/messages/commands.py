@@ -30,6 +30,8 @@ class AbortRequests:
     command_id: int
     request_ids: tuple[str, ...]
     """Ids that are unknown, or whose sequences have all finished, are ignored."""
+    only_waiting: bool = False
+    """Requests with a running sequence go on, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,15 @@ class GenerateRequest:
     """Requests of one session go to the same replica, while it is not much busier than others; "" is none."""
     arrived_s: float = 0.0
     """When the server had its body, by time.monotonic, which all processes of a machine share; 0: not measured."""
+    kept: "tuple[SequenceDelta, ...]" = ()
+    """What some of its sequences had when an earlier server stopped, one delta each. Such a sequence continues as after
+    a preemption, or has ended if the delta has a finish_reason. At least one sequence is left to run; without
+    want_prompt_logprobs."""
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Tokens in `kept`."""
+        return sum(len(delta.token_ids) for delta in self.kept)
 
     def __reduce__(self) -> tuple[type["GenerateRequest"], tuple[object, ...]]:
         """Dataclasses with slots are pickled field by field, which takes several times as long."""

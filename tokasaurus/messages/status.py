@@ -136,6 +136,17 @@ class ServerTotals:
     num_prompt_tokens: int
     """Prompt tokens of all these requests: each prompt counts once, however many samples it has."""
     num_generated_tokens: int
+    num_kept_tokens: int = 0
+    """Tokens of lines that the server's end has cut, with which its next start continues them. They are generated
+    tokens; or those of a former start, if the line did not run in this one."""
+    num_lines_left: int = 0
+    """Lines of batches that go on at the next start."""
+
+    def what_goes_on(self) -> str:
+        """Lines and tokens that are left to the next start, for the user. Precondition: there are such lines."""
+        lines = "1 line goes" if self.num_lines_left == 1 else f"{self.num_lines_left:,} lines go"
+        kept = f", with {self.num_kept_tokens:,} tokens that are kept" if self.num_kept_tokens else ""
+        return f"{lines} on at the next start{kept}"
 
 
 @dataclass(frozen=True, slots=True)

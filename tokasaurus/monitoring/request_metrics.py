@@ -107,6 +107,8 @@ class RequestMetrics:
             return
         arrived_s = request.arrived_s or times.admitted_s
         self.completion_tokens.observe(times.num_tokens)
+        if request.kept:  # it began in an earlier server
+            return
         if times.admitted_s:
             self.queue.observe(max(0.0, times.admitted_s - arrived_s))
         if times.first_token_s:

@@ -41,7 +41,7 @@ from tokasaurus.processes.replica import ReplicaProcesses, WeightHistory, descri
 from tokasaurus.startup_report import StartupReport
 
 # Time for a graceful end before SIGTERM: for the server's open requests, and for the engine's current step.
-SERVER_GRACE_S = 3.0
+SERVER_GRACE_S = 10.0
 ENGINE_GRACE_S = 3.0
 
 _START_TIMES = "start_times.json"

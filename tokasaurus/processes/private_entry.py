@@ -165,4 +165,8 @@ def _report_to(channel: Connection) -> StartupReport:
         def note_tokens(self, message: BatchTokens) -> None:
             channel.send(message)
 
+        def show_summary(self) -> None:
+            if self.totals is not None:
+                channel.send(self.totals)
+
     return Report()

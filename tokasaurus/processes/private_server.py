@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from tokasaurus.inherited import python_command
-from tokasaurus.messages.status import BatchTokens, Failed, Serving
+from tokasaurus.messages.status import BatchTokens, Failed, ServerTotals, Serving
 from tokasaurus.monitoring.shortage import hint_at_memory
 
 ENTRY = "tokasaurus.processes.private_entry"
@@ -114,6 +114,8 @@ class PrivateServer:
         """Tokens of the KV caches of all its replicas together; 0 until it is ready."""
         self.tokens: BatchTokens | None = None
         """How far the lines of its batches are; None until it has told."""
+        self.totals: ServerTotals | None = None
+        """What it has done, once it was stopped; None if it was killed."""
 
     @property
     def pid(self) -> int:
@@ -171,6 +173,11 @@ class PrivateServer:
         """End it, and close what belongs to it: no thread may be waiting for messages."""
         self.end()
         self._showing.join(END_S)
+        with suppress(EOFError, OSError):
+            while self._messages.poll():
+                message = self._messages.recv()
+                if isinstance(message, ServerTotals):
+                    self.totals = message
         self._close_channel()
 
     def end(self) -> None:

@@ -316,6 +316,9 @@ def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedMod
         model_aliases=tuple(split_list(config.model_aliases)),
         any_model=config.any_model,
         default_sampling=checkpoint.default_sampling,
+        digest=hashlib.sha256(
+            repr((checkpoint.files, checkpoint.info, checkpoint.tokenizer_directory)).encode()
+        ).hexdigest(),
         source=checkpoint.name,
     )
 
@@ -343,10 +346,10 @@ def http_config(app: ASGIApp, connections: ConnectionTable) -> uvicorn.Config:
 
 
 class HttpServer(uvicorn.Server):
-    """SIGTERM drains: new work is refused, and the server exits when its open requests have finished.
+    """SIGTERM drains: new work is refused, and the server exits when its open requests and running lines have finished.
 
     Requests still open after drain_seconds, while the engine is paused, or when STOP_AT_ONCE arrives, end with an
-    error.
+    error; lines of batches go on at the next start.
     """
 
     def __init__(self, config: uvicorn.Config, engine: EngineClient, connections: ConnectionTable) -> None:
@@ -361,21 +364,25 @@ class HttpServer(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():  # signals go to the main thread only
             yield
             return
-        signal.signal(signal.SIGTERM, lambda *_: self.drain())
-        signal.signal(STOP_AT_ONCE, self.handle_exit)
+        loop = asyncio.get_running_loop()
+
+        def on_loop(call: Callable[..., None], *args: Any) -> None:
+            with suppress(RuntimeError):  # the loop is closed: the server has ended
+                loop.call_soon_threadsafe(call, *args)
+
+        signal.signal(signal.SIGTERM, lambda *_: on_loop(self.drain))
+        signal.signal(STOP_AT_ONCE, lambda *signaled: on_loop(self.handle_exit, *signaled))
         yield
 
     def drain(self) -> None:
         """Refuse new work from now on, and exit soon."""
-        self._engine.is_draining = True
-        self._engine.why_stopping = "it was stopped (SIGTERM or Ctrl-C)"
+        self._engine.begin_drain("it was stopped (SIGTERM or Ctrl-C)")
         if self._drains_until_s is None:
             self._drains_until_s = time.monotonic() + self._connections.config.drain_seconds
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a stop signal as uvicorn does; clients that watch the server are told to leave first."""
-        self._engine.is_draining = True
-        self._engine.why_stopping = "one of its processes has failed"
+        self._engine.begin_drain("one of its processes has failed")
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
@@ -383,7 +390,8 @@ class HttpServer(uvicorn.Server):
         if counter % _TICKS_PER_SWEEP == 0:
             self._connections.sweep(time.monotonic())
         if self._drains_until_s is not None:
-            has_open_requests = len(self.server_state.tasks) > 0
+            # Lines of batches have no HTTP request.
+            has_open_requests = len(self.server_state.tasks) > 0 or self._engine.num_pending_requests > 0
             # While it drains, no client can resume a paused engine.
             is_in_vain = self._engine.waits_to_resume
             self.should_exit |= not has_open_requests or is_in_vain or time.monotonic() >= self._drains_until_s

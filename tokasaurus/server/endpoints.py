@@ -90,10 +90,18 @@ class Endpoint(Generic[Body]):
         engine.
 
         Raises ApiError."""
+        return await self.write(state, prepared, await self.generate(state, prepared))
+
+    async def generate(self, state: ServerState, prepared: Prepared) -> list[list[FinishedSequence]]:
+        """The sequences of each request of a prepared body. If the caller is cancelled, so is the request in the
+        engine. Raises ApiError."""
         with _raising_api_errors(prepared):
-            results = await state.engine.generate(prepared.requests, state.config.max_answer_values)
-        if prepared.requests[0].is_background:
-            _check_whole(results)
+            return await state.engine.generate(prepared.requests, state.config.max_answer_values)
+
+    async def write(
+        self, state: ServerState, prepared: Prepared, results: Sequence[Sequence[FinishedSequence]]
+    ) -> Answer:
+        """The answer. results: of `generate`."""
         size = sum(sequence.num_values + VALUES_PER_DELTA for row in results for sequence in row)
         size += num_prompt_values(prepared)
 
@@ -251,13 +259,6 @@ def _check_stops(stops: Sequence[str], param: str, config: ServerConfig) -> None
             "(max_stop_chars)",
             param,
         )
-
-
-def _check_whole(results: Sequence[Sequence[FinishedSequence]]) -> None:
-    """Raises RequestAborted if a trainer aborted a request of this line: the owner of its batch does not know of
-    trainers."""
-    if any(sequence.finish_reason == "abort" for row in results for sequence in row):
-        raise RequestAborted("the request was aborted: send it again")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from tokasaurus.messages.channel import (
     make_channel,
     send_connection,
 )
-from tokasaurus.messages.commands import CommandDone, EngineCommand
+from tokasaurus.messages.commands import AbortRequests, CommandDone, EngineCommand
 from tokasaurus.messages.generation import (
     CancelRequest,
     EngineUpdate,
@@ -85,7 +85,7 @@ class FakeEngine:
     """Runs in a thread between `start` and `stop`.
 
     One update answers all sequences of a request, and its stats count them. A streamed request is answered in several
-    updates.
+    updates. AbortRequests ends the sequences that are unfinished; those without any answer wait.
     """
 
     script: Script = echo
@@ -126,6 +126,8 @@ class FakeEngine:
         self.connection = ReplicaConnection(requests, updates)
         """The server's ends."""
         self.stats = EngineStats(0, 0, 0, self.limits.num_kv_blocks, 0, 0, 0)
+        self._unfinished: dict[str, list[tuple[int, Reply | None]]] = {}
+        """(index, reply) of the unfinished sequences, by request."""
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._is_stopping = False
@@ -176,13 +178,31 @@ class FakeEngine:
             elif not isinstance(message, GenerateRequest | CancelRequest):
                 done = CommandDone(message.command_id, self.on_command(message))
                 if not self._is_stopping:
-                    self.updates.send(EngineUpdate([], self.stats, [], [done]))
+                    aborted = self._abort(message) if isinstance(message, AbortRequests) else []
+                    self.updates.send(EngineUpdate(aborted, self.stats, [], [done]))
             # Answered only after it is in `requests`, where a test looks it up when the client has its answer.
             if isinstance(message, GenerateRequest):
                 self._answer(message)
 
+    def _abort(self, command: AbortRequests) -> list[SequenceDelta]:
+        deltas = []
+        for request_id in command.request_ids:
+            unfinished = self._unfinished.get(request_id, [])
+            if command.only_waiting and any(reply is not None for _, reply in unfinished):
+                continue
+            for index, reply in unfinished:
+                begun = Reply([]) if reply is None else reply
+                counts = begun.num_cached_tokens, begun.num_computed_tokens, begun.num_recomputed_tokens
+                deltas.append(SequenceDelta(request_id, index, [], None, "abort", *counts, begun.num_shared_tokens))
+            self._unfinished.pop(request_id, None)
+        return deltas
+
     def _answer(self, request: GenerateRequest) -> None:
         replies = [self.script(request, index) for index in range(request.num_sequences)]
+        unfinished = [
+            (index, reply) for index, reply in enumerate(replies) if reply is None or reply.finish_reason is None
+        ]
+        self._unfinished[request.request_id] = unfinished
         deltas = [
             SequenceDelta(
                 request_id=request.request_id,

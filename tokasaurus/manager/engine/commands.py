@@ -36,7 +36,7 @@ def run_commands(state: EngineState, send: Callable[[WorkerCommand], None] | Non
             if not _is_quiet(state):
                 return
         elif isinstance(command, AbortRequests):
-            if any(_is_read(state, samples) for samples in _samples_of(state, command.request_ids)):
+            if any(_is_read(state, samples) for samples in _samples_of(state, command)):
                 return
         elif isinstance(command, WorkerCommand) and _refusal(state, command) == "":
             assert send is not None, "an engine whose workers take commands"
@@ -59,7 +59,7 @@ def _carry_out(state: EngineState, command: EngineCommand) -> str:
         case AbortRequests():
             check_stop_strings(state)  # before sampled tokens become part of the prompt
             release_all_ending(state)
-            for samples in _samples_of(state, command.request_ids):
+            for samples in _samples_of(state, command):
                 for sequence in samples.sequences:
                     if sequence.phase is not Phase.WAITING:
                         set_back(state, sequence)
@@ -130,9 +130,13 @@ def _is_read(state: EngineState, samples: Samples) -> bool:
     return bool(_read_slots(state)[slots].any())
 
 
-def _samples_of(state: EngineState, request_ids: Iterable[str]) -> list[Samples]:
-    """Samples of the requests with these ids that are not finished."""
-    return [state.unfinished[request_id] for request_id in request_ids if request_id in state.unfinished]
+def _samples_of(state: EngineState, command: AbortRequests) -> list[Samples]:
+    """Samples of the requests that the command ends."""
+    ids = command.request_ids
+    found = [state.unfinished[request_id] for request_id in ids if request_id in state.unfinished]
+    if not command.only_waiting:
+        return found
+    return [samples for samples in found if all(one.phase is Phase.WAITING for one in samples.sequences)]
 
 
 def _stop_all(state: EngineState) -> None:

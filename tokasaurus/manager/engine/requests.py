@@ -2,12 +2,14 @@
 
 from collections.abc import Collection
 
+import numpy as np
+
 from tokasaurus.manager.engine.lifecycle import release
-from tokasaurus.manager.engine.outputs import MAX_RELEASED, abort, begin_or_end
+from tokasaurus.manager.engine.outputs import MAX_RELEASED, abort, begin_or_end, end_waiting
 from tokasaurus.manager.state.engine_state import EngineState
-from tokasaurus.manager.state.sequence import KeptTop, Phase, Samples, Sequence, make_prompt
+from tokasaurus.manager.state.sequence import KeptTop, Phase, Samples, Sequence, TokenCounts, make_prompt
 from tokasaurus.manager.state.token_filter import FilterMasks
-from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.messages.generation import GenerateRequest, SequenceDelta
 from tokasaurus.text.stop_strings import StopMatcher
 from tokasaurus.text.token_decoder import PROMPT_TAIL_TOKENS
 
@@ -45,11 +47,15 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
     if request.token_filter is not None and request.max_new_tokens > 0:
         token_masks = FilterMasks(request.token_filter)
 
+    kept = {delta.sequence_index: delta for delta in request.kept}
+
     def make_sequence(index: int) -> Sequence:
         sequence = Sequence(request, index, prompt, salt, stop_matcher, stop_row, token_masks=token_masks)
         if request.num_top_logprobs:
             sequence.kept_top = KeptTop(request.num_top_logprobs)
         sequence.needs_prompt_logprobs = request.want_prompt_logprobs and index == 0
+        if index in kept:
+            _continue(sequence, kept[index])
         return sequence
 
     samples = state.unfinished[request.request_id] = Samples(request, make_sequence, request.num_sequences)
@@ -63,16 +69,44 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
         state.blocks.keep_prompt_logprobs(request.num_top_prompt_logprobs)
     if first.has_grammar:
         _add_with_grammar(state, samples)
-        return
-    state.queues.add_waiting(first)
-    if samples.num_to_create:
-        state.queues.add_samples(samples)
+    elif kept:
+        _create_all(samples)
+        for sequence in list(samples.sequences):
+            state.queues.add_waiting(sequence)
+    else:
+        state.queues.add_waiting(first)
+        if samples.num_to_create:
+            state.queues.add_samples(samples)
+    for sequence in list(samples.sequences) if kept else ():
+        ended = kept.get(sequence.index)
+        if ended is not None and ended.finish_reason is not None:
+            end_waiting(state, sequence, ended.finish_reason)
+
+
+def _continue(sequence: Sequence, kept: SequenceDelta) -> None:
+    """Bring a new sequence to where a preemption after these tokens would have left it."""
+    prompt, request = sequence.prompt, sequence.request
+    sequence.prompt = make_prompt(np.concatenate((prompt.token_ids, np.array(kept.token_ids, np.int32))))
+    sequence.kept_token_ids = list(kept.token_ids)
+    sequence.kept_logprobs = [] if kept.logprobs is None else list(kept.logprobs)
+    if kept.top is not None:
+        assert sequence.kept_top is not None, "the request wants top-k logprobs"
+        for token_ids, logprobs in zip(kept.top.token_ids, kept.top.logprobs, strict=True):
+            sequence.kept_top.append(token_ids, logprobs)
+    sequence.num_cached_tokens = kept.num_cached_tokens
+    sequence.counts = TokenCounts(
+        asked=len(request.prompt_ids),
+        cached=kept.num_cached_tokens,
+        computed=kept.num_computed_tokens,
+        recomputed=kept.num_recomputed_tokens,
+        shared=kept.num_shared_tokens,
+    )
+    sequence.num_kv_tokens_before = max(0, len(sequence.prompt) - 1)
 
 
 def _add_with_grammar(state: EngineState, samples: Samples) -> None:
     """Create all sequences, each with its grammar matcher; block them until the grammar is compiled."""
-    while samples.num_to_create:
-        samples.create()
+    _create_all(samples)
     sequences = list(samples.sequences)
     if state.grammars is not None and state.grammars.begin(sequences):
         for sequence in sequences:
@@ -82,6 +116,11 @@ def _add_with_grammar(state: EngineState, samples: Samples) -> None:
         state.queues.block(sequence)
         if state.grammars is None:
             abort(state, sequence, "grammars cannot be used with this model's tokenizer")
+
+
+def _create_all(samples: Samples) -> None:
+    while samples.num_to_create:
+        samples.create()
 
 
 def cancel_request(state: EngineState, request_id: str) -> None:

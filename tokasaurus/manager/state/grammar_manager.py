@@ -72,20 +72,20 @@ class Grammars:
         self._unread: list[Sequence] = []
         self._unread_slow: list[Sequence] = []
         self._compiled: deque[tuple[str, CompiledGrammar | GrammarError]] = deque()
+        self._caught_up: deque[list[Sequence]] = deque()
         self._read: deque[list[Sequence]] = deque()
         self.reader: Connection
         """Readable when `take` has something to return."""
         self.reader, self._writer = multiprocessing.Pipe(duplex=False)
 
     def begin(self, sequences: list[Sequence]) -> bool:
-        """Create the grammar matchers of all sequences of a request. False if the grammar must be compiled first: then
-        `take` returns the sequences once it is."""
+        """Create the grammar matchers of all sequences of a request. False if the grammar must be compiled first, or
+        tokens that an earlier server has sampled must be read: then `take` returns the sequences once that is done."""
         grammar = sequences[0].request.grammar
         compiled_grammar = self._compiled_grammars.get(grammar)
         if compiled_grammar is not None and not compiled_grammar.is_broken:
             self._compiled_grammars.move_to_end(grammar)
-            self._create_matchers(compiled_grammar, sequences)
-            return True
+            return self._create_matchers(compiled_grammar, sequences)
         if grammar not in self._waiting:
             self._waiting[grammar] = []
             self._submit_slow(lambda: self._compile(grammar))
@@ -121,30 +121,41 @@ class Grammars:
     @property
     def has_finished(self) -> bool:
         """Whether `take` has something to return."""
-        return bool(self._compiled) or bool(self._read)
+        return bool(self._compiled or self._caught_up or self._read)
 
     def take(self) -> tuple[list[tuple[Sequence, str]], list[Sequence]]:
-        """Sequences whose grammar has been compiled, each with "" or an error message; and sequences whose newest token
-        has been read. Any of them may have been cancelled in the meantime."""
+        """Sequences whose matchers stand at their next token, each with "" or an error message, after `begin`; and
+        sequences whose newest token has been read. Any of them may have been cancelled in the meantime."""
         while self.reader.poll():
             self.reader.recv_bytes()
         begun: list[tuple[Sequence, str]] = []
         while self._compiled:
             grammar, result = self._compiled.popleft()
             sequences = self._waiting.pop(grammar)
-            if isinstance(result, CompiledGrammar):
-                self._cache(result)
-                self._create_matchers(result, sequences)
-            error = "" if isinstance(result, CompiledGrammar) else str(result)
-            begun += [(sequence, error) for sequence in sequences]
+            if isinstance(result, GrammarError):
+                begun += [(sequence, str(result)) for sequence in sequences]
+                continue
+            self._cache(result)
+            if self._create_matchers(result, sequences):
+                begun += [(sequence, "") for sequence in sequences]
+        while self._caught_up:
+            for sequence in self._caught_up.popleft():
+                assert sequence.grammar_matcher is not None
+                begun.append((sequence, sequence.grammar_matcher.error))
         read: list[Sequence] = []
         while self._read:
             read += self._read.popleft()
         return begun, read
 
-    def _create_matchers(self, compiled_grammar: CompiledGrammar, sequences: list[Sequence]) -> None:
+    def _create_matchers(self, compiled_grammar: CompiledGrammar, sequences: list[Sequence]) -> bool:
+        """False if some must first read tokens: then `take` returns all of these sequences later."""
         for sequence in sequences:
             sequence.grammar_matcher = compiled_grammar.begin(sequence.request.ignore_eos)
+            sequence.grammar_matcher.token_ids.extend(sequence.kept_token_ids)
+        if not any(sequence.kept_token_ids for sequence in sequences):
+            return True
+        self._submit_slow(lambda: self._catch_up(sequences))
+        return False
 
     def _cache(self, compiled_grammar: CompiledGrammar) -> None:
         """Cache a compiled grammar, and drop the least recently used ones above the limits."""
@@ -165,6 +176,19 @@ class Grammars:
         except BaseException as error:  # a Rust panic derives from BaseException only
             result = GrammarError(f"the grammar cannot be compiled: {error}")
         self._compiled.append((grammar, result))
+        self._writer.send_bytes(b"\0")
+
+    def _catch_up(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            grammar_matcher = sequence.grammar_matcher
+            assert grammar_matcher is not None
+            if not grammar_matcher.token_ids:
+                continue
+            try:
+                self._threads.catch_up(grammar_matcher)
+            except BaseException as error:  # a Rust panic, as above
+                grammar_matcher.error = f"the grammar cannot be followed: {error}"
+        self._caught_up.append(sequences)
         self._writer.send_bytes(b"\0")
 
     def _advance(self, sequences: list[Sequence]) -> None:

@@ -113,6 +113,16 @@ class MatcherThreads:
         for grammar_matcher in broken:
             self._rebuild(grammar_matcher)
 
+    def catch_up(self, grammar_matcher: GrammarMatcher) -> None:
+        """A new matcher reads all of `token_ids`, and then has the mask for the next one. It has an error if they do
+        not begin a text of the grammar, or are a whole one."""
+        matcher = grammar_matcher.llmatcher
+        for token_id in grammar_matcher.token_ids:
+            self._read([(matcher, token_id)])
+        self._find_masks([grammar_matcher])
+        if matcher.is_stopped():
+            grammar_matcher.error = one_line(matcher.get_error()) or "the grammar allows no further token"
+
     def _try(self, matcher: LLMatcher, mask: NDArray[np.uint32]) -> float:
         """Median seconds per token of a random text; 0 if only eos may come first, or the first token ends the text."""
         rng, matcher, seconds = random.Random(0), matcher.deep_copy(), []

@@ -64,9 +64,13 @@ class CallCounts:
     num_prompt_tokens: int = 0
     """Prompt tokens of calls that have ended; a prompt counts once, however many samples it has."""
     num_generated_tokens: int = 0
-    """Generated tokens that came back for calls that have ended."""
+    """Generated tokens that came back for calls that have ended; at the server's end, all that were sampled."""
     tokens_by_key: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Of both, the part of each API key, by the key's name; of other clients there are none."""
+    num_kept_tokens: int = 0
+    """Tokens of lines that the server's end has cut, with which its next start continues them."""
+    num_lines_left: int = 0
+    """Lines of batches that go on at the next start; known at the server's end."""
 
     def note_end(
         self,
@@ -93,8 +97,19 @@ class CallCounts:
         else:
             self.aborted += 1
 
+    def note_sampled(self, num_tokens: int) -> None:
+        """At the server's end: the engine has sampled so many tokens, for calls that got none of them, too."""
+        self.num_generated_tokens = max(self.num_generated_tokens, num_tokens)
+
+    def take_back(self, num_kept_tokens: int) -> None:
+        """A call that counts as answered has been cut by the server's end: its line goes on at the next start, with
+        so many tokens."""
+        self.answered -= 1
+        self.num_kept_tokens += num_kept_tokens
+
     def totals(self) -> ServerTotals:
-        return ServerTotals(self.answered, self.aborted, self.failed, self.num_prompt_tokens, self.num_generated_tokens)
+        tokens = (self.num_prompt_tokens, self.num_generated_tokens, self.num_kept_tokens)
+        return ServerTotals(self.answered, self.aborted, self.failed, *tokens, self.num_lines_left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,13 +281,14 @@ class PendingRequest:
     """Tokens of its longest finished sequence."""
     num_finished_tokens: int = 0
     """Tokens of its finished sequences, unless they are streamed."""
-    num_received_tokens: int = 0
-    """Tokens of all its deltas."""
+    num_received_tokens: int = field(init=False)
+    """Tokens of all its deltas, without those that an earlier server has sampled."""
     progress: dict[int, SequenceProgress] = field(default_factory=dict)
     """The last report on each of its unfinished sequences, by index; of requests that report them."""
 
     def __post_init__(self) -> None:
         self.num_unfinished = self.request.num_sequences
+        self.num_received_tokens = -self.request.num_kept_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -309,7 +325,8 @@ class PendingRequest:
         if not self.collector.restart(self.index):
             return False
         self.num_unfinished = self.request.num_sequences
-        self.num_finished_tokens = self.num_received_tokens = self.longest = 0
+        self.num_received_tokens = -self.request.num_kept_tokens
+        self.num_finished_tokens = self.longest = 0
         self.progress.clear()
         if self.logged is not None:
             self.logged.restart()
@@ -341,6 +358,10 @@ def _work_of(replica: Replica) -> WorkDone:
     if stats is None:
         return WorkDone(0.0, 0)
     return WorkDone(stats.total_forward_seconds, stats.total_prompt_tokens + stats.total_generation_tokens)
+
+
+def _num_sampled_by(replica: Replica) -> int:
+    return 0 if replica.stats is None else replica.stats.total_generation_tokens
 
 
 def _raise(error: Exception) -> None:
@@ -408,6 +429,7 @@ class EngineClient:
         self._work = UnfinishedWork(queue_limits)
         self.calls = CallCounts()
         self._work_of_lost = WorkDone(0.0, 0)
+        self._num_sampled_by_lost = 0
         self._commands = Commands()
         self._changing = asyncio.Lock()
         """Held while all replicas are paused, resumed or given new weights."""
@@ -435,8 +457,8 @@ class EngineClient:
         self._has_changed = asyncio.Event()
         self._has_sample = asyncio.Event()
         self._tasks: set[asyncio.Future[None]] = set()
-        self.is_draining = False
-        """The server is stopping: requests in the engine continue, and no new ones are accepted."""
+        self.drain_begins = asyncio.Event()
+        """Set once the server is stopping: requests in the engine continue, and no new ones are accepted."""
         self.why_stopping = ""
         """In a few words; empty if it is not stopping, or if nobody has said why."""
 
@@ -449,8 +471,19 @@ class EngineClient:
             yield
         finally:
             loop.remove_reader(self._launcher.fileno())
+            self.calls.note_sampled(self._num_sampled_by_lost + sum(map(_num_sampled_by, self._replicas)))
             for replica in self._replicas:
                 self._close(replica)
+
+    @property
+    def is_draining(self) -> bool:
+        """The server is stopping."""
+        return self.drain_begins.is_set()
+
+    def begin_drain(self, why: str = "") -> None:
+        """The server is stopping, from now on. why: in a few words; "" keeps what was said before."""
+        self.why_stopping = why or self.why_stopping
+        self.drain_begins.set()
 
     @property
     def limits(self) -> EngineLimits | None:
@@ -614,7 +647,7 @@ class EngineClient:
             any(pending.has_error for pending in submitted),
             error,
             sum(len(pending.request.prompt_ids) for pending in submitted),
-            sum(pending.num_received_tokens for pending in submitted),
+            sum(max(0, pending.num_received_tokens) for pending in submitted),
         )
 
     def _remove_all(self, submitted: deque[PendingRequest]) -> None:
@@ -811,8 +844,9 @@ class EngineClient:
         self.is_paused = self._is_stopped = False
         self._submit_waiting()
 
-    async def abort(self, is_meant: Callable[[GenerateRequest], bool]) -> None:
-        """End requests by "abort" with the tokens that they have; all others go on. Also while the engine is paused."""
+    async def abort(self, is_meant: Callable[[GenerateRequest], bool], only_waiting: bool = False) -> None:
+        """End requests by "abort" with the tokens that they have; all others go on. Also while the engine is paused.
+        only_waiting: requests of which a sequence runs go on, too."""
         meant = [pending for pending in self._pending.values() if is_meant(pending.request)]
         self._end_unsent([pending for pending in meant if pending.replica is None])
         ids: dict[Replica, list[str]] = {}
@@ -822,7 +856,8 @@ class EngineClient:
 
         async def tell(replica: Replica, request_ids: list[str]) -> None:
             with suppress(ReplicaLost):  # they run again
-                await self._commands.run(replica, lambda command_id: AbortRequests(command_id, tuple(request_ids)))
+                ids = tuple(request_ids)
+                await self._commands.run(replica, lambda command_id: AbortRequests(command_id, ids, only_waiting))
 
         await asyncio.gather(*(tell(replica, request_ids) for replica, request_ids in ids.items()))
 
@@ -1009,6 +1044,7 @@ class EngineClient:
         """The replica's manager has died: its requests run again or fail. A new object stands for its next start."""
         lost = self._replicas[index]
         self._work_of_lost += _work_of(lost)
+        self._num_sampled_by_lost += _num_sampled_by(lost)
         self._commands.lose(lost)
         self._has_changed.set()
         self._replicas[index] = Replica(index=index, limits=lost.limits, num_starts=lost.num_starts)

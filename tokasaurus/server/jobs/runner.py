@@ -6,14 +6,26 @@ import logging
 import os
 from collections import Counter, defaultdict, deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
 import apsw
 
+from tokasaurus.messages.commands import FIRST_VERSION
+from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.access import use_key_salt
 from tokasaurus.server.engine_client.client import WorkDone
-from tokasaurus.server.errors import AnswerTooLargeError, ApiError, EngineDied, GrammarValidatorFailed, internal_error
+from tokasaurus.server.engine_client.collectors import FinishedSequence
+from tokasaurus.server.errors import (
+    AnswerTooLargeError,
+    ApiError,
+    EngineDied,
+    GrammarTooComplex,
+    GrammarValidatorFailed,
+    RequestAborted,
+    internal_error,
+)
+from tokasaurus.server.jobs.kept_tokens import continued, write_kept
 from tokasaurus.server.jobs.line_runner import (
     BATCH_PREFIX,
     MAX_BYTES_IN_FLIGHT,
@@ -27,10 +39,17 @@ from tokasaurus.server.jobs.line_runner import (
 )
 from tokasaurus.server.jobs.store.data_dir import StoreError
 from tokasaurus.server.jobs.store.database import Database, explain
-from tokasaurus.server.jobs.store.ledger import pending_lines, record_results, release_lines, start_lines
+from tokasaurus.server.jobs.store.ledger import (
+    keep_tokens,
+    pending_lines,
+    read_kept,
+    record_results,
+    release_lines,
+    start_lines,
+)
 from tokasaurus.server.jobs.store.records import BatchRecord, LineResult, PendingLine
 from tokasaurus.server.json_values import is_parsed_quickly
-from tokasaurus.server.prepare.requests import Origin
+from tokasaurus.server.prepare.requests import Origin, Prepared
 from tokasaurus.server.resources import BatchLimits
 from tokasaurus.server.respond.whole import Answer
 from tokasaurus.server.state import ServerState
@@ -47,7 +66,9 @@ MAX_GROUP = 1024
 """Results of a group: all who wait for one continue at the same time, and then the event loop serves nobody else."""
 RETRY_SECONDS = 1.0
 STOP_SECONDS = 2.0
-"""Longest time to store results at the server's end."""
+"""Longest time to cut the lines that run at the server's end, and again to store results."""
+MAX_KEPT_BYTES = 256 << 20
+"""Tokens and logprobs of cut lines that are kept; further lines start over."""
 _MAX_BYTES_AHEAD = 16 << 20
 _STARTS_AT_ONCE = 8
 _LINES_PER_READ = 256
@@ -66,6 +87,15 @@ _MAX_TOGETHER = (None, None, None, 1024, 256, 64, 16, 4)
 def _max_together(attempts: int) -> int | None:
     """Lines that may run together, if one of them was started so often before; None: any number."""
     return _MAX_TOGETHER[attempts] if attempts < len(_MAX_TOGETHER) else 1
+
+
+class LineCut(RequestAborted):
+    """Requests of a line were ended with the tokens that they have: by a trainer, or because the server stops."""
+
+    def __init__(self, requests: list[GenerateRequest], results: list[list[FinishedSequence]]) -> None:
+        super().__init__("the request was aborted: send it again")
+        self.requests = requests
+        self.results = results
 
 
 def client_of(batch: BatchRecord) -> str:
@@ -92,6 +122,10 @@ class RunningBatch:
     """Lines that wait, with their content; None if it cannot be read."""
     released: list[tuple[int, bool]] = field(default_factory=list)
     """(number, whether the attempt counts) of lines that have to wait again, which the ledger does not know yet."""
+    kept_lines: set[int] = field(default_factory=set)
+    """Numbers of the lines that the end of a former server has cut, and of which the ledger has what they had."""
+    kept: dict[int, bytes] = field(default_factory=dict)
+    """What is kept of lines that this server's end has cut, by number; the ledger does not have it yet."""
     lines: LineRunner = field(init=False)
     """Its lines that run."""
     is_exhausted: bool = False
@@ -175,7 +209,10 @@ class _LedgerSink:
         await self._runner.store(self._batch, result)
 
     async def after_error(self, line: Line, error: ApiError) -> AfterError:
-        if error.status in _TEMPORARY:
+        if self._runner.is_draining:
+            if isinstance(error, LineCut):
+                self._runner.keep(self._batch, line.number, error)
+        elif error.status in _TEMPORARY:
             await asyncio.sleep(RETRY_SECONDS)
         may_be_its_own = isinstance(error, EngineDied | GrammarValidatorFailed)
         if not (line.attempts + 1 < MAX_ATTEMPTS if may_be_its_own else error.status in _TEMPORARY):
@@ -283,6 +320,12 @@ class BatchRunner:
         """Lines since the server's start."""
         self.num_failed = 0
         """Lines since the server's start."""
+        self._num_kept_bytes = 0
+
+    @property
+    def is_draining(self) -> bool:
+        """The server is stopping."""
+        return self._state.engine.is_draining
 
     @property
     def num_sequences(self) -> int:
@@ -350,11 +393,42 @@ class BatchRunner:
         await self._recorder.flush()
         self._has_news.set()  # the others' shares have grown
 
+    async def take_back_waiting(self) -> None:
+        """Once the server drains, the engine gives back lines that do not run yet: they would take the place of those
+        that may still end."""
+        await self._state.engine.drain_begins.wait()
+        await self._cut(only_waiting=True)
+
+    async def _cut(self, only_waiting: bool) -> None:
+        """End lines with the tokens that they have, which are kept. only_waiting: those that do not run yet. Lines with
+        logprobs of their prompt start over: what is known of these is not returned."""
+        clients = {batch.client for batch in self._batches.values()}
+
+        def is_meant(request: GenerateRequest) -> bool:
+            return request.is_background and request.client in clients and not request.want_prompt_logprobs
+
+        with suppress(asyncio.TimeoutError):  # the engine hangs
+            await asyncio.wait_for(self._state.engine.abort(is_meant, only_waiting), STOP_SECONDS)
+
+    def keep(self, batch: RunningBatch, number: int, cut: LineCut) -> None:
+        """A line has been cut because the server stops: it is released with what it has, see `_release`."""
+        content = write_kept(self._state.model, cut.requests, cut.results)
+        num_tokens = 0
+        if content is not None and self._num_kept_bytes + len(content) <= MAX_KEPT_BYTES:
+            self._num_kept_bytes += len(content)
+            batch.kept[number] = content
+            num_tokens = sum(len(sequence.token_ids) for row in cut.results for sequence in row)
+        self._state.engine.calls.take_back(num_tokens)
+
     async def stop_all(self) -> None:
-        """Stop at the server's end: lines that run now run again at its next start."""
-        with suppress(asyncio.TimeoutError):  # if the disk is full, lines run again whose results are lost
-            await asyncio.wait_for(self._recorder.flush(), STOP_SECONDS)
+        """Stop at the server's end: lines that run now go on at its next start with the tokens that they have, or start
+        over. Results must still be stored meanwhile."""
+        self._state.engine.begin_drain()
+        await self._cut(only_waiting=False)
         batches = list(self._batches.values())
+        if tasks := [task for batch in batches for task in batch.lines.lines]:
+            # if the disk is full, lines run again whose results are lost
+            await asyncio.wait(tasks, timeout=STOP_SECONDS)
         self._batches.clear()
         for batch in batches:
             batch.is_stopping = True
@@ -462,15 +536,36 @@ class BatchRunner:
         return line
 
     async def _answer(self, batch: RunningBatch, pending: PendingLine, parsed: ParsedLine) -> Answer:
-        """Raises ApiError."""
+        """Raises ApiError, and LineCut."""
         if pending.attempts >= MAX_ATTEMPTS:
             raise EngineDied(f"the server ended {pending.attempts} times while this line ran")
         use_key_salt(batch.record.cache_salt)
         origin = Origin(parsed.num_bytes, batch.client, pending.seed, is_background=True, reports_progress=True)
-        answer = await parsed.answer(self._state, origin)
+        prepared = await parsed.endpoint.prepare(self._state, parsed.body, origin)
+        results = None
+        if (kept := await self._read_kept(batch, pending.number, prepared)) is not None:
+            with suppress(GrammarTooComplex):  # the tokens do not follow the grammar as it is read now
+                results = await parsed.endpoint.generate(self._state, replace(prepared, requests=kept))
+        if results is None:
+            results = await parsed.endpoint.generate(self._state, prepared)
+        if any(sequence.finish_reason == "abort" for row in results for sequence in row):
+            raise LineCut(prepared.requests, results)
+        answer = await parsed.endpoint.write(self._state, prepared, results)
         if len(answer.content) > MAX_RESULT_BYTES:
             raise AnswerTooLargeError(f"the answer has more than {MAX_RESULT_BYTES} bytes")
         return answer
+
+    async def _read_kept(self, batch: RunningBatch, number: int, prepared: Prepared) -> list[GenerateRequest] | None:
+        """The line's requests, which continue with the tokens that a former server has kept; None if they start
+        over."""
+        if number not in batch.kept_lines or self._state.engine.weight_version != FIRST_VERSION:
+            return None
+        try:
+            content = await self._database.read(lambda connection: read_kept(connection, batch.record.number, number))
+        except StoreError as error:
+            logger.warning("kept tokens of a line cannot be read, and it starts over: %s", error)
+            return None
+        return None if content is None else continued(self._state.model, prepared.requests, content)
 
     async def store(self, batch: RunningBatch, result: LineResult) -> None:
         """Returns when the result is on the disk."""
@@ -480,12 +575,13 @@ class BatchRunner:
         self.num_completed += not result.has_failed
 
     async def _release(self, batch: RunningBatch) -> None:
-        """Lines that have to wait again do so in the ledger. Raises StoreError."""
+        """Lines that have to wait again do so in the ledger, which gets what is kept of them. Raises StoreError."""
         released = list(batch.released)
         if not released:
             return
 
         def release(connection: apsw.Connection) -> None:
+            keep_tokens(connection, batch.record.number, batch.kept)
             for counts in (False, True):
                 numbers = [number for number, counts_attempt in released if counts_attempt is counts]
                 release_lines(connection, batch.record.number, numbers, counts)

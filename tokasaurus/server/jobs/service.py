@@ -25,7 +25,7 @@ from tokasaurus.server.jobs.files import require_file
 from tokasaurus.server.jobs.objects import batch_progress
 from tokasaurus.server.jobs.runner import BatchRunner, ResultRecorder, RunningBatch, client_of
 from tokasaurus.server.jobs.store.data_dir import ContentMissing, StoreError
-from tokasaurus.server.jobs.store.ledger import add_lines, release_running
+from tokasaurus.server.jobs.store.ledger import add_lines, kept_lines, release_running
 from tokasaurus.server.jobs.store.records import (
     FINAL_STATUSES,
     BatchRecord,
@@ -100,9 +100,10 @@ class BatchService:
         for batch in await self.store.database.read(unfinished_batches):
             self._begin(batch)
         keep_seconds = self.config.keep_days * DAY_SECONDS
-        works = [self._recorder.run(), self._runner.run(), keep_removing(self.store, keep_seconds)]
+        works = [self._runner.run(), self._runner.take_back_waiting(), keep_removing(self.store, keep_seconds)]
         if self._tell_tokens is not None:
             works.append(self._serve_other_process(self._tell_tokens))
+        recording = asyncio.create_task(self._recorder.run())
         background = [asyncio.create_task(work) for work in works]
         try:
             yield
@@ -112,6 +113,10 @@ class BatchService:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._runner.stop_all()
+            recording.cancel()
+            await asyncio.gather(recording, return_exceptions=True)
+            with suppress(StoreError):
+                self._engine.calls.num_lines_left = sum(batch.num_lines_left for batch in await self.unfinished())
 
     def stats(self) -> BatchStats:
         return BatchStats(
@@ -283,6 +288,7 @@ class BatchService:
     async def _run_lines(self, batch: BatchRecord) -> BatchRecord:
         """Returns when no line runs any more: all have a result, or the batch was cancelled or has expired."""
         await self.store.database.write(lambda connection: release_running(connection, batch.number))
+        kept = await self.store.database.read(lambda connection: kept_lines(connection, batch.number))
         try:
             content = self.store.data_dir.open_content(batch.input_file_id)
         except ContentMissing as error:
@@ -290,7 +296,7 @@ class BatchService:
             found = dump_errors([InputError("input_file_missing", str(error), param="input_file_id")])
             return await self._begin_finalizing(batch, "failed", found)
         is_in_place = self._tell_tokens is not None
-        running = RunningBatch(batch, content, self._engine.work_done, is_in_place)
+        running = RunningBatch(batch, content, self._engine.work_done, is_in_place, kept_lines=kept)
         self._runner.add(running)
         try:
             await self._wait_for_end(batch, running.has_ended.wait())

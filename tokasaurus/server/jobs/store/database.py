@@ -257,7 +257,7 @@ async def run_blocking(work: Callable[Params, Result], *args: Params.args, **kwa
         raise explain(error) from None
 
 
-# Keys of `lines` and `results` are batches.number << LINE_BITS | number of the line.
+# Keys of `lines`, `results` and `kept` are batches.number << LINE_BITS | number of the line.
 LINE_BITS = 32
 
 MIGRATIONS = (
@@ -317,6 +317,7 @@ MIGRATIONS = (
     ) STRICT;
     """,
     "ALTER TABLE batches ADD COLUMN reasoning_tokens INTEGER NOT NULL DEFAULT 0",
+    "CREATE TABLE kept (key INTEGER PRIMARY KEY REFERENCES lines (key), content BLOB NOT NULL) STRICT",
 )
 
 

@@ -1,9 +1,10 @@
-"""The ledger: one row per line of a batch, and one result per line that has finished.
+"""The ledger: one row per line of a batch, one result per line that has finished, and what is kept of lines that the
+server's end has cut.
 
 All functions run within a transaction. `batch` is a batch's number.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import apsw
 
@@ -28,6 +29,7 @@ def remove_lines(connection: apsw.Connection, batch: int, limit: int) -> int:
     bounds = (*_keys(batch), limit)
     keys = connection.execute("SELECT key FROM lines WHERE key BETWEEN ? AND ? ORDER BY key LIMIT ?", bounds).fetchall()
     if keys:
+        connection.execute("DELETE FROM kept WHERE key BETWEEN ? AND ?", (keys[0][0], keys[-1][0]))
         connection.execute("DELETE FROM results WHERE key BETWEEN ? AND ?", (keys[0][0], keys[-1][0]))
         connection.execute("DELETE FROM lines WHERE key BETWEEN ? AND ?", (keys[0][0], keys[-1][0]))
     return len(keys)
@@ -91,6 +93,25 @@ def release_running(connection: apsw.Connection, batch: int) -> int:
     return connection.changes()
 
 
+def keep_tokens(connection: apsw.Connection, batch: int, kept: Mapping[int, bytes]) -> None:
+    """Store what lines had when they were cut, by their numbers, until they have results. It replaces what was kept of
+    them before."""
+    rows = ((_key(batch, number), content) for number, content in kept.items())
+    connection.executemany("INSERT OR REPLACE INTO kept (key, content) VALUES (?, ?)", rows)
+
+
+def kept_lines(connection: apsw.Connection, batch: int) -> set[int]:
+    """Numbers of the lines of which something is kept."""
+    rows = connection.execute("SELECT key FROM kept WHERE key BETWEEN ? AND ?", _keys(batch))
+    return {_number(key) for (key,) in rows}
+
+
+def read_kept(connection: apsw.Connection, batch: int, number: int) -> bytes | None:
+    """What `keep_tokens` has stored of a line."""
+    row = connection.execute("SELECT content FROM kept WHERE key = ?", (_key(batch, number),)).fetchone()
+    return None if row is None else row[0]
+
+
 def record_results(connection: apsw.Connection, batch: int, results: Sequence[LineResult]) -> None:
     """Store results and count them. A line that has a result keeps it; one that is not in the ledger gets none."""
     new = []
@@ -106,6 +127,7 @@ def record_results(connection: apsw.Connection, batch: int, results: Sequence[Li
         "INSERT INTO results (key, content) VALUES (?, ?)",
         ((_key(batch, result.number), result.content) for result in new),
     )
+    connection.executemany("DELETE FROM kept WHERE key = ?", ((_key(batch, result.number),) for result in new))
     connection.execute(
         "UPDATE batches SET num_completed = num_completed + ?, num_failed = num_failed + ?, "
         "input_tokens = input_tokens + ?, cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?, "

@@ -70,6 +70,11 @@ class BatchRecord:
     output_tokens: int = 0
     reasoning_tokens: int = 0
 
+    @property
+    def num_lines_left(self) -> int:
+        """Lines without a result."""
+        return self.num_lines - self.num_completed - self.num_failed
+
 
 class LineState(IntEnum):
     """State of a line in the ledger."""
