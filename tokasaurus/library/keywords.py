@@ -168,7 +168,7 @@ class EngineFlags(TypedDict, total=False):
     cache_salt_per_key: bool
     """Share cached prompts only between requests with the same API key."""
     drain_seconds: int
-    """Time for open requests to finish after the first stop signal."""
+    """Time for open requests and lines of batches to end after the first stop signal."""
     watchdog_seconds: int
     """Longest time without progress before a process is killed and started again."""
     max_restarts: int
