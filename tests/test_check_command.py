@@ -28,7 +28,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
     code = main(["check", *words, "--json", "device=cpu"])
-    return code, json.loads(capsys.readouterr().out)
+    device, *results, end = map(json.loads, capsys.readouterr().out.splitlines())
+    assert device == {"device": "the CPU"}
+    return code, {"results": results, **end}
 
 
 @pytest.mark.long
@@ -94,6 +96,19 @@ def test_what_was_found_before_an_error_is_shown(
     assert code == 1
     assert [result["feature"] for result in found["results"]] == [*FEATURES[:4], "start"]
     assert found["results"][-1]["failure"] == "RuntimeError: CUDA error: unspecified launch failure"
+
+
+def test_a_check_that_is_killed_leaves_what_it_has_found(model: Path) -> None:
+    command = [sys.executable, "-m", "tokasaurus", "check", f"model={model}", "--json", "device=cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(4)]
+        process.kill()
+        lines += process.stdout.readlines()
+    device, *results = [json.loads(line) for line in lines]
+    assert device == {"device": "the CPU"}
+    assert [result["feature"] for result in results] == FEATURES[: len(results)]
+    assert len(results) < len(FEATURES)
 
 
 @pytest.mark.parametrize(

@@ -167,21 +167,39 @@ def measure_checks(runs: Sequence[ServerRun], flags: Sequence[str], results: Res
         with tempfile.TemporaryDirectory() as directory:
             write_config(Path(directory), run.shape)
             command = [sys.executable, "-m", "tokasaurus", "check", f"model={directory}", *flags, "--json"]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-            except subprocess.TimeoutExpired:
-                results.add(run, CHECK, "failed", timeout_s, reason=f"it was not finished after {timeout_s:.0f} s")
-                continue
+            path = Path(directory) / "results.jsonl"  # what a check has found before time is up is in it
+            reason, stderr, code = "", "", 0
+            with path.open("w") as output:
+                try:
+                    done = subprocess.run(
+                        command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=timeout_s, check=False
+                    )
+                    code, stderr = done.returncode, done.stderr
+                except subprocess.TimeoutExpired:
+                    code, reason = 1, f"it was not finished after {timeout_s:.0f} s"
+            found = read_check(path.read_text())
         seconds = time.monotonic() - started_s
-        found = json.loads(done.stdout) if done.stdout.startswith("{") else {}
-        if done.returncode == 0:
+        if code == 0:
             results.add(run, CHECK, "measured", seconds, check=found)
             continue
-        wrong = [
-            f"{row['feature']}: {row['failure']}" for row in found.get("results", ()) if row["failure"] is not None
-        ]
-        reason = "; ".join(wrong) or _last_line(done.stderr, done.returncode)
+        wrong = [f"{row['feature']}: {row['failure']}" for row in found["results"] if row["failure"] is not None]
+        reason = "; ".join(filter(None, (*wrong, reason))) or _last_line(stderr, code)
         results.add(run, CHECK, "failed", seconds, reason=reason, check=found)
+
+
+def read_check(output: str) -> dict[str, Any]:
+    """What `toka check --json` has printed, whole or as far as it came."""
+    found: dict[str, Any] = {"results": []}
+    for line in output.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:  # cut
+            break
+        if "feature" in row:
+            found["results"].append(row)
+        else:
+            found |= row
+    return found
 
 
 def measure_attention(arguments: Sequence[str], results: Results, deadline_s: float) -> None:

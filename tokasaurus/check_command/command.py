@@ -37,7 +37,9 @@ def check(config: CheckConfig) -> int:
     setup_logging(config, "check", has_terminal=True)
     report = StartupReport()
     phases = Phases(partial(_show_phase, report), partial(report.note_progress, "check"))
-    checks, code = Checks(is_thorough=True), 0
+    if config.json:
+        _print_json({"device": _device_name(config)})
+    code, checks = 0, Checks(is_thorough=True, on_result=_print_result if config.json else lambda _: None)
     log_writer().show_status(report.rows)
     try:
         checkpoint, has_weights = _find(config)
@@ -55,18 +57,24 @@ def check(config: CheckConfig) -> int:
     except Exception as error:  # on a broken machine, of anything; the results so far may say why
         logger.debug("the checks ended early", exc_info=error)
         print(f"toka check: {describe_shortage(error, LESS_MEMORY) or first_line(error)}", file=sys.stderr)
-        checks.results.append(Result("start", None, f"{type(error).__name__}: {first_line(error)}", 0.0))
+        checks.add(Result("start", None, f"{type(error).__name__}: {first_line(error)}", 0.0))
     finally:
         log_writer().show_status(no_status)
         log_writer().flush_lines()  # before the results, which may go to the same terminal
     if config.json:
-        rows = [_as_json(result) for result in checks.results]
-        print(
-            json.dumps({"device": _device_name(config), "results": rows, "switched_off": checks.switched_off}, indent=2)
-        )
+        _print_json({"switched_off": checks.switched_off})
     elif checks.results:
         _print_table(config, checks.results)
     return code or int(any(result.failure is not None for result in checks.results))
+
+
+def _print_json(row: dict[str, object]) -> None:
+    """At once: whatever ends this process, what was found is there."""
+    print(json.dumps(row), flush=True)
+
+
+def _print_result(result: Result) -> None:
+    _print_json(_as_json(result))
 
 
 def _find(config: ServerConfig) -> tuple[Checkpoint, bool]:

@@ -20,4 +20,6 @@ class CheckConfig(ServerConfig, only=_OF_SERVER, heading="flags of the server"):
         none_means="demo",
         heading="check",
     )
-    json: bool = flag(False, "print JSON")
+    json: bool = flag(
+        False, "print a JSON line for the device, for each result as it is found, and for what is switched off"
+    )

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -206,17 +206,27 @@ def test_what_a_check_finds_wrong_is_the_reason(tmp_path: Path, monkeypatch: pyt
         {"feature": feature, "name": None, "failure": why, "seconds": 1.0}
         for feature, why in (("a", None), ("b", "raises X"))
     )
-    answers = [(1, json.dumps({"results": [right, wrong]}), "log"), (2, "", "more\ntoka check: no such flag\n")]
+    lines = "".join(f"{json.dumps(row)}\n" for row in ({"device": "x"}, right, wrong))
+    answers = [(1, lines + '{"switched_off": []}\n', "log"), (2, "", "more\ntoka check: no such flag\n")]
+    answers += [(None, lines + '{"feature": "cut', ""), (None, "", "")]
 
-    def answer(command: list[str], **_options: object) -> "subprocess.CompletedProcess[str]":
+    def answer(command: list[str], *, stdout: IO[str], **_options: object) -> "subprocess.CompletedProcess[str]":
         assert json.loads((Path(command[4].removeprefix("model=")) / "config.json").read_text())["vocab_size"] > 1000
-        return subprocess.CompletedProcess(command, *answers.pop(0))
+        code, output, log = answers.pop(0)
+        stdout.write(output)
+        if code is None:
+            raise subprocess.TimeoutExpired(command, 60)
+        return subprocess.CompletedProcess(command, code, None, log)
 
     monkeypatch.setattr(subprocess, "run", answer)
     results = gpu.Results(tmp_path / "results.json", {})
-    gpu.measure_checks(gpu.CHECK_RUNS, ["device=cuda"], results, time.monotonic() + 60)
-    assert [part["reason"] for part in results.parts] == ["b: raises X", "toka check: no such flag"]
-    assert "1 of 2 comparisons are right, 2.0 s" in gpu._shown(results.parts[0])
+    for _ in range(2):
+        gpu.measure_checks(gpu.CHECK_RUNS, ["device=cuda"], results, time.monotonic() + 60)
+    late = "it was not finished after 60 s"
+    reasons = ["b: raises X", "toka check: no such flag", f"b: raises X; {late}", late]
+    assert [part["reason"] for part in results.parts] == reasons
+    for index in (0, 2):
+        assert "1 of 2 comparisons are right, 2.0 s" in gpu._shown(results.parts[index])
 
 
 def test_rows_are_kept_of_a_process_that_is_too_late_or_fails() -> None:

@@ -161,9 +161,15 @@ class Result:
 class Checks:
     """The checks of one start: their results, and what they have switched off."""
 
-    def __init__(self, all_agree: Callable[[bool], bool] = bool, is_thorough: bool = False) -> None:
+    def __init__(
+        self,
+        all_agree: Callable[[bool], bool] = bool,
+        is_thorough: bool = False,
+        on_result: Callable[[Result], None] = lambda _: None,
+    ) -> None:
         """all_agree: whether it is true of every rank; all ranks run the same checks. is_thorough: check also what a
-        start takes for granted, such as the kernels of the CPU."""
+        start takes for granted, such as the kernels of the CPU. on_result: called with each as it is found."""
+        self._on_result = on_result
         self.all_agree = all_agree
         self.is_thorough = is_thorough
         self.results: list[Result] = []
@@ -174,6 +180,10 @@ class Checks:
     def seconds(self) -> float:
         """Time of all comparisons, with the compilations and recordings that they began."""
         return sum(result.seconds for result in self.results)
+
+    def add(self, result: Result) -> None:
+        self.results.append(result)
+        self._on_result(result)
 
     def passes(self, feature: str, measure: Measure, what: str, without: str, flag: str | None = None) -> bool:
         """Whether the feature computes rightly on all ranks. Otherwise it is noted as switched off, with one line in
@@ -202,7 +212,7 @@ class Checks:
         except Exception as error:  # of a library, its compilers or a driver, which have errors of many classes
             logger.debug("the check of %s failed", feature, exc_info=error)
             failures.append(describe_error(error))
-            self.results.append(Result(feature, None, failures[-1], 0.0))
+            self.add(Result(feature, None, failures[-1], 0.0))
         return next(iter(failures), None)
 
     def noting(self, feature: str, measure: Measure) -> Iterator[Measured]:
@@ -211,13 +221,13 @@ class Checks:
         for measured in measure():
             ended_s = time.perf_counter()
             failure = None if measured.is_right else _describe(measured)
-            self.results.append(Result(feature, measured, failure, ended_s - began_s))
+            self.add(Result(feature, measured, failure, ended_s - began_s))
             yield measured
             began_s = time.perf_counter()
 
     def leave_out(self, feature: str, reason: str) -> None:
         """Note a feature that is switched off, which the caller has logged."""
-        self.results.append(Result(feature, None, reason, 0.0))
+        self.add(Result(feature, None, reason, 0.0))
         self.switched_off.append(feature)
 
 
