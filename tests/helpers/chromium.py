@@ -33,7 +33,7 @@ _FLAGS = (
     "--force-color-profile=srgb",
     "--remote-debugging-port=0",
 )
-_KEY_CODES = {"Enter": 13, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
+_KEY_CODES = {"Tab": 9, "Enter": 13, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
 _START_S = 60.0
 _ANSWER_S = 60.0
 

@@ -200,6 +200,8 @@ def test_a_page_that_was_just_opened_shows_the_past(tab: Tab, pages: LivePages) 
     assert tab.run("document.querySelector('#pool-plot path.area-used').getAttribute('d')").count("Z") == 2
     marks = "document.querySelector('#pool-plot path.mark.{}').getAttribute('d').split('M').length - 1"
     assert [tab.run(marks.format(name)) for name in ("preempted", "failed")] == [181, 8]
+    notes = tab.run("[...document.querySelectorAll('#pool-plot text.tick')].slice(-7).map((one) => one.textContent)")
+    assert [notes[place] for place in (0, 2, 4, 6)] == ["\N{GREATER-THAN OR EQUAL TO} 0", "181", "362", "8"]
     assert tab.run("document.querySelector('#strip-generated path.line-own').getAttribute('d')").count("L") > 170
     tab.run("document.getElementById('pool-plot').focus()")
     assert "own 0" in text_of(tab, "#pool-legend")
@@ -454,6 +456,30 @@ def test_the_pools_limit_is_red_only_when_it_is_near(tab: Tab, pages: LivePages,
     tab.wait("document.querySelector('#pool-plot svg text.limit') !== null")
     assert tab.run("document.querySelector('#pool-plot svg line.limit').classList.contains('near')") is is_near
     assert tab.run("document.querySelector('#pool-plot svg text.limit').classList.contains('near')") is is_near
+
+
+def test_all_that_can_be_used_is_reached_by_tab_alone_and_seen_there(tab: Tab, pages: LivePages) -> None:
+    pages.events = simulated_events(12, num_replicas=2)
+    keys = [{"name": "alice", "running": 1, "waiting": 0, "tokens": {"prompt": 1, "generated": 2}}]
+    pages.events[-1]["keys"] = keys
+    pages.ends_after = len(pages.events)  # with the button of a lost connection
+    tab.open(pages.url)
+    tab.wait("!document.getElementById('lost').hidden && !document.getElementById('keys').hidden")
+    pages.status = 503
+    tab.expected = r"status of 503"
+    usable = (
+        "[...document.querySelectorAll('a[href], button, select, input, [tabindex]')]"
+        ".filter((one) => one.checkVisibility() && !one.matches('.skip'))"
+    )
+    expected = tab.run(f"{usable}.length")
+    tab.run(f"window.unreached = new Set({usable})")
+    for _ in range(expected + 5):
+        tab.press("Tab")
+        seen = "document.activeElement.matches('body, .skip') || getComputedStyle(document.activeElement).outlineStyle"
+        assert tab.run(seen) in (True, "solid"), "the focus is seen"
+        tab.run("unreached.delete(document.activeElement)")
+    assert tab.run("[...unreached].map((one) => one.outerHTML)") == []
+    assert expected > 20
 
 
 @pytest.mark.parametrize("width", [320, *(pytest.param(width, marks=pytest.mark.long) for width in (390, 768, 1280))])

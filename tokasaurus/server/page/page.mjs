@@ -261,7 +261,9 @@ function showPool(series, times, forecast, earlier, span) {
   }
   const lane = (name) => {
     const counts = series[name].filter((_, i) => times[i] >= -span.past);
-    const isWhole = counts.slice(1).every((number) => number !== null); // nothing is counted before the first event
+    // nothing happens while the replicas start, and nothing is counted before the first event
+    const isUnknown = (number, i) => i > 0 && number === null && series.running[i] !== null && times[i] >= -span.past;
+    const isWhole = !series[name].some(isUnknown);
     const note = `${isWhole ? "" : "≥ "}${compact(samples.sum(counts) ?? 0)}`;
     return { label: name, class: name, counts: series[name], times, note };
   };
