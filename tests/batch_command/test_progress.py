@@ -1,5 +1,6 @@
 """What the user sees of a batch that runs."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,3 +61,7 @@ def test_descriptions() -> None:
     assert describe(view("cancelling", 0, 0, 0), speed) == "the batch is cancelling"
     assert describe(view("in_progress", 0, 0, 0), speed) == "the batch is in_progress"
     assert describe(view("finalizing", 2000, 1997, 3), speed) == "2,000 of 2,000 lines done, 3 failed, finalizing"
+    full = "no space is left on the device of data_dir"
+    assert describe(replace(view(), problem=full), speed) == f"103 of 2,000 lines done, 3 failed; waits: {full}"
+    validating = replace(view("validating", 0, 0, 0), problem=full)
+    assert describe(validating, speed) == f"the input is being validated; waits: {full}"

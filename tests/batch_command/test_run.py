@@ -22,6 +22,7 @@ from tests.server.helpers.live_server import LiveServer
 from tokasaurus.batch_command import run as run_module
 from tokasaurus.cli import batch_main
 from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.server.jobs.service import BatchService
 
 
 def test_the_output_has_a_line_for_each_line_in_their_order(
@@ -39,7 +40,11 @@ def test_the_output_has_a_line_for_each_line_in_their_order(
         else:
             assert text_of(result) == f"text c{index}"
     tokens = sum(len(f"text c{index}") for index in range(40) if index % 5)
-    first, reason, last = capsys.readouterr().out.splitlines()
+    captured = capsys.readouterr()
+    told = [line for line in captured.err.splitlines() if line.startswith("a line failed: ")]
+    assert len(told) <= 1, "each reason once, if the run was long enough"
+    assert all("model_not_found: the model 'nobody' does not exist" in line for line in told)
+    first, reason, last = captured.out.splitlines()
     # the fake engine's answers end by length
     summary = rf"32 lines completed \(32 cut by length\), 8 failed, {tokens} tokens, [\d.]+ s, [\d.,]+ tokens/s"
     assert re.fullmatch(summary, first)
@@ -168,6 +173,23 @@ def test_results_so_far_are_readable_up_to_the_first_line_without_one(
     assert batch_main(["cancel", batch["id"], words[2]]) == 0
     assert batch_main(words) == 1
     assert not so_far.exists(), "all results are in out.jsonl.partial"
+
+
+def test_a_run_says_why_lines_failed_and_why_the_batch_waits(
+    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BatchService, "problem", lambda *_: "no space is left on the device of data_dir")
+    server.engine.script = never
+    source = tmp_path / "in.jsonl"
+    source.write_text(request_line("a", model="nobody") + request_line("b", n=0) + request_line("c"))
+    process = start([f"input={source}", f"output={tmp_path / 'out.jsonl'}", f"base_url={server.url}/v1"])
+    so_far = tmp_path / "out.jsonl.toka.partial"
+    wait_until(lambda: so_far.exists() and len(read_results(so_far)) == 2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert "; waits: no space is left on the device of data_dir\n" in err
+    told = [line.partition(": ")[2] for line in err.splitlines() if line.startswith("a line failed: ")]
+    assert [line.partition(":")[0] for line in told] == ["model_not_found", "invalid_value"]
 
 
 def test_a_second_command_on_the_same_output_is_refused(

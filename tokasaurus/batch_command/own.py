@@ -157,6 +157,7 @@ class OwnBatch:
             num_generated=max(record.output_tokens, 0 if tokens is None else tokens.num_generated),
             num_expected=None if tokens is None else tokens.num_expected,
             tells_progress=True,
+            problem=tokens.problem if tokens is not None and record.status == "in_progress" else "",
         )
 
     def wait(self, seconds: float) -> None:

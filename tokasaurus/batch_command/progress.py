@@ -34,6 +34,8 @@ class BatchView:
     """What `num_generated` is expected to be at the end; None if the server does not say."""
     tells_progress: bool = False
     """Whether the server tells the tokens of lines that run: our server does."""
+    problem: str = ""
+    """Why the batch cannot go on now, as our server tells it; "" if it can."""
 
     @property
     def num_done(self) -> int:
@@ -55,12 +57,15 @@ def seconds_left(batch: BatchView, speed: Speed) -> float | None:
 
 def describe(batch: BatchView, speed: Speed) -> str:
     """`120 of 2,000 lines done, 3 failed, 9,600 of 160,000 tokens, 812.4 tokens/s, 3 min 5 s left`; failed lines are
-    done, too. Tokens are done of expected. What is not known yet is –."""
+    done, too. Tokens are done of expected. What is not known yet is –. If the batch cannot go on, why: `120 of 2,000
+    lines done, 3 failed; waits: no space is left …`"""
     if batch.status == "validating":
-        return "the input is being validated"
+        return "the input is being validated" + (f"; waits: {batch.problem}" if batch.problem else "")
     if batch.num_lines == 0:  # a server that does not count them at once, or a batch without any
         return f"the batch is {batch.status}"
     text = f"{batch.num_done:,} of {batch.num_lines:,} lines done, {batch.num_failed:,} failed"
+    if batch.problem:
+        return f"{text}; waits: {batch.problem}"
     if batch.status != "in_progress":
         return f"{text}, {batch.status}"
     text = f"{text}, {show_tokens(batch.num_generated, batch.num_expected)}"

@@ -392,6 +392,7 @@ def _read_view(fields: dict[str, Any]) -> BatchView:
         num_generated=_field(progress, "generated_tokens", int, output_tokens),
         num_expected=_field(progress, "expected_tokens", int, -1) if "expected_tokens" in progress else None,
         tells_progress=bool(progress),
+        problem=_field(fields, "problem", str, ""),
     )
 
 

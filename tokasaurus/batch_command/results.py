@@ -144,6 +144,8 @@ class ResultsSoFar:
         for line in lines:
             self._file.write(line)
         self._file.flush()
+        for reason in self._file.outcome.failures.new_reasons():
+            note(f"a line failed: {reason}")
         return True
 
 

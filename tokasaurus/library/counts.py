@@ -16,6 +16,7 @@ class Failures:
         self._counts: Counter[str] = Counter()
         self._messages: dict[str, str] = {}
         """The first message of each reason."""
+        self._num_told = 0
 
     def add(self, code: str, message: str) -> None:
         """code: a word for the reason; the message itself if there is none."""
@@ -23,6 +24,12 @@ class Failures:
         self._counts[reason] += 1
         if reason not in self._messages:
             self._messages[reason] = " ".join(message.split())[:_MAX_REASON_CHARS]
+
+    def new_reasons(self) -> list[str]:
+        """`context_length_exceeded: …` for each reason that has come up since the last call."""
+        new = list(self._messages.items())[self._num_told : MAX_PRINTED_REASONS]
+        self._num_told += len(new)
+        return [reason if message == reason else f"{reason}: {message}" for reason, message in new]
 
     def total(self) -> int:
         return self._counts.total()

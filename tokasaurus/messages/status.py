@@ -186,6 +186,8 @@ class BatchTokens:
     num_generated: int
     num_expected: int | None
     """What `num_generated` is expected to be at the end; None while there is no basis."""
+    problem: str = ""
+    """Why the batch cannot go on now; "" if it can."""
 
 
 @dataclass(frozen=True, slots=True)

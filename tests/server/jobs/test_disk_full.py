@@ -111,9 +111,17 @@ def wait_for(server: LiveServer, batch_id: str, condition: Callable[[dict[str, A
     return dict(batch)
 
 
+def check_problem(server: LiveServer, batch_id: str, status: str) -> None:
+    """The batch says why it waits."""
+    batch = wait_for(server, batch_id, lambda batch: "problem" in batch)
+    assert batch["status"] == status
+    assert batch["problem"] == "no space is left on the device of data_dir"
+
+
 def check_completed(server: LiveServer, batch_id: str) -> None:
     """Each line has one result, with the text of its prompt."""
     batch = wait_for(server, batch_id, lambda batch: batch["status"] == "completed")
+    assert "problem" not in batch
     assert batch["request_counts"] == {"total": NUM_LINES, "completed": NUM_LINES, "failed": 0}
     content = server.http.get(f"/v1/files/{batch['output_file_id']}/content").content
     lines = [orjson.loads(line) for line in content.splitlines()]
@@ -172,6 +180,7 @@ def test_lines_that_cannot_be_claimed(served_model: ServedModel, disk: Disk, cap
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
         assert not engine.requests
+        check_problem(server, batch_id, "in_progress")
         disk.free()
         check_completed(server, batch_id)
 
@@ -192,6 +201,7 @@ def test_results_that_cannot_be_recorded(
             time.sleep(0.02)
         assert server.http.get("/health").status_code == 200
         assert server.http.get(f"/v1/batches/{batch_id}").json()["request_counts"]["completed"] < NUM_LINES
+        check_problem(server, batch_id, "in_progress")
         disk.free()
         check_completed(server, batch_id)
         assert len(server.engine.requests) == NUM_LINES, "no line ran twice"
@@ -210,6 +220,7 @@ def test_output_that_cannot_be_written(served_model: ServedModel, disk: Disk, ca
         while f"{batch_id} waits, since its data cannot be stored: no space is left" not in caplog.text:
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
+        check_problem(server, batch_id, "finalizing")
         disk.free()
         check_completed(server, batch_id)
 

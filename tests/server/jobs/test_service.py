@@ -205,10 +205,14 @@ def test_a_batch_waits_for_a_server_of_its_model(served_model: ServedModel, tmp_
         other = replace(served_model, name="another")
         async with running_service(other, tmp_path) as running:
             await asyncio.sleep(0.3)
-            assert (await running.read(batch.number)).status == "in_progress"
+            waiting = await running.read(batch.number)
+            assert waiting.status == "in_progress"
+            assert running.service.problem(waiting) == f"this server does not serve its model, {served_model.name}"
             assert not running.engine.requests
         async with running_service(served_model, tmp_path) as running:
-            assert (await running.finish(batch.number)).num_completed == 3
+            finished = await running.finish(batch.number)
+            assert finished.num_completed == 3
+            assert running.service.problem(finished) == ""
 
     run(test())
 

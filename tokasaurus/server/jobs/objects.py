@@ -54,11 +54,12 @@ def batch_progress(record: BatchRecord, pending: Sequence[PendingRequest]) -> Ba
     return BatchProgress(num_generated, max(num_generated, num_tokens + round(num_left * num_tokens / num_known)))
 
 
-def batch_object(record: BatchRecord, progress: BatchProgress | None = None) -> BatchObject:
+def batch_object(record: BatchRecord, progress: BatchProgress | None = None, problem: str | None = None) -> BatchObject:
     same: dict[str, Any] = {name: getattr(record, name) for name in _SAME_IN_BATCHES}
     return BatchObject(
         **same,
         progress=progress,
+        problem=problem,
         request_counts=BatchRequestCounts(record.num_lines, record.num_completed, record.num_failed),
         usage=BatchUsage(
             record.input_tokens,

@@ -85,6 +85,8 @@ class BatchService:
         """What each unfinished batch does now, by its number."""
         self._cancelled: dict[int, asyncio.Event] = {}
         """Set when the batch is cancelled, by its number."""
+        self._problems: dict[int, str] = {}
+        """Why a batch cannot do what its status asks for, by its number."""
         self._validating = asyncio.Lock()
         self._places = asyncio.Semaphore(limits.max_running_batches)
 
@@ -154,6 +156,13 @@ class BatchService:
             return None
         return batch_progress(batch, self._engine.pending_of(client_of(batch)))
 
+    def problem(self, batch: BatchRecord) -> str:
+        """Why the batch cannot go on now; "" if it can, or is finished."""
+        running = self._runner.find(batch.number)
+        if running is not None and self._recorder.problem is not None:
+            return str(self._recorder.problem)
+        return (running.problem if running is not None else "") or self._problems.get(batch.number, "")
+
     async def create(self, new: BatchRecord) -> BatchRecord:
         """Store a batch, which is validated next. new: by `new_batch`. Raises NotFound or InvalidRequest for the input
         file, and StoreError."""
@@ -192,7 +201,8 @@ class BatchService:
                 for batch in await self.store.database.read(unfinished_batches):
                     progress = self.progress(batch)
                     if progress is not None:
-                        tell_tokens(BatchTokens(progress.generated_tokens, progress.expected_tokens))
+                        tokens = progress.generated_tokens, progress.expected_tokens
+                        tell_tokens(BatchTokens(*tokens, self.problem(batch)))
                     elif batch.status == "cancelling" and batch.number in self._cancelled:
                         self._cancelled[batch.number].set()
 
@@ -204,17 +214,19 @@ class BatchService:
 
     def _forget(self, number: int) -> None:
         del self._tasks[number], self._cancelled[number]
+        self._problems.pop(number, None)
 
     async def _advance_to_end(self, batch: BatchRecord) -> None:
         """Do what the batch's status asks for, until it is finished. Tries again while the disk is full."""
-        problem, pause_s = "", RETRY_SECONDS
+        pause_s = RETRY_SECONDS
         while batch.status not in FINAL_STATUSES:
             try:
                 batch = await self._advance(batch)
+                self._problems.pop(batch.number, None)
             except StoreError as error:
-                if str(error) != problem:
+                if str(error) != self._problems.get(batch.number):
                     logger.error("%s waits, since its data cannot be stored: %s", batch.id, error)
-                problem = str(error)
+                self._problems[batch.number] = str(error)
                 await asyncio.sleep(RETRY_SECONDS)
             except Exception:
                 logger.exception("%s cannot continue, trying again in %g s", batch.id, pause_s)
@@ -225,6 +237,7 @@ class BatchService:
         """The batch with its next status. Raises StoreError."""
         if batch.status in ("validating", "in_progress") and batch.model != self._model_name:
             logger.warning("%s waits for a server of its model, %s", batch.id, batch.model)
+            self._problems[batch.number] = f"this server does not serve its model, {batch.model}"
             await self._wait_for_end(batch, asyncio.Event().wait())
             return await self._begin_finalizing(batch, "expired")
         match batch.status:

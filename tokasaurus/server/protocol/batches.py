@@ -145,7 +145,8 @@ class BulkProgress:
 
 @dataclass(frozen=True, slots=True)
 class BatchObject:
-    """A batch. Fields without a value are left out."""
+    """A batch. Fields without a value are left out. problem: our extension: why the batch cannot go on now, for example
+    because the disk is full; it goes on by itself."""
 
     id: str
     endpoint: str
@@ -157,6 +158,7 @@ class BatchObject:
     request_counts: BatchRequestCounts
     usage: BatchUsage
     progress: BatchProgress | None = None
+    problem: str | None = None
     model: str | None = None
     metadata: dict[str, str] | None = None
     errors: BatchErrors | None = None

@@ -85,7 +85,7 @@ async def retrieve_batch(request: Request, batch_id: str) -> Response:
     """The batch as it is now."""
     service = batches_of(request)
     batch = _require(await service.store.database.read(lambda connection: get_batch(connection, batch_id)), batch_id)
-    return json_response(batch_object(batch, service.progress(batch)))
+    return json_response(batch_object(batch, service.progress(batch), service.problem(batch) or None))
 
 
 @router.get(
