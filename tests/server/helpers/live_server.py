@@ -78,9 +78,10 @@ def live_server(
     api_key: str | None = None,
     queue_limits: QueueLimits = NO_LIMITS,
     data_dir: Path | None = None,
+    store: Store | None = None,
     **flags: Any,
 ) -> Iterator[LiveServer]:
-    """data_dir: None for a server without files and batches. flags: of ServerConfig."""
+    """data_dir, store: without either, the server has no files and batches. flags: of ServerConfig."""
     logged_model = model.name if flags.get("request_log") else None
     client = EngineClient(hand_over(engine), queue_limits=queue_limits, logged_model=logged_model)
     keys = read_api_keys(api_key, flags.get("api_keys_file"))
@@ -90,7 +91,8 @@ def live_server(
     if start_engine:
         engine.start()
     with ExitStack() as stack:
-        store = None if data_dir is None else stack.enter_context(open_store(data_dir, "a test"))
+        if data_dir is not None:
+            store = stack.enter_context(open_store(data_dir, "a test"))
         app = create_app(model, client, keys, names, store, config=config_with(**flags))
         url = stack.enter_context(http_server(app, client, **flags))
         path = socket_of(url)

@@ -1,12 +1,18 @@
 """Where the store is, and which directories end the start in one line."""
 
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.server.helpers.fake_engine import FakeEngine
+from tests.server.helpers.live_server import live_server
+from tests.server.jobs.helpers.batch_service import input_lines
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import UserError
+from tokasaurus.server.jobs.store.data_dir import DataDirInUse
 from tokasaurus.server.jobs.store.store import default_data_dir, open_store, opened_data_dir
+from tokasaurus.server.served_model import ServedModel
 
 URL = "http://127.0.0.1:10210"
 
@@ -44,6 +50,39 @@ def test_each_port_has_a_default(default_dir: Path) -> None:
     with opened_data_dir(config_with(None), URL) as store:
         assert store is not None
         assert store.data_dir.root == default_dir == default_data_dir(10210)
+
+
+def test_the_default_directory_is_made_with_the_first_file_and_found_by_the_next_server(
+    served_model: ServedModel, default_dir: Path
+) -> None:
+    file = {"file": ("in.jsonl", input_lines({"prompt": "a"}))}
+    body = {"endpoint": "/v1/completions", "completion_window": "24h"}
+    batch_id = ""
+    for is_first in (True, False):
+        with opened_data_dir(config_with(None), URL) as store:
+            assert default_dir.exists() is not is_first
+            with live_server(served_model, FakeEngine(), store=store) as server:
+                listed = [one["id"] for one in server.http.get("/v1/batches").json()["data"]]
+                assert listed == ([] if is_first else [batch_id])
+                for path in ("files/file-1", "batches/batch_1"):
+                    assert server.http.get(f"/v1/{path}").status_code == 404
+                assert server.http.delete("/v1/files/file-1").status_code == 404
+                assert server.http.post("/v1/batches", json={**body, "input_file_id": "file-1"}).status_code == 404
+                if not is_first:
+                    break
+                refused = server.http.post("/v1/files", files=file, data={"purpose": "assistants"})
+                assert refused.status_code == 400
+                uploaded = server.http.post("/v1/files", files=file, data={"purpose": "batch"}).json()["id"]
+                assert default_dir.exists()
+                created = server.http.post("/v1/batches", json={**body, "input_file_id": uploaded}).json()
+                batch_id = created["id"]
+                assert server.http.get(f"/v1/files/{uploaded}/content").content == file["file"][1]
+                deadline_s = time.monotonic() + 60
+                while server.http.get(f"/v1/batches/{batch_id}").json()["status"] != "completed":
+                    assert time.monotonic() < deadline_s
+                    time.sleep(0.02)
+                with pytest.raises(DataDirInUse, match=URL), open_store(default_dir, ""):
+                    pass
 
 
 def test_a_port_that_the_system_chooses_and_a_unix_socket_have_none(default_dir: Path) -> None:

@@ -116,7 +116,7 @@ class Upload:
                 f"the file's name may have at most {_MAX_FILENAME_CHARS} characters, all of them printable", "file"
             )
         self._filename = filename
-        self._content = self._store.data_dir.new_content(self._file_id)
+        self._content = self._store.new_content(self._file_id)
 
     def write(self, content: bytes) -> None:
         assert self._content is not None, "begin_file was called"

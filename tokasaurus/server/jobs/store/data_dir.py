@@ -108,6 +108,10 @@ class DataDir:
             lock.write(owner.encode())
         self._lock = lock
 
+    @property
+    def is_open(self) -> bool:
+        return self._lock is not None
+
     def read_owner(self) -> str:
         """What the process that locked it last said of itself."""
         with suppress(OSError):

@@ -125,21 +125,24 @@ def _num_bytes(path: Path) -> int:
 class Database:
     """Operations of many callers, in order; waiting operations are committed together, so that they share one fsync."""
 
-    def __init__(self, path: Path, may_be_new: bool = True) -> None:
-        """Opens or creates the database, and brings it to the newest version.
+    def __init__(self, path: Path | None, may_be_new: bool = True) -> None:
+        """Opens or creates the database, and brings it to the newest version. path: None for one without any rows,
+        until `move_to`.
 
         may_be_new: whether it may be created. Raises StoreError: then nothing in it was changed."""
-        try:
-            self._writing = _open_for_writing(path, may_be_new)
-            self._reading = open_connection(path, can_write=False)
-        except apsw.Error as error:
-            raise explain(error) from None
+        self._writing, self._reading = (_empty(), _empty()) if path is None else _open_both(path, may_be_new)
         self._queue: queue.SimpleQueue[tuple[Operation[Any], Future[Any]] | None] = queue.SimpleQueue()
         self._submitting = threading.Lock()
         self._is_closed = False
         self._writer = threading.Thread(target=self._write_all, name="batch writer", daemon=True)
         self._writer.start()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="batch reader")
+
+    def move_to(self, path: Path) -> None:
+        """Create the database, or open it if it is there: from now on, operations find it. Precondition: there were no
+        rows. Blocks. Raises StoreError."""
+        # those that run go on with the connections that they have
+        self._writing, self._reading = _open_both(path, may_be_new=True)
 
     def submit(self, operation: Operation[Result]) -> "Future[Result]":
         """Write: the future is done when the result is on the disk. Raises StoreError in the future."""
@@ -160,13 +163,14 @@ class Database:
         """The operation's result; what `write` has returned is seen. Raises StoreError."""
 
         def run() -> Result:
+            connection = self._reading
             try:
-                self._reading.execute("BEGIN")
+                connection.execute("BEGIN")
                 try:
-                    return operation(self._reading)
+                    return operation(connection)
                 finally:
-                    if not self._reading.get_autocommit():  # some errors end the transaction
-                        self._reading.execute("COMMIT")
+                    if not connection.get_autocommit():  # some errors end the transaction
+                        connection.execute("COMMIT")
             except apsw.Error as error:
                 raise explain(error) from None
 
@@ -199,17 +203,18 @@ class Database:
     def _commit(self, group: list[tuple[Operation[Any], "Future[Any]"]]) -> None:
         if not group:
             return
+        connection = self._writing
         try:
-            self._writing.execute("BEGIN IMMEDIATE")
+            connection.execute("BEGIN IMMEDIATE")
         except apsw.Error as error:
             for _, future in group:
                 future.set_exception(explain(error))
             return
         try:
-            outcomes = [self._run(operation) for operation, _ in group]
-            self._writing.execute("COMMIT")
+            outcomes = [_run(connection, operation) for operation, _ in group]
+            connection.execute("COMMIT")
         except BaseException as error:
-            self._roll_back()
+            _roll_back(connection)
             if len(group) > 1:  # one of them must not make the others fail
                 for waiting in group:
                     self._commit([waiting])
@@ -223,24 +228,41 @@ class Database:
             else:
                 future.set_exception(refusal)
 
-    def _run(self, operation: Operation[Any]) -> tuple[Any, Exception | None]:
-        """(what the operation returned, what it raised): if it refuses to write, for example because a file does not
-        exist, the others of its transaction are not affected. Raises apsw.Error and OSError."""
-        self._writing.execute("SAVEPOINT operation")
-        try:
-            outcome: tuple[Any, Exception | None] = operation(self._writing), None
-        except (apsw.Error, OSError):  # SQLite may have ended the transaction
-            raise
-        except Exception as error:
-            self._writing.execute("ROLLBACK TO operation")
-            outcome = None, error
-        self._writing.execute("RELEASE operation")
-        return outcome
 
-    def _roll_back(self) -> None:
-        if not self._writing.get_autocommit():
-            with suppress(apsw.Error):
-                self._writing.execute("ROLLBACK")
+def _run(connection: apsw.Connection, operation: Operation[Any]) -> tuple[Any, Exception | None]:
+    """(what the operation returned, what it raised): if it refuses to write, for example because a file does not
+    exist, the others of its transaction are not affected. Raises apsw.Error and OSError."""
+    connection.execute("SAVEPOINT operation")
+    try:
+        outcome: tuple[Any, Exception | None] = operation(connection), None
+    except (apsw.Error, OSError):  # SQLite may have ended the transaction
+        raise
+    except Exception as error:
+        connection.execute("ROLLBACK TO operation")
+        outcome = None, error
+    connection.execute("RELEASE operation")
+    return outcome
+
+
+def _roll_back(connection: apsw.Connection) -> None:
+    if not connection.get_autocommit():
+        with suppress(apsw.Error):
+            connection.execute("ROLLBACK")
+
+
+def _open_both(path: Path, may_be_new: bool) -> tuple[apsw.Connection, apsw.Connection]:
+    """Connections to write and to read. Raises StoreError."""
+    try:
+        return _open_for_writing(path, may_be_new), open_connection(path, can_write=False)
+    except apsw.Error as error:
+        raise explain(error) from None
+
+
+def _empty() -> apsw.Connection:
+    """A connection to a database in memory that has the tables and no rows."""
+    connection = apsw.Connection(":memory:")
+    migrate(connection)
+    return connection
 
 
 async def run_blocking(work: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs) -> Result:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokasaurus.checkpoint.cache import expand_home
 from tokasaurus.messages.status import UserError
-from tokasaurus.server.jobs.store.data_dir import DataDir, DataDirInUse, StoreError
+from tokasaurus.server.jobs.store.data_dir import DataDir, DataDirInUse, NewContent, StoreError
 from tokasaurus.server.jobs.store.database import Database, explain
 from tokasaurus.server.jobs.store.ledger import finished_ledgers, remove_lines
 from tokasaurus.server.jobs.store.records import file_ids
@@ -31,10 +32,26 @@ PRIVATE_OWNER = "the server of a toka batch"
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A data directory that this process has locked."""
+    """A data directory that this process has locked, or will make with its first file."""
 
     data_dir: DataDir
     database: Database
+    owner: str = ""
+    """Tells others how to reach this process."""
+    _making: threading.Lock = field(default_factory=threading.Lock)
+
+    def new_content(self, file_id: str) -> NewContent:
+        """A content to write, and then to commit or discard. Makes the data directory if it is not there yet. Blocks.
+        Raises OSError, and StoreError."""
+        with self._making:
+            if not self.data_dir.is_open:
+                self.data_dir.open(self.owner)
+                try:
+                    self.database.move_to(self.data_dir.database)
+                except StoreError:
+                    self.data_dir.close()
+                    raise
+        return self.data_dir.new_content(file_id)
 
 
 @contextmanager
@@ -55,6 +72,17 @@ def open_store(root: Path, owner: str) -> Iterator[Store]:
             raise explain(error) from None
         _clear_finished(database)
         yield Store(data_dir, database)
+
+
+@contextmanager
+def store_to_come(root: Path, owner: str) -> Iterator[Store]:
+    """A store whose directory is made with the first file. Precondition: there is none."""
+    data_dir, database = DataDir(root), Database(None)
+    try:
+        yield Store(data_dir, database, owner)
+    finally:
+        database.close()
+        data_dir.close()
 
 
 def _clear_finished(database: Database) -> None:
@@ -92,6 +120,8 @@ def _open(stack: ExitStack, config: ServerConfig, url: str) -> Store | None:
         return None
     try:
         root = default_data_dir(config.port)
+        if _may_come(root):
+            return stack.enter_context(store_to_come(root, url))
         return stack.enter_context(open_store(root, url))
     except DataDirInUse as error:  # by a server of the same port: on another address, or on a host that shares the disk
         _warn(error)
@@ -102,6 +132,14 @@ def _open(stack: ExitStack, config: ServerConfig, url: str) -> Store | None:
     except RuntimeError as error:  # there is no home directory
         _warn(error)
     return None
+
+
+def _may_come(root: Path) -> bool:
+    """Whether there is no such directory, and this process may make it."""
+    if os.path.lexists(root):
+        return False
+    parent = next(path for path in root.absolute().parents if os.path.lexists(path))
+    return parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)
 
 
 def _warn(error: Exception) -> None:
