@@ -365,7 +365,9 @@ class ServerConfig(FlagConfig):
         30, "time for open requests and lines of batches to end after the first stop signal", minimum=0
     )
     watchdog_seconds: int = count(60, "longest time without progress before a process is killed and started again")
-    max_restarts: int = count(5, "consecutive failed restarts of the engine before the server exits", minimum=0)
+    max_restarts: int = count(
+        5, "consecutive failed restarts of the engine, or of its server process, before toka exits", minimum=0
+    )
     while_restarting: str = flag(
         "wait",
         "new requests while the engine restarts wait for it, or are refused with 503",

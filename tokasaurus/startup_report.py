@@ -74,8 +74,10 @@ class StartupReport:
     """When the server became ready, by time.perf_counter(); None before."""
     start_times: dict[str, float] = field(default_factory=dict)
     """Seconds of each phase of an earlier start, and of this one's as they end; by `phase_key`."""
+    server_ready_s: float | None = None
+    """When the server that runs now became ready, by time.perf_counter(), if it was started again."""
     totals: ServerTotals | None = None
-    """What the server has answered; None until it ends in order."""
+    """What the server that runs now has answered; None until it ends in order."""
 
     def __post_init__(self) -> None:
         self._running: dict[str, _Running] = {}
@@ -183,6 +185,10 @@ class StartupReport:
             self.ready_s = time.perf_counter()
             self._show_ready(self.limits)
 
+    def note_server_restart(self) -> None:
+        """The server is ready again: it counts from now on."""
+        self.server_ready_s = time.perf_counter()
+
     def _show_ready(self, limits: EngineLimits) -> None:
         num_tokens = limits.num_kv_blocks * limits.page_size
         if limits.limited_by == "kv_cache_num_tokens":
@@ -234,6 +240,10 @@ class StartupReport:
         if self.totals is None:
             self.show_line(f"served for {show_time(seconds)}; the counts are lost, since the server was killed")
             return
+        since = ""
+        if self.server_ready_s is not None:
+            seconds = time.perf_counter() - self.server_ready_s
+            since = ", since the server was started again"
         totals = self.totals
         per_s = totals.num_generated_tokens / seconds
         fields: dict[str, Any] = {
@@ -245,7 +255,8 @@ class StartupReport:
         fields |= {"prompt_tokens": totals.num_prompt_tokens, "generated_tokens": totals.num_generated_tokens}
         fields |= {"kept_tokens": totals.num_kept_tokens, "lines_left": totals.num_lines_left}
         self.show_line(
-            f"requests: {totals.num_answered:,} answered, {totals.num_aborted:,} aborted, {totals.num_failed:,} failed",
+            f"requests: {totals.num_answered:,} answered, {totals.num_aborted:,} aborted, {totals.num_failed:,} failed"
+            f"{since}",
             fields,
         )
         self.show_line(

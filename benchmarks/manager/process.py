@@ -2,6 +2,7 @@
 
 import math
 import multiprocessing
+import socket
 import statistics
 import sys
 import tempfile
@@ -29,7 +30,15 @@ from benchmarks.manager.parts import FORWARD_SECONDS, make_load, num_outstanding
 from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
 from tokasaurus.config import ServerConfig
 from tokasaurus.manager.loop import run_manager
-from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender, make_channel, wait
+from tokasaurus.messages.channel import (
+    ChannelClosed,
+    Receiver,
+    Sender,
+    make_channel,
+    make_connection,
+    send_connection,
+    wait,
+)
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import EngineUpdate
 from tokasaurus.messages.live import TakeSample
@@ -149,13 +158,15 @@ class ManagerRun:
         self._load = load
         self.num_samples = 0
         """Samples that were received."""
-        requests: tuple[Receiver[Any], Sender[Any]] = make_channel()
-        updates: tuple[Receiver[EngineUpdate | Ready], Sender[EngineUpdate | Ready]] = make_channel()
+        self.launcher, manager_end = socket.socketpair()
+        """Its end ends the manager."""
+        self._server, of_manager = make_connection()
+        send_connection(self.launcher, 0, of_manager)
         inputs: tuple[Receiver[ForwardInput], Sender[ForwardInput]] = make_channel()
         outputs: tuple[Receiver[ForwardOutput | Ready], Sender[ForwardOutput | Ready]] = make_channel()
         status: tuple[Receiver[Any], Sender[Any]] = make_channel()
-        self._requests, self._updates, self._status = requests[1], updates[0], status[0]
-        channels = (0, requests[0], updates[1], [inputs[1]], outputs[0], None, status[1])
+        self._status = status[0]
+        channels = (0, manager_end, [inputs[1]], outputs[0], None, status[1])
         entry, arguments = manager
         self.manager: BaseProcess = SPAWN.Process(
             target=entry, args=(*arguments, config, checkpoint, *channels), daemon=True
@@ -164,14 +175,14 @@ class ManagerRun:
         self.worker: BaseProcess = SPAWN.Process(target=entry, args=(*arguments, inputs[0], outputs[1]), daemon=True)
         self.manager.start()
         self.worker.start()
-        own_ends: Sequence[Sender[Any]] = (updates[1], inputs[1], outputs[1], status[1], *senders)
-        for sender in own_ends:
-            sender.close()
+        own_ends: Sequence[socket.socket | Sender[Any]] = (manager_end, inputs[1], outputs[1], status[1], *senders)
+        for end in own_ends:
+            end.close()
         assert isinstance(self._receive()[0], Ready)
 
     def send_requests(self, num: int) -> None:
         for _ in range(num):
-            self._requests.send(self._load.next())
+            self._server.requests.send(self._load.next())
 
     def serve(self) -> list[EngineStats]:
         """Wait for updates and send a new request for each finished one -> the statistics of the updates."""
@@ -183,7 +194,7 @@ class ManagerRun:
 
     def ask_for_sample(self) -> None:
         """As the server does once a second while somebody watches. The answer counts in `num_samples`."""
-        self._requests.send(TakeSample(begins=False))
+        self._server.requests.send(TakeSample(begins=False))
 
     def kill(self) -> None:
         for process in (self.manager, self.worker):
@@ -194,13 +205,13 @@ class ManagerRun:
         deadline_s = time.monotonic() + TIMEOUT_S
         while True:
             sentinels = [self.manager.sentinel, self.worker.sentinel]
-            ready = wait([self._updates, *sentinels], deadline_s - time.monotonic())
+            ready = wait([self._server.updates, *sentinels], deadline_s - time.monotonic())
             if not ready or any(sentinel in ready for sentinel in sentinels):
                 raise RuntimeError(
                     "manager or worker died" if ready else f"no update from the manager within {TIMEOUT_S:g} s"
                 )
             self._status.drain()  # or the manager's signs of life would fill the pipe
-            if messages := self._updates.drain():
+            if messages := self._server.updates.drain():
                 return messages
 
 
@@ -224,7 +235,7 @@ class ManagerUnderLoad(ManagerRun):
 
     def stop(self) -> bool:
         """Shut down -> whether manager or worker imported torch. Raises RuntimeError if one of them failed."""
-        self._requests.close()
+        self.launcher.close()
         torch_imported = [facts.receive(TIMEOUT_S) for facts in self._facts]
         for process in (self.manager, self.worker):
             process.join(TIMEOUT_S)

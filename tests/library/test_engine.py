@@ -147,22 +147,33 @@ def test_real_processes_serve_http_to_this_user_alone(model: Path, monkeypatch: 
 # Restarts
 
 
-@pytest.mark.parametrize("killed", ["launcher", "toka-server"])
-def test_a_killed_process_is_started_again_at_the_same_path(start, killed: str) -> None:
+def test_a_killed_launcher_is_started_again_at_the_same_path(start) -> None:
     lines: list[str] = []
     engine = start(show=lines.append)
     path, before = engine.socket_path, pids_of(engine)
-    pids = {psutil.Process(pid).name(): pid for pid in before} | {"launcher": launcher_of(engine)}
-    kill_and_wait(engine, pids[killed])
+    kill_and_wait(engine, launcher_of(engine))
     engine.wait_until_up(UP_S)
-    why = "server died: killed by signal 9 (SIGKILL)" if killed == "toka-server" else "killed by signal 9"
     (line,) = (line for line in lines if "died" in line)
-    assert line.startswith(f"toka: the engine died: {why}; ")
+    assert line.startswith("toka: the engine died: killed by signal 9; ")
     assert line.endswith("; restart 1")
     assert served_name(engine) == "tiny-llama"
     assert engine.socket_path == path
     assert not set(before) & set(pids_of(engine))
     assert_all_end(before, 0.1)
+
+
+def test_a_killed_server_is_started_again_by_the_launcher(start) -> None:
+    lines: list[str] = []
+    engine = start(show=lines.append)
+    before = {psutil.Process(pid).name(): pid for pid in pids_of(engine)}
+    os.kill(before["toka-server"], signal.SIGKILL)
+    assert served_name(engine) == "tiny-llama", "the socket stays open"
+    engine.wait_until_up(UP_S)
+    after = {psutil.Process(pid).name(): pid for pid in pids_of(engine)}
+    assert {name for name in after if after[name] != before[name]} == {"toka-server"}
+    (line,) = (line for line in lines if "died" in line)
+    assert line.startswith("toka: server died: killed by signal 9 (SIGKILL)")
+    assert line.endswith("; restart 1 of the server now")
 
 
 def test_a_restart_is_the_first_start_again_whatever_the_script_has_changed(

@@ -37,7 +37,16 @@ from tokasaurus.manager.loop import (
 )
 from tokasaurus.manager.planning.step_budget import StepLimit
 from tokasaurus.manager.state.engine_state import EngineOptions, HydragenOptions
-from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender, make_channel, wait
+from tokasaurus.messages.channel import (
+    ChannelClosed,
+    Receiver,
+    ReplicaConnection,
+    Sender,
+    make_channel,
+    make_connection,
+    send_connection,
+    wait,
+)
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, SequenceDelta
 from tokasaurus.messages.status import EngineLimits, EngineStats, HydragenCosts, PhaseDone, Ready
@@ -190,6 +199,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 class Engine:
     """The other ends of the manager's channels."""
 
+    launcher: socket.socket
     requests: Sender[Any]
     updates: Receiver[Any]
     inputs: list[Receiver[ForwardInput]]
@@ -200,25 +210,25 @@ class Engine:
 @contextmanager
 def running_manager(checkpoint: Checkpoint, with_worker: bool) -> Iterator[Engine]:
     context = multiprocessing.get_context("spawn")
-    requests_in, requests = make_channel()
-    updates, updates_out = make_channel()
+    launcher, manager_end = socket.socketpair()
+    server = new_server(launcher)
     (input_0, input_0_out), (input_1, input_1_out) = make_channel(), make_channel()
     outputs, outputs_out = make_channel()
     status, status_out = make_channel()
     config = ServerConfig()
     config.max_tokens_per_forward = 24
     config.max_seqs_per_forward = 6
-    arguments = (config, checkpoint, 0, requests_in, updates_out, [input_0_out, input_1_out], outputs, None, status_out)
+    arguments = (config, checkpoint, 0, manager_end, [input_0_out, input_1_out], outputs, None, status_out)
     processes = [context.Process(target=run_manager, args=arguments)]
     if with_worker:
         outputs_out.send(Ready("worker", replace(PROCESS_LIMITS, num_kv_blocks=50)))  # of the other rank
         processes.append(context.Process(target=run_fake_worker, args=(PROCESS_LIMITS, 24, 6, input_0, outputs_out)))
     for process in processes:
         process.start()
-    for end in (updates_out, input_0_out, input_1_out, status_out):
+    for end in (manager_end, input_0_out, input_1_out, status_out):
         end.close()
     try:
-        yield Engine(requests, updates, [input_0, input_1], status, processes[0])
+        yield Engine(launcher, server.requests, server.updates, [input_0, input_1], status, processes[0])
         for process in processes:
             process.join(TIMEOUT_S)
             assert process.exitcode == 0
@@ -227,6 +237,13 @@ def running_manager(checkpoint: Checkpoint, with_worker: bool) -> Iterator[Engin
             process.kill()
             process.join()
             process.close()
+
+
+def new_server(launcher: socket.socket) -> ReplicaConnection:
+    """A server's ends of new channels, whose other ends the launcher sends to the manager."""
+    of_server, of_manager = make_connection()
+    send_connection(launcher, 0, of_manager)
+    return of_server
 
 
 def is_idle(stats: EngineStats) -> bool:
@@ -273,7 +290,7 @@ def test_all_requests_are_answered_and_the_last_update_says_idle(checkpoint):
         # Prompts are counted at admission; the cancelled request may or may not have been admitted.
         assert stats.total_prompt_tokens in (num_prompt_tokens, num_prompt_tokens + len(endless.prompt_ids))
         assert 0 <= stats.manager_busy_fraction <= 1
-        engine.requests.close()
+        engine.launcher.close()
         step_ids = []
         with suppress(ChannelClosed):
             while True:
@@ -288,11 +305,45 @@ def test_all_requests_are_answered_and_the_last_update_says_idle(checkpoint):
             assert delta.logprobs == (logprobs if request.want_logprobs else None)
 
 
+def test_a_new_server_finds_an_idle_engine_with_its_cached_prefixes(checkpoint):
+    """The one before it died in the middle of many requests, some of which wait; the new one sends the same ids."""
+    requests = [make_request(n, 13, 3, 80, ignore_eos=True) for n in range(8)]
+    requests += [replace(make_request(100, 5, 2, 40), grammar=LANGUAGES[0].grammar)]
+    with running_manager(checkpoint, with_worker=True) as engine:
+        server = ReplicaConnection(engine.requests, engine.updates)
+        for number in range(3):
+            assert server.updates.receive(TIMEOUT_S) == Ready("manager", PROCESS_LIMITS)
+            first = server.updates.receive(TIMEOUT_S)
+            assert isinstance(first, EngineUpdate)
+            stats = first.stats
+            assert (stats.num_running, stats.num_waiting, stats.num_kv_blocks_used, first.deltas) == (0, 0, 0, [])
+            assert (stats.num_kv_blocks_cached > 0) == (number > 0)
+            for request in requests:
+                server.requests.send(request)
+            while stats.num_running < 1 or stats.num_waiting < 9:
+                stats = server.updates.receive(TIMEOUT_S).stats
+            if number == 1:  # the launcher may be quicker than the end of the channel
+                old, server = server, new_server(engine.launcher)
+                old.close()
+            else:
+                server.close()
+                server = new_server(engine.launcher)
+        server.updates.receive(TIMEOUT_S)
+        server.requests.send(request := make_request(0, 13, 1, 20))
+        deltas: list[SequenceDelta] = []
+        while not deltas:
+            deltas = server.updates.receive(TIMEOUT_S).deltas
+        assert [(delta.request_id, delta.token_ids) for delta in deltas] == [("r0", simulate(request, 0)[0])]
+        assert deltas[0].num_cached_tokens > 0
+        engine.launcher.close()
+
+
 def test_requests_sent_before_the_worker_is_ready_are_answered_and_the_last_window_is_logged(checkpoint, caplog):
     """The manager runs in a thread, its worker here. The window ends after the last result, when no message wakes the
     manager."""
-    requests_in, requests = make_channel()
-    updates, updates_out = make_channel()
+    launcher, manager_end = socket.socketpair()
+    server = new_server(launcher)
+    requests, updates = server.requests, server.updates
     inputs, inputs_out = make_channel()
     outputs, outputs_out = make_channel()
     _, status_out = make_channel()
@@ -304,11 +355,10 @@ def test_requests_sent_before_the_worker_is_ready_are_answered_and_the_last_wind
     config.statsd_server_url = f"127.0.0.1:{statsd.getsockname()[1]}"
     request = make_request(1, 5, 2, 20, ignore_eos=True)
     requests.send(request)
-    assert wait([requests_in], TIMEOUT_S), "the request arrives before the worker is ready"
     with caplog.at_level(logging.INFO, logger="tokasaurus.manager.loop"):
         manager = threading.Thread(
             target=run_manager,
-            args=(config, checkpoint, 0, requests_in, updates_out, [inputs_out], outputs, None, status_out),
+            args=(config, checkpoint, 0, manager_end, [inputs_out], outputs, None, status_out),
             daemon=True,
         )
         manager.start()
@@ -324,7 +374,7 @@ def test_requests_sent_before_the_worker_is_ready_are_answered_and_the_last_wind
         deadline_s = time.monotonic() + TIMEOUT_S
         while " out/s, " not in caplog.text and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        requests.close()
+        launcher.close()
         manager.join(TIMEOUT_S)
     assert [delta.token_ids for delta in deltas] == [simulate(request, index)[0] for index in range(2)]
     assert "0 run, 0 wait –, KV 0%, 1 done, ETA –" in caplog.text
@@ -334,10 +384,10 @@ def test_requests_sent_before_the_worker_is_ready_are_answered_and_the_last_wind
         assert "toka.milliseconds_per_step:2.0|g" in statsd.recv(65_536).decode().splitlines()
 
 
-def test_the_end_of_requests_before_the_worker_is_ready_ends_the_manager(checkpoint):
+def test_the_launchers_end_before_the_worker_is_ready_ends_the_manager(checkpoint):
     with running_manager(checkpoint, with_worker=False) as engine:
         engine.requests.send(make_request(1))
-        engine.requests.close()
+        engine.launcher.close()
         for channel in engine.inputs:
             with pytest.raises(ChannelClosed):
                 channel.receive(TIMEOUT_S)

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,6 +49,7 @@ class Launcher:
                 f"model={model_directory}",
                 "port=0",
                 "cpu_isa=torch",
+                "log_level=debug",  # every phase gets a line
                 *flags,
             ],
             stderr=subprocess.PIPE,
@@ -109,6 +111,13 @@ def launch(model_directory: Path):
     yield start
     for launcher in launchers:
         launcher.end()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 CHILDREN = {"toka-server": "server", "toka-manager": "manager", "toka-worker-0": "model worker (rank 0)"}
@@ -191,11 +200,9 @@ def test_kill_9_of_a_child_ends_the_others_and_names_it_without_restarts(launch,
     os.kill(children[title], signal.SIGKILL)
     assert launcher.exit_code() == 1
     assert_all_end(list(children.values()), within_s=0.1)
-    end = "" if title == "toka-server" else "; the engine has failed too often (max_restarts)"
-    assert (
-        launcher.lines[-1]
-        == f"toka: {CHILDREN[title]} died: killed by signal 9 (SIGKILL){hint_at_memory(signal.SIGKILL)}{end}"
-    )
+    name = "the server" if title == "toka-server" else "the engine"
+    end = f"{hint_at_memory(signal.SIGKILL)}; {name} has failed too often (max_restarts)"
+    assert launcher.lines[-1] == f"toka: {CHILDREN[title]} died: killed by signal 9 (SIGKILL){end}"
 
 
 @few(1, ("title", "number"), [("toka-worker-0", signal.SIGKILL), ("toka-manager", signal.SIGTERM)])
@@ -216,6 +223,106 @@ def test_a_killed_part_of_the_engine_is_started_again(launch, title: str, number
     launcher.process.send_signal(signal.SIGTERM)
     assert launcher.exit_code() == 0
     assert_all_end(list(after.values()), within_s=0.1)
+
+
+def served_name(port: str) -> bytes:
+    """What the stub of the server sends to who connects; waits for a server that is being started."""
+    with socket.create_connection(("127.0.0.1", int(port)), timeout=60) as connection:
+        return connection.makefile("rb").read()
+
+
+def test_a_killed_server_is_started_again_behind_the_open_port_and_the_engine_goes_on(launch) -> None:
+    launcher = launch()
+    match = re.search(r":(\d+) serves", launcher.wait_for_line("^ready: "))
+    assert match is not None
+    before = launcher.children()
+    os.kill(before["toka-server"], signal.SIGKILL)
+    wait_until(lambda: "toka-server" not in launcher.children() or launcher.children() != before)
+    assert served_name(match[1]) == b"tiny-llama", "nobody is refused, not even before the next server has begun"
+    launcher.wait_for_line(r"^the server is ready again after \d+\.\d s \(restart 1\)$")
+    death = f"server died: killed by signal 9 (SIGKILL){hint_at_memory(signal.SIGKILL)}"
+    assert f"toka: {death}; restart 1 of the server now" in launcher.lines
+    after = launcher.children()
+    assert after.pop("toka-server") != before.pop("toka-server")
+    assert after == before
+    for pid in after.values():  # an engine that dies later reaches the new server
+        os.kill(pid, signal.SIGKILL)
+    launcher.wait_for_line("^the engine is ready again")
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.exit_code() == 0
+    assert_all_end([*before.values(), *after.values()], within_s=0.1)
+    with pytest.raises(ConnectionRefusedError):
+        served_name(match[1])
+
+
+def test_server_and_engine_killed_at_once_are_both_started_again(launch) -> None:
+    launcher = launch()
+    launcher.wait_for_line("^ready: ")
+    for pid in launcher.children().values():
+        os.kill(pid, signal.SIGKILL)
+    launcher.wait_for_line("^the engine is ready again")
+    launcher.wait_for_line("^the server is ready again")
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.exit_code() == 0
+
+
+def test_a_server_that_dies_again_and_again_while_it_starts_ends_all(launch) -> None:
+    launcher = launch("run_worker", "max_restarts=2")
+    launcher.wait_for_line("^ready: ")
+    killed = set[int]()
+    while launcher.process.poll() is None:
+        pid = launcher.children().get("toka-server")
+        if pid is not None and pid not in killed:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            killed.add(pid)
+    assert launcher.exit_code() == 1
+    plans = [line.rpartition("; ")[2] for line in launcher.lines if "of the server" in line]
+    assert plans == ["restart 1 of the server now", "restart 2 of the server in 1 s"]
+    assert launcher.lines[-1].endswith("; the server has failed too often (max_restarts)")
+
+
+def test_a_server_killed_before_the_first_start_is_over_ends_all(launch) -> None:
+    launcher = launch("run_worker_that_never_starts")
+    launcher.wait_for_line("stuck")
+    wait_until(lambda: "toka-server" in launcher.children())
+    children = launcher.children()
+    os.kill(children["toka-server"], signal.SIGKILL)
+    assert launcher.exit_code() == 1
+    assert launcher.lines[-1].startswith("toka: server died: killed by signal 9 (SIGKILL)")
+    assert "restart" not in launcher.lines[-1]
+    assert_all_end([*children.values()], within_s=0.1)
+
+
+def test_a_server_killed_while_it_drains_ends_all_in_order(launch) -> None:
+    launcher = launch("run_worker", "drain_seconds=600")
+    match = re.search(r":(\d+) serves", launcher.wait_for_line("^ready: "))
+    assert match is not None
+    children = launcher.children()
+    os.kill(children["toka-server"], signal.SIGSTOP)  # so that it does not end by itself
+    launcher.process.send_signal(signal.SIGTERM)
+    launcher.wait_for_line("^stopping")
+    os.kill(children["toka-server"], signal.SIGKILL)
+    assert launcher.exit_code() == 0
+    assert launcher.lines[-1] == "stopped"
+    assert not any("restart" in line for line in launcher.lines)
+    assert_all_end([*children.values()], within_s=0.1)
+    with pytest.raises(ConnectionRefusedError):
+        served_name(match[1])
+
+
+def test_a_stop_signal_in_the_pause_before_a_restart_of_the_server(launch) -> None:
+    launcher = launch()
+    launcher.wait_for_line("^ready: ")
+    children = launcher.children()
+    os.kill(children["toka-server"], signal.SIGKILL)
+    wait_until(lambda: launcher.children().get("toka-server", children["toka-server"]) != children["toka-server"])
+    os.kill(launcher.children()["toka-server"], signal.SIGKILL)
+    launcher.wait_for_line("restart 2 of the server in 1 s$")
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.exit_code() == 0
+    assert launcher.lines[-1] == "stopped"
+    assert_all_end([*children.values()], within_s=0.1)
 
 
 def test_an_engine_that_dies_again_and_again_ends_the_server(launch) -> None:

@@ -18,7 +18,7 @@ from tests.server.helpers.fake_engine import FakeEngine, echo, hand_over
 from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import Receiver, make_channel
-from tokasaurus.messages.status import Failed, PhaseDone, Ready, UserError
+from tokasaurus.messages.status import FIRST_SERVER, Failed, PhaseDone, Ready, UserError
 from tokasaurus.server.app import run_server
 
 KEY = "some-key"
@@ -67,6 +67,7 @@ class ServerProcess:
                     checkpoint,
                     listener,
                     hand_over(self.engine),
+                    FIRST_SERVER,
                     status,
                 ),
             )
@@ -175,7 +176,7 @@ def test_port_taken_by_another_server_raises_a_user_error() -> None:
         checkpoint = Checkpoint("org/small", Path(), Path(), INFO)
         launcher, status = socket.socketpair()[0], make_channel()[1]
         with pytest.raises(UserError, match=f"port={config.port}: .*in use"):
-            run_server(config, checkpoint, second, launcher, status)
+            run_server(config, checkpoint, second, launcher, FIRST_SERVER, status)
 
 
 @pytest.mark.long

@@ -82,11 +82,6 @@ class Checkpoint:
     def weight_version(self) -> str:
         return self.weight_updates[-1].version if self.weight_updates else FIRST_VERSION
 
-    @property
-    def update_number(self) -> int:
-        """Number of the newest of these updates; 0 if there is none."""
-        return self.weight_updates[-1].number if self.weight_updates else 0
-
 
 def _ignore_phase(_: str) -> None: ...
 

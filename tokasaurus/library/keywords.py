@@ -172,7 +172,7 @@ class EngineFlags(TypedDict, total=False):
     watchdog_seconds: int
     """Longest time without progress before a process is killed and started again."""
     max_restarts: int
-    """Consecutive failed restarts of the engine before the server exits."""
+    """Consecutive failed restarts of the engine, or of its server process, before toka exits."""
     while_restarting: Literal["wait", "refuse"]
     """New requests while the engine restarts wait for it, or are refused with 503."""
     max_request_bytes: int | None

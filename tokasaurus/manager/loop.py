@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -30,7 +31,16 @@ from tokasaurus.manager.state.engine_state import (
     make_state,
 )
 from tokasaurus.manager.state.grammar_manager import Grammars
-from tokasaurus.messages.channel import HasFileno, Receiver, Sender, send_to_all, wait
+from tokasaurus.messages.channel import (
+    ChannelClosed,
+    HasFileno,
+    Receiver,
+    Sender,
+    ServerConnection,
+    receive_server,
+    send_to_all,
+    wait,
+)
 from tokasaurus.messages.commands import CommandDone, EngineCommand, WorkerCommand
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest, SequenceProgress
@@ -110,17 +120,18 @@ def run_manager(
     config: ServerConfig,
     checkpoint: Checkpoint,
     index: int,
-    requests: Receiver[RequestMessage],
-    updates: Sender[EngineUpdate | LiveSample | Ready],
+    launcher: socket.socket,
     inputs: list[Sender[ForwardInput | WorkerCommand]],
     outputs: Receiver[ForwardOutput | Ready | CommandDone],
     stages: StageBoard | None,
     status: Sender[PhaseDone | Ready | Failed | Alive],
 ) -> None:
-    """Process entry. Returns when `requests` or `outputs` is closed, before or after the worker is ready.
+    """Process entry. Returns when the other end of `launcher` or `outputs` is closed, before or after the worker is
+    ready.
 
-    index: of the replica. inputs: one channel per rank of the replica's worker; each channel gets every message, and is
-    closed at the end. stages: what the pipeline stages count; None if there is only one.
+    index: of the replica. launcher: hands over the channels to each server, see `ServerLink`. inputs: one channel per
+    rank of the replica's worker; each channel gets every message, and is closed at the end. stages: what the pipeline
+    stages count; None if there is only one.
     """
     started = time.monotonic()
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -132,25 +143,24 @@ def run_manager(
     stop_tokens = StopTokens([decoder.decode([token_id]) for token_id in range(checkpoint.info.vocab_size)])
     grammars = _load_grammars(checkpoint)  # while the worker loads the model: later it would delay a step
     status.send(PhaseDone("manager", "load tokenizer", time.monotonic() - started))
-    early: list[RequestMessage] = []
-    limits = _await_workers(requests, outputs, early, len(inputs))
+    server = ServerLink(launcher)
+    limits = _await_workers(server, outputs, len(inputs))
     if limits is not None:
         options = engine_options(config, checkpoint.info.eos_ids, limits, decoder, stop_tokens)
         logger.debug("steps with prompts: %s (max_step_seconds)", options.step_limit.describe())
         # The launcher first: if this process dies once the server is ready, it must know that the start succeeded.
-        ready = Ready("manager", limits, checkpoint.weight_version, checkpoint.update_number)
-        status.send(ready)
-        updates.send(ready)
+        status.send(Ready("manager", limits, checkpoint.weight_updates))
         state = make_state(options, grammars)
         state.weight_versions = ((0, checkpoint.weight_version),)
+        state.weight_updates = [*checkpoint.weight_updates]
         trace = NO_TRACE if config.trace is None else Trace.of(config, "manager", index, row=0)
-        channels = _Channels(requests, updates, inputs, outputs, status)
+        channels = _Channels(server, inputs, outputs, status)
         statsd = None
         if config.statsd_server_url is not None:
             prefix = "toka" if config.dp_size == 1 else f"toka.replica_{index}"
             statsd = StatsdSender(config.statsd_server_url, prefix)
         step_stats = StepStats(config.stats_report_seconds)
-        _serve(state, step_stats, statsd, LiveSampler(stages), config.watchdog_seconds, early, channels, trace)
+        _serve(state, step_stats, statsd, LiveSampler(stages), config.watchdog_seconds, channels, trace)
         trace.write()
     for channel in inputs:
         channel.close()
@@ -169,20 +179,76 @@ def _load_grammars(checkpoint: Checkpoint) -> Grammars | None:
     return Grammars(vocabulary, num_threads=min(8, max(1, available_cores() // 4)))
 
 
+class ServerLink:
+    """The manager's end of the channels to the server. The launcher hands over new ones when it has started the server
+    again, and closes its end of `launcher` when no server will come any more."""
+
+    def __init__(self, launcher: socket.socket) -> None:
+        launcher.setblocking(False)
+        self.launcher = launcher
+        self._connection: ServerConnection | None = None
+        """None before the first server, and from the death of one to the start of the next."""
+        self.is_new = False
+        """The server has not been told that the engine is ready, and has sent nothing."""
+        self.is_closed = False
+        """The launcher has closed its end."""
+
+    @property
+    def readers(self) -> list[HasFileno | int]:
+        """Readable when `look` or `drain` has something to do."""
+        return [self.launcher, *([] if self._connection is None else [self._connection.requests])]
+
+    def look(self) -> bool:
+        """Take over new channels; whether the server that had the earlier ones is gone."""
+        is_gone = False
+        if self._connection is not None and self._connection.requests.is_closed:
+            is_gone = self._drop()
+        try:
+            while (connection := receive_server(self.launcher)) is not None:
+                is_gone |= self._drop()
+                self._connection, self.is_new = connection, True
+        except ChannelClosed:
+            self.is_closed = True
+        return is_gone
+
+    def _drop(self) -> bool:
+        """Close the channels, if there are any; whether there were."""
+        connection, self._connection, self.is_new = self._connection, None, False
+        if connection is not None:
+            connection.close()
+        return connection is not None
+
+    def drain(self, max_messages: int) -> list[RequestMessage]:
+        """As Receiver.drain."""
+        return [] if self._connection is None else self._connection.requests.drain(max_messages)
+
+    @property
+    def has_whole_message(self) -> bool:
+        """As Receiver.has_whole_message."""
+        return self._connection is not None and self._connection.requests.has_whole_message
+
+    def greet(self, ready: Ready, update: EngineUpdate) -> None:
+        """Tell a new server that the engine is ready, and what it does."""
+        self.is_new = False
+        self.send(ready)
+        self.send(update)
+
+    def send(self, message: EngineUpdate | LiveSample | Ready) -> None:
+        """Nothing happens without a server, nor before it was greeted: it waits for nothing."""
+        if self._connection is not None and not self.is_new:
+            self._connection.updates.send(message)
+
+
 def _await_workers(
-    requests: Receiver[RequestMessage],
-    outputs: Receiver[ForwardOutput | Ready | CommandDone],
-    early: list[RequestMessage],
-    num_workers: int,
+    server: ServerLink, outputs: Receiver[ForwardOutput | Ready | CommandDone], num_workers: int
 ) -> EngineLimits | None:
-    """Wait for all workers and return what all of them can do; None if a channel is closed. Received requests go into
-    `early`."""
+    """Wait for all workers and return what all of them can do; None if a channel is closed."""
     found: list[EngineLimits] = []
     while len(found) < num_workers:
-        wait([requests, outputs])
-        early.extend(requests.drain())
+        wait([server.launcher, outputs])
+        server.look()
         messages = outputs.drain()
-        if requests.is_closed or (outputs.is_closed and not messages):
+        if server.is_closed or (outputs.is_closed and not messages):
             return None
         for message in messages:
             assert isinstance(message, Ready), f"{type(message).__name__} before the worker was ready"
@@ -219,8 +285,7 @@ def common_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
 class _Channels:
     """This process's ends of the channels: see `run_manager`."""
 
-    requests: Receiver[RequestMessage]
-    updates: Sender[EngineUpdate | LiveSample | Ready]
+    server: ServerLink
     inputs: list[Sender[ForwardInput | WorkerCommand]]
     outputs: Receiver[ForwardOutput | Ready | CommandDone]
     status: Sender[PhaseDone | Ready | Failed | Alive]
@@ -232,18 +297,16 @@ def _serve(
     statsd: StatsdSender | None,
     sampler: LiveSampler,
     watchdog_seconds: float,
-    messages: list[RequestMessage],
     channels: _Channels,
     trace: Trace,
 ) -> None:
-    """Run engine steps until `requests` or `outputs` is closed, or the worker hangs.
+    """Run engine steps until the link to the server or `outputs` is closed, or the worker hangs.
 
-    watchdog_seconds: shortest time after which a step may count as hanging. messages: requests received before this
-    call.
+    watchdog_seconds: shortest time after which a step may count as hanging.
     """
 
-    requests, outputs = channels.requests, channels.outputs
-    readers: list[HasFileno | int] = [requests, outputs]
+    server, outputs = channels.server, channels.outputs
+    readers: list[HasFileno | int] = [outputs]
     if state.grammars is not None:
         readers.append(state.grammars.reader)
 
@@ -255,8 +318,16 @@ def _serve(
     last_stats, last_update_s = state.stats(), time.monotonic()
     last_progress_s = last_update_s
     watch, last_alive_s = WorkerWatch(watchdog_seconds, last_update_s), -math.inf
-    while not (requests.is_closed or outputs.is_closed):
+    messages: list[RequestMessage] = []
+    while not (server.is_closed or outputs.is_closed):
         start_s = time.monotonic()
+        if server.look():
+            messages = []
+            engine.forget_server()
+        if server.is_new and state.sent_command is None:  # once the weights are known
+            state.done = []
+            ready = Ready("manager", state.options.limits, tuple(state.weight_updates), state.is_paused)
+            server.greet(ready, EngineUpdate([], state.stats(busy.read(start_s), time.process_time())))
         oldest = state.steps_in_flight[0].step_id if state.steps_in_flight else state.next_step_id
         trace.cover(oldest, state.next_step_id)
         if not messages and not state.steps_in_flight:
@@ -276,7 +347,7 @@ def _serve(
         if state.slots.num_reporting > 0 and now_s - last_progress_s >= PROGRESS_SECONDS:
             progress, last_progress_s = running_progress(state), now_s
         if state.deltas or state.done or progress or is_worth_an_update(stats, last_stats, now_s - last_update_s):
-            channels.updates.send(EngineUpdate(state.deltas, stats, progress, state.done))
+            server.send(EngineUpdate(state.deltas, stats, progress, state.done))
             state.deltas, state.done = [], []
             last_stats, last_update_s = stats, now_s
         window = step_stats.report(now_s, state.step_totals, stats, partial(work_left, state, now_s))
@@ -286,19 +357,21 @@ def _serve(
             if statsd is not None:
                 statsd.send(window)
         if state.asked_sample is not None and sampler.is_due(state, engine.seconds_left(), now_s):
-            channels.updates.send(sampler.take(state, stats, engine.timers.totals))
+            server.send(sampler.take(state, stats, engine.timers.totals))
         garbage.collect(engine.seconds_left(), is_idle=stats.num_running == stats.num_waiting == 0)
-        has_more = requests.has_whole_message or state.cancelled or state.ending
+        greets = server.is_new and state.sent_command is None
+        has_more = greets or server.has_whole_message or state.cancelled or state.ending
         timeouts_s = [
             0.0 if has_more else math.inf,
             max(MIN_STREAM_WAIT, state.stream_due_s - now_s),
             max(0.0, last_alive_s + HEARTBEAT_SECONDS - now_s),
         ]
         reports_s = (step_stats.seconds_to_report(now_s), busy.seconds_to_report(now_s))
-        wait(readers, min([*timeouts_s, *(seconds for seconds in reports_s if seconds is not None)]))
+        timeouts_s += [seconds for seconds in reports_s if seconds is not None]
+        wait([*server.readers, *readers], min(timeouts_s))
         max_messages = intake.max_messages(engine.seconds_left(), is_idle=not state.steps_in_flight)
         start_s = time.monotonic()
-        messages = requests.drain(max_messages)
+        messages = server.drain(max_messages)
         intake.note(len(messages), time.monotonic() - start_s + engine.seconds_per_message * len(messages))
 
 

@@ -2,8 +2,8 @@
 
 The channel ends when its writing end is closed, also by the death of the process. Neither end ever blocks on the other.
 
-A replica that is started again has new channels, which the launcher hands to the server. File descriptors reach a
-running process only over a Unix socket.
+The launcher makes the channels between the server and each manager, and hands both their ends: also new ones when
+either of them is started again. File descriptors reach a running process only over a Unix socket.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def wait(waitables: Sequence[HasFileno | int], timeout_s: float | None = None) -
 
 @dataclass(frozen=True, slots=True)
 class ReplicaConnection:
-    """The channels between the server and one manager."""
+    """The server's ends of the channels between the server and one manager."""
 
     requests: Sender[GenerateRequest | CancelRequest | TakeSample | EngineCommand]
     updates: Receiver[EngineUpdate | LiveSample | Ready]
@@ -278,21 +278,64 @@ class ReplicaConnection:
         self.updates.close()
 
 
-def send_connection(server: socket.socket, replica: int, connection: ReplicaConnection) -> None:
-    """Hand the connection of `replica` to the server, and close this process's copies.
+@dataclass(frozen=True, slots=True)
+class ServerConnection:
+    """The manager's ends of the same channels."""
 
-    server: the launcher's end of a stream socket pair. Raises OSError if the server has ended.
+    requests: Receiver[GenerateRequest | CancelRequest | TakeSample | EngineCommand]
+    """Its end says that the server has died."""
+    updates: Sender[EngineUpdate | LiveSample | Ready]
+
+    def close(self) -> None:
+        self.requests.close()
+        self.updates.close()
+
+
+def make_connection() -> tuple[ReplicaConnection, ServerConnection]:
+    """New channels between the server and a manager."""
+    requests: tuple[
+        Receiver[GenerateRequest | CancelRequest | TakeSample | EngineCommand],
+        Sender[GenerateRequest | CancelRequest | TakeSample | EngineCommand],
+    ] = make_channel()
+    updates: tuple[Receiver[EngineUpdate | LiveSample | Ready], Sender[EngineUpdate | LiveSample | Ready]] = (
+        make_channel()
+    )
+    return ReplicaConnection(requests[1], updates[0]), ServerConnection(requests[0], updates[1])
+
+
+def send_connection(process: socket.socket, replica: int, connection: ReplicaConnection | ServerConnection) -> None:
+    """Hand the connection of `replica` to the server, or to its manager, and close this process's copies.
+
+    process: the launcher's end of a stream socket pair. Raises OSError if the process has ended.
     """
-    socket.send_fds(server, [bytes([replica])], [connection.requests.fileno(), connection.updates.fileno()])
+    socket.send_fds(process, [bytes([replica])], [connection.requests.fileno(), connection.updates.fileno()])
     connection.close()
 
 
 def receive_connection(launcher: socket.socket) -> tuple[int, ReplicaConnection] | None:
-    """The next replica and its connection; None if nothing has arrived.
+    """For the server: the next replica and its connection; None if nothing has arrived.
 
-    launcher: a socket that does not block. Raises ChannelClosed if the launcher has ended, and OSError if this process
-    may not open more files.
+    launcher: a socket that does not block. Raises ChannelClosed if the launcher has closed its end, and OSError if this
+    process may not open more files.
     """
+    if (received := _receive_descriptors(launcher)) is None:
+        return None
+    replica, requests, updates = received
+    return replica, ReplicaConnection(
+        Sender(Connection(requests, readable=False)), Receiver(Connection(updates, writable=False))
+    )
+
+
+def receive_server(launcher: socket.socket) -> ServerConnection | None:
+    """For a manager: the next connection, as `receive_connection`."""
+    if (received := _receive_descriptors(launcher)) is None:
+        return None
+    _, requests, updates = received
+    return ServerConnection(Receiver(Connection(requests, writable=False)), Sender(Connection(updates, readable=False)))
+
+
+def _receive_descriptors(launcher: socket.socket) -> tuple[int, int, int] | None:
+    """The replica, and the descriptors of its channels of requests and of updates."""
     try:
         content, descriptors, _, _ = socket.recv_fds(launcher, 1, 2)
     except BlockingIOError:
@@ -302,9 +345,6 @@ def receive_connection(launcher: socket.socket) -> tuple[int, ReplicaConnection]
     if len(descriptors) != 2:
         for descriptor in descriptors:
             os.close(descriptor)
-        raise OSError(errno.EMFILE, "too many open files to take over the channels of the engine")
+        raise OSError(errno.EMFILE, "too many open files to take over the channels between server and engine")
     requests, updates = descriptors
-    connection = ReplicaConnection(
-        Sender(Connection(requests, readable=False)), Receiver(Connection(updates, writable=False))
-    )
-    return content[0], connection
+    return content[0], requests, updates

@@ -108,6 +108,35 @@ class Wake:
     """If the weights cannot be read again, wake without: a whole update or another Wake must come before a step."""
 
 
+@dataclass(frozen=True, slots=True)
+class StartedUpdate:
+    """Weights that come in parts have begun to come."""
+
+    version: str
+    """Name of the weights with all parts."""
+    has_paused: bool
+    """The engine was not paused before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What clients have asked of the engine that holds until they ask for something else. The server tells the launcher
+    of each change, for the server that is started if this one dies."""
+
+    is_paused: bool = False
+    sleep: Sleep | None = None
+    """The command with which the engine was put to sleep; None while it is awake."""
+    was_asleep: bool = False
+    """It is awake, and still paused until it may go on."""
+    pauses_after_sleep: bool = False
+    """The engine was paused before it slept."""
+    refuses_asleep: bool = False
+    """New requests are refused instead of waiting while the engine sleeps."""
+    started_update: StartedUpdate | None = None
+
+
+NOTHING_HELD = Held()
+
 WorkerCommand = UpdateWeights | Sleep | Wake
 """What a manager passes on to its workers."""
 

@@ -4,7 +4,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tokasaurus.messages.commands import FIRST_VERSION, UpdateWeights
+from tokasaurus.messages.commands import NOTHING_HELD, Held, UpdateWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,16 +155,37 @@ class Ready:
 
     process: str
     limits: EngineLimits | None = None
-    weight_version: str = FIRST_VERSION
-    """Version of the weights that a manager's workers have."""
-    update_number: int = 0
-    """UpdateWeights.number of the newest update that a manager's workers have; 0 if their weights are the
-    checkpoint's."""
+    updates: tuple[UpdateWeights, ...] = ()
+    """What leads from the checkpoint's weights to those that a manager's workers have."""
+    is_paused: bool = False
+    """The engine is paused: a server that has died had paused it."""
+
+    @property
+    def update_number(self) -> int:
+        """Number of the newest update; 0 if there is none."""
+        return self.updates[-1].number if self.updates else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Predecessors:
+    """What a server process is told of those that have died before it."""
+
+    num_restarts: int = 0
+    """How many they were."""
+    replicas: tuple[tuple[EngineLimits | None, int], ...] = ()
+    """What each replica reported at its last start, and how often it was started again."""
+    updates: tuple[UpdateWeights, ...] = ()
+    """Weight updates that replicas have."""
+    held: Held = NOTHING_HELD
+
+
+FIRST_SERVER = Predecessors()
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsChanged:
-    """A replica's model has new weights. Its first worker tells the launcher, for later starts of any replica."""
+    """A replica's model has new weights. Its first worker tells the launcher, for later starts of any replica and
+    server."""
 
     update: UpdateWeights
 

@@ -296,7 +296,8 @@ class EngineCollector(Collector):
     often each replica was started again. loop_lag: of the server's event loop. batches: None if it stores none.
     read_switched_off: returns, for each replica, the features that the checks of its start have switched off. requests:
     of each replica, by its label. answers: HTTP answers by method, route and status. build: labels of toka_build_info.
-    vllm: labels of metrics with vLLM's names; None: none of these.
+    vllm: labels of metrics with vLLM's names; None: none of these. num_server_restarts: servers that died before this
+    one.
     """
 
     def __init__(
@@ -310,8 +311,10 @@ class EngineCollector(Collector):
         answers: Mapping[tuple[str, str, int], int] = MappingProxyType({}),
         build: Mapping[str, str] = MappingProxyType({}),
         vllm: VllmLabels | None = None,
+        num_server_restarts: int = 0,
     ) -> None:
         self._vllm = vllm
+        self._num_server_restarts = num_server_restarts
         self._requests = requests
         self._answers = answers
         self._build = build
@@ -372,6 +375,12 @@ class EngineCollector(Collector):
         for replica_index, num_restarts in enumerate(self._read_restarts()):
             restarts.add_metric([str(replica_index)], num_restarts)
         yield restarts
+        yield CounterMetricFamily(
+            "toka_server_restarts",
+            "Restarts of the server process after it died. Counters of requests and HTTP answers then start at 0 "
+            "again; those of the engine go on.",
+            value=self._num_server_restarts,
+        )
         switched_off = GaugeMetricFamily(
             "toka_switched_off",
             "1 for each feature that a check of the start (toka check) has switched off because it fails or "

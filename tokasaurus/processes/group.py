@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tokasaurus.inherited import among_pythons_modules
 from tokasaurus.messages.channel import Receiver, Sender, make_channel, wait
+from tokasaurus.messages.commands import Held
 from tokasaurus.messages.status import (
     Alive,
     BatchTokens,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Status = PhaseDone | PhaseProgress | Ready | BatchTokens | ServerTotals | Failed | Alive
+Status = PhaseDone | PhaseProgress | Ready | BatchTokens | Held | ServerTotals | Failed | Alive
 """What a process tells the launcher."""
 
 # Time between SIGTERM and SIGKILL.

@@ -17,18 +17,7 @@ from tokasaurus.config import ServerConfig
 from tokasaurus.inherited import NO_DIRECTORY, working_directory
 from tokasaurus.messages.channel import wait
 from tokasaurus.messages.sampling import show_changed
-from tokasaurus.messages.status import (
-    HEARTBEAT_SECONDS,
-    STOP_AT_ONCE,
-    BatchTokens,
-    Failed,
-    PhaseDone,
-    PhaseProgress,
-    Ready,
-    ServerTotals,
-    UserError,
-    longest_context,
-)
+from tokasaurus.messages.status import HEARTBEAT_SECONDS, UserError, longest_context
 from tokasaurus.model.cpu.build import kernels_built_ahead
 from tokasaurus.monitoring.cuda_devices import CudaDevices, cuda_devices
 from tokasaurus.monitoring.log_lines import no_status
@@ -36,8 +25,10 @@ from tokasaurus.monitoring.log_writer import log_writer, setup_logging
 from tokasaurus.monitoring.own_process import set_title
 from tokasaurus.monitoring.trace import trace_file
 from tokasaurus.processes.feasible import check_devices, check_model
-from tokasaurus.processes.group import STOP_NUMBERS, Child, ChildProcess, ProcessGroup, StopSignals
-from tokasaurus.processes.replica import ReplicaProcesses, WeightHistory, describe_failure
+from tokasaurus.processes.group import STOP_NUMBERS, Child, ProcessGroup, StopSignals
+from tokasaurus.processes.replica import ReplicaProcesses, WeightHistory
+from tokasaurus.processes.restarts import Restarted
+from tokasaurus.processes.server import ServerProcess
 from tokasaurus.startup_report import StartupReport
 
 # Time for a graceful end before SIGTERM: for the server's open requests, and for the engine's current step.
@@ -63,7 +54,7 @@ def serve(
     report: StartupReport | None = None,
     is_private: bool = False,
 ) -> int:
-    """Serve until a stop signal or the death of a process; returns the exit code. Call from the main thread.
+    """Serve until a stop signal or a final failure; returns the exit code. Call from the main thread.
 
     report: None for lines on stderr. is_private: without a port; the server runs the batches in data_dir and leaves
     their results in the ledger.
@@ -152,15 +143,15 @@ def _serve(
             processes = _start_all(group, config, checkpoint, listener, entries)
             for child in group.children:
                 report.begin_process(child.description.label)
-            if listener is not None:
-                listener.close()  # only the server's copy may stay open: clients must not wait for a dead server
             failure = _watch(processes, stop_signals, report)
+            if listener is not None:
+                listener.close()  # only the server's copy may stay open: clients must not wait for one that ends
             if report.is_ready:
                 write_start_times(report.start_times)
             if failure is not None:
-                was_killed = any(child.was_killed for child in (processes.server, *processes.managers_and_workers))
-                _stop_at_once(processes.server)  # first, so that open requests get an answer instead of a reset
-                group.join([processes.server], SERVER_GRACE_S, stop_signals)
+                was_killed = any(child.was_killed for child in group.children)
+                processes.server.stop_at_once()  # first, so that open requests get an answer instead of a reset
+                group.join(processes.server.children, SERVER_GRACE_S, stop_signals)
                 group.terminate(stop_signals)
                 group.finish_logs()
                 report.show_failure(failure, was_killed)  # last, after the final log lines of the other processes
@@ -173,7 +164,7 @@ def _serve(
                 _end_in_order(group, processes, stop_signals, config.drain_seconds)
             group.terminate(stop_signals)
             group.finish_logs()
-            _read_server_status(processes.server, report)
+            processes.server.read_status(report)
             report.show_summary()
             report.show_line("stopped", {"event": "stopped"})
             return 0
@@ -192,7 +183,7 @@ def _bound(config: ServerConfig, is_private: bool) -> AbstractContextManager[soc
 class _Processes:
     """All processes: one server, and the managers and workers of each replica."""
 
-    server: Child
+    server: ServerProcess
     replicas: list[ReplicaProcesses]
 
     @property
@@ -212,92 +203,69 @@ def describe_mesh(config: ServerConfig) -> str:
 def _start_all(
     group: ProcessGroup, config: ServerConfig, checkpoint: Checkpoint, listener: socket.socket | None, entries: Entries
 ) -> _Processes:
-    launcher_end, server_end = socket.socketpair()
     weights = WeightHistory()
     replicas = [
-        ReplicaProcesses(index, group, config, checkpoint, entries.manager, entries.worker, launcher_end, weights)
+        ReplicaProcesses(index, group, config, checkpoint, entries.manager, entries.worker, weights)
         for index in range(config.dp_size)
     ]
     for replica in replicas:
         replica.start()
-    server = ChildProcess("server", "toka-server", entries.server)
-    child = group.start(server, config, checkpoint, listener, server_end)
-    server_end.close()
-    return _Processes(child, replicas)
+    server = ServerProcess(group, config, checkpoint, entries.server, listener, replicas, weights)
+    server.start()
+    return _Processes(server, replicas)
 
 
 def _watch(processes: _Processes, stop_signals: StopSignals, report: StartupReport) -> str | None:
     """Wait for a stop signal or a final failure: None for a signal, else one line that names the failed process.
 
-    A replica that fails after it has once been ready is started again. One that fails too often is given up, which is
-    final only if no other is left.
+    The server, or a replica, that fails after it has once been ready is started again. A replica that fails too often
+    is given up, which is final only if no other is left.
     """
-    server = processes.server
+    watched: list[Restarted] = [processes.server, *processes.replicas]
     while True:
-        children = [server, *processes.managers_and_workers]
+        children = [child for one in watched for child in one.children]
         waitables = [waitable for child in children for waitable in (child.process.sentinel, child.status)]
-        wait([stop_signals.reader, *waitables], _seconds_to_look(processes.replicas))
+        wait([stop_signals.reader, *waitables], _seconds_to_look(watched))
         if stop_signals.take():
             return None
-        failures = [replica.find_failure(report) for replica in processes.replicas]
-        server_failure = _read_server_status(server, report)
-        if server_failure is not None:
-            return server_failure
-        for replica, failure in zip(processes.replicas, failures, strict=True):
-            final = None if failure is None else _handle_failure(replica, failure, report)
-            if final is None and replica.restart_at_s is not None and time.monotonic() >= replica.restart_at_s:
-                final = _start_again(replica, report)
-            if final is not None and not _can_do_without(replica, processes.replicas, final, report):
+        failures = [one.find_failure(report) for one in watched]
+        for one, failure in zip(watched, failures, strict=True):
+            final = None if failure is None else _handle_failure(one, failure, report)
+            if final is None and one.restart_at_s is not None and time.monotonic() >= one.restart_at_s:
+                final = _start_again(one, report)
+            if final is not None and (
+                not isinstance(one, ReplicaProcesses) or not _can_do_without(one, processes.replicas, final, report)
+            ):
                 return final
 
 
-def _seconds_to_look(replicas: list[ReplicaProcesses]) -> float:
-    """Seconds until a replica must be started or looked at."""
-    restarts_s = [replica.restart_at_s for replica in replicas if replica.restart_at_s is not None]
+def _seconds_to_look(watched: list[Restarted]) -> float:
+    """Seconds until one of them must be started or looked at."""
+    restarts_s = [one.restart_at_s for one in watched if one.restart_at_s is not None]
     return min([HEARTBEAT_SECONDS, *(max(0.0, restart_s - time.monotonic()) for restart_s in restarts_s)])
 
 
-def _read_server_status(server: Child, report: StartupReport) -> str | None:
-    """One line if the server failed; else None."""
-    failed: list[Failed] = []
-    for message in server.status.drain():
-        match message:
-            case Failed():
-                failed.append(message)
-            case PhaseDone():
-                report.show_phase(server.description.label, message)
-            case PhaseProgress():
-                report.note_progress(server.description.label, message)
-            case ServerTotals():
-                report.totals = message
-            case Ready():
-                report.note_ready(message, is_server=True)
-            case BatchTokens():
-                report.note_tokens(message)
-    return describe_failure([server], failed)
-
-
-def _start_again(replica: ReplicaProcesses, report: StartupReport) -> str | None:
-    """If the replica will not be started any more: one line that says why."""
+def _start_again(failed: Restarted, report: StartupReport) -> str | None:
+    """If it will not be started any more: one line that says why."""
     try:
-        replica.start()
-    except OSError as error:  # no memory, processes or files; or the server has just died, which is seen next
-        return _handle_failure(replica, f"{replica.name} cannot be started: {error.strerror}", report)
+        failed.start()
+    except OSError as error:  # no memory, processes or files
+        return _handle_failure(failed, f"{failed.name} cannot be started: {error.strerror}", report)
     return None
 
 
-def _handle_failure(replica: ReplicaProcesses, failure: str, report: StartupReport) -> str | None:
-    """Plan the replica's next start. If there is none: one line that says why."""
-    if not replica.has_been_ready:
+def _handle_failure(failed: Restarted, failure: str, report: StartupReport) -> str | None:
+    """Plan the next start. If there is none: one line that says why."""
+    if not failed.has_been_ready:
         return failure
-    pause_s = replica.policy.note_failure(time.monotonic())
+    pause_s = failed.policy.note_failure(time.monotonic())
     if pause_s is None:
-        return f"{failure}; {replica.name} has failed too often (max_restarts)"
-    replica.num_restarts += 1
+        return f"{failure}; {failed.name} has failed too often (max_restarts)"
+    failed.num_restarts += 1
     when = "now" if pause_s == 0 else f"in {pause_s:g} s"
-    report.show_line(f"toka: {failure}; restart {replica.num_restarts} of {replica.name} {when}")
-    replica.stop()
-    replica.restart_at_s = time.monotonic() + pause_s
+    report.show_line(f"toka: {failure}; restart {failed.num_restarts} of {failed.name} {when}")
+    failed.stop()
+    failed.restart_at_s = time.monotonic() + pause_s
     return None
 
 
@@ -315,34 +283,30 @@ def _can_do_without(
     return True
 
 
-def _stop_at_once(server: Child) -> None:
-    """Let the server answer its open requests with an error and exit."""
-    if server.process.is_alive() and server.process.pid is not None:
-        os.kill(server.process.pid, STOP_AT_ONCE)
-
-
 def _drain(group: ProcessGroup, processes: _Processes, stop_signals: StopSignals, drain_s: float) -> None:
     """Let the server finish its open requests and exit. If all replicas die meanwhile, they cannot finish."""
-    server = processes.server.process
+    server = processes.server
     server.terminate()
     deadline = time.monotonic() + drain_s + SERVER_GRACE_S
     is_stopping, intact = False, processes.replicas
-    while server.is_alive() and (seconds := deadline - time.monotonic()) > 0:
+    while server.is_intact and (seconds := deadline - time.monotonic()) > 0:
         intact = [replica for replica in intact if replica.is_intact]
         if not intact and not is_stopping:
-            _stop_at_once(processes.server)
+            server.stop_at_once()
             is_stopping = True
-        others = [child.process.sentinel for replica in intact for child in replica.children]
-        wait([stop_signals.reader, server.sentinel, *others], seconds)
+        others = [child.process.sentinel for one in (server, *intact) for child in one.children]
+        wait([stop_signals.reader, *others], seconds)
         if stop_signals.take():
             group.kill_at_once()
 
 
 def _end_in_order(group: ProcessGroup, processes: _Processes, stop_signals: StopSignals, drain_s: float) -> None:
-    """Stop the server; each manager ends when its channel from the server does, and then its workers."""
+    """Stop the server, then each manager, whose end ends its workers."""
     _drain(group, processes, stop_signals, drain_s)
-    if processes.server.process.is_alive():
-        processes.server.process.kill()
+    for child in processes.server.children:
+        child.process.kill()
+    for replica in processes.replicas:
+        replica.end()
     group.join(processes.managers_and_workers, ENGINE_GRACE_S, stop_signals)
 
 

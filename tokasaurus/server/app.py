@@ -27,8 +27,18 @@ from tokasaurus.checkpoint import Checkpoint, UpdateChecks
 from tokasaurus.config import ServerConfig
 from tokasaurus.flags import split_list
 from tokasaurus.messages.channel import Sender
+from tokasaurus.messages.commands import Held
 from tokasaurus.messages.generation import LogprobsMode
-from tokasaurus.messages.status import STOP_AT_ONCE, BatchTokens, Failed, PhaseDone, Ready, ServerTotals, UserError
+from tokasaurus.messages.status import (
+    STOP_AT_ONCE,
+    BatchTokens,
+    Failed,
+    PhaseDone,
+    Predecessors,
+    Ready,
+    ServerTotals,
+    UserError,
+)
 from tokasaurus.monitoring.cores import lower_thread_priority
 from tokasaurus.monitoring.metrics import LoopLag
 from tokasaurus.monitoring.request_spans import RequestTracer
@@ -98,12 +108,14 @@ def run_server(
     checkpoint: Checkpoint,
     listener: socket.socket | None,
     launcher: socket.socket,
-    status: Sender[PhaseDone | Ready | BatchTokens | ServerTotals | Failed],
+    predecessors: Predecessors,
+    status: Sender[PhaseDone | Ready | BatchTokens | Held | ServerTotals | Failed],
 ) -> None:
     """Entry of the server process: serve on the bound `listener` until SIGTERM. Call from the main thread.
 
     listener: None for a private server, which has no port: it runs the batch in data_dir, leaves its results in the
-    ledger and sends BatchTokens. launcher: hands over the channels of each replica, see `EngineClient`. Sends
+    ledger and sends BatchTokens. launcher: hands over the channels of each replica, see `EngineClient`. predecessors:
+    servers that have died, in whose place this one goes on; `status` gets what the next one will need. Sends
     Ready("server") to `status` when every replica is up and the chat template is loaded; generation routes answer 503
     until the replicas are up. SIGTERM drains (see `HttpServer`); at the end it sends ServerTotals. Raises UserError.
     """
@@ -156,6 +168,8 @@ def run_server(
         while_restarting=config.while_restarting,
         check_update=UpdateChecks(checkpoint, config).check if config.rl else states_alone,
         logged_model=model.name if config.request_log else None,
+        predecessors=predecessors,
+        tell_held=status.send,
     )
     connections = ConnectionTable(config)
     hosts = allowed_hosts(config.host if config.unix_socket is None else None, config.allowed_hosts)

@@ -90,7 +90,7 @@ class RestartedToka:
         return self._toka
 
     def kill(self, victim: str) -> None:
-        """kill -9. When the server or the launcher is gone, all others must end within seconds."""
+        """kill -9. When the launcher is gone, all others must end within seconds."""
         children: dict[str, int] = {}
         is_sent = False
         while not is_sent:
@@ -103,7 +103,7 @@ class RestartedToka:
                 os.kill(pid, signal.SIGKILL)
                 is_sent = True
         self.kills[victim] += 1
-        if victim in (LAUNCHER, SERVER):
+        if victim == LAUNCHER:
             self.toka.process.wait(timeout=20)
             assert_all_end(list(children.values()), within_s=20)
         else:

@@ -5,10 +5,13 @@ import json
 import os
 import shutil
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -130,6 +133,45 @@ def test_a_worker_killed_in_an_update_comes_back_with_the_weights_that_its_versi
     assert server.all_greedy(prompts[:4], NUM_TOKENS) == new[:4]
     server.update(models[0], version="0")
     assert server.all_greedy(prompts[:4], NUM_TOKENS) == old[:4]
+
+
+def test_a_new_http_server_knows_the_weights_of_the_engine_and_that_it_is_paused(
+    server: RolloutServer, new: list[list[int]], models: list[Path]
+) -> None:
+    """Kills of the server after an update, in a pause, and in an update that its client repeats."""
+
+    def kill() -> None:
+        os.kill(server.toka.children()["toka-server"], signal.SIGKILL)
+        wait_for(lambda: server.toka.gauge("toka_server_restarts_total") > before, 60)
+
+    old = server.all_greedy(PROMPTS[:4], NUM_TOKENS)
+    before = server.toka.gauge("toka_server_restarts_total")
+    server.update(models[1], version="1")
+    kill()
+    assert server.version == "1"
+    assert server.all_greedy(PROMPTS[:4], NUM_TOKENS) == new[:4]
+    server.post("/pause", mode="keep")
+    before += 1
+    kill()
+    assert server.http.get("/is_paused").json()["is_paused"]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.greedy_ids, PROMPTS[0], NUM_TOKENS)
+        time.sleep(0.2)
+        is_answered = answer.done()
+        server.post("/resume")
+        assert not is_answered
+        assert answer.result() == new[0]
+    before += 1
+    with ThreadPoolExecutor(1) as pool:
+        updated = pool.submit(server.http.post, "/update_weights", json={"weight_dir": str(models[0]), "version": "0"})
+        time.sleep(0.01)
+        kill()
+        with suppress(httpx.TransportError):
+            updated.result()
+    expected = {"0": old, "1": new[:4]}[server.version]
+    assert server.all_greedy(PROMPTS[:4], NUM_TOKENS) == expected, "and it is not paused"
+    server.update(models[0], version="0")
+    assert server.all_greedy(PROMPTS[:4], NUM_TOKENS) == old
 
 
 def test_a_stream_that_crosses_an_update_names_both_weights_at_its_end(

@@ -10,12 +10,25 @@ import sys
 import threading
 from typing import Any
 
-from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender, make_channel, receive_connection
+from tokasaurus.messages.channel import (
+    ChannelClosed,
+    Receiver,
+    Sender,
+    make_channel,
+    receive_connection,
+    receive_server,
+    wait,
+)
 from tokasaurus.messages.status import Alive, EngineLimits, FlagRefused, PhaseDone, PhaseProgress, Ready, UserError
 
 
 def run_server(
-    config: Any, checkpoint: Any, listener: socket.socket, launcher: socket.socket, status: Sender[Any]
+    config: Any,
+    checkpoint: Any,
+    listener: socket.socket,
+    launcher: socket.socket,
+    predecessors: Any,
+    status: Sender[Any],
 ) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     listener.listen()
@@ -34,23 +47,25 @@ def run_manager(
     config: Any,
     checkpoint: Any,
     index: int,
-    requests: Receiver[Any],
-    updates: Sender[Any],
+    launcher: socket.socket,
     inputs: list[Sender[Any]],
     outputs: Receiver[Any],
     stages: Any,
     status: Sender[Any],
 ) -> None:
+    launcher.setblocking(False)
+    servers = []
     with contextlib.suppress(ChannelClosed):
         limits = outputs.receive()
-        status.send(Ready("manager"))
-        updates.send(limits)
+        status.send(Ready("manager", limits.limits))
         for worker in inputs:
             worker.send("ready")
         while True:
             status.send(Alive())
-            with contextlib.suppress(TimeoutError):
-                requests.receive(0.5)
+            wait([launcher], 0.5)
+            if (server := receive_server(launcher)) is not None:
+                servers.append(server)
+                server.updates.send(limits)
 
 
 def wait_for_end(inputs: Receiver[Any]) -> None:

@@ -12,12 +12,11 @@ import numpy as np
 from tokasaurus.messages.channel import (
     ChannelClosed,
     Receiver,
-    ReplicaConnection,
     Sender,
-    make_channel,
+    make_connection,
     send_connection,
 )
-from tokasaurus.messages.commands import AbortRequests, CommandDone, EngineCommand
+from tokasaurus.messages.commands import AbortRequests, CommandDone, EngineCommand, UpdateWeights
 from tokasaurus.messages.generation import (
     CancelRequest,
     EngineUpdate,
@@ -107,6 +106,8 @@ class FakeEngine:
     """Called with each command; returns why it is refused."""
     update_number: int = 0
     """Of the weights that it starts with."""
+    is_paused: bool = False
+    """By a server before this one."""
     commands: list[EngineCommand] = field(default_factory=list)
     """Commands received, in order."""
     asked_samples: list[TakeSample] = field(default_factory=list)
@@ -119,15 +120,14 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self._requests_in: Receiver[Any]
         self.updates: Sender[Any]
-        requests: Sender[Any]
-        updates: Receiver[Any]
-        self._requests_in, requests = make_channel()
-        updates, self.updates = make_channel()
-        self.connection = ReplicaConnection(requests, updates)
+        self.connection, own = make_connection()
         """The server's ends."""
+        self._requests_in, self.updates = own.requests, own.updates
         self.stats = EngineStats(0, 0, 0, self.limits.num_kv_blocks, 0, 0, 0)
         self._unfinished: dict[str, list[tuple[int, Reply | None]]] = {}
         """(index, reply) of the unfinished sequences, by request."""
+        self.has_told = threading.Event()
+        """Set when it has said that it is ready."""
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._is_stopping = False
@@ -153,7 +153,9 @@ class FakeEngine:
                 raise TimeoutError(f"requests: {self.requests}, cancelled: {self.cancelled}")
 
     def _run(self) -> None:
-        self.updates.send(Ready("manager", self.limits, update_number=self.update_number))
+        updates = (weights(self.update_number),) if self.update_number else ()
+        self.updates.send(Ready("manager", self.limits, updates, self.is_paused))
+        self.has_told.set()
         while not self._is_stopping:
             try:
                 message = self._requests_in.receive(0.02)
@@ -267,6 +269,11 @@ def hand_over(*engines: FakeEngine) -> socket.socket:
         engine.launcher_end = launcher_end
         send_connection(launcher_end, index, engine.connection)
     return server_end
+
+
+def weights(number: int) -> UpdateWeights:
+    """The update of this number of an earlier server, which replaced all weights."""
+    return UpdateWeights(0, f"/weights/{number}", str(number), number=number)
 
 
 def never(_request: GenerateRequest, _index: int) -> Reply | None:

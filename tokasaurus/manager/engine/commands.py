@@ -4,7 +4,9 @@ and wake.
 A pause preempts what runs: sequences wait with their tokens, and compute their KV again or find it in the prefix tree
 when they go on. So new weights never meet a running step, and the prefix tree has no block that is in use."""
 
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,7 @@ from tokasaurus.messages.commands import (
     UpdateWeights,
     Wake,
     WorkerCommand,
+    add_update,
 )
 
 
@@ -85,6 +88,12 @@ def _refusal(state: EngineState, command: WorkerCommand) -> str:
     return "the engine sleeps" if isinstance(command, UpdateWeights) and state.is_asleep else ""
 
 
+def forget_commands(state: EngineState) -> None:
+    """Nobody waits for them any more. The workers finish the one that they have; a pause that was begun holds."""
+    state.commands = deque([] if state.sent_command is None else [state.sent_command])
+    state.done = []
+
+
 def note_done(state: EngineState, done: CommandDone) -> None:
     """The workers have answered the command that was sent."""
     command, state.sent_command = state.sent_command, None
@@ -108,6 +117,7 @@ def _note_update(state: EngineState, update: UpdateWeights) -> None:
                 earlier = [span for span in sequence.weight_versions or state.weight_versions if span[0] < num_tokens]
                 sequence.weight_versions = (*earlier, (num_tokens, update.version))
     state.weight_versions = ((0, update.version),)
+    add_update(state.weight_updates, replace(update, command_id=0))
 
 
 def _is_quiet(state: EngineState) -> bool:

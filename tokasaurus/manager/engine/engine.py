@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.engine.admission import admit_waiting, can_admit
-from tokasaurus.manager.engine.commands import note_done, run_commands
+from tokasaurus.manager.engine.commands import forget_commands, note_done, run_commands
 from tokasaurus.manager.engine.input_building import group_costs, num_blocks_short, start_step
 from tokasaurus.manager.engine.kv_forecast import forecast_is_old, note_ends, prefill_time, update_forecast
 from tokasaurus.manager.engine.lifecycle import find_starts, preempt
@@ -22,7 +22,7 @@ from tokasaurus.manager.engine.outputs import (
     release_ending,
     stream_new_tokens,
 )
-from tokasaurus.manager.engine.requests import add_request, cancel_request, release_cancelled
+from tokasaurus.manager.engine.requests import add_request, cancel_request, end_all, release_cancelled
 from tokasaurus.manager.planning.kv_simulation import find_shared_blocks
 from tokasaurus.manager.planning.prefix_groups import group_by_prefix
 from tokasaurus.manager.planning.step_budget import (
@@ -158,6 +158,12 @@ class Engine:
         self._fill_worker_queue()
         if state.slots.num_running == 0 and state.queues.num_waiting == 0:
             state.has_had_work = False
+
+    def forget_server(self) -> None:
+        """The server has died: end all that it asked for, and free what that used. Cached prefixes stay."""
+        end_all(self.state)
+        forget_commands(self.state)
+        self.state.asked_sample = None
 
     def _apply(self, results: list[ForwardOutput]) -> None:
         """Apply results, and send steps in between while the worker may run out of them.

@@ -144,6 +144,15 @@ def cancel_request(state: EngineState, request_id: str) -> None:
         state.unfinished.pop(request_id, None)
 
 
+def end_all(state: EngineState) -> None:
+    """End every request at once, without an answer."""
+    for request_id in list(state.unfinished):
+        cancel_request(state, request_id)
+    while state.cancelled:
+        release_cancelled(state)
+    state.deltas = []
+
+
 def release_cancelled(state: EngineState) -> int:
     """End up to MAX_RELEASED running sequences of cancelled requests; return how many. The others run on until a later
     call; the server ignores what they generate."""

@@ -21,7 +21,14 @@ from tokasaurus.manager.state.grammar_manager import Grammars
 from tokasaurus.manager.state.sequence import Samples, Sequence, TokenCounts
 from tokasaurus.manager.state.sequence_queues import SequenceQueues
 from tokasaurus.manager.state.slot_arrays import SlotArrays
-from tokasaurus.messages.commands import FIRST_VERSIONS, CommandDone, EngineCommand, WeightVersions, WorkerCommand
+from tokasaurus.messages.commands import (
+    FIRST_VERSIONS,
+    CommandDone,
+    EngineCommand,
+    UpdateWeights,
+    WeightVersions,
+    WorkerCommand,
+)
 from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.messages.live import MAX_SAMPLE_LENGTHS, TakeSample
 from tokasaurus.messages.status import KV_READS, EngineLimits, EngineStats, HydragenCosts
@@ -221,6 +228,8 @@ class EngineState:
     """Not yet sent to the server; manager/loop takes them."""
     weight_versions: WeightVersions = FIRST_VERSIONS
     """Weight versions of a completion that is wholly of the present weights. Set by manager/loop at the start."""
+    weight_updates: list[UpdateWeights] = field(default_factory=list)
+    """What leads from the checkpoint's weights to the present ones. Set by manager/loop at the start."""
 
     # engine/engine
     asked_sample: TakeSample | None = None

@@ -23,6 +23,7 @@ from tokasaurus.messages.commands import (
     ClearCache,
     EngineCommand,
     FileState,
+    Held,
     Pause,
     Resume,
     Sleep,
@@ -39,7 +40,16 @@ from tokasaurus.messages.generation import (
     TopLogprobs,
 )
 from tokasaurus.messages.live import LiveSample, TakeSample
-from tokasaurus.messages.status import EngineLimits, EngineStats, Ready, ServerTotals, UserError, first_line
+from tokasaurus.messages.status import (
+    FIRST_SERVER,
+    EngineLimits,
+    EngineStats,
+    Predecessors,
+    Ready,
+    ServerTotals,
+    UserError,
+    first_line,
+)
 from tokasaurus.monitoring.request_log import LoggedRequest
 from tokasaurus.monitoring.request_metrics import EndReason, RequestMetrics
 from tokasaurus.monitoring.request_spans import RequestSpan, current_span
@@ -415,11 +425,21 @@ class EngineClient:
         while_restarting: str = ServerConfig.while_restarting,
         check_update: CheckUpdate = states_alone,
         logged_model: str | None = None,
+        predecessors: Predecessors = FIRST_SERVER,
+        tell_held: Callable[[Held], None] = lambda _: None,
     ) -> None:
-        """logged_model: the served name, if each request writes a line of the log at its end."""
+        """logged_model: the served name, if each request writes a line of the log at its end. predecessors: in whose
+        place this server goes on. tell_held: called with each change of what holds beyond this server's death."""
         launcher.setblocking(False)
         self._launcher = launcher
         self._replicas = [Replica(index=index) for index in range(num_replicas)]
+        for replica, before in zip(self._replicas, predecessors.replicas, strict=False):
+            replica.limits, replica.num_starts = before
+        self.num_server_restarts = predecessors.num_restarts
+        self._unheard = set(range(num_replicas) if predecessors.num_restarts else ())
+        """Replicas that may have a newer update than this server knows: one that had been begun when the server before
+        it died."""
+        self._has_been_up = False
         self.request_metrics = {str(index): RequestMetrics() for index in range(num_replicas)}
         """Metrics by replica; requests that ended before any replica had them count under ""."""
         self._on_ready = on_ready
@@ -433,27 +453,25 @@ class EngineClient:
         self._commands = Commands()
         self._changing = asyncio.Lock()
         """Held while all replicas are paused, resumed or given new weights."""
-        self.is_paused = False
+        held = predecessors.held
+        self._tell_held = tell_held
+        self.is_paused = held.is_paused
         """Requests wait: none is submitted, and the managers run no steps, or finish what they have."""
-        self._is_stopped = False
+        self._is_stopped = held.is_paused
         """The managers run no steps, but keep what they have."""
-        self._sleep: Sleep | None = None
-        """The command with which the engine was put to sleep; None while it is awake."""
-        self._was_asleep = False
-        """It is awake, and still paused until it may go on."""
-        self._pauses_after_sleep = False
-        """The engine was paused before it slept."""
-        self.refuses_asleep = False
-        """Whether new requests are refused instead of waiting while the engine sleeps."""
+        # As of Held.
+        self._sleep = held.sleep
+        self._was_asleep = held.was_asleep
+        self._pauses_after_sleep = held.pauses_after_sleep
+        self.refuses_asleep = held.refuses_asleep
+        self.started_update = held.started_update
         self._check_update = check_update
         self._logged_model = logged_model
-        self._updates: list[UpdateWeights] = []
+        self._updates = [*predecessors.updates]
         """Weight updates that every replica has, or will have when it is up."""
-        self._num_updates = 0
+        self._num_updates = self._update_number
         """Updates that were begun."""
         self._begun_update: UpdateWeights | None = None
-        self.weight_version = FIRST_VERSION
-        """Version of the weights that every replica has, or will have when it is up."""
         self._has_changed = asyncio.Event()
         self._has_sample = asyncio.Event()
         self._tasks: set[asyncio.Future[None]] = set()
@@ -467,6 +485,11 @@ class EngineClient:
         """Receive new connections and the managers' messages on the running event loop, within the context."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._launcher.fileno(), self._accept)
+        # Before the first request, which may wait already if the server was started again.
+        self._accept()
+        for index, replica in enumerate(self._replicas):
+            if replica.connection is not None:
+                self._receive(index)
         try:
             yield
         finally:
@@ -782,27 +805,44 @@ class EngineClient:
 
     def _start_replica(self, replica: Replica, ready: Ready) -> None:
         assert ready.limits is not None, "a manager is ready only with its engine's limits"
-        is_first = self.limits is None
         replica.start(ready.limits)
         replica.update_number = ready.update_number
         self._has_changed.set()
         begun = 0 if self._begun_update is None else self._begun_update.number
         if replica.update_number > max(begun, self._update_number):
-            self._on_broken(UserError("a replica has weights of an update that failed"))
-            return
+            if replica.index not in self._unheard:
+                self._on_broken(UserError("a replica has weights of an update that failed"))
+                return
+            self._updates, self._num_updates = [*ready.updates], ready.update_number
+            for other in self._up:
+                if other is not replica:
+                    self._begin_catching_up(other)
+        self._unheard.discard(replica.index)
         if replica.update_number < self._update_number:
-            replica.is_ready = False  # until it has the weights of the others
-            task = asyncio.ensure_future(self._catch_up(replica))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._begin_catching_up(replica)
             return
         if self.is_paused:
             replica.send(Pause(0, aborts=False))
+        elif ready.is_paused:
+            replica.send(Wake(0))
+            replica.send(Resume(0))
         if self._sleep is not None:
             replica.send(self._sleep)
+        self._go_on_with(replica)
+
+    def _go_on_with(self, replica: Replica) -> None:
+        """The replica is ready, with the weights of the others."""
+        replica.is_ready = True
         self._submit_waiting()
-        if is_first and self.limits is not None:
+        if not self._has_been_up and self.limits is not None:
+            self._has_been_up = True
             self._on_ready()
+
+    def _begin_catching_up(self, replica: Replica) -> None:
+        replica.is_ready = False  # until it has the weights of the others
+        task = asyncio.ensure_future(self._catch_up(replica))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _submit_waiting(self) -> None:
         waiting = (pending for pending in list(self._pending.values()) if pending.replica is None)
@@ -819,6 +859,7 @@ class EngineClient:
             await self._pause(mode)
             if clears_cache:
                 await self._tell_all(ClearCache)
+            self.note_held()
 
     async def _pause(self, mode: PauseMode) -> None:
         self.is_paused = True
@@ -842,6 +883,7 @@ class EngineClient:
     async def _resume(self) -> None:
         await self._tell_all(Resume)
         self.is_paused = self._is_stopped = False
+        self.note_held()
         self._submit_waiting()
 
     async def abort(self, is_meant: Callable[[GenerateRequest], bool], only_waiting: bool = False) -> None:
@@ -874,6 +916,12 @@ class EngineClient:
                 self._note_end(pending, delta, None)
                 self._work.finish_sequence(request)
 
+    def note_held(self) -> None:
+        """Tell what clients have asked for. Call once all replicas have done it, but before a client is told: if this
+        server dies in between, it was not asked."""
+        asleep = self._sleep, self._was_asleep, self._pauses_after_sleep, self.refuses_asleep
+        self._tell_held(Held(self.is_paused, *asleep, self.started_update))
+
     @property
     def waits_to_resume(self) -> bool:
         """Nothing goes on before a client says so."""
@@ -900,6 +948,7 @@ class EngineClient:
             self.refuses_asleep = refuses
             if not was_asleep:
                 self._pauses_after_sleep = was_paused
+            self.note_held()
 
     async def wake(self, stays_paused: bool = False) -> None:
         """Take the memory again, and go on unless the engine was paused before it slept. stays_paused: go on at the
@@ -913,6 +962,7 @@ class EngineClient:
                 self._was_asleep = self.refuses_asleep = False
                 if not self._pauses_after_sleep:
                     await self._resume()
+            self.note_held()
 
     def check_awake(self) -> None:
         """Raises EngineAsleep if new requests are refused now."""
@@ -958,6 +1008,8 @@ class EngineClient:
         version: a name for the weights; None counts on from the last number. Returns it. mode: as for `pause`.
         May be repeated. Raises CommandRefused, if nothing was changed, and EngineDied."""
         async with self._changing:
+            while any(one.connection is not None and one.index in self._unheard for one in self._replicas):
+                await self._next_change()
             name = next_version(self.weight_version) if version is None else version
             if self._sleep is not None:
                 raise CommandRefused("the engine sleeps")
@@ -995,10 +1047,14 @@ class EngineClient:
                 raise refusals[0]
             return False
         add_update(self._updates, update)
-        self.weight_version = update.version
         if refusals:
             self._on_broken(UserError(f"only some replicas have the weights {update.version}: {refusals[0]}"))
         return True
+
+    @property
+    def weight_version(self) -> str:
+        """Version of the weights that every replica has, or will have when it is up."""
+        return self._updates[-1].version if self._updates else FIRST_VERSION
 
     @property
     def _update_number(self) -> int:
@@ -1037,8 +1093,7 @@ class EngineClient:
             replica.send(Resume(0))
         if self._sleep is not None:
             replica.send(self._sleep)
-        replica.is_ready = True
-        self._submit_waiting()
+        self._go_on_with(replica)
 
     def _lose(self, index: int) -> None:
         """The replica's manager has died: its requests run again or fail. A new object stands for its next start."""

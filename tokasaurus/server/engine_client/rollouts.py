@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from tokasaurus.messages.commands import StartedUpdate
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.engine_client.client import EngineClient, next_version
 from tokasaurus.server.engine_client.commands import CommandRefused
@@ -15,10 +16,6 @@ class Rollouts:
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
-        self._started_version: str | None = None
-        """Version of the weights that come in parts, from `start_update` to `finish_update`."""
-        self._paused_at_start = False
-        """`start_update` has paused the engine, so `finish_update` resumes it."""
         self._named: dict[str, list[str]] = {}
         """Ids of requests in the engine, by the names that clients have given them."""
 
@@ -38,7 +35,7 @@ class Rollouts:
         """Resume the engine. An update that was started, and never finished, ends too.
 
         Raises Conflict while the engine sleeps."""
-        self._started_version, self._paused_at_start = None, False
+        self._engine.started_update = None
         try:
             await self._engine.resume()
         except CommandRefused as error:
@@ -69,8 +66,9 @@ class Rollouts:
         """New weights for all replicas; returns their version. Arguments as of EngineClient.update_weights.
 
         param: the body's field with the directory. Raises InvalidRequest if nothing was changed, and EngineDied."""
-        if version is None:
-            version = self._started_version
+        started = self._engine.started_update
+        if version is None and started is not None:
+            version = started.version
         try:
             return await self._engine.update_weights(
                 directory, version, is_partial=is_partial, clears_cache=clears_cache, mode=mode
@@ -80,18 +78,22 @@ class Rollouts:
 
     async def start_update(self) -> None:
         """The updates from now to `finish_update` are parts of one: they have one version, and no step runs between."""
-        if self._started_version is None:
-            self._started_version = next_version(self._engine.weight_version)
-        if not self._engine.is_paused:
-            self._paused_at_start = True
+        has_paused = not self._engine.is_paused
+        if self._engine.started_update is None:
+            version = next_version(self._engine.weight_version)
+            self._engine.started_update = StartedUpdate(version, has_paused)
+        if has_paused:
             await self._engine.pause("keep")
+        else:
+            self._engine.note_held()
 
     async def finish_update(self) -> None:
         """Does nothing unless an update was started."""
-        resumes = self._paused_at_start
-        self._started_version, self._paused_at_start = None, False
-        if resumes:
+        started, self._engine.started_update = self._engine.started_update, None
+        if started is not None and started.has_paused:
             await self.resume()
+        else:
+            self._engine.note_held()
 
     @contextmanager
     def named(self, name: str | None, requests: Sequence[GenerateRequest]) -> Iterator[None]:

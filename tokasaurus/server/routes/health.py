@@ -56,6 +56,7 @@ async def metrics(request: Request) -> Response:
         answers=state.answers,
         build=_build(state),
         vllm=_vllm_labels(state) if state.config.vllm_metrics else None,
+        num_server_restarts=engine.num_server_restarts,
     )
     return Response(render_metrics(collector), media_type=CONTENT_TYPE_LATEST)
 
