@@ -1,6 +1,5 @@
-"""Speeds, times, and what each kind of display shows."""
+"""Times, and what each kind of display shows."""
 
-import random
 import sys
 import time
 from types import ModuleType, SimpleNamespace
@@ -8,38 +7,16 @@ from typing import Any
 
 import pytest
 
+from tokasaurus.messages.status import TimeLeft
 from tokasaurus.monitoring.progress import (
     SECONDS_BETWEEN_LINES,
     BarDisplay,
     LineDisplay,
     NotebookDisplay,
-    Speed,
     make_display,
+    show_left,
     show_time,
 )
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_speed_is_that_of_about_the_last_minute(seed: int) -> None:
-    chance = random.Random(seed)
-    speed, samples = Speed(), []
-    now_s, lines, tokens = 0.0, 40, 9000  # from a former run: they count for nothing
-    for _ in range(200):
-        samples.append((now_s, lines, tokens))
-        speed.add(now_s, lines, tokens)
-        now_s += chance.uniform(0.1, 3)
-        lines, tokens = lines + chance.randint(1, 9), tokens + chance.randint(10, 900)
-    recent = [sample for sample in samples if samples[-1][0] - sample[0] <= 60]
-    seconds = recent[-1][0] - recent[0][0]
-    assert speed.tokens_per_s() == pytest.approx((recent[-1][2] - recent[0][2]) / seconds)
-    assert speed.items_per_s() == pytest.approx((recent[-1][1] - recent[0][1]) / seconds)
-
-
-def test_tokens_that_a_dead_engine_generates_again_do_not_count_twice() -> None:
-    speed = Speed()
-    for second, num_tokens in enumerate((0, 100, 200, 0, 100, 200, 300, 400)):
-        speed.add(second, 0, num_tokens)
-    assert speed.tokens_per_s() == pytest.approx(400 / 7)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +25,22 @@ def test_tokens_that_a_dead_engine_generates_again_do_not_count_twice() -> None:
 )
 def test_times(seconds: float | None, text: str) -> None:
     assert show_time(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("left", "text"),
+    [
+        (None, "–"),
+        ((115, 130), "2 min 2 s"),
+        ((121, 242), "2–4 min"),
+        ((30, 90), "30–90 s"),
+        ((5400, 9000), "1 h 56 min"),
+        ((86_400, 300_000), "1–3 d"),
+        ((0.2, 0.4), "0 s"),
+    ],
+)
+def test_a_time_left_is_a_range_while_it_is_not_sure(left: tuple[float, float] | None, text: str) -> None:
+    assert show_left(None if left is None else TimeLeft(*left)) == text
 
 
 def test_a_line_is_shown_every_ten_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

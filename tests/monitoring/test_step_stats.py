@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from tokasaurus.messages.status import EngineStats
+from tokasaurus.messages.status import EngineStats, TimeLeft
 from tokasaurus.monitoring.step_stats import (
     MAX_LINE_CHARS,
     StatsdSender,
     StepStats,
     StepTotals,
     StepWindow,
-    WorkLeft,
     short_number,
+    short_range,
     short_time,
 )
 
@@ -37,7 +37,7 @@ def test_each_window_ends_with_a_line_of_the_rates_in_that_window():
         totals.busy_seconds += 0.5
         totals.num_finished_requests = second - 1
         stats = make_stats(30 * second)
-        window = step_stats.report(2000.0 + second, totals, stats, lambda: WorkLeft(7855.0, 100, 61.2))
+        window = step_stats.report(2000.0 + second, totals, stats, lambda: (TimeLeft(230.0, 240.0), 61.2))
         lines.append(None if window is None else window.line())
         if second == 3:
             assert step_stats.seconds_to_report(2003.0) == 2.5, "the window began with the first step, at 2000.5"
@@ -99,8 +99,8 @@ def test_a_line_is_short_whatever_its_figures() -> None:
     seconds = [None, 0.2, 59.0, 89.9, 91.0, 3599.0, 86_399.0, 1e7]
     for number, wait_s in itertools.product(numbers, seconds):
         stats = replace(make_stats(0), num_running=min(number, 9999), num_waiting=number, num_kv_blocks_used=200)
-        work = WorkLeft(7e6, 0, wait_s)
-        window = StepWindow(number, number, None, 1, 1, 1, 0, 0, 0, stats, number, 1.0, work)
+        left = None if wait_s is None else TimeLeft(wait_s / 2, wait_s)
+        window = StepWindow(number, number, None, 1, 1, 1, 0, 0, 0, stats, number, left, wait_s)
         assert len(window.line()) <= MAX_LINE_CHARS
         assert window.fields()["oldest_wait_seconds"] == wait_s
     assert all(len(short_number(number)) <= 4 for number in range(0, 2_000_000, 37))
@@ -125,13 +125,19 @@ def test_short_times(seconds: float | None, shown: str) -> None:
     assert short_time(seconds) == shown
 
 
-def test_the_time_left_is_not_shorter_than_the_longest_sequence_needs() -> None:
-    window = replace(WINDOW, output_tokens_per_second=100.0, steps_per_second=10.0, work=WorkLeft(500.0, 20, None))
-    assert window.seconds_left == 5.0
-    assert replace(window, work=WorkLeft(500.0, 300, None)).seconds_left == 30.0
-    for unknown in (WorkLeft(None, 0, None), WorkLeft(0.0, 0, None)):
-        assert replace(window, work=unknown).seconds_left is None
-    assert replace(window, output_tokens_per_second=0.0).seconds_left is None
+@pytest.mark.parametrize(
+    ("left", "shown"),
+    [
+        (None, "–"),
+        ((230, 250), "4m"),
+        ((120, 240), "2-4m"),
+        ((30, 240), "30s-4m"),
+        ((31, 62), "31-62s"),
+        ((5401, 9000), "2h"),
+    ],
+)
+def test_short_ranges(left: tuple[float, float] | None, shown: str) -> None:
+    assert short_range(None if left is None else TimeLeft(*left)) == shown
 
 
 WINDOW = StepWindow(862.25, 715.0, 0.125, 63.4, 73.04, 0.99, 18_432, 3, 0, replace(make_stats(0), worker_queue_depth=4))

@@ -103,6 +103,7 @@ def test_an_event_has_the_figures_of_a_sample_under_their_documented_names(sampl
             "oldest_wait_seconds": 3.5,
             "lengths": [[10, 12], [5, 5]],
             "eta_seconds": 4.0,
+            "eta_range": [4.0, 4.0],
             "parts": {
                 "manager": {"results": 0.02},
                 "device": {"busy": 0.9, "idle": 0.05},

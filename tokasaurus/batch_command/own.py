@@ -156,6 +156,7 @@ class OwnBatch:
             completion_window=record.completion_window,
             num_generated=max(record.output_tokens, 0 if tokens is None else tokens.num_generated),
             num_expected=None if tokens is None else tokens.num_expected,
+            time_left=None if tokens is None else tokens.time_left,
             tells_progress=True,
             problem=tokens.problem if tokens is not None and record.status == "in_progress" else "",
         )

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokasaurus.monitoring.progress import Speed, make_display, show_rate, show_time, show_tokens
+from tokasaurus.messages.status import StepCost, TimeLeft
+from tokasaurus.monitoring.progress import make_display, show_left, show_rate, show_tokens
+from tokasaurus.monitoring.time_left import Done, Pace, Work, time_left
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class BatchView:
     num_expected: int | None = None
     """What `num_generated` is expected to be at the end; None if the server does not say."""
     tells_progress: bool = False
-    """Whether the server tells the tokens of lines that run: our server does."""
+    """Whether the server tells the tokens of lines that run, and the time left: our server does."""
+    time_left: TimeLeft | None = None
     problem: str = ""
     """Why the batch cannot go on now, as our server tells it; "" if it can."""
 
@@ -43,19 +46,15 @@ class BatchView:
         return self.num_completed + self.num_failed
 
 
-def seconds_left(batch: BatchView, speed: Speed) -> float | None:
-    """None until there is a basis: the server's expectation, or, of a server that tells none, a line that has been seen
-    to finish."""
+def find_left(batch: BatchView, pace: Pace) -> TimeLeft | None:
+    """What the server tells; of a server that tells nothing, by the lines that have been seen to finish. None until
+    there is a basis. pace: has a step for each line."""
     if batch.tells_progress:
-        if batch.num_expected is None:
-            return None
-        per_s, num_left = speed.tokens_per_s(), batch.num_expected - batch.num_generated
-    else:
-        per_s, num_left = speed.items_per_s(), batch.num_lines - batch.num_done
-    return max(0, num_left) / per_s if per_s else None
+        return batch.time_left
+    return time_left(Work([batch.num_lines - batch.num_done]), pace, StepCost(per_step=1.0, per_row=0.0))
 
 
-def describe(batch: BatchView, speed: Speed) -> str:
+def describe(batch: BatchView, pace: Pace) -> str:
     """`120 of 2,000 lines done, 3 failed, 9,600 of 160,000 tokens, 812.4 tokens/s, 3 min 5 s left`; failed lines are
     done, too. Tokens are done of expected. What is not known yet is –. If the batch cannot go on, why: `120 of 2,000
     lines done, 3 failed; waits: no space is left …`"""
@@ -69,7 +68,7 @@ def describe(batch: BatchView, speed: Speed) -> str:
     if batch.status != "in_progress":
         return f"{text}, {batch.status}"
     text = f"{text}, {show_tokens(batch.num_generated, batch.num_expected)}"
-    return f"{text}, {show_rate(speed.tokens_per_s())} tokens/s, {show_time(seconds_left(batch, speed))} left"
+    return f"{text}, {show_rate(pace.tokens_per_s())} tokens/s, {show_left(find_left(batch, pace))} left"
 
 
 class Progress:
@@ -77,14 +76,14 @@ class Progress:
 
     def __init__(self) -> None:
         self._display = make_display()
-        self._speed = Speed()
+        self._pace = Pace()
 
     def note(self, line: str) -> None:
         self._display.note(line)
 
     def update(self, batch: BatchView) -> None:
-        self._speed.add(time.monotonic(), batch.num_done, batch.num_generated)
-        self._display.show(describe(batch, self._speed), batch.num_done, batch.num_lines or None)
+        self._pace.note(Done(time.monotonic(), batch.num_generated, batch.num_done))
+        self._display.show(describe(batch, self._pace), batch.num_done, batch.num_lines or None)
 
     def close(self) -> None:
         self._display.close()

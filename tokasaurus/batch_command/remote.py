@@ -19,6 +19,7 @@ from tokasaurus.batch_command.errors import CommandError, InputRefused, NotOnSer
 from tokasaurus.batch_command.input_file import custom_ids
 from tokasaurus.batch_command.progress import BatchView
 from tokasaurus.batch_command.results import OutputFile, ResultsSoFar, temporary_output
+from tokasaurus.messages.status import TimeLeft
 from tokasaurus.text.json_lines import escape_line_ends
 
 if TYPE_CHECKING:
@@ -392,8 +393,18 @@ def _read_view(fields: dict[str, Any]) -> BatchView:
         num_generated=_field(progress, "generated_tokens", int, output_tokens),
         num_expected=_field(progress, "expected_tokens", int, -1) if "expected_tokens" in progress else None,
         tells_progress=bool(progress),
+        time_left=_time_left(_field(progress, "seconds_left", list, [])),
         problem=_field(fields, "problem", str, ""),
     )
+
+
+def _time_left(seconds: list[Any]) -> TimeLeft | None:
+    """Raises _Malformed."""
+    if not seconds:
+        return None
+    if len(seconds) != 2 or not all(isinstance(end_s, int | float) for end_s in seconds):
+        raise _Malformed("seconds_left")
+    return TimeLeft(*seconds)
 
 
 def _reason(error: "openai.APIStatusError") -> str:

@@ -18,6 +18,7 @@ import orjson
 from tokasaurus.library.connection import Server, ServerError, error_reason
 from tokasaurus.library.requests import Answer, RequestLine, line_number
 from tokasaurus.library.results import row_error
+from tokasaurus.messages.status import TimeLeft
 
 MAX_CONCURRENCY = 4096
 """Lines of one connection that the server runs at once: the running batch, and a queue that the scheduler looks ahead
@@ -63,13 +64,14 @@ class ClientClosed(ServerError):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the lines are that the server has not answered, by its scheduler's prediction."""
+    """How far the lines are that the server has not answered, as it tells."""
 
-    num_requests: int
     num_generated: int
     """Tokens that they have."""
     num_expected: int | None
-    """Tokens that they are expected to have at their ends; None until there is a basis."""
+    """Tokens that they and all lines to come are expected to have at their ends; None until there is a basis."""
+    time_left: TimeLeft | None
+    """Until all have ended; None until there is a basis."""
 
 
 class AsyncBulkSession:
@@ -303,7 +305,9 @@ class AsyncBulkSession:
         result: dict[str, Any] = orjson.loads(content)
         if "progress" in result:
             told = result["progress"]
-            self.progress = Progress(told["requests"], told["generated_tokens"], told["expected_tokens"])
+            seconds = told["seconds_left"]
+            left = None if seconds is None else TimeLeft(*seconds)
+            self.progress = Progress(told["generated_tokens"], told["expected_tokens"], left)
             return
         response = result["response"]
         status: int = response["status_code"]

@@ -22,7 +22,7 @@ from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.engine.kv_forecast import running_progress
 from tokasaurus.manager.engine.live_sample import LiveSampler
-from tokasaurus.manager.engine.work_left import work_left
+from tokasaurus.manager.engine.work_left import left_and_oldest_wait, note_pace, step_cost
 from tokasaurus.manager.planning.step_budget import make_step_limit
 from tokasaurus.manager.state.engine_state import (
     EngineOptions,
@@ -44,7 +44,7 @@ from tokasaurus.messages.channel import (
 from tokasaurus.messages.commands import CommandDone, EngineCommand, WorkerCommand
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest, SequenceProgress
-from tokasaurus.messages.live import LiveSample, TakeSample
+from tokasaurus.messages.live import JobsLeft, LiveSample, TakeSample
 from tokasaurus.messages.stages import StageBoard
 from tokasaurus.messages.status import (
     DEFAULT_HYDRAGEN,
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RequestMessage = GenerateRequest | CancelRequest | TakeSample | EngineCommand
+RequestMessage = GenerateRequest | CancelRequest | TakeSample | JobsLeft | EngineCommand
 
 LARGE_BYTES = 16 << 20
 """Size of the array that `run_manager` frees at its start, in bytes."""
@@ -344,13 +344,15 @@ def _serve(
                 return
         stats = state.stats(busy.read(now_s), time.process_time())
         progress: list[SequenceProgress] = []
-        if state.slots.num_reporting > 0 and now_s - last_progress_s >= PROGRESS_SECONDS:
-            progress, last_progress_s = running_progress(state), now_s
+        if now_s - last_progress_s >= PROGRESS_SECONDS:
+            note_pace(state, now_s)
+            progress, last_progress_s = running_progress(state) if state.slots.num_reporting else [], now_s
         if state.deltas or state.done or progress or is_worth_an_update(stats, last_stats, now_s - last_update_s):
-            server.send(EngineUpdate(state.deltas, stats, progress, state.done))
+            cost = step_cost(state) if progress else None
+            server.send(EngineUpdate(state.deltas, stats, progress, state.done, cost))
             state.deltas, state.done = [], []
             last_stats, last_update_s = stats, now_s
-        window = step_stats.report(now_s, state.step_totals, stats, partial(work_left, state, now_s))
+        window = step_stats.report(now_s, state.step_totals, stats, partial(left_and_oldest_wait, state, now_s))
         if window is not None:
             logger.info(window.line(), extra={"fields": window.fields()})
             logger.debug(window.details())

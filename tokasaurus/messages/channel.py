@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 if TYPE_CHECKING:  # these import NumPy, which would delay the launcher
     from tokasaurus.messages.commands import EngineCommand
     from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
-    from tokasaurus.messages.live import LiveSample, TakeSample
+    from tokasaurus.messages.live import JobsLeft, LiveSample, TakeSample
     from tokasaurus.messages.status import Ready
 
 
@@ -269,7 +269,7 @@ def wait(waitables: Sequence[HasFileno | int], timeout_s: float | None = None) -
 class ReplicaConnection:
     """The server's ends of the channels between the server and one manager."""
 
-    requests: Sender[GenerateRequest | CancelRequest | TakeSample | EngineCommand]
+    requests: Sender[GenerateRequest | CancelRequest | TakeSample | JobsLeft | EngineCommand]
     updates: Receiver[EngineUpdate | LiveSample | Ready]
     """Its end says that the replica has died."""
 
@@ -282,7 +282,7 @@ class ReplicaConnection:
 class ServerConnection:
     """The manager's ends of the same channels."""
 
-    requests: Receiver[GenerateRequest | CancelRequest | TakeSample | EngineCommand]
+    requests: Receiver[GenerateRequest | CancelRequest | TakeSample | JobsLeft | EngineCommand]
     """Its end says that the server has died."""
     updates: Sender[EngineUpdate | LiveSample | Ready]
 
@@ -294,8 +294,8 @@ class ServerConnection:
 def make_connection() -> tuple[ReplicaConnection, ServerConnection]:
     """New channels between the server and a manager."""
     requests: tuple[
-        Receiver[GenerateRequest | CancelRequest | TakeSample | EngineCommand],
-        Sender[GenerateRequest | CancelRequest | TakeSample | EngineCommand],
+        Receiver[GenerateRequest | CancelRequest | TakeSample | JobsLeft | EngineCommand],
+        Sender[GenerateRequest | CancelRequest | TakeSample | JobsLeft | EngineCommand],
     ] = make_channel()
     updates: tuple[Receiver[EngineUpdate | LiveSample | Ready], Sender[EngineUpdate | LiveSample | Ready]] = (
         make_channel()

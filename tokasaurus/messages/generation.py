@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tokasaurus.messages.commands import FIRST_VERSIONS, CommandDone, WeightVersions
 from tokasaurus.messages.sampling import SamplingParams
-from tokasaurus.messages.status import EngineStats
+from tokasaurus.messages.status import EngineStats, StepCost
 
 FinishReason = Literal["stop", "length", "abort"]
 """abort: ended by Pause or AbortRequests, with the tokens that it had."""
@@ -113,8 +113,9 @@ class GenerateRequest:
     is_background: bool = False
     """Admitted while no sequence of another request waits, except background ones; under a constant load also after
     every 64 others. Not counted in the server's limits of the queue."""
-    reports_progress: bool = False
-    """The manager reports about once a second how far its running sequences are, see SequenceProgress."""
+    job: str = ""
+    """The server's job that it belongs to; "" is none. Of requests of jobs, the manager reports about once a second how
+    far their running sequences are, see SequenceProgress."""
     token_filter: TokenFilter | None = None
     """Applies beside a grammar, too."""
     shows_special: bool = False
@@ -248,5 +249,7 @@ class EngineUpdate:
     deltas: list[SequenceDelta]
     stats: EngineStats
     progress: list[SequenceProgress] = field(default_factory=list)
-    """Progress of the running sequences whose requests report it; empty in most updates."""
+    """Progress of the running sequences of jobs; empty in most updates."""
     done: list[CommandDone] = field(default_factory=list)
+    step_cost: StepCost | None = None
+    """With `progress`; None also while it is not known."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tokasaurus.messages.status import EngineStats
+from tokasaurus.messages.status import EngineStats, TimeLeft
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,14 @@ class TakeSample:
     """Nobody has watched before: what is counted since the previous sample is 0."""
     counts_clients: bool = False
     """Tell LiveSample.clients."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobsLeft:
+    """When the last job of the server will have ended, lines that no manager has yet included."""
+
+    time_left: TimeLeft | None
+    """None if there is no job, or no basis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +156,8 @@ class LiveSample:
     lengths: list[tuple[int, int]]
     """(tokens predicted when it was admitted, tokens) of the newest sequences that finished, at most
     MAX_SAMPLE_LENGTHS."""
-    eta_s: float | None
-    """Expected seconds until all running and waiting sequences have ended, by predicted lengths and the present speed;
-    None if not known."""
+    time_left: TimeLeft | None
+    """Until all running and waiting sequences have ended, and all lines of the server's jobs; None if not known."""
     manager_seconds: Mapping[str, float]
     """Seconds in each part of the manager's step."""
     busy_seconds: float

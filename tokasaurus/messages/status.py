@@ -1,8 +1,9 @@
 """Messages about the start, state and end of processes."""
 
+import math
 import signal
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tokasaurus.messages.commands import NOTHING_HELD, Held, UpdateWeights
 
@@ -200,6 +201,36 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds that a step takes, as far as they grow with what it contains."""
+
+    per_step: float = 0.0
+    per_row: float = 1.0
+    """For each token that it generates."""
+    per_prompt_token: float = 0.0
+
+
+MAX_SURE_RATIO = 1.3
+"""Of a time left that is told as one time, not as a range."""
+
+
+class TimeLeft(NamedTuple):
+    """Seconds until an end, as a range."""
+
+    low_s: float
+    high_s: float
+
+    @property
+    def middle_s(self) -> float:
+        return math.sqrt(self.low_s * self.high_s)
+
+    @property
+    def is_sure(self) -> bool:
+        """The ends differ so little that the middle tells all."""
+        return self.high_s <= MAX_SURE_RATIO * self.low_s
+
+
+@dataclass(frozen=True, slots=True)
 class BatchTokens:
     """Output tokens of a batch whose lines run; tokens of unfinished lines count. The server of `toka batch` sends
     it."""
@@ -207,6 +238,8 @@ class BatchTokens:
     num_generated: int
     num_expected: int | None
     """What `num_generated` is expected to be at the end; None while there is no basis."""
+    time_left: TimeLeft | None = None
+    """Until its end; None while there is no basis."""
     problem: str = ""
     """Why the batch cannot go on now; "" if it can."""
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 import html
 import sys
 import time
-from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
+
+from tokasaurus.messages.status import TimeLeft
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -16,37 +17,7 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 10.0
 _SECONDS_BETWEEN_CHANGES = 0.2
 """Least time between two changes of a bar or a line."""
-_WINDOW_S = 60.0
-
-
-class Speed:
-    """Items and tokens per second in the last minute. Times are seconds by any clock."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[float, int, int]] = deque()
-        """(time, items done, output tokens)."""
-
-    def add(self, now_s: float, num_done: int, num_tokens: int) -> None:
-        if self._samples:  # tokens of requests whose engine died are generated again
-            num_tokens = max(num_tokens, self._samples[-1][2])
-        self._samples.append((now_s, num_done, num_tokens))
-        while now_s - self._samples[0][0] > _WINDOW_S and len(self._samples) > 2:
-            self._samples.popleft()
-
-    def items_per_s(self) -> float | None:
-        """None until there is a basis."""
-        return self._per_second(1)
-
-    def tokens_per_s(self) -> float | None:
-        """None until there is a basis."""
-        return self._per_second(2)
-
-    def _per_second(self, index: int) -> float | None:
-        if len(self._samples) < 2:
-            return None
-        first, last = self._samples[0], self._samples[-1]
-        seconds = last[0] - first[0]
-        return (last[index] - first[index]) / seconds if seconds > 0 else None
+_RANGE_UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def show_rate(per_s: float | None) -> str:
@@ -69,6 +40,15 @@ def show_time(seconds: float | None) -> str:
     if hours:
         return f"{hours} h {minutes % 60} min"
     return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
+
+
+def show_left(left: TimeLeft | None) -> str:
+    """`3 min 5 s`, or `2–4 min` while it is not sure; – for what is not known."""
+    if left is None:
+        return "–"
+    size, unit = next((one for one in _RANGE_UNITS if left.high_s >= 2 * one[0]), _RANGE_UNITS[-1])
+    low, high = (round(end_s / size) for end_s in left)
+    return show_time(left.middle_s) if left.is_sure or low == high else f"{low}–{high} {unit}"
 
 
 class Display(Protocol):

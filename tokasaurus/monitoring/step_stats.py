@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tokasaurus.messages.status import EngineStats
+from tokasaurus.messages.status import EngineStats, TimeLeft
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,16 @@ def short_time(seconds: float | None) -> str:
     return f"{seconds:.0f}s"
 
 
+def short_range(left: TimeLeft | None) -> str:
+    """4m, or 2-4m while it is not sure; – for what is not known."""
+    if left is None:
+        return "–"
+    if left.is_sure:
+        return short_time(left.middle_s)
+    low, high = short_time(left.low_s), short_time(left.high_s)
+    return high if low == high else f"{low.removesuffix(high[-1])}-{high}"
+
+
 @dataclass(slots=True)
 class StepTotals:
     """Sums over all steps whose results have arrived."""
@@ -64,23 +74,8 @@ class StepTotals:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkLeft:
-    """What an engine expects to do for the requests that it has."""
-
-    num_tokens: float | None
-    """Output tokens still to come; None while nothing can be expected."""
-    num_steps: int
-    """Steps of the engine until the last of the running sequences ends."""
-    oldest_wait_s: float | None
-    """Age of the oldest request with a waiting sequence; None if none waits."""
-
-
-NO_WORK = WorkLeft(0.0, 0, None)
-
-
-@dataclass(frozen=True, slots=True)
 class StepWindow:
-    """Figures of one window; `stats` and `work` are current.
+    """Figures of one window; `stats` and the last two are current.
 
     Prompt tokens count what the workers computed.
     """
@@ -100,36 +95,34 @@ class StepWindow:
     stats: EngineStats
     num_finished: int = 0
     """Requests that ended in the window, as StepTotals counts them."""
-    steps_per_second: float = 0.0
-    work: WorkLeft = NO_WORK
+    time_left: TimeLeft | None = None
+    """Until all work at hand is done; None if it is not known."""
+    oldest_wait_s: float | None = None
+    """Age of the oldest request with a waiting sequence; None if none waits."""
 
     @property
-    def seconds_left(self) -> float | None:
-        """Expected time until all work at hand is done, at the speed of this window; None if it is not known, or if
-        there is no work."""
-        num_tokens = self.work.num_tokens
-        if not num_tokens or self.output_tokens_per_second <= 0 or self.steps_per_second <= 0:
-            return None
-        # At the end few sequences are left, which the speed of a full batch does not finish sooner.
-        return max(num_tokens / self.output_tokens_per_second, self.work.num_steps / self.steps_per_second)
+    def _seconds_left(self) -> float | None:
+        return None if self.time_left is None else self.time_left.middle_s
 
     def line(self) -> str:
         """The window's line for the log: at most MAX_LINE_CHARS."""
-        line = self._line(num_digits=2)
+        line = self._line(short_range(self.time_left), num_digits=2)
         if len(line) > MAX_LINE_CHARS:
-            line = self._line(num_digits=1)
+            line = self._line(short_range(self.time_left), num_digits=1)
+        if len(line) > MAX_LINE_CHARS:
+            line = self._line(short_time(self._seconds_left), num_digits=1)
         return line if len(line) <= MAX_LINE_CHARS else line.replace(", ", ",")
 
-    def _line(self, num_digits: int) -> str:
+    def _line(self, left: str, num_digits: int) -> str:
         def short(number: float) -> str:
             return short_number(number, num_digits)
 
         stats = self.stats
         return (
             f"{short(self.output_tokens_per_second)} out/s, {short(self.prompt_tokens_per_second)} in/s, "
-            f"{short(stats.num_running)} run, {short(stats.num_waiting)} wait {short_time(self.work.oldest_wait_s)}, "
+            f"{short(stats.num_running)} run, {short(stats.num_waiting)} wait {short_time(self.oldest_wait_s)}, "
             f"KV {stats.num_kv_blocks_used / stats.num_kv_blocks_total:.0%}, {short(self.num_finished)} done, "
-            f"ETA {short_time(self.seconds_left)}"
+            f"ETA {left}"
         )
 
     def details(self) -> str:
@@ -147,8 +140,8 @@ class StepWindow:
         """The figures by name, for a log that programs read; None for what is not known."""
         fields: dict[str, float | int | None] = {**self._gauges(), **self._counters()}
         fields["prefix_cache_hit_fraction"] = self.prefix_cache_hit_fraction
-        fields["oldest_wait_seconds"] = self.work.oldest_wait_s
-        fields["expected_seconds_left"] = self.seconds_left
+        fields["oldest_wait_seconds"] = self.oldest_wait_s
+        fields["expected_seconds_left"] = self._seconds_left
         return {name: value if value is None else round(value, 4) for name, value in fields.items()}
 
     def _gauges(self) -> dict[str, float]:
@@ -179,8 +172,8 @@ class StepWindow:
         gauges = self._gauges()
         for name, value in (
             ("prefix_cache_hit_fraction", self.prefix_cache_hit_fraction),
-            ("oldest_wait_seconds", self.work.oldest_wait_s),
-            ("expected_seconds_left", self.seconds_left),
+            ("oldest_wait_seconds", self.oldest_wait_s),
+            ("expected_seconds_left", self._seconds_left),
         ):
             if value is not None:
                 gauges[name] = value
@@ -208,9 +201,14 @@ class StepStats:
         return max(0.0, self._start_s + self._report_seconds - now_s)
 
     def report(
-        self, now_s: float, totals: StepTotals, stats: EngineStats, work: Callable[[], WorkLeft] = lambda: NO_WORK
+        self,
+        now_s: float,
+        totals: StepTotals,
+        stats: EngineStats,
+        find_left: Callable[[], tuple[TimeLeft | None, float | None]] = lambda: (None, None),
     ) -> StepWindow | None:
-        """The window that has ended, if any. A new one then begins. work: called at the end of a window."""
+        """The window that has ended, if any. A new one then begins. find_left: called at the end of a window, for its
+        last two figures."""
         num_steps = totals.num_steps - self._totals.num_steps
         if num_steps == 0:
             return None
@@ -226,6 +224,7 @@ class StepStats:
         new = {name: counted[name] - before for name, before in self._counted.items()}
         # Not of stats.total_prompt_tokens: a prompt counts once there, but each of its samples may hit.
         asked, hits = new["total_asked_prompt_tokens"], new["total_prefix_cache_hit_tokens"]
+        left, oldest_wait_s = find_left()
         window = StepWindow(
             output_tokens_per_second=new["total_generation_tokens"] / seconds,
             prompt_tokens_per_second=(totals.num_prefill_tokens - self._totals.num_prefill_tokens) / seconds,
@@ -239,8 +238,8 @@ class StepStats:
             num_recomputed=new["total_recomputed_tokens"],
             stats=stats,
             num_finished=totals.num_finished_requests - self._totals.num_finished_requests,
-            steps_per_second=num_steps / seconds,
-            work=work(),
+            time_left=left,
+            oldest_wait_s=oldest_wait_s,
         )
         self._start_s, self._is_empty = now_s, True
         self._totals, self._counted = replace(totals), counted

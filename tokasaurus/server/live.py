@@ -27,9 +27,10 @@ from tokasaurus.messages.live import (
     OldRequest,
     StageSample,
 )
-from tokasaurus.messages.status import EngineStats
+from tokasaurus.messages.status import EngineStats, TimeLeft
 from tokasaurus.server.engine_client.client import CallCounts, EngineClient, WorkDone
 from tokasaurus.server.engine_client.replicas import Replica
+from tokasaurus.server.jobs.objects import seconds_of
 from tokasaurus.server.jobs.open_bulk import MAX_ENDED, OpenBulk, OpenBulks
 from tokasaurus.server.jobs.service import BatchService
 from tokasaurus.server.jobs.store.data_dir import StoreError
@@ -69,8 +70,6 @@ RECORDED_SECONDS = 60.0
 MAX_REASON_CHARS = 200
 MAX_KEYS = 20
 """API keys in an event."""
-SPEED_SAMPLES = 10
-"""Samples over which a job's tokens per second are the mean."""
 
 _STATES: dict[str, JobState] = {
     "validating": "validating",
@@ -376,7 +375,8 @@ def _add_sample(shown: LiveReplica, sample: LiveSample) -> None:
     shown["next"] = None if sample.next is None else _next(sample.next)
     shown["oldest_wait_seconds"] = _rounded(sample.oldest_wait_s, 3)
     shown["lengths"] = sample.lengths
-    shown["eta_seconds"] = _rounded(sample.eta_s, 1)
+    shown["eta_seconds"] = None if sample.time_left is None else round(sample.time_left.middle_s, 1)
+    shown["eta_range"] = seconds_of(sample.time_left)
     shown["parts"] = _parts(sample)
     if sample.stages:
         shown["stages"] = [_stage(stage) for stage in sample.stages]
@@ -452,8 +452,23 @@ class _Figures:
     num_running: int = 0
     input_tokens: int = 0
     generated_tokens: int = 0
-    expected_tokens: int | None = None
-    """What `generated_tokens` is expected to be at the end."""
+    tokens_per_second: float | None = None
+    time_left: TimeLeft | None = None
+
+
+def _bulk_figures(bulk: OpenBulk) -> _Figures:
+    is_running, pace = bulk.state == "running", bulk.pace
+    return _Figures(
+        bulk.state,
+        bulk.num_lines,
+        bulk.num_completed,
+        bulk.num_failed,
+        bulk.num_read - bulk.num_completed - bulk.num_failed if is_running else 0,
+        bulk.input_tokens,
+        bulk.output_tokens + (pace.num_running_tokens if is_running else 0),
+        pace.tokens_per_s() if is_running else None,
+        pace.time_left if is_running else None,
+    )
 
 
 @dataclass(slots=True)
@@ -475,22 +490,7 @@ class _Job:
     """Seconds since 1970."""
     reason: str | None = None
     """Why it failed, if a batch as a whole did."""
-    history: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=SPEED_SAMPLES + 1))
-    """(time, generated tokens, lines with a result)."""
     last: _Figures | None = None
-
-    def note(self, figures: _Figures, now_s: float) -> None:
-        self.last = figures
-        num_done = figures.num_completed + figures.num_failed
-        self.history.append((now_s, figures.generated_tokens, num_done))
-
-    def speeds(self) -> tuple[float, float]:
-        """(generated tokens, lines) per second."""
-        (start_s, *start), (end_s, *end) = self.history[0], self.history[-1]
-        if end_s <= start_s:
-            return 0.0, 0.0
-        tokens, lines = (max(0, new - old) / (end_s - start_s) for old, new in zip(start, end, strict=True))
-        return tokens, lines
 
 
 class _Jobs:
@@ -511,12 +511,11 @@ class _Jobs:
         self._open.clear()
 
     async def describe(self) -> list[LiveJob]:
-        now_s = time.monotonic()
-        await self._note_past(now_s)
-        seen = self._note_bulks(now_s)
+        await self._note_past()
+        seen = self._note_bulks()
         if self._batches is not None:
             try:
-                seen |= await self._note_batches(self._batches, now_s)
+                seen |= await self._note_batches(self._batches)
             except StoreError as error:
                 logger.debug("batches are not shown: %s", error)
                 seen |= {job.id for job in self._jobs.values() if job.kind == "batch"}
@@ -529,7 +528,7 @@ class _Jobs:
         running = [job for job in self._jobs.values() if job.ended is None]
         return [self._describe(job) for job in [*running, *ended[:MAX_ENDED]]]
 
-    async def _note_past(self, now_s: float) -> None:
+    async def _note_past(self) -> None:
         """Note what has ended while nobody watched, or between two events."""
         ends = sorted(job.ended for job in self._jobs.values() if job.ended is not None)
         since = ends[-MAX_ENDED] if len(ends) >= MAX_ENDED else 0.0
@@ -537,7 +536,7 @@ class _Jobs:
             if bulk.id in self._jobs or bulk.ended is None or bulk.ended <= since:
                 continue
             job = _Job(bulk.id, "bulk", bulk.name, bulk.started, device_seconds=None, ended=bulk.ended)
-            job.note(self._bulk_figures(bulk, is_alone=False), now_s)
+            job.last = _bulk_figures(bulk)
             self._jobs[bulk.id] = job
         if self._batches is None:
             return
@@ -547,7 +546,7 @@ class _Jobs:
                     continue
                 job = await self._new_batch(self._batches, record)
                 job.device_seconds, job.ended = None, _end_of_batch(record)
-                job.note(self._batch_figures(job, self._batches, record), now_s)
+                job.last = self._batch_figures(job, self._batches, record)
         except StoreError as error:
             logger.debug("finished batches are not shown: %s", error)
 
@@ -557,42 +556,17 @@ class _Jobs:
         job = self._jobs[record.id] = _Job(record.id, "batch", name, record.in_progress_at or record.created_at)
         return job
 
-    def _note_bulks(self, now_s: float) -> set[str]:
+    def _note_bulks(self) -> set[str]:
         """Ids of the bulk requests that are open."""
         open_now = {bulk.id: bulk for bulk in self._bulks}
-        clients = [bulk.client for bulk in open_now.values()]
         for bulk in {**self._open, **open_now}.values():
             if bulk.id not in self._jobs:
                 self._jobs[bulk.id] = _Job(bulk.id, "bulk", bulk.name, bulk.started, bulk.work_before)
-            figures = self._bulk_figures(bulk, is_alone=clients.count(bulk.client) == 1)
-            self._jobs[bulk.id].note(figures, now_s)
+            self._jobs[bulk.id].last = _bulk_figures(bulk)
         self._open = open_now
         return set(open_now)
 
-    def _bulk_figures(self, bulk: OpenBulk, is_alone: bool) -> _Figures:
-        """is_alone: no other bulk request of its client is open, so that the client's requests are its own."""
-        num_done = bulk.num_completed + bulk.num_failed
-        generated, expected = bulk.output_tokens, None
-        num_lines = bulk.num_lines
-        if is_alone and bulk.state == "running":
-            pending = self._engine.pending_of(bulk.client)
-            generated += sum(one.num_generated_tokens for one in pending)
-            known = [number for one in pending if (number := one.num_expected_tokens) is not None]
-            if num_lines is not None and bulk.num_completed + len(known) and (known or not pending):
-                mean = (bulk.output_tokens + sum(known)) / (bulk.num_completed + len(known))
-                expected = max(generated, round(mean * max(0, num_lines - bulk.num_failed)))
-        return _Figures(
-            bulk.state,
-            num_lines,
-            bulk.num_completed,
-            bulk.num_failed,
-            bulk.num_read - num_done if bulk.state == "running" else 0,
-            bulk.input_tokens,
-            generated,
-            expected,
-        )
-
-    async def _note_batches(self, batches: BatchService, now_s: float) -> set[str]:
+    async def _note_batches(self, batches: BatchService) -> set[str]:
         """Ids of the batches that are not finished. Raises StoreError."""
         records = {record.id: record for record in await batches.unfinished()}
         seen = set(records)
@@ -603,7 +577,7 @@ class _Jobs:
                     records[job.id] = ended
         for record in records.values():
             job = self._jobs.get(record.id) or await self._new_batch(batches, record)
-            job.note(self._batch_figures(job, batches, record), now_s)
+            job.last = self._batch_figures(job, batches, record)
         return seen
 
     def _batch_figures(self, job: _Job, batches: BatchService, record: BatchRecord) -> _Figures:
@@ -622,13 +596,14 @@ class _Jobs:
             0 if running is None else len(running.lines.lines),
             record.input_tokens,
             record.output_tokens if progress is None else progress.generated_tokens,
-            None if progress is None else progress.expected_tokens,
+            None if running is None else running.pace.tokens_per_s(),
+            None if running is None else running.pace.time_left,
         )
 
     def _describe(self, job: _Job) -> LiveJob:
         figures = job.last
         assert figures is not None, "it was noted when it was found"
-        tokens_per_second, lines_per_second = job.speeds()
+        left = figures.time_left
         if job.work_before is not None and job.ended is None:
             job.device_seconds = self._device_seconds(job, figures)
         price_per_hour, config = self._state.config.price_per_hour, self._state.config
@@ -649,8 +624,9 @@ class _Jobs:
             },
             "tokens": {"prompt": figures.input_tokens, "generated": figures.generated_tokens},
             "started": round(job.started, 3),
-            "tokens_per_second": round(tokens_per_second, 1) if figures.state == "running" else 0.0,
-            "eta_seconds": _seconds_left(figures, tokens_per_second, lines_per_second),
+            "tokens_per_second": round(figures.tokens_per_second or 0.0, 1),
+            "eta_seconds": None if left is None else round(left.middle_s, 1),
+            "eta_range": seconds_of(left),
             "cost": {"device_seconds": _rounded(device_seconds, 3), "price": _rounded(price, 6)},
             "ended": _rounded(job.ended, 3),
             "reason": job.reason,
@@ -693,15 +669,3 @@ def _name_of(record: BatchRecord) -> str:
     """The batch's metadata.name; "" without one."""
     metadata = {} if record.metadata is None else orjson.loads(record.metadata)
     return str(metadata.get("name", ""))
-
-
-def _seconds_left(figures: _Figures, tokens_per_second: float, lines_per_second: float) -> float | None:
-    """Seconds left by the expected tokens, or else by lines; None if neither is known."""
-    if figures.state != "running":
-        return None
-    if figures.expected_tokens is not None and tokens_per_second > 0:
-        return round(max(0, figures.expected_tokens - figures.generated_tokens) / tokens_per_second, 1)
-    if figures.num_lines is not None and lines_per_second > 0:
-        num_left = figures.num_lines - figures.num_completed - figures.num_failed
-        return round(max(0, num_left) / lines_per_second, 1)
-    return None

@@ -8,6 +8,8 @@ from typing import Any
 
 import orjson
 
+from tokasaurus.messages.status import TimeLeft
+
 FORMAT = 1
 """The version of the format that is read."""
 
@@ -119,7 +121,7 @@ class ReplicaSample:
     oldest_wait_seconds: float | None
     lengths: tuple[tuple[float, float], ...]
     """(predicted, actual) completion tokens."""
-    eta_seconds: float | None
+    time_left: TimeLeft | None
     parts: Mapping[str, Mapping[str, float]]
     """Seconds by part, of `manager`, `device` and `phases`."""
     stages: tuple[Stage, ...]
@@ -138,7 +140,7 @@ class JobSample:
     lines_done: int
     lines_failed: int
     tokens_per_second: float | None
-    eta_seconds: float | None
+    time_left: TimeLeft | None
     device_seconds: float | None
     price: float | None
     ended: float | None
@@ -320,7 +322,7 @@ def _replica(fields: _Fields, number: int) -> ReplicaSample:
         next=_next(fields.object("next")),
         oldest_wait_seconds=fields.number("oldest_wait_seconds"),
         lengths=tuple(pair for value in fields.values("lengths") if (pair := _pair(value)) is not None),
-        eta_seconds=fields.number("eta_seconds"),
+        time_left=_time_left(fields),
         parts={name: parts.object(name).numbers() for name in parts.keys()},  # noqa: SIM118 (no dictionary)
         stages=tuple(
             Stage(stage.number("busy") or 0.0, stage.number("waiting") or 0.0, stage.count("microbatches"))
@@ -397,6 +399,15 @@ def _key(fields: _Fields) -> KeySample:
     )
 
 
+def _time_left(fields: _Fields) -> TimeLeft | None:
+    """Of a replica or a job. A recording of an earlier server has no range."""
+    seconds = fields.number("eta_seconds")
+    ends = _pair(fields.values("eta_range"))
+    if ends is not None:
+        return TimeLeft(*ends)
+    return None if seconds is None else TimeLeft(seconds, seconds)
+
+
 def _job(fields: _Fields) -> JobSample:
     lines, cost = fields.object("lines"), fields.object("cost")
     total = lines.number("total")
@@ -409,7 +420,7 @@ def _job(fields: _Fields) -> JobSample:
         lines_done=lines.count("done"),
         lines_failed=lines.count("failed"),
         tokens_per_second=fields.number("tokens_per_second"),
-        eta_seconds=fields.number("eta_seconds"),
+        time_left=_time_left(fields),
         device_seconds=cost.number("device_seconds"),
         price=cost.number("price"),
         ended=fields.number("ended"),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from rich.text import Text
 
-from tokasaurus.monitoring.progress import show_time
+from tokasaurus.monitoring.progress import show_left, show_time
 from tokasaurus.top_command.charts import Area, area_chart, cells_of_shares, sparkline
 from tokasaurus.top_command.history import History, curve_of
 from tokasaurus.top_command.samples import JobSample, KeySample, NextInQueue, OldRequest, ReplicaSample, Sample
@@ -111,9 +112,9 @@ def compact_line(history: History) -> str:
         f"{_sum(replicas, 'waiting'):,} waiting",
         f"{_percent(used, total)} of {total:,} blocks",
     ]
-    etas = [replica.eta_seconds for replica in replicas if replica.eta_seconds is not None]
-    if etas:
-        parts.append(f"{show_time(max(etas))} left")
+    ends = [replica.time_left for replica in replicas if replica.time_left is not None]
+    if ends:
+        parts.append(f"{show_left(max(ends, key=attrgetter('middle_s')))} left")
     parts += [f"replica {replica.index} {replica.state}" for replica in replicas if replica.state not in ("up", "")]
     return "  ".join(parts)
 
@@ -256,8 +257,8 @@ def _batch(replica: ReplicaSample, width: int) -> Text:
         Text.assemble((f"{replica.running:,}", "bold"), f" running, {replica.prefilling:,} prefilling"),
         f"{replica.waiting:,} waiting",
     ]
-    if replica.eta_seconds is not None:
-        facts.append(f"all done in {show_time(replica.eta_seconds)}")
+    if replica.time_left is not None:
+        facts.append(f"all done in {show_left(replica.time_left)}")
     if replica.slots:
         facts.append(f"{replica.slots:,} slots")
     if replica.background:
@@ -519,8 +520,8 @@ def _job(job: JobSample, now: float, width: int, look: Look) -> Text:
     facts = [""]
     if job.state == "running":
         facts.append(f"{_rate(job.tokens_per_second)} tokens/s")
-        if job.eta_seconds is not None:
-            facts.append(f"{show_time(job.eta_seconds)} left")
+        if job.time_left is not None:
+            facts.append(f"{show_left(job.time_left)} left")
     else:
         ago = "" if job.ended is None else f" {show_time(max(0.0, now - job.ended))} ago"
         facts.append(f"{job.state}{ago}")

@@ -110,7 +110,7 @@ def test_progress_of_sequences_that_report_it_is_their_tokens_and_the_forecast(s
     driver = EngineDriver(make_options(20, max_seqs_per_forward=8, **flags), rng=rng)
     shapes = [Shape(0, rng.randint(0, 9), 1, 3, rng.randint(1, 30), ignore_eos=rng.random() < 0.5) for _ in range(9)]
     requests = [
-        dataclasses.replace(request, reports_progress=number % 3 > 0)
+        dataclasses.replace(request, job="a job" if number % 3 else "")
         for number, request in enumerate(make_requests(shapes, driver.options.limits))
     ]
     asked = {request.request_id: request for request in requests}
@@ -118,7 +118,7 @@ def test_progress_of_sequences_that_report_it_is_their_tokens_and_the_forecast(s
     num_seen = {True: 0, False: 0}
     for _ in range(60):
         driver.step([], rng.randint(0, 2))
-        reporting = [sequence for sequence in driver.running() if sequence.request.reports_progress]
+        reporting = [sequence for sequence in driver.running() if sequence.request.job]
         found = {entry[:2]: entry for entry in running_progress(driver.state)}
         assert found.keys() == {(sequence.request.request_id, sequence.index) for sequence in reporting}
         for sequence in reporting:

@@ -11,13 +11,7 @@ import pytest
 
 from tests.helpers.examples import few
 from tests.manager.helpers.block_accounting import block_table
-from tests.manager.helpers.engine_driver import (
-    QUICK_STEP_SECONDS,
-    EndsNext,
-    EngineDriver,
-    make_options,
-    make_quick_driver,
-)
+from tests.manager.helpers.engine_driver import EndsNext, EngineDriver, make_options, make_quick_driver
 from tests.manager.helpers.kv_usage_replay import replay_usage
 from tests.manager.helpers.requests import Shape, make_request, make_requests
 from tokasaurus.manager.engine.kv_forecast import running_progress
@@ -181,14 +175,14 @@ def test_why_the_next_sequence_waits() -> None:
     driver.step([Resume(2)])
     driver.run_until_idle()
     sample = take(driver, sampler)
-    assert (sample.next, sample.oldest_wait_s, sample.forecast, sample.eta_s) == (None, None, None, None)
+    assert (sample.next, sample.oldest_wait_s, sample.forecast, sample.time_left) == (None, None, None, None)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_oldest_requests_are_the_first_that_came_of_those_that_run_and_wait(seed: int) -> None:
     driver, sampler = quick_driver(seed, max_tokens_per_forward=24), LiveSampler()
     rng = Random(seed)
-    requests = [replace(one, reports_progress=True) for one in random_requests(rng, 60, driver.options)]
+    requests = [replace(one, job="a job") for one in random_requests(rng, 60, driver.options)]
     came: list[GenerateRequest] = []
     seen: Counter[str] = Counter()
     while requests or driver.state.queues.num_waiting:
@@ -290,18 +284,6 @@ def test_events_and_lengths_count_from_one_sample_to_the_next() -> None:
     assert again.lengths == [(2, 2)] * 64, "the newest"
     assert again.busy_seconds == 0
     assert set(again.manager_seconds.values()) <= {0.0}
-
-
-def test_the_time_left_is_that_of_the_work_at_the_present_speed() -> None:
-    driver, sampler = quick_driver(2, num_blocks=400), LiveSampler()
-    driver.step([make_request(0, 5, num_sequences=30, max_new_tokens=40, ignore_eos=True)])
-    driver.step([], 1)
-    driver.assume_step_seconds(QUICK_STEP_SECONDS)
-    sample = take(driver, sampler, begins=True)
-    # 12 of the 30 run at a time: three rounds of 40 steps, but the last has half as many.
-    assert sample.eta_s is not None
-    assert 95 * QUICK_STEP_SECONDS <= sample.eta_s <= 125 * QUICK_STEP_SECONDS
-    assert sample.round_seconds == pytest.approx(QUICK_STEP_SECONDS)
 
 
 def test_a_sample_waits_while_the_worker_needs_steps_but_not_for_long() -> None:

@@ -27,8 +27,8 @@ from tokasaurus.messages.generation import (
     SequenceDelta,
     TopLogprobs,
 )
-from tokasaurus.messages.live import LiveSample, TakeSample
-from tokasaurus.messages.status import EngineLimits, EngineStats, Ready
+from tokasaurus.messages.live import JobsLeft, LiveSample, TakeSample
+from tokasaurus.messages.status import EngineLimits, EngineStats, Ready, TimeLeft
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,8 @@ class FakeEngine:
     commands: list[EngineCommand] = field(default_factory=list)
     """Commands received, in order."""
     asked_samples: list[TakeSample] = field(default_factory=list)
+    jobs_left: TimeLeft | None = None
+    """As the server has told last."""
     """Received, in order."""
     sample: Callable[[TakeSample], LiveSample | None] = lambda _: None
     """Makes the answer; None: there is none."""
@@ -170,6 +172,8 @@ class FakeEngine:
                     self.cancelled.append(message.request_id)
                 elif isinstance(message, TakeSample):
                     self.asked_samples.append(message)
+                elif isinstance(message, JobsLeft):
+                    self.jobs_left = message.time_left
                 else:
                     self.commands.append(message)
                 self._changed.notify_all()
@@ -177,7 +181,7 @@ class FakeEngine:
                 sample = self.sample(message)
                 if sample is not None:
                     self.updates.send(sample)
-            elif not isinstance(message, GenerateRequest | CancelRequest):
+            elif not isinstance(message, GenerateRequest | CancelRequest | JobsLeft):
                 done = CommandDone(message.command_id, self.on_command(message))
                 if not self._is_stopping:
                     aborted = self._abort(message) if isinstance(message, AbortRequests) else []

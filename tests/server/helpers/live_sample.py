@@ -1,7 +1,7 @@
 """A sample of a manager, with everything that a replica without pipeline stages tells."""
 
 from tokasaurus.messages.live import BlockUse, KVForecastPoints, LiveSample, NextSequence, OldRequest
-from tokasaurus.messages.status import EngineStats
+from tokasaurus.messages.status import EngineStats, TimeLeft
 
 STATS = EngineStats(5, 2, 30, 64, 100, 200, 3, 7, total_forward_seconds=10.0, num_running_background=1)
 SAMPLE = LiveSample(
@@ -21,7 +21,7 @@ SAMPLE = LiveSample(
     next=NextSequence(11, 12, 90, 3.25, "blocks"),
     oldest_wait_s=3.5,
     lengths=[(10, 12), (5, 5)],
-    eta_s=4.04,
+    time_left=TimeLeft(4.04, 4.04),
     manager_seconds={"results": 0.02},
     busy_seconds=0.9,
     idle_seconds=0.05,

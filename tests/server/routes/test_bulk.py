@@ -15,6 +15,7 @@ from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_ope
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
 from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
 from tokasaurus.messages.generation import GenerateRequest, SequenceProgress
+from tokasaurus.messages.status import StepCost
 from tokasaurus.server.engine_client.client import QueueLimits
 from tokasaurus.server.jobs import line_runner
 from tokasaurus.server.routes import bulk
@@ -286,7 +287,7 @@ def test_disconnecting_caller_cancels_unanswered_lines(server: LiveServer, calle
     assert len(server.engine.cancelled) == 5
 
 
-def test_progress_is_what_the_engine_tells_of_the_unfinished_requests(
+def test_progress_is_what_the_engine_tells_of_the_unfinished_lines(
     served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bulk, "PROGRESS_S", 0.05)
@@ -301,9 +302,14 @@ def test_progress_is_what_the_engine_tells_of_the_unfinished_requests(
         with server.http.stream("POST", f"{BULK}?progress=true", content=b"".join(lines)) as answer:
             reports = (orjson.loads(line)["progress"] for line in answer.iter_lines())
             assert next(report for report in reports if report["requests"] == 3)["expected_tokens"] is None
-            assert all(request.reports_progress for request in seen)
+            (job,) = {request.job for request in seen}
+            pace = server.client._jobs[job]
+            pace.num_lines = 5
             for number, (pending, expected) in enumerate(zip(server.client._pending.values(), (10, 20), strict=False)):
                 pending.progress[0] = SequenceProgress(pending.request.request_id, 0, number + 1, expected)
+            pace.look(time.monotonic(), StepCost())
             report = next(report for report in reports if report["expected_tokens"] is not None)
-            assert report == {"requests": 3, "generated_tokens": 3, "expected_tokens": 45}
+            low, high = report.pop("seconds_left")
+            assert report == {"requests": 3, "generated_tokens": 3, "expected_tokens": 5 * 15}
+            assert 0 < low < high
         wait_until_clean(server)

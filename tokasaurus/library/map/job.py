@@ -333,8 +333,7 @@ class _Job:
         with self._storing():
             self._add([self._answered(answer) for answer in answers])
             self._wait_s = self._output.tick(self._rows_to_come)
-        num_in_flight = len(self._unfinished) - len(self._unsent)
-        self._progress.update(self._counts, num_in_flight, self._session.progress())
+        self._progress.update(self._counts, self._session.progress())
 
     def _add(self, rows: list[MapRow], is_new: bool = True) -> None:
         if rows:

@@ -37,7 +37,7 @@ from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.commands import CommandDone, EngineCommand, WorkerCommand
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
-from tokasaurus.messages.live import TakeSample
+from tokasaurus.messages.live import JobsLeft, TakeSample
 from tokasaurus.monitoring.timing import SectionTimers
 from tokasaurus.monitoring.trace import NO_TRACE, Trace
 
@@ -115,7 +115,7 @@ class Engine:
 
     def step(
         self,
-        messages: Iterable[GenerateRequest | CancelRequest | TakeSample | EngineCommand],
+        messages: Iterable[GenerateRequest | CancelRequest | TakeSample | JobsLeft | EngineCommand],
         results: Iterable[ForwardOutput | CommandDone],
     ) -> None:
         """Do everything that can be done now, and add finished sequences and streamed tokens to `state.deltas`."""
@@ -129,6 +129,8 @@ class Engine:
                     cancel_request(state, message.request_id)
                 elif isinstance(message, TakeSample):
                     state.asked_sample = message
+                elif isinstance(message, JobsLeft):
+                    state.jobs_left = message.time_left
                 else:
                     state.commands.append(message)
             if messages:
@@ -163,7 +165,7 @@ class Engine:
         """The server has died: end all that it asked for, and free what that used. Cached prefixes stay."""
         end_all(self.state)
         forget_commands(self.state)
-        self.state.asked_sample = None
+        self.state.asked_sample = self.state.jobs_left = None
 
     def _apply(self, results: list[ForwardOutput]) -> None:
         """Apply results, and send steps in between while the worker may run out of them.

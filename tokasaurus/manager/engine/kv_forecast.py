@@ -71,10 +71,10 @@ def update_forecast(state: EngineState) -> None:
 
 
 def running_progress(state: EngineState) -> list[SequenceProgress]:
-    """How far each running sequence is whose request reports it, and what the current forecast expects of it."""
+    """How far each running sequence of a job is, and what the current forecast expects of it."""
     arrays = state.slots
     running = (arrays.sequence(slot) for slot in np.flatnonzero(arrays.is_running).tolist())
-    sequences = [sequence for sequence in running if sequence.request.reports_progress]
+    sequences = [sequence for sequence in running if sequence.request.job]
     slots = np.array([sequence.slot for sequence in sequences], np.int64)
     num_tokens = arrays.num_known_tokens[slots] - arrays.num_prompt_tokens[slots]
     max_new_tokens = arrays.max_kv_tokens[slots] - arrays.num_prompt_tokens[slots] + 1

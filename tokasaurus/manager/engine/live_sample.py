@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.engine.admission import Candidates, describe, max_admitted_blocks, num_certain_to_fit
 from tokasaurus.manager.engine.kv_forecast import KVForecast, expected_decode_steps, forecast_kv, running_slots
-from tokasaurus.manager.engine.work_left import work_left
+from tokasaurus.manager.engine.work_left import engine_time_left, oldest_wait, round_seconds
 from tokasaurus.manager.planning.kv_simulation import SequenceLoads, SharedLoads, simulate_kv
 from tokasaurus.manager.planning.live_forecast import curve_points, first_fitting_step
 from tokasaurus.manager.state.engine_state import EngineState
@@ -33,7 +33,6 @@ from tokasaurus.messages.live import (
 )
 from tokasaurus.messages.stages import StageBoard, StageTotals
 from tokasaurus.messages.status import EngineStats
-from tokasaurus.monitoring.step_stats import WorkLeft
 
 Int64Array = NDArray[np.int64]
 
@@ -53,7 +52,6 @@ _NO_BLOCKS = np.zeros(0, np.int64)
 class _Totals:
     """What samples tell the growth of."""
 
-    num_tokens: int = 0
     num_steps: int = 0
     num_admitted: int = 0
     num_finished: int = 0
@@ -74,7 +72,6 @@ class _Totals:
         if before.stages:
             stages = tuple(new.since(old) for old, new in zip(before.stages, stages, strict=True))
         return _Totals(
-            num_tokens=self.num_tokens - before.num_tokens,
             num_steps=self.num_steps - before.num_steps,
             num_admitted=self.num_admitted - before.num_admitted,
             num_finished=self.num_finished - before.num_finished,
@@ -99,7 +96,6 @@ class LiveSampler:
         self.num_taken = 0
         """Samples since the start."""
         self._before = _Totals()
-        self._taken_s = 0.0
         self._seconds = 0.0
         """Moving average of the time that a sample takes."""
         self._asked_s: float | None = None
@@ -119,15 +115,13 @@ class LiveSampler:
         stages = () if self._stages is None else self._stages.look()
         totals = _totals(state, manager_seconds, stages)
         growth = totals.since(totals if state.asked_sample.begins else self._before)
-        seconds = 0.0 if state.asked_sample.begins else started_s - self._taken_s
-        work, num_microbatches = work_left(state, started_s), state.options.num_microbatches
         kv_forecast = forecast_kv(state, state.admission.prefill_rate)
         sample = LiveSample(
             stats=stats,
             step=state.last_result_id,
             num_steps=growth.num_steps,
-            round_seconds=None if state.step_seconds is None else state.step_seconds * num_microbatches,
-            num_microbatches=num_microbatches,
+            round_seconds=round_seconds(state),
+            num_microbatches=state.options.num_microbatches,
             num_slots=state.options.num_slots,
             num_prefilling=len(state.queues.prefilling),
             blocks=block_use(state),
@@ -137,9 +131,9 @@ class LiveSampler:
             num_evicted_blocks=growth.num_evicted_blocks,
             forecast=_points(state, kv_forecast) if state.slots.num_running else None,
             next=_next_sequence(state, kv_forecast, started_s),
-            oldest_wait_s=work.oldest_wait_s,
+            oldest_wait_s=oldest_wait(state, started_s),
             lengths=list(state.lengths.newest),
-            eta_s=_seconds_to_end(state, work, growth, seconds),
+            time_left=engine_time_left(state),
             manager_seconds=growth.manager_seconds,
             busy_seconds=growth.busy_seconds,
             idle_seconds=growth.idle_seconds,
@@ -150,7 +144,7 @@ class LiveSampler:
         )
         state.lengths.newest.clear()
         state.asked_sample = self._asked_s = None
-        self._before, self._taken_s = totals, started_s
+        self._before = totals
         self.num_taken += 1
         self._seconds += NEW_SECONDS_WEIGHT * (time.monotonic() - started_s - self._seconds)
         return sample
@@ -158,7 +152,6 @@ class LiveSampler:
 
 def _totals(state: EngineState, manager_seconds: Mapping[str, float], stages: tuple[StageTotals, ...]) -> _Totals:
     return _Totals(
-        num_tokens=state.totals.generation_tokens,
         num_steps=state.step_totals.num_steps,
         num_admitted=state.slots.num_admissions,
         num_finished=state.totals.finished_sequences,
@@ -317,19 +310,3 @@ def _first_free_slot(state: EngineState, kv_forecast: KVForecast) -> int:
         (expected_decode_steps(state, past), kv_forecast.prefill.start_steps + expected_decode_steps(state, prefilling))
     )
     return int(ends.min()) + kv_forecast.release_delay + 1
-
-
-def _seconds_to_end(state: EngineState, work: WorkLeft, growth: _Totals, seconds: float) -> float | None:
-    """See LiveSample.eta_s. growth: of the last `seconds`; without any, the expected time of a step tells the speed."""
-    num_rounds = growth.num_steps / state.options.num_microbatches
-    num_tokens: float = growth.num_tokens
-    if not num_rounds or not num_tokens:
-        if state.step_seconds is None:
-            return None
-        num_rounds, seconds = 1.0, state.step_seconds * state.options.num_microbatches
-        num_tokens = len(state.queues.decoding())
-    if not work.num_tokens or not num_tokens or seconds <= 0:
-        return None
-    # At the end few sequences are left, which the speed of a full batch does not finish sooner.
-    rounds_left = work.num_steps / state.options.num_microbatches
-    return max(work.num_tokens / num_tokens, rounds_left / num_rounds) * seconds

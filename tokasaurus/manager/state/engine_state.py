@@ -31,8 +31,9 @@ from tokasaurus.messages.commands import (
 )
 from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.messages.live import MAX_SAMPLE_LENGTHS, TakeSample
-from tokasaurus.messages.status import KV_READS, EngineLimits, EngineStats, HydragenCosts
+from tokasaurus.messages.status import KV_READS, EngineLimits, EngineStats, HydragenCosts, TimeLeft
 from tokasaurus.monitoring.step_stats import StepTotals
+from tokasaurus.monitoring.time_left import Pace
 from tokasaurus.text.special_stops import SpecialStops
 from tokasaurus.text.stop_strings import StopTokens
 from tokasaurus.text.token_decoder import PromptTail
@@ -234,6 +235,10 @@ class EngineState:
     # engine/engine
     asked_sample: TakeSample | None = None
     """Not answered yet; engine/live_sample answers it."""
+    jobs_left: TimeLeft | None = None
+    """See JobsLeft."""
+    pace: Pace = field(default_factory=Pace)
+    """What was done lately; engine/work_left notes it."""
     next_microbatch: int = 0
     """The microbatch whose turn is next."""
 

@@ -48,7 +48,7 @@ class SlotArrays:
         self.num_background = 0
         """Running sequences of background requests."""
         self.num_reporting = 0
-        """Running sequences whose progress is reported."""
+        """Running sequences of jobs, whose progress is reported."""
         self.num_streamed = 0
         """Running sequences whose tokens are sent as they arrive."""
 
@@ -226,5 +226,5 @@ class SlotArrays:
         self.num_with_grammars += change * sequence.has_grammar
         self.num_with_masks += change * (sequence.has_grammar or sequence.token_masks is not None)
         self.num_background += change * request.is_background
-        self.num_reporting += change * request.reports_progress
+        self.num_reporting += change * (request.job != "")
         self.num_streamed += change * request.is_streamed

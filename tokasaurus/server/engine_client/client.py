@@ -36,10 +36,9 @@ from tokasaurus.messages.generation import (
     EngineUpdate,
     GenerateRequest,
     SequenceDelta,
-    SequenceProgress,
     TopLogprobs,
 )
-from tokasaurus.messages.live import LiveSample, TakeSample
+from tokasaurus.messages.live import JobsLeft, LiveSample, TakeSample
 from tokasaurus.messages.status import (
     FIRST_SERVER,
     EngineLimits,
@@ -47,14 +46,17 @@ from tokasaurus.messages.status import (
     Predecessors,
     Ready,
     ServerTotals,
+    StepCost,
+    TimeLeft,
     UserError,
     first_line,
 )
 from tokasaurus.monitoring.request_log import LoggedRequest
 from tokasaurus.monitoring.request_metrics import EndReason, RequestMetrics
-from tokasaurus.monitoring.request_spans import RequestSpan, current_span
+from tokasaurus.monitoring.request_spans import current_span
 from tokasaurus.server.engine_client.collectors import FinishedSequence, Results, StreamCollector
 from tokasaurus.server.engine_client.commands import CommandRefused, Commands, ReplicaLost
+from tokasaurus.server.engine_client.pending import Collector, JobPace, PendingRequest
 from tokasaurus.server.engine_client.replicas import Replica, choose_replica
 from tokasaurus.server.errors import EngineAsleep, EngineDied, EngineRestarting, InvalidRequest, QueueFull
 from tokasaurus.server.protocol.vllm_rollouts import PauseMode
@@ -231,6 +233,9 @@ class UnfinishedWork:
             del self._by_client[request.client]
 
 
+MIN_LOOK_SECONDS = 0.5
+"""Shortest time between two looks at the paces of jobs: each replica reports once a second."""
+
 MAX_REPLAYS = 3
 """Most times that a request is submitted again. A request that makes the engine die must not do so for ever."""
 
@@ -259,88 +264,6 @@ class WorkDone:
 
     def __add__(self, other: "WorkDone") -> "WorkDone":
         return WorkDone(self.busy_seconds + other.busy_seconds, self.num_tokens + other.num_tokens)
-
-
-Collector = Results | StreamCollector
-"""Collects the deltas of one call's requests."""
-
-
-@dataclass(slots=True)
-class PendingRequest:
-    """A request that its caller is still waiting for."""
-
-    request: GenerateRequest
-    collector: Collector
-    index: int
-    """The request's index in the collector."""
-    replica: Replica | None = None
-    """Where it runs; None while no replica is up."""
-    num_unfinished: int = field(init=False)
-    """Number of its sequences that have not finished."""
-    num_replays: int = 0
-    """How often its replica has died."""
-    has_failed: bool = False
-    """Its caller gets an error, and will remove it."""
-    has_error: bool = False
-    """Its caller gets an error: it has failed, or one of its sequences was aborted."""
-    span: RequestSpan | None = None
-    """Span of the HTTP request that it belongs to, if that is traced."""
-    logged: LoggedRequest | None = None
-    """Writes its line of the log, if requests are logged."""
-    longest: int = 0
-    """Tokens of its longest finished sequence."""
-    num_finished_tokens: int = 0
-    """Tokens of its finished sequences, unless they are streamed."""
-    num_received_tokens: int = field(init=False)
-    """Tokens of all its deltas, without those that an earlier server has sampled."""
-    progress: dict[int, SequenceProgress] = field(default_factory=dict)
-    """The last report on each of its unfinished sequences, by index; of requests that report them."""
-
-    def __post_init__(self) -> None:
-        self.num_unfinished = self.request.num_sequences
-        self.num_received_tokens = -self.request.num_kept_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and completion of one of its sequences, at full length."""
-        return len(self.request.prompt_ids) + self.request.max_new_tokens
-
-    @property
-    def num_generated_tokens(self) -> int:
-        """Tokens of all its sequences so far, by the last reports."""
-        return self.num_finished_tokens + sum(progress.num_tokens for progress in self.progress.values())
-
-    @property
-    def num_expected_tokens(self) -> int | None:
-        """Tokens that all its sequences will have at their ends; None while that is not known of one of them."""
-        expected = [progress.num_expected_tokens for progress in self.progress.values()]
-        known = [number for number in expected if number is not None]
-        return self.num_finished_tokens + sum(known) if len(known) == self.num_unfinished else None
-
-    def note_end(self, delta: SequenceDelta) -> None:
-        """delta: the last of one of its sequences."""
-        self.num_unfinished -= 1
-        self.has_error |= delta.error != ""
-        if delta.times is not None:
-            self.longest = max(self.longest, delta.times.num_tokens)
-        self.num_finished_tokens += len(delta.token_ids)
-        self.progress.pop(delta.sequence_index, None)
-
-    def fail(self, error: Exception) -> None:
-        self.has_failed = self.has_error = True
-        self.collector.fail(error)
-
-    def restart(self) -> bool:
-        """Start from the beginning; False if the caller has received a part of the answer already."""
-        if not self.collector.restart(self.index):
-            return False
-        self.num_unfinished = self.request.num_sequences
-        self.num_received_tokens = -self.request.num_kept_tokens
-        self.num_finished_tokens = self.longest = 0
-        self.progress.clear()
-        if self.logged is not None:
-            self.logged.restart()
-        return True
 
 
 def next_version(version: str) -> str:
@@ -447,6 +370,11 @@ class EngineClient:
         self._while_restarting = while_restarting
         self._pending: dict[str, PendingRequest] = {}
         self._work = UnfinishedWork(queue_limits)
+        self._jobs: dict[str, JobPace] = {}
+        self._looked_s = 0.0
+        """When the paces of the jobs were last looked at, by time.monotonic."""
+        self._told_left: TimeLeft | None = None
+        """What the managers know of the jobs."""
         self.calls = CallCounts()
         self._work_of_lost = WorkDone(0.0, 0)
         self._num_sampled_by_lost = 0
@@ -582,9 +510,41 @@ class EngineClient:
         """Requests that a `generate` or `stream` call is waiting for or has not yet cleaned up."""
         return len(self._pending)
 
-    def pending_of(self, client: str) -> list[PendingRequest]:
-        """The client's requests that a `generate` or `stream` call is waiting for."""
-        return [pending for pending in self._pending.values() if pending.request.client == client]
+    @contextmanager
+    def running_job(self, job: str, pace: JobPace) -> Iterator[None]:
+        """Within the context, `pace` follows the requests of this job; see GenerateRequest."""
+        self._jobs[job] = pace
+        try:
+            yield
+        finally:
+            del self._jobs[job]
+            self._tell_jobs_left()
+
+    def _look_at_jobs(self) -> None:
+        """After reports of the managers."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < MIN_LOOK_SECONDS:
+            return
+        self._looked_s = now_s
+        costs = [replica.step_cost for replica in self._up if replica.step_cost is not None] or [StepCost()]
+        num = len(costs)  # each replica has a part of the rows
+        cost = StepCost(
+            sum(cost.per_step for cost in costs) / num,
+            sum(cost.per_row for cost in costs) / num**2,
+            sum(cost.per_prompt_token for cost in costs) / num**2,
+        )
+        for pace in self._jobs.values():
+            pace.look(now_s, cost)
+        self._tell_jobs_left()
+
+    def _tell_jobs_left(self) -> None:
+        """The managers' log lines have the same times as the jobs."""
+        known = [pace.time_left for pace in self._jobs.values() if pace.time_left is not None]
+        left = TimeLeft(*(max(ends) for ends in zip(*known, strict=True))) if known else None
+        if left != self._told_left:
+            self._told_left = left
+            for replica in self._up:
+                replica.send(JobsLeft(left))
 
     def check_queue(self, client: str, num_sequences: int = 1, num_tokens: int = 1) -> None:
         """Raises QueueFull or InvalidRequest if a body of `client` cannot be submitted, see UnfinishedWork.check."""
@@ -637,10 +597,13 @@ class EngineClient:
         # A batch may have been created by the request of this context, and runs long after it.
         span = None if requests[0].is_background else current_span.get()
         self.calls.num_open += 1
+        job = self._jobs.get(requests[0].job)
+        if job is not None:
+            job.begin_line()
         try:
             for index, request in enumerate(requests):
                 logged = None if self._logged_model is None else LoggedRequest(request, self._logged_model)
-                submitted.append(PendingRequest(request, collector, index, span=span, logged=logged))
+                submitted.append(PendingRequest(request, collector, index, span=span, logged=logged, job=job))
                 if span is not None:
                     span.note_request(request)
                 self._add(submitted[-1])
@@ -651,6 +614,8 @@ class EngineClient:
             error = raised
             raise
         finally:
+            if job is not None:
+                job.end_line()
             self._note_call_end(requests, submitted, error)
             for request in requests[len(submitted) :]:
                 self._work.remove(request, request.num_sequences)
@@ -684,11 +649,15 @@ class EngineClient:
         request_id = pending.request.request_id
         assert request_id not in self._pending, f"request id {request_id} used twice"
         self._pending[request_id] = pending
+        if pending.job is not None:
+            pending.job.add(pending, time.monotonic())
         self._submit(pending)
 
     def _remove(self, pending: PendingRequest) -> None:
         """The caller no longer waits: cancel what is not finished."""
         del self._pending[pending.request.request_id]
+        if pending.job is not None:
+            pending.job.remove(pending)
         self._work.remove(pending.request, pending.num_unfinished)
         replica = self._unassign(pending)
         reason: EndReason = "error" if pending.has_error else "cancelled"
@@ -788,10 +757,15 @@ class EngineClient:
             pending = self._pending.get(progress.request_id)
             if pending is not None and pending.replica is replica:
                 pending.progress[progress.sequence_index] = progress
+        if update.progress:
+            replica.step_cost = update.step_cost
+            self._look_at_jobs()
 
     def _note_end(self, pending: PendingRequest, delta: SequenceDelta, replica: Replica | None) -> None:
         """delta: the last of one of the request's sequences."""
         pending.note_end(delta)
+        if pending.job is not None:
+            pending.job.note_end(pending, delta)
         metrics = self._metrics_of(replica)
         metrics.note_sequence(pending.request, delta)
         if pending.span is not None:

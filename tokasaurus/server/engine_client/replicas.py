@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from tokasaurus.messages.channel import ReplicaConnection
 from tokasaurus.messages.commands import EngineCommand
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
-from tokasaurus.messages.live import LiveSample, TakeSample
-from tokasaurus.messages.status import EngineLimits, EngineStats
+from tokasaurus.messages.live import JobsLeft, LiveSample, TakeSample
+from tokasaurus.messages.status import EngineLimits, EngineStats, StepCost
 
 CHUNKS_PER_SIZE = 64
 FIRST_CHUNK_TOKENS = 16
@@ -101,6 +101,8 @@ class Replica:
     """The limits reported at its last start; None before its first start."""
     stats: EngineStats | None = None
     """None while it is not ready."""
+    step_cost: StepCost | None = None
+    """As it has reported last; None until it has."""
     update_number: int = 0
     """UpdateWeights.number of the weights that it had at its last start, or has been given since."""
     sample: LiveSample | None = None
@@ -114,9 +116,9 @@ class Replica:
     index: int = 0
     """Number of the replica, from 0."""
 
-    _unsent: list[GenerateRequest | CancelRequest | TakeSample | EngineCommand] = field(default_factory=list)
+    _unsent: list[GenerateRequest | CancelRequest | TakeSample | JobsLeft | EngineCommand] = field(default_factory=list)
 
-    def send(self, message: GenerateRequest | CancelRequest | TakeSample | EngineCommand) -> None:
+    def send(self, message: GenerateRequest | CancelRequest | TakeSample | JobsLeft | EngineCommand) -> None:
         """Send it with all others of this pass of the event loop, in order; nothing happens if it is lost by then."""
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._send_all)

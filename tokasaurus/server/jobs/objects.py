@@ -1,14 +1,13 @@
 """Records of the store → the objects that clients see."""
 
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import orjson
 from fastapi import Response
 
-from tokasaurus.server.engine_client.client import PendingRequest
+from tokasaurus.messages.status import TimeLeft
+from tokasaurus.server.engine_client.pending import JobPace
 from tokasaurus.server.jobs.store.records import BatchRecord, FileRecord
 from tokasaurus.server.protocol.batches import (
     BatchError,
@@ -36,22 +35,14 @@ def file_object(record: FileRecord) -> FileObject:
     return FileObject(record.id, record.bytes, record.created_at, record.filename, record.purpose, record.expires_at)
 
 
-def batch_progress(record: BatchRecord, pending: Sequence[PendingRequest]) -> BatchProgress:
-    """pending: the batch's requests in the engine. A line that no prediction knows is expected to be like the others:
-    the finished lines, and the running ones at their expected ends. With the finished ones alone, which are the
-    shortest, the estimate would be too low; so there is none while lines run of which nothing is predicted."""
-    lines: dict[str, list[PendingRequest]] = defaultdict(list)
-    for request in pending:
-        lines[request.request.request_id.rpartition("-")[0]].append(request)  # a line has a request for each prompt
-    num_generated = record.output_tokens + sum(request.num_generated_tokens for request in pending)
-    predictions = [[request.num_expected_tokens for request in line] for line in lines.values()]
-    totals = [sum(known) for line in predictions if len(known := [one for one in line if one is not None]) == len(line)]
-    num_known = record.num_completed + len(totals)
-    if num_known == 0 or (pending and not totals):
-        return BatchProgress(num_generated, None)
-    num_tokens = record.output_tokens + sum(totals)
-    num_left = max(0, record.num_lines - record.num_failed - num_known)
-    return BatchProgress(num_generated, max(num_generated, num_tokens + round(num_left * num_tokens / num_known)))
+def batch_progress(record: BatchRecord, pace: JobPace) -> BatchProgress:
+    """pace: of the batch, whose lines run."""
+    num_generated, left = record.output_tokens + pace.num_running_tokens, pace.num_tokens_left
+    return BatchProgress(num_generated, None if left is None else num_generated + left, seconds_of(pace.time_left))
+
+
+def seconds_of(left: TimeLeft | None) -> list[float] | None:
+    return None if left is None else [round(end_s, 1) for end_s in left]
 
 
 def batch_object(record: BatchRecord, progress: BatchProgress | None = None, problem: str | None = None) -> BatchObject:

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 
 from tokasaurus.random_ids import random_id
 from tokasaurus.server.engine_client.client import WorkDone
+from tokasaurus.server.engine_client.pending import JobPace
 from tokasaurus.server.jobs.store.records import LineResult
 
 NAME_HEADER, LINES_HEADER = "x-toka-job-name", "x-toka-job-lines"
@@ -45,6 +46,7 @@ class OpenBulk:
     has_read_all: bool = False
     num_completed: int = 0
     num_failed: int = 0
+    pace: JobPace = field(default_factory=JobPace)
     input_tokens: int = 0
     """Input tokens of completed lines; output_tokens are theirs, too."""
     output_tokens: int = 0
@@ -56,8 +58,15 @@ class OpenBulk:
             return self.num_read if self.has_read_all else None
         return max(self.num_read, self.num_expected)
 
+    def note_read(self, is_last: bool = False) -> None:
+        """A line was read, or the body has ended."""
+        self.num_read += not is_last
+        self.has_read_all |= is_last
+        self.pace.num_lines = self.num_lines
+
     def note(self, result: LineResult) -> None:
         """A line has its result."""
+        self.pace.num_done += 1
         self.num_failed += result.has_failed
         self.num_completed += not result.has_failed
         self.input_tokens += result.input_tokens

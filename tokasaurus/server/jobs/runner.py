@@ -16,6 +16,7 @@ from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.access import use_key_salt
 from tokasaurus.server.engine_client.client import WorkDone
 from tokasaurus.server.engine_client.collectors import FinishedSequence
+from tokasaurus.server.engine_client.pending import JobPace
 from tokasaurus.server.errors import (
     AnswerTooLargeError,
     ApiError,
@@ -126,6 +127,7 @@ class RunningBatch:
     """Numbers of the lines that the end of a former server has cut, and of which the ledger has what they had."""
     kept: dict[int, bytes] = field(default_factory=dict)
     """What is kept of lines that this server's end has cut, by number; the ledger does not have it yet."""
+    pace: JobPace = field(init=False)
     lines: LineRunner = field(init=False)
     """Its lines that run."""
     is_exhausted: bool = False
@@ -142,6 +144,7 @@ class RunningBatch:
 
     def __post_init__(self) -> None:
         self.first_version = self._version()
+        self.pace = JobPace(self.record.num_lines - self.record.num_completed - self.record.num_failed)
 
     def _version(self) -> tuple[int, int]:
         status = os.fstat(self.content.fileno())
@@ -540,7 +543,7 @@ class BatchRunner:
         if pending.attempts >= MAX_ATTEMPTS:
             raise EngineDied(f"the server ended {pending.attempts} times while this line ran")
         use_key_salt(batch.record.cache_salt)
-        origin = Origin(parsed.num_bytes, batch.client, pending.seed, is_background=True, reports_progress=True)
+        origin = Origin(parsed.num_bytes, batch.client, pending.seed, is_background=True, job=batch.client)
         prepared = await parsed.endpoint.prepare(self._state, parsed.body, origin)
         results = None
         if (kept := await self._read_kept(batch, pending.number, prepared)) is not None:
@@ -570,6 +573,7 @@ class BatchRunner:
     async def store(self, batch: RunningBatch, result: LineResult) -> None:
         """Returns when the result is on the disk."""
         self._has_news.set()
+        batch.pace.num_done += 1
         await self._recorder.store(batch.record.number, result)
         self.num_failed += result.has_failed
         self.num_completed += not result.has_failed

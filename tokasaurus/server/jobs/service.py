@@ -16,14 +16,15 @@ import orjson
 from fastapi import Request
 
 from tokasaurus.config import ServerConfig
-from tokasaurus.messages.status import BatchTokens
+from tokasaurus.messages.status import BatchTokens, TimeLeft
 from tokasaurus.monitoring.metrics import BatchStats
 from tokasaurus.server.access import key_salt
+from tokasaurus.server.engine_client.pending import JobPace
 from tokasaurus.server.errors import DataDirMissing, InvalidRequest
 from tokasaurus.server.jobs.closing import clear_ledger, close_batch, keep_removing
 from tokasaurus.server.jobs.files import require_file
 from tokasaurus.server.jobs.objects import batch_progress
-from tokasaurus.server.jobs.runner import BatchRunner, ResultRecorder, RunningBatch, client_of
+from tokasaurus.server.jobs.runner import BatchRunner, ResultRecorder, RunningBatch
 from tokasaurus.server.jobs.store.data_dir import ContentMissing, StoreError
 from tokasaurus.server.jobs.store.ledger import add_lines, kept_lines, release_running
 from tokasaurus.server.jobs.store.records import (
@@ -151,10 +152,11 @@ class BatchService:
         return self._runner.find(batch.number)
 
     def progress(self, batch: BatchRecord) -> BatchProgress | None:
-        """None unless its lines run."""
+        """None unless it is in progress."""
         if batch.status != "in_progress":
             return None
-        return batch_progress(batch, self._engine.pending_of(client_of(batch)))
+        running = self.running_batch(batch)
+        return batch_progress(batch, JobPace() if running is None else running.pace)
 
     def problem(self, batch: BatchRecord) -> str:
         """Why the batch cannot go on now; "" if it can, or is finished."""
@@ -201,8 +203,9 @@ class BatchService:
                 for batch in await self.store.database.read(unfinished_batches):
                     progress = self.progress(batch)
                     if progress is not None:
+                        left = None if progress.seconds_left is None else TimeLeft(*progress.seconds_left)
                         tokens = progress.generated_tokens, progress.expected_tokens
-                        tell_tokens(BatchTokens(*tokens, self.problem(batch)))
+                        tell_tokens(BatchTokens(*tokens, left, self.problem(batch)))
                     elif batch.status == "cancelling" and batch.number in self._cancelled:
                         self._cancelled[batch.number].set()
 
@@ -310,9 +313,10 @@ class BatchService:
             return await self._begin_finalizing(batch, "failed", found)
         is_in_place = self._tell_tokens is not None
         running = RunningBatch(batch, content, self._engine.work_done, is_in_place, kept_lines=kept)
-        self._runner.add(running)
         try:
-            await self._wait_for_end(batch, running.has_ended.wait())
+            with self._engine.running_job(running.client, running.pace):
+                self._runner.add(running)
+                await self._wait_for_end(batch, running.has_ended.wait())
         except Exception:
             await self._runner.stop(running)
             raise

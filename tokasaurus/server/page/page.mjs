@@ -2,7 +2,7 @@
 
 import { LengthChart, TimeChart, timeLabel } from "./charts.mjs";
 import { MAX_BYTES, Player, historyAt, parseRecording } from "./replay.mjs";
-import { compact, count, duration, milliseconds, percent, price, speed } from "./samples.mjs";
+import { compact, count, duration, milliseconds, percent, price, speed, timeLeft } from "./samples.mjs";
 import * as samples from "./samples.mjs";
 import { LiveStream, STALE_SECONDS } from "./stream.mjs";
 import { TERMS } from "./terms.mjs";
@@ -102,7 +102,7 @@ function showTiles(sample, series, forecast) {
   say("pool", percent(last("inUse") / last("total")));
   say("pool-note", forecast === null ? "" : `peak to come: ${percent(forecast.peak / forecast.limit)}`);
   const eta = samples.etaOf(sample, view.replica);
-  say("eta", duration(eta));
+  say("eta", timeLeft(eta));
   say("eta-note", eta === null ? "" : "by predicted lengths");
   const requests = sample.requests ?? {};
   say("open", count(requests.open));
@@ -400,7 +400,7 @@ function showReplicas(sample, history) {
       [count(one.running)],
       [count(one.waiting)],
       [meter, percent(share)],
-      [duration(one.eta_seconds)],
+      [timeLeft(one)],
       [count(one.restarts)],
     ];
     return make("tr", {}, ...cells.map((cell) => make("td", {}, ...cell)));
@@ -488,7 +488,7 @@ function jobRow(job, now) {
     job.kind,
     job.state,
     share === null ? null : percent(share),
-    Number.isFinite(job.eta_seconds) ? `${duration(job.eta_seconds)} left` : null,
+    Number.isFinite(job.eta_seconds) ? `${timeLeft(job)} left` : null,
     Number.isFinite(job.ended) ? `${duration(Math.max(0, now - job.ended))} ago` : null,
   ];
   return make(

@@ -27,6 +27,7 @@ const KEPT = [
   "slots",
   "prefilling",
   "eta_seconds",
+  "eta_range",
   "oldest_wait_seconds",
   "oldest",
 ];
@@ -377,11 +378,12 @@ export function microbatchesOf(sample, replica) {
   return counts;
 }
 
-// The last to end of the replicas; null if one of those with work does not know.
+// The replica that is the last to end; null if one of those with work does not know.
 export function etaOf(sample, replica) {
   const busy = replicasOf(sample, replica).filter((one) => (one.running ?? 0) + (one.waiting ?? 0) > 0);
   const known = busy.map((one) => one.eta_seconds);
-  return known.length === 0 || !known.every(Number.isFinite) ? null : Math.max(...known);
+  if (known.length === 0 || !known.every(Number.isFinite)) return null;
+  return busy[known.indexOf(Math.max(...known))];
 }
 
 export function oldestWait(sample, replica) {
@@ -446,6 +448,14 @@ export function percent(share) {
 }
 
 // Two units below ten of the larger one, else one.
+const SURE_RATIO = 1.3;
+const RANGE_UNITS = [
+  [86400, "d"],
+  [3600, "h"],
+  [60, "min"],
+  [1, "s"],
+];
+
 export function duration(seconds) {
   if (!Number.isFinite(seconds)) return "–";
   if (seconds > 0 && seconds < 0.995) return `${Math.max(1, Math.round(1000 * seconds))} ms`;
@@ -459,6 +469,15 @@ export function duration(seconds) {
   ].findLast(([size]) => whole >= 2 * size);
   const [first, second] = [Math.floor(whole / large), Math.floor((whole % large) / small)];
   return second === 0 || first >= 10 ? `${first} ${names[0]}` : `${first} ${names[0]} ${second} ${names[1]}`;
+}
+
+// How long a replica or a job still takes: 3 min 20 s, or 2–4 min while it is not sure.
+export function timeLeft(one) {
+  const [low, high] = Array.isArray(one?.eta_range) ? one.eta_range : [];
+  if (!(high > SURE_RATIO * low)) return duration(one?.eta_seconds);
+  const [size, name] = RANGE_UNITS.find(([size]) => high >= 2 * size) ?? RANGE_UNITS.at(-1);
+  const ends = [low, high].map((end) => Math.round(end / size));
+  return ends[0] === ends[1] ? duration(one.eta_seconds) : `${ends[0]}–${ends[1]} ${name}`;
 }
 
 export function milliseconds(seconds) {

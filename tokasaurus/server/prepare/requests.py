@@ -67,8 +67,8 @@ class Origin:
     """Unsigned 64 bits, from which the seeds of a body that gives none follow; None draws them."""
     is_background: bool = False
     """Its requests wait behind all others, and are not counted in the limits of the queue."""
-    reports_progress: bool = False
-    """Its requests tell how far they are: `EngineClient.pending_of`."""
+    job: str = ""
+    """See GenerateRequest; one of `EngineClient.jobs`."""
     session: str = ""
     """See GenerateRequest."""
     arrived_s: float = field(default_factory=time.monotonic)
@@ -325,7 +325,7 @@ def make_requests(
             client=origin.client,
             priority=body.priority,
             is_background=origin.is_background,
-            reports_progress=origin.reports_progress,
+            job=origin.job,
             token_filter=filtered,
             shows_special=not body.skip_special_tokens,
             session=origin.session,

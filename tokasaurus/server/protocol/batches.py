@@ -126,21 +126,25 @@ class BatchUsage:
 class BatchProgress:
     """How far a batch is; our extension. generated_tokens: tokens of finished and running lines; those of running lines
     are counted about once a second. expected_tokens: tokens that all lines are expected to have at the end, from the
-    lengths of finished lines and the scheduler's prediction for running ones; left out until there is a basis."""
+    lengths of finished lines and the scheduler's prediction for running ones. seconds_left: until the end, as a range
+    [lowest, highest]. Both are left out until there is a basis."""
 
     generated_tokens: int
     expected_tokens: int | None
+    seconds_left: list[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BulkProgress:
-    """How far a client's unfinished requests are. requests: how many there are. generated_tokens: tokens that they have
-    so far, counted about once a second. expected_tokens: tokens that they are expected to have at their ends; null
-    until there is a basis."""
+    """How far the unfinished lines are. requests: how many the engine has. generated_tokens: tokens that they have so
+    far, counted about once a second. expected_tokens: tokens that they and all lines to come will have at their ends;
+    seconds_left: until then, as a range [lowest, highest]. Both are null until there is a basis, which includes that
+    the client has said how many lines there will be."""
 
     requests: int
     generated_tokens: int
     expected_tokens: int | None
+    seconds_left: list[float] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,8 @@ class LiveReplica(TypedDict, total=False):
     steps: since the event before. step_seconds: expected time of a round of decode steps. microbatches: steps of a
     round. background: running sequences of batches. slots: most sequences that can run. queue_depth: steps in flight.
     oldest_wait_seconds: of a request with a waiting sequence. lengths: predicted and actual tokens of sequences that
-    finished since the event before. eta_seconds: until all that runs and waits will have ended. oldest: the oldest
+    finished since the event before. eta_seconds: until all that runs and waits, and all
+    lines of the jobs, will have ended. eta_range: the same as a range [lowest, highest]. oldest: the oldest
     requests that run, then the oldest that wait.
     """
 
@@ -159,6 +160,7 @@ class LiveReplica(TypedDict, total=False):
     oldest_wait_seconds: float | None
     lengths: list[tuple[int, int]]
     eta_seconds: float | None
+    eta_range: list[float] | None
     parts: LiveParts
     stages: list[LiveStage]
     oldest: list[LiveOldRequest]
@@ -190,7 +192,8 @@ class LiveCost(TypedDict):
 
 class LiveJob(TypedDict):
     """started, ended: seconds since 1970; ended is null before the end. tokens_per_second: generated. eta_seconds:
-    until its end; null while there is no basis. reason: why a batch failed as a whole."""
+    until its end. eta_range: the same as a range [lowest, highest]. Both are null while there is no basis. reason: why
+    a batch failed as a whole."""
 
     id: str
     kind: Literal["batch", "bulk"]
@@ -201,6 +204,7 @@ class LiveJob(TypedDict):
     started: float
     tokens_per_second: float
     eta_seconds: float | None
+    eta_range: list[float] | None
     cost: LiveCost
     ended: float | None
     reason: str | None

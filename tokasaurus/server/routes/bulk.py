@@ -4,8 +4,8 @@ import asyncio
 import codecs
 import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 
@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tokasaurus.server.access import client_of
 from tokasaurus.server.endpoints import CHAT_EXAMPLE
-from tokasaurus.server.engine_client.client import PendingRequest
+from tokasaurus.server.engine_client.pending import JobPace
 from tokasaurus.server.errors import (
     ApiError,
     BodyTooLarge,
@@ -38,6 +38,7 @@ from tokasaurus.server.jobs.line_runner import (
     parse_line,
     refused,
 )
+from tokasaurus.server.jobs.objects import seconds_of
 from tokasaurus.server.jobs.open_bulk import OpenBulk, OpenBulks, announced
 from tokasaurus.server.jobs.store.records import LineResult
 from tokasaurus.server.json_values import is_parsed_quickly
@@ -287,7 +288,7 @@ class BulkRun:
             await self._start_line(number, content)
         self.has_read_all = True
         if self._bulk is not None:
-            self._bulk.has_read_all = True
+            self._bulk.note_read(is_last=True)
 
     async def _start_line(self, number: int, content: bytes | TooLong) -> None:
         await self._can_read.wait()
@@ -295,7 +296,7 @@ class BulkRun:
         line.num_bytes = len(content) if isinstance(content, bytes) else 0
         self._unanswered[line] = None
         if self._bulk is not None:
-            self._bulk.num_read += 1
+            self._bulk.note_read()
         self._runner.start(line)
         self._notice_room()
         if number % LINES_PER_PASS == 0:
@@ -405,40 +406,42 @@ RESULT_SCHEMA = {
 async def bulk(request: Request, progress: bool = False) -> Response:
     """Run any number of lines, each a body for a generation route; results are sent as they finish, in any order.
 
-    progress: once a second, also send how far the client's unfinished requests are."""
+    progress: once a second, also send how far the unfinished lines are."""
     state = state_of(request)
     state.ready_limits()
-    client = client_of(request)
+    open_bulks: OpenBulks = request.app.state.open_bulks
+    opened = OpenBulk(client_of(request), state.engine.work_done, *announced(request.headers))
 
     async def read_line(content: bytes) -> Line:
         if is_parsed_quickly(content):
-            return _read_line(content, state, client, progress)
-        return await state.text_threads.run(len(content), _read_line, content, state, client, progress)
+            return _read_line(content, state, opened)
+        return await state.text_threads.run(len(content), _read_line, content, state, opened)
 
     def report() -> bytes:
-        return write_json({"progress": progress_of(state.engine.pending_of(client))}, orjson.OPT_APPEND_NEWLINE)
+        return write_json({"progress": progress_of(opened.pace)}, orjson.OPT_APPEND_NEWLINE)
 
-    open_bulks: OpenBulks = request.app.state.open_bulks
-    opened = OpenBulk(client, state.engine.work_done, *announced(request.headers))
+    @contextmanager
+    def listed() -> Iterator[None]:
+        with open_bulks.listed(opened), state.engine.running_job(opened.id, opened.pace):
+            yield
+
     run = BulkRun(read_line, state.config.max_line_bytes, report if progress else None, opened)
-    return BulkStream(run, open_bulks.listed(opened))
+    return BulkStream(run, listed())
 
 
-def progress_of(pending: Sequence[PendingRequest]) -> BulkProgress:
-    """pending: the client's requests in the engine. A request without a prediction counts as the mean of the others."""
-    predictions = [request.num_expected_tokens for request in pending]
-    known = [number for number in predictions if number is not None]
-    expected = round(sum(known) * len(pending) / len(known)) if known else None
-    return BulkProgress(len(pending), sum(request.num_generated_tokens for request in pending), expected)
+def progress_of(pace: JobPace) -> BulkProgress:
+    left = pace.num_tokens_left
+    expected = None if left is None else pace.num_running_tokens + left
+    return BulkProgress(pace.num_requests, pace.num_running_tokens, expected, seconds_of(pace.time_left))
 
 
-def _read_line(content: bytes, state: ServerState, client: str, reports_progress: bool) -> Line:
+def _read_line(content: bytes, state: ServerState, bulk: OpenBulk) -> Line:
     try:
         parsed = parse_line(content, state.config.max_json_values)
     except LineRefused as refusal:
         return refused(refusal.custom_id, refusal.error)
 
     async def answer() -> Answer:
-        return await parsed.answer(state, Origin(parsed.num_bytes, client, reports_progress=reports_progress))
+        return await parsed.answer(state, Origin(parsed.num_bytes, bulk.client, job=bulk.id))
 
     return Line(parsed.custom_id, answer, num_sequences=parsed.body.num_sequences)
