@@ -1,10 +1,11 @@
 """How far phases are: by what they count, or by the time that they took at an earlier start."""
 
 import time
+from typing import Any
 
 import pytest
 
-from tokasaurus.messages.status import EngineLimits, PhaseDone, PhaseProgress, Ready
+from tokasaurus.messages.status import EngineLimits, PhaseDone, PhaseProgress, Ready, ServerTotals
 from tokasaurus.startup_report import StartupReport, phase_key
 
 WORKER = "model worker (rank 1)"
@@ -80,3 +81,26 @@ def test_a_start_says_what_is_served_and_what_takes_long(monkeypatch: pytest.Mon
         shown[shows_details] = [line[14:30].strip() for line in lines]
         assert {phase_key(WORKER, phase.phase) for phase in phases} <= report.start_times.keys(), "all times are kept"
     assert shown == {False: ["device", "warm-up"], True: ["imports", "device", "gemm", "warm-up", "memory"]}
+
+
+@pytest.mark.parametrize(
+    ("num_left", "num_kept", "line"),
+    [
+        (299, 41_220, "batches:  299 lines go on at the next start, with 41,220 tokens that are kept"),
+        (1, 0, "batches:  1 line goes on at the next start"),
+        (0, 0, None),
+    ],
+)
+def test_the_last_lines_say_what_goes_on(
+    monkeypatch: pytest.MonkeyPatch, num_left: int, num_kept: int, line: str | None
+) -> None:
+    lines: list[tuple[str, dict[str, Any] | None]] = []
+    monkeypatch.setattr(StartupReport, "show_line", lambda _, line, fields=None: lines.append((line, fields)))
+    report = StartupReport(ready_s=time.perf_counter() - 10, totals=ServerTotals(7, 1, 2, 30, 400, num_kept, num_left))
+    report.show_summary()
+    (requests, fields), (tokens, _), *rest = lines
+    assert fields is not None
+    assert (fields["kept_tokens"], fields["lines_left"]) == (num_kept, num_left)
+    assert requests == "requests: 7 answered, 1 aborted, 2 failed"
+    assert tokens.startswith("tokens:   30 in prompts, 400 generated in 10 s, ")
+    assert rest == ([] if line is None else [(line, None)])

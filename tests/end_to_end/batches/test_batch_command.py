@@ -17,7 +17,7 @@ from tests.helpers.examples import IS_NIGHTLY
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_tiny_model
 
-NUM_LINES, NUM_TOKENS = (60 if IS_NIGHTLY else 20), 40
+NUM_LINES, NUM_TOKENS = (60 if IS_NIGHTLY else 40), 40
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,14 @@ import pytest
 
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo
 from tests.server.jobs.helpers.batch_service import RunningService, prompts, run, running_service, texts_of
-from tokasaurus.messages.generation import GenerateRequest, SequenceDelta, TopLogprobs
+from tokasaurus.messages.commands import AbortRequests
+from tokasaurus.messages.generation import (
+    EngineUpdate,
+    GenerateRequest,
+    SequenceDelta,
+    SequenceProgress,
+    TopLogprobs,
+)
 from tokasaurus.server.jobs import runner
 from tokasaurus.server.served_model import ServedModel
 
@@ -211,5 +218,46 @@ def test_once_the_server_drains_lines_that_wait_leave_the_engine_and_those_that_
         assert running.client.calls.num_lines_left == NUM_LINES
         requests = await requests_of_next(served_model, tmp_path, batch.number)
         assert sum(bool(request.kept) for request in requests) == NUM_BEGUN
+
+    run(test())
+
+
+def test_a_line_that_cannot_end_in_time_leaves_the_engine_before_the_others(
+    served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the lines that run, with 30 s to end: one needs seconds, one months, one has no expected length, and one has
+    reported nothing yet."""
+    expected = {0: 500, 1: 1_000_000_000, 2: None}
+
+    def report(running: RunningService, num_tokens: int) -> None:
+        by_number = {int(text_of(request).split()[1]): request.request_id for request in running.engine.requests}
+        progress = [SequenceProgress(by_number[number], 0, num_tokens, most) for number, most in expected.items()]
+        running.engine.updates.send(EngineUpdate([], running.engine.stats, progress))
+
+    async def test() -> None:
+        monkeypatch.setattr(runner, "MEASURED_SECONDS", 0.5)
+        async with running_service(served_model, tmp_path, FakeEngine(script=begin_some)) as running:
+            await running.create(*prompts(NUM_BEGUN))
+            await running.until(lambda engine: len(engine.requests) == NUM_BEGUN)
+            report(running, 50)
+            while not any(pending.progress for pending in running.client._pending.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            running.client.begin_drain()
+            await running.until(lambda engine: len(engine.commands) == 1)
+            for num_tokens in range(50, 450):
+                report(running, num_tokens)
+                await asyncio.sleep(0.02)
+                if len(running.engine.commands) == 2:
+                    break
+            _, cut = running.engine.commands
+            assert isinstance(cut, AbortRequests)
+            late = next(request for request in running.engine.requests if text_of(request) == "line 1")
+            assert cut.request_ids == (late.request_id,)
+            assert not cut.only_waiting
+            deadline_s = time.monotonic() + 60
+            while not stored(running):  # so that even a kill would not lose them any more
+                assert time.monotonic() < deadline_s
+                await asyncio.sleep(0.01)
+            assert running.client.num_pending_requests == NUM_BEGUN - 1
 
     run(test())

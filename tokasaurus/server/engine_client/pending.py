@@ -65,6 +65,11 @@ class PendingRequest:
         self.num_received_tokens = -self.request.num_kept_tokens
 
     @property
+    def line(self) -> str:
+        """Which body it belongs to, such as a line of a batch: one has a request for each prompt."""
+        return self.request.request_id.rpartition("-")[0]
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and completion of one of its sequences, at full length."""
         return len(self.request.prompt_ids) + self.request.max_new_tokens
@@ -135,6 +140,11 @@ class JobPace:
         self._num_at_once = self._num_steps = self._num_tokens = 0.0
         self._num_running = 0
         self._max_tokens = 1
+
+    @property
+    def requests(self) -> list[PendingRequest]:
+        """Requests that run or wait."""
+        return list(self._pending)
 
     @property
     def num_requests(self) -> int:

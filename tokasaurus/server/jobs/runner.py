@@ -4,7 +4,9 @@ import asyncio
 import functools
 import logging
 import os
+import time
 from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
@@ -12,11 +14,11 @@ from typing import BinaryIO
 import apsw
 
 from tokasaurus.messages.commands import FIRST_VERSION
-from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.messages.generation import GenerateRequest, SequenceProgress
 from tokasaurus.server.access import use_key_salt
 from tokasaurus.server.engine_client.client import WorkDone
 from tokasaurus.server.engine_client.collectors import FinishedSequence
-from tokasaurus.server.engine_client.pending import JobPace
+from tokasaurus.server.engine_client.pending import JobPace, PendingRequest
 from tokasaurus.server.errors import (
     AnswerTooLargeError,
     ApiError,
@@ -68,6 +70,8 @@ MAX_GROUP = 1024
 RETRY_SECONDS = 1.0
 STOP_SECONDS = 2.0
 """Longest time to cut the lines that run at the server's end, and again to store results."""
+MEASURED_SECONDS = 3.0
+"""Time for a line that runs to show its speed while the server drains. Reports come about once a second."""
 MAX_KEPT_BYTES = 256 << 20
 """Tokens and logprobs of cut lines that are kept; further lines start over."""
 _MAX_BYTES_AHEAD = 16 << 20
@@ -102,6 +106,20 @@ class LineCut(RequestAborted):
 def client_of(batch: BatchRecord) -> str:
     """The batch's name in the engine's queue, which serves the batches by turns."""
     return f"batch:{batch.id}"
+
+
+def _is_late(
+    before: Mapping[int, SequenceProgress], now: Mapping[int, SequenceProgress], seconds: float, left_s: float
+) -> bool:
+    """Whether a sequence, at its speed of these seconds, is expected to need more than twice the time that is left. Not
+    known of one that has just begun. before, now: reports on the sequences of a request."""
+    for index, progress in now.items():
+        num_new = progress.num_tokens - before[index].num_tokens if index in before else 0
+        if num_new > 0 and progress.num_expected_tokens is not None:
+            num_left = progress.num_expected_tokens - progress.num_tokens
+            if num_left * seconds / num_new > 2 * max(0.0, left_s):
+                return True
+    return False
 
 
 @dataclass(slots=True, eq=False)
@@ -396,22 +414,39 @@ class BatchRunner:
         await self._recorder.flush()
         self._has_news.set()  # the others' shares have grown
 
-    async def take_back_waiting(self) -> None:
-        """Once the server drains, the engine gives back lines that do not run yet: they would take the place of those
-        that may still end."""
+    async def drain(self) -> None:
+        """Once the server drains, the engine gives lines back: at once those that do not run yet, which would take the
+        place of others, and then those that run and are not expected to end in time."""
         await self._state.engine.drain_begins.wait()
-        await self._cut(only_waiting=True)
+        ends_s = time.monotonic() + self._state.config.drain_seconds
+        await self._cut(self._pending(), only_waiting=True)
+        before = {pending.request.request_id: dict(pending.progress) for pending in self._pending()}
+        began_s = time.monotonic()
+        while True:
+            await asyncio.sleep(MEASURED_SECONDS)
+            seconds, left_s = time.monotonic() - began_s, ends_s - time.monotonic()
+            late = {
+                pending.line
+                for pending in self._pending()
+                if _is_late(before.get(pending.request.request_id, {}), pending.progress, seconds, left_s)
+            }
+            await self._cut([pending for pending in self._pending() if pending.line in late])
+            async with self._starting:
+                for batch in list(self._batches.values()):
+                    with suppress(StoreError):  # they are released later
+                        await self._release(batch)
 
-    async def _cut(self, only_waiting: bool) -> None:
-        """End lines with the tokens that they have, which are kept. only_waiting: those that do not run yet. Lines with
-        logprobs of their prompt start over: what is known of these is not returned."""
-        clients = {batch.client for batch in self._batches.values()}
+    def _pending(self) -> list[PendingRequest]:
+        """The requests of all lines that run."""
+        return [pending for batch in self._batches.values() for pending in batch.pace.requests]
 
-        def is_meant(request: GenerateRequest) -> bool:
-            return request.is_background and request.client in clients and not request.want_prompt_logprobs
-
+    async def _cut(self, requests: list[PendingRequest], only_waiting: bool = False) -> None:
+        """End requests of lines with the tokens that they have, which are kept. only_waiting: those that do not run
+        yet. Lines with logprobs of their prompt start over: what is known of these is not returned."""
+        ids = {one.request.request_id for one in requests if not one.request.want_prompt_logprobs}
         with suppress(asyncio.TimeoutError):  # the engine hangs
-            await asyncio.wait_for(self._state.engine.abort(is_meant, only_waiting), STOP_SECONDS)
+            abort = self._state.engine.abort(lambda request: request.request_id in ids, only_waiting)
+            await asyncio.wait_for(abort, STOP_SECONDS)
 
     def keep(self, batch: RunningBatch, number: int, cut: LineCut) -> None:
         """A line has been cut because the server stops: it is released with what it has, see `_release`."""
@@ -427,7 +462,7 @@ class BatchRunner:
         """Stop at the server's end: lines that run now go on at its next start with the tokens that they have, or start
         over. Results must still be stored meanwhile."""
         self._state.engine.begin_drain()
-        await self._cut(only_waiting=False)
+        await self._cut(self._pending())
         batches = list(self._batches.values())
         if tasks := [task for batch in batches for task in batch.lines.lines]:
             # if the disk is full, lines run again whose results are lost
@@ -580,17 +615,18 @@ class BatchRunner:
 
     async def _release(self, batch: RunningBatch) -> None:
         """Lines that have to wait again do so in the ledger, which gets what is kept of them. Raises StoreError."""
-        released = list(batch.released)
+        released, kept = list(batch.released), dict(batch.kept)
         if not released:
             return
 
         def release(connection: apsw.Connection) -> None:
-            keep_tokens(connection, batch.record.number, batch.kept)
+            keep_tokens(connection, batch.record.number, kept)
             for counts in (False, True):
                 numbers = [number for number, counts_attempt in released if counts_attempt is counts]
                 release_lines(connection, batch.record.number, numbers, counts)
 
         await self._database.write(release)
+        batch.kept.clear()
         del batch.released[: len(released)]
         batch.run_again(min(number for number, _ in released))
 

@@ -103,7 +103,7 @@ class BatchService:
         for batch in await self.store.database.read(unfinished_batches):
             self._begin(batch)
         keep_seconds = self.config.keep_days * DAY_SECONDS
-        works = [self._runner.run(), self._runner.take_back_waiting(), keep_removing(self.store, keep_seconds)]
+        works = [self._runner.run(), self._runner.drain(), keep_removing(self.store, keep_seconds)]
         if self._tell_tokens is not None:
             works.append(self._serve_other_process(self._tell_tokens))
         recording = asyncio.create_task(self._recorder.run())
