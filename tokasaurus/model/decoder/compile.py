@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 _COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 """Modules whose errors come from a compiler; Triton may find only at the first launch that it cannot go on."""
 
+_TYPICAL_SIZE = 256
+"""Tokens for which the compiler chooses what to fuse, and how many elements a block of threads takes."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -69,7 +72,8 @@ class Compiler:
             for argument in args:
                 if isinstance(argument, Tensor):
                     # Sizes that are merely marked dynamic trigger recompilation for size 1 and for equal sizes.
-                    mark_unbacked(argument, 0)
+                    # Without a hint they count as 0, and nothing is fused for the memory that it saves.
+                    mark_unbacked(argument, 0, hint_override=_TYPICAL_SIZE)
             try:
                 return compiled(*args, **kwargs)
             except torch.OutOfMemoryError:

@@ -13,7 +13,7 @@ from tokasaurus.model.attention.backend import AttentionBackend
 from tokasaurus.model.attention.row_split import Attends, attend
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, DecoderLayer, LayerExecutor, zero_nonfinite
-from tokasaurus.model.execution.executors import CompiledExecutor
+from tokasaurus.model.execution.executors import MAX_COMPILED_TOKENS, CompiledExecutor
 from tokasaurus.model.parallel.async_tp import FUSE_WITH_GEMMS, all_tokens, gather_matmul, matmul_scatter, own_tokens
 from tokasaurus.model.parallel.mesh import Mesh
 
@@ -52,6 +52,7 @@ class AsyncTPExecutor:
 
 def run_layers(layers: Sequence[DecoderLayer], hidden: Tensor, cos_sin: Tensor, caches: Sequence[Tensor]) -> Tensor:
     """hidden [S, E], cos_sin [T, 1, D] -> [S, E]; to be compiled. caches: of the backend."""
+    torch._check(cos_sin.shape[0] <= MAX_COMPILED_TOKENS)  # type: ignore[no-untyped-call]  # as for other layers
     for layer in layers:
         query, key, value, is_finite = before_attention(layer, hidden, cos_sin)
         attended = torch.empty_like(query)

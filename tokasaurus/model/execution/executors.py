@@ -18,6 +18,9 @@ from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, DecoderLayer, LayerExecutor
 from tokasaurus.model.triton_choice import uses_triton
 
+MAX_COMPILED_TOKENS = 1 << 16
+"""Forwards with more tokens run uncompiled."""
+
 
 class ModuleExecutor:
     """Calls the layers' torch modules, and attention between their two halves."""
@@ -76,6 +79,8 @@ def run_layers(layers: Sequence[DecoderLayer], hidden: Tensor, cos_sin: Tensor, 
     caches: tensors of the attention backend."""
     # The compiler does not relate the sizes of two arguments by itself.
     torch._check(hidden.shape[0] == cos_sin.shape[0])  # type: ignore[no-untyped-call]
+    # Then 32 bits suffice to index the tensors of most models.
+    torch._check(hidden.shape[0] <= MAX_COMPILED_TOKENS)  # type: ignore[no-untyped-call]
     for layer in layers:
         query, key, value, hidden = layer.before_attention(hidden, cos_sin)
         attended = torch.empty_like(query)
@@ -107,7 +112,7 @@ class CompiledExecutor:
         self._run = compiler.compile(run, options)
 
     def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
-        if self._compiler.has_failed:
+        if self._compiler.has_failed or len(cos_sin) > MAX_COMPILED_TOKENS:
             return self._plain.run(hidden, cos_sin, attends)
         with attending(attends):
             # Their storage changes. Views of one element have the same shape before and after the cache gets its size.
