@@ -626,7 +626,8 @@ class BatchRunner:
                 release_lines(connection, batch.record.number, numbers, counts)
 
         await self._database.write(release)
-        batch.kept.clear()
+        for number in kept:  # others may have been cut meanwhile
+            del batch.kept[number]
         del batch.released[: len(released)]
         batch.run_again(min(number for number, _ in released))
 
