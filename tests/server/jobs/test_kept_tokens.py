@@ -261,3 +261,34 @@ def test_a_line_that_cannot_end_in_time_leaves_the_engine_before_the_others(
             assert running.client.num_pending_requests == NUM_BEGUN - 1
 
     run(test())
+
+
+def test_a_line_that_is_cut_while_others_are_stored_keeps_its_tokens(
+    served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with running_service(served_model, tmp_path, FakeEngine(script=begin_some)) as running:
+            created = await running.create(*prompts(NUM_BEGUN))
+            await running.until(lambda engine: len(engine.requests) == NUM_BEGUN)
+            batch = running.service.running_batch(created)
+            assert batch is not None
+            database, service_runner = running.store.database, running.service._runner
+            write = database.write
+
+            async def write_slowly(operation: Any) -> Any:
+                batch.kept[1] = b"second"
+                batch.released.append((1, False))
+                return await write(operation)
+
+            batch.kept[0] = b"first"
+            batch.released.append((0, False))
+            with monkeypatch.context() as patched:
+                patched.setattr(database, "write", write_slowly)
+                await service_runner._release(batch)
+            assert (batch.kept, batch.released) == ({1: b"second"}, [(1, False)])
+            assert stored(running) == [len(b"first")]
+            await service_runner._release(batch)
+            assert (batch.kept, batch.released) == ({}, [])
+            assert stored(running) == [len(b"first"), len(b"second")]
+
+    run(test())
