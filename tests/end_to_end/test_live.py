@@ -152,6 +152,20 @@ def test_of_two_replicas_one_dies_and_comes_back_before_the_eyes_of_who_watches(
 
 
 @pytest.mark.long
+def test_who_watches_is_told_that_a_process_has_failed(model: Path) -> None:
+    with running_toka(f"model={model}", *FLAGS, "kv_cache_num_tokens=16384", "max_restarts=0") as toka:
+        watcher = Watcher(toka)
+        watcher.start()
+        watcher.wait_for(2)
+        title = next(title for title in toka.children() if title.startswith("toka-manager"))
+        os.kill(toka.children()[title], signal.SIGKILL)
+        watcher.join(60)
+        assert watcher.has_ended
+        assert watcher.events[-1]["server"]["ended"] == "one of its processes has failed"
+        assert toka.process.wait(60) == 1
+
+
+@pytest.mark.long
 def test_a_file_that_is_no_recording_stops_the_start_with_one_line(model: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("notes\n")
     command = [sys.executable, "-m", "tokasaurus", f"model={model}", "port=0", f"record={tmp_path}/notes.txt"]
