@@ -81,10 +81,15 @@ class Load:
                     self.num_answers += 1
 
 
+def first_event(toka: TokaProcess) -> dict[str, Any]:
+    with httpx.stream("GET", f"{toka.url}/live", headers=HEADERS, timeout=60) as response:
+        first: dict[str, Any] = json.loads(next(response.iter_lines()).removeprefix("data: "))
+    return first
+
+
 def told_later(toka: TokaProcess) -> list[tuple[int, int]]:
     """(answered requests, running sequences) of the past that who comes now is told."""
-    with httpx.stream("GET", f"{toka.url}/live", headers=HEADERS, timeout=60) as response:
-        first = json.loads(next(response.iter_lines()).removeprefix("data: "))
+    first = first_event(toka)
     return [(one["requests"]["answered"], one["replicas"][0].get("running")) for one in first["past"]]
 
 
@@ -163,6 +168,23 @@ def test_who_watches_is_told_that_a_process_has_failed(model: Path) -> None:
         assert watcher.has_ended
         assert watcher.events[-1]["server"]["ended"] == "one of its processes has failed"
         assert toka.process.wait(60) == 1
+
+
+@pytest.mark.long
+def test_after_a_restart_of_the_http_server_it_is_the_same_server_with_a_new_past(model: Path) -> None:
+    with running_toka(f"model={model}", *FLAGS, "kv_cache_num_tokens=16384") as toka:
+        body = {"model": "default", "prompt": "a", "max_tokens": 20, "ignore_eos": True}
+        assert httpx.post(f"{toka.url}/v1/completions", json=body, headers=HEADERS, timeout=60).status_code == 200
+        before = first_event(toka)
+        pid = toka.children()["toka-server"]
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: toka.children().get("toka-server", pid) != pid, 60)
+        toka.wait_until_ready()
+        after = first_event(toka)
+        assert after["server"]["started"] == before["server"]["started"]
+        assert after["replicas"][0]["tokens"] == before["replicas"][0]["tokens"], "of the manager, which goes on"
+        assert after["past"] == [] or after["past"][0]["time"] > before["time"]
+        assert toka.stop() == 0
 
 
 @pytest.mark.long

@@ -178,6 +178,8 @@ class Predecessors:
     updates: tuple[UpdateWeights, ...] = ()
     """Weight updates that replicas have."""
     held: Held = NOTHING_HELD
+    started: float | None = None
+    """When the first server process was started, this one included, in seconds since 1970; None: now."""
 
 
 FIRST_SERVER = Predecessors()

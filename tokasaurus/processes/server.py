@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -51,11 +52,14 @@ class ServerProcess(Restarted):
         self._replicas = replicas
         self._weights = weights
         self._held = NOTHING_HELD
+        self._started: float | None = None
+        """When the first process started, in seconds since 1970."""
         self._launcher: socket.socket | None = None
         """The launcher's end of the socket to the process."""
 
     def start(self) -> None:
         self._note_start()
+        self._started = self._started or time.time()
         self._launcher, server_end = socket.socketpair()
         with server_end:
             for replica in self._replicas:
@@ -65,6 +69,7 @@ class ServerProcess(Restarted):
                 tuple((replica.limits, replica.num_restarts) for replica in self._replicas),
                 tuple(self._weights.updates),
                 self._held,
+                self._started,
             )
             description = ChildProcess("server", "toka-server", self._entry)
             arguments = (self._config, self._checkpoint, self._listener, server_end, predecessors)

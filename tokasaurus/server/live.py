@@ -106,7 +106,6 @@ class LiveFeed:
         self._listeners: dict[_Listener, None] = {}
         self._has_listeners = asyncio.Event()
         self._has_ended = False
-        self._started = time.time()
         self._past = LivePast()
         self._stats_of_past: dict[int, tuple[int, EngineStats]] = {}
         """(starts, statistics) of each replica at the newest moment of the past."""
@@ -262,7 +261,7 @@ class LiveFeed:
         return {
             "version": __version__,
             "model": state.model.name,
-            "started": round(self._started, 3),
+            "started": round(state.engine.started, 3),
             "dp_size": config.dp_size,
             "pp_size": config.pp_size,
             "tp_size": config.tp_size,

@@ -359,6 +359,8 @@ class EngineClient:
         for replica, before in zip(self._replicas, predecessors.replicas, strict=False):
             replica.limits, replica.num_starts = before
         self.num_server_restarts = predecessors.num_restarts
+        self.started = predecessors.started or time.time()
+        """When the server started, or the first one in whose place it goes on, in seconds since 1970."""
         self._unheard = set(range(num_replicas) if predecessors.num_restarts else ())
         """Replicas that may have a newer update than this server knows: one that had been begun when the server before
         it died."""
