@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMod
 
 @pytest.fixture(scope="module")
 def toka(model: tuple[Path, PreTrainedModel]) -> Iterator[TokaProcess]:
-    with running_toka(f"model={model[0]}", "served_model_name=tiny", *SMALL) as process:
+    with running_toka(f"model={model[0]}", "served_model_name=tiny", "log_level=debug", *SMALL) as process:
         yield process
 
 
