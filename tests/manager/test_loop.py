@@ -265,7 +265,7 @@ def test_all_requests_are_answered_and_the_last_update_says_idle(checkpoint):
     endless = make_request(99, 5, 1, 100, ignore_eos=True)
     with running_manager(checkpoint, with_worker=True) as engine:
         assert engine.updates.receive(TIMEOUT_S) == Ready("manager", PROCESS_LIMITS)
-        tokenizer_loaded, ready = engine.status.drain()  # the launcher has been told before the server
+        tokenizer_loaded, ready, *_ = engine.status.drain()  # the launcher has been told before the server
         assert isinstance(tokenizer_loaded, PhaseDone)
         assert tokenizer_loaded.phase == "load tokenizer"
         assert ready == Ready("manager", PROCESS_LIMITS)
