@@ -35,8 +35,8 @@ def test_a_young_pace_is_that_of_the_last_half() -> None:
 def test_tokens_that_a_dead_engine_generates_again_do_not_count_twice() -> None:
     pace = Pace()
     for second, num_tokens in enumerate((0, 100, 200, 0, 100, 200, 300, 400)):
-        pace.note(Done(second / 2, num_tokens))
-    assert pace.tokens_per_s() == pytest.approx(400 / 3.5)
+        pace.note(Done(second / 4, num_tokens))
+    assert pace.tokens_per_s() == pytest.approx(400 / 1.75)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -22,7 +22,7 @@ from tokasaurus.messages.status import StepCost, TimeLeft
 
 MAX_WINDOW_S = 60.0
 """The speed is that of the last half of the work's time, but at most of this time."""
-MIN_WINDOW_S = 5.0
+MIN_WINDOW_S = 2.0
 _NUM_QUANTILES = 64
 _CERTAIN_HAZARD = 32.0
 _PRIOR_ENDS = 0.5
