@@ -47,7 +47,7 @@ def show_left(left: TimeLeft | None) -> str:
     if left is None:
         return "–"
     size, unit = next((one for one in _RANGE_UNITS if left.high_s >= 2 * one[0]), _RANGE_UNITS[-1])
-    low, high = (round(end_s / size) for end_s in left)
+    low, high = (int(end_s / size + 0.5) for end_s in left)  # as the page rounds
     return show_time(left.middle_s) if left.is_sure or low == high else f"{low}–{high} {unit}"
 
 

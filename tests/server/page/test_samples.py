@@ -8,6 +8,8 @@ import pytest
 
 from tests.server.page.helpers.node import NODE, in_node
 from tests.server.page.helpers.recordings import simulated_events
+from tokasaurus.messages.status import TimeLeft
+from tokasaurus.monitoring.progress import show_left
 
 pytestmark = pytest.mark.skipif(NODE is None, reason="needs Node")
 
@@ -456,3 +458,12 @@ def test_events_with_next_to_nothing_in_them_are_shown_as_unknown() -> None:
 def test_values_have_few_digits_and_a_unit(words: str, values: dict[float, str]) -> None:
     found = in_node("samples.mjs", f"[...data, null].map((value) => m.{words}(value))", list(values))
     assert found == [*values.values(), "–"]
+
+
+def test_a_time_left_is_a_range_while_it_is_not_sure_as_everywhere() -> None:
+    ranges = [(121, 242), (30, 90), (115, 130), (86_400, 300_000), (3600, 9000), (20, 61)]
+    told = [{"eta_seconds": (low * high) ** 0.5, "eta_range": [low, high]} for low, high in ranges]
+    found = in_node("samples.mjs", "data.map(m.timeLeft)", [*told, {"eta_seconds": 100.0}, {}])
+    assert found == ["2–4 min", "30–90 s", "2 min 2 s", "1–3 d", "1–3 h", "20–61 s", "100 s", "–"]
+    pythons = [show_left(TimeLeft(*ends)) for ends in ranges]
+    assert [shown for shown in found[:6] if "–" in shown] == [shown for shown in pythons if "–" in shown]
