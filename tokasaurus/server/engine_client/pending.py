@@ -16,7 +16,7 @@ from tokasaurus.server.engine_client.replicas import Replica
 
 MAX_SAMPLES = 1024
 """Completions of a job whose lengths are remembered; of more, every second one is, then every fourth, and so on."""
-_NUM_WAITING = 64
+_NUM_WAITING = 256
 """Lengths that stand for those of all completions that have not begun."""
 _ERROR_OF_EXPECTATION = 0.7
 """Relative error of the manager's expectation, which is all that is known before a completion of the job has ended."""
