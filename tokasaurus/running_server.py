@@ -2,7 +2,7 @@
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -66,7 +66,7 @@ def name_of_server(config: AddressConfig) -> str:
 
 @contextmanager
 def client_of(config: AddressConfig) -> Iterator["httpx.Client"]:
-    """A client within the context, for `get` and `stream_of`. Raises NotAnswered.
+    """A client within the context, for `models_of` and `stream_of`. Raises NotAnswered.
 
     Of httpx and not of openai, which takes a second to import."""
     base_url = url_of_server(config)
@@ -107,22 +107,39 @@ def stream_of(client: "httpx.Client", path: str, body: dict[str, Any]) -> Iterat
     has_chunk = False
     with client.stream("POST", path, json=body) as response:
         _check_status(response)
-        for line in response.iter_lines():
-            field, _, data = line.partition(":")
-            if field != "data" or data.strip() == "[DONE]":
+        for data in _events(response.iter_bytes()):
+            if data == b"[DONE]":
                 continue
             try:
                 chunk = json.loads(data)
             except ValueError:
                 chunk = None
             if isinstance(chunk, dict) and chunk.get("error"):
-                raise NotAnswered(_message_of(chunk) or data.strip())
+                raise NotAnswered(_message_of(chunk) or data.decode())
             if not isinstance(chunk, dict) or "choices" not in chunk:
-                break
+                raise NotAnswered("sent an event that is no chunk" if has_chunk else _NO_API)
             has_chunk = True
             yield chunk
     if not has_chunk:  # any page with status 200
         raise NotAnswered(_NO_API)
+
+
+def _events(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The data of server-sent events. Not by httpx's lines, which end at U+2028, too: JSON may have that in a text."""
+    rest, lines = b"", list[bytes]()
+    for part in parts:
+        *whole, rest = (rest + part).split(b"\n")
+        for line in whole:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                lines.append(line.removeprefix(b"data:").strip())
+            elif not line and lines:
+                yield b"\n".join(lines)
+                lines.clear()
+    if rest.startswith(b"data:"):  # some servers leave out the last line ends
+        lines.append(rest.removeprefix(b"data:").strip())
+    if lines:
+        yield b"\n".join(lines)
 
 
 def _check_status(response: "httpx.Response") -> None:
