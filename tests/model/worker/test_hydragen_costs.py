@@ -151,6 +151,22 @@ def test_fewer_rows_are_tried_if_the_device_has_no_memory_for_many(monkeypatch: 
     assert_close(measure_costs(backend, SHAPE, PLENTY, max_rows=64), HydragenCosts(0.0, 1.0, 0.0, 0.0))
 
 
+def test_a_device_without_memory_for_any_trial_has_the_default_costs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def attend(*_: object) -> tuple[Tensor, Tensor]:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path))
+    backend = TimedBackend(monkeypatch, 1.0, 1.0)
+    kernels = load_kernels()
+    with monkeypatch.context() as full:
+        full.setattr(backend, "attend", attend)
+        assert measure_costs(backend, SHAPE, PLENTY, 64) == DEFAULT_HYDRAGEN
+        assert find_costs(backend, SHAPE, PLENTY, 64, kernels) == DEFAULT_HYDRAGEN
+    assert_close(find_costs(backend, SHAPE, PLENTY, 64, kernels), HydragenCosts(0.0, 0.5, 0.0, 0.5))
+
+
 def disturb(backend: TimedBackend, is_of_groups: bool, calm_rounds: Callable[[int], bool]) -> None:
     """Another process delays the attention of groups, or of rows alone, except in rounds that are calm."""
     seconds, num_calls = backend.seconds, itertools.count()

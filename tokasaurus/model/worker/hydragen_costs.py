@@ -93,7 +93,7 @@ def find_costs(
     if not _is_settled(times):
         times = measure_times(backend, shape, num_blocks, max_rows, times)
         _write_times(path, times)
-    return fit_costs(_ratios(times), _NUM_OWN_TOKENS)
+    return _costs_of(times)
 
 
 def _read_times(path: Path) -> Times:
@@ -138,7 +138,10 @@ def measure_costs(backend: AttentionBackend, shape: KVShape, num_blocks: int, ma
     The backend's cache must be allocated, with num_blocks besides the padding block; its contents are overwritten.
     max_rows: most rows of a forward. Takes tenths of a second on a CPU with the kernels, seconds without them.
     """
-    times = measure_times(backend, shape, num_blocks, max_rows, {})
+    return _costs_of(measure_times(backend, shape, num_blocks, max_rows, {}))
+
+
+def _costs_of(times: Times) -> HydragenCosts:
     return fit_costs(_ratios(times), _NUM_OWN_TOKENS) if times else DEFAULT_HYDRAGEN
 
 
