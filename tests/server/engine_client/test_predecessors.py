@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import uvloop
 from tests.server.helpers.client_driver import make_request
 from tests.server.helpers.fake_engine import LIMITS, FakeEngine, hand_over, weights
 from tokasaurus.messages.commands import NOTHING_HELD, Held, Pause, Resume, Sleep, StartedUpdate, UpdateWeights, Wake
+from tokasaurus.messages.generation import EngineUpdate
 from tokasaurus.messages.status import Predecessors
-from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.engine_client.client import CallCounts, EngineClient
 from tokasaurus.server.engine_client.rollouts import Rollouts
 
 
@@ -191,3 +193,43 @@ def test_weights_that_come_in_parts_go_on_and_what_one_update_needs_is_not_held(
     run(begin, first)
     assert told == [Held(is_paused=True, started_update=StartedUpdate("whole.1", has_paused=True))]
     run(finish, second, held=told[-1])
+
+
+def test_an_update_that_began_in_sleep_goes_on_after_each_of_its_pauses() -> None:
+    engine = FakeEngine()
+
+    async def use(client: EngineClient, told: list[Held]) -> None:
+        engine.start()
+        await until(lambda: client._up)
+        rollouts = Rollouts(client)
+        await client.sleep("keep", with_weights=True, refuses=False)
+        await rollouts.start_update()
+        await client.wake()
+        assert not client.is_paused
+        await rollouts.start_update()
+        assert client.is_paused
+        assert told[-1].started_update == StartedUpdate("1", has_paused=True)
+        await rollouts.finish_update()
+        assert not client.is_paused
+        assert told[-1] == NOTHING_HELD
+
+    run(use, engine)
+
+
+def test_tokens_that_an_engine_has_sampled_for_a_dead_server_are_not_counted_again() -> None:
+    engine = FakeEngine()
+
+    async def use(client: EngineClient, _told: list[Held]) -> None:
+        engine.stats = replace(engine.stats, total_generation_tokens=1000)
+        engine.start()
+        engine.updates.send(EngineUpdate([], engine.stats))  # with which a manager greets a server
+        await until(lambda: client._up)
+        await client.generate([make_request("a", [1, 2, 3])])
+        engine.stats = replace(engine.stats, total_generation_tokens=1010)
+        engine.updates.send(EngineUpdate([], engine.stats))
+        await until(lambda: client.stats[0] == engine.stats)
+        calls.append(client.calls)
+
+    calls: list[CallCounts] = []
+    run(use, engine)
+    assert calls[0].totals().num_generated_tokens == 10, "of calls that got none of them, too"

@@ -294,7 +294,10 @@ def _work_of(replica: Replica) -> WorkDone:
 
 
 def _num_sampled_by(replica: Replica) -> int:
-    return 0 if replica.stats is None else replica.stats.total_generation_tokens
+    """Tokens that it has sampled for this server."""
+    if replica.stats is None or replica.num_sampled_before is None:
+        return 0
+    return replica.stats.total_generation_tokens - replica.num_sampled_before
 
 
 def _raise(error: Exception) -> None:
@@ -742,6 +745,8 @@ class EngineClient:
     def _apply_update(self, replica: Replica, update: EngineUpdate) -> None:
         # Statistics first, so that they count an answer by the time its client receives it.
         replica.stats = update.stats
+        if replica.num_sampled_before is None:
+            replica.num_sampled_before = update.stats.total_generation_tokens
         for delta in update.deltas:
             pending = self._pending.get(delta.request_id)
             if pending is None or pending.replica is not replica:  # cancelled while the delta was on its way

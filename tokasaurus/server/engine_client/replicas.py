@@ -101,6 +101,8 @@ class Replica:
     """The limits reported at its last start; None before its first start."""
     stats: EngineStats | None = None
     """None while it is not ready."""
+    num_sampled_before: int | None = None
+    """Tokens that it had sampled for servers before this one; None until its first update, which tells."""
     step_cost: StepCost | None = None
     """As it has reported last; None until it has."""
     update_number: int = 0

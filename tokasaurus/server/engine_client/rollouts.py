@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from tokasaurus.messages.commands import StartedUpdate
 from tokasaurus.messages.generation import GenerateRequest
@@ -78,10 +79,12 @@ class Rollouts:
 
     async def start_update(self) -> None:
         """The updates from now to `finish_update` are parts of one: they have one version, and no step runs between."""
-        has_paused = not self._engine.is_paused
-        if self._engine.started_update is None:
-            version = next_version(self._engine.weight_version)
-            self._engine.started_update = StartedUpdate(version, has_paused)
+        started, has_paused = self._engine.started_update, not self._engine.is_paused
+        if started is None:
+            started = StartedUpdate(next_version(self._engine.weight_version), has_paused)
+        elif has_paused:  # it was begun while the engine slept, and somebody has woken the engine
+            started = replace(started, has_paused=True)
+        self._engine.started_update = started
         if has_paused:
             await self._engine.pause("keep")
         else:
