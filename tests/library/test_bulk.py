@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,9 @@ from tests.library.helpers.bulk_server import echo_server
 from tests.library.helpers.cutting_proxy import cutting_proxy
 from tokasaurus import AsyncClient, Client, Result
 from tokasaurus.library import bulk
+from tokasaurus.library.bulk import AsyncBulkSession, Progress
+from tokasaurus.messages.status import TimeLeft
+from tokasaurus.server.routes import bulk as routes_bulk
 
 
 def test_what_may_pass_is_tried_again_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +178,28 @@ def test_the_number_of_lines_is_announced_and_after_a_loss_those_that_are_left()
     assert (first, stream, score) == (12, None, 3)
     assert second is not None
     assert 4 <= second < 12
+
+
+@pytest.mark.parametrize(
+    "added", [{}, {"seconds_left": None}, {"seconds_left": [1.5, 2.5]}], ids=["old", "null", "new"]
+)
+def test_progress_is_read_also_of_a_server_that_tells_no_time(
+    monkeypatch: pytest.MonkeyPatch, added: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(routes_bulk, "PROGRESS_S", 0.05)
+    told = []
+    receive = AsyncBulkSession._receive
+
+    def note(session: AsyncBulkSession, content: bytes) -> None:
+        receive(session, content)
+        told.append(session.progress)
+
+    monkeypatch.setattr(AsyncBulkSession, "_receive", note)
+    with echo_server(delay_s=0.3) as (server, url), Client(url) as client:
+        server.progress = {"requests": 1, "generated_tokens": 3, "expected_tokens": 5, **added}
+        assert client.generate(["a"])[0].text == "aa"
+    left = added.get("seconds_left")
+    assert told[-1] == Progress(3, 5, None if left is None else TimeLeft(*left))
 
 
 def test_each_call_tells_the_server_the_program_and_what_it_does(

@@ -305,7 +305,7 @@ class AsyncBulkSession:
         result: dict[str, Any] = orjson.loads(content)
         if "progress" in result:
             told = result["progress"]
-            seconds = told["seconds_left"]
+            seconds = told.get("seconds_left")  # an older server has no such field
             left = None if seconds is None else TimeLeft(*seconds)
             self.progress = Progress(told["generated_tokens"], told["expected_tokens"], left)
             return

@@ -35,6 +35,8 @@ class EchoServer:
         """What the clients call their bulk requests."""
         self.num_lines: list[int | None] = []
         """How many lines the clients announce, by connection."""
+        self.progress: dict[str, Any] | None = None
+        """What it tells of each request's progress; None: nothing."""
         self._delay_s = delay_s
         self._max_line_bytes = max_line_bytes
 
@@ -64,9 +66,13 @@ class EchoServer:
             name, num_lines = announced(request.headers)
             self.names.append(name)
             self.num_lines.append(num_lines)
-            return BulkStream(BulkRun(self.read_line, self._max_line_bytes))
+            report = None if self.progress is None else self._report
+            return BulkStream(BulkRun(self.read_line, self._max_line_bytes, report))
 
         return app
+
+    def _report(self) -> bytes:
+        return orjson.dumps({"progress": self.progress}, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def _completion(prompt: str) -> dict[str, Any]:
