@@ -139,6 +139,26 @@ def test_tokens_that_do_not_follow_the_grammar_are_an_error_of_their_request_alo
     driver.assert_nothing_is_left()
 
 
+def test_requests_of_a_body_whose_sequences_have_all_ended_return_them() -> None:
+    """A body with several prompts has a request for each; only one of them may have been cut."""
+    first, second = (EngineDriver(make_options(60), vocabulary=fake_vocabulary()) for _ in range(2))
+    plain = make_request(0, 7, 2, 5, want_logprobs=True)
+    requests = [plain, replace(make_request(1, 7, 2), grammar=LANGUAGES[1].grammar)]
+    first.step(requests)
+    first.run_until_idle()
+    ends = {(delta.request_id, delta.sequence_index): delta for delta in first.deltas}
+    kept = [tuple(delta for delta in first.deltas if delta.request_id == one.request_id) for one in requests]
+    second.step([replace(one, kept=own) for one, own in zip(requests, kept, strict=True)])
+    second.run_until_idle()
+    assert len(second.deltas) == len(ends) == 4
+    for delta in second.deltas:
+        expected = ends[delta.request_id, delta.sequence_index]
+        assert (delta.token_ids, delta.logprobs) == (expected.token_ids, expected.logprobs)
+        assert (delta.finish_reason, delta.error) == (expected.finish_reason, "")
+    assert second.state.stats().total_generation_tokens == 0
+    second.assert_nothing_is_left()
+
+
 def test_only_requests_without_a_running_sequence_end_if_asked_so() -> None:
     driver = EngineDriver(make_options(60, max_seqs_per_forward=4))
     requests = [make_request(number, 5, 3, 20, ignore_eos=True) for number in range(4)]

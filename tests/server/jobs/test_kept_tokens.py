@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tokasaurus.messages.generation import (
     SequenceProgress,
     TopLogprobs,
 )
-from tokasaurus.server.jobs import runner
+from tokasaurus.server.jobs import kept_tokens, runner
 from tokasaurus.server.served_model import ServedModel
 
 NUM_LINES, NUM_BEGUN = 10, 4
@@ -158,6 +158,40 @@ def test_what_is_kept_of_another_model_or_request_is_not_used(served_model: Serv
     run(test("defaults", replace(served_model, default_sampling=served_model.default_sampling._replace(top_k=3))))
 
 
+def test_fields_that_may_differ_are_fields() -> None:
+    assert {field.name for field in fields(GenerateRequest)} >= kept_tokens._FREE
+
+
+def test_a_line_whose_tokens_do_not_follow_its_grammar_starts_over_as_a_new_request(
+    served_model: ServedModel, tmp_path: Path
+) -> None:
+    """The manager may still run other samples of the request that it refuses to continue."""
+
+    def refuse(request: GenerateRequest, index: int) -> Reply | None:
+        if not request.kept:
+            return echo(request, index)
+        return Reply([], error="no", error_code="grammar_too_complex") if index == 0 else None
+
+    async def test() -> None:
+        body = {"prompt": "line 0", "n": 2, "max_tokens": 6, "structured_outputs": {"regex": "[a-z]+ [0-9]"}}
+        async with running_service(served_model, tmp_path, FakeEngine(script=begin_some)) as running:
+            batch = await running.create(body)
+            await running.until(lambda engine: len(engine.requests) == 1)
+        async with running_service(served_model, tmp_path, FakeEngine(script=refuse)) as running:
+            batch = await running.finish(batch.number)
+            assert (batch.num_completed, batch.num_failed) == (1, 0)
+            first, second = running.engine.requests
+            assert (bool(first.kept), second.kept) == (True, ())
+            assert first.request_id != second.request_id
+            assert running.engine.cancelled == [first.request_id]
+            assert replace(first, kept=(), request_id="", arrived_s=0.0) == replace(
+                second, request_id="", arrived_s=0.0, prompt_ids=first.prompt_ids
+            )
+            assert np.array_equal(first.prompt_ids, second.prompt_ids)
+
+    run(test())
+
+
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
 def test_what_is_damaged_is_not_used(served_model: ServedModel, tmp_path: Path, damage: str) -> None:
     def harm(content: bytes) -> bytes:
@@ -218,6 +252,31 @@ def test_once_the_server_drains_lines_that_wait_leave_the_engine_and_those_that_
         assert running.client.calls.num_lines_left == NUM_LINES
         requests = await requests_of_next(served_model, tmp_path, batch.number)
         assert sum(bool(request.kept) for request in requests) == NUM_BEGUN
+
+    run(test())
+
+
+def test_once_the_server_drains_no_further_lines_are_started(
+    served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, num_started = runner.BatchRunner._start, list[int]()
+
+    async def start_and_drain(self: runner.BatchRunner, batch: runner.RunningBatch, lines: Any, share: int) -> bool:
+        num_started.append(len(lines))
+        have_all_started = await start(self, batch, lines, share)
+        self._state.engine.begin_drain()
+        return have_all_started
+
+    async def test() -> None:
+        monkeypatch.setattr(runner.BatchRunner, "_start", start_and_drain)
+        monkeypatch.setattr(runner, "_LINES_PER_READ", NUM_BEGUN)
+        async with running_service(served_model, tmp_path, FakeEngine(script=begin_some)) as running:
+            batch = await running.create(*prompts(NUM_LINES))
+            await running.until(lambda engine: len(engine.commands) == 1)
+        assert num_started == [NUM_BEGUN]
+        assert running.client.calls.num_lines_left == NUM_LINES
+        monkeypatch.undo()
+        await requests_of_next(served_model, tmp_path, batch.number)
 
     run(test())
 

@@ -26,7 +26,7 @@ _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
 _FREE = frozenset(
     (
         *("request_id", "prompt_ids", "max_new_tokens", "cache_salt", "client", "priority", "is_background"),
-        *("reports_progress", "session", "arrived_s", "kept"),
+        *("job", "session", "arrived_s", "kept"),
     )
 )
 """Fields of a request that may differ when it is continued, or that are compared otherwise."""

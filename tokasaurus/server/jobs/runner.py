@@ -488,7 +488,9 @@ class BatchRunner:
         max_bytes = MAX_BYTES_IN_FLIGHT // max(1, len(self._batches))
         if batch.lines.lines and batch.lines.num_sequences > share * 7 // 8:
             return
-        while not batch.is_stopping and batch.lines.num_sequences < share and batch.lines.num_bytes < max_bytes:
+        while not (batch.is_stopping or self.is_draining) and (
+            batch.lines.num_sequences < share and batch.lines.num_bytes < max_bytes
+        ):
             if not batch.ahead and not batch.is_exhausted:
                 await batch.read_ahead(self._database, _MAX_BYTES_AHEAD // max(1, len(self._batches)))
             lines: list[tuple[PendingLine, bytes | None]] = []
@@ -584,6 +586,8 @@ class BatchRunner:
         if (kept := await self._read_kept(batch, pending.number, prepared)) is not None:
             with suppress(GrammarTooComplex):  # the tokens do not follow the grammar as it is read now
                 results = await parsed.endpoint.generate(self._state, replace(prepared, requests=kept))
+            if results is None:  # with new ids: other samples may still run at the manager
+                prepared = await parsed.endpoint.prepare(self._state, parsed.body, origin)
         if results is None:
             results = await parsed.endpoint.generate(self._state, prepared)
         if any(sequence.finish_reason == "abort" for row in results for sequence in row):
