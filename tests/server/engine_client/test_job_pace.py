@@ -2,17 +2,21 @@
 
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.server.helpers.fake_engine import FakeEngine, hand_over
 from tokasaurus.messages.generation import GenerateRequest, SequenceDelta, SequenceProgress
 from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.messages.status import StepCost, TimeLeft
+from tokasaurus.server.engine_client import client as client_module
+from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.engine_client.pending import MAX_SAMPLES, JobPace, PendingRequest
 
 MAX_TOKENS = 2_000
@@ -253,3 +257,26 @@ def test_memory_is_bounded_and_a_look_is_quick_however_many_lines_there_are(num_
     assert min(seconds) < 0.05
     mean = sum(usual(rng) for _ in range(10_000)) / 10_000
     assert job.num_tokens_left == pytest.approx(181_000 * num_sequences * mean, rel=0.15)
+
+
+def test_a_look_at_many_jobs_ends_soon_and_each_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Counter[JobPace]()
+
+    class SlowPace(JobPace):
+        def look(self, _now_s: float, _cost: StepCost) -> None:
+            looks[self] += 1
+            time.sleep(0.6 * client_module.MAX_LOOK_SECONDS)
+
+    monkeypatch.setattr(client_module, "MIN_LOOK_SECONDS", 0.0)
+    engine = FakeEngine()
+    client, paces = EngineClient(hand_over(engine)), [SlowPace() for _ in range(5)]
+    with ExitStack() as stack:
+        for number, pace in enumerate(paces):
+            stack.enter_context(client.running_job(f"job {number}", pace))
+        for num_looks in range(1, 16):
+            num_before = looks.total()
+            client._look_at_jobs()
+            assert 1 <= looks.total() - num_before <= 2
+            most, least = max(looks.values()), min(looks[pace] for pace in paces)
+            assert most - least <= 1, f"after {num_looks} looks"
+    assert client._jobs == {}
