@@ -166,7 +166,7 @@ def test_a_build_that_failed_is_remembered_for_its_tools(toolkits: Path) -> None
     toolkit = make_toolkit(toolkits / "cuda")
     environment = {"PATH": os.environ["PATH"], "CUDA_HOME": str(toolkit)}
     assert failed_build(environment) is None
-    note_failed_build(environment, "ld: cannot find -lx")
+    note_failed_build(environment, RuntimeError("Ninja build failed\nld: cannot find -lx\n"))
     found = failed_build(environment)
     assert found is not None
     assert found[0] == "ld: cannot find -lx"
@@ -174,10 +174,26 @@ def test_a_build_that_failed_is_remembered_for_its_tools(toolkits: Path) -> None
     assert failed_build(other) is None, "other flags may link"
     (toolkit / "bin/nvcc").write_text("#!/bin/sh\n# another version\n")
     assert failed_build(environment) is None, "another compiler may compile"
-    note_failed_build(environment, "y")
+    note_failed_build(environment, RuntimeError("y"))
     found = failed_build(environment)
     assert found is not None
     found[1].write_text("{")
+    assert failed_build(environment) is None
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "g++: fatal error: Killed signal terminated program cc1plus",
+        "nvcc error   : 'cicc' died due to signal 9 (Kill signal)",
+        "cc1plus: out of memory allocating 65536 bytes after a total of 9 bytes",
+        "as: BFD (GNU Binutils): x.o: No space left on device",
+    ],
+)
+def test_a_build_that_lacked_memory_or_space_is_tried_again(toolkits: Path, line: str) -> None:
+    environment = {"PATH": os.environ["PATH"], "CUDA_HOME": str(make_toolkit(toolkits / "cuda"))}
+    note_failed_build(environment, RuntimeError(f"Ninja build failed\n{line}\nninja: build stopped"))
     assert failed_build(environment) is None
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from tokasaurus.messages.status import describe_error
 from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.cpu import CpuBackend, why_unfit
@@ -103,7 +102,7 @@ def _build_flashinfer(shape: KVShape, max_graph_rows: int, is_asked_for: bool) -
         return flashinfer_backend.FlashInferBackend(shape, flashinfer_backend.load_library(), max_graph_rows)
     except RuntimeError as error:
         if str(error).startswith(BUILD_FAILED):
-            note_failed_build(os.environ, describe_error(error))
+            note_failed_build(os.environ, error)
         raise
 
 

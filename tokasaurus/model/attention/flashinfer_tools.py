@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tokasaurus.checkpoint import CheckpointError, cache_directory
+from tokasaurus.messages.status import describe_error
 
 _TOOLKITS = Path("/usr/local")
 """Where CUDA's toolkits are installed."""
@@ -28,6 +29,11 @@ _LINK_S = 60.0
 
 BUILD_FAILED = "Ninja build failed"
 """How FlashInfer's error begins if a compiler or the linker has failed."""
+_OF_THE_MOMENT = (
+    *("No space left on device", "Disk quota exceeded", "Cannot allocate memory", "out of memory"),
+    *("signal 9", "Killed signal"),
+)
+"""Words of tools that a full disk or a lack of memory has ended."""
 
 
 def find_cuda(environment: Mapping[str, str], toolkits: Path = _TOOLKITS) -> Path | None:
@@ -147,9 +153,11 @@ def failed_build(environment: Mapping[str, str]) -> tuple[str, Path] | None:
         return None
 
 
-def note_failed_build(environment: Mapping[str, str], reason: str) -> None:
-    """Later starts with the same tools need not try for minutes what will fail again."""
-    place = _place_of_failure(environment)
+def note_failed_build(environment: Mapping[str, str], error: Exception) -> None:
+    """Later starts with the same tools need not try for minutes what will fail again. What may pass is not noted."""
+    if any(words in str(error) for words in _OF_THE_MOMENT):
+        return
+    place, reason = _place_of_failure(environment), describe_error(error)
     with suppress(OSError):
         if place is not None:
             place.parent.mkdir(parents=True, exist_ok=True)
