@@ -178,6 +178,7 @@ def test_generation_answers_503_until_the_engine_is_ready(served_model: ServedMo
         assert metric_values(server.http) == {
             "toka_log_records_dropped_total": 0,
             "toka_engine_restarts_total": 0,
+            "toka_server_restarts_total": 0,
             "toka_replicas_up": 0,
         }, "none of the engine"
         engine.start()

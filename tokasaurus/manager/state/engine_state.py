@@ -275,7 +275,8 @@ class EngineState:
     """When the next delta of a stream with unsent tokens is due, by time.monotonic. engine/lifecycle sets inf once the
     last stream has left."""
     deltas: list[SequenceDelta] = field(default_factory=list)
-    """Not yet sent to the server: finished sequences, and new tokens of streamed ones; manager/loop takes them."""
+    """Not yet sent to the server: finished sequences, and new tokens of streamed ones. manager/loop takes them, and
+    engine/requests drops those for a server that has died."""
 
     def stats(self, manager_busy_fraction: float = 0.0, manager_cpu_seconds: float = 0.0) -> EngineStats:
         tokens = self.totals.tokens
