@@ -39,11 +39,12 @@ HELP = (
     "?            this list; again, the figures",
     "",
     "Rates are means of the last 5 s, events sums of the last minute, parts of a step",
-    "means of the last 10 s. 15 minutes: generated tokens, and the highest bar; the server",
-    "remembers them, also of the time before this command. The forecast counts the blocks in use until the last",
-    "running sequence has ended, by the lengths that are predicted now; the dotted line",
-    "is what it said a minute ago. Lengths compare the newest 1,024 sequences that have",
-    "ended with what was predicted when they were admitted.",
+    "means of the last 10 s. 15 minutes: generated tokens, and the highest bar; the",
+    "server remembers them, also of the time before this command. The forecast counts",
+    "the blocks in use until the last running sequence has ended, by the lengths that",
+    "are predicted now; the dotted line is what it said a minute ago. Lengths compare",
+    "the newest 1,024 sequences that have ended with what was predicted when they",
+    "were admitted.",
 )
 
 
@@ -527,12 +528,8 @@ def _job(job: JobSample, now: float, width: int, look: Look) -> Text:
         facts.append(f"{job.state}{ago}")
     if job.lines_failed:
         facts.append(f"{job.lines_failed:,} failed")
-    if job.reason:
-        pass  # it needs the room
-    elif job.price is not None:
-        facts.append(f"cost {job.price:,.2f}" if job.price >= 0.995 else f"cost {job.price:.2g}")
-    elif job.device_seconds is not None:
-        facts.append(f"device {_seconds(job.device_seconds)}")
+    if not job.reason:  # which needs the room
+        facts += _cost(job)
     line = _fitting(line, width, facts, ", ")
     room = width - line.cell_len - 2
     if job.reason and room > 10:
@@ -540,6 +537,12 @@ def _job(job: JobSample, now: float, width: int, look: Look) -> Text:
         reason.truncate(room, overflow="ellipsis")
         line.append(", ").append_text(reason)
     return line
+
+
+def _cost(job: JobSample) -> list[str]:
+    if job.price is not None:
+        return [f"cost {job.price:,.2f}" if job.price >= 0.995 else f"cost {job.price:.2g}"]
+    return [] if job.device_seconds is None else [f"device {_seconds(job.device_seconds)}"]
 
 
 def _sum(replicas: Sequence[ReplicaSample], name: str) -> int:

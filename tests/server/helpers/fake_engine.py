@@ -111,9 +111,9 @@ class FakeEngine:
     commands: list[EngineCommand] = field(default_factory=list)
     """Commands received, in order."""
     asked_samples: list[TakeSample] = field(default_factory=list)
+    """Received, in order."""
     jobs_left: TimeLeft | None = None
     """As the server has told last."""
-    """Received, in order."""
     sample: Callable[[TakeSample], LiveSample | None] = lambda _: None
     """Makes the answer; None: there is none."""
     max_deltas: int = 1 << 30

@@ -134,9 +134,9 @@ class LiveReplica(TypedDict, total=False):
     steps: since the event before. step_seconds: expected time of a round of decode steps. microbatches: steps of a
     round. background: running sequences of batches. slots: most sequences that can run. queue_depth: steps in flight.
     oldest_wait_seconds: of a request with a waiting sequence. lengths: predicted and actual tokens of sequences that
-    finished since the event before. eta_seconds: until all that runs and waits, and all
-    lines of the jobs, will have ended. eta_range: the same as a range [lowest, highest]. oldest: the oldest
-    requests that run, then the oldest that wait.
+    finished since the event before. eta_seconds: until all that runs and waits, and all lines of the jobs, will have
+    ended. eta_range: the same as a range [lowest, highest]. oldest: the oldest requests that run, then the oldest that
+    wait.
     """
 
     index: Required[int]
