@@ -6,6 +6,7 @@ CLIENTS ?=
 RECORD ?=
 PARTS ?=
 KIT_ARGS ?=
+QUARTER_ARGS ?= first
 RELEASE_ARGS ?=
 BUILD_ARGS ?=
 
@@ -20,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 # Tests start hundreds of Python processes, each of which would compile every module again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help serve test check lint types unit test-clients test-clients-newest test-gpu test-neon test-long test-flashinfer test-flashinfer-build flashinfer-packages test-wheel wheel release-check reference docs gpu-kit bench-manager torture soak format clean
+.PHONY: help serve test check lint types unit test-clients test-clients-newest test-gpu test-neon test-long test-flashinfer test-flashinfer-build flashinfer-packages test-wheel wheel release-check reference docs gpu-kit gpu-quarter bench-manager torture soak format clean
 
 serve: .venv/installed  ## Serves the demo model, or SERVE_ARGS
 	$(BIN)/toka $(SERVE_ARGS)
@@ -68,6 +69,10 @@ test-gpu: .venv/installed-dev  ## What needs a CUDA device
 # gpu-kit/: what a GPU machine without a package registry lacks, for Python 3.12 on x86-64; docs/gpu.md. Two minutes
 gpu-kit: .venv/installed-dev  ## Packages that a GPU machine without a registry lacks
 	$(BIN)/python -m tests.gpu.kit $(KIT_ARGS)
+
+# QUARTER_ARGS=second is the second call; docs/gpu.md. In the Python of the machine: it installs the kit into it
+gpu-quarter:  ## What a GPU tells in a quarter of an hour
+	$(PYTHON) -m tests.gpu.quarter $(QUARTER_ARGS)
 
 # Kernels for NEON, cross-compiled, in an emulator: minutes
 test-neon: .venv/installed-dev  ## NEON kernels in an emulator: minutes

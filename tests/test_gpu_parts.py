@@ -13,6 +13,7 @@ import pytest
 from benchmarks.gpu.__main__ import PART_NAMES
 from tests.gpu import __main__ as gpu
 from tests.gpu import part_runner
+from tests.gpu.journal import read_journal
 from tests.gpu.part_runner import FAILED, INTERRUPTED, NO_TESTS, NOT_ALL_RUN, ROOT, PartResult, collect_part, run_part
 from tests.gpu.parts import HERE, PART_MINUTES, PARTS, TestFile
 
@@ -71,6 +72,20 @@ def test_is_not_torn_down(breaks_later): pass
     assert result.exit_code == FAILED
     assert result.not_run == []
     assert result.line("all", 3.2) == "all: 1 passed, 3 failed, 1 skipped, 3 s"
+
+
+def test_a_kept_journal_has_the_reason_of_a_failure_before_the_last_test(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.jsonl"
+    kept.write_text("of an earlier run\n")
+    source = f"""
+from pathlib import Path
+def test_fails(): assert 1 + 1 == 3
+def test_reads(): assert "1 + 1" in Path({str(kept)!r}).read_text()
+"""
+    result = run_part(part_of(tmp_path, all=source), [], 60, kept=kept)
+    assert by_name(result) == {"test_fails": "failed", "test_reads": "passed"}
+    [failed] = [event for event in read_journal(kept) if event.get("outcome") == "failed"]
+    assert "assert (1 + 1) == 3" in failed["why"]
 
 
 @pytest.mark.long
@@ -221,26 +236,31 @@ sys.exit(gpu.main(["only"]))
     assert output.splitlines()[-1].startswith("only: 1 passed, 1 killed, 1 not run,")
 
 
+Call = tuple[list[str], list[str], float, Path | None]
+
+
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[list[str], list[str], float]]]:
-    """What `main` would run: parts, arguments of pytest and minutes."""
-    calls: list[tuple[list[str], list[str], float]] = []
+def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
+    """What `main` would run: parts, arguments of pytest, minutes and the directory of the journals."""
+    calls: list[Call] = []
     monkeypatch.setattr(gpu, "run", lambda *call: calls.append(call) or 0)
     return calls
 
 
-def test_parts_come_first_and_pytests_arguments_after(
-    ran: list[tuple[list[str], list[str], float]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_come_first_and_pytests_arguments_after(ran: list[Call], capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([]) == 0
     assert gpu.main(["kernels", "-k", "attention", "-x"]) == 0
     assert gpu.main(["servers", "attention", "--minutes", "2"]) == 0
+    assert gpu.main(["servers", "--journal=kept", "--minutes=2", "-x"]) == 0
+    assert gpu.main(["--journal", "kept"]) == 0
     assert gpu.main(["-v"]) == 0
     assert ran == [
-        (list(PARTS), [], PART_MINUTES),
-        (["kernels"], ["-k", "attention", "-x"], PART_MINUTES),
-        (["servers", "attention"], [], 2.0),
-        (list(PARTS), ["-v"], PART_MINUTES),
+        (list(PARTS), [], PART_MINUTES, None),
+        (["kernels"], ["-k", "attention", "-x"], PART_MINUTES, None),
+        (["servers", "attention"], [], 2.0, None),
+        (["servers"], ["-x"], 2.0, Path("kept")),
+        (list(PARTS), [], PART_MINUTES, Path("kept")),
+        (list(PARTS), ["-v"], PART_MINUTES, None),
     ]
     assert gpu.main(["kernel"]) == 4
     assert "attention, kernels, servers" in capsys.readouterr().err

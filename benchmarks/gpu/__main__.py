@@ -68,7 +68,7 @@ MODEL_PARTS: dict[str, tuple[ServerRun, ...]] = {
     ),
     "workloads": (
         ServerRun(LLAMA_1B, ("groups", "sharegpt", "top_p")),
-        ServerRun(LLAMA_1B, ("groups",), ("use_hydragen=F",)),
+        ServerRun(LLAMA_1B, ("groups", "sharegpt"), ("use_hydragen=F",)),
     ),
     "8b": (ServerRun(LLAMA_8B, ("steps", "monkeys", "sharegpt")),),
 }

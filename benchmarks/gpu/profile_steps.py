@@ -28,9 +28,11 @@ from tokasaurus.config import ServerConfig
 from tokasaurus.messages.forward import ForwardInput, SlotChanges, SlotOpens
 from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.messages.sampling import SamplingParams
+from tokasaurus.messages.status import PhaseDone
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.entry import start_worker
+from tokasaurus.monitoring.log_writer import log_writer, setup_logging
 
 MAX_CONTEXT = 512
 """Tokens of each row, unless the KV cache has fewer."""
@@ -204,6 +206,10 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def _show_phase(phase: PhaseDone) -> None:
+    print(f"{phase.phase:<16} {phase.seconds:7.2f} s  {phase.detail}", file=sys.stderr)
+
+
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.profile_steps")
@@ -213,7 +219,8 @@ def main(argv: Sequence[str]) -> int:
     args, flags = parser.parse_known_args(argv)
     config = ServerConfig.parse([f"model={args.directory}", *flags])
     checkpoint = resolve_checkpoint(str(args.directory))
-    worker = start_worker(config, checkpoint, Mesh(), 0, lambda _: None)
+    setup_logging(config, "profile")
+    worker = start_worker(config, checkpoint, Mesh(), 0, _show_phase)
     limits, num_layers = worker.limits, checkpoint.info.num_layers
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.traces or Path(temporary)
@@ -230,6 +237,7 @@ def main(argv: Sequence[str]) -> int:
             found = measure(worker.runner, num_rows, min(MAX_CONTEXT, tokens_each), *sizes, path)
             print(json.dumps(found), flush=True)
     worker.runner.drop_graphs()
+    log_writer().flush_lines()
     return 0
 
 

@@ -6,12 +6,14 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType
 
 from tests.gpu.part_runner import FAILED, INTERRUPTED, NO_TESTS, NOT_ALL_RUN, PartResult, collect_part, run_part
 from tests.gpu.parts import PART_MINUTES, PARTS
 
-HELP = f"""usage: python -m tests.gpu [PART…] [--list | --dry-run] [--minutes M] [pytest arguments]
+HELP = f"""usage: python -m tests.gpu [PART…] [--list | --dry-run] [--minutes M] [--journal DIRECTORY]
+       [pytest arguments]
 
 Run the tests that need a CUDA device; without one, one line says so, and the exit code is 0. Without PART, all parts
 run. What follows the parts goes to pytest: python -m tests.gpu kernels -k graphs -x
@@ -20,6 +22,8 @@ run. What follows the parts goes to pytest: python -m tests.gpu kernels -k graph
   --list       what each part has
   --dry-run    only import and collect the tests: works without a device, and fails if a file cannot be imported
   --minutes M  limit of each part (default: {PART_MINUTES:g}); tests that no time is left for are named as not run
+  --journal DIRECTORY  what happens to each test, with the reason of a failure, is a line of JSON there at once, in
+               PART.jsonl
   --help       this text
 
 Each test has a limit of its own (pytest's --timeout=SECONDS sets another). A test that hangs or kills its process
@@ -39,11 +43,11 @@ def main(argv: Sequence[str]) -> int:
     if "--list" in words:
         show_parts()
         return 0
-    is_dry_run, minutes = "--dry-run" in words, PART_MINUTES
+    is_dry_run, minutes, journal = "--dry-run" in words, PART_MINUTES, None
     if is_dry_run:
         words.remove("--dry-run")
     names, rest = [], words
-    while rest and (rest[0] in PARTS or rest[0].startswith("--minutes")):
+    while rest and (rest[0] in PARTS or rest[0].partition("=")[0] in ("--minutes", "--journal")):
         word, rest = rest[0], rest[1:]
         if word in PARTS:
             names.append(word)
@@ -51,16 +55,19 @@ def main(argv: Sequence[str]) -> int:
         name, has_value, value = word.partition("=")
         if not has_value and rest:
             value, rest = rest[0], rest[1:]
+        if name == "--journal":
+            journal = Path(value)
+            continue
         try:
             minutes = float(value)
         except ValueError:
             minutes = 0.0
-        if name != "--minutes" or not minutes > 0:
+        if not minutes > 0:
             return _usage_error(f"--minutes: a number of minutes, not {value!r}")
     if rest and not rest[0].startswith("-"):
         return _usage_error(f"{rest[0]!r} is not a part; the parts are {', '.join(PARTS)}")
     names = names or list(PARTS)
-    return dry_run(names, rest) if is_dry_run else run(names, rest, minutes)
+    return dry_run(names, rest) if is_dry_run else run(names, rest, minutes, journal)
 
 
 def _usage_error(why: str) -> int:
@@ -84,7 +91,7 @@ def dry_run(names: Sequence[str], arguments: Sequence[str]) -> int:
     return max(codes)
 
 
-def run(names: Sequence[str], arguments: Sequence[str], minutes: float) -> int:
+def run(names: Sequence[str], arguments: Sequence[str], minutes: float, journal: Path | None) -> int:
     import torch
 
     if not torch.cuda.is_available():
@@ -93,12 +100,14 @@ def run(names: Sequence[str], arguments: Sequence[str], minutes: float) -> int:
     if find_spec("pytest_timeout") is None:
         print("pytest-timeout is not installed: a test that hangs is ended with its process", flush=True)
     signal.signal(signal.SIGTERM, _interrupt)
+    if journal is not None:
+        journal.mkdir(parents=True, exist_ok=True)
     results: dict[str, PartResult] = {}
     lines: list[str] = []
     for name in names:
         print(f"part {name}", flush=True)
         started_s = time.monotonic()
-        results[name] = run_part(PARTS[name], arguments, 60 * minutes)
+        results[name] = run_part(PARTS[name], arguments, 60 * minutes, kept=journal and journal / f"{name}.jsonl")
         lines.append(results[name].line(name, time.monotonic() - started_s))
         if results[name].exit_code in (INTERRUPTED, 3, 4):
             break

@@ -102,7 +102,9 @@ class _Journal:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
-            self._write(test=report.nodeid, outcome=report.outcome)
+            # pytest itself shows why only after the last test
+            why = {"why": report.longreprtext} if report.outcome == "failed" else {}
+            self._write(test=report.nodeid, outcome=report.outcome, **why)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         self._write(ended=int(exitstatus))

@@ -40,11 +40,15 @@ class PartResult:
         return f"{name}: {shown}, {seconds:.0f} s"
 
 
-def run_part(part: Part, arguments: Sequence[str], limit_s: float, grace_s: float = 15.0) -> PartResult:
-    """arguments: of pytest. limit_s: seconds for the whole part. grace_s: see Settings."""
+def run_part(
+    part: Part, arguments: Sequence[str], limit_s: float, grace_s: float = 15.0, kept: Path | None = None
+) -> PartResult:
+    """arguments: of pytest. limit_s: seconds for the whole part. grace_s: see Settings. kept: the journal, which is
+    replaced and stays there."""
     deadline = time.time() + limit_s
     with tempfile.TemporaryDirectory() as directory:
-        journal = Path(directory) / "journal"
+        journal = kept or Path(directory) / "journal"
+        journal.unlink(missing_ok=True)
         limits_s = {str(file.path): file.limit_s for file in part}
         settings = Settings(str(journal), deadline, limits_s, grace_s)
         while True:

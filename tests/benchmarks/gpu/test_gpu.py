@@ -29,7 +29,7 @@ MEASURED = {
     "steps": [(name, flags) for flags in (PLAIN, ["attention_backend=torch"]) for name in ("start", "steps")],
     "workloads": [
         *((name, PLAIN) for name in ("start", "groups", "sharegpt", "top_p")),
-        *((name, ["use_hydragen=F"]) for name in ("start", "groups")),
+        *((name, ["use_hydragen=F"]) for name in ("start", "groups", "sharegpt")),
     ],
     "8b": [(name, PLAIN) for name in ("start", "steps", "monkeys", "sharegpt")],
 }
