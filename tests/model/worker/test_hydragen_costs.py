@@ -214,7 +214,13 @@ def test_a_start_on_a_busy_machine_is_corrected_by_the_next(
     assert not other.num_rows, "a settled measurement is read, and nothing is measured"
 
 
-@pytest.mark.parametrize("damaged", ["", "{}", "[[2, 256]]", "[[2, 256, true, []]]", '[[2, 256, true, ["a"]]]', "null"])
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        *("", "{}", "null", "[[2, 256]]", "[[2, 256, true, []]]", '[[2, 256, true, ["a"]]]'),
+        pytest.param("[[2, 256, true, [1, 1, 1]]]", id="no times alone"),
+    ],
+)
 def test_a_damaged_file_of_times_is_measured_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damaged: str
 ) -> None:

@@ -105,7 +105,8 @@ def _read_times(path: Path) -> Times:
         }
     except (OSError, ValueError, TypeError):
         return {}
-    return times if all(kept and min(kept) > 0 for kept in times.values()) else {}
+    has_both = all((size, length, not in_groups) in times for size, length, in_groups in times)
+    return times if has_both and all(kept and min(kept) > 0 for kept in times.values()) else {}
 
 
 def _write_times(path: Path, times: Times) -> None:
