@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu.models import LLAMA_1B, LLAMA_8B, TINY, ModelShape, num_bytes, write_config, write_model
-from benchmarks.gpu.parts import Sizes, run_part
+from benchmarks.gpu.parts import Measured, Sizes, run_part
 from benchmarks.results import make_console
 from benchmarks.server.own_server import own_server
 from tokasaurus.bench_command.client import ServerError
@@ -95,27 +95,42 @@ class Results:
     facts: dict[str, Any]
     parts: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def log_path(self) -> Path:
+        """What the measured processes write to standard error."""
+        return self.path.with_suffix(".log")
+
     def add(self, run: ServerRun, part: str, status: str, seconds: float, **values: Any) -> None:
         """status: "measured", "failed" or "not run"; the last two have a `reason`."""
-        entry = {"model": run.shape.name, "flags": run.flags, "part": part, "status": status, "seconds": seconds}
-        self.parts.append(entry | values)
-        self.write()
-        why = f": {values['reason']}" if "reason" in values else ""
-        print(f"{run.shape.name} {' '.join(run.flags)} {part}: {status}, {seconds:.1f} s{why}", flush=True)
+        self._end(self._begin(run, part), status, seconds, values)
 
     @contextmanager
-    def measuring(self, run: ServerRun, part: str, values: dict[str, Any]) -> Iterator[None]:
-        """Add what the body puts into `values`, also if it fails. A ServerError ends the part alone."""
-        began_s = time.monotonic()
+    def measuring(self, run: ServerRun, part: str) -> Iterator[Measured]:
+        """Keep what the body adds, with the status "running" until its end, also if it fails or this process is
+        killed. A ServerError ends the part alone."""
+        entry, began_s = self._begin(run, part), time.monotonic()
         try:
-            yield
+            yield Measured(entry, self.write)
         except ServerError as error:
-            self.add(run, part, "failed", time.monotonic() - began_s, reason=str(error), **values)
+            self._end(entry, "failed", time.monotonic() - began_s, {"reason": str(error)})
         except KeyboardInterrupt:
-            self.add(run, part, "failed", time.monotonic() - began_s, reason="interrupted", **values)
+            self._end(entry, "failed", time.monotonic() - began_s, {"reason": "interrupted"})
             raise
         else:
-            self.add(run, part, "measured", time.monotonic() - began_s, **values)
+            self._end(entry, "measured", time.monotonic() - began_s, {})
+
+    def _begin(self, run: ServerRun, part: str) -> dict[str, Any]:
+        entry = {"model": run.shape.name, "flags": run.flags, "part": part, "status": "running"}
+        self.parts.append(entry)
+        self.write()
+        return entry
+
+    def _end(self, entry: dict[str, Any], status: str, seconds: float, values: dict[str, Any]) -> None:
+        entry |= {"status": status, "seconds": seconds} | values
+        self.write()
+        why = f": {entry['reason']}" if "reason" in entry else ""
+        name = f"{entry['model']} {' '.join(entry['flags'])} {entry['part']}"
+        print(f"{name}: {status}, {seconds:.1f} s{why}", flush=True)
 
     def write(self) -> None:
         """Replace the file as a whole, so that a killed run leaves what it has measured."""
@@ -162,63 +177,44 @@ def measure(runs: Sequence[ServerRun], flags: Sequence[str], sizes: Sizes, resul
 def measure_checks(runs: Sequence[ServerRun], flags: Sequence[str], results: Results, deadline_s: float) -> None:
     """`toka check` for random weights of each shape: what computes wrongly or not at all is a failure."""
     for run in runs:
-        started_s = time.monotonic()
-        timeout_s = max(1.0, deadline_s - started_s)
-        with tempfile.TemporaryDirectory() as directory:
+        with tempfile.TemporaryDirectory() as directory, results.measuring(run, CHECK) as measured:
             write_config(Path(directory), run.shape)
             command = [sys.executable, "-m", "tokasaurus", "check", f"model={directory}", *flags, "--json"]
-            path = Path(directory) / "results.jsonl"  # what a check has found before time is up is in it
-            reason, stderr, code = "", "", 0
-            with path.open("w") as output:
-                try:
-                    done = subprocess.run(
-                        command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=timeout_s, check=False
-                    )
-                    code, stderr = done.returncode, done.stderr
-                except subprocess.TimeoutExpired:
-                    code, reason = 1, f"it was not finished after {timeout_s:.0f} s"
-            found = read_check(path.read_text())
-        seconds = time.monotonic() - started_s
-        if code == 0:
-            results.add(run, CHECK, "measured", seconds, check=found)
-            continue
-        wrong = [f"{row['feature']}: {row['failure']}" for row in found["results"] if row["failure"] is not None]
-        reason = "; ".join(filter(None, (*wrong, reason))) or _last_line(stderr, code)
-        results.add(run, CHECK, "failed", seconds, reason=reason, check=found)
+            measured.add(check={"results": []})
+            _measure_check(command, deadline_s - time.monotonic(), measured, results.log_path)
 
 
-def read_check(output: str) -> dict[str, Any]:
-    """What `toka check --json` has printed, whole or as far as it came."""
-    found: dict[str, Any] = {"results": []}
-    for line in output.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:  # cut
-            break
-        if "feature" in row:
-            found["results"].append(row)
-        else:
-            found |= row
-    return found
+def _measure_check(command: Sequence[str], timeout_s: float, measured: Measured, log: Path) -> None:
+    """Raises ServerError, which names what is wrong."""
+    found = measured.values["check"]
+    late = ""
+    try:
+        for row in _rows_of(command, timeout_s, log):
+            if "feature" in row:
+                found["results"].append(row)
+            else:
+                found |= row
+            measured.keep()
+    except TooLate as error:
+        late = str(error)
+    except ServerError:
+        if all(row["failure"] is None for row in found["results"]):
+            raise
+    wrong = [f"{row['feature']}: {row['failure']}" for row in found["results"] if row["failure"] is not None]
+    if reason := "; ".join(filter(None, (*wrong, late))):
+        raise ServerError(reason)
 
 
 def measure_attention(arguments: Sequence[str], results: Results, deadline_s: float) -> None:
     """Attention without a server, in processes of their own, whose memory is free afterwards."""
     for run in ATTENTION_RUNS:
-        started_s = time.monotonic()
         backend = [f"--backend={flag.partition('=')[2]}" for flag in run.flags]
         command = [sys.executable, "-m", "benchmarks.gpu.attention", *arguments, *backend]
-        timeout_s = min(ATTENTION_SECONDS, max(1.0, deadline_s - started_s))
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=timeout_s)
-            values = json.loads(done.stdout)
-        except subprocess.TimeoutExpired:
-            results.add(run, "attention", "failed", timeout_s, reason=f"it was not finished after {timeout_s:.0f} s")
-        except subprocess.CalledProcessError as error:
-            reason = _last_line(error.stderr, error.returncode)
-            results.add(run, "attention", "failed", time.monotonic() - started_s, reason=reason)
-        else:
-            results.add(run, "attention", "measured", time.monotonic() - started_s, attention=values)
+        with results.measuring(run, ATTENTION) as measured:
+            measured.add(attention={})
+            for row in _rows_of(command, min(ATTENTION_SECONDS, deadline_s - time.monotonic()), results.log_path):
+                measured.values["attention"] |= row
+                measured.keep()
 
 
 def _measure_server(
@@ -233,16 +229,18 @@ def _measure_server(
     """Measures and removes the parts of `pending`. Raises ServerError if the server does not start, or time is up."""
     started_s = time.monotonic()
     own_flags = [f"model={directory}", "log_level=debug", *flags, *run.flags]
-    with own_server(own_flags, max(1.0, deadline_s - started_s)) as server:
+    with (
+        results.log_path.open("a") as log,
+        own_server(own_flags, max(1.0, deadline_s - started_s), log) as server,
+    ):
         memory = [line for line in server.start_lines if " planned, " in line]
         lines = {"lines": server.start_lines, "memory": memory}
         results.add(run, "start", "measured", time.monotonic() - started_s, **lines)
         while pending:
             _require_time(deadline_s)
             part = pending.pop(0)
-            values: dict[str, Any] = {}
-            with results.measuring(run, part, values):
-                run_part(part, server.base_url, sizes, directory, deadline_s - time.monotonic(), values)
+            with results.measuring(run, part) as measured:
+                run_part(part, server.base_url, sizes, directory, deadline_s - time.monotonic(), measured)
 
 
 def _measure_profile(
@@ -256,36 +254,42 @@ def _measure_profile(
 ) -> None:
     """Decode steps of a worker without a server, in a process of its own. Its traces lie beside the results."""
     pending.clear()
-    traces = results.path.with_name("-".join((results.path.stem, "traces", *run.flags)))
+    names = (flag.replace("=", "-") for flag in run.flags)
+    traces = results.path.with_name("-".join((results.path.stem, "traces", *names)))
     rows = [str(num_rows) for num_rows in sizes.profile_rows]
     command = [sys.executable, "-m", "benchmarks.gpu.profile_steps", str(directory), "--rows", *rows]
-    values: dict[str, Any] = {"profile": [], "traces": traces.name}
-    command += ["--traces", str(traces), *flags, *run.flags]
-    with results.measuring(run, PROFILE, values):
-        _read_rows(command, deadline_s - time.monotonic(), values["profile"])
+    command += ["--traces", str(traces), "log_level=debug", *flags, *run.flags]
+    with results.measuring(run, PROFILE) as measured:
+        measured.add(profile=[], traces=traces.name)
+        for row in _rows_of(command, deadline_s - time.monotonic(), results.log_path):
+            measured.add_row("profile", row)
 
 
-def _read_rows(command: Sequence[str], timeout_s: float, rows: list[dict[str, Any]]) -> None:
-    """Add each line of JSON that the command prints, when it prints it. Raises ServerError."""
-    with (
-        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
-    ):
-        assert process.stdout is not None
-        too_late = threading.Timer(max(1.0, timeout_s), process.kill)
-        too_late.start()
-        try:
-            for line in process.stdout:
-                rows += [json.loads(line)] if line.startswith("{") else []
-            code = process.wait()
-            if not too_late.is_alive():
-                raise ServerError(f"it was not finished after {timeout_s:.0f} s")
-        finally:
-            too_late.cancel()
-            process.kill()
-        if code:
-            errors.seek(0)
-            raise ServerError(_last_line(errors.read(), code))
+class TooLate(ServerError):
+    """A process has not ended in its time."""
+
+
+def _rows_of(command: Sequence[str], timeout_s: float, log: Path) -> Iterator[dict[str, Any]]:
+    """Each line of JSON that the command prints, when it prints it. Raises ServerError with its last line in the log,
+    or TooLate."""
+    with log.open("ab") as errors:
+        begin = errors.tell()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            assert process.stdout is not None
+            too_late = threading.Timer(max(1.0, timeout_s), process.kill)
+            too_late.start()
+            try:
+                for line in process.stdout:
+                    if line.startswith("{") and line.endswith("}\n"):
+                        yield json.loads(line)
+                code = process.wait()
+                if not too_late.is_alive():
+                    raise TooLate(f"it was not finished after {timeout_s:.0f} s")
+            finally:
+                too_late.cancel()
+                process.kill()
+    if code:
+        raise ServerError(_last_line(log.read_bytes()[begin:].decode(errors="replace"), code))
 
 
 def _last_line(errors: str, code: int) -> str:
@@ -329,7 +333,7 @@ def _shown(part: dict[str, Any]) -> str:
             f"{sum(row['failure'] is None for row in rows)} of {len(rows)} comparisons are right,"
             f" {sum(row['seconds'] for row in rows):.1f} s beside loading and compiling"
         )
-    if "attention" in part:
+    if "prefix_share" in part.get("attention", ()):
         values = part["attention"]
         lines.append(
             f"{values['backend']}: decode reads {values['decode_bytes_per_s'] / 1e9:,.0f} GB/s,"
@@ -426,7 +430,7 @@ def _measure_part(name: str, is_dry_run: bool, flags: Sequence[str], results: Re
     if name == CHECK:
         device = "cpu" if is_dry_run else "cuda"
         runs = tiny(CHECK_RUNS) if is_dry_run else CHECK_RUNS
-        measure_checks(runs, [f"device={device}", *flags], results, deadline_s)
+        measure_checks(runs, [f"device={device}", "log_level=debug", *flags], results, deadline_s)
     elif name == ATTENTION:
         arguments = ["--device=cpu", "--tiny"] if is_dry_run else ["--device=cuda"]
         measure_attention(arguments, results, deadline_s)

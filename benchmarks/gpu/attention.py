@@ -1,4 +1,4 @@
-"""Attention of decode rows, and over a shared prefix, beside the device's own speed: a process that prints JSON.
+"""Attention of decode rows, and over a shared prefix, beside the device's own speed: prints rows of JSON.
 
 python -m benchmarks.gpu.attention --device cuda [--backend flashinfer] [--tiny]
 """
@@ -8,7 +8,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,9 +48,9 @@ LLAMA_8B = Case(32, 8, 128, 2, 256, 4096, 1024, 4096, 1 << 30, 8192)
 TINY = Case(4, 2, 16, 2, 4, 64, 8, 64, 1 << 16, 64)
 
 
-def measure(device: torch.device, backend: str | None, case: Case) -> dict[str, Any]:
+def measure(device: torch.device, backend: str | None, case: Case) -> Iterator[dict[str, Any]]:
     """Bytes of keys and values that decode rows read per second, floating-point operations per second of the prefix
-    part, and shares of what the device reaches in a copy and in a matrix product."""
+    part, and shares of what the device reaches in a copy and in a matrix product: each as soon as it is measured."""
     dtype = torch.bfloat16
     shape = KVShape(case.num_layers, case.num_heads, case.num_kv_heads, case.head_dim, PAGE_SIZE, dtype, device, dtype)
     num_blocks = case.num_rows * case.num_tokens // PAGE_SIZE
@@ -61,26 +61,20 @@ def measure(device: torch.device, backend: str | None, case: Case) -> dict[str, 
     decode = _part(blocks.view(case.num_rows, -1), 1, case.num_tokens, causal=True)
     prefix_blocks = blocks[: case.num_prefix_tokens // PAGE_SIZE].view(1, -1)
     prefix = _part(prefix_blocks, case.num_prefix_rows, case.num_prefix_tokens, causal=False)
+    yield {"backend": type(attention).__name__}
     decode_s = _seconds(device, _attend(attention, shape, decode)) / case.num_layers
+    decode_rate = case.num_rows * case.num_tokens * shape.bytes_per_block / PAGE_SIZE / case.num_layers / decode_s
+    yield {"decode_bytes_per_s": decode_rate}
     prefix_s = _seconds(device, _attend(attention, shape, prefix)) / case.num_layers
+    prefix_rate = 4 * case.num_prefix_rows * case.num_prefix_tokens * case.num_heads * case.head_dim / prefix_s
+    yield {"prefix_flop_per_s": prefix_rate}
 
     source, target = (torch.zeros(case.copied_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    copy_s = _seconds(device, lambda: target.copy_(source))
+    copy_rate = 2 * case.copied_bytes / _seconds(device, lambda: target.copy_(source))
+    yield {"copy_bytes_per_s": copy_rate, "decode_share": decode_rate / copy_rate}
     left, right = torch.randn(2, case.matmul_size, case.matmul_size, device=device).to(dtype).unbind()
-    matmul_s = _seconds(device, lambda: left @ right)
-
-    decode_rate = case.num_rows * case.num_tokens * shape.bytes_per_block / PAGE_SIZE / case.num_layers / decode_s
-    prefix_rate = 4 * case.num_prefix_rows * case.num_prefix_tokens * case.num_heads * case.head_dim / prefix_s
-    copy_rate, matmul_rate = 2 * case.copied_bytes / copy_s, 2 * case.matmul_size**3 / matmul_s
-    return {
-        "backend": type(attention).__name__,
-        "decode_bytes_per_s": decode_rate,
-        "copy_bytes_per_s": copy_rate,
-        "decode_share": decode_rate / copy_rate,
-        "prefix_flop_per_s": prefix_rate,
-        "matmul_flop_per_s": matmul_rate,
-        "prefix_share": prefix_rate / matmul_rate,
-    }
+    matmul_rate = 2 * case.matmul_size**3 / _seconds(device, lambda: left @ right)
+    yield {"matmul_flop_per_s": matmul_rate, "prefix_share": prefix_rate / matmul_rate}
 
 
 def _fill(attention: AttentionBackend, shape: KVShape, num_blocks: int) -> None:
@@ -135,13 +129,14 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.attention", description="Prints one JSON object.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.attention", description="Prints rows of JSON.")
     parser.add_argument("--device", default="cuda", help="default: %(default)s")
     parser.add_argument("--backend", help="default: as the server chooses")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, for a look at the program")
     args = parser.parse_args(argv)
     with torch.inference_mode():
-        print(json.dumps(measure(torch.device(args.device), args.backend, TINY if args.tiny else LLAMA_8B)))
+        for row in measure(torch.device(args.device), args.backend, TINY if args.tiny else LLAMA_8B):
+            print(json.dumps(row), flush=True)
     return 0
 
 

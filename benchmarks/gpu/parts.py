@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,41 +39,53 @@ class Sizes:
     """Sequences of each profile of decode steps."""
 
 
-Values = dict[str, Any]
-"""What a part has measured so far: filled as it goes, so that a part that is cut keeps it."""
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a part has measured so far, kept as it grows: whatever ends a part leaves it."""
+
+    values: dict[str, Any]
+    keep: Callable[[], None]
+    """Writes the values to where they stay."""
+
+    def add(self, **values: Any) -> None:
+        self.values.update(values)
+        self.keep()
+
+    def add_row(self, name: str, row: dict[str, Any]) -> None:
+        """To the list of this name."""
+        self.values.setdefault(name, []).append(row)
+        self.keep()
 
 
-async def measure_monkeys(base_url: str, sizes: Sizes, _directory: Path, values: Values) -> None:
+async def measure_monkeys(base_url: str, sizes: Sizes, _directory: Path, measured: Measured) -> None:
     """Many samples of few questions behind one long prefix. Raises ServerError."""
     flags = [f"questions={sizes.questions}", f"samples={sizes.samples}", f"max_tokens={sizes.max_tokens}"]
-    values |= await _measure_workload(base_url, flags)
+    measured.add(**await _measure_workload(base_url, flags))
 
 
-async def measure_top_p(base_url: str, sizes: Sizes, _directory: Path, values: Values) -> None:
+async def measure_top_p(base_url: str, sizes: Sizes, _directory: Path, measured: Measured) -> None:
     """As monkeys, with a limit on what may be drawn. Raises ServerError."""
     flags = [f"questions={sizes.questions}", f"samples={sizes.samples}", f"max_tokens={sizes.max_tokens}"]
-    values |= await _measure_workload(base_url, [*flags, 'extra_body={"top_p": 0.9}'])
+    measured.add(**await _measure_workload(base_url, [*flags, 'extra_body={"top_p": 0.9}']))
 
 
-async def measure_groups(base_url: str, sizes: Sizes, _directory: Path, values: Values) -> None:
+async def measure_groups(base_url: str, sizes: Sizes, _directory: Path, measured: Measured) -> None:
     """As monkeys, for different numbers of sequences. Raises ServerError."""
-    rows = values["groups"] = []
     for num_rows in sizes.group_rows:
         num_samples = min(sizes.samples, num_rows)
         flags = [f"questions={num_rows // num_samples}", f"samples={num_samples}", f"max_tokens={sizes.max_tokens}"]
-        rows.append({"num_rows": num_rows, **await _measure_workload(base_url, flags)})
+        measured.add_row("groups", {"num_rows": num_rows, **await _measure_workload(base_url, flags)})
 
 
-async def measure_sharegpt(base_url: str, sizes: Sizes, directory: Path, values: Values) -> None:
+async def measure_sharegpt(base_url: str, sizes: Sizes, directory: Path, measured: Measured) -> None:
     """Unrelated requests, all at once. directory: the model's. Raises ServerError."""
     flags = ["workload=sharegpt", "stream=F", f"requests={sizes.requests}", "concurrency=0"]
     lengths = [f"mean_tokens={sizes.mean_tokens}", f"cap={4 * sizes.mean_tokens}", f"tokenizer={directory}"]
-    values |= await _measure_workload(base_url, [*flags, *lengths])
+    measured.add(**await _measure_workload(base_url, [*flags, *lengths]))
 
 
-async def measure_steps(base_url: str, sizes: Sizes, _directory: Path, values: Values) -> None:
+async def measure_steps(base_url: str, sizes: Sizes, _directory: Path, measured: Measured) -> None:
     """Seconds of a decode step, and the part of the time in which the device waited for one. Raises ServerError."""
-    rows = values["steps"] = []
     options = ClientOptions(base_url, None, 600.0, usage_per_choice=False, extra_body={})
     async with open_client(options) as client:
         for num_rows in sizes.num_rows:
@@ -88,14 +100,13 @@ async def measure_steps(base_url: str, sizes: Sizes, _directory: Path, values: V
             busy_s, idle_s = (
                 after[name] - before[name] for name in ("toka_forward_seconds_total", "toka_device_idle_seconds_total")
             )
-            rows.append(
-                {
-                    "num_rows": num_rows,
-                    "step_ms": 1000 * busy_s / sizes.num_steps,
-                    "wall_ms": 1000 * wall_s / sizes.num_steps,
-                    "idle_share": idle_s / wall_s,
-                }
-            )
+            row = {
+                "num_rows": num_rows,
+                "step_ms": 1000 * busy_s / sizes.num_steps,
+                "wall_ms": 1000 * wall_s / sizes.num_steps,
+                "idle_share": idle_s / wall_s,
+            }
+            measured.add_row("steps", row)
 
 
 async def read_metrics(base_url: str) -> dict[str, float]:
@@ -120,10 +131,10 @@ async def _measure_workload(base_url: str, flags: Sequence[str]) -> dict[str, An
     return {"summary": asdict(report.summary), "client_cpu_s": report.client_cpu_s, "metrics": changed}
 
 
-def run_part(name: str, base_url: str, sizes: Sizes, directory: Path, timeout_s: float, values: Values) -> None:
-    """Fills `values` with the part's measurements. Raises ServerError, also after `timeout_s` seconds."""
+def run_part(name: str, base_url: str, sizes: Sizes, directory: Path, timeout_s: float, measured: Measured) -> None:
+    """Adds the part's measurements. Raises ServerError, also after `timeout_s` seconds."""
     try:
-        asyncio.run(asyncio.wait_for(PARTS[name](base_url, sizes, directory, values), timeout_s))
+        asyncio.run(asyncio.wait_for(PARTS[name](base_url, sizes, directory, measured), timeout_s))
     except asyncio.TimeoutError:
         raise ServerError(f"it was not finished after {timeout_s:.0f} s") from None
 

@@ -11,11 +11,12 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import IO
 from urllib.parse import urlsplit
 
 from tokasaurus.bench_command.client import ServerError
@@ -55,12 +56,14 @@ def running_server(flags: Sequence[str]) -> Iterator[str]:
 
 
 @contextmanager
-def own_server(flags: Sequence[str], start_timeout_s: float | None = None) -> Iterator[OwnServer]:
+def own_server(
+    flags: Sequence[str], start_timeout_s: float | None = None, log: IO[str] | None = None
+) -> Iterator[OwnServer]:
     """Run `toka` with these flags on a free port while the block runs.
 
     Yields when it is ready. If it does not start, within `start_timeout_s` seconds if that is given, raises ServerError
-    with its last lines of output. Its files and
-    batches are removed at the end, unless the flags say where they are stored."""
+    with its last lines of output. `log` gets all of its output at once. Its files and batches are removed at the end,
+    unless the flags say where they are stored."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -78,6 +81,8 @@ def own_server(flags: Sequence[str], start_timeout_s: float | None = None) -> It
         assert process.stdout is not None
         too_late = threading.Timer(threading.TIMEOUT_MAX if start_timeout_s is None else start_timeout_s, process.kill)
         too_late.daemon = True
+        # A pipe that nobody reads would hold up what the server writes.
+        rest = threading.Thread(target=_keep_all, args=(process.stdout, log), daemon=True)
         too_late.start()
         try:
             lines = deque[str](maxlen=_NUM_LINES_KEPT)
@@ -85,15 +90,30 @@ def own_server(flags: Sequence[str], start_timeout_s: float | None = None) -> It
                 if not (line := process.stdout.readline()):
                     raise ServerError("the server did not start:\n" + "".join(lines))
                 lines.append(line)
+                _keep(line, log)
             too_late.cancel()
+            rest.start()
             yield OwnServer(f"http://127.0.0.1:{port}/v1", process.pid, tuple(line.rstrip() for line in lines))
         finally:
             too_late.cancel()
             process.terminate()
             try:
-                process.communicate(timeout=_STOP_TIMEOUT_S)
+                process.wait(timeout=_STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
+            if rest.is_alive():
+                rest.join(_STOP_TIMEOUT_S)
+
+
+def _keep(line: str, log: IO[str] | None) -> None:
+    if log is not None:
+        log.write(line)
+        log.flush()
+
+
+def _keep_all(lines: Iterable[str], log: IO[str] | None) -> None:
+    for line in lines:
+        _keep(line, log)
 
 
 NEUTRAL = "sampling_defaults=neutral"

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
@@ -189,54 +189,108 @@ sys.exit(gpu.main(["8b", "--dry-run", "--output", {str(path)!r}, *{SMALL}]))
     assert list(temporary.iterdir()) == []
 
 
-def test_the_reason_of_a_failed_process_is_its_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(command: list[str], **_options: object) -> None:
-        raise subprocess.CalledProcessError(3, command, stderr="Traceback\nRuntimeError: no kernel\n\n")
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Programs in Python that run in turn in place of the benchmark's processes."""
+    programs: list[str] = []
 
-    monkeypatch.setattr(subprocess, "run", fail)
+    class Popen(subprocess.Popen[str]):
+        def __init__(self, command: list[str], **options: Any) -> None:
+            if command[2] == "tokasaurus":
+                directory = Path(command[4].removeprefix("model="))
+                assert json.loads((directory / "config.json").read_text())["vocab_size"] > 1000
+            super().__init__([sys.executable, "-c", programs.pop(0)], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    return programs
+
+
+def test_the_reason_of_a_failed_process_is_its_last_line(tmp_path: Path, programs: list[str]) -> None:
+    row = json.dumps({"backend": "x"})
+    fails = f"import sys; print({row!r}, flush=True); sys.exit('Traceback\\nRuntimeError: no kernel\\n\\n')"
+    programs += [fails] * 2
     results = gpu.Results(tmp_path / "results.json", {})
     gpu.measure_attention(["--device=cuda"], results, time.monotonic() + 60)
     assert [(part["status"], part["reason"]) for part in results.parts] == [("failed", "RuntimeError: no kernel")] * 2
+    assert [part["attention"] for part in results.parts] == [{"backend": "x"}] * 2
+    assert results.log_path.read_text().count("RuntimeError: no kernel") == 2
     assert gpu._last_line("", 3) == "exit code 3"
 
 
-def test_what_a_check_finds_wrong_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_check_finds_wrong_is_the_reason(tmp_path: Path, programs: list[str]) -> None:
     """And what keeps it from running at all."""
     right, wrong = (
         {"feature": feature, "name": None, "failure": why, "seconds": 1.0}
         for feature, why in (("a", None), ("b", "raises X"))
     )
     lines = "".join(f"{json.dumps(row)}\n" for row in ({"device": "x"}, right, wrong))
-    answers = [(1, lines + '{"switched_off": []}\n', "log"), (2, "", "more\ntoka check: no such flag\n")]
-    answers += [(None, lines + '{"feature": "cut', ""), (None, "", "")]
 
-    def answer(command: list[str], *, stdout: IO[str], **_options: object) -> "subprocess.CompletedProcess[str]":
-        assert json.loads((Path(command[4].removeprefix("model=")) / "config.json").read_text())["vocab_size"] > 1000
-        code, output, log = answers.pop(0)
-        stdout.write(output)
-        if code is None:
-            raise subprocess.TimeoutExpired(command, 60)
-        return subprocess.CompletedProcess(command, code, None, log)
+    def program(output: str, log: str, end: str) -> str:
+        return (
+            f"import sys, time\nsys.stdout.write({output!r})\nsys.stdout.flush()\nsys.stderr.write({log!r})\n"
+            f"sys.stderr.flush()\n{end}"
+        )
 
-    monkeypatch.setattr(subprocess, "run", answer)
+    programs += [
+        program(lines + '{"switched_off": []}\n', "log", "sys.exit(1)"),
+        program("", "more\ntoka check: no such flag\n", "sys.exit(2)"),
+        program(lines + '{"feature": "cut', "", "time.sleep(60)"),
+        program("", "", "time.sleep(60)"),
+    ]
     results = gpu.Results(tmp_path / "results.json", {})
-    for _ in range(2):
-        gpu.measure_checks(gpu.CHECK_RUNS, ["device=cuda"], results, time.monotonic() + 60)
-    late = "it was not finished after 60 s"
+    gpu.measure_checks(gpu.CHECK_RUNS, ["device=cuda"], results, time.monotonic() + 60)
+    for run in gpu.CHECK_RUNS:
+        gpu.measure_checks([run], ["device=cuda"], results, time.monotonic() + 2.2)
+    late = "it was not finished after 2 s"
     reasons = ["b: raises X", "toka check: no such flag", f"b: raises X; {late}", late]
     assert [part["reason"] for part in results.parts] == reasons
     for index in (0, 2):
         assert "1 of 2 comparisons are right, 2.0 s" in gpu._shown(results.parts[index])
+    assert results.log_path.read_text() == "logmore\ntoka check: no such flag\n"
 
 
-def test_rows_are_kept_of_a_process_that_is_too_late_or_fails() -> None:
+def test_rows_are_kept_of_a_process_that_is_too_late_or_fails(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = []
     program = "import sys, time\nprint('{\"num_rows\": 1}', flush=True)\n"
-    with pytest.raises(ServerError, match="not finished after 1 s"):
-        gpu._read_rows([sys.executable, "-c", program + "time.sleep(60)"], 1.0, rows)
+    log = tmp_path / "log"
+
+    def run(end: str, timeout_s: float) -> None:
+        rows.extend(gpu._rows_of([sys.executable, "-c", program + end], timeout_s, log))
+
+    with pytest.raises(gpu.TooLate, match="not finished after 1 s"):
+        run("time.sleep(60)", 1.0)
     with pytest.raises(ServerError, match="ValueError: no such kernel"):
-        gpu._read_rows([sys.executable, "-c", program + "raise ValueError('no such kernel')"], 30.0, rows)
+        run("raise ValueError('no such kernel')", 30.0)
     assert rows == [{"num_rows": 1}] * 2
+
+
+def test_a_row_is_in_the_file_before_the_next_one_is_measured(tmp_path: Path) -> None:
+    results = gpu.Results(tmp_path / "results.json", {})
+    with results.measuring(gpu.CHECK_RUNS[0], "steps") as measured:
+        for num_rows in (1, 4):
+            measured.add_row("steps", {"num_rows": num_rows})
+            [part] = json.loads(results.path.read_text())["parts"]
+            assert part["status"] == "running"
+            assert part["steps"][-1] == {"num_rows": num_rows}
+    assert [part["status"] for part in json.loads(results.path.read_text())["parts"]] == ["measured"]
+
+
+def test_a_kill_leaves_what_a_part_has_found(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "check", "--dry-run", "--output", str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not path.exists() or '"failure"' not in path.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    [part] = json.loads(path.read_text())["parts"]
+    assert part["status"] == "running"
+    assert part["check"]["results"][0]["feature"] == "attention_backend=cpu"
+    assert "weights" in path.with_suffix(".log").read_text(), "the phases of the start"
 
 
 def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
