@@ -19,7 +19,7 @@ import pytest
 
 from tests.library.map.helpers.calls import call_map
 from tests.library.map.helpers.finished import read_output
-from tokasaurus.library.map.sources import is_missing
+from tokasaurus.library.map.rows import is_missing
 
 MISSING = {
     "None": None,

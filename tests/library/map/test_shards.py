@@ -15,6 +15,7 @@ from pyarrow import dataset
 
 from tests.library.map.helpers.finished import finished_rows, rows_of, shard_format
 from tokasaurus.library.map.answers import AnswerNames, answer_names
+from tokasaurus.library.map.rows import RowBatch
 from tokasaurus.library.map.shards import (
     MAX_SHARD_ROWS,
     MapRow,
@@ -22,7 +23,7 @@ from tokasaurus.library.map.shards import (
     RowMisfit,
     make_format,
 )
-from tokasaurus.library.map.sources import RowBatch, open_source
+from tokasaurus.library.map.sources import open_source
 
 ROWS = [{"id": number, "q": f"question {number}", "tags": ["x", None]} for number in range(3_000)]
 

@@ -24,13 +24,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tokasaurus.library.map.answers import AnswerColumn
-from tokasaurus.library.map.sources import (
-    MAX_BATCH_ROWS,
-    column_keys,
-    default_keys,
-    hash_key,
-    open_source,
-)
+from tokasaurus.library.map.rows import MAX_BATCH_ROWS, column_keys, default_keys, hash_key
+from tokasaurus.library.map.sources import open_source
 
 ROWS = [{"id": f"r{number}", "question": f"what is {number}?", "level": number % 5} for number in range(5_000)]
 TABLE = pa.Table.from_pylist(ROWS)

@@ -28,17 +28,17 @@ from tokasaurus.library.map.options import MapOptions
 from tokasaurus.library.map.outputs import NO_REQUEST, CollectedOutput, Output, StoredOutput
 from tokasaurus.library.map.progress import MapProgress
 from tokasaurus.library.map.prompts import NoPrompt, Prompts
-from tokasaurus.library.map.shards import FORMATS, MapRow, make_format
-from tokasaurus.library.map.sources import (
+from tokasaurus.library.map.rows import (
     Row,
     RowBatch,
     Source,
     column_keys,
     default_keys,
     import_arrow,
-    open_source,
     without_surrogates,
 )
+from tokasaurus.library.map.shards import FORMATS, MapRow, make_format
+from tokasaurus.library.map.sources import open_source
 from tokasaurus.library.model_files import ModelFiles
 from tokasaurus.library.requests import Answer, BadPrompt, RequestFormat, RequestLine
 from tokasaurus.library.results import RowError, row_error

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from tokasaurus.library.counts import Counts
 from tokasaurus.library.map.answers import AnswerNames
 from tokasaurus.library.map.journal import Journal, request_changed
+from tokasaurus.library.map.rows import RowBatch, Source
 from tokasaurus.library.map.shards import MAX_SHARD_AGE_S, MapRow, OpenShard, ShardFormat, answer_columns
-from tokasaurus.library.map.sources import RowBatch, Source
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from tokasaurus.library.map.sources import Row, Source, is_missing, listed_columns
+from tokasaurus.library.map.rows import Row, Source, is_missing, listed_columns
 from tokasaurus.text.exact_json import dumps
 
 PromptOf: TypeAlias = "str | Callable[[Row], Any]"

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import orjson
 
 from tokasaurus.library.map.answers import AnswerColumn, AnswerNames
-from tokasaurus.library.map.sources import Row, RowBatch, Source, import_arrow, to_json, without_surrogates
+from tokasaurus.library.map.rows import Row, RowBatch, Source, import_arrow, to_json, without_surrogates
 from tokasaurus.server.jobs.store.data_dir import sync_directory
 
 if TYPE_CHECKING:

@@ -6,30 +6,44 @@ it where it is not installed; their values are texts then.
 
 from __future__ import annotations
 
-import codecs
-import csv
-import decimal
-import glob
-import gzip
-import hashlib
-import io
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import numpy.typing as npt
-import orjson
 
 from tokasaurus.library.map.answers import AnswerColumn
-from tokasaurus.text.exact_json import dumps, loads
+from tokasaurus.library.map.files import (
+    ArrowFile,
+    ColumnFile,
+    CsvFile,
+    ParquetFile,
+    check_schema,
+    count_lines,
+    csv_header,
+    csv_row,
+    csv_rows,
+    kind_of,
+    matching_files,
+    read_json_lines,
+    unreadable,
+)
+from tokasaurus.library.map.rows import (
+    MAX_BATCH_BYTES,
+    MAX_BATCH_ROWS,
+    BadRow,
+    Row,
+    RowBatch,
+    Source,
+    import_arrow,
+    listed_columns,
+    without_missing,
+    without_surrogates,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -37,128 +51,12 @@ if TYPE_CHECKING:
     Rows = str | Path | Sequence[str] | Sequence[Path] | Iterable[Mapping[str, Any]] | pa.Table | Any
     """Paths, data frames, Arrow tables, data sets or dicts."""
 
-Row = dict[str, Any]
-
-MAX_BATCH_ROWS = 1024
-MAX_BATCH_BYTES = 8 << 20
-"""Most bytes of a batch, estimated from the size of the rows before it."""
 _FIRST_BATCH_ROWS = 512
 _MAX_READ_S = 1.0
 """An iterable that takes longer for a batch gives a smaller one."""
 
 _MAX_COUNTED_BYTES = 2 << 30
 """Most bytes of JSON-lines files whose lines are counted before they are read."""
-
-_KINDS = {
-    ".parquet": "Parquet",
-    ".pq": "Parquet",
-    ".jsonl": "JSON lines",
-    ".ndjson": "JSON lines",
-    ".json": "JSON lines",
-    ".csv": "CSV",
-    ".arrow": "Arrow",
-    ".arrows": "Arrow",
-    ".feather": "Arrow",
-    ".ipc": "Arrow",
-}
-_COMPRESSED = {"JSON lines", "CSV"}
-"""Kinds that are read with .gz after their suffix as well."""
-
-_MIX_STEP = np.uint64(0x9E3779B97F4A7C15)
-
-
-class RowBatch:
-    """Rows that were read together, either as an Arrow batch or as dicts."""
-
-    def __init__(self, first_number: int, origin: str, first_in_origin: int, num_rows: int) -> None:
-        self.first_number = first_number
-        """Number of its first row in the source, from 0."""
-        self.origin = origin
-        """The file, or what else the rows are from."""
-        self.first_in_origin = first_in_origin
-        """Number of its first row in the origin, from 0."""
-        self.num_rows = num_rows
-        self.table: pa.RecordBatch | None = None
-        """All columns; None if the rows are dicts that need not become columns. After `keep_only`, only some rows."""
-        self.dicts: list[Row] | None = None
-        """The rows, with None for missing values; None if they came as columns, or are not needed any more."""
-        self.given: list[Row] | None = None
-        """The rows as they came; None as in `dicts`."""
-        self.lines: list[bytes | None] | None = None
-        """The rows as JSON text, if they are stored so."""
-        self.errors: dict[int, str] = {}
-        """Why a row cannot be answered or stored as it came, by its index. Its dict has what can be stored."""
-        self._positions: npt.NDArray[np.int64] | None = None
-
-    def place(self, index: int) -> str:
-        """Where a row lies, for messages."""
-        return f"row {self.first_in_origin + index} of {self.origin}"
-
-    def rows(self, columns: Sequence[str] | None = None) -> list[Row]:
-        """The rows as dicts, with None for missing values. columns: names of the needed columns; None means all."""
-        if self.dicts is not None:
-            return self.dicts
-        assert self.table is not None
-        table = self.table if columns is None else self.table.select(list(columns))
-        columns_without_nan = [_without_nan(column) for column in table.columns]
-        return cast("list[Row]", table.from_arrays(columns_without_nan, table.schema.names).to_pylist())
-
-    def column(self, name: str) -> list[Any]:
-        """None for missing values, and where a dict lacks it."""
-        if self.dicts is not None:
-            return [row.get(name) for row in self.dicts]
-        assert self.table is not None
-        return cast("list[Any]", _without_nan(self.table.column(name)).to_pylist())
-
-    def take(self, indices: npt.NDArray[np.int64]) -> pa.RecordBatch:
-        """Some rows of the table."""
-        assert self.table is not None
-        if self._positions is not None:
-            indices = self._positions[indices]
-            assert (indices >= 0).all(), "the rows have been kept"
-        return self.table.take(_arrow_indices(indices))
-
-    def keep_only(self, indices: npt.NDArray[np.int64]) -> None:
-        """Free the memory of the other rows; of a table, if they are the greater part."""
-        if self.lines is not None:
-            kept = set(indices.tolist())
-            self.lines = [line if index in kept else None for index, line in enumerate(self.lines)]
-        if self.table is not None and 2 * len(indices) < self.table.num_rows:
-            self.table = self.take(indices)
-            self._positions = np.full(self.num_rows, -1, np.int64)
-            self._positions[indices] = np.arange(len(indices))
-
-
-class Source(Protocol):
-    """An opened source."""
-
-    description: str
-    """The source in words, such as "3 Parquet files" or "a Polars DataFrame"."""
-    columns: list[str]
-    """Names of the columns; for rows that are dicts, the columns of the first batch."""
-    schema: pa.Schema | None
-    """None if the rows are dicts."""
-    num_rows: int | None
-    """None if that is not cheap to know."""
-    is_json_lines: bool
-    paths: Sequence[str]
-    """Its files, if it has any."""
-
-    def batches(self) -> Iterator[RowBatch]:
-        """All rows, once. Raises ValueError for rows that cannot be read."""
-        ...
-
-    def row_origin(self, origin: str) -> str:
-        """The part of a row's default key that tells its origin: does not depend on the directory of the files."""
-        ...
-
-    keep_rows: bool
-    """Set it before `batches` if `joined` will be called: rows that can be read only once are kept."""
-
-    def joined(self, answers: Sequence[AnswerColumn]) -> object:
-        """The rows with these columns after theirs, in the type that came in: files become a pyarrow.Table, JSON lines
-        a list of dicts. Call it when all batches are read."""
-        ...
 
 
 def open_source(rows: object, key: str | None = None, output: Path | None = None) -> Source:
@@ -183,103 +81,6 @@ def absolute_paths(rows: Any) -> Any:
     if isinstance(rows, list | tuple) and rows and all(isinstance(row, str | os.PathLike) for row in rows):
         return [absolute_paths(row) for row in rows]
     return rows
-
-
-def listed_columns(source: Source) -> str:
-    """The source's columns, for messages about a column that is not there."""
-    return f"its columns are {', '.join(source.columns)}" if source.columns else "it has no columns"
-
-
-def import_arrow(what: str) -> Any:
-    """The module pyarrow. what: for which it is needed. Raises ImportError with the way to install it."""
-    try:
-        import pyarrow
-    except ImportError:
-        raise ImportError(f"{what} needs pyarrow: pip install pyarrow") from None
-    return pyarrow
-
-
-def default_keys(source: Source, batch: RowBatch) -> npt.NDArray[np.uint64]:
-    """[num_rows] hashes of the rows' numbers in their origin: the keys where the user names no column."""
-    base = hash_key(source.row_origin(batch.origin))
-    numbers = np.arange(batch.first_in_origin, batch.first_in_origin + batch.num_rows, dtype=np.uint64)
-    # The finalizer of SplitMix64, which maps different numbers to different hashes.
-    mixed = np.uint64(base) + numbers * _MIX_STEP
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return cast("npt.NDArray[np.uint64]", mixed ^ (mixed >> np.uint64(31)))
-
-
-def column_keys(batch: RowBatch, key: str) -> tuple[npt.NDArray[np.uint64], dict[int, str]]:
-    """([num_rows] hashes of the values of the key column, by index: why a row has no key that tells it apart)."""
-    values = batch.column(key)
-    wrong: dict[int, str] = {}
-    for index, value in enumerate(values):
-        if isinstance(value, str | int):
-            if value == "":  # as a CSV file may have it in place of null
-                wrong[index] = f"{batch.place(index)} has no key: its column {key!r} is empty"
-            continue
-        # also what is not the same in every process
-        if isinstance(value, np.ndarray) or repr(value) == object.__repr__(value):
-            wrong[index] = f"{batch.place(index)}: its key is {type(value).__name__}; allowed are texts and numbers"
-        elif value is None:
-            wrong[index] = f"{batch.place(index)} has no key: its column {key!r} is null"
-    hashes = [0 if index in wrong else hash_key(value) for index, value in enumerate(values)]
-    return np.array(hashes, np.uint64), wrong
-
-
-_NEVER_MISSING = frozenset({str, int, bool, list, dict, bytes})
-_MISSING_KINDS = ("NAType", "MaskedConstant")
-"""pandas.NA and numpy.ma.masked, which compare to themselves as themselves."""
-
-
-def is_missing(value: Any) -> bool:
-    """Whether a value says that there is none: None, NaN, pandas' NaT and NA, a NaT or a masked value of NumPy, a null
-    of Arrow."""
-    kind = type(value)
-    if value is None:
-        return True
-    if kind in _NEVER_MISSING:
-        return False
-    try:
-        is_unequal = value != value
-    except Exception:  # a signalling NaN cannot be compared
-        return isinstance(value, decimal.Decimal)
-    if isinstance(is_unequal, bool | np.bool_) and is_unequal:
-        return True
-    return kind.__name__ in _MISSING_KINDS or getattr(value, "is_valid", True) is False
-
-
-def _without_missing(row: Row) -> Row:
-    """The row with None for missing values; the same dict if it has none."""
-    if not any(type(value) not in _NEVER_MISSING and value is not None and is_missing(value) for value in row.values()):
-        return row
-    return {name: None if is_missing(value) else value for name, value in row.items()}
-
-
-def _without_nan(column: Any) -> Any:
-    """An Arrow column with null for NaN."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if pa.types.is_dictionary(column.type) and pa.types.is_floating(column.type.value_type):
-        column = column.cast(column.type.value_type)
-    if not pa.types.is_floating(column.type):
-        return column
-    return pc.if_else(pc.is_nan(column), pa.scalar(None, column.type), column)
-
-
-def hash_key(value: object) -> int:
-    """8 bytes, equal for equal values of the same type in every process."""
-    if isinstance(value, np.generic):  # whose repr depends on the version of NumPy
-        value = value.item()
-    if isinstance(value, str):
-        content = b"s" + value.encode("utf-8", "surrogatepass")
-    elif isinstance(value, bytes):
-        content = b"b" + value
-    else:
-        content = repr(value).encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 def _open(rows: object, output: Path | None) -> Source:
@@ -314,15 +115,12 @@ def _open(rows: object, output: Path | None) -> Source:
     )
 
 
-# Files
-
-
 def _open_files(names: Sequence[str | os.PathLike[str]], output: Path | None) -> Source:
-    paths = [path for name in names for path in _matches(os.fspath(name), output)]
+    paths = [path for name in names for path in matching_files(os.fspath(name), output)]
     repeated = {path for path in paths if paths.count(path) > 1} if len(paths) < 10_000 else set()
     if repeated:
         raise ValueError(f"{min(repeated)} is named twice")
-    kinds = {_kind(path): path for path in paths}
+    kinds = {kind_of(path): path for path in paths}
     if len(kinds) > 1:
         several = " and ".join(f"{path} ({kind})" for kind, path in sorted(kinds.items()))
         raise ValueError(f"files of one call must be of one kind, and there are {several}")
@@ -336,15 +134,15 @@ def _open_files(names: Sequence[str | os.PathLike[str]], output: Path | None) ->
     if kind == "CSV" and find_spec("pyarrow") is None:
         return _open_plain_csv(paths, what)
     import_arrow(paths[0])
-    readers: dict[str, type[_ColumnFile]] = {"Parquet": _ParquetFile, "CSV": _CsvFile, "Arrow": _ArrowFile}
-    files: list[_ColumnFile] = []
+    readers: dict[str, type[ColumnFile]] = {"Parquet": ParquetFile, "CSV": CsvFile, "Arrow": ArrowFile}
+    files: list[ColumnFile] = []
     for path in paths:
         try:
             files.append(readers[kind](path, files[0].schema if files else None))
         except Exception as error:
-            raise _unreadable(path, error) from None
+            raise unreadable(path, error) from None
     for file in files[1:]:
-        _check_schema(file, files[0])
+        check_schema(file, files[0])
     counts = [file.num_rows for file in files]
     num_rows = None if None in counts else sum(cast("list[int]", counts))
 
@@ -354,418 +152,36 @@ def _open_files(names: Sequence[str | os.PathLike[str]], output: Path | None) ->
                 for batch in file.batches():
                     yield file.path, batch
             except Exception as error:
-                raise _unreadable(file.path, error) from None
+                raise unreadable(file.path, error) from None
 
-    errors = {file.path: file.errors for file in files if isinstance(file, _CsvFile)}
+    errors = {file.path: file.errors for file in files if isinstance(file, CsvFile)}
     return _ColumnSource(what, files[0].schema, num_rows, read, _join_table, paths, errors)
-
-
-def _matches(name: str, output: Path | None) -> list[str]:
-    """Files of a path, a directory or a pattern, sorted. Raises FileNotFoundError."""
-    path = Path(name).expanduser().absolute()  # files are opened later, perhaps after a chdir
-    if path.is_dir():
-        found = sorted(str(file) for file in path.iterdir() if file.is_file() and _suffix(file.name) in _KINDS)
-        if not found:
-            raise FileNotFoundError(f"{name}: the directory has no file that can be read ({_known_suffixes()})")
-        return found
-    if path.exists():
-        return [str(path)]
-    matches = glob.glob(str(path), recursive=True)  # noqa: PTH207
-    found = sorted(file for file in matches if not Path(file).is_dir() and not _is_of_output(file, output))
-    if not found:
-        parent = path.parent
-        beside = f"; there is no directory {parent}" if not glob.has_magic(str(parent)) and not parent.is_dir() else ""
-        raise FileNotFoundError(f"{name}: no such file{beside}")
-    return found
-
-
-def _is_of_output(file: str, output: Path | None) -> bool:
-    """Whether an earlier call with this output has written the file."""
-    if output is None:
-        return False
-    directory = output.expanduser().resolve()
-    return not {directory, directory.with_name(f"{directory.name}.toka")}.isdisjoint(Path(file).resolve().parents)
-
-
-def _suffix(name: str) -> str:
-    """Its last suffix, .gz apart."""
-    stem = name.removesuffix(".gz")
-    suffix = Path(stem).suffix.lower()
-    return suffix if stem == name or _KINDS.get(suffix) in _COMPRESSED else ".gz"
-
-
-def _kind(path: str) -> str:
-    kind = _KINDS.get(_suffix(Path(path).name))
-    if kind is None:
-        raise ValueError(f"{path}: not a known kind of file; its name must end with one of {_known_suffixes()}")
-    return kind
-
-
-def _known_suffixes() -> str:
-    return ", ".join(_KINDS)
-
-
-def _unreadable(path: str, error: Exception) -> Exception:
-    if isinstance(error, ImportError | MemoryError):
-        return error
-    return ValueError(f"{path}: cannot be read: {' '.join(str(error).split())}")
-
-
-class _ColumnFile(Protocol):
-    path: str
-    schema: pa.Schema
-    num_rows: int | None
-
-    def __init__(self, path: str, first_schema: pa.Schema | None) -> None:
-        """first_schema: of the first file of the call."""
-        ...
-
-    def batches(self) -> Iterator[pa.RecordBatch]: ...
-
-
-class _ParquetFile:
-    def __init__(self, path: str, _first_schema: pa.Schema | None) -> None:
-        import pyarrow.parquet as pq
-
-        self.path = path
-        with pq.ParquetFile(path) as file:
-            metadata = file.metadata
-            self.schema = file.schema_arrow
-            self.num_rows: int | None = metadata.num_rows
-            groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-            num_bytes = sum(group.total_byte_size for group in groups)
-        row_bytes = num_bytes // max(1, metadata.num_rows) + 1
-        self._batch_rows = max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // row_bytes))
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        import pyarrow.parquet as pq
-
-        with pq.ParquetFile(self.path, pre_buffer=False, buffer_size=1 << 20) as file:
-            yield from file.iter_batches(self._batch_rows, use_threads=False)
-
-
-class _CsvFile:
-    """Types come from the first megabyte of the first file; a column that is empty there is text. Texts that are not
-    UTF-8, later values of other types, and rows with more or fewer values than there are columns are errors of their
-    rows: pyarrow would make the whole column bytes, or stop reading. An empty field is null, and a text that is empty
-    has quotation marks, as Arrow and Polars write them."""
-
-    def __init__(self, path: str, first_schema: pa.Schema | None) -> None:
-        import pyarrow as pa
-
-        self.path = path
-        self.num_rows: int | None = None
-        self.errors: dict[int, str] = {}
-        """What is wrong with a row, by its number. The faults of a batch are there when the batch is given."""
-        schema = self._open(None).schema
-        is_text = [pa.types.is_null(field.type) or pa.types.is_binary(field.type) for field in schema]
-        fields = [field.with_type(pa.string()) if text else field for field, text in zip(schema, is_text, strict=True)]
-        if first_schema is not None:
-            types = {field.name: field.type for field in first_schema}
-            fields = [field.with_type(types.get(field.name, field.type)) for field in fields]
-        self.schema = pa.schema(fields)
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        import pyarrow as pa
-
-        self.errors.clear()
-        as_bytes = [field.with_type(pa.binary()) for field in self.schema]
-        typed = [
-            raw if pa.types.is_string(field.type) else field for raw, field in zip(as_bytes, self.schema, strict=True)
-        ]
-        num_done = 0
-        try:
-            for number, part in self._parts(pa.schema(typed)):
-                converted = self._converted(part, number)
-                yield converted
-                num_done = number + converted.num_rows
-        except pa.ArrowInvalid as error:
-            if not str(error).startswith("In CSV column"):  # not of a value
-                raise
-            for number, part in self._parts(pa.schema(as_bytes)):
-                if not isinstance(part, str):
-                    num_seen = min(max(0, num_done - number), part.num_rows)
-                    number, part = number + num_seen, part.slice(num_seen)
-                if number >= num_done and len(part):
-                    yield self._converted(part, number)
-
-    def _parts(self, schema: pa.Schema) -> Iterator[tuple[int, pa.RecordBatch | str]]:
-        """(number of the first one, rows), or (number, why this row has no values)."""
-        wrong: deque[tuple[int, str]] = deque()
-        number = 0
-        for batch in self._open(schema, wrong):
-            while wrong and wrong[0][0] - number <= batch.num_rows:
-                wrong_number, why = wrong.popleft()
-                if wrong_number > number:
-                    yield number, batch.slice(0, wrong_number - number)
-                    batch = batch.slice(wrong_number - number)
-                yield wrong_number, why
-                number = wrong_number + 1
-            if batch.num_rows:
-                yield number, batch
-                number += batch.num_rows
-        yield from wrong
-
-    def _converted(self, part: Any, first_number: int) -> pa.RecordBatch:
-        """part: rows with bytes in some columns, or why one row has no values. first_number: of its first row."""
-        import pyarrow as pa
-
-        if isinstance(part, str):
-            self.errors[first_number] = part
-            return pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in self.schema], schema=self.schema)
-        columns = part.columns
-        for index, field in enumerate(self.schema):
-            if pa.types.is_binary(columns[index].type):
-                convert = self._decoded if pa.types.is_string(field.type) else self._parsed
-                columns[index] = convert(columns[index], first_number, field)
-        return pa.RecordBatch.from_arrays(columns, schema=self.schema)
-
-    def _decoded(self, column: Any, first_number: int, field: pa.Field) -> Any:
-        import pyarrow as pa
-
-        with suppress(pa.ArrowInvalid):
-            return column.cast(pa.string())
-        texts = []
-        for number, value in enumerate(column.to_pylist(), first_number):
-            try:
-                texts.append(None if value is None else value.decode())
-            except UnicodeDecodeError as error:
-                self.errors[number] = f"its column {field.name!r} is not UTF-8: {error}"
-                texts.append(value.decode(errors="replace"))
-        return pa.array(texts, pa.string())
-
-    def _parsed(self, column: Any, first_number: int, field: pa.Field) -> Any:
-        """The column's texts as values of the field's type, parsed by the CSV reader; null where a text is no such
-        value."""
-        import pyarrow as pa
-        import pyarrow.csv
-
-        content = b"".join(b'"%b"\n' % (value or b"").replace(b'"', b'""') for value in column.to_pylist())
-        try:
-            table = pyarrow.csv.read_csv(
-                pa.BufferReader(content),
-                pyarrow.csv.ReadOptions(column_names=["value"]),
-                pyarrow.csv.ParseOptions(newlines_in_values=True, ignore_empty_lines=False),
-                pyarrow.csv.ConvertOptions(column_types={"value": field.type}),
-            )
-            return table["value"].combine_chunks()
-        except pa.ArrowInvalid:
-            if len(column) > 1:
-                half = len(column) // 2
-                first = self._parsed(column[:half], first_number, field)
-                return pa.concat_arrays([first, self._parsed(column[half:], first_number + half, field)])
-            (value,) = column.to_pylist()
-            start = value.decode(errors="replace")[:40]
-            self.errors[first_number] = f"its column {field.name!r} is not of the type {field.type}: {start!r}"
-            return pa.nulls(1, field.type)
-
-    def _open(self, schema: pa.Schema | None, wrong: deque[tuple[int, str]] | None = None) -> Any:
-        """A reader. wrong: gets (number, why it is none) of each row that the reader leaves out."""
-        import pyarrow.csv
-
-        def leave_out(row: Any) -> str:
-            if wrong is not None:  # the header is row 1
-                has = "1 value" if row.actual_columns == 1 else f"{row.actual_columns} values"
-                wrong.append((row.number - 2, f"it has {has}, and the file has {row.expected_columns} columns"))
-            return "skip"
-
-        convert = pyarrow.csv.ConvertOptions()
-        if schema is not None:  # "NA" is null where the type is a number's, which `_parsed` sees to
-            convert = pyarrow.csv.ConvertOptions(
-                column_types=schema, null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False
-            )
-        return pyarrow.csv.open_csv(
-            self.path,
-            pyarrow.csv.ReadOptions(use_threads=False),  # else rows that are left out have no numbers
-            pyarrow.csv.ParseOptions(newlines_in_values=True, invalid_row_handler=leave_out),
-            convert,
-        )
-
-
-class _ArrowFile:
-    """The file format or the stream format of Arrow IPC, which have the same suffixes."""
-
-    def __init__(self, path: str, _first_schema: pa.Schema | None) -> None:
-        self.path = path
-        reader, is_file = self._open()
-        self.schema = reader.schema
-        self.num_rows: int | None = (
-            sum(reader.get_batch(index).num_rows for index in range(reader.num_record_batches)) if is_file else None
-        )
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        reader, is_file = self._open()
-        if is_file:
-            for index in range(reader.num_record_batches):
-                yield reader.get_batch(index)
-        else:
-            yield from reader
-
-    def _open(self) -> tuple[Any, bool]:
-        """A reader, and whether it can tell its number of batches."""
-        import pyarrow as pa
-
-        file = pa.memory_map(self.path)
-        try:
-            return pa.ipc.open_file(file), True
-        except pa.ArrowInvalid:
-            file.seek(0)
-            return pa.ipc.open_stream(file), False
-
-
-def _check_schema(file: _ColumnFile, first: _ColumnFile) -> None:
-    """Raises ValueError if two files have different columns."""
-    if file.schema.equals(first.schema):
-        return
-    own, others = ({field.name: field.type for field in schema} for schema in (file.schema, first.schema))
-    for name in [*others, *own]:
-        if own.get(name) != others.get(name):
-            has, had = (f"{name} ({types[name]})" if name in types else f"no {name}" for types in (own, others))
-            raise ValueError(
-                f"files of one call must have equal columns: {first.path} has {had}, {file.path} has {has}"
-            )
-    if list(own) != list(others):
-        raise ValueError(f"{file.path}: its columns have another order than those of {first.path}")
-    raise ValueError(f"{file.path}: its columns differ from those of {first.path} in what may be null")
 
 
 def _open_json_lines(paths: list[str], what: str) -> Source:
     def reader(path: str) -> Callable[[], Iterator[tuple[bytes, Row] | str]]:
-        return lambda: _read_json_lines(path)
+        return lambda: read_json_lines(path)
 
     is_cheap = sum(Path(path).stat().st_size for path in paths) <= _MAX_COUNTED_BYTES
     is_compressed = any(path.endswith(".gz") for path in paths)
-    num_rows = sum(map(_count_lines, paths)) if is_cheap and not is_compressed else None
+    num_rows = sum(map(count_lines, paths)) if is_cheap and not is_compressed else None
     return _DictSource(what, [(path, reader(path)) for path in paths], num_rows, paths, is_json_lines=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _BadRow:
-    """A row that cannot be answered or stored as it came."""
-
-    why: str
-    values: Row
 
 
 def _open_plain_csv(paths: list[str], what: str) -> Source:
     """CSV files without pyarrow: every value is a text, and one that is empty is missing."""
-    names = _csv_header(paths[0])
+    names = csv_header(paths[0])
     for path in paths[1:]:
-        if _csv_header(path) != names:
+        if csv_header(path) != names:
             raise ValueError(f"files of one call must have equal columns: those of {paths[0]} and {path} differ")
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
         raise ValueError(f"{what} has two columns {repeated[0]!r}")
 
-    def reader(path: str) -> Callable[[], Iterator[Row | _BadRow]]:
-        return lambda: (_csv_row(names, values) for values in _csv_rows(path, num_skipped=1))
+    def reader(path: str) -> Callable[[], Iterator[Row | BadRow]]:
+        return lambda: (csv_row(names, values) for values in csv_rows(path, num_skipped=1))
 
     return _DictSource(what, [(path, reader(path)) for path in paths], None, paths, columns=names)
-
-
-def _csv_header(path: str) -> list[str]:
-    return next(_csv_rows(path), [])
-
-
-def _csv_rows(path: str, num_skipped: int = 0) -> Iterator[list[str]]:
-    """Rows that are not empty, bytes that are not UTF-8 as half surrogate pairs. Raises ValueError."""
-    csv.field_size_limit(MAX_BATCH_BYTES)
-    try:
-        with io.TextIOWrapper(_open_binary(path), "utf-8-sig", "surrogateescape", newline="") as file:
-            rows = (values for values in csv.reader(file) if values)
-            yield from islice(rows, num_skipped, None)
-    except (OSError, EOFError, csv.Error) as error:
-        raise _unreadable(path, error) from None
-
-
-def _csv_row(names: list[str], values: list[str]) -> Row | _BadRow:
-    if len(values) != len(names):
-        has = "1 value" if len(values) == 1 else f"{len(values)} values"
-        return _BadRow(f"it has {has}, and the file has {len(names)} columns", dict.fromkeys(names))
-    row: Row = {name: value or None for name, value in zip(names, values, strict=True)}
-    for name, value in row.items():
-        if value is not None and not value.isascii():
-            raw = value.encode(errors="surrogateescape")
-            try:
-                raw.decode()
-            except UnicodeDecodeError as error:
-                shown = {**row, name: raw.decode(errors="replace")}
-                return _BadRow(f"its column {name!r} is not UTF-8: {error}", without_surrogates(shown))
-    return row
-
-
-def _open_binary(path: str) -> BinaryIO:
-    return cast(BinaryIO, gzip.open(path, "rb")) if path.endswith(".gz") else Path(path).open("rb")
-
-
-def _count_lines(path: str) -> int:
-    count, last = 0, b"\n"
-    with _open_binary(path) as file:
-        while part := file.read(1 << 20):
-            count += part.count(b"\n")
-            last = part[-1:]
-    return count + (last != b"\n")
-
-
-def _read_json_lines(path: str) -> Iterator[tuple[bytes, Row] | str]:
-    """Yields (text, row) for each line that is not empty, or why it is no row. Raises ValueError if the file cannot be
-    read."""
-    number = 0
-    try:
-        with _open_binary(path) as file:
-            for number, line in enumerate(file, 1):
-                # editors of Windows write a byte-order mark at the start of a file
-                text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
-                if text:
-                    yield _parse_line(text, path, number)
-    except (OSError, EOFError) as error:
-        raise ValueError(f"{path}: cannot be read after line {number}: {error}") from None
-
-
-def _parse_line(text: bytes, path: str, number: int) -> tuple[bytes, Row] | str:
-    try:
-        row = loads(text)
-    except orjson.JSONDecodeError as error:
-        row = _parse_with_surrogates(text)
-        if row is None:
-            return f"{path}: line {number} is not JSON: {error}{_hint_at_array(text)}"
-        text = to_json(row)
-    if not isinstance(row, dict):
-        return f"{path}: line {number} is not a JSON object, as each line must be{_hint_at_array(text)}"
-    return text, row
-
-
-def _hint_at_array(text: bytes) -> str:
-    return "; a JSON array of rows is not JSON lines" if text.startswith(b"[") else ""
-
-
-def _parse_with_surrogates(text: bytes) -> object:
-    """JSON that orjson refuses because a string has half of a surrogate pair; None for anything else."""
-    import json
-
-    try:
-        return json.loads(text, parse_constant=lambda _: 1 / 0)
-    except (ValueError, ZeroDivisionError, RecursionError):
-        return None
-
-
-def to_json(row: object) -> bytes:
-    """JSON text; halves of surrogate pairs, which JSON readers refuse, become U+FFFD. Raises TypeError."""
-    try:
-        return dumps(row, option=orjson.OPT_SERIALIZE_NUMPY)
-    except TypeError:
-        return dumps(without_surrogates(row), option=orjson.OPT_SERIALIZE_NUMPY)
-
-
-def without_surrogates(value: Any) -> Any:
-    """The value with U+FFFD for each half of a surrogate pair."""
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, dict):
-        return {without_surrogates(name): without_surrogates(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_surrogates(item) for item in value]
-    return value
 
 
 class _DictSource:
@@ -842,13 +258,13 @@ class _DictSource:
                     batch_rows = _next_rows(sum(len(text) for text, _ in taken), len(taken))
                 else:
                     for index, row in enumerate(taken):
-                        if isinstance(row, _BadRow):
+                        if isinstance(row, BadRow):
                             batch.errors[index], taken[index] = f"{batch.place(index)}: {row.why}", row.values
                         elif not isinstance(row, dict):
                             if not isinstance(row, Mapping):
                                 batch.errors[index] = f"{batch.place(index)} is not a dict, but {type(row).__name__}"
                             taken[index] = dict(row) if isinstance(row, Mapping) else {}
-                    batch.given, batch.dicts = taken, [_without_missing(row) for row in taken]
+                    batch.given, batch.dicts = taken, [without_missing(row) for row in taken]
                     batch_rows = _next_rows(sum(map(_text_bytes, taken)), len(taken))
                 number += len(taken)
                 in_origin += len(taken)
@@ -883,9 +299,6 @@ def _short_names(paths: Sequence[str]) -> dict[str, str]:
     parents = [str(Path(path).absolute().parent) for path in paths]
     common = os.path.commonpath(parents)
     return {path: os.path.relpath(Path(path).absolute(), common) for path in paths}
-
-
-# Columns
 
 
 class _ColumnSource:
@@ -953,12 +366,6 @@ class _ColumnSource:
 def _slices(num_rows: int) -> Iterator[slice]:
     """Parts of a frame that are turned into Arrow batches one at a time."""
     return (slice(start, min(start + MAX_BATCH_ROWS, num_rows)) for start in range(0, num_rows, MAX_BATCH_ROWS))
-
-
-def _arrow_indices(indices: npt.NDArray[np.int64]) -> pa.Array:
-    import pyarrow as pa
-
-    return pa.array(indices)
 
 
 def _join_table(source: _ColumnSource, answers: Sequence[AnswerColumn]) -> pa.Table:

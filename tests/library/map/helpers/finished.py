@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 
 from tokasaurus.library.map.answers import answer_names
 from tokasaurus.library.map.journal import Journal
+from tokasaurus.library.map.rows import RowBatch, Source, default_keys
 from tokasaurus.library.map.shards import MapRow, OpenShard, ShardFormat, make_format
-from tokasaurus.library.map.sources import RowBatch, Source, default_keys
 
 
 def shard_format(source: Source, name: str = "parquet", is_list: bool = False) -> ShardFormat:
