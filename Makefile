@@ -66,7 +66,7 @@ test-clients-newest: .venv/installed-dev  ## Clients in their newest versions
 test-gpu: .venv/installed-dev  ## What needs a CUDA device
 	$(BIN)/python -m tests.gpu
 
-# gpu-kit/: what a GPU machine without a package registry lacks, for Python 3.12 on x86-64; docs/gpu.md. Two minutes
+# gpu-kit/: what a GPU machine without a package registry lacks, for Python 3.12 on x86-64; docs/gpu.md. A minute
 gpu-kit: .venv/installed-dev  ## Packages that a GPU machine without a registry lacks
 	$(BIN)/python -m tests.gpu.kit $(KIT_ARGS)
 

@@ -128,7 +128,7 @@ def test_both_calls_leave_all_their_results(tmp_path: Path) -> None:
     for name in checks:
         assert steps[name][-1] == {"switched_off": []}
     for name in profiles:
-        assert [row["num_rows"] for row in steps[name]] == [1, 4]
+        assert [(row["num_rows"], row["num_context"]) for row in steps[name]] == [(1, 1000), (4, 1000)]
     commands = [row["command"] for row in rows if "command" in row]
     assert all("log_level=debug" in command and "page_size=8" in command for command in commands)
     log = (out / "first.log").read_text()

@@ -1,6 +1,6 @@
 """What decode steps launch and where their time goes: a process that prints a line of JSON for each number of rows.
 
-python -m benchmarks.gpu.profile_steps DIRECTORY --rows 1 64 1024 [--traces DIRECTORY] [flags of the server]
+python -m benchmarks.gpu.profile_steps DIRECTORY --rows 1 64 1024 [--context 512] [--traces DIRECTORY] [server's flags]
 
 It starts a worker by the server's own code, without a server, and runs decode steps as the worker's loop does: one step
 is launched while the one before it computes. torch's profiler then records some of them. The keys and values of the
@@ -34,8 +34,6 @@ from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.entry import start_worker
 from tokasaurus.monitoring.log_writer import log_writer, setup_logging
 
-MAX_CONTEXT = 512
-"""Tokens of each row, unless the KV cache has fewer."""
 _NUM_WARM, _NUM_TIMED, _NUM_PROFILED = 4, 32, 8
 _NUM_STEPS = 2 + _NUM_WARM + _NUM_TIMED + _NUM_PROFILED
 NUM_LONGEST = 10
@@ -215,6 +213,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.profile_steps")
     parser.add_argument("directory", type=Path, help="the model's")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 1024], help="default: %(default)s")
+    parser.add_argument(
+        "--context", type=int, default=512, help="tokens of each row, unless the KV cache has fewer (default: 512)"
+    )
     parser.add_argument("--traces", type=Path, metavar="DIRECTORY", help="where the traces are kept")
     args, flags = parser.parse_known_args(argv)
     config = ServerConfig.parse([f"model={args.directory}", *flags])
@@ -234,7 +235,7 @@ def main(argv: Sequence[str]) -> int:
                 continue
             sizes = limits.num_kv_blocks, limits.page_size, num_layers
             path = directory / f"rows-{num_rows}.json.gz"
-            found = measure(worker.runner, num_rows, min(MAX_CONTEXT, tokens_each), *sizes, path)
+            found = measure(worker.runner, num_rows, min(args.context, tokens_each), *sizes, path)
             print(json.dumps(found), flush=True)
     worker.runner.drop_graphs()
     log_writer().flush_lines()

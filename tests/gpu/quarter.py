@@ -90,6 +90,8 @@ MODELS = (
     ),
     Model("8b", LLAMA_8B, 120, (Profile("own", (1, 64, 256), _OWN, 110), Profile("default", (1, 64, 256), (), 110))),
 )
+CONTEXT = 1000
+"""Tokens of each row of a profile, as in the estimates."""
 TINY_ROWS = (1, 4)
 _ON_CPU = ("device=cpu", "kv_cache_num_tokens=16384")
 
@@ -193,7 +195,7 @@ def install_kit(kit: Path, work: Path, journal: Journal, is_dry_run: bool) -> No
         return
     if site.exists():
         _use_site(site)
-    arguments = (str(script), "--dry-run") if is_dry_run else (str(script),)
+    arguments = (str(script), "--dry-run" if is_dry_run else "--no-compile")  # compiling everything takes half a minute
     ended = journal.run(Step("kit", arguments, 60, prints_rows=False))
     if ended.exit_code and not is_dry_run:  # such as a Python that its system manages
         journal.run(Step("kit-in-a-folder", (*arguments, "--target", str(site)), 60, prints_rows=False))
@@ -252,7 +254,14 @@ def run_first(journal: Journal, work: Path, is_dry_run: bool, flags: Sequence[st
         for profile in model.profiles:
             name = f"{model.name}-{profile.name}"
             command = ["-m", "benchmarks.gpu.profile_steps", str(weights), "--rows", *map(str, profile.rows)]
-            command += ["--traces", str(traces / name), *(_ON_CPU if is_dry_run else [device]), *flags, *profile.flags]
+            command += [
+                f"--context={CONTEXT}",
+                "--traces",
+                str(traces / name),
+                *(_ON_CPU if is_dry_run else [device]),
+                *flags,
+                *profile.flags,
+            ]
             journal.run(Step(f"profile-{name}", tuple(command), profile.limit_s))
             pack(traces, journal.output / "traces.tar")
 
