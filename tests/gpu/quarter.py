@@ -80,7 +80,7 @@ class Model:
 
 
 _OWN = ("torch_compile=F",)
-# The kit (30 s), a check and a profile: what must be known after four minutes.
+# With 30 s for the kit, the first check and the first profile end within four minutes.
 MODELS = (
     Model(
         "1b",
