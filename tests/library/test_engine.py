@@ -167,6 +167,7 @@ def test_a_killed_server_is_started_again_by_the_launcher(start) -> None:
     engine = start(show=lines.append)
     before = {psutil.Process(pid).name(): pid for pid in pids_of(engine)}
     os.kill(before["toka-server"], signal.SIGKILL)
+    assert_all_end([before["toka-server"]], GONE_S)  # what it accepts before it is dead gets no answer
     assert served_name(engine) == "tiny-llama", "the socket stays open"
     engine.wait_until_up(UP_S)
     after = {psutil.Process(pid).name(): pid for pid in pids_of(engine)}
