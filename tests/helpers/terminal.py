@@ -99,6 +99,9 @@ def on_terminal(
         variables.pop(name, None)
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    attributes = termios.tcgetattr(terminal)
+    attributes[3] |= termios.NOFLSH  # else a Ctrl-C drops what is on its way, perhaps half of an escape sequence
+    termios.tcsetattr(terminal, termios.TCSANOW, attributes)
     process = subprocess.Popen(
         [sys.executable, "-c", _OWN_TERMINAL, *command],
         stdin=terminal,

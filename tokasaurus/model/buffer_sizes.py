@@ -120,9 +120,6 @@ def num_mask_words(vocab_size: int) -> int:
 
 # Ranks
 
-NUM_HIDDEN_BUFFERS = 2
-"""Buffers of hidden states per direction: one step is computed while the next arrives, or while the last leaves."""
-
 SUMMED_DTYPES = ("bfloat16", "float32")
 """Torch's kernels sum numbers of these dtypes."""
 

@@ -104,7 +104,7 @@ def test_skyrl_samples_scores_prompts_and_pauses(server: RolloutServer) -> None:
 def test_skyrl_wakes_weights_and_cache_one_after_the_other(server: RolloutServer, models: list[Path]) -> None:
     """RemoteInferenceClient.sleep and wake_up with tags, around new weights."""
     old = server.greedy_ids(PROMPT, 20)
-    with server.in_flight([PROMPT] * 4, 400) as answers:
+    with server.in_flight([PROMPT] * 4, 470) as answers:
         server.post("/sleep", level="2")
         server.post("/wake_up", tags="weights")
         assert server.http.get("/is_paused").json() == {"is_paused": True}
@@ -144,8 +144,8 @@ def test_skyrls_calls_of_workers_update_weights_from_a_directory(server: Rollout
 @pytest.mark.parametrize("as_query", [False, True])
 def test_running_requests_compute_their_kv_again_at_a_reset(server: RolloutServer, as_query: bool) -> None:
     prompts = [[number, *PROMPT] for number in range(8)]
-    expected = server.all_greedy(prompts, 300)
-    with server.in_flight(prompts, 300) as answers:
+    expected = server.all_greedy(prompts, 470)
+    with server.in_flight(prompts, 470) as answers:
         assert server.http.post("/reset_prefix_cache").status_code == 409
         if as_query:
             server.post("/reset_prefix_cache", reset_running_requests="true")
@@ -229,8 +229,9 @@ def test_an_update_in_parts_has_one_version_and_runs_no_step_between(server: Rol
 
 def test_every_kind_of_answer_names_its_weights(server: RolloutServer, models: list[Path]) -> None:
     server.update(models[0], version="step 8")
-    chat = {"model": "first", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
-    completion = {"model": "first", "prompt": "Hi", "max_tokens": 3, "n": 2, "logprobs_in_fingerprint": True}
+    sampling = {"model": "first", "max_tokens": 3, "ignore_eos": True}
+    chat = {**sampling, "messages": [{"role": "user", "content": "Hi"}]}
+    completion = {**sampling, "prompt": "Hi", "n": 2, "logprobs_in_fingerprint": True}
     bodies = {"/v1/chat/completions": chat, "/v1/completions": completion}
     for path, body in bodies.items():
         answer = server.post(path, body)

@@ -5,11 +5,12 @@ import sys
 
 from tokasaurus.inherited import put_right
 
-put_right()
+if __name__ == "__main__":  # and not where a child imports this module again, which has SIGINT blocked
+    put_right()
 
-from tokasaurus.config import ServerConfig  # noqa: E402
-from tokasaurus.processes import launch  # noqa: E402
-from tokasaurus.processes.launch import Entries, serve  # noqa: E402
+from tokasaurus.config import ServerConfig
+from tokasaurus.processes import launch
+from tokasaurus.processes.launch import Entries, serve
 
 if __name__ == "__main__":
     launch.SERVER_GRACE_S = launch.ENGINE_GRACE_S = float(os.environ["GRACE_S"])

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tokasaurus.model.buffer_sizes import NUM_HIDDEN_BUFFERS
-
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from tokasaurus.checkpoint import ModelInfo
     from tokasaurus.model.parallel.symmetric_all_reduce import SymmetricAllReduce
+
+NUM_HIDDEN_BUFFERS = 2
+"""Buffers of hidden states per direction: one step is computed while the next arrives, or while the last leaves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from tokasaurus.model.buffer_sizes import NUM_HIDDEN_BUFFERS
-from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.parallel.mesh import NUM_HIDDEN_BUFFERS, Mesh
 from tokasaurus.monitoring.trace import NO_TRACE, Trace
 
 _MAX_UNREAD = 64
