@@ -232,7 +232,7 @@ def no_proxies() -> Iterator[None]:
 
 def proxy_variable(url: str) -> str | None:
     """Name of the environment variable with the proxy that a client uses for the URL; None if it uses none."""
-    from urllib.request import proxy_bypass  # imported here, since the import takes a tenth of a second
+    from urllib.request import proxy_bypass  # takes a tenth of a second to import
 
     proxies = _proxies()
     parts = urlsplit(url)

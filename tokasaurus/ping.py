@@ -78,7 +78,7 @@ def _answer(client: "httpx.Client", config: PingConfig, prompt: str) -> Iterator
         path, asked = "chat/completions", {"messages": [{"role": "user", "content": prompt}]}
     with explained(config):
         for chunk in stream_of(client, path, asked | options):
-            num_tokens = (chunk.get("usage") or {}).get("completion_tokens", 0)
+            num_tokens = (chunk.get("usage") or {}).get("completion_tokens") or 0
             for choice in chunk["choices"]:
                 text = choice["delta"].get("content") if config.chat else choice["text"]
                 yield choice["index"], text or "", num_tokens

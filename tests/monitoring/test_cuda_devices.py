@@ -12,7 +12,18 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("listed", "count"), [("0,1", 2), ("", 0), ("-1", 0), ("0,9,1", 1), ("GPU-8f3,MIG-1", 2), ("3", 1), (" 2 , 1 ", 2)]
+    ("listed", "count"),
+    [
+        ("0,1", 2),
+        ("", 0),
+        ("-1", 0),
+        ("0,9,1", 1),
+        ("GPU-8f3,MIG-1", 2),
+        ("3", 1),
+        (" 2 , 1 ", 2),
+        ("NoDevFiles", 0),
+        ("0,none", 1),
+    ],
 )
 def test_visible_devices_are_counted_as_torch_counts_them(
     listed: str, count: int, monkeypatch: pytest.MonkeyPatch

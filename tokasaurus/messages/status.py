@@ -169,7 +169,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Predecessors:
-    """What a server process is told of those that have died before it."""
+    """What the launcher tells a new server process about the ones before it, which have died."""
 
     num_restarts: int = 0
     """How many they were."""

@@ -34,10 +34,12 @@ def cuda_devices() -> CudaDevices | None:
 
 
 def _num_visible(listed: str, num_devices: int) -> int:
-    """Entries of CUDA_VISIBLE_DEVICES before the first that names no device; one that is no number is believed."""
+    """Entries of CUDA_VISIBLE_DEVICES before the first that names no device, such as Slurm's NoDevFiles; the UUIDs of
+    devices and of MIG instances are believed."""
     count = 0
     for entry in filter(None, (part.strip() for part in listed.split(","))):
-        if re.fullmatch(r"[+-]?\d+", entry) and not 0 <= int(entry) < num_devices:
+        is_number = re.fullmatch(r"[+-]?\d+", entry) is not None and 0 <= int(entry) < num_devices
+        if not is_number and not entry.startswith(("GPU-", "MIG-")):
             break
         count += 1
     return count
