@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[1]
 CONFIG = Path(__file__).with_name("mkdocs.yml")
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md")
 TABLES_OF_NAMES = {"docs/flags.md": 2.0, "docs/fields.md": 1.0, "docs/metrics.md": 1.0}
-"""Pages that the search finds first by the names in their tables, with their weight where two have the same name."""
+"""Pages that the search finds first by the names that begin their lines; the weight decides where two have a name."""
 REPORTS = {"benchmarks/README.md": 0.1, "CHANGELOG.md": 0.1}
 """Pages that name much and explain little, with their weight in the search."""
-_NAME = re.compile(r"^\| `(\w+)`", re.MULTILINE)
+_NAMES = re.compile(r"^[|-] ((?:`\w+`[†‡]?(?:, )?)+)", re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 
 
@@ -49,7 +49,8 @@ def search_settings(name: str, text: str) -> str:
     weight = (TABLES_OF_NAMES | REPORTS).get(name)
     if weight is None:
         return ""
-    names = _NAME.findall(text) if name in TABLES_OF_NAMES else []
+    lines = _NAMES.findall(text) if name in TABLES_OF_NAMES else []
+    names = [one for line in lines for one in re.findall(r"\w+", line)]
     return f"---\n{json.dumps({'search': {'boost': weight}, 'tags': names})}\n---\n"
 
 

@@ -2,12 +2,14 @@
 
 import ast
 import inspect
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.helpers import library_page, reference_pages
+from tests.helpers import http_page, library_page, reference_pages
 from tokasaurus.batch_command.config import RunConfig, StoredConfig
 from tokasaurus.bench_command.config import BenchConfig
 from tokasaurus.config import ServerConfig
@@ -15,6 +17,8 @@ from tokasaurus.library.client import Client
 from tokasaurus.map_command.config import MapConfig
 from tokasaurus.messages.sampling import CLIENT_PARAMETERS, SamplingParams
 from tokasaurus.mismatch_command.config import MismatchConfig
+from tokasaurus.server.app import ROLLOUT_ROUTES, SERVED_ROUTES
+from tokasaurus.server.openapi import DescribedApp
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.top_command.config import TopConfig
 from torture.__main__ import PARTS
@@ -142,6 +146,32 @@ def test_links_between_pages_lead_somewhere() -> None:
 @pytest.mark.parametrize("path", reference_pages.PAGES, ids=lambda path: path.name)
 def test_a_page_of_the_reference_is_made_from_the_code(path: Path) -> None:
     assert path.read_text() == reference_pages.PAGES[path](), "`make reference` writes it anew"
+
+
+def test_the_page_of_routes_names_every_field_and_object() -> None:
+    """Beside fields of other servers that have no effect, which are on a page of their own."""
+    app = DescribedApp(title="any", version="any")
+    app.router.routes = [route for module in (*SERVED_ROUTES, *ROLLOUT_ROUTES) for route in module.router.routes]
+    described = app.openapi()
+    text = http_page.PATH.read_text() + (ROOT / "docs" / "fields.md").read_text()
+    words = set(re.findall(r"`(?:sampling_params\.)?([\w\[\]]+)\??`", text))
+    names: set[str] = set()
+
+    def visit(schema: Any) -> None:
+        """Of the schema and of those below it, with the objects that they refer to."""
+        for below in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+            visit(below)
+        if isinstance(schema, dict):
+            names.update(schema.get("properties", ()))
+
+    visit(described["paths"])
+    reached: list[str] = re.findall(r'schemas/(\w+)"', json.dumps(described["paths"]))
+    for name in reached:  # which grows meanwhile
+        schema = described["components"]["schemas"][name]
+        visit(schema)
+        reached += [one for one in re.findall(r'schemas/(\w+)"', json.dumps(schema)) if one not in reached]
+    assert len(names) >= 300
+    assert sorted(names - words - {"error"}) == []
 
 
 def test_the_reference_of_the_library_has_every_name_that_can_be_imported() -> None:

@@ -21,50 +21,46 @@ messages are made from too; a test compares the two.
 
 Clients that were written for other servers send fields that OpenAI's API does not have. They are accepted by
 `/v1/completions`, `/v1/chat/completions`, `/v1/responses` and `/v1/messages`, live and in the lines of `/v1/bulk` and
-of batches. Those marked (completions) belong to `/v1/completions` only, those marked (chat) to the others.
-[The API](api.md#fields) has what the implemented ones mean in detail. Integers may be written with a point
-(`"top_k": 20.0`).
-
-Errors about fields are 400s whose `param` is the field, and whose `code` is `unsupported_parameter` for a known field
-with a value that is not accepted, `unsupported_value` for a part of a value that is not implemented,
-`unknown_parameter` for any other name (with "did you mean" where one is close), `missing_required_parameter`,
-`invalid_type` or `invalid_value`.
+of batches. Fields with † belong to `/v1/completions` only, fields with ‡ to the others. [The API](api.md#fields) has
+what the implemented ones mean in detail, and [the codes of errors](api.md#errors).
 """
 
 
 def page() -> str:
     """The whole page."""
-    parts: list[tuple[str, str, str, Callable[[KnownField], bool], Callable[[KnownField], str]]] = [
+    parts: list[tuple[str, str, Callable[[KnownField], bool], Callable[[KnownField], str]]] = [
         (
             "Implemented",
-            "The values without effect are accepted as well.",
-            "| field | of | no effect | other values |\n|---|---|---|---|",
+            "Name (server): meaning; an example. Values in brackets have no effect.",
             lambda field: bool(field.effect),
-            lambda field: f" {_values(field.neutral)} | {_effect(field)} |",
+            lambda field: f"{_effect(field)} [{_values(field.neutral)}]",
         ),
         (
             "Without effect",
             "Every value of the right type is accepted, since nothing here depends on it.",
-            "| field | of | why |\n|---|---|---|",
             lambda field: field.is_ignored,
-            lambda field: f" {field.instead} |",
+            lambda field: field.instead,
         ),
         (
             "Accepted at neutral values",
-            "Any other value is refused.",
-            "| field | of | accepted | instead of other values |\n|---|---|---|---|",
+            "Only these values are accepted; then what to use instead of others.",
             lambda field: field.is_neutral_only,
-            lambda field: f" {_values(field.neutral)} | {field.instead} |",
+            lambda field: _values(field.neutral) + (f"; {field.instead}" if field.instead else ""),
         ),
     ]
     lines = [INTRODUCTION]
-    for heading, text, head, is_in, rest in parts:
-        rows = [
-            f"| `{name}`{_only(field)} | {', '.join(field.servers)} |{rest(field)}"
-            for name, field in sorted(KNOWN_FIELDS.items())
-            if is_in(field)
+    for heading, text, is_in, rest in parts:
+        names: dict[tuple[str, str], list[str]] = {}
+        """(servers, what is said) → the fields of which this is said."""
+        for name, field in sorted(KNOWN_FIELDS.items()):
+            if is_in(field):
+                names.setdefault((", ".join(field.servers), rest(field)), []).append(f"`{name}`{_only(field)}")
+        lines += [f"## {heading}", "", text, ""]
+        lines += [
+            f"- {', '.join(fields)} ({servers})" + (f": {said}" if said else "")
+            for (servers, said), fields in names.items()
         ]
-        lines += [f"## {heading}", "", text, "", head, *rows, ""]
+        lines += [""]
     return "\n".join([*lines, *_of_rollouts()])
 
 
@@ -87,18 +83,22 @@ def rollout_fields(body: type[BaseModel]) -> dict[str, Only | None]:
 
 def _of_rollouts() -> list[str]:
     lines = ["## Roll-outs", ""]
-    lines += ["The bodies of the routes that `rl=T` serves, in the forms of vLLM and of SGLang: [roll-outs](rl.md)."]
+    lines += [
+        "Routes that `rl=T` serves in the forms of vLLM and SGLang have [bodies of their own](http.md#roll-outs)."
+    ]
     for route, body in ROLLOUTS.items():
-        fields = rollout_fields(body)
-        accepted = [f"`{name}`" for name, limit in fields.items() if limit is None]
-        rows = [f"| `{name}` | {_values(limit.neutral)} |" for name, limit in fields.items() if limit is not None]
-        lines += ["", f"`POST {route}` accepts {', '.join(accepted)}. Other fields have no effect at these values:", ""]
-        lines += ["| field | accepted |", "|---|---|", *rows]
+        names: dict[str, list[str]] = {}
+        """Accepted values → fields."""
+        for name, limit in rollout_fields(body).items():
+            if limit is not None:
+                names.setdefault(_values(limit.neutral), []).append(f"`{name}`")
+        lines += ["", f"`POST {route}` accepts these fields only at values without effect:", ""]
+        lines += [f"- {', '.join(fields)}: {values}" for values, fields in names.items()]
     return [*lines, ""]
 
 
 def _only(field: KnownField) -> str:
-    return "" if len(field.endpoints) > 1 else f" ({field.endpoints[0]})"
+    return "" if len(field.endpoints) > 1 else {"chat": "‡", "completions": "†"}[field.endpoints[0]]
 
 
 def _values(values: tuple[object, ...]) -> str:

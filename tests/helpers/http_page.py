@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi.routing import APIRoute
 
 from tokasaurus.server.app import ROLLOUT_ROUTES, SERVED_ROUTES
 from tokasaurus.server.openapi import DescribedApp
+from tokasaurus.server.protocol.known_fields import KNOWN_FIELDS
 
 PATH = Path(__file__).parents[2] / "docs" / "http.md"
 
@@ -22,20 +24,76 @@ INTRODUCTION = """\
 `make reference` makes this page from the server's routes, as `GET /openapi.json` describes them; a test compares the
 two. [The HTTP API](api.md) says what the fields mean together, what their limits are, and when each error is answered.
 
-In a body, a field with a default may also be null, which means the default; in an answer, a field that is "required"
-is always there. "any" is any JSON value. Objects that have a name are described [at the end](#objects).
+A field is `name`: type = default; meaning. In a body, a field with a question mark may be left out or null, which means
+the default, or else null. In an answer, such a field is left out only if it has no default. "any" is any JSON value.
+Objects that have a name are described [at the end](#objects).
+
+Besides the errors that a route lists, each may answer 500, one that needs a key 401, one that changes something 403,
+and one that reads a JSON body 400, 413 and 415: [errors](api.md#errors).
 """
 NOT_DESCRIBED = """\
 `/openapi.json` leaves these out, since they answer with pages for people:
 """
 GENERATION = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-HEAD = ("field", "type", "default")
 _JSON = "application/json"
 _ERRORS = ("ErrorResponse", "MessagesError")
 LARGEST_BOUND = 2**53
 """Bounds beyond it are those of 64 bits, and rounded in JSON."""
 
+GENERATION_TEXT = """\
+These fields are the same in the bodies of completions, chats, responses and messages:
+"""
+MAX_INLINE_FIELDS = 3
+"""Fields of an object that is written out where it is used."""
+
+MIN_SAME_FIELDS = 4
+"""Fields in common with a part above from which a part refers to it instead of repeating them."""
+
 Schema = Mapping[str, Any]
+
+
+class Field(NamedTuple):
+    name: str
+    type: str
+    """In words, with limits."""
+
+    default: str
+    """In JSON; "required", or "" for null."""
+
+    meaning: str
+
+    @property
+    def values(self) -> str:
+        """What it may be, its default, and its meaning."""
+        value = f" = {self.default}" if self.default not in ("required", "") else ""
+        parts = [f"{self.type}{value}" if self.type != self.default else self.type, self.meaning]
+        return "; ".join(part for part in parts if part)
+
+    @property
+    def marked(self) -> str:
+        return f"`{self.name}`" if self.default == "required" else f"`{self.name}?`"
+
+    def told_by(self, others: Iterable[Field]) -> Field | None:
+        """The one of the others that takes the same values, if any."""
+        return next((other for other in others if other[:3] == self[:3]), None)
+
+
+class Part(NamedTuple):
+    """A part of the page with fields, which later parts may refer to."""
+
+    link: str
+    fields: list[Field]
+
+
+class Described(NamedTuple):
+    """What the docstring of an object says."""
+
+    text: str
+    meanings: dict[str, str]
+    """Name of a field → its meaning."""
+
+    notes: list[str]
+    """Further paragraphs."""
 
 
 def page() -> str:
@@ -55,78 +113,118 @@ class _Page:
         self._hidden = [route for route in routes if not route.include_in_schema]
         self._used: list[str] = []
         """Names of objects that the text mentions."""
-        bodies = [self._fields(self._body(path)) for path in GENERATION]
-        self._shared = [row for row in bodies[0] if all(row in body for body in bodies[1:])]
-        """Rows of the fields that are the same in all bodies of GENERATION."""
+        self._uses = Counter(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(openapi)))
+        """Name of an object → how often schemas refer to it."""
+        bodies = [self._fields(self._body(path), {}) for path in GENERATION]
+        shared = [field for field in bodies[0] if all(field in body for body in bodies[1:])]
+        self._parts = [Part("[generation](#generation)", shared)]
+        """What is told so far; the first has the fields that are the same in all bodies of GENERATION."""
 
     def text(self) -> str:
         parts = [INTRODUCTION]
-        by_tag: dict[str, list[str]] = {}
+        by_tag: dict[str, dict[str, list[str]]] = {}
+        """Tag → what is said of routes → those routes."""
         for path, operations in self._paths.items():
             for method, operation in operations.items():
-                by_tag.setdefault(operation["tags"][0], []).append(self._route(method.upper(), path, operation))
+                heading = f"{method.upper()} {path}"
+                text = self._route(method.upper(), heading, operation)
+                by_tag.setdefault(operation["tags"][0], {}).setdefault(text, []).append(heading)
         for tag, routes in by_tag.items():
             parts.append(f"## {tag.capitalize()}\n")
             if tag == "generation":
-                parts.append("These fields are the same in the bodies of completions, chats, responses and messages:\n")
-                parts.append(_table(HEAD, self._shared))
+                parts.append(GENERATION_TEXT)
+                parts.append(_list(self._parts[0].fields))
             if tag == "roll-outs":
                 parts.append("Served with `rl=T`: [roll-outs](rl.md).\n")
-            parts += routes
-        parts += ["## Pages\n", NOT_DESCRIBED, _table(("route", "what it answers"), self._hidden_rows())]
+            parts += [f"### {', '.join(headings)}\n\n{text}" for text, headings in routes.items()]
+        parts += ["## Pages\n", NOT_DESCRIBED, "\n".join(self._hidden_lines()) + "\n"]
         parts += ["## Objects\n", *self._objects()]
         return "\n".join(parts).rstrip("\n") + "\n"
 
-    def _hidden_rows(self) -> Iterator[tuple[str, ...]]:
+    def _hidden_lines(self) -> Iterator[str]:
         for route in self._hidden:
             assert route.description, f"{route.path} has no docstring"
-            yield (
-                f"`{'`, `'.join(f'{method} {route.path}' for method in sorted(route.methods or ()))}`",
-                _flow(route.description),
-            )
-        yield "`GET /openapi.json`", "What this page is made from."
+            names = ", ".join(f"`{method} {route.path}`" for method in sorted(route.methods or ()))
+            yield f"- {names}: {_flow(route.description)}"
+        yield "- `GET /openapi.json`: what this page is made from."
 
-    def _route(self, method: str, path: str, operation: Schema) -> str:
+    def _route(self, method: str, heading: str, operation: Schema) -> str:
         description = operation.get("description")
-        assert description, f"{method} {path} has no docstring"
-        parts = [f"### {method} {path}\n", _flow(description) + "\n"]
-        rows = [
-            (f"`{one['name']}`", self._type(one["schema"]), _default(one["schema"], one.get("required", False)))
-            for one in operation.get("parameters", ())
-            if one["in"] == "query"
-        ]
-        if rows:
-            parts.append(_table(("in the query", "type", "default"), rows))
+        assert description, f"{heading} has no docstring"
+        queries = [one for one in operation.get("parameters", ()) if one["in"] == "query"]
+        described = _described(description, [one["name"] for one in queries])
+        parts = [described.text + "\n"]
+        if queries:
+            parts.append("In the query:\n")
+            parts.append(
+                _list(
+                    Field(
+                        one["name"],
+                        self._type(one["schema"], shows_null=False),
+                        _default(one["schema"], one.get("required", False)),
+                        described.meanings.get(one["name"], ""),
+                    )
+                    for one in queries
+                )
+            )
+        parts += [f"{note}\n" for note in described.notes]
         if "requestBody" in operation:
-            parts += self._described_body(operation)
-        answers = self._answers(operation["responses"])
-        parts.append(f"Answers: {answers}.\n")
+            parts += self._described_body(heading, operation)
+        parts.append(self._answers(method, operation) + "\n")
         return "\n".join(parts)
 
-    def _described_body(self, operation: Schema) -> Iterator[str]:
+    def _described_body(self, heading: str, operation: Schema) -> Iterator[str]:
         ((kind, content),) = operation["requestBody"]["content"].items()
         schema = self._resolved(content["schema"])
         if schema.get("type") == "string":
             yield f"The body (`{kind}`): {schema['description']}\n"
             return
-        if "description" in schema:
-            yield _meanings(schema)
-        rows = self._fields(schema)
-        neutral = [name for name, field in schema["properties"].items() if _is_neutral(field)]
-        if set(self._shared) <= set(rows):
-            rows = [row for row in rows if row not in self._shared]
-            yield "The body has [the shared fields](#generation) and:\n"
-        elif kind != _JSON:
+        if kind != _JSON:
             yield f"The body is a form (`{kind}`):\n"
-        elif not rows:
+        elif not self._fields(schema, {}):
             yield "The body may be `{}`.\n"
-        if rows:
-            yield _table(HEAD, rows)
-        if neutral:
-            names = ", ".join(f"`{name}`" for name in neutral)
-            yield f"Accepted only [at values without effect](fields.md): {names}.\n"
+        yield from self._with_fields(f"[{heading}](#{_anchor(heading)})", schema)
 
-    def _answers(self, responses: Schema) -> str:
+    def _with_fields(self, link: str, schema: Schema) -> Iterator[str]:
+        """Of a body or an object: what it is, its fields, and which fields another part tells."""
+        described = _described(schema.get("description", ""), schema["properties"])
+        if described.text:
+            yield described.text + "\n"
+        fields = self._fields(schema, described.meanings)
+        own = fields
+        lines: list[str] = []
+        for part in sorted(self._parts, key=lambda part: sum(field.told_by(part.fields) is not None for field in own))[
+            ::-1
+        ]:
+            same = {field: told for field in own if (told := field.told_by(part.fields)) is not None}
+            if len(same) < MIN_SAME_FIELDS:
+                continue
+            own = [field for field in own if field not in same]
+            names = ", ".join(field.marked for field in same)
+            yield f"All of {part.link}.\n" if len(same) == len(part.fields) else f"As in {part.link}: {names}.\n"
+            lines += [
+                f"- {field.marked}: {field.meaning}"
+                for field, told in same.items()
+                if field.meaning not in ("", told.meaning)
+            ]
+        lines += _lines(own)
+        if lines:
+            yield "\n".join(lines) + "\n"
+        self._parts.append(Part(link, own))
+        yield from (f"{note}\n" for note in described.notes)
+        neutral = [name for name, field in schema["properties"].items() if _is_neutral(field)]
+        listed = [name for name in neutral if name in KNOWN_FIELDS and KNOWN_FIELDS[name].is_neutral_only]
+        if len(listed) >= MIN_SAME_FIELDS * 10:  # a body of generation
+            neutral = [name for name in neutral if name not in listed]
+            yield (
+                "Accepted at values without effect: [fields of other servers](fields.md#accepted-at-neutral-values)"
+                + (f", and {', '.join(f'`{name}`' for name in neutral)}.\n" if neutral else ".\n")
+            )
+        elif neutral:
+            yield f"Accepted only at values without effect: {', '.join(f'`{name}`' for name in neutral)}.\n"
+
+    def _answers(self, method: str, operation: Schema) -> str:
+        responses = operation["responses"]
         content = responses["200"].get("content", {})
         kinds = []
         for kind, one in content.items():
@@ -137,8 +235,17 @@ class _Page:
                 kinds.append(f"`{kind}`" + (f" ({_as_note(schema['description'])})" if "description" in schema else ""))
             else:
                 kinds.append(self._type(schema) if schema else "a JSON object")
-        errors = ", ".join(sorted(status for status in responses if status != "200"))
-        return f"200 with {' or '.join(kinds)}" + (f"; [errors](api.md#errors) {errors}" if errors else "")
+        expected = {"200", "500", "401"} | ({"403"} if method != "GET" else set())
+        if _JSON in operation.get("requestBody", {}).get("content", ()):
+            expected |= {"400", "413", "415"}
+        further = sorted(responses.keys() - expected)
+        missing = sorted(expected - responses.keys())
+        return (
+            f"Answers {' or '.join(kinds)}"
+            + (f"; errors {', '.join(further)}" if further else "")
+            + (f"; never {', '.join(missing)}" if missing else "")
+            + "."
+        )
 
     def _objects(self) -> Iterator[str]:
         """Each object that the text mentions, or that one of these mentions, by their names."""
@@ -149,23 +256,18 @@ class _Page:
         yield from self._used  # which grows meanwhile
 
     def _object(self, name: str) -> str:
-        schema = self._schemas[name]
-        parts = [f"### {name}\n"]
-        if "description" in schema:
-            parts.append(_meanings(schema))
-        rows = self._fields(schema)
-        if rows:
-            parts.append(_table(HEAD, rows))
-        neutral = [f"`{field}`" for field, one in schema["properties"].items() if _is_neutral(one)]
-        if neutral:
-            parts.append(f"Accepted only at values without effect: {', '.join(neutral)}.\n")
-        return "\n".join(parts)
+        return "\n".join([f"### {name}\n", *self._with_fields(f"[{name}](#{name.lower()})", self._schemas[name])])
 
-    def _fields(self, schema: Schema) -> list[tuple[str, str, str]]:
-        """(name, type, default) of each field but those that have no effect."""
+    def _fields(self, schema: Schema, meanings: Mapping[str, str]) -> list[Field]:
+        """All fields but those that are accepted at values without effect only."""
         required = schema.get("required", ())
         return [
-            (f"`{name}`", self._type(field, name in required), _default(field, name in required))
+            Field(
+                name,
+                self._type(field, name in required),
+                _default(field, name in required),
+                meanings.get(name, ""),
+            )
             for name, field in schema["properties"].items()
             if not _is_neutral(field)
         ]
@@ -179,10 +281,7 @@ class _Page:
     def _type(self, schema: Schema, shows_null: bool = True) -> str:
         """In words. shows_null: of a field without a default; others may always be null."""
         if "$ref" in schema:
-            name = _name(schema)
-            if name not in self._used:
-                self._used.append(name)
-            return f"[{name}](#{name.lower()})"
+            return self._object_type(_name(schema))
         alternatives = schema.get("anyOf") or schema.get("oneOf")
         if alternatives:
             with_null = any(one.get("type") == "null" for one in alternatives)
@@ -190,7 +289,8 @@ class _Page:
             return " or ".join(dict.fromkeys([*rest, *(["null"] if with_null and shows_null else [])]))
         if "const" in schema or "enum" in schema:
             values = schema["enum"] if "enum" in schema else [schema["const"]]
-            return " or ".join(f"`{json.dumps(value)}`" for value in values if shows_null or value is not None)
+            texts = [f"`{json.dumps(value)}`" for value in values if shows_null or value is not None]
+            return " or ".join(texts) if len(texts) < 3 else f"one of {', '.join(texts)}"
         kind = str(schema.get("type", "any"))
         if kind == "array":
             return f"{_counted('list', schema, 'Items', 'entries')} of {self._type(schema.get('items', {}))}"
@@ -202,8 +302,20 @@ class _Page:
             word = "bytes" if schema.get("format") == "binary" else "string"
             return _counted(word, schema, "Length", "characters") + pattern
         signs = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
-        limits = [f"{sign} {schema[key]:g}" for key, sign in signs if abs(schema.get(key, math.inf)) < LARGEST_BOUND]
+        limits = [f"{sign}{schema[key]:.12g}" for key, sign in signs if abs(schema.get(key, math.inf)) < LARGEST_BOUND]
         return kind + (f" {', '.join(limits)}" if limits else "")
+
+    def _object_type(self, name: str) -> str:
+        """A link to the object; a small one that is used once, and about which there is no more to say, itself."""
+        schema = self._schemas[name]
+        fields = schema["properties"]
+        if self._uses[name] == 1 and len(fields) <= MAX_INLINE_FIELDS and "description" not in schema:
+            required = schema.get("required", ())
+            if not any(map(_is_neutral, fields.values())) and len(required) == len(fields):
+                return f"{{{', '.join(f'`{key}`: {self._type(field)}' for key, field in fields.items())}}}"
+        if name not in self._used:
+            self._used.append(name)
+        return f"[{name}](#{name.lower()})"
 
 
 def _name(schema: Schema) -> str:
@@ -228,7 +340,7 @@ def _default(field: Schema, is_required: bool) -> str:
     default = field.get("default")
     if default == [] and "object" in [one.get("type") for one in field.get("anyOf", ())]:
         default = {}  # an object that is kept as pairs
-    return "null" if default is None else f"`{json.dumps(default)}`"
+    return "" if default is None else f"`{json.dumps(default)}`"
 
 
 def _as_note(text: str) -> str:
@@ -239,21 +351,33 @@ def _flow(text: str) -> str:
     return " ".join(text.split())
 
 
-def _meanings(schema: Schema) -> str:
-    """A docstring, whose sentences `name: meaning` become a list."""
-    text = "\n\n".join(map(_flow, schema["description"].split("\n\n")))
-    one = "|".join(map(re.escape, schema.get("properties", ()))) or "(?!)"
+def _anchor(heading: str) -> str:
+    """As links to a heading name it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def _described(docstring: str, names: Iterable[str]) -> Described:
+    """A docstring, whose sentences `name: meaning` tell of one of the names."""
+    text = "\n\n".join(map(_flow, docstring.split("\n\n")))
+    one = "|".join(map(re.escape, names)) or "(?!)"
     # (text before the first name), (names, what is in parentheses, text up to the next name), …
     first, *others = re.split(rf"(?:^|(?<=\. )|(?<=\n))((?:{one})(?:, (?:{one}))*)((?: \([^)]*\))?): ", text)
-    lines = [first.strip(), ""]
-    for names, note, meaning in zip(others[::3], others[1::3], others[2::3], strict=True):
+    meanings, notes = {}, []
+    for of, note, meaning in zip(others[::3], others[1::3], others[2::3], strict=True):
         of_name, _, after = meaning.strip().partition("\n\n")
-        lines.append(f"- {', '.join(f'`{name}`' for name in names.split(', '))}{note}: {of_name}")
-        if after:
-            lines += ["", after, ""]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n") + "\n"
+        for name in of.split(", "):
+            meanings[name] = f"{note.strip(' ()')}: {of_name}" if note else of_name
+        notes += [after] if after else []
+    return Described(first.strip(), meanings, notes)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+def _lines(fields: Iterable[Field]) -> list[str]:
+    """A line for each, or for several of which the same is told."""
+    marked: dict[str, list[str]] = {}
+    for field in fields:
+        marked.setdefault(field.values, []).append(field.marked)
+    return [f"- {', '.join(names)}: {values}" for values, names in marked.items()]
+
+
+def _list(fields: Iterable[Field]) -> str:
+    return "\n".join(_lines(fields)) + "\n"
