@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tokasaurus.bench_command.results import utc_now, write_json
+from tokasaurus.commands.bench.results import utc_now, write_json
 
 
 @dataclass(frozen=True, slots=True)

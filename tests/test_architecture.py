@@ -41,11 +41,8 @@ OWN_FOLDERS = {
 LAYERS = [
     ["__main__"],
     ["cli"],
-    [
-        *("completion", "ping", "chat", "download", "batch_command", "plan_command", "check_command"),
-        *("map_command", "mismatch_command", "top_command", "bench_command", "ray", "servers"),
-    ],
-    ["running_server", "library"],
+    ["commands", "ray"],
+    ["library"],
     ["processes"],
     ["startup_report"],
     ["server", "manager", "model"],
@@ -58,6 +55,11 @@ LAYERS = [
 ]
 # The same inside the three processes' packages.
 INNER_LAYERS = {
+    "commands": [
+        ["ping", "chat", "batch", "map", "mismatch", "plan", "check", "top", "bench"],
+        ["servers", "download", "completion"],
+        ["running_server"],
+    ],
     "server": [
         ["app"],
         ["routes"],
@@ -102,17 +104,7 @@ WITHOUT_TORCH = [
     "command_line",
     "checkpoint",
     "cli",
-    "completion",
-    "running_server",
-    "chat",
-    "ping",
-    "servers",
-    "download",
-    "batch_command",
-    "plan_command",
-    "map_command",
-    "top_command",
-    "bench_command",
+    "commands",
     "library",
     "messages",
 ]

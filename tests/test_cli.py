@@ -22,11 +22,11 @@ from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
 from tests.helpers.examples import few
 from tests.helpers.scripted_api import UnixServer, scripted_api
 from tokasaurus import __version__
-from tokasaurus import ping as ping_module
 from tokasaurus.cli import config_types, download_main, main, ping_main
+from tokasaurus.commands import ping as ping_module
+from tokasaurus.commands.ping import PingConfig
+from tokasaurus.commands.running_server import client_of
 from tokasaurus.config import ServerConfig
-from tokasaurus.ping import PingConfig
-from tokasaurus.running_server import client_of
 
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 RUN = "import sys; from tokasaurus.cli import main; sys.exit(main())"

@@ -8,11 +8,11 @@ import pytest
 
 from tokasaurus.cli import config_types, main
 from tokasaurus.command_line import Given, listing, read, unknown_variables, variables_of
+from tokasaurus.commands.ping import PingConfig
+from tokasaurus.commands.plan import parse_size
 from tokasaurus.config import ServerConfig
 from tokasaurus.flags import SUFFIXES_IN_WORDS, FlagConfig, FlagError, given_text, number_with_suffix
 from tokasaurus.habits import HABITS, OPTIONS, Habit
-from tokasaurus.ping import PingConfig
-from tokasaurus.plan_command.config import parse_size
 
 
 def given(*words: str, environment: dict[str, str] | None = None) -> Given[ServerConfig]:

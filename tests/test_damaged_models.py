@@ -11,10 +11,10 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
-from tests.batch_command.helpers.request_lines import write_requests
 from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
 from tests.checkpoint.helpers.quantised_models import save_quantised_model
 from tests.checkpoint.helpers.quantised_weights import Format
+from tests.commands.batch.helpers.request_lines import write_requests
 from tests.helpers.examples import few
 from tests.helpers.tiny_model import save_tiny_model
 from tokasaurus.cli import main
@@ -115,7 +115,7 @@ def check_last_line(code: int, output: str, message: str) -> None:
 def own_cache_and_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
     # else sys.stderr, which capfd has replaced, would be replaced by the descriptor's writer
-    monkeypatch.setattr("tokasaurus.check_command.command.setup_logging", lambda *_, **__: None)
+    monkeypatch.setattr("tokasaurus.commands.check.setup_logging", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize("damage", IN_HEADERS)

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from tests.helpers import http_page, library_page, reference_pages
-from tokasaurus.batch_command.config import RunConfig, StoredConfig
-from tokasaurus.bench_command.config import BenchConfig
+from tokasaurus.commands.batch.config import RunConfig, StoredConfig
+from tokasaurus.commands.bench.config import BenchConfig
+from tokasaurus.commands.map import MapConfig
+from tokasaurus.commands.mismatch import MismatchConfig
+from tokasaurus.commands.top.config import TopConfig
 from tokasaurus.config import ServerConfig
 from tokasaurus.library.client import Client
-from tokasaurus.map_command.config import MapConfig
 from tokasaurus.messages.sampling import CLIENT_PARAMETERS, SamplingParams
-from tokasaurus.mismatch_command.config import MismatchConfig
 from tokasaurus.server.app import ROLLOUT_ROUTES, SERVED_ROUTES
 from tokasaurus.server.openapi import DescribedApp
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
-from tokasaurus.top_command.config import TopConfig
 from torture.__main__ import PARTS
 
 ROOT = Path(__file__).parents[1]

@@ -15,15 +15,15 @@ from tokasaurus.inherited import NO_DIRECTORY, put_right, working_directory
 from tokasaurus.monitoring.shortage import ends_in_one_line
 
 if TYPE_CHECKING:
-    from tokasaurus.batch_command.config import RunConfig, StoredConfig
-    from tokasaurus.bench_command.config import BenchConfig, CompareConfig
-    from tokasaurus.check_command.config import CheckConfig
+    from tokasaurus.commands.batch.config import RunConfig, StoredConfig
+    from tokasaurus.commands.bench.config import BenchConfig, CompareConfig
+    from tokasaurus.commands.check import CheckConfig
+    from tokasaurus.commands.map import MapConfig
+    from tokasaurus.commands.mismatch import MismatchConfig
+    from tokasaurus.commands.plan import PlanConfig
+    from tokasaurus.commands.top.config import TopConfig
     from tokasaurus.config import ServerConfig
     from tokasaurus.flags import FlagConfig
-    from tokasaurus.map_command.config import MapConfig
-    from tokasaurus.mismatch_command.config import MismatchConfig
-    from tokasaurus.plan_command.config import PlanConfig
-    from tokasaurus.top_command.config import TopConfig
 
 AnyConfig = TypeVar("AnyConfig", bound="FlagConfig")
 
@@ -162,14 +162,14 @@ def ping_main(args: list[str] | None = None) -> int:
     """`toka ping`, also installed as `toka-ping`. Returns the exit code."""
     if args is None:
         put_right()
-    from tokasaurus.ping import PingConfig, ping
+    from tokasaurus.commands.ping import PingConfig, ping
 
     return _run_anywhere("toka ping", _PING_USAGE, PingConfig, args, lambda config, _: ping(config), ("prompt",))
 
 
 def chat_main(args: list[str] | None = None) -> int:
     """`toka chat`. Returns the exit code."""
-    from tokasaurus.chat import ChatConfig, chat
+    from tokasaurus.commands.chat import ChatConfig, chat
 
     return _run_anywhere("toka chat", _CHAT_USAGE, ChatConfig, args, lambda config, _: chat(config), ("model",))
 
@@ -179,21 +179,21 @@ def download_main(args: list[str] | None = None) -> int:
     """`toka download`, also installed as `toka-download`: print the model's directory. Returns the exit code."""
     if args is None:
         put_right()
-    from tokasaurus.download import DownloadConfig, download
+    from tokasaurus.commands.download import DownloadConfig, download
 
     return _run("toka download", _DOWNLOAD_USAGE, DownloadConfig, args, lambda config, _: download(config), ("model",))
 
 
 def plan_main(args: list[str] | None = None) -> int:
     """`toka plan`: returns the exit code, 2 also if the model does not fit."""
-    from tokasaurus.plan_command.config import PlanConfig
+    from tokasaurus.commands.plan import PlanConfig
 
     return _run("toka plan", _PLAN_USAGE, PlanConfig, args, _plan, ("model",))
 
 
 def check_main(args: list[str] | None = None) -> int:
     """`toka check`: returns the exit code, 1 if something computes wrongly."""
-    from tokasaurus.check_command.config import CheckConfig
+    from tokasaurus.commands.check import CheckConfig
 
     return _run("toka check", _CHECK_USAGE, CheckConfig, args, _check, ("model",))
 
@@ -204,7 +204,7 @@ def batch_main(args: list[str] | None = None) -> int:
     if args is None:
         put_right()
     words = sys.argv[1:] if args is None else args
-    from tokasaurus.batch_command.config import ACTIONS, RunConfig, StoredConfig
+    from tokasaurus.commands.batch.config import ACTIONS, RunConfig, StoredConfig
 
     if not words or not _is_bare(words[0]) or _looks_like_file(words[0]):
         return _run("toka batch", _BATCH_USAGE, RunConfig, words, _run_batch, ("input", "output"))
@@ -225,7 +225,7 @@ def batch_main(args: list[str] | None = None) -> int:
 @ends_in_one_line
 def map_main(args: list[str] | None = None) -> int:
     """`toka map`. Returns the exit code."""
-    from tokasaurus.map_command.config import MapConfig
+    from tokasaurus.commands.map import MapConfig
 
     return _run("toka map", _MAP_USAGE, MapConfig, args, _run_map, ("input", "output"))
 
@@ -233,7 +233,7 @@ def map_main(args: list[str] | None = None) -> int:
 @ends_in_one_line
 def mismatch_main(args: list[str] | None = None) -> int:
     """`toka mismatch`. Returns the exit code."""
-    from tokasaurus.mismatch_command.config import MismatchConfig
+    from tokasaurus.commands.mismatch import MismatchConfig
 
     return _run("toka mismatch", _MISMATCH_USAGE, MismatchConfig, args, _run_mismatch, ("model",))
 
@@ -241,7 +241,7 @@ def mismatch_main(args: list[str] | None = None) -> int:
 @ends_in_one_line
 def top_main(args: list[str] | None = None) -> int:
     """`toka top`. Returns the exit code."""
-    from tokasaurus.top_command.config import TopConfig
+    from tokasaurus.commands.top.config import TopConfig
 
     return _run_anywhere("toka top", _TOP_USAGE, TopConfig, args, _top, ("base_url",))
 
@@ -249,7 +249,7 @@ def top_main(args: list[str] | None = None) -> int:
 @ends_in_one_line
 def ps_main(args: list[str] | None = None) -> int:
     """`toka ps`. Returns the exit code."""
-    from tokasaurus.servers import PsConfig, ps
+    from tokasaurus.commands.servers import PsConfig, ps
 
     return _run_anywhere("toka ps", _PS_USAGE, PsConfig, args, lambda config, _: ps(config), ())
 
@@ -257,7 +257,7 @@ def ps_main(args: list[str] | None = None) -> int:
 @ends_in_one_line
 def models_main(args: list[str] | None = None) -> int:
     """`toka models`. Returns the exit code."""
-    from tokasaurus.servers import ModelsConfig, models
+    from tokasaurus.commands.servers import ModelsConfig, models
 
     return _run_anywhere(
         "toka models", _MODELS_USAGE, ModelsConfig, args, lambda config, _: models(config), ("base_url",)
@@ -267,7 +267,7 @@ def models_main(args: list[str] | None = None) -> int:
 @ends_in_one_line
 def bench_main(args: list[str] | None = None) -> int:
     """`toka bench`. Returns the exit code."""
-    from tokasaurus.bench_command.config import BenchConfig, CompareConfig
+    from tokasaurus.commands.bench.config import BenchConfig, CompareConfig
 
     words = sys.argv[1:] if args is None else args
     if not words or words[0] != "compare":
@@ -283,7 +283,7 @@ def bench_main(args: list[str] | None = None) -> int:
 
 def completion_main(words: list[str]) -> int:
     """`toka completion`: print the script for a shell. Returns the exit code."""
-    from tokasaurus.completion import SHELLS, script
+    from tokasaurus.commands.completion import SHELLS, script
 
     if _wants_help(words):
         print(_COMPLETION_USAGE)
@@ -353,18 +353,18 @@ def _run_anywhere(
 
 def config_types() -> "dict[str, type[FlagConfig]]":
     """The flags of each command, by what is typed before them."""
-    from tokasaurus.batch_command.config import RunConfig, StoredConfig
-    from tokasaurus.bench_command.config import BenchConfig, CompareConfig
-    from tokasaurus.chat import ChatConfig
-    from tokasaurus.check_command.config import CheckConfig
+    from tokasaurus.commands.batch.config import RunConfig, StoredConfig
+    from tokasaurus.commands.bench.config import BenchConfig, CompareConfig
+    from tokasaurus.commands.chat import ChatConfig
+    from tokasaurus.commands.check import CheckConfig
+    from tokasaurus.commands.download import DownloadConfig
+    from tokasaurus.commands.map import MapConfig
+    from tokasaurus.commands.mismatch import MismatchConfig
+    from tokasaurus.commands.ping import PingConfig
+    from tokasaurus.commands.plan import PlanConfig
+    from tokasaurus.commands.servers import ModelsConfig, PsConfig
+    from tokasaurus.commands.top.config import TopConfig
     from tokasaurus.config import ServerConfig
-    from tokasaurus.download import DownloadConfig
-    from tokasaurus.map_command.config import MapConfig
-    from tokasaurus.mismatch_command.config import MismatchConfig
-    from tokasaurus.ping import PingConfig
-    from tokasaurus.plan_command.config import PlanConfig
-    from tokasaurus.servers import ModelsConfig, PsConfig
-    from tokasaurus.top_command.config import TopConfig
 
     return {
         "": ServerConfig,
@@ -394,62 +394,62 @@ def _serve(config: "ServerConfig", _words: list[str]) -> int:
 
 
 def _plan(config: "PlanConfig", _words: list[str]) -> int:
-    from tokasaurus.plan_command.command import plan
+    from tokasaurus.commands.plan import plan
 
     return plan(config)
 
 
 def _check(config: "CheckConfig", _words: list[str]) -> int:
-    from tokasaurus.check_command.command import check
+    from tokasaurus.commands.check import check
 
     return check(config)
 
 
 def _run_batch(config: "RunConfig", words: list[str]) -> int:
-    from tokasaurus.batch_command.config import server_words
-    from tokasaurus.batch_command.run import run_batch
+    from tokasaurus.commands.batch.config import server_words
+    from tokasaurus.commands.batch.run import run_batch
 
     return run_batch(config, server_words(config, words))
 
 
 def _run_map(config: "MapConfig", words: list[str]) -> int:
     """Raises FlagError."""
-    from tokasaurus.map_command.run import run_map
+    from tokasaurus.commands.map import run_map
 
     return run_map(config, words)
 
 
 def _run_mismatch(config: "MismatchConfig", words: list[str]) -> int:
     """Raises FlagError."""
-    from tokasaurus.mismatch_command.run import run_mismatch
+    from tokasaurus.commands.mismatch import run_mismatch
 
     return run_mismatch(config, words)
 
 
 def _top(config: "TopConfig", _words: list[str]) -> int:
-    from tokasaurus.top_command.run import top
+    from tokasaurus.commands.top.run import top
 
     return top(config)
 
 
 def _bench(config: "BenchConfig", words: list[str]) -> int:
     """Raises FlagError."""
-    from tokasaurus.bench_command.config import raise_unused
-    from tokasaurus.bench_command.run import run_bench
+    from tokasaurus.commands.bench.config import raise_unused
+    from tokasaurus.commands.bench.run import run_bench
 
     raise_unused(config, words)
     return run_bench(config)
 
 
 def _bench_compare(config: "CompareConfig", files: list[str]) -> int:
-    from tokasaurus.bench_command.run import run_compare
+    from tokasaurus.commands.bench.run import run_compare
 
     return run_compare(config, files)
 
 
 def _stored_batches(action: str, config: "StoredConfig", batch_id: str) -> int:
     """`toka batch list`, `show` and `cancel`. Raises FlagError."""
-    from tokasaurus.batch_command.stored import cancel_stored, list_stored, show_stored
+    from tokasaurus.commands.batch.stored import cancel_stored, list_stored, show_stored
 
     if action == "list":
         return list_stored(config)

@@ -38,10 +38,10 @@ from benchmarks.accuracy.report import Logprobs, Row, check_rows, make_row, perp
 from benchmarks.kernels.gemm import TORCH_ENVIRONMENT
 from benchmarks.results import add_result_arguments, begin_results, end_results, make_console
 from tokasaurus import LLM
-from tokasaurus.bench_command.results import machine_facts
-from tokasaurus.bench_command.workloads import DATA, load_jsonl
 from tokasaurus.checkpoint.cache import cache_directory
 from tokasaurus.checkpoint.resolve import demo_gguf
+from tokasaurus.commands.bench.results import machine_facts
+from tokasaurus.commands.bench.workloads import DATA, load_jsonl
 
 BLOCK_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 """The gguf package writes them."""

@@ -21,11 +21,11 @@ from benchmarks.batches.client import BatchClient, open_batch_client, write_larg
 from benchmarks.batches.first_token import LOADS, first_token_times
 from benchmarks.results import make_console
 from benchmarks.server.own_server import ServerWatch, own_server, watched_server
-from tokasaurus.bench_command import workloads
-from tokasaurus.bench_command.client import ClientOptions, ServerError, open_client
-from tokasaurus.bench_command.config import TOKENS_PER_WORD
-from tokasaurus.bench_command.results import print_error
-from tokasaurus.bench_command.workloads import OfferedRequest
+from tokasaurus.commands.bench import workloads
+from tokasaurus.commands.bench.client import ClientOptions, ServerError, open_client
+from tokasaurus.commands.bench.config import TOKENS_PER_WORD
+from tokasaurus.commands.bench.results import print_error
+from tokasaurus.commands.bench.workloads import OfferedRequest
 
 MIN_THROUGHPUT_RATIO = 0.97
 MAX_FIRST_TOKEN_RATIO = 1.3

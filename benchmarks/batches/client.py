@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from tokasaurus.bench_command.client import UNREACHABLE, ServerError
-from tokasaurus.bench_command.workloads import DATA, OfferedRequest, load_jsonl
+from tokasaurus.commands.bench.client import UNREACHABLE, ServerError
+from tokasaurus.commands.bench.workloads import DATA, OfferedRequest, load_jsonl
 
 ENDPOINT = "/v1/completions"
 _POLL_S = 0.05

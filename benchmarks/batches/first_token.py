@@ -12,8 +12,8 @@ from pathlib import Path
 import aiohttp
 
 from benchmarks.batches.client import open_batch_client, write_requests
-from tokasaurus.bench_command.client import ClientOptions, ServerError, open_client
-from tokasaurus.bench_command.workloads import OfferedRequest
+from tokasaurus.commands.bench.client import ClientOptions, ServerError, open_client
+from tokasaurus.commands.bench.workloads import OfferedRequest
 
 LOADS = ("live", "batch")
 NUM_PROBES = 20

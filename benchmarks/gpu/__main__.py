@@ -26,8 +26,8 @@ from benchmarks.gpu.models import LLAMA_1B, LLAMA_8B, TINY, ModelShape, num_byte
 from benchmarks.gpu.parts import Measured, Sizes, run_part
 from benchmarks.results import make_console
 from benchmarks.server.own_server import own_server
-from tokasaurus.bench_command.client import ServerError
-from tokasaurus.bench_command.results import machine_facts
+from tokasaurus.commands.bench.client import ServerError
+from tokasaurus.commands.bench.results import machine_facts
 
 MAX_MINUTES = 8.0
 MIN_SECONDS = 20.0

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.server.target import read_counters
-from tokasaurus.bench_command.client import ClientOptions, ServerError, open_client
-from tokasaurus.bench_command.config import BenchConfig
-from tokasaurus.bench_command.measure import measure, requests_of
-from tokasaurus.bench_command.workloads import OfferedRequest
+from tokasaurus.commands.bench.client import ClientOptions, ServerError, open_client
+from tokasaurus.commands.bench.config import BenchConfig
+from tokasaurus.commands.bench.measure import measure, requests_of
+from tokasaurus.commands.bench.workloads import OfferedRequest
 
 PROMPT = "What does a dinosaur eat?"
 

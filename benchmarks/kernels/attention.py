@@ -15,7 +15,7 @@ from rich.table import Table
 import tokasaurus.model  # noqa: F401 - makes thread settings that torch reads on import
 from benchmarks.kernels.line_plot import write_line_plot
 from benchmarks.results import Check, add_result_arguments, at_least, begin_results, end_results, make_console
-from tokasaurus.bench_command.results import machine_facts
+from tokasaurus.commands.bench.results import machine_facts
 
 PARTS = ("decode", "prefix", "shared")
 MIN_SHARE_OF_READ = 0.5

@@ -17,7 +17,7 @@ from rich.table import Table
 
 import tokasaurus.model  # noqa: F401 - makes thread settings that torch reads on import
 from benchmarks.results import Check, add_result_arguments, at_least, begin_results, end_results, make_console
-from tokasaurus.bench_command.results import machine_facts
+from tokasaurus.commands.bench.results import machine_facts
 
 ROWS = (1, 8, 64, 512)
 IN_SIZE, OUT_SIZE = 576, 1536

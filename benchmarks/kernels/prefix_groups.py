@@ -14,7 +14,7 @@ from rich.table import Table
 
 import tokasaurus.model  # noqa: F401 - makes thread settings that torch reads on import
 from benchmarks.results import begin_results, make_console
-from tokasaurus.bench_command.results import machine_facts
+from tokasaurus.commands.bench.results import machine_facts
 from tokasaurus.manager.kv_cache.prefix_tree import NodeArrays
 from tokasaurus.manager.planning.prefix_groups import Grouping, group_by_prefix
 from tokasaurus.messages.status import KV_READS

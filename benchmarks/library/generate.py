@@ -22,9 +22,9 @@ from rich.table import Table
 from benchmarks.results import Check, add_result_arguments, at_least, begin_results, end_results, make_console
 from benchmarks.server.own_server import running_server
 from tokasaurus import Client, Sampling
-from tokasaurus.bench_command.client import UNREACHABLE, ServerError
-from tokasaurus.bench_command.results import machine_facts, print_error
-from tokasaurus.bench_command.workloads import DATA, load_jsonl
+from tokasaurus.commands.bench.client import UNREACHABLE, ServerError
+from tokasaurus.commands.bench.results import machine_facts, print_error
+from tokasaurus.commands.bench.workloads import DATA, load_jsonl
 
 CONNECTIONS = 64
 TIMEOUT = aiohttp.ClientTimeout(1800)

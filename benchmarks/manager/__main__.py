@@ -15,7 +15,7 @@ from benchmarks.manager.occupancy import measure_occupancy
 from benchmarks.manager.parts import measure_prefix_match, measure_shares, measure_simulation
 from benchmarks.manager.process import measure_process
 from benchmarks.results import Check, add_result_arguments, begin_results, end_results, make_console
-from tokasaurus.bench_command.results import machine_facts, progress_bar
+from tokasaurus.commands.bench.results import machine_facts, progress_bar
 
 PARTS = ("cpu", "simulation", "prefix", "occupancy")
 LONG_PROMPT_TOKENS = 4000

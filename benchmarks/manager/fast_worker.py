@@ -28,8 +28,8 @@ from benchmarks.manager.load import MAX_TOKENS_PER_SEQUENCE, PAGE_SIZE, InstantW
 from benchmarks.manager.measures import MEASURES
 from benchmarks.manager.process import SPAWN, ManagerRun, cpu_seconds, waiting_seconds, write_checkpoint
 from benchmarks.results import add_result_arguments, at_most, begin_results, end_results, make_console
-from tokasaurus.bench_command.results import machine_facts, progress_bar
 from tokasaurus.checkpoint import Checkpoint
+from tokasaurus.commands.bench.results import machine_facts, progress_bar
 from tokasaurus.config import ServerConfig
 from tokasaurus.manager.loop import run_manager
 from tokasaurus.messages.channel import Receiver, Sender

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.manager.load import InlineEngine, Load, engine_options
-from tokasaurus.bench_command.workloads import lognormal_lengths
+from tokasaurus.commands.bench.workloads import lognormal_lengths
 
 ANSWER_LENGTHS = Path(__file__).parents[1] / "data" / "gsm8k_answer_lengths.json"
 MAX_NEW_TOKENS = 1024

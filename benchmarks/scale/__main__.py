@@ -23,7 +23,7 @@ from benchmarks.scale.load import Shape, plan
 from benchmarks.scale.replica import make_options
 from benchmarks.scale.simulation import Deaths, RollingUpdate, Simulation, choose_least_busy
 from benchmarks.scale.step_times import H100_8B
-from tokasaurus.bench_command.results import machine_facts
+from tokasaurus.commands.bench.results import machine_facts
 from tokasaurus.manager.state.engine_state import EngineOptions
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.engine_client.replicas import choose_replica

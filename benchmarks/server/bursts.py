@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import aiohttp
 
 from benchmarks.server.own_server import running_server
-from tokasaurus.bench_command.client import ServerError
+from tokasaurus.commands.bench.client import ServerError
 
 BURSTS = ((16, 1000), (4, 8000))
 """(prompts, tokens of each)."""

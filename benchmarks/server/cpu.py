@@ -22,8 +22,8 @@ from rich.table import Table
 
 from benchmarks.results import make_console
 from benchmarks.server.target import Target
-from tokasaurus.bench_command.client import UNREACHABLE, ServerError
-from tokasaurus.bench_command.results import print_error
+from tokasaurus.commands.bench.client import UNREACHABLE, ServerError
+from tokasaurus.commands.bench.results import print_error
 
 NUM_SPARE_FILES = 64
 SERVER_CPU = "toka_server_cpu_seconds_total"

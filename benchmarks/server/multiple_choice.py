@@ -26,9 +26,9 @@ from rich.table import Table
 from benchmarks.results import make_console
 from benchmarks.server.own_server import running_server
 from benchmarks.server.target import Target
-from tokasaurus.bench_command.client import UNREACHABLE, ServerError
-from tokasaurus.bench_command.results import counting_bar, print_error
-from tokasaurus.bench_command.workloads import DATA, load_jsonl
+from tokasaurus.commands.bench.client import UNREACHABLE, ServerError
+from tokasaurus.commands.bench.results import counting_bar, print_error
+from tokasaurus.commands.bench.workloads import DATA, load_jsonl
 
 NUM_OPTIONS = 4
 COMPUTED_TOKENS = "toka_computed_prompt_tokens_total"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
-from tokasaurus.bench_command.client import ServerError
+from tokasaurus.commands.bench.client import ServerError
 
 _STOP_TIMEOUT_S = 20
 _NUM_LINES_KEPT = 20

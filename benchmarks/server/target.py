@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tokasaurus.bench_command.client import ServerError
+from tokasaurus.commands.bench.client import ServerError
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,13 @@ from rich.table import Table
 
 from benchmarks.results import make_console
 from benchmarks.server.target import read_counters
-from tokasaurus.bench_command.client import ServerError
-from tokasaurus.bench_command.config import BenchConfig
-from tokasaurus.bench_command.measure import Run, measure, requests_of
-from tokasaurus.bench_command.results import print_error
-from tokasaurus.bench_command.run import api_url, print_run
+from tokasaurus.commands.bench.client import ServerError
+from tokasaurus.commands.bench.config import BenchConfig
+from tokasaurus.commands.bench.measure import Run, measure, requests_of
+from tokasaurus.commands.bench.results import print_error
+from tokasaurus.commands.bench.run import api_url, print_run
+from tokasaurus.commands.running_server import url_of_server
 from tokasaurus.flags import FlagError
-from tokasaurus.running_server import url_of_server
 
 PHASES = {
     "gemm": "gemms, with norms, gates and sums",

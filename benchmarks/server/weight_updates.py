@@ -22,9 +22,9 @@ from rich.table import Table
 from benchmarks.results import add_result_arguments, begin_results, end_results, make_console
 from benchmarks.server.own_server import OwnServer, own_server
 from tests.helpers.tiny_model import family_config, save_random_model
-from tokasaurus.bench_command.client import ServerError
-from tokasaurus.bench_command.results import machine_facts, print_error, progress_bar
 from tokasaurus.checkpoint import resolve_checkpoint
+from tokasaurus.commands.bench.client import ServerError
+from tokasaurus.commands.bench.results import machine_facts, print_error, progress_bar
 
 NUM_REQUESTS = 64
 """Running all the time."""

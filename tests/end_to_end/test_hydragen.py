@@ -17,7 +17,7 @@ from tests.end_to_end.helpers.expected_texts import (
     num_diverged,
 )
 from tests.end_to_end.helpers.toka_process import running_toka
-from tokasaurus.bench_command.workloads import DATA, load_jsonl
+from tokasaurus.commands.bench.workloads import DATA, load_jsonl
 
 PAGE_SIZE = 16
 GROUPS = ("use_hydragen=T", "hydragen_min_group_size=2", f"hydragen_min_prefix_len={PAGE_SIZE}")

@@ -22,7 +22,7 @@ from tests.end_to_end.helpers.expected_texts import (
 from tests.end_to_end.helpers.toka_process import running_toka, wait_for
 from tests.helpers.examples import IS_NIGHTLY
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
-from tokasaurus.bench_command.workloads import DATA
+from tokasaurus.commands.bench.workloads import DATA
 from tokasaurus.text.tokenizer import Tokenizer
 
 QUESTIONS = DATA / "gsm8k_test_200.jsonl"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.batch_command.helpers.request_lines import write_requests
+from tests.commands.batch.helpers.request_lines import write_requests
 from tests.end_to_end.helpers.toka_process import free_port, starting_toka, wait_for
 
 SMALL = ("kv_cache_num_tokens=4000", "max_tokens_per_forward=64", "max_seqs_per_forward=8")

@@ -9,7 +9,7 @@ import httpx
 
 from tests.end_to_end.helpers.toka_process import TokaProcess
 from tests.helpers.limits import join
-from tokasaurus.top_command.samples import Sample, read_sample
+from tokasaurus.commands.top.samples import Sample, read_sample
 
 
 def test_samples_of_a_real_server(demo_model: TokaProcess) -> None:

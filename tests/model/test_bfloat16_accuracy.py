@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.model.helpers.steps import CPU, NOTHING, int32, open_greedy
-from tokasaurus.bench_command.workloads import DATA
 from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint, weight_files, with_safetensors
+from tokasaurus.commands.bench.workloads import DATA
 from tokasaurus.messages.forward import ForwardInput, PromptLogprobsInput, SlotChanges
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend

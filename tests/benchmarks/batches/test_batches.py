@@ -19,8 +19,8 @@ from tests.helpers.tiny_model import save_tiny_model
 from tests.server import conftest as fixtures
 from tests.server.helpers.fake_engine import FakeEngine, Reply
 from tests.server.helpers.live_server import LiveServer, live_server
-from tokasaurus.bench_command.client import ServerError
-from tokasaurus.bench_command.workloads import OfferedRequest
+from tokasaurus.commands.bench.client import ServerError
+from tokasaurus.commands.bench.workloads import OfferedRequest
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.jobs.store.data_dir import DataDir
 from tokasaurus.server.served_model import ServedModel

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.models import LLAMA_1B, LLAMA_8B, TINY, num_bytes, write_model
 from benchmarks.server.own_server import child_pids, own_server
-from tokasaurus.bench_command.client import ServerError
+from tokasaurus.commands.bench.client import ServerError
 
 PLAIN: list[str] = []
 SMALL = ["max_seqs_per_forward=8", "max_tokens_per_forward=256"]

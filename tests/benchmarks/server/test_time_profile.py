@@ -9,7 +9,7 @@ import pytest
 from benchmarks.server import time_profile
 from benchmarks.server.time_profile import OVERHEAD, WAITING, make_profile
 from tests.end_to_end.helpers.toka_process import running_toka
-from tokasaurus.bench_command.client import ServerError
+from tokasaurus.commands.bench.client import ServerError
 
 BEFORE = {
     ("toka_forward_seconds_total", ""): 100.0,

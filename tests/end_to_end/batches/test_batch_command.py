@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.batch_command.helpers.request_lines import read_results, text_of
+from tests.commands.batch.helpers.request_lines import read_results, text_of
 from tests.end_to_end.helpers.batch_client import FINAL_STATUSES, BatchClient
 from tests.end_to_end.helpers.batch_command import FLAGS, BatchCommand, processes_below
 from tests.end_to_end.helpers.toka_process import running_toka

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import pytest
 
-from tests.batch_command.helpers.request_lines import read_results, text_of
+from tests.commands.batch.helpers.request_lines import read_results, text_of
 from tests.end_to_end.helpers.batch_client import BatchClient
 from tests.end_to_end.helpers.batch_command import BatchCommand
 from tests.end_to_end.helpers.mixed_requests import GREEDY, PENALTIES, SEEDED

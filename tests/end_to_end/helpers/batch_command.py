@@ -7,7 +7,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from tests.batch_command.helpers.request_lines import write_requests
+from tests.commands.batch.helpers.request_lines import write_requests
 from tests.end_to_end.helpers.toka_process import wait_for
 
 FLAGS = (

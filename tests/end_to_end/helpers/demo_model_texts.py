@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.end_to_end.helpers.toka_process import TokaProcess
 from tests.helpers.examples import IS_NIGHTLY
-from tokasaurus.bench_command.workloads import DATA
 from tokasaurus.checkpoint import resolve_checkpoint, with_safetensors
+from tokasaurus.commands.bench.workloads import DATA
 from tokasaurus.text.tokenizer import Tokenizer
 
 NUM_TOKENS = 40 if IS_NIGHTLY else 12

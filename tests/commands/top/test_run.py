@@ -1,0 +1,163 @@
+"""`toka top` in a pipe: lines, samples, recordings, lost connections, and one line for what is wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.commands.top.helpers.live_stub import Script, serving
+from tests.commands.top.helpers.scripted_samples import line, sample
+from tests.end_to_end.helpers.toka_process import free_port
+from tests.helpers.examples import few
+from tests.helpers.limits import read_line
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if "API_KEY" not in name}
+COMMAND = [sys.executable, "-m", "tokasaurus", "top"]
+TIMEOUT_S = 60
+
+
+@contextmanager
+def running(*words: str) -> Iterator[subprocess.Popen[str]]:
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([*COMMAND, *words], stdin=-3, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=TIMEOUT_S)
+
+
+def read_lines(process: subprocess.Popen[str], count: int) -> list[str]:
+    return [read_line(process, process.stdout).rstrip("\n") for _ in range(count)]
+
+
+def ended(process: subprocess.Popen[str], number: int) -> tuple[int, str]:
+    """(exit code, stderr) after a signal."""
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    return process.returncode, errors
+
+
+def failure(*words: str) -> str:
+    """The one line of a command that fails at once."""
+    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, env=ENVIRONMENT, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done
+    return done.stderr.strip()
+
+
+def test_lines_come_over_a_restart_of_the_server_and_are_recorded(tmp_path: Path) -> None:
+    script, port, path = Script(), free_port(), tmp_path / "run.jsonl"
+    with ExitStack() as first_server:
+        url = first_server.enter_context(serving(script, port))
+        with running(f"base_url={url}/v1", f"record={path}") as process:
+            lines = read_lines(process, 3)
+            first_server.close()
+            told = read_line(process, process.stderr)
+            assert told == f"toka top: {url} has ended the connection; trying again\n"
+            num_before = script.next_second
+            with serving(script, port):
+                while script.next_second < num_before + 3:  # `next_second` grows with each sample that is sent
+                    lines += read_lines(process, 1)
+                assert ended(process, signal.SIGINT) == (0, "")
+    assert all("210 running, 3 prefilling, 33 waiting" in text for text in lines)
+    recorded = path.read_bytes().splitlines(keepends=True)
+    assert recorded == [line(sample(second)) for second in range(len(recorded))]
+    assert len(recorded) > num_before
+    assert set(script.paths) == {"/live"}
+
+
+def test_a_server_that_has_said_why_it_ends_is_quoted() -> None:
+    script = Script(make=lambda second: sample(second, server={**sample(second)["server"], "ended": "it was stopped"}))
+    with ExitStack() as server:
+        url = server.enter_context(serving(script))
+        with running(f"base_url={url}") as process:
+            read_lines(process, 2)
+            server.close()
+            told = read_line(process, process.stderr)
+    assert told == f"toka top: {url} has ended: it was stopped; trying again\n"
+
+
+def test_samples_are_printed_as_they_came(tmp_path: Path) -> None:
+    """Through a Unix socket, with a key; samples with fields that this version does not know are read too."""
+    script = Script(make=lambda second: sample(second, later={"a": "ü"}), api_key="secret")
+    unix_socket = tmp_path / "socket"
+    with serving(script, unix_socket=unix_socket):
+        with running(f"unix_socket={unix_socket}", "api_key=secret", "json=T") as process:
+            assert [json.loads(text) for text in read_lines(process, 3)] == [script.make(second) for second in range(3)]
+            assert ended(process, signal.SIGTERM) == (128 + signal.SIGTERM, "")
+        told = failure(f"unix_socket={unix_socket}", "api_key=wrong")
+    assert told == (
+        f"toka top: unix_socket={unix_socket} answered 401: no, not now; "
+        "api_key=, or the variable TOKA_API_KEY, gives the key"
+    )
+
+
+@pytest.mark.long
+def test_an_answer_that_may_pass_is_waited_for() -> None:
+    script = Script(status=503)
+    with serving(script) as url, running(f"base_url={url}") as process:
+        assert read_line(process, process.stderr) == f"toka top: {url} answered 503: no, not now; trying again\n"
+        script.status = 200
+        assert "210 running" in read_lines(process, 1)[0]
+
+
+@few(
+    2,
+    ("script", "message"),
+    [
+        (Script(status=404), "has no /live: it is an older toka, or another server"),
+        (Script(status=400), "answered 400: no, not now"),
+        (Script(content_type="text/html"), "answered /live with text/html: it is another server"),
+        (
+            Script(make=lambda second: sample(second, format=2)),
+            "has sent something else than a sample: format 2 of samples is not known, this toka reads 1",
+        ),
+        (Script(make=lambda _: {}), 'has sent something else than a sample: no sample: it has no "format"'),
+    ],
+)
+def test_another_server_is_told_in_one_line(script: Script, message: str) -> None:
+    with serving(script) as url:
+        assert failure(f"base_url={url}") == f"toka top: {url} {message}"
+
+
+def test_a_server_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:
+    url, path = f"http://127.0.0.1:{free_port()}", tmp_path / "run.jsonl"
+    assert (
+        failure(f"base_url={url}", f"record={path}")
+        == f"toka top: {url} does not answer: Connection refused; is toka running?"
+    )
+    assert not path.exists()
+    absent = f"unix_socket={tmp_path / 'absent'}"
+    assert failure(absent) == f"toka top: {absent} does not answer: No such file or directory; is toka running?"
+
+
+@pytest.mark.long
+def test_a_file_that_cannot_be_written_ends_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "absent" / "run.jsonl"
+    with serving(Script()) as url:
+        assert failure(f"base_url={url}", f"record={path}") == f"toka top: record={path}: No such file or directory"
+
+
+def test_a_reader_that_has_gone_ends_the_command() -> None:
+    with serving(Script()) as url, running(f"base_url={url}") as process:
+        read_lines(process, 1)
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(timeout=TIMEOUT_S) == 128 + signal.SIGPIPE
+
+
+def test_a_replay_in_a_pipe_has_every_sample(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    content = [line(sample(second)) for second in range(200)]
+    path.write_bytes(b"".join(content) + content[0][:100])
+    done = subprocess.run([*COMMAND, f"replay={path}", "json=T"], capture_output=True, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"".join(content), b"")
+    done = subprocess.run([*COMMAND, f"replay={path}", "speed=1000"], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert len(done.stdout.splitlines()) == 200
+    assert "16,800 generated" in done.stdout.splitlines()[-1]

@@ -1,0 +1,418 @@
+"""The batch of a run on a running server: OpenAI's Files and Batches API, and results in the order of the input."""
+
+import functools
+import re
+import socket
+import ssl
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+
+import orjson
+
+from tokasaurus.addresses import client_of_socket, no_proxies, proxies_for, proxy_variable
+from tokasaurus.commands.batch.errors import CommandError, InputRefused, NotOnServer
+from tokasaurus.commands.batch.input_file import custom_ids
+from tokasaurus.commands.batch.progress import BatchView
+from tokasaurus.commands.batch.results import OutputFile, ResultsSoFar, temporary_output
+from tokasaurus.messages.status import TimeLeft
+from tokasaurus.text.json_lines import escape_line_ends
+
+if TYPE_CHECKING:
+    import openai
+
+Answer = TypeVar("Answer")
+Value = TypeVar("Value")
+
+_Place = tuple[int, int, int]
+"""(index of the file, start, size) of a line."""
+
+MAX_SILENCE_SECONDS = 300.0
+"""Longest time without an answer until a run ends."""
+_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+# Statuses of a server that may answer later. 507: its disk is full.
+_MAY_PASS = (408, 429, 500, 502, 503, 504, 507, 529)
+# Errors of the client's HTTP library for a URL, a key or a proxy that cannot be used.
+_NEVER = ("UnsupportedProtocol", "LocalProtocolError", "ProxyError")
+_MAX_PER_PAGE = 100
+# Statuses of a server that will never accept this file.
+_REFUSES_INPUT = (400, 413, 422)
+
+
+class _Interrupted(Exception):
+    """A download ended in the middle."""
+
+
+class _Malformed(Exception):
+    """An answer with the status 200 that is not OpenAI's: a page of a proxy, or of another kind of server."""
+
+
+class BatchApi:
+    """One server. Every method raises CommandError if the server refuses, or has not answered for `max_silence_s`."""
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None,
+        note: Callable[[str], None],
+        max_silence_s: float,
+        is_local: bool,
+        unix_socket: str | None = None,
+    ) -> None:
+        """note: shows the user a line. max_silence_s: longest time without an answer. is_local: the server is on this
+        machine, so that no proxy is used. unix_socket: replaces host and port of base_url."""
+        import openai
+
+        self._base_url = base_url if unix_socket is None else f"unix:{unix_socket}/v1"
+        """Address of the server in messages."""
+        self._note = note
+        self._max_silence_s = max_silence_s
+        self._has_answered = False
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise CommandError("api_key: contains characters that cannot be sent, which are those outside of ASCII")
+        try:
+            with no_proxies() if is_local else proxies_for(base_url):
+                # The retries are here, where the user is told of them.
+                self._client = openai.OpenAI(
+                    base_url=base_url,
+                    api_key=api_key or "none",
+                    max_retries=0,
+                    timeout=60,
+                    http_client=None if unix_socket is None else client_of_socket(unix_socket),
+                )
+        except Exception as error:  # various, for an invalid URL
+            raise CommandError(f"base_url={base_url}: {' '.join(str(error).split())}") from None
+        proxy = None if is_local else proxy_variable(base_url)
+        self._route = self._base_url if proxy is None else f"{base_url} through the proxy of {proxy}"
+
+    def close(self) -> None:
+        self._client.close()
+
+    def upload(self, path: Path) -> str:
+        """The file's id. Raises InputRefused."""
+
+        def upload() -> str:
+            with path.open("rb") as content:
+                raw = self._client.files.with_raw_response.create(file=(path.name, content), purpose="batch")
+            return _field(_parse(raw.content), "id", str)
+
+        return self._persist(upload, refuses_input=True)
+
+    def create(self, file_id: str, endpoint: str, completion_window: str) -> BatchView:
+        """A new batch of an uploaded file; the one that exists already, if an answer was lost. Raises InputRefused."""
+        is_first = True
+
+        def create() -> BatchView:
+            nonlocal is_first
+            existing = None if is_first else self._find(file_id)
+            is_first = False
+            if existing is not None:
+                return existing
+            options: Any = {"endpoint": endpoint, "completion_window": completion_window}  # the client's are Literals
+            return _view(self._client.batches.with_raw_response.create(input_file_id=file_id, **options).content)
+
+        return self._persist(create, refuses_input=True)
+
+    def find(self, file_id: str) -> BatchView | None:
+        """The batch of an uploaded file; None if there is none."""
+        return self._persist(lambda: self._find(file_id))
+
+    def retrieve(self, batch_id: str) -> BatchView:
+        return self._persist(lambda: _view(self._client.batches.with_raw_response.retrieve(batch_id).content))
+
+    def fields(self, batch_id: str) -> dict[str, Any]:
+        """The batch as the API has it."""
+        return self._persist(lambda: _parse(self._client.batches.with_raw_response.retrieve(batch_id).content))
+
+    def newest(self, limit: int) -> tuple[list[dict[str, Any]], bool]:
+        """(batches as the API has them, the newest first, whether there are older ones)."""
+        found: list[dict[str, Any]] = []
+        while True:
+            options: dict[str, Any] = {"after": _field(found[-1], "id", str)} if found else {}
+            num_asked = min(_MAX_PER_PAGE, limit - len(found))
+            page = self._persist(functools.partial(self._page, num_asked, options))
+            batches, has_more = _objects(page), _field(page, "has_more", bool, False)
+            found += batches
+            if not batches or not has_more or len(found) >= limit:
+                return found[:limit], has_more
+
+    def cancel(self, batch_id: str) -> BatchView:
+        return self._persist(lambda: _view(self._client.batches.with_raw_response.cancel(batch_id).content))
+
+    def results_from(self, batch_id: str, first: int) -> list[bytes]:
+        """Results from line `first` on; none if the server cannot give them, or answers with something else.
+
+        Never raises CommandError."""
+        import httpx
+        import openai
+
+        try:
+            options: Any = {"params": {"first": first}}
+            content = self._client.get(f"/batches/{batch_id}/results", cast_to=httpx.Response, options=options).content
+        except openai.OpenAIError:
+            return []
+        return list(takewhile(lambda line: _find_custom_id(line) is not None, content.splitlines(keepends=True)))
+
+    def download(self, file_id: str, into: BinaryIO) -> None:
+        """Write a file's content, in the place of what was there."""
+
+        def download() -> None:
+            into.seek(0)
+            into.truncate()
+            with self._client.files.with_streaming_response.content(file_id) as response:
+                parts = response.iter_bytes(1 << 20)
+                while part := _next_part(parts):
+                    into.write(part)
+
+        self._persist(download)
+
+    def _find(self, file_id: str) -> BatchView | None:
+        page: dict[str, Any] = {"has_more": True}
+        options: dict[str, Any] = {}
+        while _field(page, "has_more", bool, False):
+            page = self._page(_MAX_PER_PAGE, options)
+            batches = _objects(page)
+            for fields in batches:
+                if fields.get("input_file_id") == file_id:
+                    return _read_view(fields)
+            if not batches:
+                break
+            options = {"after": _field(batches[-1], "id", str)}
+        return None
+
+    def _page(self, limit: int, options: dict[str, Any]) -> dict[str, Any]:
+        return _parse(self._client.batches.with_raw_response.list(limit=limit, **options).content)
+
+    def _persist(self, operation: Callable[[], Answer], refuses_input: bool = False) -> Answer:
+        """The operation's answer. It is called again while the server gives none, unless it has never given any and
+        what is wrong does not look as if it passed."""
+        import openai
+
+        failed_at_s: float | None = None
+        num_failures = 0
+        while True:
+            try:
+                answer = operation()
+                self._has_answered = True
+                return answer
+            except openai.APIStatusError as error:
+                self._has_answered = True
+                message = f"{self._base_url} answered {error.status_code}: {_reason(error)}"
+                if error.status_code == 404:
+                    has_version = re.search("/v1/?$", self._base_url)
+                    hint = "" if has_version else " (the URL of an OpenAI API ends in /v1)"
+                    raise NotOnServer(message + hint) from None
+                if error.status_code not in _MAY_PASS:
+                    is_input = refuses_input and error.status_code in _REFUSES_INPUT
+                    raise (InputRefused if is_input else CommandError)(message) from None
+            except openai.APIConnectionError as error:
+                message = f"no answer from {self._route}: {error.__cause__ or error}"
+                if not self._has_answered and _will_not_pass(error):
+                    raise CommandError(f"{message}; is the server running?") from None
+            except _Interrupted as error:
+                message = f"no answer from {self._route}: {error}"
+            except openai.OpenAIError as error:
+                raise CommandError(f"{self._base_url}: {' '.join(str(error).split())}") from None
+            except OSError as error:  # of the input, or of the file that is written
+                raise CommandError(f"{error.filename or 'the results'}: {error.strerror}") from None
+            except _Malformed as error:
+                raise CommandError(f"{self._base_url}: no OpenAI-compatible API: {error}") from None
+            now_s = time.monotonic()
+            failed_at_s = now_s if failed_at_s is None else failed_at_s
+            if now_s - failed_at_s >= self._max_silence_s:
+                raise CommandError(message)
+            if num_failures == 1:  # one may be a restart of the server
+                self._note(f"{message}; trying again for up to {self._max_silence_s:g} s")
+            time.sleep(_PAUSES_S[min(num_failures, len(_PAUSES_S) - 1)])
+            num_failures += 1
+
+
+class RemoteBatch:
+    """A batch on a server. Methods raise CommandError."""
+
+    max_pause_s = 3.0
+    """Longest time between two looks at the batch."""
+
+    def __init__(self, api: BatchApi, batch: BatchView, input_path: Path) -> None:
+        self._api = api
+        self._id = batch.id
+        self._input = input_path
+
+    def view(self) -> BatchView:
+        """The batch as it is now."""
+        return self._api.retrieve(self._id)
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def read_results(self, first: int) -> list[bytes]:
+        """Results from line `first` on; a `ReadResults`."""
+        return self._api.results_from(self._id, first)
+
+    @contextmanager
+    def results(self, batch: BatchView, _so_far: ResultsSoFar, name: Path) -> Iterator[OutputFile]:
+        """The results of a finished batch, which come in two files, in one in the order of the input. name: of the
+        file when it is committed. Raises OSError."""
+        with ExitStack() as stack:
+            files = []
+            for file_id in batch.result_file_ids:
+                files.append(stack.enter_context(tempfile.TemporaryFile(dir=name.parent)))
+                self._api.download(file_id, files[-1])
+            output = stack.enter_context(temporary_output(name, batch.id))
+            merge_results(self._input, files, output, batch.status == "completed")
+            yield output
+
+
+def merge_results(input_path: Path, results: Sequence[BinaryIO], output: OutputFile, is_complete: bool) -> None:
+    """Write the result of each line of the input.
+
+    is_complete: each line must have a result. Raises CommandError if one has none
+    or two, and OSError."""
+    places = _find_places(results)
+    for custom_id in custom_ids(input_path):
+        place = places.pop(custom_id, None)
+        if place is None and not is_complete:
+            continue
+        if place is None:
+            raise CommandError(f"the server has no result of the line with the custom_id {custom_id!r}")
+        index, start, size = place
+        results[index].seek(start)
+        output.write(escape_line_ends(results[index].read(size)) + b"\n")
+    if places:
+        raise CommandError(f"the server has a result of {next(iter(places))!r}, which is no custom_id of the input")
+
+
+def _find_places(results: Sequence[BinaryIO]) -> dict[str, _Place]:
+    """The place of each line, by custom_id. Raises CommandError."""
+    places: dict[str, _Place] = {}
+    for index, file in enumerate(results):
+        file.seek(0)
+        start = 0
+        for line in file:
+            if line.strip():
+                custom_id = _custom_id(line)
+                if custom_id in places:
+                    raise CommandError(f"the server has two results of the line with the custom_id {custom_id!r}")
+                places[custom_id] = index, start, len(line.rstrip(b"\r\n"))
+            start += len(line)
+    return places
+
+
+def _custom_id(line: bytes) -> str:
+    """Raises CommandError."""
+    custom_id = _find_custom_id(line)
+    if custom_id is None:
+        raise CommandError("a line of the server's results has no custom_id")
+    return custom_id
+
+
+def _find_custom_id(line: bytes) -> str | None:
+    """None if the line is no result."""
+    try:
+        custom_id = orjson.loads(line)["custom_id"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return None
+    return custom_id if isinstance(custom_id, str) else None
+
+
+def _will_not_pass(error: BaseException | None) -> bool:
+    """Whether a first request failed because nothing listens there, or in a way that no later one can succeed."""
+    while error is not None:
+        if isinstance(error, socket.gaierror):
+            return error.errno != socket.EAI_AGAIN
+        # By name, since the client's HTTP library differs between its versions.
+        if isinstance(error, ConnectionRefusedError | ssl.SSLError) or type(error).__name__ in _NEVER:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _next_part(parts: Iterator[bytes]) -> bytes:
+    """The next part, empty after the last. Raises _Interrupted."""
+    try:
+        return next(parts, b"")
+    except Exception as error:  # of the client's HTTP library, which differs between its versions
+        raise _Interrupted(str(error)) from None
+
+
+def _parse(content: bytes) -> dict[str, Any]:
+    """The fields of an answer. Raises _Malformed."""
+    try:
+        value = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise _Malformed("an answer is no JSON object")
+    return value
+
+
+def _field(fields: dict[str, Any], name: str, kind: type[Value], default: Value | None = None) -> Value:
+    """The field's value; `default` if it is absent or null. Raises _Malformed."""
+    value = fields.get(name)
+    if value is None:
+        value = default
+    if not isinstance(value, kind):
+        raise _Malformed(f"the field {name} of an answer is no {kind.__name__}")
+    return value
+
+
+def _objects(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """The objects of OpenAI's list. Raises _Malformed."""
+    objects = _field(fields, "data", list, [])
+    if not all(isinstance(one, dict) for one in objects):
+        raise _Malformed("a list has something else than objects")
+    return objects
+
+
+def _view(content: bytes) -> BatchView:
+    """Raises _Malformed."""
+    return _read_view(_parse(content))
+
+
+def _read_view(fields: dict[str, Any]) -> BatchView:
+    """fields: of a batch. Raises _Malformed."""
+    counts = _field(fields, "request_counts", dict, {})
+    output_tokens = _field(_field(fields, "usage", dict, {}), "output_tokens", int, 0)
+    progress = _field(fields, "progress", dict, {})
+    files = [_field(fields, name, str, "") for name in ("output_file_id", "error_file_id")]
+    return BatchView(
+        id=_field(fields, "id", str),
+        status=_field(fields, "status", str),
+        num_lines=_field(counts, "total", int, 0),
+        num_completed=_field(counts, "completed", int, 0),
+        num_failed=_field(counts, "failed", int, 0),
+        output_tokens=output_tokens,
+        errors=_objects(_field(fields, "errors", dict, {})),
+        has_results=any(files),
+        result_file_ids=[file_id for file_id in files if file_id],
+        completion_window=_field(fields, "completion_window", str, "") or None,
+        num_generated=_field(progress, "generated_tokens", int, output_tokens),
+        num_expected=_field(progress, "expected_tokens", int, -1) if "expected_tokens" in progress else None,
+        tells_progress=bool(progress),
+        time_left=_time_left(_field(progress, "seconds_left", list, [])),
+        problem=_field(fields, "problem", str, ""),
+    )
+
+
+def _time_left(seconds: list[Any]) -> TimeLeft | None:
+    """Raises _Malformed."""
+    if not seconds:
+        return None
+    if len(seconds) != 2 or not all(isinstance(end_s, int | float) for end_s in seconds):
+        raise _Malformed("seconds_left")
+    return TimeLeft(*seconds)
+
+
+def _reason(error: "openai.APIStatusError") -> str:
+    """The server's error message, else the start of its response body, in one line."""
+    body = error.body
+    message = body.get("message") if isinstance(body, dict) else None
+    try:
+        text = message or error.response.text
+    except Exception:  # a streamed answer that was not read
+        text = error.response.reason_phrase
+    return " ".join(str(text or error.response.reason_phrase).split())[:300]
