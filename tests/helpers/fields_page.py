@@ -6,10 +6,10 @@ from pathlib import Path
 import orjson
 from pydantic import BaseModel
 
+from tokasaurus.server.dialects.sglang_rollouts import GenerateRequest
+from tokasaurus.server.dialects.vllm_rollouts import TokensRequest
 from tokasaurus.server.protocol.fields import Only
 from tokasaurus.server.protocol.known_fields import KNOWN_FIELDS, KnownField
-from tokasaurus.server.protocol.sglang_rollouts import GenerateRequest
-from tokasaurus.server.protocol.vllm_rollouts import TokensRequest
 
 PATH = Path(__file__).parents[2] / "docs" / "fields.md"
 

@@ -9,11 +9,10 @@ from tests.helpers.small_model import make_served_model
 from tests.helpers.small_tokenizer import save_small_tokenizer
 from tests.server.helpers.finished_sequences import finished, interleaved, make_request
 from tokasaurus.ray.broken_streams import StreamWatch
+from tokasaurus.server.dialects.responses import ResponsesRequest, repeated_fields
 from tokasaurus.server.endpoints import ENDPOINTS
 from tokasaurus.server.errors import EngineDied
 from tokasaurus.server.prepare.requests import Prepared
-from tokasaurus.server.prepare.responses import repeated_fields
-from tokasaurus.server.protocol.responses import ResponsesRequest
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.served_model import ServedModel
 

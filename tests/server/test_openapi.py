@@ -17,9 +17,9 @@ from tests.server.helpers.live_sample import SAMPLE
 from tests.server.helpers.live_server import LiveServer, live_server
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.live import StageSample
+from tokasaurus.server.dialects.responses import ResponsesRequest
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
-from tokasaurus.server.protocol.responses import ResponsesRequest
 from tokasaurus.server.served_model import ServedModel
 
 schemathesis = pytest.importorskip("schemathesis")

@@ -6,9 +6,8 @@ from typing import Any
 
 import orjson
 
+from tokasaurus.server.dialects.messages import error_type, is_for_messages
 from tokasaurus.server.errors import ApiError
-from tokasaurus.server.messages_errors import is_for_messages
-from tokasaurus.server.protocol.messages import error_type
 from tokasaurus.server.respond.stream import error_event
 from tokasaurus.text.json_lines import write_json
 

@@ -14,9 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokasaurus.ray.broken_streams import StreamWatch
 from tokasaurus.ray.requests import AnswerStart, EngineLost, ForwardedRequest, routed_prompt
+from tokasaurus.server.dialects.messages import MessagesErrorsMiddleware
 from tokasaurus.server.endpoints import ENDPOINTS
 from tokasaurus.server.errors import ApiError, EngineDied, NotFound, QueueFull, ServiceUnavailable, error_response
-from tokasaurus.server.messages_errors import MessagesErrorsMiddleware
 from tokasaurus.server.paths import PathMiddleware
 
 FORWARDED = (

@@ -57,6 +57,8 @@ from tokasaurus.server.answers import AnswersMiddleware, Routes, SpansMiddleware
 from tokasaurus.server.compressed_bodies import CompressedBodyMiddleware
 from tokasaurus.server.connections.protocol import ConnectionProtocol, watch_for_lost_peers
 from tokasaurus.server.connections.table import ConnectionTable
+from tokasaurus.server.dialects import messages, responses, sglang_rollouts, vllm_rollouts
+from tokasaurus.server.dialects.messages import MessagesErrorsMiddleware
 from tokasaurus.server.endpoints import ENDPOINTS
 from tokasaurus.server.engine_client.client import EngineClient, QueueLimits, states_alone
 from tokasaurus.server.engine_client.rollouts import Rollouts
@@ -67,13 +69,12 @@ from tokasaurus.server.jobs.service import BatchService, TellTokens
 from tokasaurus.server.jobs.store.data_dir import StorageFull, StoreError
 from tokasaurus.server.jobs.store.store import PRIVATE_OWNER, Store, opened_data_dir
 from tokasaurus.server.live import LiveFeed
-from tokasaurus.server.messages_errors import MessagesErrorsMiddleware
 from tokasaurus.server.openapi import DescribedApp
 from tokasaurus.server.paths import PathMiddleware, paths_of
 from tokasaurus.server.recording import Recording, opened_recording
 from tokasaurus.server.resources import BodyBytes, TextThreads, batch_limits, collect_garbage_when_idle
 from tokasaurus.server.routes import batches as batch_routes
-from tokasaurus.server.routes import bulk, docs, files, generation, health, live, sglang_rollouts, vllm_rollouts
+from tokasaurus.server.routes import bulk, docs, files, generation, health, live
 from tokasaurus.server.routes import model as model_routes
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import HeadMiddleware, ServerState
@@ -83,7 +84,7 @@ from tokasaurus.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-SERVED_ROUTES = (generation, bulk, files, batch_routes, model_routes, health, live, docs)
+SERVED_ROUTES = (generation, messages, responses, bulk, files, batch_routes, model_routes, health, live, docs)
 """Modules with a router, in the order of /openapi.json."""
 ROLLOUT_ROUTES = (vllm_rollouts, sglang_rollouts)
 """Served with rl=T."""

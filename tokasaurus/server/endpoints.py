@@ -1,181 +1,19 @@
-"""Endpoints that generate text: one object each, for live requests and for the lines of bulk requests and batches.
+"""The endpoints that generate text, for live requests and for the lines of bulk requests and batches.
 
-To add one: its body in `protocol`, its draft in `prepare`, its answers in `respond`, and its entry in ENDPOINTS.
+To add one: a file in `dialects`, from its body to its answer, and its entry in ENDPOINTS.
 """
 
-import asyncio
-import functools
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
-from tokasaurus.config import ServerConfig
-from tokasaurus.messages.status import EngineLimits
-from tokasaurus.server.engine_client.collectors import (
-    VALUES_PER_DELTA,
-    AnswerTooLarge,
-    FinishedSequence,
-    SequenceAborted,
-)
-from tokasaurus.server.errors import (
-    AnswerTooLargeError,
-    ApiError,
-    ErrorResponse,
-    GrammarTooComplex,
-    InvalidRequest,
-    NumericalError,
-    RequestAborted,
-)
+from tokasaurus.server.dialects import messages, responses
+from tokasaurus.server.endpoint import RoutedEndpoint
 from tokasaurus.server.prepare.chat import draft_chat
 from tokasaurus.server.prepare.completion import draft_completion
-from tokasaurus.server.prepare.messages import draft_message
-from tokasaurus.server.prepare.requests import Draft, Origin, Prepared, num_prompt_values
-from tokasaurus.server.prepare.responses import draft_response
-from tokasaurus.server.protocol.chat import ChatCompletion, ChatCompletionRequest, TemplateFields
+from tokasaurus.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from tokasaurus.server.protocol.completions import Completion, CompletionRequest
-from tokasaurus.server.protocol.messages import MessageObject, MessagesError, MessagesRequest
-from tokasaurus.server.protocol.responses import ResponseObject, ResponsesRequest
-from tokasaurus.server.protocol.sampling_fields import SamplingFields, StreamOptions
-from tokasaurus.server.respond.messages import MessageEvents, write_message
-from tokasaurus.server.respond.responses import ResponseEvents, write_response
-from tokasaurus.server.respond.stream import AnswerEvents, ChatStream, CompletionStream
-from tokasaurus.server.respond.whole import Answer, WholeAnswer, build_chat_completion, build_completion, write_answer
-from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.state import ServerState
-
-Body = TypeVar("Body", bound=SamplingFields)
-
-# Values turned into events before other tasks may run: a few milliseconds of work.
-MAX_VALUES_AT_ONCE = 2048
-MAX_FIRST_CHOICES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint(Generic[Body]):
-    """How bodies become requests, and their sequences an answer."""
-
-    body_model: type[Body]
-    draft: Callable[[Body, ServedModel, EngineLimits, Origin], Draft]
-    build: Callable[[Prepared, Sequence[Sequence[FinishedSequence]], ServedModel], WholeAnswer | Answer]
-    """Builds the whole answer, or writes it."""
-    stream: Callable[[Prepared, ServedModel, StreamOptions], AnswerEvents]
-    """Makes what turns deltas into the events of a streamed answer."""
-    renders_template: bool
-    """Whether a draft runs the model's chat template."""
-
-    async def prepare(self, state: ServerState, body: Body, origin: Origin) -> Prepared:
-        """The final requests of a body. Checks that cost nothing come first. Raises ApiError."""
-        limits = _checked_limits(state, body, origin)
-
-        def draft_body() -> Draft:
-            return self.draft(body, state.model, limits, origin)
-
-        threads = state.text_threads
-        if isinstance(body, TemplateFields) and body.chat_template:
-            draft = await threads.run_apart(origin.num_bytes, draft_body)
-        else:
-            run = threads.run if self.renders_template else threads.run_short
-            draft = await run(origin.num_bytes, draft_body)
-        if draft.grammar is None:
-            return draft.prepared
-        return draft.with_grammar(await state.grammars.check(draft.grammar))
-
-    async def answer(self, state: ServerState, body: Body, origin: Origin) -> Answer:
-        """Prepare, generate and build. If the caller is cancelled, so is the request in the engine. Raises ApiError."""
-        return await self.answer_prepared(state, await self.prepare(state, body, origin))
-
-    async def answer_prepared(self, state: ServerState, prepared: Prepared) -> Answer:
-        """Generate and build the answer of a prepared body. If the caller is cancelled, so is the request in the
-        engine.
-
-        Raises ApiError."""
-        return await self.write(state, prepared, await self.generate(state, prepared))
-
-    async def generate(self, state: ServerState, prepared: Prepared) -> list[list[FinishedSequence]]:
-        """The sequences of each request of a prepared body. If the caller is cancelled, so is the request in the
-        engine. Raises ApiError."""
-        with _raising_api_errors(prepared):
-            return await state.engine.generate(prepared.requests, state.config.max_answer_values)
-
-    async def write(
-        self, state: ServerState, prepared: Prepared, results: Sequence[Sequence[FinishedSequence]]
-    ) -> Answer:
-        """The answer. results: of `generate`."""
-        size = sum(sequence.num_values + VALUES_PER_DELTA for row in results for sequence in row)
-        size += num_prompt_values(prepared)
-
-        def write() -> Answer:
-            answer = self.build(prepared, results, state.model)
-            if isinstance(answer, Answer):
-                return answer
-            return Answer(write_answer(answer, results if state.model.rl else None), answer.usage)
-
-        return await state.text_threads.run_short(size, write)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutedEndpoint(Endpoint[Body]):
-    """An endpoint with a route of its own, for single requests and lines."""
-
-    name: str
-    """Name of the operation on the OpenAPI page, in the form of a function's name."""
-    description: str
-    operation: Literal["chat", "text_completion"]
-    """gen_ai.operation.name in the spans of its requests."""
-    answer_model: type
-    error_model: type = ErrorResponse
-    example: Mapping[str, object]
-    """A body that it accepts, which the OpenAPI page offers to send."""
-
-
-class StreamedAnswer:
-    """The events of one stream, and how it tells that it failed."""
-
-    def __init__(self, endpoint: Endpoint[Any], state: ServerState, prepared: Prepared, options: StreamOptions) -> None:
-        self._state = state
-        self._prepared = prepared
-        self._make = functools.partial(endpoint.stream, prepared, state.model, options)
-        self._answer = self._make()
-
-    def failure(self, error: ApiError) -> bytes:
-        """The last events, if `events` raised the error after it had yielded some."""
-        return self._answer.failure(error)
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events. If closed before its end, the requests are cancelled in the engine. Raises ApiError."""
-        state, prepared = self._state, self._prepared
-        num_values = num_prompt_values(prepared)
-        answer = self._answer
-        with _raising_api_errors(prepared):
-            async with state.engine.stream(prepared.requests) as collector:
-                while deltas := await collector.read(MAX_VALUES_AT_ONCE):
-                    if collector.begins_anew:
-                        answer = self._answer = self._make()
-                    while answer.num_unsent_first > MAX_FIRST_CHOICES:
-                        collector.note_sent()
-                        if answer.shows_prompts(deltas):  # prompts may be long
-                            yield await state.text_threads.run(num_values, answer.first_events, MAX_FIRST_CHOICES)
-                        else:
-                            yield answer.first_events(MAX_FIRST_CHOICES)
-                    if answer.shows_prompts(deltas):
-                        events = await state.text_threads.run(num_values, answer.events, deltas)
-                    else:
-                        events = answer.events(deltas)
-                    if events:
-                        collector.note_sent()
-                        yield events  # the reader lets other tasks run
-                    else:
-                        collector.note_nothing_sent()
-                        await asyncio.sleep(0)
-        if last := answer.end():
-            yield last
-
-
-CHAT_EXAMPLE: Mapping[str, object] = {
-    "messages": [{"role": "user", "content": "What do whales eat?"}],
-    "max_tokens": 100,
-}
+from tokasaurus.server.respond.stream import ChatStream, CompletionStream
+from tokasaurus.server.respond.whole import build_chat_completion, build_completion
 
 ENDPOINTS: Mapping[str, RoutedEndpoint[Any]] = {
     "/v1/completions": RoutedEndpoint(
@@ -200,33 +38,10 @@ ENDPOINTS: Mapping[str, RoutedEndpoint[Any]] = {
         description="Generate `n` answers to a conversation, formatted with the model's chat template.",
         operation="chat",
         answer_model=ChatCompletion,
-        example=CHAT_EXAMPLE,
+        example={"messages": [{"role": "user", "content": "What do whales eat?"}], "max_tokens": 100},
     ),
-    "/v1/responses": RoutedEndpoint(
-        body_model=ResponsesRequest,
-        draft=draft_response,
-        build=write_response,
-        stream=ResponseEvents,
-        renders_template=True,
-        name="create_response",
-        description="Answer a conversation given as items. Nothing is stored.",
-        operation="chat",
-        answer_model=ResponseObject,
-        example={"input": "What do whales eat?", "max_output_tokens": 100},
-    ),
-    "/v1/messages": RoutedEndpoint(
-        body_model=MessagesRequest,
-        draft=draft_message,
-        build=write_message,
-        stream=MessageEvents,
-        renders_template=True,
-        name="create_message",
-        description="Answer a conversation given in Anthropic's form.",
-        operation="chat",
-        answer_model=MessageObject,
-        error_model=MessagesError,
-        example=CHAT_EXAMPLE,
-    ),
+    "/v1/responses": responses.ENDPOINT,
+    "/v1/messages": messages.ENDPOINT,
 }
 """Endpoints by path, in the order of the OpenAPI page."""
 
@@ -235,48 +50,3 @@ if TYPE_CHECKING:
 else:
     EndpointUrl = Literal[tuple(sorted(ENDPOINTS))]
 """Type of a line's url."""
-
-
-def _checked_limits(state: ServerState, body: SamplingFields, origin: Origin) -> EngineLimits:
-    state.model.check_name(body.model)
-    limits = state.ready_limits()
-    state.engine.check_awake()
-    if not origin.is_background:  # checked again at submission; this saves the work before it
-        state.engine.check_queue(origin.client, body.num_sequences)
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options goes with stream=true", "stream_options")
-    _check_stops(*body.stops, state.config)
-    return limits
-
-
-def _check_stops(stops: Sequence[str], param: str, config: ServerConfig) -> None:
-    if len(stops) > config.max_stop_strings:
-        raise InvalidRequest(f"{param} may have at most {config.max_stop_strings} strings (max_stop_strings)", param)
-    longest = max(map(len, stops), default=0)
-    if longest > config.max_stop_chars:
-        raise InvalidRequest(
-            f"{param} has a string of {longest} characters: there may be at most {config.max_stop_chars} "
-            "(max_stop_chars)",
-            param,
-        )
-
-
-@contextmanager
-def _raising_api_errors(prepared: Prepared) -> Iterator[None]:
-    """Turns SequenceAborted into NumericalError, RequestAborted, or GrammarTooComplex for the field that contained the
-    grammar."""
-    try:
-        yield
-    except SequenceAborted as error:
-        if error.code == "numerical_error":
-            raise NumericalError(str(error)) from None
-        if error.code == "aborted":
-            raise RequestAborted(f"the request was {error}: send it again") from None
-        param = prepared.grammar_param
-        assert param is not None, "the sequence has a grammar"
-        raise GrammarTooComplex(f"{param}: {error}", param) from None
-    except AnswerTooLarge as error:
-        raise AnswerTooLargeError(
-            f"{error}, its tokens and log-probabilities together (max_answer_values); "
-            "with stream=true there is no such limit"
-        ) from None

@@ -15,12 +15,12 @@ from openai.types.responses import response_create_params as response_params
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server
+from tokasaurus.server.dialects.responses import CountInputRequest, ResponsesRequest
 from tokasaurus.server.endpoints import ENDPOINTS
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.protocol.fields import is_same
 from tokasaurus.server.protocol.known_fields import KNOWN_FIELDS, KnownField, advice
-from tokasaurus.server.protocol.responses import CountInputRequest, ResponsesRequest
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.served_model import ServedModel
 

@@ -20,7 +20,7 @@ from tests.server.helpers.tool_answers import TOOLS as CHAT_TOOLS
 from tests.server.helpers.tool_answers import GetWeather, say, tool_server, write_calls
 from tests.server.jobs.helpers.uploads import upload
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server.protocol.client_tools import CLIENT_TOOLS
+from tokasaurus.server.dialects.client_tools import CLIENT_TOOLS
 from tokasaurus.server.protocol.known_fields import KNOWN_FIELDS
 from tokasaurus.server.served_model import ServedModel
 

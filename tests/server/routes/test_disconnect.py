@@ -13,7 +13,7 @@ import pytest
 from tests.server.helpers.fake_engine import echo, never
 from tests.server.helpers.live_server import LiveServer, wait_until_clean
 from tokasaurus.server.errors import ClientGone
-from tokasaurus.server.routes.event_stream import run_while_connected
+from tokasaurus.server.event_stream import run_while_connected
 
 
 def test_closed_connection_cancels_every_request_of_its_body(server: LiveServer) -> None:

@@ -25,6 +25,7 @@ from uvicorn.server import ServerState
 
 from tokasaurus.server.access import request_id_of
 from tokasaurus.server.connections.table import ConnectionTable
+from tokasaurus.server.dialects.messages import is_for_messages, write_messages_error
 from tokasaurus.server.errors import (
     ApiError,
     HeadersTooLarge,
@@ -34,7 +35,6 @@ from tokasaurus.server.errors import (
     UrlTooLong,
     error_response,
 )
-from tokasaurus.server.messages_errors import is_for_messages, write_messages_error
 
 # Offset of tcpi_bytes_acked (u64) in Linux's struct tcp_info.
 _BYTES_ACKED_OFFSET = 120

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -59,7 +60,8 @@ from tokasaurus.server.engine_client.commands import CommandRefused, Commands, R
 from tokasaurus.server.engine_client.pending import Collector, JobPace, PendingRequest
 from tokasaurus.server.engine_client.replicas import Replica, choose_replica
 from tokasaurus.server.errors import EngineAsleep, EngineDied, EngineRestarting, InvalidRequest, QueueFull
-from tokasaurus.server.protocol.vllm_rollouts import PauseMode
+
+PauseMode = Literal["abort", "wait", "keep"]
 
 
 @dataclass(slots=True)

@@ -1,15 +1,14 @@
 """Pauses, new weights and aborts, as the routes for roll-outs ask for them, by whatever names. All may be repeated."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from tokasaurus.messages.commands import StartedUpdate
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server.engine_client.client import EngineClient, next_version
+from tokasaurus.server.engine_client.client import EngineClient, PauseMode, next_version
 from tokasaurus.server.engine_client.commands import CommandRefused
 from tokasaurus.server.errors import Conflict, InvalidRequest
-from tokasaurus.server.protocol.vllm_rollouts import PauseMode
 
 
 class Rollouts:
@@ -46,11 +45,15 @@ class Rollouts:
     def is_asleep(self) -> bool:
         return self._engine.is_asleep
 
-    async def sleep(self, mode: PauseMode, with_weights: bool, refuses: bool) -> None:
-        """Put the engine to sleep; the arguments are those of EngineClient.sleep. Raises Conflict if it cannot
-        sleep."""
+    async def sleep(self, mode: PauseMode, parts: Collection[str], refuses: bool = False) -> None:
+        """Put the engine to sleep; mode and refuses are those of EngineClient.sleep.
+
+        parts: whose memory is given back: kv_cache, or weights with or after it. Raises InvalidRequest, and Conflict if
+        the engine cannot sleep."""
+        if "kv_cache" not in parts and not self.is_asleep:
+            raise InvalidRequest('tags: "weights" goes only with or after "kv_cache"', "tags")
         try:
-            await self._engine.sleep(mode, with_weights=with_weights, refuses=refuses)
+            await self._engine.sleep(mode, with_weights="weights" in parts, refuses=refuses)
         except CommandRefused as error:
             raise Conflict(f"the engine goes on: {error}") from None
 
@@ -62,7 +65,14 @@ class Rollouts:
             raise Conflict(f"the engine goes on sleeping: {error}") from None
 
     async def update(
-        self, directory: str, version: str | None, is_partial: bool, clears_cache: bool, mode: PauseMode, param: str
+        self,
+        directory: str,
+        version: str | None,
+        *,
+        is_partial: bool = False,
+        clears_cache: bool,
+        mode: PauseMode,
+        param: str,
     ) -> str:
         """New weights for all replicas; returns their version. Arguments as of EngineClient.update_weights.
 

@@ -15,7 +15,8 @@ import orjson
 from pydantic import Field
 
 from tokasaurus.random_ids import random_id
-from tokasaurus.server.endpoints import ENDPOINTS, Endpoint, EndpointUrl
+from tokasaurus.server.endpoint import Endpoint
+from tokasaurus.server.endpoints import ENDPOINTS, EndpointUrl
 from tokasaurus.server.errors import ApiError, ErrorObject, InvalidRequest, error_response, internal_error
 from tokasaurus.server.jobs.store.records import LineResult
 from tokasaurus.server.jobs.validation_process import MAX_CUSTOM_ID_CHARS

@@ -1,6 +1,6 @@
 """A chat body → its request: messages become prompt ids by the chat template, tool fields the calls allowed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +23,7 @@ from tokasaurus.server.prepare.requests import (
     too_long,
     truncate,
 )
-from tokasaurus.server.protocol.chat import ChatCompletionRequest, ChatMessage, TemplateFields
-from tokasaurus.server.protocol.chat_forms import ChatForm
+from tokasaurus.server.protocol.chat import ChatCompletionRequest, ChatForm, ChatMessage, TemplateFields
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.tools import Tool, ToolChoice
 from tokasaurus.server.served_model import ServedModel
@@ -158,7 +157,7 @@ def _echoed(body: ChatCompletionRequest) -> str:
     return last.content or "" if body.echo and last.role == "assistant" else ""
 
 
-def chat_of(form: ChatForm, **fields: Any) -> ChatCompletionRequest:
+def chat_of(form: ChatForm, fields: Mapping[str, Any]) -> ChatCompletionRequest:
     """The chat body that asks for the same as a body of another form: with these fields, and the body's fields of equal
     names."""
     shared = ChatCompletionRequest.model_fields.keys() & type(form).model_fields.keys() - fields.keys()

@@ -70,3 +70,10 @@ class WeightSpan:
     version: str
     start: int
     end: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersion:
+    """weight_version: the name of the weights of all replicas."""
+
+    weight_version: str

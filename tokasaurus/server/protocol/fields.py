@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    PlainValidator,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
@@ -133,3 +134,21 @@ class NullMeans:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {"anyOf": [handler(schema), {"type": "null"}]}
+
+
+VersionName = Annotated[str, Field(min_length=1, max_length=256)]
+"""Name of a version of weights, which each answer has."""
+
+
+def parse_token_ids(value: object) -> list[int]:
+    """For validators: a list with at least one token id. Ids are compared with the vocabulary later."""
+    if isinstance(value, list):
+        value = as_integers(value)
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:  # refuses bool, a subclass of int
+        raise value_error("must be a list of token ids")
+    if not value:
+        raise value_error("must not be empty")
+    return value
+
+
+TokenIds = Annotated[list[int], PlainValidator(parse_token_ids, Annotated[list[TokenId], Field(min_length=1)])]

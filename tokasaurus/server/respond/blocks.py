@@ -17,10 +17,9 @@ from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.answers import Usage, WeightSpan
 from tokasaurus.server.protocol.chat import ContentDelta, ReasoningDelta, ToolCallsDelta, ToolCallStart
-from tokasaurus.server.respond.choice import Choice, MessageStream, UsageCounter
+from tokasaurus.server.respond.choice import Choice, MessageStream, UsageCounter, weight_spans
 from tokasaurus.server.respond.logprobs import TokenLogprob
 from tokasaurus.server.respond.stream import AnswerEvents
-from tokasaurus.server.respond.versions import weight_spans
 from tokasaurus.server.served_model import ServedModel
 
 BlockKind = Literal["reasoning", "text", "call"]

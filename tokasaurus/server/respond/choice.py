@@ -5,14 +5,16 @@ A choice has text, logprobs, a finish reason and, in a chat with tools, calls.
 
 import sys
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from tokasaurus.messages.commands import WeightVersions
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SequenceDelta
 from tokasaurus.random_ids import random_id
 from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.prepare.requests import Prepared
-from tokasaurus.server.protocol.answers import CompletionTokensDetails, PromptTokensDetails, Usage
+from tokasaurus.server.protocol.answers import CompletionTokensDetails, PromptTokensDetails, Usage, WeightSpan
 from tokasaurus.server.protocol.chat import (
     ArgumentsFragment,
     AssistantMessage,
@@ -394,3 +396,19 @@ def _finish_reason(finish_reason: FinishReason, rules: CallRules) -> ChatFinishR
 
 def _new_id() -> str:
     return f"call_{random_id()[:24]}"
+
+
+def weight_spans(versions: WeightVersions, num_tokens: int) -> list[WeightSpan]:
+    """Spans of tokens by their weights, at least one; all have tokens, unless the completion has none.
+
+    versions: as of SequenceDelta; the last of them may have no tokens, if the sequence was aborted just after it."""
+    starts = [start for start, _ in versions]
+    ends = [min(end, num_tokens) for end in (*starts[1:], num_tokens)]
+    spans = [WeightSpan(version, start, end) for (start, version), end in zip(versions, ends, strict=True)]
+    return [span for span in spans if span.start < span.end] or spans[-1:]
+
+
+def newest_version(sequences: Sequence[FinishedSequence]) -> str:
+    """Weight version of the last token of the sequence that finished last. At least one sequence is needed."""
+    last = max(sequences, key=lambda sequence: sequence.end_number)
+    return weight_spans(last.weight_versions, len(last.token_ids))[-1].version

@@ -28,9 +28,15 @@ from tokasaurus.server.protocol.completions import (
     CompletionLogprobs,
 )
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
-from tokasaurus.server.respond.choice import Choice, ChoiceDelta, MessageDelta, MessageStream, UsageCounter
+from tokasaurus.server.respond.choice import (
+    Choice,
+    ChoiceDelta,
+    MessageDelta,
+    MessageStream,
+    UsageCounter,
+    weight_spans,
+)
 from tokasaurus.server.respond.logprobs import build_chat_logprobs, build_completion_logprobs
-from tokasaurus.server.respond.versions import weight_spans
 from tokasaurus.server.respond.whole import build_echo, token_names
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.text.json_lines import write_json

@@ -23,7 +23,14 @@ from tokasaurus.server.protocol.completions import (
     CompletionLogprobs,
     ExtendedCompletionChoice,
 )
-from tokasaurus.server.respond.choice import Choice, ChoiceDelta, UsageCounter, build_message
+from tokasaurus.server.respond.choice import (
+    Choice,
+    ChoiceDelta,
+    UsageCounter,
+    build_message,
+    newest_version,
+    weight_spans,
+)
 from tokasaurus.server.respond.logprobs import (
     TokenNames,
     build_chat_logprobs,
@@ -33,7 +40,6 @@ from tokasaurus.server.respond.logprobs import (
     build_prompt_logprobs,
     join_logprobs,
 )
-from tokasaurus.server.respond.versions import newest_version, weight_spans
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.text.json_lines import write_json
 

@@ -12,6 +12,7 @@ from tokasaurus.server.jobs.objects import batch_list, batch_object, json_respon
 from tokasaurus.server.jobs.service import batches_of
 from tokasaurus.server.jobs.store.ledger import first_results
 from tokasaurus.server.jobs.store.records import BatchRecord, get_batch, list_batches, new_batch
+from tokasaurus.server.json_body import JsonBodyRoute
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses, example_body
 from tokasaurus.server.protocol.batches import (
     BatchList,
@@ -24,7 +25,6 @@ from tokasaurus.server.protocol.batches import (
 )
 from tokasaurus.server.protocol.fields import StrictObject
 from tokasaurus.server.protocol.files import ExpiresAfter
-from tokasaurus.server.routes.json_body import JsonBodyRoute
 
 MAX_RESULTS_BYTES = 4 << 20
 """Bytes of an answer with results, which may have one result more."""

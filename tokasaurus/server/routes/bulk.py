@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from tokasaurus.server.access import client_of
-from tokasaurus.server.endpoints import CHAT_EXAMPLE
+from tokasaurus.server.endpoints import ENDPOINTS
 from tokasaurus.server.engine_client.pending import JobPace
 from tokasaurus.server.errors import (
     ApiError,
@@ -26,6 +26,7 @@ from tokasaurus.server.errors import (
     ServerStopping,
     shorten,
 )
+from tokasaurus.server.event_stream import HEADERS, run_while_connected
 from tokasaurus.server.jobs.line_runner import (
     MAX_BYTES_IN_FLIGHT,
     START_BYTES,
@@ -46,7 +47,6 @@ from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.protocol.batches import BulkProgress
 from tokasaurus.server.respond.whole import Answer
-from tokasaurus.server.routes.event_stream import HEADERS, run_while_connected
 from tokasaurus.server.state import ServerState, state_of
 from tokasaurus.text.json_lines import write_json
 
@@ -388,7 +388,8 @@ LINE_SCHEMA = {
     "description": "Lines, each a JSON object with custom_id, url and body; method may be POST.",
     "example": '{"custom_id": "1", "url": "/v1/completions", "body": {"model": "default", "prompt": "Once"}}\n',
 }
-LINES = orjson.dumps({"custom_id": "1", "url": "/v1/chat/completions", "body": CHAT_EXAMPLE}).decode() + "\n"
+_CHAT = ENDPOINTS["/v1/chat/completions"]
+LINES = orjson.dumps({"custom_id": "1", "url": "/v1/chat/completions", "body": _CHAT.example}).decode() + "\n"
 """A body that the page offers to send."""
 RESULT_SCHEMA = {
     "type": "string",

@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from tokasaurus.server.errors import ClientGone, NotFound, ServerStopping, UnsupportedMediaType, shorten
+from tokasaurus.server.event_stream import run_while_connected
 from tokasaurus.server.jobs.files import (
     Upload,
     check_upload_size,
@@ -31,7 +32,6 @@ from tokasaurus.server.protocol.files import (
     FileObject,
     ListFiles,
 )
-from tokasaurus.server.routes.event_stream import run_while_connected
 from tokasaurus.server.state import is_head
 
 logger = logging.getLogger(__name__)

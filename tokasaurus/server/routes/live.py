@@ -6,12 +6,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tokasaurus.server.errors import ServerStopping
+from tokasaurus.server.event_stream import HEADERS, EventStream
 from tokasaurus.server.live import LiveFeed
 from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.page import read_live_page
 from tokasaurus.server.page_headers import page_headers
 from tokasaurus.server.protocol.live import LiveEvent
-from tokasaurus.server.routes.event_stream import HEADERS, EventStream
 from tokasaurus.server.state import is_head, state_of
 
 router = APIRouter(tags=["health"])

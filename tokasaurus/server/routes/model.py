@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from tokasaurus.server.errors import InvalidRequest
+from tokasaurus.server.json_body import JsonBodyRoute
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses, example_body
 from tokasaurus.server.prepare.chat import check_names, encode_messages, template_of
 from tokasaurus.server.protocol.chat import TemplateFields
@@ -16,7 +17,6 @@ from tokasaurus.server.protocol.model import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from tokasaurus.server.routes.json_body import JsonBodyRoute
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState, num_body_bytes, state_of
 from tokasaurus.text.json_lines import write_json

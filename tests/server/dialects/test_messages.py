@@ -13,9 +13,9 @@ from tests.server.helpers.finished_sequences import finished, interleaved, make_
 from tests.server.helpers.message_events import checked_message, joined_message, partial_object, without_ids
 from tests.server.helpers.tool_texts import FRAGMENTS, NAMES
 from tokasaurus.messages.generation import FinishReason
+from tokasaurus.server.dialects.messages import MessageEvents, write_message
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
-from tokasaurus.server.respond.messages import MessageEvents, write_message
 from tokasaurus.server.respond.whole import build_chat_completion
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tools.formats import FORMATS, ToolCallFormat

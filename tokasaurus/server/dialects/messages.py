@@ -1,10 +1,16 @@
-"""Bodies and answers of /v1/messages and /v1/messages/count_tokens, as Anthropic's reference documents them."""
+"""/v1/messages, as Anthropic's reference documents it: blocks become the messages of a chat.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+Errors have Anthropic's form, wherever in the server they are answered."""
+
+import itertools
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import orjson
+from fastapi import APIRouter, Request
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -17,10 +23,23 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tokasaurus.server.protocol.chat_forms import ChatForm, named_here
-from tokasaurus.server.protocol.client_tools import CLIENT_TOOLS
+from tokasaurus.messages.status import EngineLimits
+from tokasaurus.server.dialects.client_tools import CLIENT_TOOLS
+from tokasaurus.server.endpoint import RoutedEndpoint, count_prompt_tokens
+from tokasaurus.server.engine_client.collectors import FinishedSequence
+from tokasaurus.server.errors import ApiError, InvalidRequest, shorten
+from tokasaurus.server.json_body import JsonBodyRoute
+from tokasaurus.server.openapi import BODY_ERRORS, error_responses, example_body
+from tokasaurus.server.prepare.chat import chat_of, draft_chat
+from tokasaurus.server.prepare.field_table import FieldTable
+from tokasaurus.server.prepare.requests import Draft, Origin, Prepared
+from tokasaurus.server.protocol.answers import Usage
+from tokasaurus.server.protocol.chat import ChatForm, ChatMessage, TemplateFields, named_here
 from tokasaurus.server.protocol.fields import (
     WHOLE_FLOATS,
     NullMeans,
@@ -32,17 +51,24 @@ from tokasaurus.server.protocol.fields import (
 )
 from tokasaurus.server.protocol.grammar_fields import GrammarSource, parse_response_format
 from tokasaurus.server.protocol.known_fields import with_known_fields
-from tokasaurus.server.protocol.sampling_fields import StopStrings
+from tokasaurus.server.protocol.sampling_fields import StopStrings, StreamOptions
 from tokasaurus.server.protocol.tools import (
     MAX_TOOLS,
+    CalledFunction,
     FunctionDefinition,
     FunctionName,
+    MessageToolCall,
     Tool,
     ToolChoice,
     ToolExtras,
     is_deep,
 )
-from tokasaurus.server.value_words import MAX_ECHO_CHARS
+from tokasaurus.server.respond.blocks import Block, BlockEvents
+from tokasaurus.server.respond.logprobs import TokenLogprob
+from tokasaurus.server.respond.whole import Answer
+from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.value_words import MAX_ECHO_CHARS, MAX_TOLD
+from tokasaurus.text.json_lines import write_json
 
 
 class TextBlockInput(StrictObject):
@@ -616,3 +642,449 @@ ERROR_TYPES: Mapping[int, str] = {
 def error_type(status: int) -> str:
     """Anthropic's name for an error of this status."""
     return ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+
+
+def draft_message(body: MessagesRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:
+    """The request of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
+    with _FIELDS.naming():
+        chat = chat_of(body, _FIELDS.values(body))
+        draft = draft_chat(chat, model, limits, origin, "msg_", max_tokens=body.max_tokens)
+    return replace(draft, prepared=replace(draft.prepared, repeated={"max_tokens": body.max_tokens}))
+
+
+class _Part(NamedTuple):
+    """A block, and where the body has it."""
+
+    message: int
+    position: int
+    block: BlockInput
+
+    @property
+    def place(self) -> str:
+        return f"messages[{self.message}].content[{self.position}]"
+
+
+@dataclass(slots=True)
+class _Turn:
+    """Consecutive messages of one role."""
+
+    role: Literal["user", "assistant", "system"]
+    parts: list[_Part]
+    last_message: int
+
+    @property
+    def place(self) -> str:
+        return f"messages[{self.last_message}].content"
+
+    @property
+    def is_empty(self) -> bool:
+        """There is nothing but empty texts."""
+        return all(isinstance(part.block, TextBlockInput) and not part.block.text for part in self.parts)
+
+
+def _combine(messages: Sequence[MessageInput]) -> list[_Turn]:
+    """The turns of the conversation: consecutive messages of the user, or of the assistant, are one.
+
+    Raises InvalidRequest for a message without content. Only the last one may have none, if it is the assistant's.
+    Texts of the assistant may be empty, since answers have such."""
+    turns: list[_Turn] = []
+    for index, message in enumerate(messages):
+        is_assistant = message.role == "assistant"
+        if not message.content and not (is_assistant and index == len(messages) - 1):
+            param = f"messages[{index}].content"
+            raise InvalidRequest(f"{param} must not be empty: only a last message of the assistant may be", param)
+        parts = [_Part(index, position, block) for position, block in enumerate(message.content)]
+        if not is_assistant:
+            for part in parts:
+                if isinstance(part.block, TextBlockInput) and not part.block.text:
+                    raise InvalidRequest(f"{part.place}.text must not be empty", f"{part.place}.text")
+        if turns and message.role == turns[-1].role != "system":
+            turns[-1].parts += parts
+            turns[-1].last_message = index
+        else:
+            turns.append(_Turn(message.role, parts, index))
+    return turns
+
+
+def _turns(body: _ConversationFields) -> list[_Turn]:
+    """The turns that the chat template sees."""
+    turns = _combine(body.messages)
+    if _may_continue(turns[-1], body) and turns[-1].is_empty:
+        turns.pop()
+    return turns
+
+
+def _continues(body: _ConversationFields) -> bool | None:
+    """Whether the answer continues the last turn; None as in chat. Raises InvalidRequest."""
+    last = _combine(body.messages)[-1]
+    if not _may_continue(last, body) or last.is_empty:
+        return body.continue_final_message
+    _check_start(last, body)
+    return True
+
+
+def _may_continue(last: _Turn, body: _ConversationFields) -> bool:
+    return last.role == "assistant" and body.continue_final_message is None and not _is_asked_for_start(body)
+
+
+def _is_asked_for_start(body: TemplateFields) -> bool:
+    """The body says itself, by fields of chat, how the prompt ends."""
+    names = {"add_generation_prompt", "continue_final_message"}
+    return body.add_generation_prompt is not None or not names.isdisjoint(body.apply_chat_template_overrides)
+
+
+def _check_start(turn: _Turn, body: _ConversationFields) -> None:
+    """Raises InvalidRequest unless an answer may continue this turn of the assistant."""
+    first, last = turn.parts[0].block, turn.parts[-1].block
+    if body.output_config.format is not None:
+        raise InvalidRequest(
+            f"output_config.format describes a whole answer, and the answer would continue {turn.place}: leave one of "
+            "them out",
+            "output_config.format",
+        )
+    if isinstance(last, _THOUGHTS):
+        raise InvalidRequest(
+            f"{turn.place} must not end with a block of type {last.type}: the answer continues a text", turn.place
+        )
+    if body.thinking is not None and body.thinking.type == "enabled" and not isinstance(first, _THOUGHTS):
+        raise InvalidRequest(
+            f"{turn.place} must begin with a block of type thinking, since thinking is enabled and the answer "
+            "continues this message",
+            turn.place,
+        )
+    text = _text_of(turn)
+    if text != text.rstrip():
+        raise InvalidRequest(
+            f"{turn.place} must not end with white space, since the answer continues this message", turn.place
+        )
+
+
+_THOUGHTS = (ThinkingInput, RedactedThinkingInput)
+
+
+def _to_messages(system: str, turns: Sequence[_Turn]) -> list[ChatMessage]:
+    """The messages of the chat. Raises InvalidRequest."""
+    written = [ChatMessage(role="system", content=system)] if system else []
+    unanswered: set[str] = set()
+    for turn in turns:
+        if unanswered and turn.role != "user":
+            raise _missing_result(unanswered, turn)
+        if turn.role == "assistant":
+            message, unanswered = _of_assistant(turn)
+            written.append(message)
+            continue
+        written += _results(turn, unanswered)
+        if unanswered:
+            raise _missing_result(unanswered, turn)
+        if text := _text_of(turn):
+            written.append(ChatMessage(role=turn.role, content=text))
+    if unanswered:
+        raise _missing_result(unanswered, turns[-1])
+    if not written:
+        raise InvalidRequest("messages must have a message with content", "messages")
+    return written
+
+
+def _of_assistant(turn: _Turn) -> tuple[ChatMessage, set[str]]:
+    """(the message, the ids of its calls)."""
+    calls = [_tool_call(part.block) for part in turn.parts if isinstance(part.block, ToolUseInput)]
+    ids = {call.id for call in calls}
+    if len(ids) < len(calls):
+        raise InvalidRequest(f"{turn.place} has several blocks of type tool_use with one id", turn.place)
+    thoughts = [part.block.thinking for part in turn.parts if isinstance(part.block, ThinkingInput)]
+    message = ChatMessage(
+        role="assistant",
+        content=_text_of(turn),
+        tool_calls=calls,
+        reasoning_content="".join(thoughts) or None,
+    )
+    return message, ids
+
+
+def _results(turn: _Turn, unanswered: set[str]) -> list[ChatMessage]:
+    """The messages with the results of tools. unanswered: ids of the calls before; those with a result are removed.
+
+    Raises InvalidRequest for a result without a call, and for one behind other blocks."""
+    written: list[ChatMessage] = []
+    for number, part in enumerate(turn.parts):
+        block = part.block
+        if not isinstance(block, ToolResultInput):
+            continue
+        if len(written) < number:
+            reason = f"{part.place} is of type tool_result, which must come before all other blocks"
+            raise InvalidRequest(reason, part.place)
+        if block.tool_use_id not in unanswered:
+            asked = shorten(block.tool_use_id)
+            reason = f"{part.place} has the tool_use_id {asked!r}, which no block of the message before has, or which "
+            raise InvalidRequest(f"{reason}has a result already", part.place)
+        unanswered.remove(block.tool_use_id)
+        written.append(ChatMessage(role="tool", content=block.content, tool_call_id=block.tool_use_id))
+    return written
+
+
+def _missing_result(ids: Collection[str], turn: _Turn) -> InvalidRequest:
+    """turn: the one that should have them."""
+    shown = ", ".join(repr(shorten(id_)) for id_ in sorted(ids)[:MAX_TOLD])
+    more = f" and {len(ids) - MAX_TOLD} others" if len(ids) > MAX_TOLD else ""
+    return InvalidRequest(
+        f"{turn.place}: each tool_use needs a tool_result in the message that follows: there is none for {shown}{more}",
+        turn.place,
+    )
+
+
+def _text_of(turn: _Turn) -> str:
+    """Texts and documents. Messages of the user are apart by an empty line; those of the assistant continue each
+    other."""
+    if len(turn.parts) == 1 and isinstance(block := turn.parts[0].block, TextBlockInput):
+        return block.text  # as most turns are
+    messages = [
+        join_texts([part.block for part in parts if isinstance(part.block, SHOWN_AS_TEXT)])
+        for _, parts in itertools.groupby(turn.parts, key=lambda part: part.message)
+    ]
+    return ("" if turn.role == "assistant" else "\n\n").join(filter(None, messages))
+
+
+def _tool_call(block: ToolUseInput) -> MessageToolCall:
+    function = CalledFunction.model_construct(name=block.name, arguments=block.input)
+    return MessageToolCall.model_construct(id=block.id, type="function", function=function)
+
+
+def _enable_thinking(body: _ConversationFields) -> bool | None:
+    thinking = body.thinking
+    return body.enable_thinking if thinking is None or thinking.type == "adaptive" else thinking.type == "enabled"
+
+
+_FIELDS = FieldTable[_ConversationFields](
+    continue_final_message=("continue_final_message", _continues),
+    messages=("messages", lambda body: _to_messages(body.system, _turns(body))),
+    max_tokens=("max_tokens", lambda _: None),  # the context may leave fewer than the `max_tokens` of the body
+    stop=("stop_sequences", lambda body: body.stops[0]),
+    metadata=("metadata", lambda _: None),
+    tools=("tools", lambda body: [tool.chat_tool() for tool in body.tools]),
+    tool_choice=("tool_choice", lambda body: body.tool_choice and body.tool_choice.chat_choice()),
+    parallel_tool_calls=(
+        "parallel_tool_calls",
+        lambda body: body.parallel_tool_calls and not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
+    ),
+    response_format="output_config.format",
+    enable_thinking=("enable_thinking", _enable_thinking),
+    include_reasoning=(
+        "include_reasoning",
+        lambda body: body.include_reasoning and not (body.thinking and body.thinking.display == "omitted"),
+    ),
+    reasoning_effort=("reasoning_effort", lambda body: body.output_config.effort or body.reasoning_effort),
+)
+"""Fields of the chat body."""
+
+
+_NO_INPUT = orjson.Fragment(b"{}")
+
+
+class MessageEvents(BlockEvents):
+    """The events of one message."""
+
+    def __init__(self, prepared: Prepared, model: ServedModel, _options: StreamOptions) -> None:
+        super().__init__(prepared, model)
+
+    def message(self) -> dict[str, Any]:
+        """The whole message, as on the wire."""
+        return self._message([_content(block) for block in self.blocks])
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        return _event("error", error={"type": error_type(error.status), "message": error.message})
+
+    def _message(self, content: list[ContentBlock]) -> dict[str, Any]:
+        answer = MessageObject(
+            id=self._prepared.response_id,
+            model=self._model.name,
+            content=content,
+            stop_reason=self._stop_reason(),
+            stop_sequence=None if self.finish_reason is None else self.stop_string,
+            usage=_usage(self.usage),
+        )
+        shown = {field.name: getattr(answer, field.name) for field in fields(answer)}
+        if self.weights is not None:
+            shown |= {"weight_version": self.weights[-1].version, "weight_versions": self.weights}
+        return shown
+
+    def _stop_reason(self) -> StopReason | None:
+        match self.finish_reason:
+            case None:
+                return None
+            case "length":
+                (request,) = self._prepared.requests
+                has_room = request.max_new_tokens == self._prepared.repeated["max_tokens"]
+                return "max_tokens" if has_room else "model_context_window_exceeded"
+            case "abort":
+                return "pause_turn"
+        if self.has_calls:
+            return "tool_use"
+        return "end_turn" if self.stop_string is None else "stop_sequence"
+
+    def _write_start(self) -> None:
+        self._events.append(_event("message_start", message=self._message([])))
+
+    def _write_block_start(self, block: Block) -> None:
+        shown = ToolUseBlock(block.call_id, block.name, _NO_INPUT) if block.kind == "call" else _content(block)
+        self._events.append(_event("content_block_start", index=block.index, content_block=shown))
+
+    def _write_block_delta(self, block: Block, text: str, _logprobs: list[TokenLogprob]) -> None:
+        match block.kind:
+            case "text":
+                delta = {"type": "text_delta", "text": text}
+            case "call":
+                delta = {"type": "input_json_delta", "partial_json": text}
+            case "reasoning":
+                delta = {"type": "thinking_delta", "thinking": text}
+        self._events.append(_event("content_block_delta", index=block.index, delta=delta))
+
+    def _write_block_end(self, block: Block) -> None:
+        self._events.append(_event("content_block_stop", index=block.index))
+
+    def _write_end(self) -> None:
+        end = self._message([])
+        delta = {name: end[name] for name in ("stop_reason", "stop_sequence")}
+        self._events.append(_event("message_delta", delta=delta, usage=end["usage"]))
+        self._events.append(_event("message_stop"))
+
+
+def write_message(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel) -> Answer:
+    """The whole answer to a body, which has one sequence."""
+    events = MessageEvents(prepared, model, StreamOptions())
+    ((sequence,),) = results
+    events.add(sequence)
+    return Answer(write_json(events.message()), events.usage)
+
+
+def _event(kind: str, **content: object) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), write_json({"type": kind, **content}))
+
+
+def _content(block: Block) -> ContentBlock:
+    match block.kind:
+        case "text":
+            return TextBlock(block.text)
+        case "reasoning":
+            return ThinkingBlock(block.text)
+        case "call":
+            return ToolUseBlock(block.call_id, block.name, _write_input(block.text))
+
+
+def _write_input(arguments: str) -> orjson.Fragment:
+    """The JSON text of a call's arguments as the JSON of an object: of text that was cut, what is complete."""
+    try:
+        value: object = json.loads(arguments, strict=False)
+    except (ValueError, RecursionError):
+        try:
+            value = from_json(arguments, allow_partial=True)  # as Anthropic's client reads the deltas
+        except ValueError:
+            value = None
+    if not isinstance(value, dict):
+        return _NO_INPUT
+    try:  # not orjson: it does not write integers above 64 bits
+        return orjson.Fragment(json.dumps(value, allow_nan=False).encode())
+    except (ValueError, RecursionError):
+        return _NO_INPUT
+
+
+def _usage(usage: Usage) -> MessageUsage:
+    cached = usage.prompt_tokens_details.cached_tokens
+    return MessageUsage(
+        usage.prompt_tokens - cached,
+        cached,
+        usage.completion_tokens,
+        ThinkingDetails(usage.completion_tokens_details.reasoning_tokens),
+    )
+
+
+_ROUTE = "/v1/messages"
+# Also with several slashes, and without /v1.
+_URL = re.compile(rb"(?:https?://[^/]*)?(?:/+v1)*/+messages(?=[/?#]|$)")
+
+
+def is_for_messages(url: bytes) -> bool:
+    """Whether a request with this URL is for /v1/messages or a path below it, however that is written."""
+    return _URL.match(url) is not None
+
+
+def write_messages_error(status: int, message: str, param: str | None = None) -> bytes:
+    """param: the field that the error is about."""
+    error = {"type": error_type(status), "message": message}
+    details = ERROR_DETAILS.get(param or "")
+    return write_json({"type": "error", "error": error if details is None else error | {"details": details}})
+
+
+class MessagesErrorsMiddleware:
+    """Rewrites OpenAI's error object to Anthropic's in answers of /v1/messages and the paths below it.
+
+    Must be outside of all that answers errors, and inside of what finds the path of the route. Errors within a stream
+    are not its concern: their answer has status 200.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not f"{scope['path']}/".startswith(f"{_ROUTE}/"):
+            await self._app(scope, receive, send)
+            return
+        start: Message | None = None
+        content = b""
+
+        async def rewrite(message: Message) -> None:
+            nonlocal start, content
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                start = message
+                return
+            if start is None:
+                await send(message)
+                return
+            content += message.get("body", b"")
+            if not message.get("more_body", False):
+                content = _rewritten(content, start)
+                MutableHeaders(raw=start["headers"])["content-length"] = str(len(content))
+                await send(start)
+                await send({"type": "http.response.body", "body": content})
+
+        await self._app(scope, receive, rewrite)
+
+
+def _rewritten(content: bytes, start: Message) -> bytes:
+    """content: of the answer. It is returned as it is if it has no error object."""
+    headers = Headers(raw=start["headers"])
+    if not headers.get("content-type", "").startswith("application/json"):
+        return content
+    error = orjson.loads(content).get("error")
+    if not isinstance(error, dict) or "message" not in error:
+        return content
+    return write_messages_error(cast(int, start["status"]), error["message"], error.get("param"))
+
+
+_CONVERSATION = [{"role": "user", "content": "What do whales eat?"}]
+ENDPOINT = RoutedEndpoint(
+    body_model=MessagesRequest,
+    draft=draft_message,
+    build=write_message,
+    stream=MessageEvents,
+    renders_template=True,
+    name="create_message",
+    description="Answer a conversation given in Anthropic's form.",
+    operation="chat",
+    answer_model=MessageObject,
+    error_model=MessagesError,
+    example={"messages": _CONVERSATION, "max_tokens": 100},
+)
+
+router = APIRouter(route_class=JsonBodyRoute, tags=["generation"])
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    responses={200: {"model": TokenCount}, **error_responses(*BODY_ERRORS, 404, 429, 503, model=MessagesError)},
+    openapi_extra=example_body({"messages": _CONVERSATION}),
+)
+async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
+    """The tokens of the prompt that a message with these fields has."""
+    count = TokenCount(await count_prompt_tokens(request, body, _FIELDS))
+    return Response(write_json(count), media_type="application/json")

@@ -1,9 +1,11 @@
-"""Bodies and answers of /v1/responses, as OpenAI's reference documents them. Nothing is stored between requests."""
+"""/v1/responses, as OpenAI's reference documents it: items become the messages of a chat. Nothing is stored."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, get_args
 
+from fastapi import APIRouter, Request
 from pydantic import (
     AliasChoices,
     BaseModel,
@@ -15,9 +17,26 @@ from pydantic import (
     TypeAdapter,
 )
 from pydantic_core import PydanticCustomError
+from starlette.responses import Response
 
-from tokasaurus.server.protocol.chat import AskedReasoningEffort, ChatTokenLogprob, PartExtras
-from tokasaurus.server.protocol.chat_forms import ChatForm, named_here
+from tokasaurus.messages.status import EngineLimits
+from tokasaurus.server.endpoint import RoutedEndpoint, count_prompt_tokens
+from tokasaurus.server.engine_client.collectors import FinishedSequence
+from tokasaurus.server.errors import ApiError, InvalidRequest, ResponseNotStored
+from tokasaurus.server.json_body import JsonBodyRoute
+from tokasaurus.server.openapi import BODY_ERRORS, error_responses, example_body
+from tokasaurus.server.prepare.chat import chat_of, draft_chat
+from tokasaurus.server.prepare.field_table import FieldTable
+from tokasaurus.server.prepare.requests import Draft, Origin, Prepared, asked_sampling
+from tokasaurus.server.protocol.answers import Usage
+from tokasaurus.server.protocol.chat import (
+    AskedReasoningEffort,
+    ChatForm,
+    ChatMessage,
+    ChatTokenLogprob,
+    PartExtras,
+    named_here,
+)
 from tokasaurus.server.protocol.fields import (
     WHOLE_FLOATS,
     NullMeans,
@@ -33,11 +52,19 @@ from tokasaurus.server.protocol.sampling_fields import Metadata, StreamOptions
 from tokasaurus.server.protocol.tools import (
     MAX_TOOLS,
     CallArguments,
+    CalledFunction,
     FunctionDefinition,
+    MessageToolCall,
+    Tool,
     ToolChoice,
     is_deep,
 )
+from tokasaurus.server.respond.blocks import Block, BlockEvents
+from tokasaurus.server.respond.logprobs import TokenLogprob, build_chat_logprobs
+from tokasaurus.server.respond.whole import Answer, token_names, write_list
+from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.value_words import MAX_ECHO_CHARS
+from tokasaurus.text.json_lines import write_json
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 AskedStatus = ItemStatus | None
@@ -621,3 +648,360 @@ class ResponseObject:
     store: Literal[False] = False
     truncation: Literal["disabled"] = "disabled"
     object: Literal["response"] = "response"
+
+
+def draft_response(body: ResponsesRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:
+    """The request of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
+    with _FIELDS.naming():
+        draft = draft_chat(chat_of(body, _FIELDS.values(body)), model, limits, origin, "resp_")
+    return replace(draft, prepared=replace(draft.prepared, repeated=repeated_fields(body, model)))
+
+
+def _chat_tool(tool: ResponsesTool) -> Tool:
+    fields = {name: getattr(tool, name) for name in FunctionDefinition.model_fields}
+    return Tool.model_construct(type="function", function=FunctionDefinition.model_construct(**fields))
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One message of the assistant, as items list its parts: reasoning, texts and calls."""
+
+    texts: list[str] = field(default_factory=list)
+    calls: list[MessageToolCall] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    ends_with_text: bool = False
+
+    def messages(self) -> list[ChatMessage]:
+        """One, or none of reasoning without text, such as an encrypted one."""
+        if not self.texts and not self.calls and not any(self.reasoning):
+            return []
+        message = ChatMessage(
+            role="assistant",
+            content="".join(self.texts),
+            tool_calls=self.calls,
+            reasoning_content="".join(self.reasoning) or None,
+        )
+        return [message]
+
+
+def to_messages(instructions: str | None, items: Sequence[InputItem]) -> list[ChatMessage]:
+    """The messages of the chat. System messages at the beginning become one, since many templates allow only one.
+
+    Items of the assistant that follow each other become one message, as chat answers have it, unless a text follows
+    directly after a text, or reasoning begins. Raises InvalidRequest.
+    """
+    messages: list[ChatMessage] = []
+    system = [] if instructions is None else [instructions]
+    turn: _Turn | None = None
+    call_ids: set[str] = set()
+    for index, item in enumerate(items):
+        if isinstance(item, MessageItem) and item.role == "system" and not messages and turn is None:
+            system.append(item.content)
+            continue
+        is_text = isinstance(item, MessageItem) and item.role == "assistant"
+        goes_on = isinstance(item, FunctionCallItem) or (is_text and not (turn and turn.ends_with_text))
+        if turn is not None and not goes_on:
+            messages += turn.messages()
+            turn = None
+        if isinstance(item, FunctionCallItem):
+            turn = turn or _Turn()
+            turn.calls.append(_tool_call(item))
+            turn.ends_with_text = False
+            call_ids.add(item.call_id)
+        elif isinstance(item, FunctionCallOutputItem):
+            if item.call_id not in call_ids:
+                param = f"input[{index}].call_id"
+                raise InvalidRequest(f"{param} matches no earlier function call", param)
+            messages.append(ChatMessage(role="tool", content=item.output, tool_call_id=item.call_id))
+        elif isinstance(item, ReasoningInputItem):
+            turn = _Turn(reasoning=[part.text for part in item.content])
+        elif isinstance(item, MessageItem) and is_text:
+            turn = turn or _Turn()
+            turn.texts.append(item.content)
+            turn.ends_with_text = True
+        elif isinstance(item, MessageItem):
+            messages.append(ChatMessage(role=item.role, content=item.content))
+    if turn is not None:
+        messages += turn.messages()
+    if system:
+        messages.insert(0, ChatMessage(role="system", content="\n\n".join(system)))
+    if not messages:
+        raise InvalidRequest("input must contain a message", "input")
+    return messages
+
+
+def _tool_call(item: FunctionCallItem) -> MessageToolCall:
+    function = CalledFunction.model_construct(name=item.name, arguments=item.arguments)
+    return MessageToolCall.model_construct(id=item.call_id, type="function", function=function)
+
+
+_FIELDS = FieldTable[ResponsesRequest](
+    messages=("input", lambda body: to_messages(body.instructions, body.input)),
+    max_completion_tokens="max_output_tokens",
+    response_format=("text.format", lambda body: body.text.format.grammar),
+    logprobs=("logprobs", lambda body: body.wants_logprobs),
+    tools=("tools", lambda body: [_chat_tool(tool) for tool in body.tools]),
+    reasoning_effort=(
+        "reasoning_effort",
+        lambda body: body.reasoning_effort if body.reasoning.effort is None else body.reasoning.effort,
+    ),
+)
+"""Fields of the chat body."""
+
+
+def repeated_fields(body: ResponsesRequest, model: ServedModel) -> Mapping[str, Any]:
+    """Fields of ResponseObject that repeat the body, or the defaults that applied."""
+    asked_format = body.text.format.asked
+    sampling = asked_sampling(body, model)
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "reasoning": {"effort": body.reasoning.effort, "summary": body.reasoning.summary},
+        "temperature": sampling.temperature,
+        "text": {"format": {"type": "text"} if asked_format is None else asked_format, "verbosity": "medium"},
+        "tool_choice": write_tool_choice(body.tool_choice),
+        "tools": [_written_tool(tool) for tool in body.tools],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": sampling.top_p,
+        "user": body.user,
+        "prompt_cache_key": body.prompt_cache_key,
+        "safety_identifier": body.safety_identifier,
+    }
+
+
+def _written_tool(tool: ResponsesTool) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": bool(tool.strict),
+    }
+
+
+_ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+
+
+class ResponseEvents(BlockEvents):
+    """The events of one response, with `sequence_number` from 0. Each block is an item."""
+
+    def __init__(self, prepared: Prepared, model: ServedModel, _options: StreamOptions) -> None:
+        super().__init__(prepared, model)
+        self._created = int(time.time())
+        self._names = token_names(prepared, model)
+        self._items: list[OutputItem] = []  # that are complete
+        self._logprobs: list[ChatTokenLogprob] = []  # of the text block that is open
+        self._num_events = 0
+
+    def response(self) -> dict[str, Any]:
+        """The response so far, as on the wire."""
+        if self.finish_reason is None:
+            return self._response("in_progress")
+        if self.finish_reason == "length":
+            return self._response("incomplete")
+        return self._response("cancelled" if self.finish_reason == "abort" else "completed")
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last events of a stream that fails."""
+        self._event("error", code=error.code, message=error.message, param=error.param)
+        code: Any = "server_error" if error.status >= 500 else "invalid_prompt"
+        if error.status == 429:
+            code = "rate_limit_exceeded"
+        self._event("response.failed", response=self._response("failed", ResponseFailure(code, error.message)))
+        events, self._events = self._events, []
+        return b"".join(events)
+
+    def _response(self, status: ResponseStatus, error: ResponseFailure | None = None) -> dict[str, Any]:
+        is_over = self.finish_reason is not None
+        answer = ResponseObject(
+            id=self._prepared.response_id,
+            created_at=self._created,
+            model=self._model.name,
+            status=status,
+            output=list(self._items),
+            usage=_usage(self.usage) if is_over else None,
+            error=error,
+            incomplete_details=IncompleteDetails() if status == "incomplete" else None,
+            completed_at=int(time.time()) if status == "completed" else None,
+            **self._prepared.repeated,
+        )
+        shown = {field.name: getattr(answer, field.name) for field in fields(answer)}
+        if self.weights is not None:
+            shown |= {"weight_version": self.weights[-1].version, "weight_versions": self.weights}
+        return shown
+
+    def _event(self, kind: str, **content: object) -> None:
+        event = {"type": kind, "sequence_number": self._num_events, **content}
+        self._num_events += 1
+        self._events.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), write_json(event)))
+
+    def _write_start(self) -> None:
+        self._event("response.created", response=self._response("in_progress"))
+        self._event("response.in_progress", response=self._response("in_progress"))
+
+    def _write_block_start(self, block: Block) -> None:
+        item: OutputItem
+        match block.kind:
+            case "text":
+                item = OutputMessage(_item_id(block), "in_progress", [])
+            case "call":
+                item = OutputFunctionCall(_item_id(block), "in_progress", block.call_id, block.name, "")
+            case "reasoning":
+                item = OutputReasoning(_item_id(block), "in_progress", [])
+        self._event("response.output_item.added", output_index=block.index, item=item)
+        if block.kind != "call":
+            part = OutputText("", []) if block.kind == "text" else ReasoningText("")
+            self._event("response.content_part.added", **_place(block), part=part)
+
+    def _write_block_delta(self, block: Block, text: str, logprobs: list[TokenLogprob]) -> None:
+        match block.kind:
+            case "text":
+                shown = _event_logprobs(self._add_logprobs(logprobs))
+                self._event("response.output_text.delta", **_place(block), delta=text, logprobs=shown)
+            case "call":
+                self._event("response.function_call_arguments.delta", **_item_place(block), delta=text)
+            case "reasoning":
+                self._event("response.reasoning_text.delta", **_place(block), delta=text)
+
+    def _write_block_end(self, block: Block) -> None:
+        logprobs = self._logprobs
+        item = self._end_item(block)
+        match item:
+            case OutputMessage():
+                shown = _event_logprobs(logprobs)
+                self._event("response.output_text.done", **_place(block), text=block.text, logprobs=shown)
+                self._event("response.content_part.done", **_place(block), part=item.content[0])
+            case OutputFunctionCall():
+                place = _item_place(block)
+                self._event("response.function_call_arguments.done", **place, arguments=item.arguments)
+            case OutputReasoning():
+                self._event("response.reasoning_text.done", **_place(block), text=block.text)
+                self._event("response.content_part.done", **_place(block), part=item.content[0])
+        self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _write_end(self) -> None:
+        kind = "response.completed" if self.finish_reason == "stop" else "response.incomplete"
+        self._event(kind, response=self.response())
+
+    def _add_logprobs(self, tokens: Sequence[TokenLogprob]) -> list[ChatTokenLogprob]:
+        """The entries of the open text block's next tokens."""
+        added = build_chat_logprobs(tokens, self._names).content
+        self._logprobs += added
+        return added
+
+    def _end_item(self, block: Block) -> OutputItem:
+        """Completes the block's item."""
+        logprobs, self._logprobs = self._logprobs, []
+        status: ItemStatus = "incomplete" if block.is_cut else "completed"
+        item: OutputItem
+        match block.kind:
+            case "text":
+                item = OutputMessage(_item_id(block), status, [OutputText(block.text, write_list(logprobs))])
+            case "call":
+                item = OutputFunctionCall(_item_id(block), status, block.call_id, block.name, block.text)
+            case "reasoning":
+                item = OutputReasoning(_item_id(block), status, [ReasoningText(block.text)])
+        self._items.append(item)
+        return item
+
+
+class _WholeResponse(ResponseEvents):
+    """Completes the items, and writes no events."""
+
+    def _write_start(self) -> None: ...
+
+    def _write_block_start(self, block: Block) -> None: ...
+
+    def _write_block_delta(self, _block: Block, _text: str, logprobs: list[TokenLogprob]) -> None:
+        self._add_logprobs(logprobs)
+
+    def _write_block_end(self, block: Block) -> None:
+        self._end_item(block)
+
+    def _write_end(self) -> None: ...
+
+
+def write_response(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel) -> Answer:
+    """The whole answer to a body, which has one sequence."""
+    whole = _WholeResponse(prepared, model, StreamOptions())
+    ((sequence,),) = results
+    whole.add(sequence)
+    return Answer(write_json(whole.response()), whole.usage)
+
+
+def _event_logprobs(entries: Sequence[ChatTokenLogprob]) -> Any:
+    """Logprobs in the form of events: without the tokens' bytes."""
+    shown = [
+        {
+            "token": entry.token,
+            "logprob": entry.logprob,
+            "top_logprobs": [{"token": top.token, "logprob": top.logprob} for top in entry.top_logprobs],
+        }
+        for entry in entries
+    ]
+    return write_list(shown)
+
+
+def _item_id(block: Block) -> str:
+    return f"{_ID_PREFIXES[block.kind]}_{block.key}"
+
+
+def _item_place(block: Block) -> dict[str, Any]:
+    return {"item_id": _item_id(block), "output_index": block.index}
+
+
+def _place(block: Block) -> dict[str, Any]:
+    """Fields that tell the place of the only part of the block's item."""
+    return {**_item_place(block), "content_index": 0}
+
+
+def _usage(usage: Usage) -> ResponseUsage:
+    return ResponseUsage(
+        usage.prompt_tokens,
+        ResponseInputDetails(usage.prompt_tokens_details.cached_tokens),
+        usage.completion_tokens,
+        ResponseOutputDetails(usage.completion_tokens_details.reasoning_tokens),
+        usage.total_tokens,
+    )
+
+
+ENDPOINT = RoutedEndpoint(
+    body_model=ResponsesRequest,
+    draft=draft_response,
+    build=write_response,
+    stream=ResponseEvents,
+    renders_template=True,
+    name="create_response",
+    description="Answer a conversation given as items. Nothing is stored.",
+    operation="chat",
+    answer_model=ResponseObject,
+    example={"input": "What do whales eat?", "max_output_tokens": 100},
+)
+
+router = APIRouter(route_class=JsonBodyRoute, tags=["generation"])
+
+
+@router.post(
+    "/v1/responses/input_tokens",
+    responses={200: {"model": InputTokens}, **error_responses(*BODY_ERRORS, 404, 429, 503)},
+    openapi_extra=example_body({"input": "What do whales eat?"}),
+)
+async def input_tokens(request: Request, body: CountInputRequest) -> Response:
+    """The tokens of the prompt that a response with these fields has."""
+    count = InputTokens(await count_prompt_tokens(request, body, _FIELDS))
+    return Response(write_json(count), media_type="application/json")
+
+
+_NOTHING_STORED = {**error_responses(404)}
+
+
+@router.get("/v1/responses/{response_id}", summary="Retrieve Response", responses=_NOTHING_STORED)
+@router.delete("/v1/responses/{response_id}", summary="Delete Response", responses=_NOTHING_STORED)
+@router.post("/v1/responses/{response_id}/cancel", summary="Cancel Response", responses=_NOTHING_STORED)
+@router.get("/v1/responses/{response_id}/input_items", summary="List Input Items", responses=_NOTHING_STORED)
+async def find_response(response_id: str) -> Response:
+    """There is none: responses are not stored."""
+    raise ResponseNotStored(response_id)

@@ -18,11 +18,9 @@ from tests.server.helpers.response_events import (
 )
 from tests.server.helpers.tool_texts import FRAGMENTS, NAMES
 from tokasaurus.messages.generation import FinishReason
+from tokasaurus.server.dialects.responses import ResponseEvents, ResponsesRequest, repeated_fields, write_response
 from tokasaurus.server.prepare.requests import Prepared
-from tokasaurus.server.prepare.responses import repeated_fields
-from tokasaurus.server.protocol.responses import ResponsesRequest
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
-from tokasaurus.server.respond.responses import ResponseEvents, write_response
 from tokasaurus.server.respond.whole import build_chat_completion
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tools.formats import FORMATS, ToolCallFormat
