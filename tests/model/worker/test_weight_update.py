@@ -18,10 +18,12 @@ from tests.checkpoint.helpers.quantised_weights import Format
 from tests.helpers.examples import few
 from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_random_model, save_tiny_model
 from tests.model.helpers.greedy_decoding import load, run_whole_prompt
+from tests.model.helpers.pretend_device import HostTransfers
 from tokasaurus.checkpoint import ModelInfo, file_states, resolve_checkpoint, update_files
 from tokasaurus.messages.commands import UpdateWeights
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.cpu.gemm_choice import MANY_ROWS, GemmChoice
+from tokasaurus.model.decoder import uploads
 from tokasaurus.model.decoder.decoder import Decoder, build_decoder
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.weight_update import WeightUpdates
@@ -74,6 +76,20 @@ def test_an_updated_model_computes_what_a_loaded_one_does(family: str, tied: boo
     assert_equal(logits_of(model, info), logits_of(*load_packed(new, layout)))
     assert apply(model, info, old) == ""
     assert_equal(logits_of(model, info), logits_of(*load_packed(old, layout)))
+
+
+def test_on_cuda_new_weights_go_through_the_pinned_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    save_tiny_model(old, "llama", seed=0)
+    save_tiny_model(new, "llama", seed=1)
+    model, info = load(old)
+    transfers = HostTransfers()
+    monkeypatch.setattr(uploads, "CudaTransfers", lambda _device: transfers)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    updates = WeightUpdates(model, info, new, Mesh(), torch.device("cuda", 0))
+    assert updates.apply(UpdateWeights(0, str(new), "1")) == ""
+    assert len(transfers.uploads) == len(load_file(new / NAME))
+    assert_equal(logits_of(model, info), logits_of(*load(new)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -14,6 +14,7 @@ from tokasaurus.checkpoint import CheckpointError
 from tokasaurus.checkpoint.quantized.config import Quantization
 from tokasaurus.model.cpu.layer_executor import BlockRows
 from tokasaurus.model.decoder.tensor_files import TensorFile, open_files, read_shard
+from tokasaurus.model.decoder.uploads import Uploads
 
 _CHECKED_NUMBERS = 1 << 20
 """Largest part of a tensor that is looked at at once for numbers that are not finite."""
@@ -87,6 +88,7 @@ def load_weights(
     on_filled: Callable[[Tensor], None] = lambda _: None,
     may_keep_blocks: bool = False,
     quantization: Quantization | None = None,
+    uploads: Uploads | None = None,
 ) -> Counter[str]:
     """Fill the target of every shard from the files, one tensor in memory at a time.
 
@@ -94,7 +96,8 @@ def load_weights(
     ignored: whether to skip a tensor that no shard names; any other unnamed tensor is an error.
     on_bytes: called with the size of each shard read. on_filled: called with each target when it is filled.
     may_keep_blocks: shards take quantised rows as blocks where they can, in place of filled targets.
-    quantization: of weights in safetensors files.
+    quantization: of weights in safetensors files. uploads: to the targets' device, or None if they are on the host;
+    they may be under way on return.
     Returns how many quantised tensors of each type were dequantised.
     Raises CheckpointError naming the first missing, surplus or misshapen tensor, before any is read.
     """
@@ -106,7 +109,7 @@ def load_weights(
         raise CheckpointError(f"the checkpoint lacks tensor {missing[0]}{_and_more(len(missing) - 1)}")
     dequantised = Counter[str]()
     for file in open_files(files, quantization):
-        dequantised += _load_file(file, expected, on_bytes, on_filled, may_keep_blocks)
+        dequantised += _load_file(file, expected, on_bytes, on_filled, may_keep_blocks, uploads)
     return dequantised
 
 
@@ -131,7 +134,8 @@ def check_update(
     missing = sorted(expected.keys() - seen)
     if missing and not is_partial:
         raise CheckpointError(f"tensor {missing[0]} is missing{_and_more(len(missing) - 1)}")
-    for name, data, _ in _shards_in(files, expected, quantization):
+    for file, name, shard in _shards_in(files, expected, quantization):
+        data = read_shard(file, name, shard.shard)
         if data.dtype not in dtypes:
             raise CheckpointError(f"tensor {name} has dtype {str(data.dtype).removeprefix('torch.')}")
         if not _is_finite(data):
@@ -146,26 +150,41 @@ def _is_finite(data: Tensor) -> bool:
 
 
 def write_update(
-    files: Sequence[Path], shards: Iterable[WeightShard], quantization: Quantization | None = None
+    files: Sequence[Path],
+    shards: Iterable[WeightShard],
+    quantization: Quantization | None = None,
+    uploads: Uploads | None = None,
 ) -> None:
-    """Replace the weights that the files have, in place. One tensor's shard is in memory at a time. quantization: of
-    weights in safetensors files.
+    """Replace the weights that the files have, in place. One tensor's shard is in memory at a time. quantization and
+    uploads: as of load_weights.
 
     Raises CheckpointError if a file that was readable just before is no longer."""
-    for _, data, shard in _shards_in(files, _by_source(shards), quantization):
-        assert shard.write is not None
-        shard.write(data)
+    for file, name, shard in _shards_in(files, _by_source(shards), quantization):
+        if uploads is not None:  # on a device, a weight has no layout but its target
+            _fill(shard, file, name, uploads)
+        else:
+            assert shard.write is not None
+            shard.write(read_shard(file, name, shard.shard))
 
 
 def _shards_in(
     files: Sequence[Path], expected: dict[str, list[WeightShard]], quantization: Quantization | None
-) -> Iterator[tuple[str, Tensor, WeightShard]]:
-    """Tensors that this rank has shards of: name, data of the shard, shard; in the files' order."""
+) -> Iterator[tuple[TensorFile, str, WeightShard]]:
+    """Tensors that this rank has shards of: open file, name, shard; in the files' order."""
     for file in open_files(files, quantization):
         for name in file.names():
             for shard in expected.get(name, ()):
                 if shard.target is not None:
-                    yield name, read_shard(file, name, shard.shard), shard
+                    yield file, name, shard
+
+
+def _fill(shard: WeightShard, file: TensorFile, name: str, uploads: Uploads | None) -> None:
+    """Fill the shard's target. uploads: as of load_weights."""
+    assert shard.target is not None
+    copy = Tensor.copy_ if uploads is None else uploads.copy
+    with torch.no_grad():
+        for indices, part in file.parts(name, shard.shard):
+            copy(shard.target[indices], part)  # by all torch threads; each reads its part of the file
 
 
 def fill_randomly(shards: Iterable[WeightShard], on_filled: Callable[[Tensor], None] = lambda _: None) -> None:
@@ -222,6 +241,7 @@ def _load_file(
     on_bytes: Callable[[int], None],
     on_filled: Callable[[Tensor], None],
     may_keep_blocks: bool,
+    uploads: Uploads | None,
 ) -> Counter[str]:
     """Load one file, which has been checked. Removes the tensors it loads from `expected`. Returns what `load_weights`
     does."""
@@ -239,9 +259,7 @@ def _load_file(
                 continue
             if (block_type := file.block_type(name)) is not None:
                 dequantised[block_type] += 1
-            with torch.no_grad():
-                for indices, part in file.parts(name, shard.shard):
-                    shard.target[indices].copy_(part)  # by all torch threads; each reads its part of the file
+            _fill(shard, file, name, uploads)
             on_bytes(file.num_bytes(name) * shard.target.numel() // max(1, prod(shard.shape)))
             on_filled(shard.target)
     return dequantised

@@ -44,6 +44,7 @@ from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, build_decoder
 from tokasaurus.model.decoder.quantize import CannotQuantize, Packing
 from tokasaurus.model.decoder.tensor_files import has_quantized
+from tokasaurus.model.decoder.uploads import uploads_to
 from tokasaurus.model.decoder.weights import FilledModules, load_weights, return_freed_memory
 from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
@@ -723,7 +724,8 @@ def _load_weights(
         raise UserError(f"the weights in {checkpoint.directory} have changed since the server was started")
     shards = iter(model.weight_shards())  # a list would keep packed weights in memory
     quantization = checkpoint.info.quantization
-    return load_weights(files, shards, model.ignores, on_bytes, filled.note, may_keep_blocks, quantization)
+    with uploads_to(model.device) as uploads:
+        return load_weights(files, shards, model.ignores, on_bytes, filled.note, may_keep_blocks, quantization, uploads)
 
 
 def _count_bytes(checkpoint: Checkpoint, mesh: Mesh, phases: Phases) -> Callable[[int], None]:

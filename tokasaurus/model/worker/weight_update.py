@@ -12,6 +12,7 @@ from tokasaurus.messages.commands import FIRST_VERSION, FileState, UpdateWeights
 from tokasaurus.messages.status import first_line
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.tensor_files import DEQUANTIZED_DTYPES
+from tokasaurus.model.decoder.uploads import uploads_to
 from tokasaurus.model.decoder.weights import WeightShard, check_update, return_freed_memory, write_update
 from tokasaurus.model.parallel.collectives import least_of_ranks
 from tokasaurus.model.parallel.mesh import Mesh
@@ -66,7 +67,8 @@ class WeightUpdates:
             error = first_line(refused)
         if not least_of_ranks(int(not error), self._mesh, self._device):
             return error or "another rank cannot use the new weights"
-        write_update(files, self._shards(), quantization)
+        with uploads_to(self._device) as uploads:
+            write_update(files, self._shards(), quantization, uploads)
         return_freed_memory()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
