@@ -105,7 +105,8 @@ def load_error(module: Module, cuda: Path) -> str | None:
         "module = tvm_ffi.load_module(sys.argv[1])\n"
         "for name in sys.argv[2:]: module.get_function(name)"
     )
-    libraries = os.pathsep.join((str(cuda / "lib64"), os.environ.get("LD_LIBRARY_PATH", "")))
+    folders = (str(cuda / "lib64"), str(cuda / "lib"), os.environ.get("LD_LIBRARY_PATH", ""))
+    libraries = os.pathsep.join(filter(None, folders))
     environment = os.environ | {"PYTHONPATH": str(PACKAGES / "needs"), "LD_LIBRARY_PATH": libraries}
     command = [sys.executable, "-c", program, str(module.library), *_FUNCTIONS[kind]]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
