@@ -80,10 +80,28 @@ def _class_part(name: str) -> list[str]:
     if name in _SAME_METHODS:
         parts.append(_SAME_METHODS[name] + "\n")
         return parts
+    same = [method for method in by_name.values() if _is_same_as_blocking(method)]
+    if same:
+        parts.append("".join(f"- `{method.name}`: {_flow(ast.get_docstring(method) or '')}\n" for method in same))
     for method in by_name.values():
+        if method in same:
+            continue
         if method.name[0] != "_" and method.name not in _NOT_FOR_USERS and not method.decorator_list:
             parts += [f"#### {name}.{method.name}\n", _signature(method.name, method), _docstring(method)]
     return parts
+
+
+def _is_same_as_blocking(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether it has the arguments of the method of `Client` of its name, where the page tells them."""
+    return (ast.get_docstring(method) or "").startswith(f"`Client.{method.name}`") and ast.dump(
+        method.args
+    ) == ast.dump(
+        next(
+            item.args
+            for item in _class_node("Client").body
+            if isinstance(item, ast.FunctionDef) and item.name == method.name and not item.decorator_list
+        )
+    )
 
 
 def _class_node(name: str) -> ast.ClassDef:
@@ -161,10 +179,14 @@ def _fields(node: ast.ClassDef) -> list[str]:
     return parts
 
 
+def _flow(text: str) -> str:
+    return " ".join(text.split())
+
+
 def _text_of(node: ast.AST | None) -> str:
     """Of a docstring below a field, without line breaks."""
     is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    return " ".join(str(node.value.value).split()) if is_text else ""  # type: ignore[union-attr]
+    return _flow(str(node.value.value)) if is_text else ""  # type: ignore[union-attr]
 
 
 def _field(name: str, annotation: str, default: str | None, text: str) -> str:
