@@ -153,10 +153,12 @@ class ServerConfig(FlagConfig):
         none_means="auto",
         heading="compile",
     )
-    use_cudagraphs: bool | None = flag(None, "decode with CUDA graphs; auto is on for CUDA devices", none_means="auto")
+    use_cudagraphs: bool | None = flag(
+        None, "steps replay CUDA graphs; auto is on for CUDA devices", none_means="auto"
+    )
     cudagraph_max_size: int | None = count(
         None,
-        "sequences of the largest CUDA graph; larger decode steps run without",
+        "sequences of the largest decode step that is one CUDA graph; larger ones replay pieces around attention",
         none_means="max_seqs_per_forward",
         rules=(at_most("max_seqs_per_forward"),),
     )

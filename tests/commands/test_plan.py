@@ -341,6 +341,14 @@ def test_the_workspace_grows_with_the_largest_graph(checkpoint) -> None:
     assert sizes[0] < sizes[1]
 
 
+def test_graphs_have_memory_for_a_chunk_and_for_the_logits_of_decode_steps(checkpoint) -> None:
+    """An 8B with plain torch's attention: 64 sizes up to 1,024 sequences and 16 up to 2,048 tokens, 33 pieces each."""
+    plan = planned(f"model={checkpoint('Llama-3.1-8B')}", "attention_backend=torch")
+    (found,) = [part["bytes"] for part in plan["workers"][0]["parts"] if part["name"] == "CUDA graphs"]
+    widest_row = 2 * 4096 + 3 * 14336
+    assert found == (2048 * widest_row + 1024 * 128256) * 2 + (64 + 16) * 33 * (256 << 10)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"), [("80GiB", 80 * GIB), ("24GB", 24 * 10**9), ("1.5 GiB", 3 * GIB // 2), ("100 MiB", 100 << 20)]
 )

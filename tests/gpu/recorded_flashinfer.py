@@ -71,7 +71,7 @@ def check_recorded_steps(
     save_model_with_group(directory, group)
     recorded = bfloat16_runner(directory, "flashinfer", device, transfers)
     eager = bfloat16_runner(directory, "torch", device)
-    recorded.record_graphs(recorder, graph_sizes(NUM_SEQUENCES, GRAPH_STEP))
+    recorded.record_graphs(recorder, graph_sizes(NUM_SEQUENCES, GRAPH_STEP), chunk_sizes=[1024])
     drivers = [StepDriver(runner, num_blocks=NUM_BLOCKS) for runner in (recorded, eager)]
     rng = random.Random(0)
     lengths = [rng.randint(1, 150) for _ in range(NUM_SEQUENCES)]

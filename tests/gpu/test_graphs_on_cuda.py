@@ -17,7 +17,7 @@ from tests.model.execution.helpers.decode_steps import (
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.prefix_samples import Samples
 from tests.model.helpers.steps import StepDriver, make_runner
-from tokasaurus.model.buffer_sizes import graph_sizes
+from tokasaurus.model.buffer_sizes import chunk_sizes, graph_sizes
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
@@ -43,7 +43,7 @@ def runner_on_cuda(directory: Path, compiled: bool = False) -> ModelRunner:
 
 def with_graphs(directory: Path, compiled: bool) -> ModelRunner:
     runner = runner_on_cuda(directory, compiled)
-    runner.record_graphs(CudaRecorder(torch.device("cuda", 0)), graph_sizes(MAX_ROWS, STEP))
+    runner.record_graphs(CudaRecorder(torch.device("cuda", 0)), graph_sizes(MAX_ROWS, STEP), chunk_sizes=[40, 24])
     return runner
 
 
@@ -78,8 +78,9 @@ def test_the_price_of_a_step_with_groups_is_at_most_some_milliseconds(tmp_path: 
 def test_the_memory_of_all_graphs_is_estimated_from_the_largest_and_the_smallest(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     runner, device, sizes = runner_on_cuda(tmp_path), torch.device("cuda", 0), graph_sizes(256, 16)
-    estimate = graph_bytes(runner, sizes, device)
+    chunks = chunk_sizes(256, 16, 1024)
+    estimate = graph_bytes(runner, sizes, chunks, device)
     before = torch.cuda.mem_get_info(device)[0]
-    runner.record_graphs(CudaRecorder(device), sizes)
+    runner.record_graphs(CudaRecorder(device), sizes, chunk_sizes=chunks)
     taken = before - torch.cuda.mem_get_info(device)[0]
     assert taken <= estimate + (16 << 20)

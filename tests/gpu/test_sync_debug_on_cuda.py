@@ -46,7 +46,7 @@ def test_no_step_waits_for_the_device(backend: str, has_graphs: bool, tmp_path: 
     def make_runner() -> ModelRunner:
         runner = bfloat16_runner(tmp_path, backend, device)
         if has_graphs:
-            runner.record_graphs(CudaRecorder(device), graph_sizes(16, 4))
+            runner.record_graphs(CudaRecorder(device), graph_sizes(16, 4), chunk_sizes=[64, 32])
         return runner
 
     check_no_step_waits(make_runner, refusing)

@@ -132,7 +132,7 @@ def _fill(model: "Decoder", filled: "FilledModules") -> None:
 
 def _check_the_rest(config: ServerConfig, loaded: "LoadedWorker", phases: "Phases") -> None:
     """What the start of a server checks later than its loading, and what it takes for granted."""
-    from tokasaurus.model.worker.entry import check_layers, graph_sizes_of, record_graphs
+    from tokasaurus.model.worker.entry import check_layers, chunk_sizes_of, graph_sizes_of, record_graphs
     from tokasaurus.model.worker.self_check import NUM_SEQUENCES, compare_sampling, measure_one_call_decode
 
     checks, runner = loaded.checks, loaded.runner
@@ -161,7 +161,8 @@ def _check_the_rest(config: ServerConfig, loaded: "LoadedWorker", phases: "Phase
     if graph_sizes:
         num_blocks = graph_sizes[0] + 1
         _allocate(config, loaded, num_blocks)
-        record_graphs(config, loaded, sorted({graph_sizes[0], graph_sizes[-1]}, reverse=True), num_blocks, phases)
+        ends = sorted({graph_sizes[0], graph_sizes[-1]}, reverse=True)
+        record_graphs(config, loaded, ends, chunk_sizes_of(config, graph_sizes)[:1], num_blocks, phases)
         runner.drop_graphs()
 
 

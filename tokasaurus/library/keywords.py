@@ -71,9 +71,9 @@ class EngineFlags(TypedDict, total=False):
     """Compile the layers with torch.compile; auto is on for CUDA, where the start goes on without if that fails; on CPU
     this replaces our own kernels, which are faster."""
     use_cudagraphs: bool | None
-    """Decode with CUDA graphs; auto is on for CUDA devices."""
+    """Steps replay CUDA graphs; auto is on for CUDA devices."""
     cudagraph_max_size: int | None
-    """Sequences of the largest CUDA graph; larger decode steps run without."""
+    """Sequences of the largest decode step that is one CUDA graph; larger ones replay pieces around attention."""
     cudagraph_step: int
     """Sequences between the sizes of two CUDA graphs."""
     attention_backend: Literal["torch", "cpu", "flashinfer", "reference"] | None

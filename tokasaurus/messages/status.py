@@ -306,7 +306,7 @@ class EngineStats:
     total_recompiles: int = 0
     """Compilations of the model after warm-up, each of which delayed a step."""
     total_graph_misses: int = 0
-    """Decode steps that were larger than all CUDA graphs."""
+    """Decode steps that were larger than all CUDA graphs of such steps."""
     total_forward_seconds: float = 0.0
     """Seconds that the worker was busy with steps."""
     total_device_idle_seconds: float = 0.0

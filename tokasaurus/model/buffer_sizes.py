@@ -30,6 +30,20 @@ def graph_sizes(max_size: int, step: int) -> list[int]:
     return [max_size, *range((max_size - 1) // step * step, 0, -step)]
 
 
+MAX_GRAPH_TOKENS = 2048
+"""Tokens of the largest recorded step. From there on the device takes longer than the host for all launches, even with
+a model of 1B parameters."""
+
+
+def chunk_sizes(largest: int, step: int, max_tokens: int) -> list[int]:
+    """Tokens of the graphs beyond the `largest` of decode steps, for steps with prompts: up to max_tokens and
+    MAX_GRAPH_TOKENS, `step` or 1/16 of a doubling apart, largest first."""
+    sizes, end = [largest], min(max_tokens, MAX_GRAPH_TOKENS)
+    while sizes[0] < end:
+        sizes.insert(0, min(end, padded_count(sizes[0] + step)))
+    return sizes[:-1]
+
+
 def padded_count(count: int, multiple: int = 1) -> int:
     """`count` rounded up to an allowed number of rows: all up to 16, then 16 per doubling, so at most 1/16 more; and
     that up to a multiple of `multiple`.

@@ -114,8 +114,8 @@ _COUNTERS = [
     (
         "toka_graph_misses",
         "total_graph_misses",
-        "Decode steps with more sequences than any CUDA graph has room for, so that each operation was "
-        "launched by itself; 0 unless cudagraph_max_size= is lower than max_seqs_per_forward=.",
+        "Decode steps with more sequences than any CUDA graph of a decode step has room for, so that they launched "
+        "more by themselves; 0 unless cudagraph_max_size= is lower than max_seqs_per_forward=.",
     ),
     (
         "toka_nonfinite_rows",

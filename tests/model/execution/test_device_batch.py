@@ -74,7 +74,7 @@ def test_keys_and_values_are_stored_in_the_rows_blocks_and_those_of_padding_in_t
     model, info = load(tmp_path)
     runner = make_runner(model, info, "torch")
     if has_graphs:
-        runner.record_graphs(LaunchTape(), [16, 8])
+        runner.record_graphs(LaunchTape(), [16, 8], chunk_sizes=[50, 30])
     driver, rng = StepDriver(runner), random.Random(0)
     planned: list[Tensor] = []
     plan = TorchBackend.plan

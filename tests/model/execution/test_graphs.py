@@ -1,13 +1,17 @@
-"""Decode steps as graphs, recorded on a CPU by a tape that replays operations into the same memory."""
+"""Steps as graphs, recorded on a CPU by a tape that replays operations into the same memory."""
 
 import gc
 import random
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import astuple, is_dataclass
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,7 +34,7 @@ from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.prefix_samples import Samples
 from tests.model.helpers.steps import CPU, StepDriver, make_runner, one_thread
 from tokasaurus.checkpoint import fit_to_tensors, read_model_info, weight_files
-from tokasaurus.model.buffer_sizes import graph_sizes
+from tokasaurus.model.buffer_sizes import MAX_GRAPH_TOKENS, chunk_sizes, graph_sizes
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, build_decoder
 from tokasaurus.model.decoder.weights import load_weights
@@ -39,14 +43,31 @@ from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
 
+CHUNK_SIZES = [40, 24]
+NUM_PIECES = 3 + 2
+"""Recordings around attention: of 11, 8 and 4 rows, which have a graph of the LM head besides, and of the chunks."""
+
 
 def make_taped(directory: Path, backend: str, compiled: bool = False) -> tuple[ModelRunner, Decoder, LaunchTape]:
     tape = LaunchTape()
     compiler: Compiler | None = TapedCompiler(tape) if compiled else None
     model, info = load(directory)
     runner = make_runner(model, info, backend, num_blocks=NUM_BLOCKS, num_slots=NUM_SLOTS, compiler=compiler)
-    runner.record_graphs(tape, graph_sizes(MAX_ROWS, STEP))
+    runner.record_graphs(tape, graph_sizes(MAX_ROWS, STEP), chunk_sizes=CHUNK_SIZES)
     return runner, model, tape
+
+
+def count_launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each forward of any model that is launched, from now on."""
+    counts: list[int] = []
+    forward = Decoder.forward
+
+    def count(model: Decoder, token_ids: torch.Tensor, *others: Any) -> torch.Tensor:
+        counts.append(len(token_ids))
+        return forward(model, token_ids, *others)
+
+    monkeypatch.setattr(Decoder, "forward", count)
+    return counts
 
 
 @few(
@@ -61,7 +82,7 @@ def test_replays_give_the_tokens_of_eager_steps_at_every_size(
     model, info = load(tmp_path)
     with one_thread():
         runner, _, tape = make_taped(tmp_path, backend, compiled)
-        assert len(tape.graphs) == 3 * (info.num_layers + 1), "11, 8 and 4 rows"
+        assert len(tape.graphs) == NUM_PIECES * (info.num_layers + 1) + 3
         eager = make_runner(model, info, backend, num_blocks=NUM_BLOCKS, num_slots=NUM_SLOTS)
         assert_same(decode_every_number_of_rows(runner), decode_every_number_of_rows(eager))
 
@@ -80,6 +101,69 @@ def test_prefix_groups_that_change_with_every_step_replay_the_same_graphs(compil
             assert samples.num_grouped > 20
             sampled.append(samples.sampled)
     assert_same(*([dict(enumerate(pairs)) for pairs in by_slot.values()] for by_slot in sampled))
+
+
+@few(2, ("family", "compiled"), [("llama", False), ("qwen3", True), ("qwen3", False), ("llama", True)])
+def test_steps_with_prompts_replay_all_but_attention(
+    family: str, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks beside decode rows and prefix groups; only steps of more tokens than any size launch their layers."""
+    save_tiny_model(tmp_path, family)
+    model, info = load(tmp_path)
+    with one_thread():
+        runner, _, _ = make_taped(tmp_path, "torch", compiled)
+        eager = make_runner(model, info, "torch", num_blocks=NUM_BLOCKS, num_slots=NUM_SLOTS)
+        sampled, launched, num_tokens = [], count_launched(monkeypatch), list[int]()
+        for each in (runner, eager):
+            driver = StepDriver(each, 16, num_blocks=NUM_BLOCKS)
+            run = each.run
+            driver.runner = SimpleNamespace(
+                run=lambda step, run=run: (num_tokens.append(int(step.num_tokens.sum())), run(step))[1]
+            )
+            samples = Samples(driver, 16, seed=3)
+            samples.run(6, grouped=True)
+            assert samples.num_grouped > 10
+            sampled.append(samples.sampled)
+            if each is runner:
+                of_graphs, wanted = len(launched), num_tokens.copy()
+    assert_same(*([dict(enumerate(pairs)) for pairs in by_slot.values()] for by_slot in sampled))
+    assert of_graphs == sum(count > max(CHUNK_SIZES) for count in wanted) < len(wanted) / 4
+    # Padding has written to the padding block alone.
+    for recorded, cache in zip(runner._backend.caches, eager._backend.caches, strict=True):
+        torch.testing.assert_close(recorded[:, :, 1:], cache[:, :, 1:])
+
+
+def test_a_step_with_a_prompt_may_have_every_output(tmp_path: Path) -> None:
+    """Prompt log-probabilities of a chunk, beside rows with limits and top log-probabilities."""
+    save_tiny_model(tmp_path, "llama")
+    model, info = load(tmp_path)
+    results = []
+    with one_thread():
+        runner, _, _ = make_taped(tmp_path, "torch")
+        for each in (runner, make_runner(model, info, "torch", num_blocks=NUM_BLOCKS, num_slots=NUM_SLOTS)):
+            driver = StepDriver(each, num_blocks=NUM_BLOCKS)
+            driver.open(1, [5, 3, 9], temperature=0.7, top_p=0.8, num_top=3)
+            steps, outputs = [driver.run([], [(1, 3)])], [(driver.top, driver.logprobs_by_slot)]
+            driver.open(2, list(range(30)), num_prompt_top=2)
+            for decode, prefill in (([1], [(2, 11)]), ([1], [(2, 19)]), ([2, 1], [])):
+                steps.append(driver.run(decode, prefill))
+                outputs.append((driver.top, driver.logprobs_by_slot))
+            results.append((steps, outputs))
+    (steps, outputs), (expected, expected_outputs) = results
+    assert_same(steps, expected)
+    assert [len(by_slot.get(2, ())) for _, by_slot in outputs] == [0, 11, 18, 0]
+    np.testing.assert_allclose(numbers_in(outputs), numbers_in(expected_outputs), atol=1e-4)
+
+
+def numbers_in(value: Any) -> list[float]:
+    """All numbers in dictionaries, sequences and dataclasses, in order."""
+    if is_dataclass(value):
+        value = astuple(value)
+    if isinstance(value, dict):
+        value = list(value.items())
+    if isinstance(value, list | tuple):
+        return [number for item in value for number in numbers_in(item)]
+    return [] if value is None else [float(value)]
 
 
 @few(1, "compiled", [False, True])
@@ -110,6 +194,21 @@ def test_sizes_are_multiples_below_the_largest_and_begin_with_it() -> None:
     assert graph_sizes(3, 16) == [3]
 
 
+def test_sizes_for_prompts_go_on_where_those_of_decode_steps_end() -> None:
+    """At most 1/16 of a forward is padding, or less than the step between two sizes of decode steps."""
+    assert chunk_sizes(1024, 16, 8192) == list(range(2048, 1024, -64))
+    assert chunk_sizes(1024, 16, 1100) == [1100, 1088]
+    assert chunk_sizes(1024, 16, 1024) == []
+    assert chunk_sizes(2500, 16, 8192) == []
+    for largest in (1, 16, 100, 256):
+        sizes = chunk_sizes(largest, 16, 8192)
+        assert len(sizes) < 64
+        assert sizes[0] == MAX_GRAPH_TOKENS
+        for size, below in pairwise([*sizes, largest]):
+            assert below < size
+            assert size - below <= max(16 + 1, below / 16 + 64)
+
+
 @few(1, "compiled", [False, True])
 def test_steps_without_prefix_groups_replay_attention_too(
     compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -120,7 +219,7 @@ def test_steps_without_prefix_groups_replay_attention_too(
     model, info = load(tmp_path)
     with one_thread():
         runner, _, tape = make_taped(tmp_path, "flashinfer", compiled)
-        assert len(tape.graphs) == 3 * (info.num_layers + 1 + 1), "around attention, and with it"
+        assert len(tape.graphs) == NUM_PIECES * (info.num_layers + 1) + 3 + 3, "around attention, and with it"
         eager = make_runner(model, info, "torch", num_blocks=NUM_BLOCKS, num_slots=NUM_SLOTS)
         assert_same(decode_every_number_of_rows(runner), decode_every_number_of_rows(eager))
         sampled = []
@@ -179,8 +278,9 @@ def test_a_plain_decode_step_launches_nothing_between_its_inputs_and_its_graph(
 def test_sampling_is_replayed_with_the_rows_parameters_and_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Limits, temperatures and seeds differ by row and change with each step. Penalties and top log-probabilities are
-    not in the graph, nor log-probabilities of the distribution that is drawn from, unless it is the model's own."""
+    """Steps with prompts launch theirs. Limits, temperatures and seeds differ by row and change with each step.
+    Penalties and top log-probabilities are not in the graph, nor log-probabilities of the distribution that is drawn
+    from, unless it is the model's own."""
     save_tiny_model(tmp_path, "llama")
     with one_thread():
         model, info = load(tmp_path)
@@ -188,7 +288,7 @@ def test_sampling_is_replayed_with_the_rows_parameters_and_noise(
         monkeypatch.setattr(runner_module, "uses_triton", lambda *_: True)
         monkeypatch.setattr(runner_module, "sample_by_triton", sample_on_device)
         runner, _, tape = make_taped(tmp_path, "torch")
-        assert len(tape.graphs) == 3 * (info.num_layers + 1 + 1)
+        assert len(tape.graphs) == NUM_PIECES * (info.num_layers + 1) + 3 + 3
         num_sampled = []
         monkeypatch.setattr(ModelRunner, "_sample", count_calls(ModelRunner._sample, num_sampled))
         assert_same(decode_with_every_option(runner), decode_with_every_option(eager))

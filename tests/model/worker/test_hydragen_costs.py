@@ -384,14 +384,14 @@ def make(
 def test_the_price_is_a_replay_and_the_launches_of_attention_for_each_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In pieces there is one replay more than layers; attention runs over the prefix, the two grouped rows and the
-    others, and the first two are merged."""
+    """In pieces there are two replays more than layers, and else one; attention runs over the prefix, the two grouped
+    rows and the others, and the first two are merged."""
     runner, limits, shape = make(tmp_path, monkeypatch)
     with one_thread():
         runner.record_graphs(LaunchTape(), [12, NUM_ROWS])
         clock = Clock(monkeypatch)
         found = measure_step_price(runner, limits, shape.page_size)
-    assert found == pytest.approx(shape.num_layers * (REPLAY_S + 3 * ATTEND_S + MERGE_S))
+    assert found == pytest.approx(REPLAY_S + shape.num_layers * (REPLAY_S + 3 * ATTEND_S + MERGE_S))
     assert clock.with_groups.count(True) == clock.with_groups.count(False) > 0
 
 
@@ -406,7 +406,7 @@ def test_the_price_is_in_tokens_of_attention_in_all_layers(tmp_path: Path, monke
         found = with_step_price(costs, runner, runner._backend, shape, 300, limits, 2 * shape.num_layers, details)
         monkeypatch.setattr(hydragen_costs, "seconds_per_token", lambda *_: None)
         unknown = with_step_price(costs, runner, runner._backend, shape, 300, limits, shape.num_layers, details)
-    price_s = shape.num_layers * (REPLAY_S + 3 * ATTEND_S + MERGE_S)
+    price_s = REPLAY_S + shape.num_layers * (REPLAY_S + 3 * ATTEND_S + MERGE_S)
     assert found == HydragenCosts(1.0, 2.0, 3.0, 4.0, pytest.approx(price_s / (0.125 * 2 * shape.num_layers)))
     assert unknown == costs
     num_tokens = price_s / (0.125 * 2 * shape.num_layers)

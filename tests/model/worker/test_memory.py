@@ -6,8 +6,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,10 +22,13 @@ from tests.helpers.tiny_model import save_byte_tokenizer
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import UserError
 from tokasaurus.model.attention.backend import KVShape
+from tokasaurus.model.buffer_sizes import chunk_sizes, graph_sizes
+from tokasaurus.model.worker import memory as memory_module
 from tokasaurus.model.worker.memory import (
     BlockBytes,
     KVCachePlan,
     available_to_all,
+    graph_bytes,
     plan_auto,
     plan_fixed,
     size_kv_cache,
@@ -229,6 +233,35 @@ def size(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KVCachePlan]:
         return plan
 
     return size_on_cuda
+
+
+def test_the_graphs_memory_is_estimated_from_the_first_and_the_last_of_each_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of chunks come first. Each of the others takes what the last of its kind took."""
+    taken = {2048: 300, 1088: 5, 1024: 200, 16: 7}
+    free = 1000
+
+    def record_graphs(
+        _recorder: object, sizes: list[int], progress: Callable[[list[int]], Iterable[int]], chunk_sizes: list[int]
+    ) -> None:
+        nonlocal free
+        for size in progress(sorted([*sizes, *chunk_sizes], reverse=True)):
+            free -= taken[size]
+
+    runner = SimpleNamespace(record_graphs=record_graphs, drop_graphs=lambda: None)
+    monkeypatch.setattr(memory_module, "CudaRecorder", lambda _device: None)
+    monkeypatch.setattr(memory_module, "_free_bytes", lambda _device: free)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    rows, chunks = graph_sizes(1024, 16), chunk_sizes(1024, 16, 8192)
+
+    def estimate(rows: list[int], chunks: list[int]) -> int:
+        return graph_bytes(runner, rows, chunks, torch.device("cpu"))
+
+    assert estimate(rows, chunks) == 300 + (len(chunks) - 1) * 5 + 200 + (len(rows) - 1) * 7
+    assert estimate(rows, []) == 200 + (len(rows) - 1) * 7
+    assert estimate([1024], chunks[:1]) == 300 + 200
+    assert estimate([], []) == 0
 
 
 LEFT = (FREE - FORWARD - GRAPHS) // SHAPE.bytes_per_block

@@ -35,7 +35,7 @@ from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.weights import fill_randomly
 from tokasaurus.model.execution import runner as runner_module
-from tokasaurus.model.execution.graphs import DecodeGraphs
+from tokasaurus.model.execution.graphs import StepGraphs
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
@@ -411,7 +411,7 @@ def measure_decode(runner: ModelRunner, num_blocks: int = NUM_BLOCKS, **limits: 
 
 
 def recorded(directory: Path, monkeypatch: pytest.MonkeyPatch, backend: str, compiled: bool = False) -> ModelRunner:
-    """A runner with graphs of 3 and 11 rows, which draw tokens too."""
+    """A runner with graphs of 3 and 11 rows, which draw tokens too, and of 30 tokens."""
     flashinfer_double.install(monkeypatch, any_dtype=True)
     monkeypatch.setattr(runner_module, "uses_triton", lambda *_: True)
     monkeypatch.setattr(runner_module, "sample_by_triton", sample_on_device)
@@ -419,7 +419,7 @@ def recorded(directory: Path, monkeypatch: pytest.MonkeyPatch, backend: str, com
     model, info = load(directory)
     compiler = TapedCompiler(tape) if compiled else None
     runner = make_runner(model, info, backend, num_blocks=NUM_BLOCKS, compiler=compiler)
-    runner.record_graphs(tape, [11, 3])
+    runner.record_graphs(tape, [11, 3], chunk_sizes=[30])
     return runner
 
 
@@ -442,9 +442,11 @@ def test_right_graphs_pass(backend: str, compiled: bool, tmp_path: Path, monkeyp
     assert all(one.is_right for one in measured), measured
     rows = [f"{what}: {row} row" for what in ("", ", logits") for row in ("worst", "median")]
     kinds = [*rows, ": share of tokens"]
-    assert [one.name for one in measured] == [
+    decodes = [
         f"graph of {size} rows{pieces}{kind}" for size in (3, 11) for pieces in ("", " in pieces") for kind in kinds
     ]
+    with_prompts = [f"graph of 30 tokens with prompts{kind}" for kind in rows]  # no prompt fits into 3 tokens
+    assert [one.name for one in measured] == decodes + with_prompts
 
 
 @pytest.mark.parametrize(
@@ -474,6 +476,8 @@ FAULTS: dict[str, str] = {
     "stale positions": "row",
     "stale plans": "row",
     "stale noise": "share of tokens",
+    "stale tokens of prompts": "tokens with prompts",
+    "padding is not left out": "tokens with prompts",
     "nothing is replayed": "row",
     "the last piece is not replayed": "row",
 }
@@ -508,6 +512,24 @@ def test_wrong_graphs_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.
                         plan(backend, layout)
 
                 monkeypatch.setattr(FlashInferBackend, "plan_recorded", plan_once)
+            case "stale tokens of prompts":
+                run = StepGraphs.run
+
+                def run_stale(graphs: StepGraphs, batch: Any, *others: Any) -> Any:
+                    if batch.num_sampled < len(batch.token_ids):
+                        batch.token_ids.fill_(1)
+                    return run(graphs, batch, *others)
+
+                monkeypatch.setattr(StepGraphs, "run", run_stale)
+            case "padding is not left out":
+                run = StepGraphs.run
+
+                def write_padding(graphs: StepGraphs, batch: Any, *others: Any) -> Any:
+                    num_tokens = len(batch.token_slots)
+                    batch.layout.kv_indices[num_tokens:] = batch.layout.kv_indices[num_tokens - 1]
+                    return run(graphs, batch, *others)
+
+                monkeypatch.setattr(StepGraphs, "run", write_padding)
             case "nothing is replayed":
                 monkeypatch.setattr(TapedGraph, "replay", lambda _graph: None)
             case "the last piece is not replayed":
@@ -541,7 +563,7 @@ def test_graphs_switched_off_at_the_start_leave_right_tokens(
     monkeypatch.setattr(Decoder, "pack_module", lambda *_: None)  # a tape reads no packed weights
     monkeypatch.setattr(entry, "graph_sizes_of", lambda *_: [8, 4])
     monkeypatch.setattr(entry, "CudaRecorder", lambda _device: LaunchTape())
-    monkeypatch.setattr(DecodeGraphs, "run", without_its_inputs(DecodeGraphs.run))
+    monkeypatch.setattr(StepGraphs, "run", without_its_inputs(StepGraphs.run))
     worker = start(tmp_path, "cpu_isa=torch", "dtype=float32")
     assert worker.limits.switched_off == ("use_cudagraphs",)
     assert tokens_of(worker) == expected
@@ -580,7 +602,7 @@ def test_recordings_that_raise_leave_a_server_without_graphs(
     assert tokens_of(worker) == expected
     (line,) = [r.getMessage() for r in caplog.records if "use_cudagraphs" in r.getMessage()]
     reason = "RuntimeError: operation not permitted when stream is capturing"
-    assert line == f"use_cudagraphs is switched off: {reason}; decode steps are slower without"
+    assert line == f"use_cudagraphs is switched off: {reason}; steps are slower without"
     with pytest.raises(FlagRefused, match=f"^use_cudagraphs=T: {reason}$"):
         start(tmp_path, *flags, "use_cudagraphs=T")
 
@@ -613,7 +635,7 @@ def test_what_is_wrong_on_one_rank_is_switched_off_on_all(tmp_path: Path) -> Non
 
 
 def without_its_inputs(run: Graph) -> Graph:
-    def call(graphs: DecodeGraphs, batch: Any, *others: Any) -> Any:
+    def call(graphs: StepGraphs, batch: Any, *others: Any) -> Any:
         batch.token_ids.zero_()
         return run(graphs, batch, *others)
 

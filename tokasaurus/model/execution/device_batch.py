@@ -86,13 +86,14 @@ def build_batch(
     staging: Staging,
     is_padded: bool = True,
     token_multiple: int = 1,
+    num_tokens: int | None = None,
 ) -> DeviceBatch:
     """The batch of `step`, whose device tensors are filled once `staging` has sent them. Advances the slots' positions
     past the step.
 
     Precondition: the changes of `step` are already applied to `slots`.
     is_padded: pad tokens and logit rows to one of few counts; the number of tokens becomes a multiple of
-    token_multiple.
+    token_multiple. num_tokens: the number of tokens becomes this instead.
     """
     to_device = staging.to_device
     first_positions = slots.positions[step.slots]
@@ -112,7 +113,9 @@ def build_batch(
     def pad(count: int, multiple: int = 1) -> NDArray[np.int64]:
         return np.zeros(padded_count(count, multiple) - count if is_padded else 0, np.int64)
 
-    padding = pad(int(starts[-1]), token_multiple)  # token 0 at position 0, its key and value in the padding block
+    # Token 0 at position 0, its key and value in the padding block.
+    own_tokens = int(starts[-1])
+    padding = pad(own_tokens, token_multiple) if num_tokens is None else np.zeros(num_tokens - own_tokens, np.int64)
     all_kv_indices = to_device(np.concatenate((kv_indices, padding)))
     token_ids = torch.empty(len(all_kv_indices), dtype=torch.int64, device=all_kv_indices.device)
     decode_slots = to_device(step.slots[: step.num_decode].astype(np.int64))

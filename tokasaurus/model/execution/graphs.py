@@ -1,15 +1,16 @@
-"""Decode steps as graphs: the launches of a forward are recorded once for each of some sizes, and replayed afterwards.
+"""Steps as graphs: the launches of a forward are recorded once for each of some sizes, and replayed afterwards.
 
 Launching a kernel costs the host microseconds, and a forward has hundreds; a replay is one call. A graph has fixed
-addresses, so each forward copies its inputs to buffers that stay where they are. A step with fewer rows than a size is
-padded to it with rows of the padding slot.
+addresses, so each forward copies its inputs to buffers that stay where they are. A step that is smaller than a size is
+padded to it: a decode step with rows of the padding slot, a step with prompts with tokens that no row attends to.
 
-There are two recordings of each size. In one, attention is left out: what it launches depends on the step's contexts
-and prefix groups. That recording is interrupted at each layer's attention, so that a forward replays one piece more
-than the model has layers. In the other, for backends that allow it and steps without prefix groups, it is included.
+In one recording of each size, attention is left out: what it launches depends on the step's contexts, chunks and prefix
+groups, and all the rest on the number of tokens alone. That recording is interrupted at each layer's attention, so that
+a forward replays one piece more than the model has layers; any step takes it. In another recording of the decode sizes,
+for backends that allow it and decode steps without prefix groups, attention is included.
 """
 
-# S size of a graph in rows, E hidden size, V vocabulary, F sampling parameters of a row
+# S size of a graph in tokens, E hidden size, V vocabulary, F sampling parameters of a row
 
 import bisect
 import gc
@@ -126,7 +127,7 @@ class DecodeOutput(NamedTuple):
     """[S, E]."""
 
     logits: Tensor | None
-    """[S, V], or None if they are not part of the graphs."""
+    """[S, V], or None if they are not part of the graphs, or not wanted of every token."""
 
     sampled: Sampled | None = None
     """Samples of all rows; None if the graphs do not sample, or if rows want more than the graphs compute."""
@@ -149,7 +150,9 @@ class _Recording:
     pieces: Sequence[_Piece]
     """Empty if attention is included."""
     last: Graph
-    """The launches after the last attention."""
+    """The launches after the last attention; those of the logits too if attention is included."""
+    head: Graph | None
+    """The launches of the logits, if they are not in `last`."""
     sampling: Graph | None
     output: DecodeOutput
 
@@ -166,8 +169,8 @@ def padding_alone(size: int) -> ForwardInput:
     return padded(ForwardInput(0, _NOTHING, _NOTHING, 0, _NOTHING, changes), size)
 
 
-class DecodeGraphs:
-    """The graphs of one model's decode steps. Recorded before use."""
+class StepGraphs:
+    """The graphs of one model's steps. Recorded before use."""
 
     def __init__(
         self,
@@ -175,34 +178,37 @@ class DecodeGraphs:
         executor: LayerExecutor,
         recorder: Recorder,
         sizes: Sequence[int],
+        chunk_sizes: Sequence[int],
         device: torch.device,
         has_logits: bool,
         sampler: Callable[[Tensor, SamplingRows], Sampled] | None,
         plan_whole: Callable[[int], Attends] | None,
     ) -> None:
-        """sizes: as from graph_sizes. has_logits: record the LM head too. sampler: record sampling too, which must read
+        """sizes: of decode steps, as from graph_sizes. chunk_sizes: further ones, larger than these, for steps of more
+        tokens; without logits. has_logits: record the LM head too. sampler: record sampling too, which must read
         nothing of the rows' parameters on the host. plan_whole: plans attention of padding alone, S rows, so that it
         can be recorded; None if the backend does not allow it."""
         self._model = model
         self._executor = executor
         self._recorder = recorder
         self._sizes = sorted(sizes)
+        self._all_sizes = self._sizes + sorted(chunk_sizes)
         self._recordings: dict[tuple[int, bool], _Recording] = {}
         """Recordings by size, and whether attention is included."""
-        largest = self._sizes[-1]
+        largest = self._all_sizes[-1]
         self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
         self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
         self._entering = None if model.is_first_stage else model.new_hidden(largest, device)
-        self._rows = None if sampler is None else _plain_rows(largest, device)
+        self._rows = None if sampler is None else _plain_rows(self._sizes[-1], device)
         self._has_logits = has_logits
         self._sampler = sampler
         self._plan_whole = plan_whole
 
     def record(self, progress: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
         """Record all sizes. progress: wraps the iteration over them."""
-        for size in progress(self._sizes[::-1]):
+        for size in progress(self._all_sizes[::-1]):
             self._recordings[size, False] = self._record_around_attention(size)
-            if self._plan_whole is not None:
+            if self._plan_whole is not None and size <= self._sizes[-1]:
                 attends = self._plan_whole(size)
                 with self._recorder.preparing():
                     self._forward(size, attends)
@@ -211,23 +217,30 @@ class DecodeGraphs:
 
     @property
     def sizes(self) -> list[int]:
-        """Sizes of the graphs in rows, smallest first."""
+        """Sizes of the decode steps' graphs in rows, smallest first."""
         return self._sizes
 
-    def size_for(self, step: ForwardInput) -> int | None:
-        """The smallest size that `step` fits in; None if it has prefill rows, or more rows than any size."""
-        if step.num_decode < len(step.slots):
-            return None
-        index = bisect.bisect_left(self._sizes, step.num_decode)
-        return self._sizes[index] if index < len(self._sizes) else None
+    @property
+    def all_sizes(self) -> list[int]:
+        """Sizes of all graphs in tokens, smallest first."""
+        return self._all_sizes
+
+    def size_for(self, num_tokens: int) -> int | None:
+        """The smallest size that a step of so many tokens fits in; None if it has more tokens than any size."""
+        index = bisect.bisect_left(self._all_sizes, num_tokens)
+        return self._all_sizes[index] if index < len(self._all_sizes) else None
+
+    def is_decode(self, step: ForwardInput) -> bool:
+        """Whether `step` only decodes, in rows for which logits and sampling are recorded."""
+        return step.num_decode == len(step.slots) <= self._sizes[-1]
 
     def is_missed_by(self, step: ForwardInput) -> bool:
-        """Whether `step` only decodes, but has too many rows for all graphs."""
+        """Whether `step` only decodes, but has more rows than logits and sampling are recorded for."""
         return step.num_decode == len(step.slots) > self._sizes[-1]
 
     def run(self, batch: DeviceBatch, attends: Attends | None, hidden: Tensor | None = None) -> DecodeOutput:
-        """Run a padded step, whose number of rows is a recorded size. attends: None if recorded attention is planned.
-        hidden: [n, E], as in Decoder.forward, of the rows before the padding; None on the first stage."""
+        """Run a padded step, whose number of tokens is a recorded size. attends: None if recorded attention is planned.
+        hidden: [n, E], as in Decoder.forward, of the tokens before the padding; None on the first stage."""
         size = len(batch.token_ids)
         recording = self._recordings[size, attends is None]
         self._token_ids[:size].copy_(batch.token_ids)
@@ -242,6 +255,10 @@ class DecodeGraphs:
             attends(piece.query, piece.key, piece.value, piece.layer_index, piece.output)
         recording.last.replay()
         output, rows = recording.output, batch.sampling
+        if batch.num_sampled < size:
+            return DecodeOutput(output.hidden, None)
+        if recording.head is not None:
+            recording.head.replay()
         is_plain = all(part is None for part in (rows.rules, rows.masks, rows.top, rows.as_sampled))
         if recording.sampling is None or self._rows is None or not is_plain:
             return output._replace(sampled=None)
@@ -270,28 +287,44 @@ class DecodeGraphs:
             return self._end_recording(size, leave_out, pieces)
 
     def _end_recording(self, size: int, attends: Attends, pieces: Sequence[_Piece]) -> _Recording:
-        """The rest of a recording that has begun. pieces: filled by `attends`."""
+        """The rest of a recording that has begun. pieces: filled by `attends`; empty if attention is included."""
         recorder = self._recorder
-        hidden, logits, _ = self._forward(size, attends, samples=False)
-        last, sampling, sampled = recorder.end(), None, None
-        if self._sampler is not None:
-            assert logits is not None
+        hidden = self._hidden(size, attends)
+        head, sampling, logits, sampled = None, None, None, None
+        if pieces:
+            last = recorder.end()
+            if self._has_logits_of(size):
+                recorder.begin()
+                logits = self._model.logits(hidden)
+                head = recorder.end()
+        else:
+            logits = self._model.logits(hidden) if self._has_logits_of(size) else None
+            last = recorder.end()
+        if self._sampler is not None and logits is not None:
             recorder.begin()
             tokens, logprobs, *_ = self._sample(logits)
             sampling = recorder.end()
             assert logprobs is not None
             sampled = Sampled(recorder.unowned(tokens), recorder.unowned(logprobs))
         unowned_logits = None if logits is None else recorder.unowned(logits)
-        return _Recording(pieces, last, sampling, DecodeOutput(recorder.unowned(hidden), unowned_logits, sampled))
+        output = DecodeOutput(recorder.unowned(hidden), unowned_logits, sampled)
+        return _Recording(pieces, last, head, sampling, output)
 
-    def _forward(self, size: int, attends: Attends, samples: bool = True) -> DecodeOutput:
+    def _has_logits_of(self, size: int) -> bool:
+        return self._has_logits and size <= self._sizes[-1]
+
+    def _forward(self, size: int, attends: Attends) -> None:
+        """All that is recorded of this size."""
+        hidden = self._hidden(size, attends)
+        if self._has_logits_of(size):
+            logits = self._model.logits(hidden)
+            if self._sampler is not None:
+                self._sample(logits)
+
+    def _hidden(self, size: int, attends: Attends) -> Tensor:
         entering = None if self._entering is None else self._entering[:size]
-        hidden = self._model(self._token_ids[:size], entering, self._positions[:size], self._executor, attends)
-        logits = self._model.logits(hidden) if self._has_logits else None
-        if samples and self._sampler is not None:
-            assert logits is not None
-            return DecodeOutput(hidden, logits, self._sample(logits))
-        return DecodeOutput(hidden, logits)
+        token_ids, positions = self._token_ids[:size], self._positions[:size]
+        return self._model.forward(token_ids, entering, positions, self._executor, attends)
 
     def _sample(self, logits: Tensor) -> Sampled:
         assert self._sampler is not None

@@ -28,7 +28,7 @@ from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
 from tokasaurus.model.execution.device_batch import DeviceBatch, build_batch
 from tokasaurus.model.execution.executors import KernelExecutor, choose_executor
-from tokasaurus.model.execution.graphs import DecodeGraphs, DecodeOutput, Recorder, padded, padding_alone
+from tokasaurus.model.execution.graphs import DecodeOutput, Recorder, StepGraphs, padded, padding_alone
 from tokasaurus.model.execution.kernel_decode import KernelDecode
 from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.execution.stage_times import StageTimes
@@ -209,7 +209,7 @@ class ModelRunner:
         self.times = StageTimes(None, mesh.pp_rank, self._mark)
         """Times of this stage's steps; whoever calls `run` marks where each begins and ends."""
         self._num_recompiles = 0
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._kernel_decode: KernelDecode | None = None
         if kernels is not None and links is None and isinstance(self._executor, KernelExecutor):
             self._kernel_decode = KernelDecode.of(model, self._executor, slots, page_size, kernels)
@@ -225,10 +225,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def record_graphs(
-        self, recorder: Recorder, sizes: Sequence[int], progress: Callable[[Iterable[int]], Iterable[int]] = iter
+        self,
+        recorder: Recorder,
+        sizes: Sequence[int],
+        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+        chunk_sizes: Sequence[int] = (),
     ) -> None:
-        """Record decode steps of these sizes, in tokens; from now on, steps replay them. progress: wraps the iteration
-        over the sizes."""
+        """Record steps of these sizes, in tokens; from now on, steps replay them. sizes: of decode steps. progress:
+        wraps the iteration over all sizes. chunk_sizes: further ones, for steps of more tokens."""
         self._graphs = None
         has_logits = self._mesh.is_last_stage
         can_sample = has_logits and self._shard.is_whole and uses_triton(self.device, "sampling")
@@ -236,8 +240,8 @@ class ModelRunner:
         if isinstance(self._backend, RecordableBackend):
             self._backend.prepare_recording(max(sizes), self._slots.block_tables.shape[1])
             plan_whole = partial(self._plan_padding, self._backend)
-        places = self._model, self._executor, recorder, sizes, self.device
-        graphs = DecodeGraphs(*places, has_logits, sample_by_triton if can_sample else None, plan_whole)
+        places = self._model, self._executor, recorder, sizes, chunk_sizes, self.device
+        graphs = StepGraphs(*places, has_logits, sample_by_triton if can_sample else None, plan_whole)
         graphs.record(progress)
         self._graphs = graphs
 
@@ -250,9 +254,9 @@ class ModelRunner:
         self._staging.finish()
         return attends_over(self._backend, batch.layout)
 
-    def _build(self, step: ForwardInput, is_padded: bool) -> DeviceBatch:
+    def _build(self, step: ForwardInput, is_padded: bool, num_tokens: int | None = None) -> DeviceBatch:
         places = self._slots, self._page_size, self._staging
-        batch = build_batch(step, *places, is_padded, self._token_multiple)
+        batch = build_batch(step, *places, is_padded, self._token_multiple, num_tokens)
         self._slots.positions[0] = 0  # rows of padding have moved on
         return batch
 
@@ -282,6 +286,12 @@ class ModelRunner:
         """Sizes of the recorded decode steps, in sequences, smallest first; empty if there are none."""
         return [] if self._graphs is None else self._graphs.sizes
 
+    @property
+    def all_graph_sizes(self) -> list[int]:
+        """Sizes of the recorded steps with prompts, in tokens, smallest first: those of decode steps, and larger
+        ones."""
+        return [] if self._graphs is None else self._graphs.all_sizes
+
     @contextmanager
     def launching(self) -> Iterator[None]:
         """Inside, no step replays a graph or is one call of the CPU kernels."""
@@ -300,12 +310,13 @@ class ModelRunner:
         """Run a step that opens all its slots, close them, and keep the results on the device. Exchanges nothing with
         other stages.
 
-        last_tokens: int64 [R], of the slots of a decode step, if that step embeds them. entering: [T, E], what enters
+        last_tokens: int64 [R], of the step's R decode rows, if it embeds them. entering: [T, E], what enters
         this stage; None for the embeddings of the step's tokens.
         """
         num_rows = int(step.num_tokens.sum())
         if last_tokens is not None:
-            self._slots.last_tokens[torch.from_numpy(step.slots).long().to(self.device)] = last_tokens
+            decode_slots = torch.from_numpy(step.slots[: step.num_decode]).long()
+            self._slots.last_tokens[decode_slots.to(self.device)] = last_tokens
         self._staging.begin()
         self._apply(step.changes)
         batch, (hidden, logits, drawn) = self._compute(step, entering)
@@ -460,7 +471,7 @@ class ModelRunner:
         entering: hidden states that no other stage has to send.
         """
         graphs, backend = self._graphs, self._backend
-        size = None if graphs is None else graphs.size_for(step)
+        size = None if graphs is None else graphs.size_for(int(step.num_tokens.sum()))
         if graphs is None or size is None:
             batch = self._build(step, is_padded=not self.always_on_kernels)
             backend.plan(batch.layout)
@@ -468,11 +479,14 @@ class ModelRunner:
             attends, hidden = attends_over(backend, batch.layout), self._receive(step, entering, len(batch.token_ids))
             hidden = self._model(batch.token_ids, hidden, batch.positions, self._executor, attends)
             return batch, DecodeOutput(hidden, logits=None)
-        batch = self._build(padded(step, size), is_padded=False)
-        if isinstance(backend, RecordableBackend) and batch.layout.prefix is None:
-            backend.plan_recorded(batch.layout)
-            self._staging.send()
-            return batch, graphs.run(batch, None, self._receive(step, entering))
+        if graphs.is_decode(step):
+            batch = self._build(padded(step, size), is_padded=False)
+            if isinstance(backend, RecordableBackend) and batch.layout.prefix is None:
+                backend.plan_recorded(batch.layout)
+                self._staging.send()
+                return batch, graphs.run(batch, None, self._receive(step, entering))
+        else:
+            batch = self._build(step, is_padded=True, num_tokens=size)
         backend.plan(batch.layout)
         self._staging.send()
         return batch, graphs.run(batch, attends_over(backend, batch.layout), self._receive(step, entering))

@@ -81,6 +81,7 @@ from tokasaurus.model.worker.memory_plan import (
     SUMS,
     WEIGHTS,
     WORKSPACES,
+    sizes_of_chunks,
     sizes_of_graphs,
 )
 from tokasaurus.model.worker.self_check import (
@@ -224,7 +225,7 @@ def start_worker(
     num_blocks = _allocate_kv_cache(config, checkpoint.info, loaded, graphs, phases)
     times = _warm_up(config, loaded, phases)
     if graphs:
-        record_graphs(config, loaded, graphs, num_blocks, phases)
+        record_graphs(config, loaded, graphs, chunk_sizes_of(config, graphs), num_blocks, phases)
     hydragen = _measure_prefix_groups(config, checkpoint.info, loaded, num_blocks, phases)
     if loaded.checks.results:
         with phases("checks") as details:
@@ -262,7 +263,15 @@ def _apply_earlier_updates(checkpoint: Checkpoint, updates: WeightUpdates, phase
 
 def graph_sizes_of(config: ServerConfig, device: torch.device) -> list[int]:
     """Sizes of the graphs in sequences, largest first; none if no graphs are wanted."""
-    sizes = sizes_of_graphs(config) if device.type == "cuda" else []
+    return _recordable(config, sizes_of_graphs(config) if device.type == "cuda" else [])
+
+
+def chunk_sizes_of(config: ServerConfig, sizes: list[int]) -> list[int]:
+    """Tokens of the graphs beyond the decode steps of `sizes`, largest first; none if these are none."""
+    return _recordable(config, sizes_of_chunks(config, sizes))
+
+
+def _recordable(config: ServerConfig, sizes: list[int]) -> list[int]:
     # From the threshold on, forwards need a multiple of tp_size tokens, and collectives that were never recorded.
     return [size for size in sizes if config.async_tp_threshold is None or size < config.async_tp_threshold]
 
@@ -331,20 +340,26 @@ def _measure_prefix_groups(
 
 
 def record_graphs(
-    config: ServerConfig, loaded: LoadedWorker, sizes: list[int], num_blocks: int, phases: Phases
+    config: ServerConfig,
+    loaded: LoadedWorker,
+    sizes: list[int],
+    chunk_sizes: list[int],
+    num_blocks: int,
+    phases: Phases,
 ) -> None:
-    """Record decode steps of these sizes, and drop them if they do not compute what launched steps do. num_blocks:
-    usable ones of the KV cache."""
-    runner = loaded.runner
+    """Record steps of these sizes, and drop them if they do not compute what launched steps do. sizes, chunk_sizes: as
+    in ModelRunner.record_graphs, largest first. num_blocks: usable ones of the KV cache."""
+    runner, num_sizes = loaded.runner, len(sizes) + len(chunk_sizes)
 
     def count(sizes_in_turn: Iterable[int]) -> Iterator[int]:
         for number, size in enumerate(sizes_in_turn):
             yield size
-            phases.show_amount("graphs", number + 1, len(sizes))
+            phases.show_amount("graphs", number + 1, num_sizes)
 
     def record_and_measure() -> Iterator[Measured]:
-        runner.record_graphs(CudaRecorder(loaded.device), sizes, count)
-        details.append(f"{len(sizes)} sizes, up to {sizes[0]} sequences")
+        runner.record_graphs(CudaRecorder(loaded.device), sizes, count, chunk_sizes)
+        most_tokens = (*chunk_sizes, *sizes)[0]
+        details.append(f"{num_sizes} sizes, up to {sizes[0]:,} sequences and {most_tokens:,} tokens")
         yield from measure_graphs(runner, loaded.model, config.page_size, num_blocks, loaded.limits)
 
     with phases("CUDA graphs") as details:
@@ -358,7 +373,7 @@ def _graph_bytes(config: ServerConfig, loaded: LoadedWorker, sizes: list[int]) -
 
     def estimate() -> Iterator[Measured]:
         nonlocal found
-        found = graph_bytes(loaded.runner, sizes, loaded.device)
+        found = graph_bytes(loaded.runner, sizes, chunk_sizes_of(config, sizes), loaded.device)
         yield from ()
 
     if sizes and not _graphs_pass(config, loaded, estimate):
@@ -370,7 +385,7 @@ def _graph_bytes(config: ServerConfig, loaded: LoadedWorker, sizes: list[int]) -
 
 def _graphs_pass(config: ServerConfig, loaded: LoadedWorker, measure: Measure) -> bool:
     flag = "use_cudagraphs=T" if config.use_cudagraphs else None
-    without = "decode steps are slower without"
+    without = "steps are slower without"
     return loaded.checks.passes("use_cudagraphs", measure, "use_cudagraphs is", without, flag)
 
 

@@ -327,8 +327,9 @@ def _measure_on_cuda(
     memory.note(measure_graphs(), GRAPHS)
 
 
-def graph_bytes(runner: ModelRunner, sizes: Sequence[int], device: torch.device) -> int:
-    """Bytes that the graphs of these sizes, largest first, will take, estimated by recording the first and the last.
+def graph_bytes(runner: ModelRunner, sizes: Sequence[int], chunk_sizes: Sequence[int], device: torch.device) -> int:
+    """Bytes that the graphs of these sizes, largest first, will take, estimated by recording the first and the last of
+    both. chunk_sizes: as in ModelRunner.record_graphs.
 
     The others need what the last does beyond the memory of the first. The graphs recorded here are dropped.
     """
@@ -343,11 +344,14 @@ def graph_bytes(runner: ModelRunner, sizes: Sequence[int], device: torch.device)
             yield size
         free.append(_free_bytes(device))
 
-    runner.record_graphs(CudaRecorder(device), sorted({sizes[0], sizes[-1]}), note)
+    ends, chunk_ends = (sorted({*of_kind[:1], *of_kind[-1:]}) for of_kind in (sizes, chunk_sizes))
+    runner.record_graphs(CudaRecorder(device), ends, note, chunk_ends)
     runner.drop_graphs()
     torch.cuda.empty_cache()
-    first, *others = (before - after for before, after in itertools.pairwise(free))
-    return max(0, first) + max(0, *others, 0) * (len(sizes) - 1)
+    taken = [max(0, before - after) for before, after in itertools.pairwise(free)]  # chunks first
+    num_others = len(chunk_sizes) - len(chunk_ends), len(sizes) - len(ends)
+    last = taken[len(chunk_ends) - 1] if chunk_ends else 0, taken[-1]
+    return sum(taken) + sum(number * of_one for number, of_one in zip(num_others, last, strict=True))
 
 
 def _free_bytes(device: torch.device) -> int:

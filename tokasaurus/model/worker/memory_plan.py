@@ -21,6 +21,7 @@ from tokasaurus.model.buffer_sizes import (
     KVSizes,
     as_sampled_rows_at_once,
     buffer_bytes,
+    chunk_sizes,
     graph_sizes,
     padded_count,
     plan_bytes,
@@ -77,6 +78,8 @@ class Sizes:
     """Whether sums over tensor-parallel ranks may use memory that these share."""
     graph_sizes: tuple[int, ...]
     """Sequences of each decode step that is recorded, largest first; empty without CUDA graphs."""
+    chunk_sizes: tuple[int, ...]
+    """Tokens of each larger step that is recorded, largest first."""
 
     @property
     def item(self) -> int:
@@ -98,6 +101,7 @@ def sizes_of(config: ServerConfig, info: ModelInfo, device_bytes: int, dtype: st
         has_flashinfer=config.attention_backend != "torch",
         has_symmetric_sums=config.symmetric_all_reduce is not False,
         graph_sizes=tuple(sizes_of_graphs(config)),
+        chunk_sizes=tuple(sizes_of_chunks(config, sizes_of_graphs(config))),
     )
 
 
@@ -106,6 +110,11 @@ def sizes_of_graphs(config: ServerConfig) -> list[int]:
     if config.use_cudagraphs is False:
         return []
     return graph_sizes(config.cudagraph_max_size or config.max_seqs_per_forward, config.cudagraph_step)
+
+
+def sizes_of_chunks(config: ServerConfig, sizes: list[int]) -> list[int]:
+    """Tokens of the recorded steps beyond the decode steps of `sizes`, largest first; none without CUDA graphs."""
+    return chunk_sizes(sizes[0], config.cudagraph_step, config.max_tokens_per_forward) if sizes else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,23 +342,28 @@ def _workspaces(rank: _Rank) -> Planned:
 
 
 def _graphs(rank: _Rank) -> Planned:
-    """All graphs share the memory of the largest. For each piece of a graph the driver keeps some more: a graph has one
-    piece more than the stage has layers, and twice as many where attention can be recorded too."""
+    """All graphs share the memory of the largest, and those of decode steps that of the most logits. For each piece of
+    a graph the driver keeps some more: a graph has one piece more than the stage has layers, and that of a decode step
+    twice as many where attention can be recorded too."""
     sizes, mesh = rank.sizes, rank.mesh
     if not sizes.graph_sizes:
         return None
-    largest, num_pieces = sizes.graph_sizes[0], len(sizes.graph_sizes) * (rank.shape.num_layers + 1)
+    num_tokens, num_rows = (*sizes.chunk_sizes, *sizes.graph_sizes)[0], sizes.graph_sizes[0]
+    num_recordings = len(sizes.chunk_sizes) + len(sizes.graph_sizes)
     row = rank.widest_row
     if not mesh.is_first_stage:
         row += rank.info.hidden_size  # where graphs read what the stage before sent
+    num_bytes = num_tokens * row * sizes.item
+    reason = f"{num_tokens:,} tokens x {row:,} x {sizes.item} B"
     if mesh.is_last_stage:
-        row += mesh.vocab_shard(rank.info.vocab_size)[1]
-    num_bytes = largest * row * sizes.item
-    reason = f"{largest:,} sequences x {row:,} x {sizes.item} B"
+        num_logits = mesh.vocab_shard(rank.info.vocab_size)[1]
+        num_bytes += num_rows * num_logits * sizes.item
+        reason += f" + {num_rows:,} sequences x {num_logits:,} x {sizes.item} B"
     if rank.has_flashinfer:
-        num_pieces *= 2
-        num_bytes += largest * rank.table_blocks * 4
-        reason += f" + {largest:,} x {rank.table_blocks:,} blocks x 4 B"
+        num_recordings += len(sizes.graph_sizes)
+        num_bytes += num_rows * rank.table_blocks * 4
+        reason += f" + {num_rows:,} x {rank.table_blocks:,} blocks x 4 B"
+    num_pieces = num_recordings * (rank.shape.num_layers + 1)
     num_bytes += num_pieces * _GRAPH_BYTES
     return num_bytes, f"{reason} + {num_pieces:,} pieces x {show_size(_GRAPH_BYTES)}"
 

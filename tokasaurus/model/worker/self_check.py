@@ -14,7 +14,7 @@ off what differs or raises. Each check yields what it measured; `toka check` sho
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
@@ -104,6 +104,8 @@ _CHUNK = 7
 
 NUM_SEQUENCES = 8
 """Different sequences among a decode step's rows."""
+_NUM_MIXED_DECODES = 2
+"""Decode rows of a checked step with prompts."""
 _MAX_OWN = 16
 """Tokens of a sequence after the shared block."""
 
@@ -623,12 +625,12 @@ def measure_layers(
 def measure_graphs(
     runner: ModelRunner, model: Decoder, page_size: int, num_blocks: int, limits: ForwardLimits
 ) -> Iterator[Measured]:
-    """Recorded decode steps of the smallest and the largest size, each replayed with two inputs, against the same steps
-    launched one by one; with and without prefix groups. Where graphs draw tokens, these against the tokens that
-    launched sampling draws from the replay's own logits.
+    """Recorded steps of the smallest and the largest size, each replayed with two inputs, against the same steps
+    launched one by one: decode steps with and without prefix groups, and steps with prompts. Where graphs draw tokens,
+    these against the tokens that launched sampling draws from the replay's own logits.
 
     Overwrites blocks of the KV cache. num_blocks: without the padding block."""
-    sizes = runner.graph_sizes
+    sizes, all_sizes = runner.graph_sizes, runner.all_graph_sizes
     prompts = _Prompts(page_size, num_blocks, limits)
     if (first := prompts.prefill()) is not None:
         hidden = None if model.is_first_stage else _first_hidden(len(first.prompt_ids), model, seed=2)
@@ -637,30 +639,51 @@ def measure_graphs(
         num_padding = int(size - 1 not in (0, *sizes))  # one row, where that does not make it another size
         num_rows = size - num_padding
         for has_groups in dict.fromkeys((False, prompts.num_shared > 0)):
-            replayed, launched, perturbed = list[ComputedStep](), list[ComputedStep](), list[ComputedStep]()
-            for turn in (0, 1):
-                step = prompts.decode(num_rows, has_groups, turn)
-                # Rows of one sequence compute the same, since they write to the same place.
-                token_ids = torch.from_numpy((prompts.sequences(num_rows, turn) * 7 + turn) % model.vocab_size)
-                token_ids = token_ids.to(model.device)
-                hidden = None if model.is_first_stage else _first_hidden(num_rows, model, turn)
-                replayed.append(runner.compute_alone(step, token_ids, hidden))
-                entering = model.embed(token_ids) if hidden is None else hidden
-                with runner.launching():
-                    perturbed.append(runner.compute_alone(step, token_ids, _perturbed(entering)))
-                    launched.append(runner.compute_alone(step, token_ids, hidden))
             name = f"graph of {size} rows{' in pieces' if has_groups else ''}"
-            computed = replayed, launched, perturbed
-            hidden_states = (torch.cat([one.hidden for one in steps]) for steps in computed)
-            yield from _compared(name, model.activation_dtype, *hidden_states)
-            if replayed[0].logits is not None:
-                logits = (torch.cat([one.logits for one in steps if one.logits is not None]) for steps in computed)
-                yield from _compared(f"{name}, logits", model.activation_dtype, *logits)
-            drawn = [one.drawn for one in replayed if one.drawn is not None]
-            redrawn = [one.redrawn for one in replayed if one.redrawn is not None]
-            if drawn:
-                is_other = torch.cat(drawn) != torch.cat(redrawn)
-                yield Measured(f"{name}: share of tokens", float(is_other.double().mean()), 0.0)
+            decodes = (prompts.decode(num_rows, has_groups, turn) for turn in (0, 1))
+            # Rows of one sequence compute the same, since they write to the same place.
+            places = (prompts.sequences(num_rows, turn) for turn in (0, 1))
+            yield from _compare_graph(name, runner, model, zip(decodes, places, strict=True))
+    for size in dict.fromkeys((all_sizes[0], all_sizes[-1])):
+        mixed = [prompts.mixed(min(size, limits.max_tokens), turn) for turn in (0, 1)]
+        yield from _compare_graph(
+            f"graph of {size} tokens with prompts", runner, model, [step for step in mixed if step is not None]
+        )
+
+
+def _compare_graph(
+    name: str, runner: ModelRunner, model: Decoder, steps: Iterable[tuple[ForwardInput, NDArray[np.int64]]]
+) -> Iterator[Measured]:
+    """steps: each with a number for each of its tokens, int64 [T], the same for tokens that are computed twice."""
+    replayed, launched, perturbed = list[ComputedStep](), list[ComputedStep](), list[ComputedStep]()
+    for turn, (step, places) in enumerate(steps):
+        token_ids = torch.from_numpy((places * 7 + turn) % model.vocab_size).to(model.device)
+        token_ids[step.num_decode :] = torch.from_numpy(step.prompt_ids).to(model.device)
+        last_tokens = token_ids[: step.num_decode]
+        hidden = None
+        if not model.is_first_stage:
+            distinct, inverse = np.unique(places, return_inverse=True)
+            of_distinct = _first_hidden(len(distinct), model, turn)
+            with torch.inference_mode(False):
+                hidden = of_distinct[torch.from_numpy(inverse).to(model.device)]
+        replayed.append(runner.compute_alone(step, last_tokens, hidden))
+        entering = model.embed(token_ids) if hidden is None else hidden
+        with runner.launching():
+            perturbed.append(runner.compute_alone(step, last_tokens, _perturbed(entering)))
+            launched.append(runner.compute_alone(step, last_tokens, hidden))
+    if not replayed:
+        return
+    computed = replayed, launched, perturbed
+    hidden_states = (torch.cat([one.hidden for one in steps]) for steps in computed)
+    yield from _compared(name, model.activation_dtype, *hidden_states)
+    if replayed[0].logits is not None:
+        logits = (torch.cat([one.logits for one in steps if one.logits is not None]) for steps in computed)
+        yield from _compared(f"{name}, logits", model.activation_dtype, *logits)
+    drawn = [one.drawn for one in replayed if one.drawn is not None]
+    redrawn = [one.redrawn for one in replayed if one.redrawn is not None]
+    if drawn:
+        is_other = torch.cat(drawn) != torch.cat(redrawn)
+        yield Measured(f"{name}: share of tokens", float(is_other.double().mean()), 0.0)
 
 
 @torch.inference_mode()
@@ -719,6 +742,7 @@ class _Prompts:
     def __init__(self, page_size: int, num_blocks: int, limits: ForwardLimits) -> None:
         """num_blocks: without the padding block."""
         self._page_size = page_size
+        self._max_seqs = limits.max_seqs
         max_sequences = min(NUM_SEQUENCES, limits.max_seqs)
         max_tokens = limits.max_tokens // max_sequences
         room = min(limits.context_length, max_tokens) - page_size
@@ -762,6 +786,34 @@ class _Prompts:
         if has_groups:
             groups = PrefixGroups(np.array([num_rows], np.int32), np.array([self.num_shared], np.int32))
         return ForwardInput(0, slots, np.ones(num_rows, np.int32), num_rows, _NOTHING, changes, groups=groups)
+
+    def mixed(self, num_tokens: int, turn: int) -> tuple[ForwardInput, NDArray[np.int64]] | None:
+        """A step with up to num_tokens tokens: two decode rows, and prompts' tokens after the shared block, again. And
+        a number of each token, by its sequence and its position. None if no prompt has such tokens, or too few fit."""
+        first_positions = self.num_shared * self._page_size
+        own = self._lengths - first_positions
+        sequences = np.flatnonzero(own)
+        num_prefill = self._max_seqs - _NUM_MIXED_DECODES
+        if not len(sequences) or num_prefill < 1:
+            return None
+        sequences = sequences[(np.arange(num_prefill) + turn) % len(sequences)]
+        sequences = sequences[np.cumsum(own[sequences]) <= num_tokens - _NUM_MIXED_DECODES]
+        if not len(sequences):
+            return None
+        decode, counts = self.decode(_NUM_MIXED_DECODES, has_groups=False, turn=turn), own[sequences]
+        decoding = self.sequences(_NUM_MIXED_DECODES, turn)
+        rows = np.concatenate((decoding, sequences))
+        starts = np.concatenate((self._lengths[decoding], np.full(len(sequences), first_positions, np.int32)))
+        positions = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + first_positions
+        owners = np.repeat(sequences, counts)
+        step = replace(
+            decode,
+            slots=np.arange(1, 1 + len(rows), dtype=np.int32),
+            num_tokens=np.concatenate((decode.num_tokens, counts)),
+            prompt_ids=((positions * 7 + owners) % self._vocab_size).astype(np.int32),
+            changes=self._open(rows, self._lengths[rows], starts),
+        )
+        return step, np.concatenate((decoding, (1 + positions) * len(self._lengths) + owners))
 
     def _open(
         self, sequences: NDArray[np.int64], prompts: NDArray[np.int32], first_positions: NDArray[np.int32]

@@ -48,7 +48,7 @@ class JoinedStages:
     def record_graphs(self, recorders: Sequence[Recorder]) -> None:
         """recorders: one of each stage."""
         for runner, recorder in zip(self.runners, recorders, strict=True):
-            runner.record_graphs(recorder, graph_sizes(MAX_ROWS, STEP))
+            runner.record_graphs(recorder, graph_sizes(MAX_ROWS, STEP), chunk_sizes=[24])
 
 
 def join_stages(
