@@ -13,13 +13,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from tokasaurus.messages.status import UserError
-
-if TYPE_CHECKING:
-    from openai import DefaultHttpxClient
 
 MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 """Longest path of a Unix socket's file, in bytes: the size of sun_path, less its final zero."""
@@ -172,16 +169,6 @@ def url_of(listener: socket.socket) -> str:
 def socket_of(url: str) -> str | None:
     """The file of the Unix socket that `url_of` describes; None for a URL."""
     return url.removeprefix(_UNIX) if url.startswith(_UNIX) else None
-
-
-def client_of_socket(path: str) -> "DefaultHttpxClient":
-    """An HTTP client for an OpenAI client, which sets the time limits: it sends all requests to a Unix socket, and uses
-    no proxy."""
-    from openai import DefaultHttpxClient
-
-    # httpx or httpx2, which depends on the version of openai
-    httpx: Any = importlib.import_module(DefaultHttpxClient.__bases__[0].__module__.partition(".")[0])
-    return DefaultHttpxClient(transport=httpx.HTTPTransport(uds=path))
 
 
 def leads_here(url: str) -> bool:

@@ -2,12 +2,12 @@
 
 import json
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from tokasaurus.addresses import URL_OF_SOCKETS, leads_here, proxies_for, proxy_variable
+from tokasaurus.addresses import URL_OF_SOCKETS, leads_here, no_proxies, proxies_for, proxy_variable
 from tokasaurus.config import ServerConfig
 from tokasaurus.flags import FlagConfig, flag
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import httpx
 
 _PROBE_S = 1.0
+_MAX_EVENT_BYTES = 64 << 20
 
 
 class AddressConfig(FlagConfig):
@@ -44,9 +45,10 @@ class NotAnswered(Exception):
 class Refused(NotAnswered):
     """The server answered with an error."""
 
-    def __init__(self, message: str, code: str | None) -> None:
-        """code: by which programs tell errors apart, if the server says one."""
+    def __init__(self, message: str, status: int, code: str | None) -> None:
+        """status: of HTTP. code: by which programs tell errors apart, if the server says one."""
         super().__init__(message)
+        self.status = status
         self.code = code
 
 
@@ -64,23 +66,39 @@ def name_of_server(config: AddressConfig) -> str:
     return url_of_server(config) if config.unix_socket is None else f"unix_socket={config.unix_socket}"
 
 
-@contextmanager
-def client_of(config: AddressConfig) -> Iterator["httpx.Client"]:
-    """A client within the context, for `models_of` and `stream_of`. Raises NotAnswered.
+def http_client(
+    base_url: str,
+    api_key: str | None,
+    unix_socket: str | None = None,
+    is_local: bool = False,
+    timeout_s: float | None = None,
+) -> "httpx.Client":
+    """A client for the paths below base_url. Raises NotAnswered, and various errors for a URL that cannot be used.
 
+    unix_socket: replaces the URL's host. is_local: the server is on this machine, so that no proxy is used. timeout_s:
+    longest time without a byte.
     Of httpx and not of openai, which takes a second to import."""
-    base_url = url_of_server(config)
-    _check_that_it_listens(config, base_url)
     import httpx
 
-    with explained(config), proxies_for(base_url):
-        client = httpx.Client(
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise NotAnswered("api_key: contains characters that cannot be sent, which are those outside of ASCII")
+    with no_proxies() if is_local else proxies_for(base_url):
+        return httpx.Client(
             base_url=base_url,
-            headers={"authorization": f"Bearer {config.api_key or 'none'}"},
-            timeout=None,  # an answer may take any time
+            headers={"authorization": f"Bearer {api_key or 'none'}"},
+            timeout=timeout_s,
             follow_redirects=True,
-            transport=None if config.unix_socket is None else httpx.HTTPTransport(uds=config.unix_socket),
+            transport=None if unix_socket is None else httpx.HTTPTransport(uds=unix_socket),
         )
+
+
+@contextmanager
+def client_of(config: AddressConfig) -> Iterator["httpx.Client"]:
+    """A client within the context, for `models_of` and `stream_of`; an answer may take any time. Raises NotAnswered."""
+    base_url = url_of_server(config)
+    _check_that_it_listens(config, base_url)
+    with explained(config):
+        client = http_client(base_url, config.api_key, config.unix_socket)
     with client:
         yield client
 
@@ -91,7 +109,7 @@ _NO_API = "no OpenAI-compatible API"
 def models_of(client: "httpx.Client") -> list[dict[str, Any]]:
     """The models that the server lists. Raises Refused, NotAnswered, and httpx's errors, which `explained` tells."""
     response = client.get("models")
-    _check_status(response)
+    check_status(response)
     try:
         models = response.json()["data"]
     except (ValueError, LookupError, TypeError):
@@ -106,10 +124,8 @@ def stream_of(client: "httpx.Client", path: str, body: dict[str, Any]) -> Iterat
     also for an error within the stream."""
     has_chunk = False
     with client.stream("POST", path, json=body) as response:
-        _check_status(response)
-        for data in _events(response.iter_bytes()):
-            if data == b"[DONE]":
-                continue
+        check_status(response)
+        for data in events_of(response):
             try:
                 chunk = json.loads(data)
             except ValueError:
@@ -124,25 +140,45 @@ def stream_of(client: "httpx.Client", path: str, body: dict[str, Any]) -> Iterat
         raise NotAnswered(_NO_API)
 
 
-def _events(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The data of server-sent events. Not by httpx's lines, which end at U+2028, too: JSON may have that in a text."""
-    rest, lines = b"", list[bytes]()
-    for part in parts:
-        *whole, rest = (rest + part).split(b"\n")
-        for line in whole:
-            line = line.removesuffix(b"\r")
+class EventReader:
+    """The data of server-sent events, without the final [DONE], from bytes as they arrive.
+
+    Lines end at a line feed alone, and not at U+2028, as httpx's do: JSON may have that in a text."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._lines: list[bytes] = []
+
+    def feed(self, received: bytes) -> list[bytes]:
+        """Events that are whole now. Raises NotAnswered for one that is too large."""
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        if len(self._rest) > _MAX_EVENT_BYTES:
+            raise NotAnswered(f"sent an event of more than {_MAX_EVENT_BYTES >> 20} MiB")
+        events = []
+        for line in lines:
             if line.startswith(b"data:"):
-                lines.append(line.removeprefix(b"data:").strip())
-            elif not line and lines:
-                yield b"\n".join(lines)
-                lines.clear()
-    if rest.startswith(b"data:"):  # some servers leave out the last line ends
-        lines.append(rest.removeprefix(b"data:").strip())
-    if lines:
-        yield b"\n".join(lines)
+                self._lines.append(line[5:].strip())
+            elif self._lines and line in (b"", b"\r"):
+                data = b"\n".join(self._lines)
+                self._lines.clear()
+                if data and data != b"[DONE]":
+                    events.append(data)
+        return events
+
+    def end(self) -> list[bytes]:
+        """The last event, whose line ends some servers leave out."""
+        return self.feed(b"\n\n")
 
 
-def _check_status(response: "httpx.Response") -> None:
+def events_of(response: "httpx.Response") -> Iterator[bytes]:
+    """The data of a streamed answer's events, as they come. Raises NotAnswered and httpx's errors."""
+    reader = EventReader()
+    for part in response.iter_bytes():
+        yield from reader.feed(part)
+    yield from reader.end()
+
+
+def check_status(response: "httpx.Response") -> None:
     """Raises Refused."""
     if response.is_success:
         return
@@ -154,7 +190,8 @@ def _check_status(response: "httpx.Response") -> None:
     error = body.get("error") if isinstance(body, dict) else None
     code = error.get("code") if isinstance(error, dict) else None
     reason = _message_of(body) or response.text or response.reason_phrase
-    raise Refused(f"answered {response.status_code}: {' '.join(reason.split())[:300]}", code)
+    status = response.status_code
+    raise Refused(f"answered {status}: {' '.join(reason.split())[:300]}", status, code)
 
 
 def _message_of(body: Any) -> str:

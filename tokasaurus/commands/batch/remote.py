@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import orjson
 
-from tokasaurus.addresses import client_of_socket, no_proxies, proxies_for, proxy_variable
+from tokasaurus.addresses import proxy_variable
 from tokasaurus.commands.batch.errors import CommandError, InputRefused, NotOnServer
 from tokasaurus.commands.batch.input_file import custom_ids
 from tokasaurus.commands.batch.progress import BatchView
 from tokasaurus.commands.batch.results import OutputFile, ResultsSoFar, temporary_output
+from tokasaurus.commands.running_server import NotAnswered, Refused, check_status, http_client
 from tokasaurus.messages.status import TimeLeft
 from tokasaurus.text.json_lines import escape_line_ends
 
 if TYPE_CHECKING:
-    import openai
+    pass
 
 Answer = TypeVar("Answer")
 Value = TypeVar("Value")
@@ -36,15 +37,10 @@ MAX_SILENCE_SECONDS = 300.0
 _PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 # Statuses of a server that may answer later. 507: its disk is full.
 _MAY_PASS = (408, 429, 500, 502, 503, 504, 507, 529)
-# Errors of the client's HTTP library for a URL, a key or a proxy that cannot be used.
-_NEVER = ("UnsupportedProtocol", "LocalProtocolError", "ProxyError")
 _MAX_PER_PAGE = 100
+_TIMEOUT_S = 60.0
 # Statuses of a server that will never accept this file.
 _REFUSES_INPUT = (400, 413, 422)
-
-
-class _Interrupted(Exception):
-    """A download ended in the middle."""
 
 
 class _Malformed(Exception):
@@ -65,25 +61,15 @@ class BatchApi:
     ) -> None:
         """note: shows the user a line. max_silence_s: longest time without an answer. is_local: the server is on this
         machine, so that no proxy is used. unix_socket: replaces host and port of base_url."""
-        import openai
-
         self._base_url = base_url if unix_socket is None else f"unix:{unix_socket}/v1"
         """Address of the server in messages."""
         self._note = note
         self._max_silence_s = max_silence_s
         self._has_answered = False
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise CommandError("api_key: contains characters that cannot be sent, which are those outside of ASCII")
         try:
-            with no_proxies() if is_local else proxies_for(base_url):
-                # The retries are here, where the user is told of them.
-                self._client = openai.OpenAI(
-                    base_url=base_url,
-                    api_key=api_key or "none",
-                    max_retries=0,
-                    timeout=60,
-                    http_client=None if unix_socket is None else client_of_socket(unix_socket),
-                )
+            self._client = http_client(base_url, api_key, unix_socket, is_local, _TIMEOUT_S)
+        except NotAnswered as error:
+            raise CommandError(str(error)) from None
         except Exception as error:  # various, for an invalid URL
             raise CommandError(f"base_url={base_url}: {' '.join(str(error).split())}") from None
         proxy = None if is_local else proxy_variable(base_url)
@@ -97,8 +83,8 @@ class BatchApi:
 
         def upload() -> str:
             with path.open("rb") as content:
-                raw = self._client.files.with_raw_response.create(file=(path.name, content), purpose="batch")
-            return _field(_parse(raw.content), "id", str)
+                files = {"file": (path.name, content)}
+                return _field(self._ask("POST", "files", files=files, data={"purpose": "batch"}), "id", str)
 
         return self._persist(upload, refuses_input=True)
 
@@ -112,8 +98,8 @@ class BatchApi:
             is_first = False
             if existing is not None:
                 return existing
-            options: Any = {"endpoint": endpoint, "completion_window": completion_window}  # the client's are Literals
-            return _view(self._client.batches.with_raw_response.create(input_file_id=file_id, **options).content)
+            body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": completion_window}
+            return _read_view(self._ask("POST", "batches", json=body))
 
         return self._persist(create, refuses_input=True)
 
@@ -122,11 +108,11 @@ class BatchApi:
         return self._persist(lambda: self._find(file_id))
 
     def retrieve(self, batch_id: str) -> BatchView:
-        return self._persist(lambda: _view(self._client.batches.with_raw_response.retrieve(batch_id).content))
+        return self._persist(lambda: _read_view(self._ask("GET", f"batches/{batch_id}")))
 
     def fields(self, batch_id: str) -> dict[str, Any]:
         """The batch as the API has it."""
-        return self._persist(lambda: _parse(self._client.batches.with_raw_response.retrieve(batch_id).content))
+        return self._persist(lambda: self._ask("GET", f"batches/{batch_id}"))
 
     def newest(self, limit: int) -> tuple[list[dict[str, Any]], bool]:
         """(batches as the API has them, the newest first, whether there are older ones)."""
@@ -141,20 +127,20 @@ class BatchApi:
                 return found[:limit], has_more
 
     def cancel(self, batch_id: str) -> BatchView:
-        return self._persist(lambda: _view(self._client.batches.with_raw_response.cancel(batch_id).content))
+        return self._persist(lambda: _read_view(self._ask("POST", f"batches/{batch_id}/cancel")))
 
     def results_from(self, batch_id: str, first: int) -> list[bytes]:
         """Results from line `first` on; none if the server cannot give them, or answers with something else.
 
         Never raises CommandError."""
         import httpx
-        import openai
 
         try:
-            options: Any = {"params": {"first": first}}
-            content = self._client.get(f"/batches/{batch_id}/results", cast_to=httpx.Response, options=options).content
-        except openai.OpenAIError:
+            response = self._client.get(f"batches/{batch_id}/results", params={"first": first})
+            check_status(response)
+        except (httpx.HTTPError, Refused):
             return []
+        content = response.content
         return list(takewhile(lambda line: _find_custom_id(line) is not None, content.splitlines(keepends=True)))
 
     def download(self, file_id: str, into: BinaryIO) -> None:
@@ -163,9 +149,9 @@ class BatchApi:
         def download() -> None:
             into.seek(0)
             into.truncate()
-            with self._client.files.with_streaming_response.content(file_id) as response:
-                parts = response.iter_bytes(1 << 20)
-                while part := _next_part(parts):
+            with self._client.stream("GET", f"files/{file_id}/content") as response:
+                check_status(response)
+                for part in response.iter_bytes(1 << 20):
                     into.write(part)
 
         self._persist(download)
@@ -185,12 +171,18 @@ class BatchApi:
         return None
 
     def _page(self, limit: int, options: dict[str, Any]) -> dict[str, Any]:
-        return _parse(self._client.batches.with_raw_response.list(limit=limit, **options).content)
+        return self._ask("GET", "batches", params={"limit": limit, **options})
+
+    def _ask(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        """The fields of the answer. options: of httpx. Raises Refused, _Malformed and httpx's errors."""
+        response = self._client.request(method, path, **options)
+        check_status(response)
+        return _parse(response.content)
 
     def _persist(self, operation: Callable[[], Answer], refuses_input: bool = False) -> Answer:
         """The operation's answer. It is called again while the server gives none, unless it has never given any and
         what is wrong does not look as if it passed."""
-        import openai
+        import httpx
 
         failed_at_s: float | None = None
         num_failures = 0
@@ -199,23 +191,21 @@ class BatchApi:
                 answer = operation()
                 self._has_answered = True
                 return answer
-            except openai.APIStatusError as error:
+            except Refused as error:
                 self._has_answered = True
-                message = f"{self._base_url} answered {error.status_code}: {_reason(error)}"
-                if error.status_code == 404:
+                message = f"{self._base_url} {error}"
+                if error.status == 404:
                     has_version = re.search("/v1/?$", self._base_url)
                     hint = "" if has_version else " (the URL of an OpenAI API ends in /v1)"
                     raise NotOnServer(message + hint) from None
-                if error.status_code not in _MAY_PASS:
-                    is_input = refuses_input and error.status_code in _REFUSES_INPUT
+                if error.status not in _MAY_PASS:
+                    is_input = refuses_input and error.status in _REFUSES_INPUT
                     raise (InputRefused if is_input else CommandError)(message) from None
-            except openai.APIConnectionError as error:
-                message = f"no answer from {self._route}: {error.__cause__ or error}"
+            except httpx.RequestError as error:
+                message = f"no answer from {self._route}: {str(error) or type(error).__name__}"
                 if not self._has_answered and _will_not_pass(error):
                     raise CommandError(f"{message}; is the server running?") from None
-            except _Interrupted as error:
-                message = f"no answer from {self._route}: {error}"
-            except openai.OpenAIError as error:
+            except httpx.InvalidURL as error:
                 raise CommandError(f"{self._base_url}: {' '.join(str(error).split())}") from None
             except OSError as error:  # of the input, or of the file that is written
                 raise CommandError(f"{error.filename or 'the results'}: {error.strerror}") from None
@@ -320,23 +310,24 @@ def _find_custom_id(line: bytes) -> str | None:
 
 
 def _will_not_pass(error: BaseException | None) -> bool:
-    """Whether a first request failed because nothing listens there, or in a way that no later one can succeed."""
+    """Whether a first request failed because nothing listens there, or in a way that no later one can succeed: for a
+    URL, a key or a proxy that cannot be used, too."""
+    import httpx
+
+    never = (
+        httpx.UnsupportedProtocol,
+        httpx.LocalProtocolError,
+        httpx.ProxyError,
+        ConnectionRefusedError,
+        ssl.SSLError,
+    )
     while error is not None:
         if isinstance(error, socket.gaierror):
             return error.errno != socket.EAI_AGAIN
-        # By name, since the client's HTTP library differs between its versions.
-        if isinstance(error, ConnectionRefusedError | ssl.SSLError) or type(error).__name__ in _NEVER:
+        if isinstance(error, (ConnectionRefusedError, ssl.SSLError, *never)):
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _next_part(parts: Iterator[bytes]) -> bytes:
-    """The next part, empty after the last. Raises _Interrupted."""
-    try:
-        return next(parts, b"")
-    except Exception as error:  # of the client's HTTP library, which differs between its versions
-        raise _Interrupted(str(error)) from None
 
 
 def _parse(content: bytes) -> dict[str, Any]:
@@ -366,11 +357,6 @@ def _objects(fields: dict[str, Any]) -> list[dict[str, Any]]:
     if not all(isinstance(one, dict) for one in objects):
         raise _Malformed("a list has something else than objects")
     return objects
-
-
-def _view(content: bytes) -> BatchView:
-    """Raises _Malformed."""
-    return _read_view(_parse(content))
 
 
 def _read_view(fields: dict[str, Any]) -> BatchView:
@@ -405,14 +391,3 @@ def _time_left(seconds: list[Any]) -> TimeLeft | None:
     if len(seconds) != 2 or not all(isinstance(end_s, int | float) for end_s in seconds):
         raise _Malformed("seconds_left")
     return TimeLeft(*seconds)
-
-
-def _reason(error: "openai.APIStatusError") -> str:
-    """The server's error message, else the start of its response body, in one line."""
-    body = error.body
-    message = body.get("message") if isinstance(body, dict) else None
-    try:
-        text = message or error.response.text
-    except Exception:  # a streamed answer that was not read
-        text = error.response.reason_phrase
-    return " ".join(str(text or error.response.reason_phrase).split())[:300]

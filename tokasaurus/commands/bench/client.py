@@ -19,6 +19,7 @@ import orjson
 from tokasaurus.addresses import leads_here, proxies_for
 from tokasaurus.commands.bench.scrape import Scrape, watched
 from tokasaurus.commands.bench.workloads import OfferedRequest
+from tokasaurus.commands.running_server import EventReader, NotAnswered
 from tokasaurus.text.exact_json import dumps
 
 # In Python 3.10, asyncio.TimeoutError is not a subclass of OSError.
@@ -349,25 +350,17 @@ class Client:
     async def _read_stream(self, response: aiohttp.ClientResponse, request: OfferedRequest, began_s: float) -> _Answer:
         """Raises BadAnswer, and the errors of a connection."""
         reader = _StreamReader("messages" in request.content)
-        async for event in _events(response):
-            reader.take(event, time.perf_counter() - began_s)
+        events = EventReader()
+        try:
+            async for received in response.content.iter_any():
+                for event in events.feed(received):
+                    reader.take(event, time.perf_counter() - began_s)
+            for event in events.end():
+                reader.take(event, time.perf_counter() - began_s)
+        except NotAnswered as error:
+            raise BadAnswer(f"the server {error}") from None
         usage = read_usage(reader.answer(), request, self._options.usage_per_choice)
         return _Answer(usage, "".join(reader.text), reader.events_s, reader.gaps_s)
-
-
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Data of each server-sent event, without the final [DONE]."""
-    rest = b""
-    async for received in response.content.iter_any():
-        *lines, rest = (rest + received).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                data = line[5:].strip()
-                if data and data != b"[DONE]":
-                    yield data
-    data = rest[5:].strip() if rest.startswith(b"data:") else b""
-    if data and data != b"[DONE]":  # the last line may lack its end
-        yield data
 
 
 @asynccontextmanager
