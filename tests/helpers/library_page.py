@@ -7,8 +7,10 @@ import inspect
 import re
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import tokasaurus
+from tokasaurus.library.map import options as map_options
 
 ROOT = Path(__file__).parents[2]
 PATH = ROOT / "docs" / "library.md"
@@ -104,8 +106,8 @@ def _is_same_as_blocking(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool
     )
 
 
-def _class_node(name: str) -> ast.ClassDef:
-    module = inspect.getmodule(getattr(tokasaurus, name))
+def _class_node(name: str, module: ModuleType | None = None) -> ast.ClassDef:
+    module = module or inspect.getmodule(getattr(tokasaurus, name))
     assert module is not None
     tree = ast.parse(inspect.getsource(module))
     return next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
@@ -131,21 +133,26 @@ def _arguments(arguments: ast.arguments) -> list[str]:
     if arguments.kwonlyargs:
         parts.append("*")
         parts += [_argument(*pair) for pair in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
-    if arguments.kwarg is not None:
+    if arguments.kwarg is not None and arguments.kwarg.arg == "keywords":
+        fields = [item for item in _class_node("MapOptions", map_options).body if isinstance(item, ast.AnnAssign)]
+        parts += ["*", *map(ast.unparse, fields), "**options: Unpack[ChatOptions]"]
+    elif arguments.kwarg is not None:
         parts.append(f"**{_argument(arguments.kwarg, None)}")
-    return parts
+    return [part.replace("'", '"') for part in parts]
 
 
 def _argument(argument: ast.arg, default: ast.expr | None) -> str:
     assert argument.annotation is not None, argument.arg
     value = "" if default is None else f" = {ast.unparse(default)}"
-    return f"{argument.arg}: {ast.unparse(argument.annotation)}{value}".replace("'", '"')
+    return f"{argument.arg}: {ast.unparse(argument.annotation)}{value}"
 
 
 def _docstring(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     arguments = function.args
     names = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
     names += [argument.arg for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
+    if "keywords" in names:
+        names += [*map_options.KEYWORDS, "options"]
     return _markdown(ast.get_docstring(function) or "", names)
 
 

@@ -1,6 +1,5 @@
 """`toka map`: run a job over files, with an engine of its own or a running server; run again, it goes on."""
 
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -269,29 +268,29 @@ def _run(config: MapConfig, sampling: "Sampling", words: list[str]) -> "MapSumma
 
     assert config.input is not None
     assert config.output is not None
-    schema, tools = config.read_schema(), config.read_tools()
+    keywords: dict[str, Any] = {
+        "sampling": sampling,
+        "schema": config.read_schema(),
+        "tools": config.read_tools(),
+        "prompt": None if config.prompt is None else given_text("prompt", config.prompt),
+        "messages": config.messages,
+        "chat": config.chat,
+        "key": config.key,
+        "columns": config.answer_columns(),
+        "format": config.format,
+        "prefix": config.prefix or "",
+        "overwrite": config.overwrite,
+        "retry_errors": config.retry_errors,
+    }
     # Now, since starting an engine may take minutes.
-    options = MapOptions(
-        prompt=None if config.prompt is None else given_text("prompt", config.prompt),
-        messages=config.messages,
-        chat=config.chat,
-        key=config.key,
-        columns=config.answer_columns(),
-        format=config.format,
-        prefix=config.prefix or "",
-        overwrite=config.overwrite,
-        retry_errors=config.retry_errors,
-    )
-    check_arguments(config.input, Path(config.output).expanduser(), options)
+    check_arguments(config.input, Path(config.output).expanduser(), MapOptions(**keywords))
     client = (
         Client(config.base_url, api_key=config.api_key, concurrency=config.concurrency)
         if config.base_url is not None
         else LLM(concurrency=config.concurrency, **engine_flags(config, words))
     )
     with client:
-        return client.map(
-            config.input, config.output, sampling=sampling, schema=schema, tools=tools, **dataclasses.asdict(options)
-        )
+        return client.map(config.input, config.output, **keywords)
 
 
 def _describe(summary: "MapSummary") -> str:

@@ -10,22 +10,22 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 import orjson
 from typing_extensions import Self, Unpack
 
 from tokasaurus.library.blocking import BulkSession, LoopThread
-from tokasaurus.library.bulk import AsyncBulkSession, ClientClosed, Progress
+from tokasaurus.library.bulk import AsyncBulkSession, ClientClosed
 from tokasaurus.library.connection import Server, ServerError
 from tokasaurus.library.counts import Counts
-from tokasaurus.library.map.options import MapOptions
+from tokasaurus.library.map.options import KEYWORDS, MapKeywords, MapOptions, StoredMapKeywords, show_keywords
 from tokasaurus.library.map.progress import ShownCall
 from tokasaurus.library.map.sources import absolute_paths
 from tokasaurus.library.model_files import ModelFiles
@@ -41,20 +41,20 @@ from tokasaurus.library.requests import (
     Schema,
     ScoreFormat,
 )
-from tokasaurus.library.results import NO_TOKENS, ParsedT, Result, Results, RowError, RowsFailed, Score, failures_of
+from tokasaurus.library.results import ParsedT, Result, Results, RowError, RowsFailed, Score, failures_of
 from tokasaurus.library.sampling import Sampling
 
 if TYPE_CHECKING:
     from tokasaurus.library.keywords import ChatOptions, CompletionOptions
     from tokasaurus.library.map.outputs import MapSummary
-    from tokasaurus.library.map.prompts import PromptOf
     from tokasaurus.library.map.sources import Rows
 
 Row: TypeAlias = "Prompt | Mapping[str, Any]"
 """A prompt, or a dictionary with "prompt" or "messages" beside other fields."""
 AnyResults = TypeVar("AnyResults", bound="Results[Any] | list[Score]")
+RowResult = TypeVar("RowResult", bound="Result[Any] | Score")
+MadeResult = TypeVar("MadeResult", bound="Result[Any] | Score", covariant=True)
 _SEE_ERROR = " (their .error says why)"
-FindProgress: TypeAlias = Callable[[], Progress | None]
 
 _MAX_READ_S = 0.05
 _MAX_READ_BYTES = 8 << 20
@@ -62,28 +62,36 @@ _MAX_READ_ROWS = 256
 """Rows that take longer to read, have more bytes, or are more, are sent before the next ones are read."""
 
 
-class _Flow:
+class _RowFormat(Protocol[MadeResult]):
+    """How rows become lines, and answers become results: RequestFormat and ScoreFormat."""
+
+    def line(self, number: int, row: Any, /) -> RequestLine: ...
+
+    def result(self, answer: Answer, key: object, row: Any, /) -> MadeResult: ...
+
+    def failed(self, key: object, row: Any, error: RowError, /) -> MadeResult: ...
+
+
+class _Flow(Generic[RowResult]):
     """The rows of one call on their way to results. No I/O."""
 
-    def __init__(self, rows: Iterable[tuple[int, Row]], request_format: RequestFormat, key: str | None) -> None:
+    def __init__(self, rows: Iterable[tuple[int, Any]], row_format: _RowFormat[RowResult], key: str | None) -> None:
         """rows: with their numbers, which are their keys unless `key` names a field."""
         self._rows = iter(rows)
-        self._format = request_format
+        self._format = row_format
         self._key = key
-        self._open: dict[int, tuple[Any, Row]] = {}
+        self._open: dict[int, tuple[Any, Any]] = {}
         """(key, row) of the lines without an answer."""
         self.counts = Counts()
-        self.find_progress: FindProgress = lambda: None
-        """What the server has told of the lines without an answer."""
         self.is_exhausted = False
         """No row is left."""
         self.failure: ServerError | None = None
         """Why the rows were lost that have no answer."""
 
-    def take(self, room: int) -> tuple[list[RequestLine], list[Result]]:
-        """The next rows: at most `room` lines, and the results of rows that cannot be sent."""
+    def take(self, room: int) -> tuple[list[RequestLine], list[tuple[int, RowResult]]]:
+        """The next rows: at most `room` lines, and the results of rows that cannot be sent, with their numbers."""
         lines: list[RequestLine] = []
-        refused: list[Result] = []
+        refused: list[tuple[int, RowResult]] = []
         num_bytes = 0
         room = min(room, _MAX_READ_ROWS)
         deadline_s = time.monotonic() + _MAX_READ_S
@@ -99,7 +107,7 @@ class _Flow:
                 key = self._key_of(number, row)
                 line = self._format.line(number, _prompt_of(row))
             except BadPrompt as error:
-                refused.append(Result(key, row, (), RowError(error.code, str(error))))
+                refused.append((number, self._format.failed(key, row, RowError(error.code, str(error)))))
             else:
                 self._open[number] = key, row
                 lines.append(line)
@@ -108,84 +116,38 @@ class _Flow:
         self._count(refused)
         return lines, refused
 
-    def results(self, answers: Sequence[Answer]) -> list[Result]:
-        results = [self._format.result(answer, *self._open.pop(answer.line.number)) for answer in answers]
+    def results(self, answers: Sequence[Answer]) -> list[tuple[int, RowResult]]:
+        """The results of answered lines, with the numbers of their rows."""
+        results = []
+        for answer in answers:
+            number = answer.line.number
+            results.append((number, self._format.result(answer, *self._open.pop(number))))
         self._count(results)
         return results
 
-    def _count(self, results: Sequence[Result]) -> None:
+    def _count(self, results: Sequence[tuple[int, RowResult]]) -> None:
         counts = self.counts
         counts.num_finished += len(results)
-        for result in results:
+        for _, result in results:
             if result.error is not None:
                 counts.num_errors += 1
                 counts.failures.add(result.error.code, result.error.message)
-            for sample in result.samples:
+            for sample in result.samples if isinstance(result, Result) else ():
                 counts.output_tokens += len(sample.token_ids)
 
-    def lost(self, error: ServerError) -> list[Result]:
+    def lost(self, error: ServerError) -> list[tuple[int, RowResult]]:
         """Results with an error for the rows that were sent and have no answer."""
         self.failure = error
         reason = RowError("server_lost", str(error))
-        return [Result(key, row, (), reason) for key, row in self._open.values()]
+        return [(number, self._format.failed(*row, reason)) for number, row in self._open.items()]
 
-    def _key_of(self, number: int, row: Row) -> Any:
+    def _key_of(self, number: int, row: Any) -> Any:
         """Raises BadPrompt."""
         if self._key is None:
             return number
         if not isinstance(row, Mapping) or self._key not in row:
             raise BadPrompt(f"row {number} has no {self._key!r}, which key= names", "row_without_key")
         return row[self._key]
-
-
-class _ScoreFlow:
-    """The pairs of one call on their way to scores, in the order of the input. No I/O."""
-
-    def __init__(self, prompts: Iterable[Any], completions: Iterable[Any], model: str) -> None:
-        self._pairs = _checked_pairs(prompts, completions)
-        self.num_pairs = len(self._pairs)
-        self._format = ScoreFormat(model)
-        self._order = iter([number for number, _ in _in_order_of_prefixes([prompt for prompt, _ in self._pairs])])
-        self._scores: dict[int, Score] = {}
-        self.counts = Counts()
-        self.find_progress: FindProgress = lambda: None
-        self.is_exhausted = False
-
-    def take(self, room: int) -> list[RequestLine]:
-        lines: list[RequestLine] = []
-        num_refused = 0
-        while len(lines) < min(room, _MAX_READ_ROWS):
-            number = next(self._order, None)
-            if number is None:
-                self.is_exhausted = True
-                break
-            try:
-                lines.append(self._format.line(number, *self._pairs[number]))
-            except BadPrompt as error:
-                self._note_error(number, RowError("bad_prompt", str(error)))
-                num_refused += 1
-        self.counts.num_rows += len(lines) + num_refused
-        self.counts.num_finished += num_refused
-        self.counts.num_errors += num_refused
-        return lines
-
-    def add(self, answers: Sequence[Answer]) -> None:
-        self.counts.num_finished += len(answers)
-        for answer in answers:
-            number = answer.line.number
-            score = self._format.score(answer, self._pairs[number][0])
-            self._scores[number] = score
-            self.counts.num_errors += score.error is not None
-
-    def scores(self, error: ServerError | None = None) -> list[Score]:
-        """error: why some pairs have none."""
-        for number in range(len(self._pairs)):
-            if number not in self._scores:
-                self._note_error(number, RowError("server_lost", str(error)))
-        return [self._scores[number] for number in range(len(self._pairs))]
-
-    def _note_error(self, number: int, error: RowError) -> None:
-        self._scores[number] = Score(*NO_TOKENS, error)
 
 
 def _absolute(path: str | Path) -> str:
@@ -287,8 +249,7 @@ class AsyncClient:
     ) -> Results[ParsedT]:
         """`Client.generate`, as a coroutine."""
         rows = _checked_prompts(prompts)
-        request_format = await self._format(sampling, schema, None, options, (COMPLETIONS,))
-        return _told(await self._in_order(rows, request_format, progress), raise_on_error)
+        return _told(await self._answered(COMPLETIONS, rows, sampling, schema, None, options, progress), raise_on_error)
 
     async def chat(
         self,
@@ -303,8 +264,7 @@ class AsyncClient:
     ) -> Results[ParsedT]:
         """`Client.chat`, as a coroutine."""
         rows = _checked_conversations(conversations)
-        request_format = await self._format(sampling, schema, tools, options, (CHAT,))
-        return _told(await self._in_order(rows, request_format, progress), raise_on_error)
+        return _told(await self._answered(CHAT, rows, sampling, schema, tools, options, progress), raise_on_error)
 
     async def stream(
         self,
@@ -318,7 +278,7 @@ class AsyncClient:
     ) -> AsyncIterator[Result[ParsedT]]:
         """`Client.stream`, as an asynchronous iterator."""
         flow = _Flow(enumerate(_checked_rows(rows)), await self._format(sampling, schema, tools, options), key)
-        async for result in self._results(flow):
+        async for _, result in self._results(flow, self._session("generate")):
             yield result
         _warn_of(flow.counts)
 
@@ -331,25 +291,7 @@ class AsyncClient:
         raise_on_error: bool = False,
     ) -> list[Score]:
         """`Client.score`, as a coroutine."""
-        return _told(await self._scores(prompts, completions, progress), raise_on_error)
-
-    async def _scores(self, prompts: Iterable[Any], completions: Iterable[Any], progress: bool) -> list[Score]:
-        flow = _ScoreFlow(prompts, completions, await self.connect())
-        session = self._session("score")
-        session.num_lines = flow.num_pairs
-        flow.find_progress = lambda: session.progress
-        with _shown(flow, flow.num_pairs, progress):
-            try:
-                while True:
-                    lines = flow.take(session.room())
-                    answers = await session.exchange(lines, is_last=flow.is_exhausted)
-                    if not answers and flow.is_exhausted:
-                        return flow.scores()
-                    flow.add(answers)
-            except ServerError as error:
-                return flow.scores(error)
-            finally:
-                await session.close()
+        return _told(await self._scored(_checked_pairs(prompts, completions), progress), raise_on_error)
 
     async def update_weights(
         self,
@@ -363,53 +305,27 @@ class AsyncClient:
         """`Client.update_weights`, as a coroutine."""
         await self.connect()
         assert self._server is not None
+        directory = _absolute(directory)
         body = {
-            **{"weight_dir": _absolute(directory), "version": version, "partial": partial},
+            **{"weight_dir": directory, "version": version, "partial": partial},
             **{"mode": mode, "clear_cache": clear_cache},
         }
         answer = await self._server.post("/update_weights", body)
+        self._note_weights(Path(directory), partial)
         return str(answer["weight_version"])
 
-    async def map(
-        self,
-        rows: Rows,
-        output: str | Path | None = None,
-        *,
-        prompt: PromptOf | None = None,
-        messages: PromptOf | None = None,
-        chat: bool = False,
-        key: str | None = None,
-        sampling: Sampling | None = None,
-        schema: Schema[Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        columns: Sequence[str] = (),
-        format: str | None = None,
-        prefix: str = "",
-        overwrite: bool = False,
-        retry_errors: bool = False,
-        progress: bool = True,
-        **options: Unpack[ChatOptions],
-    ) -> Any:
+    def _note_weights(self, directory: Path, is_partial: bool) -> None:
+        """The model has these weights now."""
+
+    async def map(self, rows: Rows, output: str | Path | None = None, **keywords: Unpack[StoredMapKeywords]) -> Any:
         """`Client.map` in a thread, which also reads the rows and calls functions of them. If the call is cancelled,
         what has finished is stored."""
-        map_options = MapOptions(
-            prompt=prompt,
-            messages=messages,
-            chat=chat,
-            key=key,
-            columns=columns,
-            format=format,
-            prefix=prefix,
-            overwrite=overwrite,
-            retry_errors=retry_errors,
-            progress=progress,
-        )
         rows, output = absolute_paths(rows), absolute_paths(output)
         await self.connect()
         beside = await asyncio.to_thread(_ClientBeside, self)
 
         def run() -> Any:
-            return beside._map(rows, output, sampling, schema, tools, map_options, options)
+            return beside.map(rows, output, **keywords)
 
         # A thread of its own: jobs that have all of asyncio's threads would wait for one for ever, which closes them.
         thread = ThreadPoolExecutor(1, "tokasaurus map")
@@ -440,22 +356,50 @@ class AsyncClient:
         self._sessions.add(session)
         return session
 
-    async def _in_order(self, rows: list[Any], request_format: RequestFormat, progress: bool) -> Results[Any]:
-        flow = _Flow(_in_order_of_prefixes(rows), request_format, None)
-        results: list[Result[Any] | None] = [None] * len(rows)
+    async def _answered(
+        self,
+        endpoint: str,
+        rows: list[Any],
+        sampling: Sampling | None,
+        schema: Schema[Any] | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, object],
+        progress: bool,
+    ) -> Results[Any]:
+        """Results of checked rows, in their order; without a warning of errors."""
+        request_format = await self._format(sampling, schema, tools, options, (endpoint,))
+        return Results(await self._in_order("generate", rows, rows, request_format, progress))
+
+    async def _scored(self, pairs: list[tuple[Any, Any]], progress: bool) -> list[Score]:
+        """Scores of checked pairs, in their order; without a warning of errors."""
+        prompts = [prompt for prompt, _ in pairs]
+        return await self._in_order("score", pairs, prompts, ScoreFormat(await self.connect()), progress)
+
+    async def _in_order(
+        self, call: str, rows: list[Any], prompts: list[Any], row_format: _RowFormat[RowResult], progress: bool
+    ) -> list[RowResult]:
+        """prompts: of the rows, of which those with a common prefix are sent together."""
+        numbers = _in_order_of_prefixes(prompts)
+        flow = _Flow([(number, rows[number]) for number in numbers], row_format, None)
+        results: dict[int, RowResult] = {}
+        session = self._session(call)
+        session.num_lines = len(rows)
+        shown = ShownCall(len(rows), flow.counts, lambda: session.progress) if progress else nullcontext()
         try:
-            with _shown(flow, len(rows), progress):
-                async for result in self._results(flow, len(rows)):
-                    results[result.key] = result
+            with shown:
+                async for number, result in self._results(flow, session):
+                    results[number] = result  # noqa: PERF403  (what came before an error stays)
         except ServerError:
             if flow.failure is None:
                 raise
-        return _completed(results, rows, flow.failure)
+        reason = RowError("server_lost", str(flow.failure))
+        for number in range(len(rows)):
+            if number not in results:
+                results[number] = row_format.failed(number, rows[number], reason)
+        return [results[number] for number in range(len(rows))]
 
-    async def _results(self, flow: _Flow, num_rows: int | None = None) -> AsyncIterator[Result]:
-        session = self._session("generate")
-        session.num_lines = num_rows
-        flow.find_progress = lambda: session.progress
+    async def _results(self, flow: _Flow[RowResult], session: AsyncBulkSession) -> AsyncIterator[tuple[int, RowResult]]:
+        """As they finish, with the numbers of their rows. Closes the session."""
         try:
             while True:
                 lines, refused = flow.take(session.room())
@@ -547,8 +491,8 @@ class Client:
         A prompt that cannot be completed has a result with an `error`, and the call ends with one warning that counts
         these. Raises TypeError and ValueError for arguments that are wrong for every prompt."""
         rows = _checked_prompts(prompts)
-        request_format = self._format(sampling, schema, None, options, (COMPLETIONS,))
-        return _told(self._in_order(rows, request_format, progress), raise_on_error)
+        answered = self._client._answered(COMPLETIONS, rows, sampling, schema, None, options, progress)
+        return _told(self._loop.run(answered), raise_on_error)
 
     def chat(
         self,
@@ -570,8 +514,8 @@ class Client:
         options: other fields of /v1/chat/completions, such as chat_template_kwargs={"enable_thinking": False}.
         """
         rows = _checked_conversations(conversations)
-        request_format = self._format(sampling, schema, tools, options, (CHAT,))
-        return _told(self._in_order(rows, request_format, progress), raise_on_error)
+        answered = self._client._answered(CHAT, rows, sampling, schema, tools, options, progress)
+        return _told(self._loop.run(answered), raise_on_error)
 
     def stream(
         self,
@@ -594,7 +538,9 @@ class Client:
         at the end counts the errors. Raises TypeError and ValueError for arguments that are wrong for every row, and
         what reading the rows raises. If the server is lost for good, the rows that have been sent get errors, no more
         rows are read, and ServerError is raised. To leave the loop cancels what is in flight."""
-        return self._stream(_Flow(enumerate(_checked_rows(rows)), self._format(sampling, schema, tools, options), key))
+        numbered = enumerate(_checked_rows(rows))
+        request_format = self._loop.run(self._client._format(sampling, schema, tools, options))
+        return self._stream(_Flow(numbered, request_format, key))
 
     def score(
         self,
@@ -612,7 +558,8 @@ class Client:
 
         A pair that cannot be scored has a score with an `error`. Raises TypeError and ValueError for arguments that are
         wrong as a whole."""
-        return _told(self._loop.run(self._client._scores(prompts, completions, progress)), raise_on_error)
+        scored = self._client._scored(_checked_pairs(prompts, completions), progress)
+        return _told(self._loop.run(scored), raise_on_error)
 
     def update_weights(
         self,
@@ -639,66 +586,12 @@ class Client:
         )
 
     @overload
-    def map(
-        self,
-        rows: Rows,
-        output: str | Path,
-        *,
-        prompt: PromptOf | None = ...,
-        messages: PromptOf | None = ...,
-        chat: bool = ...,
-        key: str | None = ...,
-        sampling: Sampling | None = ...,
-        schema: Schema[Any] | None = ...,
-        tools: Sequence[Mapping[str, Any]] | None = ...,
-        columns: Sequence[str] = ...,
-        format: str | None = ...,
-        prefix: str = ...,
-        overwrite: bool = ...,
-        retry_errors: bool = ...,
-        progress: bool = ...,
-        **options: Unpack[ChatOptions],
-    ) -> MapSummary: ...
+    def map(self, rows: Rows, output: str | Path, **keywords: Unpack[StoredMapKeywords]) -> MapSummary: ...
 
     @overload
-    def map(
-        self,
-        rows: Rows,
-        output: None = None,
-        *,
-        prompt: PromptOf | None = ...,
-        messages: PromptOf | None = ...,
-        chat: bool = ...,
-        key: str | None = ...,
-        sampling: Sampling | None = ...,
-        schema: Schema[Any] | None = ...,
-        tools: Sequence[Mapping[str, Any]] | None = ...,
-        columns: Sequence[str] = ...,
-        prefix: str = ...,
-        progress: bool = ...,
-        **options: Unpack[ChatOptions],
-    ) -> Any: ...
+    def map(self, rows: Rows, output: None = None, **keywords: Unpack[MapKeywords]) -> Any: ...
 
-    def map(
-        self,
-        rows: Rows,
-        output: str | Path | None = None,
-        *,
-        prompt: PromptOf | None = None,
-        messages: PromptOf | None = None,
-        chat: bool = False,
-        key: str | None = None,
-        sampling: Sampling | None = None,
-        schema: Schema[Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        columns: Sequence[str] = (),
-        format: str | None = None,
-        prefix: str = "",
-        overwrite: bool = False,
-        retry_errors: bool = False,
-        progress: bool = True,
-        **options: Unpack[ChatOptions],
-    ) -> Any:
+    def map(self, rows: Rows, output: str | Path | None = None, **keywords: Unpack[StoredMapKeywords]) -> Any:
         """Answer every row of a data set: its columns are kept, and the answers are columns beside them.
 
         ```python
@@ -743,51 +636,20 @@ class Client:
         Returns a MapSummary, or without `output` the rows with their answers. Raises ValueError, TypeError and
         FileNotFoundError for wrong arguments and files that cannot be read, OutputInUse if another job writes to the
         output, OutputFull and OSError if it cannot be written, and ServerError if the server is lost."""
-        map_options = MapOptions(
-            prompt=prompt,
-            messages=messages,
-            chat=chat,
-            key=key,
-            columns=columns,
-            format=format,
-            prefix=prefix,
-            overwrite=overwrite,
-            retry_errors=retry_errors,
-            progress=progress,
-        )
-        return self._map(rows, output, sampling, schema, tools, map_options, options)
-
-    def _map(
-        self,
-        rows: Rows,
-        output: str | Path | None,
-        sampling: Sampling | None,
-        schema: Schema[Any] | None,
-        tools: Sequence[Mapping[str, Any]] | None,
-        map_options: MapOptions,
-        options: Mapping[str, object],
-    ) -> Any:
         from tokasaurus.library.map.job import map_rows
 
-        sampling = Sampling() if sampling is None else sampling
+        fields: dict[str, Any] = {**keywords}
+        options = MapOptions(**{name: fields.pop(name) for name in KEYWORDS if name in fields})
+        sampling = Sampling() if options.sampling is None else options.sampling
         if isinstance(sampling, Sampling):  # the format refuses all else
-            has_logprobs = "logprobs" in map_options.columns
-            sampling = dataclasses.replace(sampling, logprobs=has_logprobs, top_logprobs=0)
-        endpoints = (CHAT,) if map_options.chat or map_options.messages is not None else (COMPLETIONS, CHAT)
-        request_format = self._format(sampling, schema, tools, options, endpoints)
+            sampling = dataclasses.replace(sampling, logprobs="logprobs" in options.columns, top_logprobs=0)
+        endpoints = (CHAT,) if options.chat or options.messages is not None else (COMPLETIONS, CHAT)
+        request_format = self._loop.run(
+            self._client._format(sampling, options.schema, options.tools, fields, endpoints)
+        )
         model_files = None if output is None else self._client._find_model_files()
         with self._session("map" if output is None else f"map {Path(output).name}") as session:
-            return map_rows(session, request_format, rows, output, map_options, model_files)
-
-    def _format(
-        self,
-        sampling: Sampling | None,
-        schema: Schema[Any] | None,
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Mapping[str, object],
-        endpoints: Collection[str] = (COMPLETIONS, CHAT),
-    ) -> RequestFormat:
-        return RequestFormat(self.model, sampling, schema=schema, tools=tools, options=options, endpoints=endpoints)
+            return map_rows(session, request_format, rows, output, options, model_files)
 
     def _session(self, call: str) -> BulkSession:
         async def make() -> AsyncBulkSession:
@@ -795,37 +657,25 @@ class Client:
 
         return BulkSession(self._loop, self._loop.run(make()))
 
-    def _in_order(self, rows: list[Any], request_format: RequestFormat, progress: bool) -> Results[Any]:
-        flow = _Flow(_in_order_of_prefixes(rows), request_format, None)
-        results: list[Result[Any] | None] = [None] * len(rows)
-        try:
-            with _shown(flow, len(rows), progress):
-                for result in self._results(flow, len(rows)):
-                    results[result.key] = result
-        except ServerError:
-            if flow.failure is None:
-                raise
-        return _completed(results, rows, flow.failure)
-
-    def _stream(self, flow: _Flow) -> Iterator[Result[Any]]:
-        yield from self._results(flow)
-        _warn_of(flow.counts)
-
-    def _results(self, flow: _Flow, num_rows: int | None = None) -> Iterator[Result[Any]]:
+    def _stream(self, flow: _Flow[Result[Any]]) -> Iterator[Result[Any]]:
+        """`AsyncClient._results` in this thread, which reads the rows."""
         with self._session("generate") as session:
-            session.announce(num_rows)
-            flow.find_progress = session.progress
             try:
                 while True:
                     lines, refused = flow.take(session.room())
-                    yield from refused
+                    yield from (result for _, result in refused)
                     answers = session.exchange(lines, is_last=flow.is_exhausted)
                     if not answers and flow.is_exhausted:
-                        return
-                    yield from flow.results(answers)
+                        break
+                    yield from (result for _, result in flow.results(answers))
             except ServerError as error:
-                yield from flow.lost(error)
+                yield from (result for _, result in flow.lost(error))
                 raise
+        _warn_of(flow.counts)
+
+
+show_keywords(AsyncClient.map)
+show_keywords(Client.map)
 
 
 class _ClientBeside(Client):
@@ -848,12 +698,6 @@ def _close(client: AsyncClient, loop: LoopThread) -> None:
     client.end()
 
 
-def _shown(flow: _Flow | _ScoreFlow, num_rows: int, progress: bool) -> AbstractContextManager[object]:
-    if not progress:
-        return nullcontext()
-    return ShownCall(num_rows, flow.counts, lambda: flow.find_progress())
-
-
 def _prompt_of(row: Row) -> Prompt:
     if not isinstance(row, Mapping):
         return row
@@ -861,12 +705,6 @@ def _prompt_of(row: Row) -> Prompt:
         raise BadPrompt('a row has either "prompt" or "messages"')
     prompt: Prompt = row["prompt"] if "prompt" in row else row["messages"]
     return prompt
-
-
-def _completed(results: list[Result[Any] | None], rows: Sequence[Any], error: ServerError | None) -> Results[Any]:
-    """error: why some rows have no result."""
-    reason = RowError("server_lost", str(error))
-    return Results(result or Result(number, rows[number], (), reason) for number, result in enumerate(results))
 
 
 def _told(results: AnyResults, raise_on_error: bool) -> AnyResults:
@@ -886,16 +724,16 @@ def _warn_of(counts: Counts) -> None:
         warnings.warn(RowsFailed(counts.failures.summary(counts.num_rows) + _SEE_ERROR), stacklevel=3)
 
 
-def _in_order_of_prefixes(rows: Sequence[Any]) -> list[tuple[int, Any]]:
-    """The rows with their numbers, such that those with a common prefix are neighbours."""
-    written = [_written(row) for row in rows]
-    return [(number, rows[number]) for number in sorted(range(len(rows)), key=written.__getitem__)]
+def _in_order_of_prefixes(prompts: Sequence[Any]) -> list[int]:
+    """The numbers of the prompts, such that those with a common prefix are neighbours."""
+    texts = [prompt if isinstance(prompt, str) else _written(prompt) for prompt in prompts]
+    return sorted(range(len(prompts)), key=texts.__getitem__)
 
 
-def _written(row: Any) -> str:
-    """The row as text, only to order rows by it; "" for a row that cannot be sent."""
+def _written(prompt: Any) -> str:
+    """Only to order prompts by it; "" for one that cannot be sent."""
     try:
-        return row if isinstance(row, str) else orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+        return orjson.dumps(prompt, option=orjson.OPT_SERIALIZE_NUMPY).decode()
     except TypeError:
         return ""
 

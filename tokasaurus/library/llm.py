@@ -9,13 +9,13 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from typing_extensions import Unpack
 
 from tokasaurus.config import DEMO, FLAGS_OF_ACCESS, ServerConfig
 from tokasaurus.habits import flag_meant
-from tokasaurus.library.client import AsyncClient, Client, _absolute
+from tokasaurus.library.client import AsyncClient, Client
 from tokasaurus.library.connection import Server, ServerError
 from tokasaurus.library.engine import EngineError, EngineNotUp, PrivateEngine
 from tokasaurus.library.model_files import ModelFiles, find_model_files
@@ -90,19 +90,8 @@ class AsyncLLM(AsyncClient):
     def _find_model_files(self) -> ModelFiles | None:
         return find_model_files(*self._model_paths)
 
-    async def update_weights(
-        self,
-        directory: str | Path,
-        version: str | None = None,
-        *,
-        partial: bool = False,
-        mode: Literal["abort", "wait", "keep"] = "keep",
-        clear_cache: bool = True,
-    ) -> str:
-        """`Client.update_weights`, as a coroutine."""
-        updated = await super().update_weights(directory, version, partial=partial, mode=mode, clear_cache=clear_cache)
-        self._model_paths = [*(self._model_paths if partial else ()), Path(_absolute(directory))]
-        return updated
+    def _note_weights(self, directory: Path, is_partial: bool) -> None:
+        self._model_paths = [*(self._model_paths if is_partial else ()), directory]
 
     def _make_server(self) -> Server:
         async def wait_until_up() -> None:

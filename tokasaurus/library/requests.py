@@ -149,6 +149,11 @@ class RequestFormat:
         ids = list(map(_refuse_token_unless_int, prompt))
         return RequestLine(number, COMPLETIONS, b'{"prompt":' + _dump(ids) + self._completion_end, seed)
 
+    @staticmethod
+    def failed(key: object, row: object, error: RowError) -> Result:
+        """The result of a row without an answer."""
+        return Result(key, row, (), error)
+
     def result(self, answer: Answer, key: object, row: object) -> Result:
         """The result of an answer; its error if the server answered one."""
         if answer.status != 200:
@@ -227,8 +232,9 @@ class ScoreFormat:
         fields = {"model": model, "echo": True, "max_tokens": 0, "logprobs": 0, "return_token_ids": True}
         self._end = _rest(fields)
 
-    def line(self, number: int, prompt: str | Sequence[int], completion: str | Sequence[int]) -> RequestLine:
-        """Both are texts, or both are token ids. Raises BadPrompt."""
+    def line(self, number: int, pair: tuple[Any, Any]) -> RequestLine:
+        """pair: a prompt and its completion, both texts, or both token ids. Raises BadPrompt."""
+        prompt, completion = pair
         if isinstance(prompt, str) and isinstance(completion, str):
             return RequestLine(number, COMPLETIONS, b'{"prompt":' + _dump(prompt + completion) + self._end)
         ids: list[int] = []
@@ -242,11 +248,17 @@ class ScoreFormat:
         return RequestLine(number, COMPLETIONS, b'{"prompt":' + _dump(ids) + self._end)
 
     @staticmethod
-    def score(answer: Answer, prompt: str | Sequence[int]) -> Score:
+    def failed(_key: object, _pair: object, error: RowError) -> Score:
+        """The score of a pair without an answer."""
+        return Score(*NO_TOKENS, error)
+
+    @staticmethod
+    def result(answer: Answer, _key: object, pair: tuple[Any, Any]) -> Score:
         """The score of an answer; its error if the server answered one."""
         if answer.status != 200:
             return Score(*NO_TOKENS, row_error(answer.status, answer.body))
         try:
+            prompt, _ = pair
             choice = answer.body["choices"][0]
             token_ids, logprobs = choice["prompt_token_ids"], choice["logprobs"]
             first = len(prompt)
