@@ -79,7 +79,7 @@ def test_sub_command_of_another_program(habit: Habit, capsys: pytest.CaptureFixt
 
 def test_there_are_habits_of_every_program() -> None:
     programs = {name for habit in HABITS for name in habit.program.split(", ")}
-    assert programs == {"vLLM", "SGLang", "llama.cpp", "Ollama"}
+    assert programs == {"vLLM", "SGLang", "llama.cpp", "Ollama", "tokasaurus"}
     assert len(HABITS) >= 24
     names = [(habit.is_command, name) for habit in HABITS for name in habit.names]
     assert len(set(names)) == len(names)
@@ -103,7 +103,7 @@ def test_there_are_habits_of_every_program() -> None:
         (["org/name", "port=1"], ["model=org/name", "port=1"]),
         (["--kv-cache-num-tokens", "auto"], []),
         (["--kv-cache-num-tokens", "64k"], ["kv_cache_num_tokens=64000"]),
-        (["max_body_bytes_in_all=1.5G"], ["max_body_bytes_in_all=1610612736"]),
+        (["max_file_bytes=1.5G"], ["max_file_bytes=1610612736"]),
         (
             ["max_num_tokens_per_request=8K", "max_tokens_per_forward=4K"],
             ["max_num_tokens_per_request=8192", "max_tokens_per_forward=4096"],
@@ -336,11 +336,11 @@ def test_one_rule_of_suffixes(text: str, number: int) -> None:
 
 def test_a_variable_and_a_file_may_have_suffixes_and_synonyms(tmp_path: Path) -> None:
     path = tmp_path / "flags.yaml"
-    path.write_text("max_line_bytes: 2M\ndtype: bf16\n")
+    path.write_text("max_file_bytes: 2M\ndtype: bf16\n")
     both = given(f"config={path}", environment={"TOKA_PAGE_SIZE": "1K", "TOKA_DEVICE": "gpu"})
-    assert (both.config.max_line_bytes, both.config.dtype) == (2 << 20, "bfloat16")
+    assert (both.config.max_file_bytes, both.config.dtype) == (2 << 20, "bfloat16")
     assert (both.config.page_size, both.config.device) == (1024, "cuda")
-    assert set(both.words) == {"max_line_bytes=2097152", "dtype=bfloat16", "page_size=1024", "device=cuda"}
+    assert set(both.words) == {"max_file_bytes=2097152", "dtype=bfloat16", "page_size=1024", "device=cuda"}
 
 
 def test_words_without_a_name_are_taken_in_order() -> None:

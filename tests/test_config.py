@@ -58,9 +58,9 @@ def test_every_field_is_a_flag_and_in_the_help_once() -> None:
         ("kv_cache_size_num_tokens=64", "kv_cache_num_tokens", 64),
         ("kv_cache_num_tokens=auto", "kv_cache_num_tokens", None),
         ("stats_report_seconds=3", "stats_report_seconds", 3.0),
-        ("enable_chosen_logprobs=F", "enable_chosen_logprobs", False),
-        ("enable_chosen_logprobs=false", "enable_chosen_logprobs", False),
-        ("enable_chosen_logprobs=True", "enable_chosen_logprobs", True),
+        ("track_early_stopping=F", "track_early_stopping", False),
+        ("track_early_stopping=false", "track_early_stopping", False),
+        ("track_early_stopping=True", "track_early_stopping", True),
         ("device=cpu", "device", "cpu"),
         ("device=auto", "device", None),
         ("device=None", "device", None),
@@ -70,10 +70,10 @@ def test_every_field_is_a_flag_and_in_the_help_once() -> None:
         ("tool_call_format=llama3", "tool_call_format", "llama3"),
         ("tool_call_format=auto", "tool_call_format", None),
         ("greedy_prefill=F", "greedy_prefill", False),
-        ("precise_onboard_batch_size=1", "precise_onboard_batch_size", 1),
+        ("max_batch_lines=1", "max_batch_lines", 1),
         ("early_stopping_init_mean=1", "early_stopping_init_mean", 1.0),
-        ("spec_allocation_std_buffer_scale=0", "spec_allocation_std_buffer_scale", 0.0),
-        ("spec_allocation_target_kv_cache_utilization=0.01", "spec_allocation_target_kv_cache_utilization", 0.01),
+        ("price_per_hour=0", "price_per_hour", 0.0),
+        ("early_stopping_init_mean=0.01", "early_stopping_init_mean", 0.01),
         # Text values are kept as typed.
         ("model=meta-llama/Llama-3.2-1B", "model", "meta-llama/Llama-3.2-1B"),
         ("model=1e5", "model", "1e5"),
@@ -118,8 +118,8 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
         ),
         ("stats_report_seconds=1e999", "stats_report_seconds=1e999: must be a number from 0.1 to 86400"),
         ("stats_report_seconds=0", "stats_report_seconds=0: must be a number from 0.1 to 86400"),
-        ("enable_chosen_logprobs=1", "enable_chosen_logprobs=1: must be T or F"),
-        ("enable_chosen_logprobs=auto", "enable_chosen_logprobs=auto: must be T or F"),
+        ("track_early_stopping=1", "track_early_stopping=1: must be T or F"),
+        ("track_early_stopping=auto", "track_early_stopping=auto: must be T or F"),
         ("device=tpu", "device=tpu: must be cpu or cuda, or None (auto)"),
         (
             "cpu_isa=sse2",
@@ -136,25 +136,11 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
         ("model=", "model=: must be some text, or None (demo)"),
         ("host=", "host=: must be some text"),
         ("tool_call_format=T", "tool_call_format=T: must be hermes or llama3, or None (auto)"),
-        ("prefill_round_up_multiple=0", "prefill_round_up_multiple=0: must be a whole number from 1 to 2147483647"),
-        ("precise_onboard_batch_size=0", "precise_onboard_batch_size=0: must be a whole number from 1 to 2147483647"),
-        ("early_stopping_buffer_size=0", "early_stopping_buffer_size=0: must be a whole number from 1 to 2147483647"),
         (
             "early_stopping_init_mean=1.1",
             "early_stopping_init_mean=1.1: must be a number from 0 to 1, or None (none)",
         ),
-        (
-            "early_stopping_init_std=0.1",
-            "early_stopping_init_std=0.1: needs early_stopping_init_mean beside it",
-        ),
-        (
-            "spec_allocation_std_buffer_scale=-0.1",
-            "spec_allocation_std_buffer_scale=-0.1: must be a number of at least 0",
-        ),
-        (
-            "spec_allocation_target_kv_cache_utilization=0",
-            "spec_allocation_target_kv_cache_utilization=0: must be a number from 0.01 to 1",
-        ),
+        ("price_per_hour=-0.1", "price_per_hour=-0.1: must be a number of at least 0, or None"),
         ("trace_steps=0", "trace_steps=0: must be a whole number from 1 to 2147483647"),
         ("trace_first_step=-1", "trace_first_step=-1: must be a whole number from 0 to 2147483647"),
         ("prot=80", "prot=80: unknown flag, did you mean port=?"),
@@ -176,10 +162,6 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
         ("statsd_server_url=x:65536", "statsd_server_url=x:65536: must be HOST:PORT"),
         ("statsd_server_url=http://x:80", "statsd_server_url=http://x:80: must be HOST:PORT"),
         ("statsd_server_url=[::1:80", "statsd_server_url=[::1:80: must be HOST:PORT"),
-        (
-            "max_seqs_per_forward=8 cudagraph_max_size=9",
-            "cudagraph_max_size=9: must be at most max_seqs_per_forward=8",
-        ),
         ("rope_scaling=yarn", "rope_scaling=yarn: must be a JSON object, or None (model's)"),
         ("rope_scaling=[1]", "rope_scaling=[1]: must be a JSON object, or None (model's)"),
         ("rope_scaling={'factor':{2}}", "rope_scaling={'factor':{2}}: cannot be read, TypeError: Object of type set"),
@@ -192,9 +174,15 @@ def test_wrong_flag_is_one_line_with_name_value_and_what_is_allowed(words: str, 
     assert "\n" not in line
 
 
-def test_init_std_is_accepted_with_init_mean() -> None:
-    config = ServerConfig.parse(["early_stopping_init_std=0.1", "early_stopping_init_mean=0.5"])
-    assert (config.early_stopping_init_mean, config.early_stopping_init_std) == (0.5, 0.1)
+def test_dropped_flags_are_accepted_with_a_warning_and_change_nothing() -> None:
+    words = [f"{name}=7" for name in ServerConfig.retired]
+    with pytest.warns(UserWarning, match="does nothing") as warned:
+        config = ServerConfig.parse([*words, "port=80"])
+    assert vars(config) == vars(ServerConfig.parse(["port=80"]))
+    assert [str(one.message) for one in warned] == [
+        f"{name}=7: does nothing, {now}" for name, now in ServerConfig.retired.items()
+    ]
+    assert not set(ServerConfig.retired) & set(ServerConfig.names())
 
 
 def test_refusal_of_a_value_with_several_lines_is_one_line() -> None:

@@ -329,6 +329,8 @@ def _run(
             print(f"{command}: warning: {line}", file=sys.stderr)
     try:
         given = command_line.read(config_type, words, os.environ, positional, is_any_word)
+        for line in given.warnings:
+            print(f"{command}: warning: {line}", file=sys.stderr)
         if wants_listing:
             print(command_line.listing(given))
             return 0

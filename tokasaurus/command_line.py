@@ -39,6 +39,8 @@ class Given(Generic[AnyConfig]):
     config: AnyConfig
     settings: Mapping[str, Setting]
     """Settings by flag; a flag that is left out has its default."""
+    warnings: Sequence[str]
+    """Lines about flags that do nothing any more."""
 
     @property
     def words(self) -> list[str]:
@@ -68,11 +70,15 @@ def read(
     positional: the flags that words without a name stand for, in their order. is_any_word: whatever the word is;
     otherwise only if it looks like a model."""
     typed, errors = translate(words, config_type, positional, is_any_word)
+    warnings = list[str]()
     settings: dict[str, Setting] = {}
     path = environment.get(FILE_VARIABLE) or None
     for flag in typed:
         if flag.name == FILE_FLAG and FILE_FLAG not in config_type.names():
             path = flag.text
+            continue
+        if note := config_type.retired_note(flag.name, flag.before + flag.text):
+            warnings.append(note)
             continue
         try:
             setting = config_type.read(flag.name, flag.text, flag.before)
@@ -82,10 +88,13 @@ def read(
         first = settings.setdefault(setting.name, setting)
         if first is not setting:
             errors.append(f"{setting.label}: given twice, first as {first.label}")
-    found = {} if path is None else _of_file(config_type, path, errors)
+    found = {} if path is None else _of_file(config_type, path, errors, warnings)
     found.update({setting.name: setting for setting in _of_environment(config_type, environment, errors)})
+    for name in config_type.retired:
+        variable = f"{_PREFIX}{name.upper()}"
+        warnings += [note for note in [config_type.retired_note(name, variable)] if note and environment.get(variable)]
     settings = config_type.relevant({**settings, **{name: one for name, one in found.items() if name not in settings}})
-    return Given(config_type.of(settings, errors), settings)
+    return Given(config_type.of(settings, errors), settings, warnings)
 
 
 def translate(
@@ -125,6 +134,11 @@ def _one(name: str, value: str | None, before: str, rest: list[str], config_type
     value: None if the word has none. Raises FlagError."""
     plain = plain_name(name) if before[0] == "-" or "-" in name else name
     habit = OPTIONS.get(plain)
+    if plain.removeprefix("no_") in config_type.retired:
+        if value is None and rest and _is_value(rest[0]) and "=" not in rest[0]:
+            value = rest.pop(0)
+        yield Typed(plain.removeprefix("no_"), value or "", before)
+        return
     own = config_type.name_of(plain)
     if own is None and config_type.name_of(plain.removeprefix("no_")) is not None and value is None:
         own = config_type.name_of(plain.removeprefix("no_"))
@@ -201,7 +215,9 @@ def _of_environment(
 
 def variables_of(config_types: Iterable[type[FlagConfig]]) -> set[str]:
     """The environment variables of all flags of these commands."""
-    return {variable for one in config_types for flag in one.flags.values() for variable in flag.variables}
+    types = list(config_types)
+    retired = {f"{_PREFIX}{name.upper()}" for one in types for name in one.retired}
+    return retired.union(*(flag.variables for one in types for flag in one.flags.values()))
 
 
 def unknown_variables(environment: Mapping[str, str], known: set[str], meant: set[str]) -> list[str]:
@@ -218,7 +234,7 @@ def unknown_variables(environment: Mapping[str, str], known: set[str], meant: se
     return lines
 
 
-def _of_file(config_type: type[FlagConfig], path: str, errors: list[str]) -> dict[str, Setting]:
+def _of_file(config_type: type[FlagConfig], path: str, errors: list[str], warnings: list[str]) -> dict[str, Setting]:
     """The settings in a YAML file. Flags of the server that the command lacks are passed over, so that one file can
     serve several commands."""
     settings: dict[str, Setting] = {}
@@ -230,6 +246,9 @@ def _of_file(config_type: type[FlagConfig], path: str, errors: list[str]) -> dic
     for key, value, text, line in entries:
         place = f"{path}:{line}"
         plain = key.replace("-", "_")
+        if note := config_type.retired_note(plain, f"{place}: {key}"):
+            warnings.append(note)
+            continue
         name = _name_in_file(config_type, plain)
         typed: Iterable[Typed]
         if name is not None:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from typing_extensions import Self
@@ -29,8 +30,42 @@ ORIGIN = r"(null|[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9._:\[\]-]+)"
 _ORIGINS = rf"\s*(\*|{ORIGIN}(\s*,\s*{ORIGIN})*)\s*"
 
 
+_RETIRED = {
+    "prefill_round_up_multiple": "with greedy_prefill=F, prefill tokens are rounded up to a multiple of 16",
+    "precise_onboard_batch_size": "a KV simulation admits at most 128 sequences",
+    "early_stopping_buffer_size": "the latest 2,048 finished sequences predict lengths",
+    "early_stopping_num_prediction_buckets": "the length predictor has at most 1,024 classes",
+    "early_stopping_initial_wait": "lengths are predicted from 16 finished sequences on",
+    "early_stopping_init_std": "the assumed share has no deviation",
+    "spec_allocation_std_buffer_scale": "a quarter of the standard deviation is added to a predicted length",
+    "spec_allocation_target_kv_cache_utilization": "admitted sequences may be predicted to use the whole KV cache",
+    "stop_string_num_token_lookback": "as many tokens are searched as the longest stop string may have",
+    "cudagraph_max_size": "the largest CUDA graph has max_seqs_per_forward= sequences",
+    "cudagraph_step": "sizes of CUDA graphs are multiples of 16",
+    "enable_chosen_logprobs": "log-probabilities are always allowed, up to max_topk_logprobs=",
+    "uvicorn_log_level": "log_level= sets the level of the HTTP server too",
+    "max_json_values": "a body may have a million values",
+    "max_line_bytes": "a line may have 16 MiB",
+    "max_body_bytes_in_all": "all bodies together may have 1 GiB, or max_request_bytes= if that is more",
+    "max_header_bytes": "headers may have 64 KiB",
+    "max_url_bytes": "path and query may have 8 KiB",
+    "header_timeout_seconds": "a connection's first headers may take 20 s",
+    "body_timeout_seconds": "a body may take 30 s, and a second for each 64 KiB",
+    "write_timeout_seconds": "a client that reads nothing for 60 s is dropped",
+    "max_connections": "the limit of open files (ulimit -n) limits connections",
+    "max_answer_values": "an answer that is not streamed may have 33,554,432 tokens and log-probabilities",
+    "max_tokenize_chars": "/tokenize takes 1,048,576 characters, and /detokenize as many token ids",
+    "max_stop_strings": "a request may have 16 stop strings",
+    "max_stop_chars": "a stop string may have 1,024 characters",
+}
+
+
 class ServerConfig(FlagConfig):
-    """The flags of one server, checked by `finalize`. Plain values only: the config is sent to every process."""
+    """The flags of one server, checked by `finalize`. Plain values only: the config is sent to every process.
+
+    An attribute without an annotation is a constant and no flag."""
+
+    retired = MappingProxyType(_RETIRED)
 
     main_flags = frozenset(
         (
@@ -89,9 +124,9 @@ class ServerConfig(FlagConfig):
     )
     served_model_name: str | None = flag(None, "the model's name in the API", none_means="model")
     model_aliases: str | None = flag(
-        None, "further names that requests may call the model by, separated by commas; /v1/models lists them"
+        None,
+        "further names that requests may call the model by, separated by commas, which /v1/models lists; * accepts any",
     )
-    any_model: bool = flag(False, "serve requests whatever model they name")
     device: str | None = flag(
         None,
         "device to run on; auto is cuda if available",
@@ -153,16 +188,7 @@ class ServerConfig(FlagConfig):
         none_means="auto",
         heading="compile",
     )
-    use_cudagraphs: bool | None = flag(
-        None, "steps replay CUDA graphs; auto is on for CUDA devices", none_means="auto"
-    )
-    cudagraph_max_size: int | None = count(
-        None,
-        "sequences of the largest decode step that is one CUDA graph; larger ones replay pieces around attention",
-        none_means="max_seqs_per_forward",
-        rules=(at_most("max_seqs_per_forward"),),
-    )
-    cudagraph_step: int = count(16, "sequences between the sizes of two CUDA graphs")
+    use_cudagraphs: bool | None = flag(None, "steps replay CUDA graphs; auto is on for CUDA devices", none_means="auto")
     attention_backend: str | None = flag(
         None,
         "attention implementation; auto depends on the device",
@@ -201,43 +227,22 @@ class ServerConfig(FlagConfig):
     greedy_prefill: bool = flag(
         True, "fill the rest of each step with prefill tokens; F prefills just fast enough to keep the KV cache full"
     )
-    prefill_round_up_multiple: int = count(
-        16, "round the prefill tokens of a step up to a multiple of this, with greedy_prefill=F"
-    )
     enable_precise_onboard: bool = flag(
         True,
         "admit sequences by simulating KV usage at every future step; F uses only sums of lengths, which admit fewer",
     )
-    precise_onboard_batch_size: int = count(
-        128, "maximum sequences that one KV simulation admits; the batch adapts up to this by doubling and halving"
-    )
     track_early_stopping: bool = flag(True, "predict completion lengths from finished sequences")
-    early_stopping_buffer_size: int = count(2048, "number of latest finished sequences that length prediction uses")
-    early_stopping_num_prediction_buckets: int = count(1024, "maximum number of length classes in the predictor")
-    early_stopping_initial_wait: int = count(16, "finished sequences required before the first prediction")
     early_stopping_init_mean: float | None = flag(
         None,
         "mean share of max_tokens that completions are assumed to use until then; none is all of it",
         minimum=0,
         maximum=1,
     )
-    early_stopping_init_std: float | None = flag(
-        None,
-        "standard deviation of that share; none is 0",
-        minimum=0,
-        maximum=1,
-        rules=(needs("early_stopping_init_mean"),),
-    )
     use_spec_allocation: bool = flag(True, "admit sequences by predicted length; F by maximum length")
-    spec_allocation_std_buffer_scale: float = flag(
-        0.25, "standard deviations added to each predicted length", minimum=0
-    )
-    spec_allocation_target_kv_cache_utilization: float = flag(
-        1.0, "maximum share of the KV cache that admitted sequences are predicted to use", minimum=0.01, maximum=1
-    )
 
-    enable_chosen_logprobs: bool = flag(True, "allow requests for log-probabilities", heading="output")
-    max_topk_logprobs: int = count(20, "maximum top-k logprobs per token that a request may ask for", minimum=0)
+    max_topk_logprobs: int = count(
+        20, "maximum top-k logprobs per token that a request may ask for", minimum=0, heading="output"
+    )
     logprobs_mode: str = flag(
         "raw",
         "log-probabilities of sampled tokens where a request does not say which: raw are the model's own, sampled are "
@@ -251,9 +256,6 @@ class ServerConfig(FlagConfig):
         choices=("model", "neutral"),
         none_means="model, but neutral with rl=T",
         rules=(excludes("model", rl="T"),),
-    )
-    stop_string_num_token_lookback: int = count(
-        5, "number of latest tokens searched for stop strings; grows to cover the longest stop string"
     )
     tool_call_format: str | None = flag(
         None,
@@ -283,10 +285,7 @@ class ServerConfig(FlagConfig):
         rules=(matches("[!-~]+", "printable ASCII without spaces, as a header carries it"),),
         is_secret=True,
     )
-    uvicorn_log_level: str = flag(
-        "info", "log level of the HTTP server", choices=("critical", "error", "warning", "info", "debug", "trace")
-    )
-    log_level: str = flag("info", "log level of everything else", choices=("error", "warning", "info", "debug"))
+    log_level: str = flag("info", "lines on stderr from this level up", choices=("error", "warning", "info", "debug"))
     log_format: str = flag(
         "text",
         "lines on stderr: text for people, who see how far the start is on a terminal; json for programs, one object a "
@@ -377,30 +376,13 @@ class ServerConfig(FlagConfig):
     )
 
     max_request_bytes: int | None = count(
-        64 << 20, "maximum size of a request body, in bytes", none_means="no limit", heading="limits"
-    )
-    max_body_bytes_in_all: int = count(
-        1 << 30, "maximum size of all request bodies that are being received or parsed together, in bytes"
+        64 << 20, "maximum size of a request body, in bytes", none_means="1 GiB", heading="limits"
     )
     max_queued_requests: int | None = count(
         None,
         "maximum waiting sequences; each of n samples counts, but a body is accepted whole while fewer wait",
         none_means="no limit",
     )
-    max_json_values: int = count(
-        1 << 20,
-        "maximum numbers and strings of a request body; a list or object counts as 8 more, a key as 3 more. "
-        "Parsing a million blocks other requests for 150 ms",
-    )
-    max_line_bytes: int = count(16 << 20, "maximum size of a line of /v1/bulk or of a batch's input file, in bytes")
-    max_header_bytes: int = count(65_536, "maximum size of a request's headers together, in bytes")
-    max_url_bytes: int = count(8_192, "maximum size of a request's path and query, in bytes")
-    max_connections: int | None = count(
-        None, "maximum open connections", none_means="open files, less a reserve, which is also the most"
-    )
-    header_timeout_seconds: int = count(20, "longest time for the headers of a connection's first request to arrive")
-    body_timeout_seconds: int = count(30, "longest time for a body to arrive, plus a second for each 64 KiB")
-    write_timeout_seconds: int = count(60, "longest time in which a client receives none of an answer that is sent")
     keep_alive_seconds: int = count(120, "longest time that a connection stays open between requests")
     max_queued_sequences: int = count(
         262_144, "maximum unfinished sequences, running or waiting; each of n samples counts"
@@ -408,21 +390,53 @@ class ServerConfig(FlagConfig):
     max_queued_tokens: int = count(
         1 << 26, "maximum prompt tokens of unfinished requests; a prompt counts once, however many samples"
     )
-    max_answer_values: int = count(
-        1 << 25, "maximum tokens of one answer that is not streamed; each log-probability counts as another token"
-    )
-    max_tokenize_chars: int = count(
-        1 << 20, "maximum characters that a request to /tokenize may have, and token ids of one to /detokenize"
-    )
-    max_stop_strings: int = count(16, "maximum stop strings of a request")
-    max_stop_chars: int = count(1024, "maximum characters of a stop string")
     max_file_bytes: int = count(200 << 20, "maximum size of an uploaded file, in bytes")
     max_batch_lines: int = count(50_000, "maximum lines of a batch's input file")
+
+    # Constants. Tests of what happens at a limit make some of them smaller.
+    prefill_round_up_multiple = 16
+    """Prefill tokens of a step are a multiple of this with greedy_prefill=F."""
+    precise_onboard_batch_size = 128
+    """Most sequences that one KV simulation admits."""
+    early_stopping_buffer_size = 2048
+    """Latest finished sequences that predict lengths."""
+    early_stopping_num_prediction_buckets = 1024
+    """Most classes of the length predictor."""
+    early_stopping_initial_wait = 16
+    """Finished sequences before the first prediction."""
+    spec_allocation_std_buffer_scale = 0.25
+    """Standard deviations added to each predicted length."""
+    spec_allocation_target_kv_cache_utilization = 1.0
+    """Share of the KV cache that admitted sequences may be predicted to use."""
+    max_json_values = 1 << 20
+    """Numbers and strings of a body; a list or object counts as 8 more, a key as 3 more. Parsing a million blocks other
+    requests for 150 ms."""
+    max_line_bytes = 16 << 20
+    """Bytes of a line of /v1/bulk or of a batch's input file."""
+    max_body_bytes_in_all = 1 << 30
+    """Bytes of all bodies that are being received or parsed together."""
+    max_header_bytes = 65_536
+    """Bytes of a request's headers together."""
+    max_url_bytes = 8_192
+    """Bytes of path and query."""
+    header_timeout_seconds = 20
+    """For the headers of a connection's first request."""
+    body_timeout_seconds = 30
+    """For a body, plus a second for each 64 KiB."""
+    write_timeout_seconds = 60
+    """Longest time in which a client receives none of an answer that is sent."""
+    max_answer_values = 1 << 25
+    """Tokens of one answer that is not streamed; each log-probability counts as another token."""
+    max_tokenize_chars = 1 << 20
+    """Characters that a request to /tokenize may have, and token ids of one to /detokenize."""
+    max_stop_strings = 16
+    max_stop_chars = 1024
+    """Characters of a stop string."""
 
 
 FLAGS_OF_ACCESS = (
     *("host", "port", "unix_socket", "api_keys_file", "allowed_hosts", "cors_origins", "data_dir"),
-    *("model_aliases", "any_model"),
+    "model_aliases",
 )
 """Flags of how others reach a server, or of what only they use: a program's own engine lacks them."""
 

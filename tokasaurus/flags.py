@@ -15,11 +15,12 @@ import os
 import re
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from pydra.parser import parse_value
@@ -136,6 +137,8 @@ class FlagConfig(Config):
 
     flags = dict[str, Flag]()  # noqa: RUF012  (annotated, it would be a flag)
     """Flags by name, in the order of the help. A subclass begins with its own groups."""
+    retired = MappingProxyType(dict[str, str]())
+    """Flags that were dropped -> what holds in their place. They are accepted, with a warning, and do nothing."""
     main_flags = frozenset[str]()
     """Flags in the short help; empty for all. For its own groups a subclass says which; for inherited groups, its base
     class does."""
@@ -183,6 +186,11 @@ class FlagConfig(Config):
             cls.main_flags = cls.main_flags & set(inherited) | set(first) if is_long else frozenset()
 
     @classmethod
+    def retired_note(cls, name: str, label: str) -> str | None:
+        """A line about a flag that was dropped, as it was written; None for any other name."""
+        return f"{label.rstrip('= :')}: does nothing, {cls.retired[name]}" if name in cls.retired else None
+
+    @classmethod
     def declared(cls, name: str, **changes: Any) -> Any:
         """The declaration of a flag, for another config that has the same flag."""
         return dataclasses.replace(cls.flags[name], **{"heading": "", **changes})
@@ -195,6 +203,9 @@ class FlagConfig(Config):
         errors: list[str] = []
         for word in words:
             name, _, text = word.partition("=")
+            if note := cls.retired_note(name, word):
+                warnings.warn(note, stacklevel=2)
+                continue
             try:
                 if word == name:
                     raise FlagError(not_understood(word))
@@ -273,6 +284,11 @@ class FlagConfig(Config):
         A whole float for an int flag, or an int for a float flag, is converted to the flag's type.
         """
         self._check([], {})
+
+    def values(self) -> dict[str, Any]:
+        """Every flag's value, and those of dropped flags that became constants."""
+        constants = (name for name in self.retired if hasattr(self, name))
+        return {name: getattr(self, name) for name in (*self.flags, *constants)}
 
     def further_errors(self) -> Iterator[str]:
         """What else is wrong, where every value is allowed; a line for each."""

@@ -35,6 +35,10 @@ def _tool_format(text: str) -> str:
     return {"llama3_json": "llama3", "qwen": "hermes", "qwen25": "hermes"}.get(text, text)
 
 
+def _aliases(text: str) -> str:
+    return "None" if text in ("F", "False", "false") else "*"
+
+
 def _list_of_words(text: str) -> str:
     """A JSON list of texts with commas between them."""
     try:
@@ -130,6 +134,7 @@ HABITS = (
         "limits one sequence",
         "--ctx-size",
     ),
+    _value("tokasaurus", "any_model=T", "model_aliases=*", convert=_aliases),
     _value("vLLM, SGLang", "--tensor-parallel-size 2", "tp_size=2", "-tp"),
     _value("vLLM, SGLang", "--pipeline-parallel-size 2", "pp_size=2", "-pp"),
     _value("vLLM, SGLang", "--data-parallel-size 2", "dp_size=2", "-dp"),

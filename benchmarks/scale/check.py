@@ -34,7 +34,6 @@ FLAGS = (
     f"max_seqs_per_forward={MAX_SEQS}",
     f"max_tokens_per_forward={MAX_TOKENS}",
     "log_level=warning",
-    "uvicorn_log_level=warning",
 )
 _START = "import sys; from benchmarks.scale.recorded import main; sys.exit(main())"
 _START_S, _STOP_S, _ANSWER_S = 240.0, 60.0, 600.0

@@ -67,7 +67,7 @@ def own_server(
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "tokasaurus", f"port={port}", "uvicorn_log_level=warning", NEUTRAL, *flags]
+    command = [sys.executable, "-m", "tokasaurus", f"port={port}", NEUTRAL, *flags]
     with (
         tempfile.TemporaryDirectory() as data_home,
         subprocess.Popen(

@@ -70,7 +70,6 @@ def test_flags_of_the_engine_are_checked_and_passed_on() -> None:
         "kv_cache_num_tokens": 4096,
         "use_hydragen": False,
         "log_level": "warning",
-        "uvicorn_log_level": "warning",
     }
     assert "page_size=32" in _words(None, flags), "LLM takes them"
     words = [*JOB, "log_level=info"]
@@ -79,7 +78,7 @@ def test_flags_of_the_engine_are_checked_and_passed_on() -> None:
 
 def test_every_flag_of_the_server_is_one_of_map_or_of_how_others_reach_it() -> None:
     left_out = {"host", "port", "unix_socket", "api_keys_file", "allowed_hosts", "cors_origins", "data_dir", "rl"}
-    left_out |= {"model_aliases", "any_model"}
+    left_out |= {"model_aliases"}
     assert set(ServerConfig.flags) - set(MapConfig.flags) == left_out
 
 

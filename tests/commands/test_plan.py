@@ -332,7 +332,7 @@ def test_the_workspace_grows_with_the_largest_graph(checkpoint) -> None:
     """An 8B: 32 query heads, 8 KV heads of size 128. FlashInfer reserves (1,024 / 4 + 1,023) tiles of 16 rows;
     12 wrappers have 1 MiB each for their plans."""
     sizes = []
-    for words in (["use_cudagraphs=F"], ["cudagraph_max_size=1024", "max_seqs_per_forward=1024"]):
+    for words in (["use_cudagraphs=F"], ["max_seqs_per_forward=1024"]):
         plan = planned(f"model={checkpoint('Llama-3.1-8B')}", *words)
         parts = plan["workers"][0]["parts"]
         sizes.append(next(part["bytes"] for part in parts if part["name"] == "attention workspaces"))

@@ -23,7 +23,7 @@ PAGE_SIZE = 16
 GROUPS = ("use_hydragen=T", "hydragen_min_group_size=2", f"hydragen_min_prefix_len={PAGE_SIZE}")
 # One prompt takes more than half of the cache. Each answer is expected to end after 1/50 of max_tokens, and the length
 # predictor never learns from finished sequences.
-SMALL = (*FLAGS, "kv_cache_num_tokens=480", "early_stopping_init_mean=0.02", "early_stopping_initial_wait=1000000")
+SMALL = (*FLAGS, "kv_cache_num_tokens=480", "early_stopping_init_mean=0.02", "track_early_stopping=F")
 
 ASKED = [(0, 1, 10), (1, 1, 8), (2, 0, 6), (0, 0, 1), (1, 0, 1), (2, 1, 1)]
 """(question, temperature, number of samples) of each request. Greedy samples of one request are identical."""

@@ -29,7 +29,7 @@ QUESTIONS = DATA / "gsm8k_test_200.jsonl"
 
 # Each answer is expected to end after 1/50 of max_tokens, and the length predictor never learns from finished
 # sequences: far more sequences are admitted than the cache can hold until they finish.
-SMALL = (*FLAGS, "kv_cache_num_tokens=640", "early_stopping_init_mean=0.02", "early_stopping_initial_wait=1000000")
+SMALL = (*FLAGS, "kv_cache_num_tokens=640", "early_stopping_init_mean=0.02", "track_early_stopping=F")
 MODES = [
     (),
     ("scheduling_steps_ahead=1",),

@@ -19,6 +19,12 @@ environment variable, such as `TOKA_PORT` for `port`, and an entry of a YAML fil
 `toka ping`; the same goes for every command.
 """
 HEAD = ["| flag | default | values | meaning |", "|---|---|---|---|"]
+RETIRED = """\
+## Flags of earlier releases
+
+These are accepted with a warning, and do nothing.
+"""
+HEAD_OF_RETIRED = ["| flag | what holds |", "|---|---|"]
 
 
 def page() -> str:
@@ -36,6 +42,8 @@ def page() -> str:
                 "|---|---|---|---|",
             ]
         lines.append(_row(name, flag))
+    lines += ["", RETIRED, *HEAD_OF_RETIRED]
+    lines += [f"| `{name}` | {now} |" for name, now in ServerConfig.retired.items()]
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 

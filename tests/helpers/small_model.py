@@ -16,11 +16,9 @@ def make_served_model(tokenizer_directory: Path) -> ServedModel:
         eos_ids=frozenset(EOS_IDS),
         created=1_700_000_000,
         system_fingerprint="fp_test",
-        enable_chosen_logprobs=ServerConfig.enable_chosen_logprobs,
         max_topk_logprobs=ServerConfig.max_topk_logprobs,
         logprobs_mode="raw",
         rl=ServerConfig.rl,
         model_flag=None,
         model_aliases=(),
-        any_model=ServerConfig.any_model,
     )

@@ -40,12 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_program_sees_warnings_alone_unless_it_wants_more() -> None:
     assert ServerConfig.parse(_words(None, {})).log_level == "warning"
     config = ServerConfig.parse(_words("some/model", {"log_level": "info", "dp_size": 2}))
-    assert (config.model, config.log_level, config.uvicorn_log_level, config.dp_size) == (
-        "some/model",
-        "info",
-        "warning",
-        2,
-    )
+    assert (config.model, config.log_level, config.dp_size) == ("some/model", "info", 2)
 
 
 @pytest.mark.parametrize(

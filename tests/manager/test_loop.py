@@ -95,7 +95,7 @@ def options_for(limits: EngineLimits = LIMITS, **flags: object) -> EngineOptions
     "flag",
     [
         *(name for name, flag in ServerConfig.flags.items() if flag.heading == "scheduler"),
-        *("max_tokens_per_forward", "max_seqs_per_forward", "stop_string_num_token_lookback"),
+        *("max_tokens_per_forward", "max_seqs_per_forward"),
     ],
 )
 def test_every_scheduling_flag_is_read_by_the_manager(flag: str) -> None:

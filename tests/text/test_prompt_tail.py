@@ -171,7 +171,7 @@ def test_stop_strings_are_found_in_the_text_after_the_prompt(kind: str, byte_lev
         if expected is None or "\ufffd" in stop:
             continue
         decode: Callable[[Sequence[int]], str] = tokenizer.decode
-        matcher = StopMatcher(decode, [stop], tokenizer.special_ids, 0, tokenizer.prompt_tail(prompt))
+        matcher = StopMatcher(decode, [stop], tokenizer.special_ids, tokenizer.prompt_tail(prompt))
         assert matcher.first_completion(completion, 0) == expected
         assert [matcher.first_completion(completion[:end], end - 1) for end in range(1, expected + 1)] == [
             *[None] * (expected - 1),
@@ -183,7 +183,7 @@ def test_stop_strings_are_found_in_the_text_after_the_prompt(kind: str, byte_lev
 
 def test_only_the_sequences_first_tokens_follow_the_prompts_tail(byte_level: Tokenizer) -> None:
     decode: Callable[[Sequence[int]], str] = byte_level.decode
-    matcher = StopMatcher(decode, ["€"], byte_level.special_ids, 0, byte_level.prompt_tail([97, 0xE2]))
+    matcher = StopMatcher(decode, ["€"], byte_level.special_ids, byte_level.prompt_tail([97, 0xE2]))
     assert matcher.first_completion([0x82, 0xAC, 97], 0) == 2
     assert matcher.first_completion([0x82, 0xAC, 97], 2, is_whole=False) is None
     assert matcher.first_completion([*[97] * 5, 0x82, 0xAC, 97, 97], 8) is None

@@ -119,25 +119,25 @@ def test_time_of_the_scanner_is_linear_in_the_new_text() -> None:
 
 
 @examples(400)
-@given(TOKEN_IDS, STOPS, st.integers(0, 20), st.integers(0, 3))
-@example([0, SPECIAL_ID, SPECIAL_ID, SPECIAL_ID, 1], ["ab"], 4, 0)
+@given(TOKEN_IDS, STOPS, st.integers(0, 20))
+@example([0, SPECIAL_ID, SPECIAL_ID, SPECIAL_ID, 1], ["ab"], 4)
 def test_matcher_finds_the_token_at_which_the_whole_text_first_contains_a_stop(
-    token_ids: list[int], stops: list[str], num_checked: int, minimum: int
+    token_ids: list[int], stops: list[str], num_checked: int
 ) -> None:
     ends = range(1, len(token_ids) + 1)
     expected = next((end for end in ends if any(stop in decode(token_ids[:end]) for stop in stops)), None)
-    matcher = StopMatcher(decode, stops, {SPECIAL_ID}, minimum)
+    matcher = StopMatcher(decode, stops, {SPECIAL_ID})
     if expected is not None:
         num_checked = min(num_checked, expected - 1)  # the caller has checked no token that completes a stop
     assert matcher.first_completion(token_ids, num_checked) == (expected if num_checked < len(token_ids) else None)
 
 
 @examples(400)
-@given(TOKEN_IDS, STOPS, st.integers(0, 20), st.integers(0, 12), st.integers(0, 3))
-@example([0, 1, 0, 1], ["ab"], 0, 2, 0)
-@example([0, 1, 1], ["bb"], 0, 2, 0)
+@given(TOKEN_IDS, STOPS, st.integers(0, 20), st.integers(0, 12))
+@example([0, 1, 0, 1], ["ab"], 0, 2)
+@example([0, 1, 1], ["bb"], 0, 2)
 def test_matcher_ignores_stops_within_the_text_of_exempt_tokens(
-    token_ids: list[int], stops: list[str], num_checked: int, num_exempt: int, minimum: int
+    token_ids: list[int], stops: list[str], num_checked: int, num_exempt: int
 ) -> None:
     num_exempt_characters = len(decode(token_ids[:num_exempt]))
     expected = None
@@ -152,7 +152,7 @@ def test_matcher_ignores_stops_within_the_text_of_exempt_tokens(
         expected = end if counting else expected
     if expected is not None:
         num_checked = min(num_checked, expected - 1)
-    found = StopMatcher(decode, stops, {SPECIAL_ID}, minimum).first_completion(token_ids, num_checked, num_exempt)
+    found = StopMatcher(decode, stops, {SPECIAL_ID}).first_completion(token_ids, num_checked, num_exempt)
     assert found == (expected if num_checked < len(token_ids) else None)
 
 
@@ -176,9 +176,8 @@ def test_replacement_character_as_stop_is_found_only_in_the_whole_text() -> None
 
 def test_lookback_counts_bytes_and_grows_with_the_longest_stop() -> None:
     assert lookback_tokens([]) == 0
-    assert lookback_tokens([], 5) == 5
-    assert lookback_tokens(["é"], 5) == 5
-    assert lookback_tokens(["ab", "ééé"], 5) == 7
+    assert lookback_tokens(["é"]) == 3
+    assert lookback_tokens(["ab", "ééé"]) == 7
 
 
 @examples(400)

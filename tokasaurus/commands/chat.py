@@ -96,7 +96,7 @@ def _connected(config: ChatConfig) -> Iterator[tuple[AddressConfig, str]]:
     def show(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    engine = PrivateEngine([f"model={config.model}", "log_level=warning", "uvicorn_log_level=warning"], show)
+    engine = PrivateEngine([f"model={config.model}", "log_level=warning"], show)
     try:
         engine.start()
         yield AddressConfig.parse([f"unix_socket={engine.socket_path}"]), "default"

@@ -125,7 +125,6 @@ class MapConfig(CommandConfig, without=(*_NOT_HERE, "logprobs_mode"), further=_P
     priority: int = flag(0, "among waiting requests, lower values start first")
 
     log_level: str = ServerConfig.declared("log_level", default="warning")
-    uvicorn_log_level: str = ServerConfig.declared("uvicorn_log_level", default="warning")
 
     def further_errors(self) -> Iterator[str]:
         needed = ("input", "output", *(("prompt",) if self.messages is None else ()))
@@ -211,7 +210,7 @@ class MapConfig(CommandConfig, without=(*_NOT_HERE, "logprobs_mode"), further=_P
 
 SAMPLING_FLAGS = [name for name, flag in MapConfig.flags.items() if flag.heading == "sampling"]
 # Flags of the server with other defaults here: its log is beside the progress.
-_OWN_DEFAULTS = ("log_level", "uvicorn_log_level")
+_OWN_DEFAULTS = ("log_level",)
 
 
 def engine_flags(config: MapConfig, words: list[str]) -> dict[str, Any]:

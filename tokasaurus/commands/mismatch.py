@@ -58,7 +58,6 @@ class MismatchConfig(ServerConfig, without=_NOT_HERE):
     picture: str | None = flag(None, "file for a picture of them, an SVG", none_means="none")
 
     log_level: str = ServerConfig.declared("log_level", default="warning")
-    uvicorn_log_level: str = ServerConfig.declared("uvicorn_log_level", default="warning")
 
     @classmethod
     def why_not_here(cls, name: str) -> str | None:
@@ -79,7 +78,6 @@ def engine_flags(config: MismatchConfig, words: list[str]) -> dict[str, Any]:
     return {
         "sampling_defaults": "neutral",
         "log_level": config.log_level,
-        "uvicorn_log_level": config.uvicorn_log_level,
         **chosen,
     }
 

@@ -35,7 +35,7 @@ _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 
 _OF_SERVER = (
     *("dtype", "rope_scaling", "kv_cache_dtype", "tp_size", "pp_size", "symmetric_all_reduce", "page_size"),
     *("max_tokens_per_forward", "max_seqs_per_forward", "max_num_tokens_per_request"),
-    *("attention_backend", "use_cudagraphs", "cudagraph_max_size", "cudagraph_step"),
+    *("attention_backend", "use_cudagraphs"),
 )
 
 

@@ -72,10 +72,6 @@ class EngineFlags(TypedDict, total=False):
     this replaces our own kernels, which are faster."""
     use_cudagraphs: bool | None
     """Steps replay CUDA graphs; auto is on for CUDA devices."""
-    cudagraph_max_size: int | None
-    """Sequences of the largest decode step that is one CUDA graph; larger ones replay pieces around attention."""
-    cudagraph_step: int
-    """Sequences between the sizes of two CUDA graphs."""
     attention_backend: Literal["torch", "cpu", "flashinfer", "reference"] | None
     """Attention implementation; auto depends on the device."""
     use_hydragen: bool | None
@@ -91,32 +87,14 @@ class EngineFlags(TypedDict, total=False):
     0.25, or longer where that would cost 2 % of the throughput, but at most 1 while anything is streamed."""
     greedy_prefill: bool
     """Fill the rest of each step with prefill tokens; F prefills just fast enough to keep the KV cache full."""
-    prefill_round_up_multiple: int
-    """Round the prefill tokens of a step up to a multiple of this, with greedy_prefill=F."""
     enable_precise_onboard: bool
     """Admit sequences by simulating KV usage at every future step; F uses only sums of lengths, which admit fewer."""
-    precise_onboard_batch_size: int
-    """Maximum sequences that one KV simulation admits; the batch adapts up to this by doubling and halving."""
     track_early_stopping: bool
     """Predict completion lengths from finished sequences."""
-    early_stopping_buffer_size: int
-    """Number of latest finished sequences that length prediction uses."""
-    early_stopping_num_prediction_buckets: int
-    """Maximum number of length classes in the predictor."""
-    early_stopping_initial_wait: int
-    """Finished sequences required before the first prediction."""
     early_stopping_init_mean: float | None
     """Mean share of max_tokens that completions are assumed to use until then; none is all of it."""
-    early_stopping_init_std: float | None
-    """Standard deviation of that share; none is 0."""
     use_spec_allocation: bool
     """Admit sequences by predicted length; F by maximum length."""
-    spec_allocation_std_buffer_scale: float
-    """Standard deviations added to each predicted length."""
-    spec_allocation_target_kv_cache_utilization: float
-    """Maximum share of the KV cache that admitted sequences are predicted to use."""
-    enable_chosen_logprobs: bool
-    """Allow requests for log-probabilities."""
     max_topk_logprobs: int
     """Maximum top-k logprobs per token that a request may ask for."""
     logprobs_mode: Literal["raw", "sampled"]
@@ -125,17 +103,13 @@ class EngineFlags(TypedDict, total=False):
     sampling_defaults: Literal["model", "neutral"] | None
     """Sampling parameters where a request says none: model are the ones in generation_config.json or in the GGUF file,
     such as a temperature; neutral are those that change nothing."""
-    stop_string_num_token_lookback: int
-    """Number of latest tokens searched for stop strings; grows to cover the longest stop string."""
     tool_call_format: Literal["hermes", "llama3"] | None
     """Format of the model's tool calls; auto is the format of its chat template."""
     request_chat_template: bool
     """Accept chat templates in requests, and render them in processes of their own; a client's program then runs on
     this machine, with limits of time and memory."""
-    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"]
-    """Log level of the HTTP server."""
     log_level: Literal["error", "warning", "info", "debug"]
-    """Log level of everything else."""
+    """Lines on stderr from this level up."""
     log_format: Literal["text", "json"]
     """Lines on stderr: text for people, who see how far the start is on a terminal; json for programs, one object a
     line."""
@@ -177,41 +151,14 @@ class EngineFlags(TypedDict, total=False):
     """New requests while the engine restarts wait for it, or are refused with 503."""
     max_request_bytes: int | None
     """Maximum size of a request body, in bytes."""
-    max_body_bytes_in_all: int
-    """Maximum size of all request bodies that are being received or parsed together, in bytes."""
     max_queued_requests: int | None
     """Maximum waiting sequences; each of n samples counts, but a body is accepted whole while fewer wait."""
-    max_json_values: int
-    """Maximum numbers and strings of a request body; a list or object counts as 8 more, a key as 3 more. Parsing a
-    million blocks other requests for 150 ms."""
-    max_line_bytes: int
-    """Maximum size of a line of /v1/bulk or of a batch's input file, in bytes."""
-    max_header_bytes: int
-    """Maximum size of a request's headers together, in bytes."""
-    max_url_bytes: int
-    """Maximum size of a request's path and query, in bytes."""
-    max_connections: int | None
-    """Maximum open connections."""
-    header_timeout_seconds: int
-    """Longest time for the headers of a connection's first request to arrive."""
-    body_timeout_seconds: int
-    """Longest time for a body to arrive, plus a second for each 64 KiB."""
-    write_timeout_seconds: int
-    """Longest time in which a client receives none of an answer that is sent."""
     keep_alive_seconds: int
     """Longest time that a connection stays open between requests."""
     max_queued_sequences: int
     """Maximum unfinished sequences, running or waiting; each of n samples counts."""
     max_queued_tokens: int
     """Maximum prompt tokens of unfinished requests; a prompt counts once, however many samples."""
-    max_answer_values: int
-    """Maximum tokens of one answer that is not streamed; each log-probability counts as another token."""
-    max_tokenize_chars: int
-    """Maximum characters that a request to /tokenize may have, and token ids of one to /detokenize."""
-    max_stop_strings: int
-    """Maximum stop strings of a request."""
-    max_stop_chars: int
-    """Maximum characters of a stop string."""
     max_file_bytes: int
     """Maximum size of an uploaded file, in bytes."""
     max_batch_lines: int

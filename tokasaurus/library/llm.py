@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NO_FLAGS = (*FLAGS_OF_ACCESS, "api_key")
 # The log is beside what the program prints, and the progress.
-_OWN_DEFAULTS = {"log_level": "warning", "uvicorn_log_level": "warning"}
+_OWN_DEFAULTS = {"log_level": "warning"}
 _RESTART_S = 600.0
 """Longest start of an engine again."""
 _WAIT_S = 0.5
@@ -153,7 +153,7 @@ def _words(model: str | None, flags: Mapping[str, object]) -> list[str]:
     for name in flags:
         if name in inspect.signature(Sampling).parameters:
             raise TypeError(f"LLM has no argument {name!r}: it belongs into Sampling")
-        if name not in ServerConfig.flags:
+        if name not in ServerConfig.flags and name not in ServerConfig.retired:
             meant = flag_meant(name) or ", and toka no flag of this name"
             raise TypeError(f"LLM has no argument {name!r}{meant}")
         if name in NO_FLAGS:

@@ -25,7 +25,10 @@ class KVSizes:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.page_size * item_bytes
 
 
-def graph_sizes(max_size: int, step: int) -> list[int]:
+GRAPH_STEP = 16
+
+
+def graph_sizes(max_size: int, step: int = GRAPH_STEP) -> list[int]:
     """max_size and the multiples of `step` below it, largest first: the others then fit in the memory of the first."""
     return [max_size, *range((max_size - 1) // step * step, 0, -step)]
 

@@ -42,8 +42,6 @@ _WINDOW_S = 1.0
 _LIMITED_LOGGER = "uvicorn.error"
 """Warns of each malformed HTTP request, so any client can cause any number of warnings."""
 
-_UVICORN_TRACE = 5  # uvicorn's own level below debug
-
 
 @dataclass
 class _Window:
@@ -245,7 +243,7 @@ def setup_logging(config: ServerConfig, process: str, is_relayed: bool = False, 
     is_relayed: stderr is a pipe to a process that reads lines with `from_relayed`. has_terminal: if stderr is a
     terminal, this process alone writes to it.
 
-    Levels: config.log_level for tokasaurus, config.uvicorn_log_level for uvicorn, warning for all other packages.
+    Levels: config.log_level for tokasaurus and uvicorn, warning for all other packages.
     Start uvicorn with `log_config=None`, or it installs its own handlers.
     """
     handler = log_writer()
@@ -260,6 +258,5 @@ def setup_logging(config: ServerConfig, process: str, is_relayed: bool = False, 
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("tokasaurus").setLevel(config.log_level.upper())
-    uvicorn_level = config.uvicorn_log_level
-    logging.getLogger("uvicorn").setLevel(_UVICORN_TRACE if uvicorn_level == "trace" else uvicorn_level.upper())
+    for name in ("tokasaurus", "uvicorn"):
+        logging.getLogger(name).setLevel(config.log_level.upper())

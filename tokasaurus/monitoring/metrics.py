@@ -115,7 +115,7 @@ _COUNTERS = [
         "toka_graph_misses",
         "total_graph_misses",
         "Decode steps with more sequences than any CUDA graph of a decode step has room for, so that they launched "
-        "more by themselves; 0 unless cudagraph_max_size= is lower than max_seqs_per_forward=.",
+        "more by themselves; 0 unless async_tp_threshold= is set.",
     ),
     (
         "toka_nonfinite_rows",

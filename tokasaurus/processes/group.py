@@ -227,8 +227,8 @@ class ProcessGroup:
     def start(self, description: ChildProcess, config: ServerConfig, *args: Any) -> Child:
         """Spawn a process that runs its entry with (config, *args, status).
 
-        The process gets only the config's values, so that it need not import Pydra, which takes a fifth of a second."""
-        values = cast("ServerConfig", SimpleNamespace(**vars(config)))
+        The process gets only the values, so that it need not import Pydra, which takes a fifth of a second."""
+        values = cast("ServerConfig", SimpleNamespace(**config.values()))
         receiver: Receiver[Status]
         sender: Sender[Status]
         receiver, sender = make_channel()

@@ -57,11 +57,11 @@ def place(config: ServerConfig, num_cpus: float | None, cluster_gpus: float) -> 
 def checked_words(flags: Mapping[str, Any]) -> list[str]:
     """Flags as on a command line. Raises TypeError, and ValueError, which names the flag."""
     for name in flags:
-        if name not in ServerConfig.flags:
+        if name not in ServerConfig.flags and name not in ServerConfig.retired:
             raise TypeError(f"flags: toka has no flag {name!r}")
         if name in _OWN_FLAGS:
             raise TypeError(f"flags: {name} cannot be chosen: Ray decides how the processes are reached")
-    words = flag_words({"log_level": "warning", "uvicorn_log_level": "warning", **flags})
+    words = flag_words({"log_level": "warning", **flags})
     ServerConfig.parse(words)
     return words
 

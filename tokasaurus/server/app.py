@@ -236,7 +236,7 @@ def create_app(
     recording: gets the events of GET /live.
     """
     config = config or ServerConfig()
-    body_bytes = BodyBytes(config.max_body_bytes_in_all)
+    body_bytes = BodyBytes(max(config.max_body_bytes_in_all, config.max_request_bytes or 0))
     shared = (GrammarChecker(model), TextThreads(), body_bytes, LoopLag(), Rollouts(engine))
     state = ServerState(model, engine, *shared, config)
 
@@ -321,7 +321,6 @@ def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedMod
         eos_ids=frozenset(checkpoint.info.eos_ids),
         created=int(time.time()),
         system_fingerprint=f"fp_{hashlib.sha256(repr(identity).encode()).hexdigest()[:10]}",
-        enable_chosen_logprobs=config.enable_chosen_logprobs,
         max_topk_logprobs=config.max_topk_logprobs,
         logprobs_mode=cast(LogprobsMode, config.logprobs_mode),  # the flag has no other values
         request_templates=request_templates,
@@ -329,7 +328,6 @@ def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedMod
         rl=config.rl,
         model_flag=config.model,
         model_aliases=tuple(split_list(config.model_aliases)),
-        any_model=config.any_model,
         default_sampling=checkpoint.default_sampling,
         digest=hashlib.sha256(
             repr((checkpoint.files, checkpoint.info, checkpoint.tokenizer_directory)).encode()
@@ -340,7 +338,7 @@ def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedMod
 
 def http_config(app: ASGIApp, connections: ConnectionTable) -> uvicorn.Config:
     """How uvicorn serves `app`. connections: empty; also needed by `HttpServer`."""
-    log_level = connections.config.uvicorn_log_level
+    log_level = connections.config.log_level
     protocol = partial(ConnectionProtocol, connections)
     config = uvicorn.Config(
         app,
@@ -351,7 +349,7 @@ def http_config(app: ASGIApp, connections: ConnectionTable) -> uvicorn.Config:
         log_config=None,
         log_level=log_level,
         # one line per request is costly and useless with thousands of requests
-        access_log=log_level in ("debug", "trace"),
+        access_log=log_level == "debug",
         backlog=LISTEN_BACKLOG,
         timeout_graceful_shutdown=GRACE_S,
     )

@@ -179,13 +179,11 @@ def _checked_limits(state: ServerState, body: SamplingFields, origin: Origin) ->
 
 def _check_stops(stops: Sequence[str], param: str, config: ServerConfig) -> None:
     if len(stops) > config.max_stop_strings:
-        raise InvalidRequest(f"{param} may have at most {config.max_stop_strings} strings (max_stop_strings)", param)
+        raise InvalidRequest(f"{param} may have at most {config.max_stop_strings} strings", param)
     longest = max(map(len, stops), default=0)
     if longest > config.max_stop_chars:
         raise InvalidRequest(
-            f"{param} has a string of {longest} characters: there may be at most {config.max_stop_chars} "
-            "(max_stop_chars)",
-            param,
+            f"{param} has a string of {longest} characters: there may be at most {config.max_stop_chars}", param
         )
 
 
@@ -219,6 +217,5 @@ def _raising_api_errors(prepared: Prepared) -> Iterator[None]:
         raise GrammarTooComplex(f"{param}: {error}", param) from None
     except AnswerTooLarge as error:
         raise AnswerTooLargeError(
-            f"{error}, its tokens and log-probabilities together (max_answer_values); "
-            "with stream=true there is no such limit"
+            f"{error}, its tokens and log-probabilities together; with stream=true there is no such limit"
         ) from None

@@ -78,9 +78,6 @@ async def _read(request: Request, config: ServerConfig, count: Callable[[int], N
 
 
 def _check_size(num_bytes: int, config: ServerConfig) -> None:
-    for name, limit in (
-        ("max_request_bytes", config.max_request_bytes),
-        ("max_body_bytes_in_all", config.max_body_bytes_in_all),
-    ):
-        if limit is not None and num_bytes > limit:
-            raise BodyTooLarge(f"the body may have at most {limit} bytes ({name})")
+    limit = config.max_body_bytes_in_all if config.max_request_bytes is None else config.max_request_bytes
+    if num_bytes > limit:
+        raise BodyTooLarge(f"the body may have at most {limit} bytes (max_request_bytes)")

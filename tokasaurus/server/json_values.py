@@ -60,8 +60,8 @@ def load_json(content: bytes | bytearray, max_values: int) -> object:
     """Raises JSONDecodeError, and TooManyValues for JSON whose parsing would block the event loop for too long."""
     if has_too_many_values(content, max_values):
         raise TooManyValues(
-            f"the body has too many numbers, strings, lists and objects, about {max_values} are possible "
-            "(max_json_values): send several requests"
+            f"the body has too many numbers, strings, lists and objects, about {max_values} are possible: "
+            "send several requests"
         )
     return loads(content)
 

@@ -56,7 +56,7 @@ class BodyBytes:
         def add(num_bytes: int) -> None:
             nonlocal num_own_bytes
             if self._num_bytes + num_bytes > self._max_bytes:
-                limit = f"{self._max_bytes} bytes (max_body_bytes_in_all)"
+                limit = f"{self._max_bytes} bytes"
                 raise TooManyBodies(f"the bodies that the server is receiving may have at most {limit} together")
             self._num_bytes += num_bytes
             num_own_bytes += num_bytes

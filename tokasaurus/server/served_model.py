@@ -13,6 +13,8 @@ from tokasaurus.server.tools.formats import NO_TOOLS_IN_TEMPLATE, ToolSupport
 from tokasaurus.text.tokenizer import Tokenizer
 
 # Also accepted as the served model's name. Hugging Face's clients send the last two where no model is named.
+ANY_NAME = "*"
+"""Among the aliases: a request may name any model."""
 ALWAYS_ACCEPTED = ("default", "tgi", "dummy")
 
 
@@ -29,7 +31,6 @@ class ServedModel:
     """Start of the server, as Unix time in seconds."""
     system_fingerprint: str
     """Unchanged while equal seeds are expected to give equal completions."""
-    enable_chosen_logprobs: bool
     max_topk_logprobs: int
     logprobs_mode: LogprobsMode
     rl: bool
@@ -37,8 +38,7 @@ class ServedModel:
     model_flag: str | None
     """The flag model= as given, a path or repository id; also accepted as the model's name. None: not given."""
     model_aliases: tuple[str, ...]
-    """Further names of the model, in their order in the flag."""
-    any_model: bool
+    """Further names of the model, in their order in the flag; with *, any name is accepted."""
     default_sampling: SamplingParams = NEUTRAL
     """For bodies that do not say how their tokens are sampled."""
     find_tools: Callable[[], ToolSupport] = lambda: NO_TOOLS_IN_TEMPLATE
@@ -59,20 +59,20 @@ class ServedModel:
     @property
     def listed_names(self) -> list[str]:
         """Its name and its aliases."""
-        return list(dict.fromkeys((self.name, *self.model_aliases)))
+        return [name for name in dict.fromkeys((self.name, *self.model_aliases)) if name != ANY_NAME]
 
     def check_name(self, name: str | None) -> None:
         """Raises ModelNotFound unless `name` is the served model's name or another that is accepted for it.
 
         name: None or empty if a request names no model, which is this one."""
-        if name and name not in self._accepted_names and not self.any_model:
+        if name and name not in self._accepted_names and ANY_NAME not in self.model_aliases:
             raise ModelNotFound(name)
 
     def name_in_path(self, name: str) -> str:
         """The listed name that `name`, the end of a path, stands for. In paths, several slashes are one, and the last
         one is dropped. Raises ModelNotFound."""
         found = next((one for one in self._accepted_names if squeeze_slashes(f"/{one}") == f"/{name}"), None)
-        if found is None and not self.any_model:
+        if found is None and ANY_NAME not in self.model_aliases:
             raise ModelNotFound(name)
         return found if found in self.model_aliases else self.name
 

@@ -120,22 +120,21 @@ def _failures(stop: str) -> Sequence[int]:
     return failures
 
 
-def lookback_tokens(stops: Iterable[str], stop_string_num_token_lookback: int = 0) -> int:
+def lookback_tokens(stops: Iterable[str]) -> int:
     """Number of final tokens to decode in order to find every stop string that the last token completes.
 
     Each token contains at least one byte, so a stop string of b bytes spans at most b tokens. One more is decoded,
-    since decoding may drop the first token's leading space. stop_string_num_token_lookback: the least number.
+    since decoding may drop the first token's leading space.
     """
     longest = max((len(stop.encode("utf-8", "surrogatepass")) for stop in stops), default=0)
-    return max(stop_string_num_token_lookback, longest + 1 if longest else 0)
+    return longest + 1 if longest else 0
 
 
 class StopMatcher:
     """Finds the token at which a sequence's text completes a stop string, decoding only its last tokens.
 
     decode: token ids to text without special tokens. special_ids: the special tokens, which do not interrupt a match.
-    stop_string_num_token_lookback: the least `lookback`. tail: of the prompt, after which the sequence's first tokens
-    are decoded.
+    tail: of the prompt, after which the sequence's first tokens are decoded.
     """
 
     def __init__(
@@ -143,14 +142,13 @@ class StopMatcher:
         decode: Callable[[Sequence[int]], str],
         stops: Sequence[str],
         special_ids: Container[int] = (),
-        stop_string_num_token_lookback: int = 0,
         tail: PromptTail = NO_TAIL,
     ) -> None:
         self._decode = decode
         self._stops = tuple(stops)
         self._special_ids = special_ids
         self._prompt_tail = tail
-        self.lookback = lookback_tokens(stops, stop_string_num_token_lookback)
+        self.lookback = lookback_tokens(stops)
         """Number of tokens to decode, ending with the first new one; special tokens are not counted."""
         self.needs_whole_text = any(_REPLACEMENT in stop for stop in stops)
         """All tokens are decoded: a tail that begins inside a character decodes to a replacement character that the

@@ -82,7 +82,7 @@ LIMITS = InputLimits(("/v1/completions", "/v1/chat/completions"), 60_000, 1000)
         (request_line("a"), "line 3: custom_id is also that of line 1"),
         (request_line("c", url="/v1/chat/completions"), "line 3: url must be the batch's endpoint, /v1/completions"),
         (request_line("c").replace("POST", "GET"), "line 3: method must be POST"),
-        (request_line("c", prompt="x" * 1000), "line 3: the line may have at most 1000 bytes (max_line_bytes)"),
+        (request_line("c", prompt="x" * 1000), "line 3: the line may have at most 1000 bytes"),
         (request_line("c").replace('"url"', '"ur"'), "line 3: unknown field 'ur': did you mean 'url'?"),
     ],
 )

@@ -19,7 +19,7 @@ from tests.helpers.tiny_model import save_tiny_model
 FLAGS = ("dtype=float32", "max_seqs_per_forward=16", "max_tokens_per_forward=64", "device=cpu")
 LARGE = (*FLAGS, "kv_cache_num_tokens=8192", "use_hydragen=F")
 # A cache for one of the longest sequences; the lengths of all are underestimated.
-SMALL = (*FLAGS, "kv_cache_num_tokens=352", "early_stopping_init_mean=0.02", "early_stopping_initial_wait=1000000")
+SMALL = (*FLAGS, "kv_cache_num_tokens=352", "early_stopping_init_mean=0.02", "track_early_stopping=F")
 GROUPS = ("use_hydragen=T", "hydragen_min_group_size=2", "hydragen_min_prefix_len=16")
 
 

@@ -152,10 +152,8 @@ def test_no_forecast_exists_before_initial_wait_sequences_have_ended(initial_wai
 def test_a_prior_forecast_is_used_until_initial_wait_sequences_have_ended():
     flags = {
         "early_stopping_init_mean": 0.3,
-        "early_stopping_init_std": 0.4,
-        "spec_allocation_std_buffer_scale": 0.5,
     }
     state = make_state(make_options(use_spec_allocation=True, **flags))
     assert state.lengths.forecast is not None
     none, most = np.zeros(3, np.int64), np.array([10, 20, 100])
-    assert state.lengths.forecast.expected(none, most, np.arange(3)).tolist() == [5, 10, 50]
+    assert state.lengths.forecast.expected(none, most, np.arange(3)).tolist() == [3, 6, 30]

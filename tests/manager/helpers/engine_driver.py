@@ -62,7 +62,6 @@ def make_options(num_blocks: int = 20, page_size: int = 4, **changed: Any) -> En
     flags = {
         "max_tokens_per_forward": 16,
         "max_seqs_per_forward": 4,
-        "stop_string_num_token_lookback": 1,
         "use_spec_allocation": False,
     }
     fields: dict[str, Any] = {
@@ -73,7 +72,7 @@ def make_options(num_blocks: int = 20, page_size: int = 4, **changed: Any) -> En
         "special_ids": frozenset({EOS_ID}),
     }
     for name, value in changed.items():
-        (flags if name in ServerConfig.flags else fields)[name] = value
+        (flags if hasattr(ServerConfig, name) else fields)[name] = value
     return EngineOptions(config=config_with(**flags), **fields)
 
 

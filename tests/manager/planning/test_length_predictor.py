@@ -23,10 +23,10 @@ from tokasaurus.manager.planning.length_predictor import (
     CompletionLengths,
     Forecast,
     Ints,
+    ShareForecast,
     SurvivalForecast,
     fit_forecast,
     outlasting_shares,
-    prior_forecast,
 )
 
 
@@ -194,23 +194,21 @@ def test_a_step_with_forgotten_ends_lies_outside_the_window() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mean", "std", "scale", "num_generated", "max_new_tokens", "expected"),
+    ("share", "num_generated", "max_new_tokens", "expected"),
     [
-        (0.3, 0.0, 0.25, 0, 1000, 300),
-        (0.3, 0.4, 0.25, 0, 1000, 400),
-        (0.3, 0.4, 0.25, 399, 1000, 400),
-        (0.3, 0.4, 0.25, 400, 1000, 1000),
-        (0.3, 0.0, 0.25, 0, 1, 1),
-        (0.3, 0.0, 0.25, 0, 4, 2),
-        (0.9, 4.0, 0.25, 0, 1000, 1000),
-        (1.0, 0.0, 0.25, 7, 1000, 1000),
-        (0.0, 0.0, 0.25, 0, 1000, 1000),
+        (0.3, 0, 1000, 300),
+        (0.4, 399, 1000, 400),
+        (0.4, 400, 1000, 1000),
+        (0.3, 0, 1, 1),
+        (0.3, 0, 4, 2),
+        (1.0, 7, 1000, 1000),
+        (0.0, 0, 1000, 1000),
     ],
 )
-def test_prior_forecast_is_a_share_of_max_new_tokens(
-    mean: float, std: float, scale: float, num_generated: int, max_new_tokens: int, expected: int
+def test_a_share_forecast_expects_that_share_of_max_new_tokens(
+    share: float, num_generated: int, max_new_tokens: int, expected: int
 ) -> None:
-    assert distinct_expected(prior_forecast(mean, std, scale), num_generated, max_new_tokens) == {expected}
+    assert distinct_expected(ShareForecast(share), num_generated, max_new_tokens) == {expected}
 
 
 DRAW: dict[str, Callable[[np.random.Generator, int], Ints]] = {

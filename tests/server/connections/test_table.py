@@ -1,7 +1,7 @@
 """The number of connections, and the memory that unfinished requests take together."""
 
-import logging
 import random
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -25,8 +25,9 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 @pytest.fixture
-def guarded(served_model: ServedModel) -> Iterator[LiveServer]:
-    with live_server(served_model, FakeEngine(), api_key=KEY, max_connections=MAX_CONNECTIONS) as server:
+def guarded(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
+    monkeypatch.setattr(table_module, "connections_by_open_files", lambda: MAX_CONNECTIONS)
+    with live_server(served_model, FakeEngine(), api_key=KEY) as server:
         yield server
 
 
@@ -163,16 +164,13 @@ def test_unfinished_headers_of_working_connections_are_dropped(
         assert not server.engine.cancelled
 
 
-def test_max_connections_is_capped_by_open_files_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    config = ServerConfig()
-    possible = ConnectionTable(config).max_connections
-    with caplog.at_level(logging.WARNING):
-        for asked, expected in ((possible - 1, possible - 1), (possible, possible), (possible + 1, possible)):
-            config.max_connections = asked
-            assert ConnectionTable(config).max_connections == expected
-    (warning,) = caplog.messages
-    assert f"max_connections={possible + 1}" in warning
-    assert str(possible) in warning
+def test_most_connections_follow_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for limit in (40_000, 41_000):
+        monkeypatch.setattr(resource, "getrlimit", lambda _kind, limit=limit: (limit, limit))
+        found.append(ConnectionTable(ServerConfig()).max_connections)
+    assert found[1] - found[0] == 1000
+    assert 30_000 < found[0] < 40_000
 
 
 class FakeConnection:
@@ -190,10 +188,9 @@ class FakeConnection:
         raise AssertionError("no head is counted")
 
 
-def test_victims_equal_those_of_a_list_in_order_of_waiting() -> None:
-    config = ServerConfig()
-    config.max_connections = 8
-    table, random_ = ConnectionTable(config), random.Random(0)
+def test_victims_equal_those_of_a_list_in_order_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "connections_by_open_files", lambda: 8)
+    table, random_ = ConnectionTable(ServerConfig()), random.Random(0)
     newcomers: list[FakeConnection] = []
     idle: list[FakeConnection] = []
     busy: list[FakeConnection] = []

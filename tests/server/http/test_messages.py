@@ -488,4 +488,4 @@ def test_a_count_beyond_the_servers_limit_is_refused(shared_server: LiveServer) 
     assert shared_server.http.post(COUNT, json=long).json()["input_tokens"] > 2000
     answer = shared_server.http.post(COUNT, json={"messages": [{"role": "user", "content": "x" * 5_000_000}]})
     assert answer.status_code == 400
-    assert "max_tokenize_chars" in anthropic_error(answer)["message"]
+    assert "at most 1048576 characters" in anthropic_error(answer)["message"]

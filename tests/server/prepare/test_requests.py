@@ -1,6 +1,5 @@
 """Request bodies become GenerateRequests: prompts, limits, defaults and refused fields."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -271,15 +270,6 @@ def test_tiny_temperature_becomes_zero_and_tiny_top_p_stays_positive_in_float32(
     sampling = completion(served_model, temperature=1e-300, top_p=1e-300).requests[0].sampling
     assert sampling.temperature == 0
     assert np.float32(sampling.top_p) > 0
-
-
-def test_logprobs_are_refused_if_the_server_does_not_allow_them(served_model: ServedModel) -> None:
-    without = replace(served_model, enable_chosen_logprobs=False)
-    assert completion(without).requests
-    for refused in (lambda: completion(without, logprobs=0), lambda: chat(without, logprobs=True)):
-        with pytest.raises(InvalidRequest) as error:
-            refused()
-        assert error.value.param == "logprobs"
 
 
 @pytest.mark.parametrize("name", SamplingParams._fields)

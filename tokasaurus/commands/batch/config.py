@@ -12,7 +12,7 @@ ACTIONS = ("list", "show", "cancel")
 _SET_BY_THE_RUN = ("host", "port", "unix_socket", "data_dir", "rl")
 # Flags of the server with other defaults here: most protect it from its clients, and a run has only one, the user, who
 # sees its log beside the progress.
-_OWN_DEFAULTS = ("keep_days", "max_file_bytes", "max_batch_lines", "log_level", "uvicorn_log_level")
+_OWN_DEFAULTS = ("keep_days", "max_file_bytes", "max_batch_lines", "log_level")
 
 
 class RunConfig(CommandConfig, without=_SET_BY_THE_RUN):
@@ -49,7 +49,6 @@ class RunConfig(CommandConfig, without=_SET_BY_THE_RUN):
     max_file_bytes: int = ServerConfig.declared("max_file_bytes", default=MAX_INT32)
     max_batch_lines: int = ServerConfig.declared("max_batch_lines", default=1_000_000)
     log_level: str = ServerConfig.declared("log_level", default="warning")
-    uvicorn_log_level: str = ServerConfig.declared("uvicorn_log_level", default="warning")
 
     def further_errors(self) -> Iterator[str]:
         missing = [name for name in ("input", "output") if getattr(self, name) is None]

@@ -35,7 +35,6 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
             decode,
             stops,
             special_ids,
-            options.config.stop_string_num_token_lookback,
             prompt_tail(request.prompt_ids[-PROMPT_TAIL_TOKENS:].tolist()),
         )
         # its texts are without special tokens

@@ -159,14 +159,6 @@ def outlasting_shares(ranks: Ints) -> Floats:
     return shares
 
 
-def prior_forecast(init_mean: float, init_std: float, std_buffer_scale: float) -> Forecast:
-    """The forecast before enough sequences have finished. `init_mean` and `init_std` are shares of max_new_tokens.
-
-    With init_mean 1, every completion is expected to use all its tokens.
-    """
-    return ShareForecast(min(1.0, init_mean + std_buffer_scale * init_std))
-
-
 def fit_forecast(
     lengths: CompletionLengths, running: Ints, step: int, num_prediction_buckets: int, std_buffer_scale: float
 ) -> SurvivalForecast:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tokasaurus.config import ServerConfig
 from tokasaurus.manager.kv_cache.block_allocator import BlockAllocator
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk
-from tokasaurus.manager.planning.length_predictor import CompletionLengths, Forecast, prior_forecast
+from tokasaurus.manager.planning.length_predictor import CompletionLengths, Forecast, ShareForecast
 from tokasaurus.manager.planning.prefix_groups import GroupTrial, GroupTrials
 from tokasaurus.manager.planning.step_budget import StepLimit
 from tokasaurus.manager.planning.step_times import StepTimeModel, StepTimes
@@ -314,8 +314,7 @@ def make_state(options: EngineOptions, grammars: Grammars | None = None) -> Engi
     slots = SlotArrays(num_slots, -(-limits.max_tokens_per_sequence // limits.page_size))
     forecast = None
     if config.use_spec_allocation and config.early_stopping_init_mean is not None:
-        init_std = 0.0 if config.early_stopping_init_std is None else config.early_stopping_init_std
-        forecast = prior_forecast(config.early_stopping_init_mean, init_std, config.spec_allocation_std_buffer_scale)
+        forecast = ShareForecast(config.early_stopping_init_mean)
     learns = config.use_spec_allocation and config.track_early_stopping
     has_trials = options.hydragen is not None and options.hydragen.is_tried
     return EngineState(

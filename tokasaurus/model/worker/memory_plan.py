@@ -13,6 +13,7 @@ from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.messages.status import longest_context
 from tokasaurus.model.buffer_sizes import (
     AS_SAMPLED_BYTES_PER_TOKEN,
+    GRAPH_STEP,
     HEAD_DIMS,
     ITEM_BYTES,
     LOGPROBS_AT_ONCE,
@@ -109,12 +110,12 @@ def sizes_of_graphs(config: ServerConfig) -> list[int]:
     """Sequences, largest first; none without CUDA graphs."""
     if config.use_cudagraphs is False:
         return []
-    return graph_sizes(config.cudagraph_max_size or config.max_seqs_per_forward, config.cudagraph_step)
+    return graph_sizes(config.max_seqs_per_forward)
 
 
 def sizes_of_chunks(config: ServerConfig, sizes: list[int]) -> list[int]:
     """Tokens of the recorded steps beyond the decode steps of `sizes`, largest first; none without CUDA graphs."""
-    return chunk_sizes(sizes[0], config.cudagraph_step, config.max_tokens_per_forward) if sizes else []
+    return chunk_sizes(sizes[0], GRAPH_STEP, config.max_tokens_per_forward) if sizes else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ class ConnectionProtocol(HttpToolsProtocol):
             self.client = ("unix", next(_unix_numbers))
         self.flow = _GatedFlow(self.transport, self.pipeline)
         if not self._table.add(self):
-            limit = f"the server has {self._table.max_connections} open connections (max_connections)"
+            limit = f"the server has {self._table.max_connections} open connections"
             self._refuse(TooManyConnections(limit))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -301,7 +301,7 @@ class ConnectionProtocol(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         self.url += url
         if len(self.url) > self._limits.max_url_bytes:
-            limit = f"path and query may have at most {self._limits.max_url_bytes} bytes (max_url_bytes)"
+            limit = f"path and query may have at most {self._limits.max_url_bytes} bytes"
             self._stop_parsing(UrlTooLong(limit))
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -410,8 +410,7 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def _headers_too_large(self) -> HeadersTooLarge:
         return HeadersTooLarge(
-            f"a request may have at most {MAX_HEADERS} headers, and {self._limits.max_header_bytes} bytes of them "
-            "(max_header_bytes)"
+            f"a request may have at most {MAX_HEADERS} headers, and {self._limits.max_header_bytes} bytes of them"
         )
 
     # End of the client's input
@@ -475,11 +474,11 @@ class ConnectionProtocol(HttpToolsProtocol):
         if self._has_headers:
             limit_s = limits.body_timeout_seconds + self._num_body_bytes / BODY_BYTES_PER_S
             if self._waited_s >= limit_s:
-                limit = f"{limits.body_timeout_seconds} s and a second for each 64 KiB (body_timeout_seconds)"
+                limit = f"{limits.body_timeout_seconds} s and a second for each 64 KiB"
                 self._refuse(RequestTimedOut(f"the body took longer than {limit}"))
         elif self.transport.is_client_sending:
             if self._waited_s >= limits.header_timeout_seconds:
-                limit = f"{limits.header_timeout_seconds} s (header_timeout_seconds)"
+                limit = f"{limits.header_timeout_seconds} s"
                 self._refuse(RequestTimedOut(f"the headers took longer than {limit}"))
         elif self._waited_s >= (limits.keep_alive_seconds if self._has_served else limits.header_timeout_seconds):
             self.transport.close()
@@ -491,7 +490,7 @@ class ConnectionProtocol(HttpToolsProtocol):
             return
         self._stuck_s += tick_s
         if self._stuck_s > self._limits.write_timeout_seconds:
-            logger.warning("closed a connection whose client reads none of its answer (write_timeout_seconds)")
+            logger.warning("closed a connection whose client reads none of its answer")
             self.transport.abort()
 
 

@@ -35,7 +35,8 @@ class Connection(Protocol):
 
 
 class ConnectionTable:
-    """`config` gives the limits. With max_connections open, a new connection closes one that is waiting.
+    """`config` gives the limits. With as many open as the limit of open files allows, a new connection closes
+    one that is waiting.
 
     The first choice is the connection that has waited longest with no request, or with a request that is incomplete
     although all earlier ones are answered: clients that complete none cannot keep others out. The second is the one
@@ -44,7 +45,7 @@ class ConnectionTable:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.max_connections = _max_connections(config)
+        self.max_connections = connections_by_open_files()
         self._num_head_bytes_of: dict[Connection, int] = {}
         """Received of each incomplete head."""
         self._num_head_bytes = 0
@@ -130,17 +131,7 @@ class ConnectionTable:
                 victim.drop_head()
 
 
-def _max_connections(config: ServerConfig) -> int:
-    possible = _connections_by_open_files()
-    if config.max_connections is None:
-        return possible
-    if config.max_connections > possible:
-        asked = f"max_connections={config.max_connections}"
-        logger.warning(f"{asked}: the limit of open files (ulimit -n) allows only {possible}, which is used")
-    return min(config.max_connections, possible)
-
-
-def _connections_by_open_files() -> int:
+def connections_by_open_files() -> int:
     """The limit of open files, less a reserve for other files and for connections that are just being closed."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return max(1, limit - max(128, min(limit // 4, 4608)))

@@ -82,9 +82,7 @@ class InputReader:
             try:
                 if not is_whole or size > self._max_line_bytes:
                     start += _skip_line(content, line)
-                    raise _BadLine(
-                        "line_too_long", f"the line may have at most {self._max_line_bytes} bytes (max_line_bytes)"
-                    )
+                    raise _BadLine("line_too_long", f"the line may have at most {self._max_line_bytes} bytes")
                 if not is_blank:
                     value = _load(line)
                     problems = list(self._problems(value, number))

@@ -140,7 +140,7 @@ def count_chat_tokens(body: ChatCompletionRequest, model: ServedModel, limits: E
     num_chars = sum(len(part.model_dump_json()) for part in (*body.messages, *body.tools))
     if num_chars > max_chars:
         raise InvalidRequest(
-            f"messages may have at most {max_chars} characters to be counted (max_tokenize_chars), not {num_chars}",
+            f"messages may have at most {max_chars} characters to be counted, not {num_chars}",
             "messages",
         )
     template = template_of(body, model)

@@ -233,9 +233,6 @@ def prompt_top(body: SamplingFields, model: ServedModel) -> int | None:
     """Number of top-k logprobs per prompt token that `prompt_logprobs` asks for; None if it is not set."""
     if body.prompt_logprobs is None:
         return None
-    if not model.enable_chosen_logprobs:
-        message = "prompt_logprobs is disabled on this server (enable_chosen_logprobs)"
-        raise InvalidRequest(message, "prompt_logprobs")
     return checked_top(body.prompt_logprobs, "prompt_logprobs", model)
 
 
@@ -294,8 +291,6 @@ def make_requests(
     num_top_logprobs, num_top_prompt_logprobs: of sampled and of prompt tokens. None for no logprobs, 0 for only the
     tokens' own. Raises InvalidRequest.
     """
-    if num_top_logprobs is not None and not model.enable_chosen_logprobs:
-        raise InvalidRequest("logprobs is disabled on this server (enable_chosen_logprobs)", "logprobs")
     fewest = min(max_new_tokens for _, max_new_tokens in prompts)
     if body.min_tokens > fewest:
         raise InvalidRequest(f"min_tokens is {body.min_tokens}: it may be at most {fewest}", "min_tokens")

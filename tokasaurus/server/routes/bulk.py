@@ -304,7 +304,7 @@ class BulkRun:
 
     async def _checked_line(self, number: int, content: bytes | TooLong) -> Line:
         if isinstance(content, TooLong):
-            message = f"line {number} has more than {self._max_line_bytes} bytes (max_line_bytes)"
+            message = f"line {number} has more than {self._max_line_bytes} bytes"
             line = refused(first_custom_id(content.start), BodyTooLarge(message))
             if line.custom_id is None:
                 return line

@@ -74,8 +74,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     state.model.check_name(body.model)
     if len(body.tokens) > state.config.max_tokenize_chars:
         raise InvalidRequest(
-            f"tokens has {len(body.tokens)} token ids: there may be at most {state.config.max_tokenize_chars} "
-            "(max_tokenize_chars)",
+            f"tokens has {len(body.tokens)} token ids: there may be at most {state.config.max_tokenize_chars}",
             "tokens",
         )
     content = await state.text_threads.run(num_body_bytes(request), _detokenize, body, state.model)
@@ -106,7 +105,7 @@ def _check_length(body: TokenizeRequest, num_bytes: int, max_chars: int) -> None
             num_chars = len(body.model_dump_json())
     if num_chars > max_chars:
         raise InvalidRequest(
-            f"{param} may have at most {max_chars} characters for /tokenize (max_tokenize_chars), not {num_chars}",
+            f"{param} may have at most {max_chars} characters for /tokenize, not {num_chars}",
             param,
         )
 

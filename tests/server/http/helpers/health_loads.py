@@ -110,7 +110,7 @@ def largest_texts_to_tokenize(http: httpx.Client, _share: float) -> None:
     assert post(http, "/tokenize", content).status_code == 200
     answer = post(http, "/tokenize", orjson.dumps({"prompt": "hello world " * 1_700_000}))
     assert answer.status_code == 400
-    assert "max_tokenize_chars" in answer.json()["error"]["message"]
+    assert "at most 1048576 characters" in answer.json()["error"]["message"]
 
 
 def many_messages(http: httpx.Client, _share: float) -> None:
