@@ -10,7 +10,7 @@ from tests.model.attention.helpers import flashinfer_double
 from tests.model.execution.helpers.launch_tape import LaunchTape
 from tests.model.helpers.pretend_device import HostTransfers
 from tests.model.helpers.steps import CPU, one_thread
-from tokasaurus.model.attention.flashinfer_backend import FixedMemory
+from tokasaurus.model.execution import recorded_inputs
 
 
 @few(1, "group", [4, 7, 8])
@@ -21,11 +21,14 @@ def test_recorded_steps_equal_eager_steps_with_torch_attention(
     tape = LaunchTape()
     with one_thread():
         assert 0 < check_recorded_steps(tmp_path, group, tape, CPU, HostTransfers()) < TOLERANCE / 3
-    assert len(tape.graphs) == 4 * (2 + 1 + 1), "of four sizes: around two layers' attention, and with it"
+    num_graphs = 4 * ((2 + 1 + 1) + 1) + (2 + 1)
+    assert len(tape.graphs) == num_graphs, (
+        "around two layers' attention, its LM head; with attention; steps with prompts"
+    )
 
 
 def test_a_recording_that_reads_old_contexts_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flashinfer_double.install(monkeypatch)
-    monkeypatch.setattr(FixedMemory, "fill_lists", lambda _memory, _part: None)
+    monkeypatch.setattr(recorded_inputs, "fill_lists_by_torch", lambda *_: None)
     with one_thread(), pytest.raises(AssertionError, match="log-probability"):
         check_recorded_steps(tmp_path, 4, LaunchTape(), CPU, HostTransfers())

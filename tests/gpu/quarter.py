@@ -41,6 +41,7 @@ TESTS_OF = {
     "triton_attention": ("triton_kernels",),
     "triton_sampling": ("triton_sample",),
     "triton_layers": ("triton_layers",),
+    "triton_steps": ("triton_kernels", "graphs"),
     "torch_compile": ("graphs",),
     "use_cudagraphs": ("graphs", "recorded_flashinfer"),
     "symmetric_all_reduce": ("nccl",),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tokasaurus.messages.generation import SAMPLING_DTYPE
+from tokasaurus.messages.sampling import SamplingParams
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number by its dtype."""
@@ -103,6 +104,13 @@ def sizes_for(max_tokens: int, max_seqs: int, vocab_size: int, num_top: int) -> 
         results=(max_tokens + max_seqs) * bytes_per_answer + _OTHER,
     )
 
+
+RECORDED_TOKEN_BYTES = 2 * 8
+"""What recorded steps read of a token: its id and position."""
+
+RECORDED_ROW_BYTES = 4 * 8 + 4 * len(SamplingParams._fields) + 2 * 4
+"""What recorded decode steps read of a row beside this and its blocks: its slot, kv index, noise and sampling
+parameters, and its place in attention's lists."""
 
 # Logits
 

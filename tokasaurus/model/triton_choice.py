@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-KernelGroup: TypeAlias = Literal["attention", "sampling", "layers"]
+KernelGroup: TypeAlias = Literal["attention", "sampling", "layers", "steps"]
 
 _switched_off: set[KernelGroup] = set()
 

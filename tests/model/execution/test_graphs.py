@@ -171,7 +171,8 @@ def test_graphs_read_and_write_only_parameters_tables_and_their_own_buffers(comp
     save_tiny_model(tmp_path, "qwen2")
     runner, model, tape = make_taped(tmp_path, "torch", compiled)
     assert runner._graphs is not None
-    own = [value for value in vars(runner._graphs).values() if isinstance(value, torch.Tensor)]
+    inputs = runner._graphs.inputs
+    own = [inputs.token_ids, inputs.positions]
     table = [value for value in vars(model._rotary).values() if isinstance(value, torch.Tensor)]
     # Compiled code declares that attention changes the cache, and copies one element of it.
     caches = runner._backend.caches if compiled else []

@@ -16,10 +16,12 @@ import torch
 from tests.model.attention.helpers import interpreted_attention
 from tests.model.decoder.helpers import interpreted_layers
 from tests.model.decoder.helpers.layer_kernels import LayerKernels
+from tests.model.execution.helpers.input_checks import check_inputs
 from tests.model.helpers import interpreted_sampling
 from tests.model.helpers.sampling_rows import staged_masks, top_rows
 from tests.model.sampling.helpers import logprobs_as_sampled
 from tests.model.sampling.helpers.changed_params import draw_all, drawn_by_torch
+from tokasaurus.model.execution import triton_inputs
 from tokasaurus.model.sampling.sample import sample_by_triton
 
 NUM_ROWS = 8
@@ -64,9 +66,14 @@ def check_layers() -> None:
     interpreted_layers.check_layers("qwen3")
 
 
+def check_recorded_inputs() -> None:
+    for seed, (num_rows, page_size) in enumerate([(1, 16), (7, 4)]):
+        check_inputs(seed, torch.device("cpu"), num_rows, page_size, triton_inputs.fill_inputs)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     interpreted_attention.main()
-    for check in (check_sampling, check_parameters, check_logprobs_as_sampled, check_layers):
+    for check in (check_sampling, check_parameters, check_logprobs_as_sampled, check_layers, check_recorded_inputs):
         check()
         print(check.__name__)

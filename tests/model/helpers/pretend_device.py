@@ -81,7 +81,8 @@ def with_tensors_on_device(value: Any) -> Any:
     return dataclasses.replace(value, **{name: with_tensors_on_device(getattr(value, name)) for name in fields})
 
 
-def _contents(tensor: Tensor) -> Tensor:
+def contents_of(tensor: Tensor) -> Tensor:
+    """A tensor of the device as one of the host, which shares its memory; any other as it is."""
     return tensor.inner if isinstance(tensor, DeviceTensor) else tensor
 
 
@@ -213,11 +214,11 @@ class PretendTransfers:
     def upload(self, source: Tensor, target: Tensor, after: Event) -> Event:
         assert isinstance(after, PretendEvent)
         self.uploads.append((source.data_ptr(), after))
-        return self._start(lambda: _contents(target).copy_(source))
+        return self._start(lambda: contents_of(target).copy_(source))
 
     def download(self, source: Tensor, target: Tensor) -> Event:
         self.num_downloads += 1
-        return self._start(lambda: target.copy_(_contents(source)))
+        return self._start(lambda: target.copy_(contents_of(source)))
 
     def record(self) -> Event:
         return PretendEvent()

@@ -34,6 +34,7 @@ from tokasaurus.model.cpu.bindings import DecodeStepStruct, Kernels, load_kernel
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.weights import fill_randomly
+from tokasaurus.model.execution import device_batch
 from tokasaurus.model.execution import runner as runner_module
 from tokasaurus.model.execution.graphs import StepGraphs
 from tokasaurus.model.execution.runner import ModelRunner
@@ -475,7 +476,7 @@ FAULTS: dict[str, str] = {
     "stale tokens": "row",
     "stale positions": "row",
     "stale plans": "row",
-    "stale noise": "share of tokens",
+    "other noise": "share of tokens",
     "stale tokens of prompts": "tokens with prompts",
     "padding is not left out": "tokens with prompts",
     "nothing is replayed": "row",
@@ -497,12 +498,20 @@ def test_wrong_graphs_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.
         original = TapedGraph.replay
         match fault:
             case "stale tokens":
-                keep_first(monkeypatch, graphs._token_ids)
+                keep_first(monkeypatch, graphs.inputs.token_ids)
             case "stale positions":
-                keep_first(monkeypatch, graphs._positions)
-            case "stale noise":
-                assert graphs._rows is not None
-                keep_first(monkeypatch, graphs._rows.noise_keys)
+                keep_first(monkeypatch, graphs.inputs.positions)
+            case "other noise":
+                run = StepGraphs.run
+
+                def run_without_noise(graphs: StepGraphs, batch: Any, *others: Any) -> Any:
+                    keys = batch.sampling.noise_keys.clone()
+                    batch.sampling.noise_keys.zero_()
+                    output = run(graphs, batch, *others)
+                    batch.sampling.noise_keys.copy_(keys)
+                    return output
+
+                monkeypatch.setattr(StepGraphs, "run", run_without_noise)
             case "stale plans":
                 plan, planned = FlashInferBackend.plan_recorded, set[int]()
 
@@ -541,18 +550,16 @@ def test_wrong_graphs_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.
 
 
 def keep_first(monkeypatch: pytest.MonkeyPatch, buffer: torch.Tensor) -> None:
-    """Each row of the buffer keeps what is first copied to it."""
-    copy, end = torch.Tensor.copy_, buffer.data_ptr() + buffer.numel() * buffer.itemsize
-    copied: set[tuple[int, int]] = set()
+    """The first rows of the buffer keep what a step of as many rows is first given there."""
+    fill = device_batch.fill_inputs
+    first = dict[int, torch.Tensor]()
 
-    def copy_once(tensor: torch.Tensor, source: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
-        if buffer.data_ptr() <= tensor.data_ptr() < end:
-            if (tensor.data_ptr(), len(tensor)) in copied:
-                return tensor
-            copied.add((tensor.data_ptr(), len(tensor)))
-        return copy(tensor, source, *others, **named)
+    def fill_once(*arguments: Any) -> None:
+        fill(*arguments)
+        num_rows = len(arguments[3].slots)
+        buffer[:num_rows].copy_(first.setdefault(num_rows, buffer[:num_rows].clone()))
 
-    monkeypatch.setattr(torch.Tensor, "copy_", copy_once)
+    monkeypatch.setattr(device_batch, "fill_inputs", fill_once)
 
 
 def test_graphs_switched_off_at_the_start_leave_right_tokens(

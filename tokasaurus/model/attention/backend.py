@@ -7,7 +7,7 @@ query rows of a `PagedPart` over the blocks of that part. Shared code (row_split
 import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -218,12 +218,43 @@ class LayoutBackend(Protocol):
         """query [T, H, D] of the planned layout -> [T, H, D]; 0 for padding."""
 
 
+class RecordedMemory(NamedTuple):
+    """Memory of a backend's recorded launches, for up to R rows, each a segment of its own: see BlockLists."""
+
+    kv_indices: Tensor
+    """int64 [R]."""
+
+    starts: Tensor
+    """int32 [R + 1]."""
+
+    blocks: Tensor
+    """int32 [R * blocks of the longest sequence]; empty if the backend reads no lists."""
+
+    last_lengths: Tensor
+    """int32 [R]."""
+
+    @classmethod
+    def allocate(cls, max_rows: int, max_blocks: int, device: torch.device) -> "RecordedMemory":
+        """max_blocks: of the longest sequence."""
+        starts, blocks, last_lengths = (
+            torch.zeros(size, dtype=torch.int32, device=device)
+            for size in (max_rows + 1, max_rows * max_blocks, max_rows)
+        )
+        return cls(torch.zeros(max_rows, dtype=torch.int64, device=device), starts, blocks, last_lengths)
+
+    def cut(self, num_rows: int) -> "RecordedMemory":
+        """The first rows, in the same memory."""
+        return RecordedMemory(
+            self.kv_indices[:num_rows], self.starts[: num_rows + 1], self.blocks, self.last_lengths[:num_rows]
+        )
+
+
 @runtime_checkable
 class RecordableBackend(Protocol):
     """A backend whose write and attend can be recorded for decode steps without prefix groups, and replayed for others
     of the same number of rows."""
 
-    def prepare_recording(self, max_rows: int, max_blocks: int) -> None:
+    def prepare_recording(self, max_rows: int, max_blocks: int) -> RecordedMemory:
         """Allocate what recorded launches read.
 
         max_blocks: of the longest sequence. Replaces what an earlier call allocated, and recordings that read it.
@@ -232,7 +263,9 @@ class RecordableBackend(Protocol):
     def plan_recorded(self, layout: PagedLayout) -> None:
         """Plan a decode step before it is recorded, or before a recording is replayed for it.
 
-        layout: one part with as many rows as the recording, each row a segment of its own."""
+        layout: one part with as many rows as the recording, each row a segment of its own. The layout's kv indices and
+        its block lists, if it has any, are in the memory that `prepare_recording` has returned; see
+        block_lists.in_recorded."""
 
 
 def output_of(query: Tensor, part: PagedPart, output: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from tokasaurus.model.attention.backend import (
     PagedLayout,
     PagedPart,
     RecordableBackend,
+    RecordedMemory,
 )
 from tokasaurus.model.staging.staging import Staging
 from tokasaurus.model.triton_choice import uses_triton
@@ -68,6 +69,24 @@ def _with_lists(part: PagedPart, shape: KVShape) -> PagedPart:
     on_device = (host_starts, blocks, last_lengths, part.query_starts, part.kv_lengths)
     lists = BlockLists(host_starts, *(x.int().to(shape.device) for x in on_device))
     return replace(part, block_table=None, lists=lists)
+
+
+def in_recorded(layout: PagedLayout, memory: RecordedMemory) -> PagedLayout:
+    """The layout of a step that is recorded or replayed, copied to where recorded launches read it."""
+    (part,) = layout.parts
+    own = memory.cut(part.num_rows)
+    own.kv_indices.copy_(layout.kv_indices)
+    if part.lists is not None:
+        lists = lists_in(own, part.lists)
+        for name in ("starts", "blocks", "last_lengths"):
+            getattr(lists, name).copy_(getattr(part.lists, name))
+        part = replace(part, lists=lists)
+    return replace(layout, kv_indices=own.kv_indices, parts=(part,))
+
+
+def lists_in(own: RecordedMemory, lists: BlockLists) -> BlockLists:
+    """`lists` with the tensors of `own`, which has as many rows, instead of its own; they are not filled."""
+    return replace(lists, starts=own.starts, blocks=own.blocks[: len(lists.blocks)], last_lengths=own.last_lengths)
 
 
 def padded_tables(part: PagedPart, segments: Tensor, num_blocks: int, staging: Staging) -> Tensor:

@@ -16,7 +16,15 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart, TensorCache, as_stored
+from tokasaurus.model.attention.backend import (
+    BlockLists,
+    KVShape,
+    PagedLayout,
+    PagedPart,
+    RecordedMemory,
+    TensorCache,
+    as_stored,
+)
 from tokasaurus.model.attention.flashinfer_tools import provide_tools
 from tokasaurus.model.attention.row_split import merge_partial
 from tokasaurus.model.buffer_sizes import CUDA_CORE_GROUPS, HEAD_DIMS, RING_SIZE, plan_bytes, workspace_bytes
@@ -93,7 +101,7 @@ def why_unfit(shape: KVShape) -> str | None:
 
 
 class FixedMemory:
-    """What recorded launches read: each plan of a wrapper, and each forward's kv indices, are copied here.
+    """What recorded launches read: each plan of a wrapper is copied here, and each step's lists are filled here.
 
     A wrapper is for one number of rows. All of them use the same memory, since one at a time is planned and run.
     """
@@ -103,33 +111,23 @@ class FixedMemory:
         max_blocks: of the longest sequence."""
         self._new_wrapper = new_wrapper
         self._workspace = workspace
-        device = workspace.device
-        self.kv_indices = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._starts = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
-        self._blocks = torch.zeros(max_rows * max_blocks, dtype=torch.int32, device=device)
-        self._last_lengths = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._plans = torch.zeros(plan_bytes(max_rows), dtype=torch.uint8, device=device)
+        self.lists = RecordedMemory.allocate(max_rows, max_blocks, workspace.device)
+        self._plans = torch.zeros(plan_bytes(max_rows), dtype=torch.uint8, device=workspace.device)
         self._wrappers: dict[int, Any] = {}
         self.copied: dict[int, torch.cuda.Event] = {}
         """Events after the copies of a wrapper's last plan, which read its host memory, by number of rows."""
         self.planned: set[int] = set()
         """Numbers of rows whose wrapper has been planned."""
 
-    def fill_lists(self, part: PagedPart) -> None:
-        """Copy the part's lists to where its wrapper reads them. The wrapper's first plan does so itself."""
-        assert part.lists is not None
-        self._starts[: part.num_rows + 1].copy_(part.lists.starts)
-        self._blocks[: len(part.lists.blocks)].copy_(part.lists.blocks)
-        self._last_lengths[: part.num_rows].copy_(part.lists.last_lengths)
-
     def wrapper(self, num_rows: int) -> Any:
         """The wrapper for this number of rows S; made at its first use, which must not be recorded."""
         if num_rows not in self._wrappers:
+            own = self.lists.cut(num_rows)
             wrapper = self._new_wrapper(
                 use_cuda_graph=True,
-                paged_kv_indptr_buffer=self._starts[: num_rows + 1],
-                paged_kv_indices_buffer=self._blocks,
-                paged_kv_last_page_len_buffer=self._last_lengths[:num_rows],
+                paged_kv_indptr_buffer=own.starts,
+                paged_kv_indices_buffer=own.blocks,
+                paged_kv_last_page_len_buffer=own.last_lengths,
             )
             wrapper.reset_workspace_buffer(self._workspace, self._plans)  # instead of one of its own for its plans
             self._wrappers[num_rows] = wrapper
@@ -201,10 +199,11 @@ class FlashInferBackend(TensorCache):
             self._make_plan_memory(wrappers, needed)
         staging.then(partial(self._run_plans, wrappers, plans))
 
-    def prepare_recording(self, max_rows: int, max_blocks: int) -> None:
+    def prepare_recording(self, max_rows: int, max_blocks: int) -> RecordedMemory:
         needed = workspace_bytes(self._shape, self._num_processors, max_rows)
         assert needed <= len(self._workspace), f"max_graph_rows was less than {max_rows}"
         self._fixed = FixedMemory(self._new_decode, self._workspace, max_rows, max_blocks)
+        return self._fixed.lists
 
     def plan_recorded(self, layout: PagedLayout) -> None:
         assert self._fixed is not None, "prepare_recording comes first"
@@ -214,19 +213,17 @@ class FlashInferBackend(TensorCache):
         wrapper = self._fixed.wrapper(part.num_rows)
         self._layout = layout  # keeps the part alive
         self._planned = {id(part): wrapper}
-        self._kv_indices = self._fixed.kv_indices[: part.num_rows]
+        self._kv_indices = layout.kv_indices
         staging = layout.staging or DirectStaging(self._shape.device)
-        staging.then(partial(self._fill_fixed, self._fixed, wrapper, part, layout.kv_indices))
+        staging.then(partial(self._run_recorded_plan, self._fixed, wrapper, part))
 
-    def _fill_fixed(self, fixed: FixedMemory, wrapper: Wrapper, part: PagedPart, kv_indices: Tensor) -> None:
-        fixed.kv_indices[: part.num_rows].copy_(kv_indices)
+    def _run_recorded_plan(self, fixed: FixedMemory, wrapper: Wrapper, part: PagedPart) -> None:
         copied = fixed.copied.get(part.num_rows)
         if copied is not None:
             # Not long: its copies ran before the step that is running now, at the latest.
             copied.synchronize()
-        if self._use_tensor_cores and part.num_rows in fixed.planned:
-            # The wrapper's own plan would copy its lists from the host.
-            fixed.fill_lists(part)
+        if part.lists is not None and part.num_rows in fixed.planned:
+            # The wrapper's own plan would fill the lists again, by three copies.
             self._plan_rows(partial(self._library.decode.fast_decode_plan, wrapper), part)
         else:
             self._plan_decode(wrapper, part)

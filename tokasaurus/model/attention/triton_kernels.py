@@ -19,7 +19,7 @@ _WRITE_BLOCK = 1024
 _MERGE_BLOCK = 2048
 """Numbers of the output that one program computes, about."""
 
-_LIST_BLOCK = 1024
+LIST_BLOCK = 1024
 """Segments whose lengths are added, and blocks that are copied, at once."""
 
 
@@ -75,7 +75,7 @@ def fill_lists(block_tables: Tensor, first_entries: Tensor, page_size: int, list
         *(block_tables, first_entries, lists.kv_lengths, num_segments),
         *(lists.starts, lists.blocks, lists.last_lengths),
         PAGE_SIZE=page_size,
-        BLOCK=_LIST_BLOCK,
+        BLOCK=LIST_BLOCK,
     )
 
 
@@ -139,9 +139,21 @@ def _list_blocks(
     tables, first_entries, kv_lengths, num_segments, starts, blocks, last_lengths,
     PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per segment, and one for the end of the last. Each adds up the blocks of all segments before its
-    own, so that no program waits for another."""
+    """One program per segment, and one for the end of the last."""
     segment = tl.program_id(0)
+    table = tables
+    if segment < num_segments:
+        table += tl.load(first_entries + segment)
+    list_segment(segment, num_segments, table, kv_lengths, starts, blocks, last_lengths, PAGE_SIZE, BLOCK)
+
+
+@triton.jit
+def list_segment(
+    segment, num_segments, table, kv_lengths, starts, blocks, last_lengths,
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The lists of one segment, or the end of the last one. It adds up the blocks of all segments before its own, so
+    that no program waits for another. table: where the segment's blocks begin."""
     offsets = tl.arange(0, BLOCK)
     counts = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, segment, BLOCK):
@@ -153,7 +165,6 @@ def _list_blocks(
         length = tl.load(kv_lengths + segment)
         count = (length + PAGE_SIZE - 1) // PAGE_SIZE
         tl.store(last_lengths + segment, length - (count - 1) * PAGE_SIZE)
-        table = tables + tl.load(first_entries + segment)
         for first in range(0, count, BLOCK):
             entries = first + offsets
             ids = tl.load(table + entries, mask=entries < count)

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokasaurus.messages.forward import ForwardInput, PromptLogprobsInput
-from tokasaurus.model.attention.backend import BlockLists, PagedLayout, PagedPart
+from tokasaurus.model.attention.backend import BlockLists, PagedLayout, PagedPart, RecordedMemory
 from tokasaurus.model.attention.block_lists import fill_lists
 from tokasaurus.model.buffer_sizes import LOGPROBS_AT_ONCE, padded_count
+from tokasaurus.model.execution.recorded_inputs import RecordedInputs, SlotState, StagedRows, fill_inputs_by_torch
 from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.sampling.noise import position_keys
 from tokasaurus.model.sampling.prompt_logprobs import PromptLogprobTargets
@@ -28,6 +29,7 @@ from tokasaurus.model.sampling.rules import (
 )
 from tokasaurus.model.sampling.sample import SamplingRows, TopRows
 from tokasaurus.model.staging.staging import Staging
+from tokasaurus.model.triton_choice import uses_triton
 
 # T tokens, S rows of the batch (one per running slot), R rows that sample; T and R with padding, if any; A rows of one
 # part of the layout
@@ -86,14 +88,15 @@ def build_batch(
     staging: Staging,
     is_padded: bool = True,
     token_multiple: int = 1,
-    num_tokens: int | None = None,
+    inputs: RecordedInputs | None = None,
 ) -> DeviceBatch:
     """The batch of `step`, whose device tensors are filled once `staging` has sent them. Advances the slots' positions
     past the step.
 
     Precondition: the changes of `step` are already applied to `slots`.
     is_padded: pad tokens and logit rows to one of few counts; the number of tokens becomes a multiple of
-    token_multiple. num_tokens: the number of tokens becomes this instead.
+    token_multiple. inputs: memory of a recorded size, to which the tokens are padded instead. If `step` only decodes,
+    in as many rows as it has, which all sample, what is read of the rows is there too.
     """
     to_device = staging.to_device
     first_positions = slots.positions[step.slots]
@@ -115,17 +118,28 @@ def build_batch(
 
     # Token 0 at position 0, its key and value in the padding block.
     own_tokens = int(starts[-1])
-    padding = pad(own_tokens, token_multiple) if num_tokens is None else np.zeros(num_tokens - own_tokens, np.int64)
+    padding = pad(own_tokens, token_multiple)
+    if inputs is not None:
+        padding = np.zeros(len(inputs.token_ids) - own_tokens, np.int64)
     all_kv_indices = to_device(np.concatenate((kv_indices, padding)))
-    token_ids = torch.empty(len(all_kv_indices), dtype=torch.int64, device=all_kv_indices.device)
-    decode_slots = to_device(step.slots[: step.num_decode].astype(np.int64))
-    prompt_ids = to_device(np.concatenate((step.prompt_ids, padding)))
+    positions = to_device(np.concatenate((token_positions, padding)))
+    # A step with prompts, or with more rows than these, has only its tokens there.
+    are_rows_inside = inputs is not None and step.num_decode == len(step.slots) == len(inputs.slots)
+    if inputs is None:
+        token_ids = torch.empty(len(all_kv_indices), dtype=torch.int64, device=all_kv_indices.device)
+    else:
+        token_ids = inputs.token_ids
+    if not are_rows_inside:
+        decode_slots = to_device(step.slots[: step.num_decode].astype(np.int64))
+        prompt_ids = to_device(np.concatenate((step.prompt_ids, padding)))
 
-    def fill_token_ids() -> None:
-        torch.cat((slots.last_tokens[decode_slots], prompt_ids), out=token_ids)
-        slots.rules.tokens[all_kv_indices] = token_ids.int()
+        def fill_token_ids() -> None:
+            torch.cat((slots.last_tokens[decode_slots], prompt_ids), out=token_ids)
+            slots.rules.tokens[all_kv_indices] = token_ids.int()
 
-    staging.then(fill_token_ids)
+        staging.then(fill_token_ids)
+    if inputs is not None and not are_rows_inside:
+        staging.then(partial(inputs.positions.copy_, positions))
 
     # A decode row is past its prompt; a prefill row samples if its chunk ends the prompt.
     samples = kv_lengths >= slots.num_prompt_tokens[step.slots]
@@ -134,14 +148,26 @@ def build_batch(
     params = slots.sampling.take(sampled_slots)  # several times as fast as indexing a structured array
     want_logprobs = slots.want_logprobs[sampled_slots]
     any_logprobs = bool(want_logprobs.any())
-    keys = position_keys(slots.noise_keys[sampled_slots], kv_lengths[samples])
+    noise_keys = to_device(position_keys(slots.noise_keys[sampled_slots], kv_lengths[samples]).astype(np.int64))
     first_blocks = partial(slots.first_blocks, staging=staging)
     rules = slots.rules.select(sampled_slots, kv_lengths[samples], first_blocks, page_size, staging)
     masks = None if step.masks is None else stage_masks(step.masks, staging)
+    memory = inputs.memory if inputs is not None and are_rows_inside else None
+    builder = _LayoutBuilder(step, slots, starts, kv_lengths, page_size, staging, memory)
+    if inputs is None or not are_rows_inside:
+        layout, device_params = builder.build(all_kv_indices), slots.device_params(params, device_slots, staging)
+    else:
+        assert len(sampled_slots) == len(inputs.slots), "each decode row samples"
+        layout = builder.build(inputs.memory.kv_indices)
+        lists = layout.parts[0].lists if builder.is_in_memory else None
+        staged = StagedRows(device_slots, positions, all_kv_indices, noise_keys)
+        staging.then(partial(fill_inputs, staged, slots.state(), page_size, inputs, lists))
+        device_slots, positions = inputs.slots, inputs.positions
+        noise_keys, device_params = inputs.noise_keys, inputs.device_params
     sampling = SamplingRows(
         params=params,
-        device_params=slots.device_params(params, device_slots, staging),
-        noise_keys=to_device(keys.astype(np.int64)),
+        device_params=device_params,
+        noise_keys=noise_keys,
         any_logprobs=any_logprobs,
         limited=limited_rows(slots.is_limited[sampled_slots], staging),
         rules=rules,
@@ -162,12 +188,12 @@ def build_batch(
         )
     return DeviceBatch(
         token_ids=token_ids,
-        positions=to_device(np.concatenate((token_positions, padding))),
+        positions=positions,
         logit_rows=to_device(np.concatenate((logit_rows, pad(len(logit_rows))))),
         num_sampled=len(logit_rows),
         sampled_slots=device_slots,
         host_sampled_slots=sampled_slots,
-        layout=_LayoutBuilder(step, slots, starts, kv_lengths, page_size, staging).build(all_kv_indices),
+        layout=layout,
         sampling=sampling,
         want_logprobs=want_logprobs,
         sampled_tokens=logit_rows,
@@ -176,6 +202,18 @@ def build_batch(
         token_blocks=token_blocks,
         prompt_logprobs=prompt_logprobs,
     )
+
+
+def fill_inputs(
+    staged: StagedRows, slots: SlotState, page_size: int, inputs: RecordedInputs, lists: BlockLists | None
+) -> None:
+    """`fill_inputs_by_torch`, in one launch where Triton is installed."""
+    if uses_triton(inputs.slots.device, "steps"):
+        from tokasaurus.model.execution import triton_inputs
+
+        triton_inputs.fill_inputs(staged, slots, page_size, inputs, lists)
+    else:
+        fill_inputs_by_torch(staged, slots, page_size, inputs, lists)
 
 
 def _logprob_rows(prompt_logprobs: PromptLogprobsInput, starts: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -220,7 +258,7 @@ class _LayoutBuilder:
     """Builds the parts of one forward.
 
     starts: int32 [S + 1], the first token of each row among the forward's tokens, and the end of the last.
-    kv_lengths: int32 [S], tokens of each row's context, including the forward's.
+    kv_lengths: int32 [S], tokens of each row's context, including the forward's. memory: of a recorded step's rows.
     """
 
     def __init__(
@@ -231,6 +269,7 @@ class _LayoutBuilder:
         kv_lengths: NDArray[np.int32],
         page_size: int,
         staging: Staging,
+        memory: RecordedMemory | None,
     ) -> None:
         self._step = step
         self._slots = slots
@@ -238,6 +277,11 @@ class _LayoutBuilder:
         self._kv_lengths = kv_lengths
         self._page_size = page_size
         self._staging = staging
+        self._memory = memory
+        self.is_in_memory = (
+            memory is not None and slots.on_device is not None and step.groups is None and len(memory.blocks) > 0
+        )
+        """Whether the only part's lists are those of `memory`, which the caller fills."""
 
     def build(self, kv_indices: Tensor) -> PagedLayout:
         """Parts, each omitted if empty: grouped decode rows over the tokens after their prefix; the other decode rows;
@@ -329,16 +373,28 @@ class _LayoutBuilder:
         counts = -(-kv_lengths // np.int32(self._page_size))
         starts = np.zeros(len(counts) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
-        first_entries = row_slots.astype(np.int64) * tables.shape[1]
-        if first_blocks is not None:
-            first_entries += first_blocks
+        num_blocks = int(starts[-1])
+        if self.is_in_memory:
+            assert self._memory is not None
+            _, own_starts, own_blocks, last_lengths = self._memory
+            own_blocks = own_blocks[:num_blocks]
+        else:
+            sizes = len(starts), num_blocks, len(counts)
+            own_starts, own_blocks, last_lengths = (
+                torch.empty(size, dtype=torch.int32, device=tables.device) for size in sizes
+            )
         lists = BlockLists(
             host_starts=torch.from_numpy(starts),
-            starts=torch.empty(len(starts), dtype=torch.int32, device=tables.device),
-            blocks=torch.empty(int(starts[-1]), dtype=torch.int32, device=tables.device),
-            last_lengths=torch.empty(len(counts), dtype=torch.int32, device=tables.device),
+            starts=own_starts,
+            blocks=own_blocks,
+            last_lengths=last_lengths,
             query_starts=to_device(query_starts),
             kv_lengths=to_device(kv_lengths),
         )
+        if self.is_in_memory:
+            return lists
+        first_entries = row_slots.astype(np.int64) * tables.shape[1]
+        if first_blocks is not None:
+            first_entries += first_blocks
         self._staging.then(partial(fill_lists, tables, to_device(first_entries), self._page_size, lists))
         return lists

@@ -1,8 +1,9 @@
 """Steps as graphs: the launches of a forward are recorded once for each of some sizes, and replayed afterwards.
 
 Launching a kernel costs the host microseconds, and a forward has hundreds; a replay is one call. A graph has fixed
-addresses, so each forward copies its inputs to buffers that stay where they are. A step that is smaller than a size is
-padded to it: a decode step with rows of the padding slot, a step with prompts with tokens that no row attends to.
+addresses, so each forward has its inputs in memory that stays where it is (recorded_inputs.py). A step that is smaller
+than a size is padded to it: a decode step with rows of the padding slot, a step with prompts with tokens that no row
+attends to.
 
 In one recording of each size, attention is left out: what it launches depends on the step's contexts, chunks and prefix
 groups, and all the rest on the number of tokens alone. That recording is interrupted at each layer's attention, so that
@@ -25,10 +26,10 @@ from torch import Tensor
 
 from tokasaurus.messages.forward import ForwardInput, SlotChanges
 from tokasaurus.messages.generation import SAMPLING_DTYPE
-from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.model.attention.row_split import Attends
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
 from tokasaurus.model.execution.device_batch import DeviceBatch
+from tokasaurus.model.execution.recorded_inputs import RecordedInputs
 from tokasaurus.model.sampling.sample import Sampled, SamplingRows
 
 _NOTHING = np.zeros(0, np.int32)
@@ -179,7 +180,7 @@ class StepGraphs:
         recorder: Recorder,
         sizes: Sequence[int],
         chunk_sizes: Sequence[int],
-        device: torch.device,
+        inputs: RecordedInputs,
         has_logits: bool,
         sampler: Callable[[Tensor, SamplingRows], Sampled] | None,
         plan_whole: Callable[[int], Attends] | None,
@@ -195,11 +196,10 @@ class StepGraphs:
         self._all_sizes = self._sizes + sorted(chunk_sizes)
         self._recordings: dict[tuple[int, bool], _Recording] = {}
         """Recordings by size, and whether attention is included."""
+        self.inputs = inputs
+        """What the graphs read of a step: of the largest sizes."""
         largest = self._all_sizes[-1]
-        self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._entering = None if model.is_first_stage else model.new_hidden(largest, device)
-        self._rows = None if sampler is None else _plain_rows(self._sizes[-1], device)
+        self._entering = None if model.is_first_stage else model.new_hidden(largest, inputs.slots.device)
         self._has_logits = has_logits
         self._sampler = sampler
         self._plan_whole = plan_whole
@@ -239,12 +239,10 @@ class StepGraphs:
         return step.num_decode == len(step.slots) > self._sizes[-1]
 
     def run(self, batch: DeviceBatch, attends: Attends | None, hidden: Tensor | None = None) -> DecodeOutput:
-        """Run a padded step, whose number of tokens is a recorded size. attends: None if recorded attention is planned.
-        hidden: [n, E], as in Decoder.forward, of the tokens before the padding; None on the first stage."""
+        """Run a padded step in `inputs`, whose number of tokens is a recorded size. attends: None if recorded attention
+        is planned. hidden: [n, E], as in Decoder.forward, of the tokens before the padding; None on the first stage."""
         size = len(batch.token_ids)
         recording = self._recordings[size, attends is None]
-        self._token_ids[:size].copy_(batch.token_ids)
-        self._positions[:size].copy_(batch.positions)
         if self._entering is not None:
             assert hidden is not None, "an earlier stage sends it"
             self._entering[: len(hidden)].copy_(hidden)
@@ -260,10 +258,8 @@ class StepGraphs:
         if recording.head is not None:
             recording.head.replay()
         is_plain = all(part is None for part in (rows.rules, rows.masks, rows.top, rows.as_sampled))
-        if recording.sampling is None or self._rows is None or not is_plain:
+        if recording.sampling is None or not is_plain:
             return output._replace(sampled=None)
-        self._rows.device_params[:size].copy_(rows.device_params)
-        self._rows.noise_keys[:size].copy_(rows.noise_keys)
         recording.sampling.replay()
         assert output.sampled is not None
         return output if rows.any_logprobs else output._replace(sampled=Sampled(output.sampled.tokens))
@@ -323,22 +319,15 @@ class StepGraphs:
 
     def _hidden(self, size: int, attends: Attends) -> Tensor:
         entering = None if self._entering is None else self._entering[:size]
-        token_ids, positions = self._token_ids[:size], self._positions[:size]
-        return self._model.forward(token_ids, entering, positions, self._executor, attends)
+        inputs = self.inputs.cut(size)
+        return self._model.forward(inputs.token_ids, entering, inputs.positions, self._executor, attends)
 
     def _sample(self, logits: Tensor) -> Sampled:
         assert self._sampler is not None
-        assert self._rows is not None
-        some, size = self._rows, len(logits)
-        own = some.params[:size], some.device_params[:size], some.noise_keys[:size]
+        inputs = self.inputs.cut(len(logits))
+        params = np.zeros(len(logits), SAMPLING_DTYPE)  # the sampler reads the others
+        own = params, inputs.device_params, inputs.noise_keys
         return self._sampler(logits, SamplingRows(*own, any_logprobs=True, limited=None))
-
-
-def _plain_rows(size: int, device: torch.device) -> SamplingRows:
-    """Memory for the parameters of rows; those on the host are never filled."""
-    device_params = torch.zeros((size, len(SamplingParams._fields)), dtype=torch.int32, device=device)
-    noise_keys = torch.zeros((size, 2), dtype=torch.int64, device=device)
-    return SamplingRows(np.zeros(size, SAMPLING_DTYPE), device_params, noise_keys, any_logprobs=True, limited=None)
 
 
 def _no_attention(  # a forward whose results nobody reads

@@ -30,6 +30,7 @@ from tokasaurus.model.execution.device_batch import DeviceBatch, build_batch
 from tokasaurus.model.execution.executors import KernelExecutor, choose_executor
 from tokasaurus.model.execution.graphs import DecodeOutput, Recorder, StepGraphs, padded, padding_alone
 from tokasaurus.model.execution.kernel_decode import KernelDecode
+from tokasaurus.model.execution.recorded_inputs import RecordedInputs
 from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.execution.stage_times import StageTimes
 from tokasaurus.model.parallel.mesh import Mesh
@@ -236,27 +237,29 @@ class ModelRunner:
         self._graphs = None
         has_logits = self._mesh.is_last_stage
         can_sample = has_logits and self._shard.is_whole and uses_triton(self.device, "sampling")
-        plan_whole = None
-        if isinstance(self._backend, RecordableBackend):
-            self._backend.prepare_recording(max(sizes), self._slots.block_tables.shape[1])
-            plan_whole = partial(self._plan_padding, self._backend)
-        places = self._model, self._executor, recorder, sizes, chunk_sizes, self.device
+        plan_whole, memory, backend = None, None, self._backend
+        if isinstance(backend, RecordableBackend):
+            memory = backend.prepare_recording(max(sizes), self._slots.block_tables.shape[1])
+        inputs = RecordedInputs.allocate(max(sizes), max(*sizes, *chunk_sizes, 0), memory, self.device)
+        if isinstance(backend, RecordableBackend):
+            plan_whole = partial(self._plan_padding, backend, inputs)
+        places = self._model, self._executor, recorder, sizes, chunk_sizes, inputs
         graphs = StepGraphs(*places, has_logits, sample_by_triton if can_sample else None, plan_whole)
         graphs.record(progress)
         self._graphs = graphs
 
-    def _plan_padding(self, backend: RecordableBackend, size: int) -> Attends:
+    def _plan_padding(self, backend: RecordableBackend, inputs: RecordedInputs, size: int) -> Attends:
         """Plan the attention of a step of padding alone, so that it can be recorded."""
         self._staging.begin()
-        batch = self._build(padding_alone(size), is_padded=False)
+        batch = self._build(padding_alone(size), is_padded=False, inputs=inputs.cut(size))
         backend.plan_recorded(batch.layout)
         self._staging.send()
         self._staging.finish()
         return attends_over(self._backend, batch.layout)
 
-    def _build(self, step: ForwardInput, is_padded: bool, num_tokens: int | None = None) -> DeviceBatch:
+    def _build(self, step: ForwardInput, is_padded: bool, inputs: RecordedInputs | None = None) -> DeviceBatch:
         places = self._slots, self._page_size, self._staging
-        batch = build_batch(step, *places, is_padded, self._token_multiple, num_tokens)
+        batch = build_batch(step, *places, is_padded, self._token_multiple, inputs)
         self._slots.positions[0] = 0  # rows of padding have moved on
         return batch
 
@@ -479,14 +482,12 @@ class ModelRunner:
             attends, hidden = attends_over(backend, batch.layout), self._receive(step, entering, len(batch.token_ids))
             hidden = self._model(batch.token_ids, hidden, batch.positions, self._executor, attends)
             return batch, DecodeOutput(hidden, logits=None)
-        if graphs.is_decode(step):
-            batch = self._build(padded(step, size), is_padded=False)
-            if isinstance(backend, RecordableBackend) and batch.layout.prefix is None:
-                backend.plan_recorded(batch.layout)
-                self._staging.send()
-                return batch, graphs.run(batch, None, self._receive(step, entering))
-        else:
-            batch = self._build(step, is_padded=True, num_tokens=size)
+        is_decode, inputs = graphs.is_decode(step), graphs.inputs.cut(size)
+        batch = self._build(padded(step, size) if is_decode else step, is_padded=not is_decode, inputs=inputs)
+        if is_decode and isinstance(backend, RecordableBackend) and batch.layout.prefix is None:
+            backend.plan_recorded(batch.layout)
+            self._staging.send()
+            return batch, graphs.run(batch, None, self._receive(step, entering))
         backend.plan(batch.layout)
         self._staging.send()
         return batch, graphs.run(batch, attends_over(backend, batch.layout), self._receive(step, entering))

@@ -14,6 +14,7 @@ from torch import Tensor
 from tokasaurus.messages.forward import SlotChanges, SlotOpens, TableCopies
 from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.messages.sampling import SamplingParams
+from tokasaurus.model.execution.recorded_inputs import SlotState
 from tokasaurus.model.sampling.noise import sequence_keys
 from tokasaurus.model.sampling.rules import SlotRules, as_words, has_limits, params_to_device
 from tokasaurus.model.staging.staging import ON_HOST, Staging
@@ -109,6 +110,14 @@ class SlotTable:
             return self.on_device.sampling(slots, staging)
         return params_to_device(params, slots.device)
 
+    def state(self) -> SlotState:
+        """What the steps' kernels read of all slots, where forwards run."""
+        if self.on_device is None:
+            params, tables = torch.from_numpy(as_words(self.sampling)), torch.from_numpy(self.block_tables)
+        else:
+            params, tables = self.on_device.params, self.on_device.block_tables
+        return SlotState(self.last_tokens, self.rules.tokens, params, tables)
+
     def _open(self, opened: SlotOpens) -> None:
         slots = opened.slots
         self.positions[slots] = opened.first_positions
@@ -135,11 +144,11 @@ class DeviceSlots:
         # int32 [slots, max_blocks]
         self.block_tables = torch.zeros((num_slots, max_blocks), dtype=torch.int32, device=device)
         # int32 [slots, F], the words of SAMPLING_DTYPE
-        self._sampling = torch.zeros((num_slots, len(SamplingParams._fields)), dtype=torch.int32, device=device)
+        self.params = torch.zeros((num_slots, len(SamplingParams._fields)), dtype=torch.int32, device=device)
 
     def open(self, opened: SlotOpens, staging: Staging) -> None:
         slots, words = staging.to_device(opened.slots), staging.to_device(as_words(opened.sampling))
-        staging.then(lambda: self._sampling.index_copy_(0, slots.long(), words))
+        staging.then(lambda: self.params.index_copy_(0, slots.long(), words))
 
     def append(
         self, slots: NDArray[np.int32], columns: NDArray[np.int64], ids: NDArray[np.int32], staging: Staging
@@ -164,8 +173,8 @@ class DeviceSlots:
 
     def sampling(self, slots: Tensor, staging: Staging) -> Tensor:
         """slots: int64 [A], staged -> int32 [A, F], once staged work is launched."""
-        out = torch.empty((len(slots), self._sampling.shape[1]), dtype=torch.int32, device=slots.device)
-        staging.then(lambda: torch.index_select(self._sampling, 0, slots, out=out))
+        out = torch.empty((len(slots), self.params.shape[1]), dtype=torch.int32, device=slots.device)
+        staging.then(lambda: torch.index_select(self.params, 0, slots, out=out))
         return out
 
     def _copy(self, targets: Tensor, sources: Tensor, counts: Tensor, longest: int) -> None:

@@ -17,6 +17,8 @@ from tokasaurus.model.buffer_sizes import (
     HEAD_DIMS,
     ITEM_BYTES,
     LOGPROBS_AT_ONCE,
+    RECORDED_ROW_BYTES,
+    RECORDED_TOKEN_BYTES,
     RING_SIZE,
     RULED_BYTES_PER_TOKEN,
     KVSizes,
@@ -360,6 +362,8 @@ def _graphs(rank: _Rank) -> Planned:
         num_logits = mesh.vocab_shard(rank.info.vocab_size)[1]
         num_bytes += num_rows * num_logits * sizes.item
         reason += f" + {num_rows:,} sequences x {num_logits:,} x {sizes.item} B"
+    num_bytes += num_tokens * RECORDED_TOKEN_BYTES + num_rows * RECORDED_ROW_BYTES
+    reason += f" + {num_tokens:,} x {RECORDED_TOKEN_BYTES} B + {num_rows:,} x {RECORDED_ROW_BYTES} B of inputs"
     if rank.has_flashinfer:
         num_recordings += len(sizes.graph_sizes)
         num_bytes += num_rows * rank.table_blocks * 4

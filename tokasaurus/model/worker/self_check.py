@@ -34,15 +34,17 @@ from tokasaurus.model.attention.backend import (
     PagedLayout,
     PagedPart,
     RecordableBackend,
+    RecordedMemory,
     as_stored,
 )
-from tokasaurus.model.attention.block_lists import as_in_steps, fill_lists_by_torch
+from tokasaurus.model.attention.block_lists import as_in_steps, fill_lists_by_torch, in_recorded, lists_in
 from tokasaurus.model.attention.reference import ReferenceBackend
 from tokasaurus.model.attention.row_split import attends_over, merge_partial
 from tokasaurus.model.buffer_sizes import num_mask_words, padded_count
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor, zero_nonfinite
 from tokasaurus.model.execution.executors import ModuleExecutor
+from tokasaurus.model.execution.recorded_inputs import RecordedInputs, SlotState, StagedRows, fill_inputs_by_torch
 from tokasaurus.model.execution.runner import ComputedStep, ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.sampling.rules import (
@@ -78,6 +80,7 @@ _LOST: dict[KernelGroup, str] = {
     "attention": "KV writes, merging of shared prefixes and block lists take several launches each",
     "sampling": "tokens are drawn by plain torch, which sorts the vocabulary for limits and is not in CUDA graphs",
     "layers": "layers that are not compiled take over 25 launches instead of eight",
+    "steps": "a recorded decode step takes up to twenty launches beside its graphs instead of one",
 }
 
 _OPTIONS = (
@@ -283,8 +286,9 @@ def measure_attention(backend: AttentionBackend, shape: KVShape) -> Iterator[Mea
     backend.write(key.to(shape.device), value.to(shape.device), layer)
     oracle.plan(PagedLayout(indices, ()))
     oracle.write(as_stored(key, shape.dtype).float(), as_stored(value, shape.dtype).float(), 0)
+    memory = None
     if isinstance(backend, RecordableBackend):
-        backend.prepare_recording(len(_DECODE_TOKENS), num_blocks)
+        memory = backend.prepare_recording(len(_DECODE_TOKENS), num_blocks)
     for forward in forwards:
         num_rows = len(forward.positions)
         query = random.normal((num_rows, shape.num_heads, shape.head_dim), shape.query_dtype)
@@ -292,6 +296,8 @@ def measure_attention(backend: AttentionBackend, shape: KVShape) -> Iterator[Mea
         on_device = as_in_steps(layout_of(forward, shape.page_size), backend, shape)
         if forward.is_recorded:
             assert isinstance(backend, RecordableBackend)
+            assert memory is not None
+            on_device = in_recorded(on_device, memory)
             backend.plan_recorded(on_device)
         else:
             backend.plan(on_device)
@@ -398,6 +404,7 @@ def measures(shape: KVShape, model: Decoder) -> dict[KernelGroup, Measure]:
             compare_sampling, model.vocab_size, model.activation_dtype, shape.device, sample_by_triton
         ),
         "layers": functools.partial(compare_layers, model),
+        "steps": functools.partial(compare_inputs, shape),
     }
     return {group: measure for group, measure in every.items() if uses_triton(shape.device, group)}
 
@@ -554,6 +561,35 @@ def compare_layers(model: Decoder) -> Iterator[Measured]:
         yield compared("add_norm (norm)", normed, mlp_norm(expected), tolerance)
     gate_up = random.normal((4, 2 * layer.mlp.gate_up.length), dtype)
     yield compared("silu_mul", triton_layers.silu_mul(gate_up), layer.mlp.gate_up.activate(gate_up), tolerance)
+
+
+def compare_inputs(shape: KVShape) -> Iterator[Measured]:
+    """What recorded decode steps read: of four rows, one of them padding; with block lists and without."""
+    from tokasaurus.model.execution import triton_inputs
+
+    device, page_size = shape.device, shape.page_size
+    random = _Random(device)
+    lengths = torch.tensor([3 * page_size, 1, 2 * page_size + 1, 1], dtype=torch.int32, device=device)
+    staged = StagedRows(
+        torch.tensor([3, 1, 4, 0], device=device),
+        lengths.long() - 1,
+        torch.tensor([3 * page_size - 1, page_size, 4 * page_size, 0], device=device),
+        random.integers((4, 2), 2**32),
+    )
+    tables = torch.arange(40, dtype=torch.int32, device=device).view(5, 8)
+    params = params_to_device(np.array([*_OPTIONS[:5]], SAMPLING_DTYPE), device)
+    last_tokens = random.integers((5,), 1000)
+    for has_lists in (False, True):
+        results = []
+        for fill in (triton_inputs.fill_inputs, fill_inputs_by_torch):
+            inputs = RecordedInputs.allocate(4, 4, RecordedMemory.allocate(4, 8, device), device)
+            lists = lists_in(inputs.memory, _empty_lists(lengths, [0, 3, 4, 7, 8])) if has_lists else None
+            state = SlotState(last_tokens, torch.zeros(5 * page_size, dtype=torch.int32, device=device), params, tables)
+            fill(staged, state, page_size, inputs, lists)
+            own = inputs.slots, inputs.token_ids, inputs.positions, inputs.noise_keys, inputs.device_params
+            results.append((*own, *inputs.memory, state.tokens))
+        for found, expected in zip(*results, strict=True):
+            yield compared(f"fill_inputs{' with lists' if has_lists else ''}", found, expected, 0)
 
 
 class _Random:

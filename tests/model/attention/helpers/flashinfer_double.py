@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.model.attention.helpers.flashinfer_source import DECODE, PREFILL, recorded_dtypes, recorded_signatures
+from tests.model.helpers.pretend_device import contents_of
 from tokasaurus.model import buffer_sizes
 from tokasaurus.model.attention import flashinfer_backend
 
@@ -184,7 +185,7 @@ class DecodeWrapper(_Wrapper):
     def run_planned(self, query: Tensor, keys: Tensor, values: Tensor, output: Tensor) -> Tensor:
         """By what the buffers have now -> LSE."""
         assert self._plan is not None
-        starts, blocks, last_lengths = self._fixed
+        starts, blocks, last_lengths = map(contents_of, self._fixed)  # as the operation's arguments
         assert len(query) == len(last_lengths), "a graph has one number of rows"
         kv_starts = starts.tolist()
         self._plan.kv_starts, self._plan.last_lengths = kv_starts, last_lengths.tolist()

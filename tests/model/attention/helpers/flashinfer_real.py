@@ -25,6 +25,7 @@ from tests.model.helpers.paged_problems import CPU
 from tokasaurus.model import buffer_sizes
 from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart
+from tokasaurus.model.attention.block_lists import in_recorded
 from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.worker.hydragen_costs import measure_costs
 
@@ -110,13 +111,14 @@ def check_prompts(backend: Any, planner: HostPlanner, num_rows: int) -> dict[str
 
 def record(backend: Any, planner: HostPlanner, num_rows: int, query: Tensor, num_contexts: int) -> dict[str, Any]:
     """Steps of one recording, each with other contexts."""
-    backend.prepare_recording(num_rows, MAX_BLOCKS)
+    memory = backend.prepare_recording(num_rows, MAX_BLOCKS)
     output = torch.zeros_like(query)
     kv_indices = torch.zeros(num_rows, dtype=torch.int64)
     plans, times_s, asked = [], [], [0, 0]
     for seed in range(num_contexts):
         part = decode_part(num_rows, seed)
-        layout = PagedLayout(kv_indices, (part,))
+        layout = in_recorded(PagedLayout(kv_indices, (part,)), memory)
+        part = layout.parts[0]
         began_s = time.perf_counter()
         backend.plan_recorded(layout)
         times_s.append(time.perf_counter() - began_s)

@@ -97,7 +97,7 @@ def main() -> None:
         *(((30, 1, 9), (50, 16, 40)) if IS_NIGHTLY else ()),
     ):
         check_lists(num_segments, CPU, num_segments, page_size, max_blocks)
-    with patch.object(triton_kernels, "_LIST_BLOCK", 8):  # several turns of both loops
+    with patch.object(triton_kernels, "LIST_BLOCK", 8):  # several turns of both loops
         check_lists(5, CPU, 45 if IS_NIGHTLY else 9, 16, 40 if IS_NIGHTLY else 20)
     check_who_uses_them()
     print("all equal")

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
 from tests.model.attention.helpers.kernel_checks import unfilled_lists
+from tests.model.execution.helpers.input_checks import check_inputs
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.sampling_rows import make_rows, noise_keys
 from tokasaurus.model import triton_choice
@@ -29,14 +30,14 @@ from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.decoder import triton_layers
 from tokasaurus.model.decoder.decoder import Decoder
-from tokasaurus.model.execution import executors
+from tokasaurus.model.execution import device_batch, executors, triton_inputs
 from tokasaurus.model.execution.executors import FusedExecutor, ModuleExecutor
 from tokasaurus.model.sampling import sample, triton_rows, triton_sample
 from tokasaurus.model.worker import self_check
 from tokasaurus.model.worker.self_check import Checks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-GROUPS: tuple[triton_choice.KernelGroup, ...] = ("attention", "sampling", "layers")
+GROUPS: tuple[triton_choice.KernelGroup, ...] = ("attention", "sampling", "layers", "steps")
 
 Kernel = Callable[..., Any]
 
@@ -60,7 +61,7 @@ def on_pretended_cuda(*off: str) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(triton_choice, "_switched_off", set(off)))
-        for module in (self_check, torch_backend, block_lists, sample, executors):
+        for module in (self_check, torch_backend, block_lists, sample, executors, device_batch):
             stack.enter_context(patch.object(module, "uses_triton", uses))
         yield
 
@@ -94,7 +95,12 @@ def use_every_group(model: Decoder) -> set[str]:
 
         return patch.object(module, name, call)
 
-    with noted(triton_kernels, "merge_partial"), noted(triton_kernels, "fill_lists"), noted(triton_sample, "draw"):
+    with (
+        noted(triton_kernels, "merge_partial"),
+        noted(triton_kernels, "fill_lists"),
+        noted(triton_sample, "draw"),
+        noted(triton_inputs, "fill_inputs"),
+    ):
         backend = make_backend("torch", KVShape(1, 2, 1, 16, 16, torch.float32, CPU), None)
         part = torch.ones(1, 2, 16), torch.zeros(1, 2)
         assert torch.equal(backend.merge(part, part, torch.empty(1, 2, 16)), part[0])
@@ -103,6 +109,7 @@ def use_every_group(model: Decoder) -> set[str]:
         assert lists.blocks.tolist() == [8, 9]
         rows = make_rows([0.0], [1.0], noise_keys([1], [0], [5]))
         assert sample.sample(torch.tensor([[1.0, 3.0, 2.0]]), rows, None).tokens.tolist() == [1]
+        check_inputs(0, CPU, num_rows=3, page_size=4, fill=device_batch.fill_inputs)
     executor = executors.choose_executor(model, None)  # type: ignore[arg-type]
     assert isinstance(executor, (FusedExecutor, ModuleExecutor))
     if isinstance(executor, FusedExecutor):
@@ -110,7 +117,12 @@ def use_every_group(model: Decoder) -> set[str]:
     return used
 
 
-OF_GROUP = {"attention": {"merge_partial", "fill_lists"}, "sampling": {"draw"}, "layers": {"layers"}}
+OF_GROUP = {
+    "attention": {"merge_partial", "fill_lists"},
+    "sampling": {"draw"},
+    "layers": {"layers"},
+    "steps": {"fill_inputs"},
+}
 
 
 def wrong_kernels() -> Iterator[tuple[triton_choice.KernelGroup, Any, str, Kernel]]:
@@ -148,9 +160,16 @@ def wrong_kernels() -> Iterator[tuple[triton_choice.KernelGroup, Any, str, Kerne
         draw: Any = original_draw
         return draw(*arguments[:-1], None)
 
+    def fill_other_tokens(staged: Any, slots: Any, *others: Any) -> None:
+        original_inputs(staged, slots._replace(last_tokens=slots.last_tokens + 1), *others)
+
+    def without_lists(*arguments: Any) -> None:
+        original_inputs(*arguments[:-1], None)
+
+    original_inputs: Any = triton_inputs.fill_inputs
     original_write, original_fill = triton_kernels.write_kv, triton_kernels.fill_lists
     original_merge = triton_kernels.merge_partial
-    attention, sampling, layers = GROUPS
+    attention, sampling, layers, steps = GROUPS
     for name in ("write_kv", "merge_partial", "fill_lists"):
         yield attention, triton_kernels, name, raises
     for wrong in (write_double, write_values_nowhere, write_padding):
@@ -185,6 +204,9 @@ def wrong_kernels() -> Iterator[tuple[triton_choice.KernelGroup, Any, str, Kerne
     for result in range(4):
         wrong = changed(triton_layers, "rotate_heads", other_first(result, torch.ones_like))
         yield layers, triton_layers, "rotate_heads", wrong
+    yield steps, triton_inputs, "fill_inputs", raises
+    yield steps, triton_inputs, "fill_inputs", without_lists
+    yield steps, triton_inputs, "fill_inputs", fill_other_tokens
 
 
 original_draw = triton_sample.draw
@@ -242,9 +264,9 @@ def main() -> None:
 
         with on_pretended_cuda():
             lines = check(model, shape, all_agree=disagree)
-            assert answers == [True] * 3
+            assert answers == [True] * 4
             assert all("it fails on another rank" in line for line in lines)
-            assert len(lines) == 3
+            assert len(lines) == 4
             assert left() == set()
             assert check(model, shape) == [], "what is off is not checked again"
     print("all found")
