@@ -17,13 +17,17 @@ from tests.model.execution.helpers.decode_steps import (
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.prefix_samples import Samples
 from tests.model.helpers.steps import StepDriver, make_runner
+from tokasaurus.checkpoint import read_model_info
 from tokasaurus.model.buffer_sizes import chunk_sizes, graph_sizes
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
+from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.hydragen_costs import measure_step_price
 from tokasaurus.model.worker.memory import graph_bytes
+from tokasaurus.model.worker.sleep import Sleeper
 from tokasaurus.model.worker.warmup import ForwardLimits
+from tokasaurus.model.worker.weight_update import WeightUpdates
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,6 +69,29 @@ def test_prefix_groups_that_change_with_every_step_replay_the_same_graphs(compil
         assert samples.num_grouped > 20
         sampled.append(samples.sampled)
     assert_same(*([dict(enumerate(pairs)) for pairs in by_slot.values()] for by_slot in sampled))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_sleeping_worker_frees_its_memory_and_records_its_graphs_again(compiled: bool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    runner, device, sizes = with_graphs(tmp_path, compiled), torch.device("cuda", 0), graph_sizes(MAX_ROWS, STEP)
+    expected = decode_every_number_of_rows(runner_on_cuda(tmp_path))
+    backend, model = runner._backend, runner._model
+    caches = sum(cache.nbytes for cache in backend.caches)
+    updates = WeightUpdates(model, read_model_info(tmp_path), tmp_path, Mesh(), device)
+
+    def record() -> None:
+        runner.record_graphs(CudaRecorder(device), sizes)
+
+    sleeper = Sleeper(model, backend, updates, device, Mesh(), runner, record)
+    before = torch.cuda.memory_allocated(device)
+    assert sleeper.sleep(with_weights=True) == ""
+    assert before - torch.cuda.memory_allocated(device) > caches
+    other = torch.zeros(caches, dtype=torch.uint8, device=device)  # in the way of the memory's old place
+    assert sleeper.wake() == ""
+    assert runner.graph_sizes == sorted(sizes)
+    assert_same(decode_every_number_of_rows(runner), expected)
+    del other
 
 
 def test_the_price_of_a_step_with_groups_is_at_most_some_milliseconds(tmp_path: Path) -> None:

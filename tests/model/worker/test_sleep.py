@@ -14,14 +14,20 @@ from tests.checkpoint.helpers.quantised_weights import Format
 from tests.helpers.examples import few
 from tests.helpers.limits import join
 from tests.helpers.tiny_model import VOCAB_SIZE, family_config, save_random_model, save_tiny_model
+from tests.model.attention.helpers import flashinfer_double
+from tests.model.execution.helpers.decode_steps import Sampled, assert_same
+from tests.model.execution.helpers.launch_tape import LaunchTape, address
 from tests.model.helpers.greedy_decoding import load, run_whole_prompt
+from tests.model.helpers.steps import StepDriver, make_runner
 from tokasaurus.checkpoint import file_states, resolve_checkpoint, weight_files
 from tokasaurus.messages.commands import UpdateWeights
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.cpu.gemm_choice import GemmChoice
+from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.worker import sleep as sleep_module
 from tokasaurus.model.worker.sleep import Sleeper
 from tokasaurus.model.worker.weight_update import WeightUpdates
 
@@ -182,3 +188,102 @@ def test_it_may_wake_without_weights_for_an_update_of_all(tmp_path: Path) -> Non
         expected = new(token_ids.unsqueeze(0)).logits[0]
     logits = run_whole_prompt(model, info, Mesh(), None, token_ids)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def decode(runner: ModelRunner) -> list[Sampled]:
+    """Prompts, and decode steps of each number of rows up to the largest graph."""
+    driver = StepDriver(runner, num_blocks=40)
+    for slot in (1, 2, 3, 4):
+        driver.open(slot, [slot, 4, 9], temperature=0.0)
+    steps = [driver.run([], [(slot, 3) for slot in (1, 2, 3, 4)])]
+    return steps + [driver.run(list(range(1, num_rows + 1)), []) for num_rows in (4, 3, 2, 1, 4)]
+
+
+@pytest.mark.parametrize("backend", ["torch", "flashinfer"])
+def test_graphs_are_recorded_again_where_memory_was_elsewhere_after_waking(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA. The tape's graphs refuse memory that has moved; FlashInfer's double has attention in them, too."""
+    flashinfer_double.install(monkeypatch, any_dtype=True)  # the model is in float32
+    save_tiny_model(tmp_path, "llama")
+    model, info = load(tmp_path)
+    runner = make_runner(model, info, backend, num_blocks=40)
+    runner.record_graphs(LaunchTape(), [4, 2])
+    expected = decode(runner)
+    recorded: list[LaunchTape] = []
+
+    def record() -> None:
+        recorded.append(LaunchTape())
+        runner.record_graphs(recorded[-1], [4, 2])
+
+    updates = WeightUpdates(model, info, tmp_path, Mesh(), CPU)
+    sleeper = Sleeper(model, runner._backend, updates, CPU, Mesh(), runner, record)
+    tensors = (*model.parameters(), *runner._backend.caches)
+    before = {id(tensor): address(tensor) for tensor in tensors}
+    assert sleeper.sleep(with_weights=True) == ""
+    assert runner.graph_sizes == [], "no graph that has addresses of memory that was given back"
+    assert sleeper.sleep(with_weights=True) == ""
+    others = [
+        torch.empty(tensor.nbytes, dtype=torch.uint8) for tensor in (*model.parameters(), *runner._backend.caches)
+    ]
+    assert sleeper.wake() == ""
+    after = {id(tensor): address(tensor) for tensor in tensors}
+    assert sum(before[key] != after[key] for key in before) > 10, "the others have the memory now"
+    assert runner.graph_sizes == [2, 4]
+    assert_same(decode(runner), expected)
+    del others
+    assert sleeper.wake() == ""
+    assert len(recorded) == 1, "it was awake"
+
+
+def test_graphs_that_cannot_be_recorded_again_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_tiny_model(tmp_path, "llama")
+    model, info = load(tmp_path)
+    runner = make_runner(model, info, "torch", num_blocks=40)
+    runner.record_graphs(LaunchTape(), [4, 2])
+    expected = decode(runner)
+
+    def record() -> None:
+        raise RuntimeError("CUDA out of memory\nmore")
+
+    updates = WeightUpdates(model, info, tmp_path, Mesh(), CPU)
+    sleeper = Sleeper(model, runner._backend, updates, CPU, Mesh(), runner, record)
+    for _ in range(2):
+        assert sleeper.sleep(with_weights=False) == ""
+        assert sleeper.wake() == ""
+        assert runner.graph_sizes == []
+        assert_same(decode(runner), expected)
+    (line,) = caplog.messages
+    assert line.endswith("decode steps are slower without: CUDA out of memory")
+
+
+@pytest.mark.parametrize("whose", ["weights", "cache"])
+def test_memory_that_another_process_has_leaves_it_asleep(
+    whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_model(tmp_path, "llama")
+    model, info = load(tmp_path)
+    runner = make_runner(model, info, "torch", num_blocks=40)
+    expected = decode(runner)
+    updates = WeightUpdates(model, info, tmp_path, Mesh(), CPU)
+    sleeper = Sleeper(model, runner._backend, updates, CPU, Mesh(), runner)
+    assert sleeper.sleep(with_weights=True) == ""
+
+    def refuse() -> None:
+        for parameter in list(model.parameters())[:1]:
+            parameter.untyped_storage().resize_(parameter.nbytes)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model if whose == "weights" else runner._backend, "take_again", refuse)
+        for _ in range(2):
+            assert sleeper.wake() == "the memory cannot be taken again: CUDA out of memory. Tried to allocate 2 GiB"
+    of_weights = sum(parameter.untyped_storage().nbytes() for parameter in model.layers.parameters())
+    assert (of_weights < 10_000) == (whose == "weights")
+    assert all(cache.untyped_storage().nbytes() == 0 for cache in runner._backend.caches)
+    with monkeypatch.context() as patched:
+        patched.setattr(sleep_module, "least_of_ranks", lambda *_: 0)
+        assert sleeper.wake() == "the memory cannot be taken again: another rank has failed"
+    assert all(cache.untyped_storage().nbytes() == 0 for cache in runner._backend.caches)
+    assert sleeper.wake() == ""
+    assert_same(decode(runner), expected)

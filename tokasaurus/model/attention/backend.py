@@ -143,12 +143,11 @@ class AttentionBackend(Protocol):
         """
 
     def give_back(self) -> None:
-        """Return the cache's memory to the system, until `take_again`; what it holds is lost. Only on a CPU.
-
-        Raises OSError."""
+        """Free the cache's memory, until `take_again`; what it holds is lost. Raises OSError."""
 
     def take_again(self) -> None:
-        """The cache is as after `allocate`, and where it was. Raises OSError or RuntimeError."""
+        """The cache is as after `allocate`, in the same tensors, whose memory may be elsewhere. Only that of the CPU
+        kernels stays where it was. Raises OSError or RuntimeError."""
 
     def plan(self, layout: PagedLayout) -> None:
         """Prepare for the layers of one forward.

@@ -375,7 +375,7 @@ class Decoder(nn.Module):
         return self._layer_kernels is not None and self._compiler is None and not self.gemm_choice.always_torch
 
     def give_back(self) -> None:
-        """Return the memory of all large weights to the system, until `take_again`. Only on a CPU. Raises OSError."""
+        """Free the memory of all large weights, until `take_again`. Raises OSError."""
         for linear in self._linears():
             linear.give_back()
 

@@ -246,7 +246,10 @@ def start_worker(
     )
     kernels = loaded.kernels if loaded.runner.always_on_kernels else None
     # Not earlier: it touches the cache, and the measurements above need an idle machine.
-    sleeper = Sleeper(loaded.model, loaded.backend, updates, loaded.device)
+    sleeper = Sleeper(
+        *(loaded.model, loaded.backend, updates, loaded.device, loaded.mesh, loaded.runner),
+        record_graphs=partial(_record, loaded, graphs, chunk_sizes_of(config, graphs)),
+    )
     return StartedWorker(loaded.runner, limits, loaded.device, kernels, sleeper)
 
 
@@ -357,7 +360,7 @@ def record_graphs(
             phases.show_amount("graphs", number + 1, num_sizes)
 
     def record_and_measure() -> Iterator[Measured]:
-        runner.record_graphs(CudaRecorder(loaded.device), sizes, count, chunk_sizes)
+        _record(loaded, sizes, chunk_sizes, count)
         most_tokens = (*chunk_sizes, *sizes)[0]
         details.append(f"{num_sizes} sizes, up to {sizes[0]:,} sequences and {most_tokens:,} tokens")
         yield from measure_graphs(runner, loaded.model, config.page_size, num_blocks, loaded.limits)
@@ -365,6 +368,15 @@ def record_graphs(
     with phases("CUDA graphs") as details:
         if not _graphs_pass(config, loaded, record_and_measure):
             runner.drop_graphs()
+
+
+def _record(
+    loaded: LoadedWorker,
+    sizes: list[int],
+    chunk_sizes: list[int],
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> None:
+    loaded.runner.record_graphs(CudaRecorder(loaded.device), sizes, progress, chunk_sizes)
 
 
 def _graph_bytes(config: ServerConfig, loaded: LoadedWorker, sizes: list[int]) -> int:

@@ -207,7 +207,8 @@ MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 
 
 class MemoryRequest(OptionalObject):
-    """tags: whose memory; null means all. cuda_graph: without effect, since a server that can sleep records none."""
+    """tags: whose memory; null means all. cuda_graph: without effect, since
+    graphs go and come with kv_cache."""
 
     tags: Annotated[list[MemoryTag] | None, Field(min_length=1, fail_fast=True)] = None
 

@@ -38,6 +38,8 @@ class TapedGraph:
 
     def __init__(self) -> None:
         self.operations: list[tuple[Callable[..., Any], Sequence[Any], dict[str, Any], list[Tensor]]] = []
+        self.addresses: list[list[int]] = []
+        """Of each operation's arguments, when it was recorded."""
 
     def spoil(self) -> None:
         """Overwrite all that was computed while recording: on CUDA, recorded launches do not run."""
@@ -46,7 +48,8 @@ class TapedGraph:
                 result.fill_(torch.nan if result.is_floating_point() else 1)
 
     def replay(self) -> None:
-        for function, args, kwargs, results in self.operations:
+        for (function, args, kwargs, results), addresses in zip(self.operations, self.addresses, strict=True):
+            assert [address(tensor) for tensor in tensors_in((args, kwargs))] == addresses, "memory has moved"
             returned = function(*args, **kwargs)
             if is_collective(function):  # gloo's threads run it
                 for leaf in tree_leaves(returned):
@@ -71,11 +74,12 @@ class _Tape(TorchDispatchMode):
         result = function(*args, **kwargs)
         if self.graph is None:
             return result
-        known = {address(tensor) for tensor in tensors_in((args, kwargs))}
+        known = [address(tensor) for tensor in tensors_in((args, kwargs))]
         # A view has the memory of what it shows, and an operation in place that of its argument.
         new = [tensor for tensor in tensors_in(result) if address(tensor) not in known]
         if new or function._schema.is_mutable or is_collective(function):
             self.graph.operations.append((function, args, kwargs, new))
+            self.graph.addresses.append(known)
         return result
 
 
