@@ -1,4 +1,4 @@
-"""The table of docs/clients.md, made from the sets of clients and what tests have recorded of them.
+"""The list of clients in docs/clients.md, made from the sets of clients and what tests have recorded of them.
 
 `python -m tests.clients.table` writes it into the page, after a change of words. `make test-clients RECORD=1` records
 versions and days, and writes it too.
@@ -14,8 +14,8 @@ from tests.clients.environments import ENVIRONMENTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 RECORDS = Path(__file__).with_name("recorded.json")
-_HEADER = "| client | versions | tested on | what is tested |\n|---|---|---|---|\n"
-_TABLE = re.compile(re.escape(_HEADER) + r"(\|.*\n)*")
+_HEADER = "Client, versions (tested on): what is tested.\n\n"
+_TABLE = re.compile(re.escape(_HEADER) + r"(- .*\n)*")
 
 
 class Record(TypedDict):
@@ -49,7 +49,7 @@ def table(records: Mapping[str, Record]) -> str:
     for (client, tested), entries in sorted(rows.items(), key=lambda row: row[0][0].lstrip("@")):
         versions = sorted({entry["versions"][client] for entry in entries}, key=_numbers)
         day = min((entry["day"] for entry in entries), default="–")
-        lines.append(f"| {client} | {', '.join(versions) or '–'} | {day} | {tested} |\n")
+        lines.append(f"- {client} {', '.join(versions) or '–'} ({day}): {tested}\n")
     return _HEADER + "".join(lines)
 
 

@@ -129,7 +129,7 @@ def search(site: Path, queries: list[str]) -> dict[str, list[str]]:
 
 @pytest.mark.skipif(NODE is None, reason="needs Node, which runs the site's search")
 def test_search_finds_a_flag_on_the_page_of_flags(site: Path) -> None:
-    names = re.findall(r"^\| `(\w+)`", (ROOT / "docs" / "flags.md").read_text(), flags=re.MULTILINE)
+    names = re.findall(r"^- `(\w+)`", (ROOT / "docs" / "flags.md").read_text(), flags=re.MULTILINE)
     assert {"model", "drain_seconds", "kv_cache_num_tokens"} < set(names)
     first = {name: pages[0] for name, pages in search(site, names).items()}
     assert first == dict.fromkeys(names, "docs/flags.html")

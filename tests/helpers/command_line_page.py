@@ -1,4 +1,4 @@
-"""docs/command_line.md, with the table of tokasaurus/habits.py."""
+"""docs/command_line.md, with the habits of tokasaurus/habits.py."""
 
 from pathlib import Path
 
@@ -9,23 +9,21 @@ PATH = Path(__file__).parents[2] / "docs" / "command_line.md"
 TEXT = """\
 # The command line
 
-`make reference` makes this page; its table is `tokasaurus/habits.py`, which the command line reads and a test runs row
-by row.
+`make reference` makes this page; its last list is `tokasaurus/habits.py`, which the command line reads and a test runs.
 
 ## Flags
 
-A flag is written `name=value`. The same flag may be written as an option, with dashes for underscores and the value
-after a space or an equals sign: `max_seqs_per_forward=8`, `--max-seqs-per-forward 8` and `--max-seqs-per-forward=8`
-are one. A flag that is true or false needs no value as an option: `--rl` is `rl=T`, and `--no-greedy-prefill` is
-`greedy_prefill=F`. The model may stand alone: `toka Qwen/Qwen3-0.6B`, `toka serve NAME`, `toka download NAME`.
-[Flags](flags.md) lists all flags of the server; `toka --help` and `toka SUBCOMMAND --help` print those of a command.
+A flag is written `name=value`, or as an option: `max_seqs_per_forward=8`, `--max-seqs-per-forward 8` and
+`--max-seqs-per-forward=8` are one, `--rl` is `rl=T`, and `--no-greedy-prefill` is `greedy_prefill=F`. The model may
+stand alone: `toka Qwen/Qwen3-0.6B`, `toka serve NAME`, `toka download NAME`. [Flags](flags.md) lists all flags of the
+server; `toka --help` and `toka SUBCOMMAND --help` print those of a command.
 
 A whole number may end in k, m or g, or in K, M or G: 8k is 8,000 and 8K is 8,192, so `kv_cache_num_tokens=64K` is
 65,536. `dtype=` and `kv_cache_dtype=` also know `bf16`, `fp16`, `half`, `fp32` and `float`, and `device=gpu` is
 `device=cuda`.
 
-Everything that is wrong is told in one go, a line for each, and the command ends with exit code 2. A flag that is given
-twice is wrong, whatever the values are.
+Everything that is wrong is told in one go, a line for each, and the command ends with exit code 2; so is a flag that is
+given twice.
 
 ## Environment and file
 
@@ -45,17 +43,16 @@ model_aliases: [small, qwen]
 rope_scaling: {rope_type: linear, factor: 2.0}
 ```
 
-- One file and one environment serve all commands. Of the server's flags, a command takes those that it has. Beside
-  `base_url=`, flags for starting a server are passed over.
+- One file and one environment serve all commands; each takes the flags that it has. Beside `base_url=`, flags for
+  starting a server are passed over.
 - Where a flag means another thing than the server's of the same name, its variable and its entry in a file are
   others: `model=` of `toka ping` is `TOKA_SERVED_MODEL_NAME`, that of `toka chat` is `TOKA_CHAT_MODEL`, and `record=`
   of `toka top` is `TOKA_TOP_RECORD`.
-- A variable that begins with `TOKA_` and is no flag of any command is warned of. What Kubernetes sets beside a
-  service named `toka`, such as `TOKA_PORT=tcp://10.0.0.1:80`, is passed over.
+- A variable that begins with `TOKA_` and is no flag of any command is warned of, except what Kubernetes sets beside a
+  service named `toka`, such as `TOKA_PORT=tcp://10.0.0.1:80`.
 - An error names the variable, or the file and the line. It never shows a key.
-- `--print-config` prints every flag with its value and where that is from, and ends. What it prints is a file for
-  `config=`, without keys.
-- Programs that start an engine by `LLM(...)` set flags as arguments: neither the environment nor a file changes them.
+- `--print-config` prints every flag with its value and where that is from, as a file for `config=`, without keys.
+- `LLM(...)` takes flags as arguments: neither the environment nor a file changes them.
 
 ## A conversation
 
@@ -84,8 +81,7 @@ A start is refused within a second or two, before weights are fetched or read an
 - `kv_cache_num_tokens`, `max_seqs_per_forward` or `max_tokens_per_forward` alone needs more memory than there is: the
   line says how many there may be at most
 
-Only what is certain is refused then; workers measure what fits exactly. `toka plan` says it for devices that are not
-here.
+Workers then measure what fits exactly. `toka plan` says it for devices that are not here.
 
 ## What runs here
 
@@ -98,11 +94,10 @@ $ toka models
 Qwen3-8B  40,960 tokens  Qwen/Qwen3-8B  tokasaurus
 ```
 
-`toka ps` finds the servers of the user who calls it by their processes, also those of `LLM` and of `toka batch`.
-`PID` is the process that takes [signals](operations.md#processes). A server that is `not ready` starts or ends; one
-that is `silent` does not answer within a second; one that is `private` has no address. `toka models` names the models
-of one server, ours or another one, with the longest request, the checkpoint and the owner; it takes the address as
-`toka ping` does. Both print JSON with `json=T`.
+`toka ps` finds the user's servers by their processes, also those of `LLM` and of `toka batch`. `PID` is the process
+that takes [signals](operations.md#processes). A server that is `not ready` starts or ends; a `silent` one does not
+answer within a second; a `private` one has no address. `toka models` names the models of one server, with the longest
+request, the checkpoint and the owner; it takes the address as `toka ping` does. Both print JSON with `json=T`.
 
 ## Help and completion
 
@@ -121,23 +116,23 @@ toka completion fish > ~/.config/fish/completions/toka.fish
 ## Habits of other programs
 
 What has one meaning here is accepted. Anything else ends with exit code 2 and says what to do instead. Options may
-also be written `name=value`, such as `max_model_len=8192`, and stand in a file.
+also be written `name=value`, such as `max_model_len=8192`, and stand in a file. As typed after `toka` (by users of):
 
-| program | as typed after `toka` | what `toka` makes of it |
-|---|---|---|
 """
 
 
 def page() -> str:
     """The whole page."""
-    return TEXT + "\n".join(map(_row, HABITS)) + "\n"
+    typed: dict[str, list[str]] = {}
+    """What toka makes of it → what is typed, with its program."""
+    for habit in HABITS:
+        typed.setdefault(_made_of(habit), []).append(f"`{habit.example}` ({habit.program})")
+    return TEXT + "".join(f"- {', '.join(examples)}: {made}\n" for made, examples in typed.items())
 
 
-def _row(habit: Habit) -> str:
+def _made_of(habit: Habit) -> str:
     if habit.refusal:
-        made = f"refused: {habit.refusal}"
-    elif habit.is_command:
-        made = f"`toka {habit.means}`"
-    else:
-        made = f"`{habit.means}`" if habit.means else "nothing: it is always so"
-    return f"| {habit.program} | `{habit.example}` | {made} |"
+        return f"refused: {habit.refusal}"
+    if habit.is_command:
+        return f"`toka {habit.means}`"
+    return f"`{habit.means}`" if habit.means else "nothing: it is always so"

@@ -13,18 +13,16 @@ INTRODUCTION = """\
 `make reference` makes this page from `tokasaurus/config.py`, where every flag is declared; a test compares the two.
 
 Flags are written `name=value`: `T` and `F` are true and false, `None` is none or auto, `'(2 * 1024)'` is evaluated.
-Flags that are wrong in name, type or range end the command with a line for each and exit code 2. Every flag is also an
-environment variable, such as `TOKA_PORT` for `port`, and an entry of a YAML file: see
-[the command line](command_line.md). `toka --help-all` prints these tables, and `toka ping --help-all` the flags of
-`toka ping`; the same goes for every command.
+Every flag is also an environment variable, such as `TOKA_PORT`, and an entry of a YAML file: see
+[the command line](command_line.md). `toka --help-all` prints this list; the same goes for every command.
+
+A flag is `name` = default (other values): meaning. Numbers without a range are whole and from 1.
 """
-HEAD = ["| flag | default | values | meaning |", "|---|---|---|---|"]
 RETIRED = """\
 ## Flags of earlier releases
 
-These are accepted with a warning, and do nothing.
+These are accepted with a warning, and do nothing. What holds now:
 """
-HEAD_OF_RETIRED = ["| flag | what holds |", "|---|---|"]
 
 
 def page() -> str:
@@ -34,23 +32,17 @@ def page() -> str:
     for name, flag in ServerConfig.flags.items():
         if flag.heading != heading:
             heading = flag.heading
-            lines += [
-                "",
-                f"## {heading.capitalize()}",
-                "",
-                "| flag | default | values | meaning |",
-                "|---|---|---|---|",
-            ]
-        lines.append(_row(name, flag))
-    lines += ["", RETIRED, *HEAD_OF_RETIRED]
-    lines += [f"| `{name}` | {now} |" for name, now in ServerConfig.retired.items()]
+            lines += ["", f"## {heading.capitalize()}", ""]
+        lines.append(_line(name, flag))
+    lines += ["", RETIRED, *(f"- `{name}`: {now}" for name, now in ServerConfig.retired.items())]
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 
-def _row(name: str, flag: Flag) -> str:
+def _line(name: str, flag: Flag) -> str:
     shown = {None: flag.none_means, True: "T", False: "F"}
     default = shown[flag.default] if flag.default is None or isinstance(flag.default, bool) else f"`{flag.default}`"
     values = allowed_values(flag).removesuffix(f", or None ({flag.none_means})").removesuffix(f" to {MAX_INT32}")
-    names = f"`{name}`" + (f", also `{flag.alias}`" if flag.alias else "")
-    values = "; ".join([values, *(rule.text for rule in flag.rules)])
-    return f"| {names} | {default} | {values} | {flag.meaning} |".replace("*", "\\*")
+    is_plain = values in ("some text", "a whole number from 1") or isinstance(flag.default, bool)
+    values = "; ".join([*([] if is_plain else [values]), *(rule.text for rule in flag.rules)])
+    names = f"`{name}`" + (f", `{flag.alias}`" if flag.alias else "")
+    return f"- {names} = {default}{f' ({values})' if values else ''}: {flag.meaning}".replace("*", "\\*")

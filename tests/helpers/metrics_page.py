@@ -13,9 +13,9 @@ PATH = Path(__file__).parents[2] / "docs" / "metrics.md"
 HEADING = "## Reference\n"
 INTRODUCTION = """
 `make reference` makes this part from `tokasaurus/monitoring/metrics.py`, whose texts `/metrics` shows as well; a test
-compares the two.
+compares the two. Counters end in `_total`; what is not called a histogram is a gauge. Parentheses have the labels
+beside `replica`.
 """
-HEAD = ["| name | type | labels | meaning |", "|---|---|---|---|"]
 LINKS = {
     "Hydragen": "scheduling.md#shared-prefixes-hydragen",
     "lines of batches": "batches.md",
@@ -44,12 +44,11 @@ def reference() -> str:
     return "\n".join(
         [
             INTRODUCTION,
-            *HEAD,
             *_rows(family for family in families if not _is_vllm(family)),
             "",
             "### vLLM's names\n",
-            "With `vllm_metrics=T`. The meaning is our metric that has the same value, or says what is different.\n",
-            *HEAD,
+            "With `vllm_metrics=T`, each with the labels `model_name` and `engine`. The meaning is our metric",
+            "with the same value, or says what is different.\n",
             *_rows(family for family in families if _is_vllm(family)),
             "",
         ]
@@ -64,10 +63,20 @@ def _rows(families: Iterable[Metric]) -> list[str]:
     """Of the families by their names, as samples have them: a counter's ends with _total, a histogram's goes on with
     _bucket, _sum and _count."""
     return sorted(
-        f"| `{family.name}{'_total' if family.type == 'counter' else ''}` | {family.type} "
-        f"| {', '.join(f'`{label}`' for label in vars(family)['_labelnames'])} | {_linked(family.documentation)} |"
+        f"- `{family.name}{'_total' if family.type == 'counter' else ''}`{_kind(family)}: "
+        f"{_linked(family.documentation)}"
         for family in families
     )
+
+
+def _kind(family: Metric) -> str:
+    """The type, unless the name tells it, and the labels that are not the same for all."""
+    labels = vars(family)["_labelnames"]
+    own = [f"`{label}`" for label in labels if label not in ("replica", "model_name", "engine")]
+    notes = [*(["histogram"] if family.type == "histogram" else []), *own]
+    if not _is_vllm(family) and "replica" not in labels:
+        notes.append("no replica")
+    return f" ({', '.join(notes)})" if notes else ""
 
 
 def _linked(text: str) -> str:
