@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.commands.top.helpers.scripted_samples import START_S, line, sample
-from tokasaurus.commands.top.player import Player, positions_of
-from tokasaurus.commands.top.recording import Recorder, Recording, RecordingError
+from tokasaurus.commands.top.recording import Player, Recorder, Recording, RecordingError, positions_of
 
 
 def write(path: Path, content: bytes) -> str:
@@ -22,11 +21,10 @@ def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
     lines = [line(sample(second)).rstrip() for second in range(5)]
     for one in lines:
         recorder.write(one)
-    recorder.close()
-    with Recording(path) as recording:
-        assert [recording.line(index) for index in range(len(recording))] == lines
-        assert [recording.sample(index).time for index in (4, 0)] == [START_S + 4, START_S]
-        assert recording.num_left_out == 0
+    recording = Recording(path)
+    assert [recording.line(index) for index in range(len(recording.times))] == lines
+    assert [recording.sample(index)["time"] for index in (4, 0)] == [START_S + 4, START_S]
+    assert recording.num_left_out == 0
     with pytest.raises(RecordingError, match="File exists"):
         Recorder(path).write(lines[0])
 
@@ -34,15 +32,15 @@ def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_cut", [1, 2, 100, 1000])
 def test_a_cut_last_line_is_left_out_unless_only_its_end_is_cut(tmp_path: Path, num_cut: int) -> None:
     content = b"".join(line(sample(second)) for second in range(3))
-    with Recording(write(tmp_path / "cut.jsonl", content[:-num_cut])) as recording:
-        assert (len(recording), recording.num_left_out) == (3 if num_cut == 1 else 2, 0)
+    recording = Recording(write(tmp_path / "cut.jsonl", content[:-num_cut]))
+    assert (len(recording.times), recording.num_left_out) == (3 if num_cut == 1 else 2, 0)
 
 
 def test_damaged_lines_between_others_are_counted(tmp_path: Path) -> None:
     whole = [line(sample(second)) for second in range(3)]
     content = whole[0] + whole[1][:50] + b"\n" + b"\n" + whole[2]
-    with Recording(write(tmp_path / "damaged.jsonl", content)) as recording:
-        assert (list(recording.times), recording.num_left_out) == ([START_S, START_S + 2], 2)
+    recording = Recording(write(tmp_path / "damaged.jsonl", content))
+    assert (list(recording.times), recording.num_left_out) == ([START_S, START_S + 2], 2)
 
 
 @pytest.mark.parametrize(
@@ -75,19 +73,19 @@ def test_a_replay_shows_the_sample_of_its_position(tmp_path_factory, moves: list
     """Whether it came there in small steps or by jumps; jumps are from the sample that is shown."""
     content = b"".join(line(sample(second)) for second in range(31))
     path = write(tmp_path_factory.mktemp("replay") / "run.jsonl", content)
-    with Recording(path) as recording:
-        player = Player(recording, speed)
-        position = 0.0
-        for move in moves:
-            if abs(move) == 10.0:
-                player.jump(move)
-                position = min(max(int(position) + move, 0.0), 30.0)
-            else:
-                player.pass_time(move)
-                position = min(position + move * speed, 30.0)
-            latest = player.history.latest
-            assert latest is not None
-            assert (latest.time, player.position) == (START_S + int(position), int(position))
-            assert [one.time - START_S for one in player.history.samples] == list(range(int(position) + 1))
-            wait_s = player.seconds_to_next()
-            assert wait_s == (None if position == 30 else pytest.approx((int(position) + 1 - position) / speed))
+    recording = Recording(path)
+    player = Player(recording, speed)
+    position = 0.0
+    for move in moves:
+        if abs(move) == 10.0:
+            player.jump(move)
+            position = min(max(int(position) + move, 0.0), 30.0)
+        else:
+            player.pass_time(move)
+            position = min(position + move * speed, 30.0)
+        latest = player.history.latest
+        assert latest is not None
+        assert (latest["time"], player.position) == (START_S + int(position), int(position))
+        assert [one["time"] - START_S for one in player.history.samples] == list(range(int(position) + 1))
+        wait_s = player.seconds_to_next()
+        assert wait_s == (None if position == 30 else pytest.approx((int(position) + 1 - position) / speed))

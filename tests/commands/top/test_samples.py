@@ -17,20 +17,29 @@ LOOK = Look()
 
 def test_all_fields_are_read() -> None:
     read = read_sample(line(sample(3)))
-    one = read.replicas[0]
-    assert (read.server.model, read.server.dtype, read.requests["answered"]) == (
-        "SmolLM2-135M-Instruct",
-        "bfloat16",
-        103,
-    )
-    assert (one.step, one.running, one.blocks.cached, one.tokens["generated"]) == (240, 210, 1200, 50_400)
-    assert one.forecast is not None
-    assert (one.forecast.steps[-1], one.forecast.peak, one.forecast.limit) == (9000, 4800, 6000)
-    assert one.next is not None
-    assert (one.next.fits_in_steps, one.next.blocked_by, one.oldest_wait_seconds) == (61, "blocks", 3.2)
-    assert one.lengths == ((120, 131), (200, 150))
-    assert (len(one.oldest), one.oldest[1].client, one.oldest[1].generated_tokens) == (11, "alice", 100)
-    assert (read.jobs[0].lines_total, read.jobs[0].device_seconds, read.jobs[0].price) == (1000, 12.5, None)
+    told = json.loads(line(sample(3)))
+    for name, value in told["replicas"][0].items():
+        read_value = read["replicas"][0][name]
+        assert json.loads(json.dumps(read_value)) == value, name
+    for part in ("server", "requests"):
+        assert {name: read[part][name] for name in told[part]} == told[part]
+    assert {name: read["jobs"][0][name] for name in told["jobs"][0]} == told["jobs"][0]
+
+
+def test_what_is_absent_is_nothing_and_what_is_wrong_counts_as_absent() -> None:
+    """But for the step and the totals, whose absence says that the engine has not answered."""
+    (one,) = read_sample(line(sample(0, replicas=[{"running": "x", "lengths": [[1, 2], [3], 4], "forecast": {}}])))[
+        "replicas"
+    ]
+    assert (one["running"], one["lengths"], one["forecast"], one["next"], one["state"]) == (0, [(1, 2)], None, None, "")
+    assert (one["blocks"]["total"], one["stages"]) == (0, [])
+    assert not one.keys() & {"step", "tokens"}
+
+
+def test_a_moment_of_the_past_has_the_blocks_in_use_as_own_ones() -> None:
+    moment = {"time": 5.0, "requests": {"failed": 1}, "replicas": [{"index": 0, "blocks": {"total": 9, "used": 4}}]}
+    (past,) = read_sample(line(sample(3, past=[moment, 3])))["past"]
+    assert (past["time"], past["requests"]["failed"], past["replicas"][0]["blocks"]["own"]) == (5.0, 1, 4)
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", True, [1], 1.5])

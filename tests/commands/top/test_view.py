@@ -2,14 +2,19 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.commands.top.helpers.scripted_samples import START_S, job, line, replica, sample
 from tokasaurus.commands.top.history import History
 from tokasaurus.commands.top.run import LIVE_KEYS
-from tokasaurus.commands.top.samples import NextInQueue, read_sample
+from tokasaurus.commands.top.samples import read_sample
 from tokasaurus.commands.top.view import HELP, Frame, Look, compact_line, next_sentence, screen_lines
+from tokasaurus.server.protocol.live import LiveNext
 
 
 def shown(history: History, width: int, height: int, **frame) -> str:
@@ -32,25 +37,29 @@ def history() -> History:
     return found
 
 
+def waiting(fits_in_steps: int | None, blocks: int, blocked_by: Any) -> LiveNext:
+    return LiveNext(
+        fits_in_steps=fits_in_steps, blocks=blocks, prompt_tokens=9, wait_seconds=0.1, blocked_by=blocked_by
+    )
+
+
 @pytest.mark.parametrize(
-    ("waiting", "step_seconds", "expected"),
+    ("first", "step_seconds", "expected"),
     [
-        (NextInQueue(61, 310, "blocks"), None, "next in the queue fits in 61 steps (+310 blocks)"),
-        (NextInQueue(61, 310, "blocks"), 0.1, "next in the queue fits in 61 steps (+310 blocks), 6.1 s"),
-        (NextInQueue(None, 310, "blocks"), 0.1, "next in the queue fits after all that runs (+310 blocks)"),
+        (waiting(61, 310, "blocks"), None, "next in the queue fits in 61 steps (+310 blocks)"),
+        (waiting(61, 310, "blocks"), 0.1, "next in the queue fits in 61 steps (+310 blocks), 6.1 s"),
+        (waiting(None, 310, "blocks"), 0.1, "next in the queue fits after all that runs (+310 blocks)"),
         (
-            NextInQueue(1000, 3, "slots"),
+            waiting(1000, 3, "slots"),
             0.1,
             "next in the queue gets a slot in 1,000 steps (+3 blocks), 1 min 40 s",
         ),
-        (NextInQueue(None, 3, ""), 0.1, "next in the queue is admitted with the next steps (+3 blocks)"),
-        (NextInQueue(None, 3, "paused"), 0.1, "next in the queue waits until the server resumes"),
+        (waiting(None, 3, None), 0.1, "next in the queue is admitted with the next steps (+3 blocks)"),
+        (waiting(None, 3, "paused"), 0.1, "next in the queue waits until the server resumes"),
     ],
 )
-def test_the_sentence_about_the_next_in_the_queue(
-    waiting: NextInQueue, step_seconds: float | None, expected: str
-) -> None:
-    assert next_sentence(waiting, step_seconds) == expected
+def test_the_sentence_about_the_next_in_the_queue(first: LiveNext, step_seconds: float | None, expected: str) -> None:
+    assert next_sentence(first, step_seconds) == expected
 
 
 def test_pipeline_stages_have_a_line() -> None:
@@ -59,6 +68,31 @@ def test_pipeline_stages_have_a_line() -> None:
     for second in range(20):
         history.add(read_sample(line(sample(second, replicas=[replica(second, stages=stages)]))))
     assert "stages      busy 62, 50 %; waiting 25, 0 %; microbatches 2, 1" in shown(history, 100, 30)
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 50)), min_size=1, max_size=64))
+def test_lengths_have_numpys_quantiles(pairs: list[tuple[int, int]]) -> None:
+    history = History()
+    history.add(read_sample(line(sample(0, replicas=[replica(0, lengths=pairs)]))))
+    low, median, high = np.quantile([actual / predicted for predicted, actual in pairs], [0.1, 0.5, 0.9])
+    row = next(row for row in shown(history, 120, 50).splitlines() if row.startswith("lengths"))
+    found = re.fullmatch(r"lengths +actual / predicted: median ([\d.]+), 10-90 % ([\d.]+) to ([\d.]+), of (\d+)", row)
+    assert found is not None, row
+    assert [float(value) for value in found.groups()[:3]] == pytest.approx([median, low, high], abs=0.0051)
+    assert int(found[4]) == len(pairs)
+
+
+def test_what_a_step_takes_is_summed_over_the_last_ten_seconds() -> None:
+    history = History()
+    for second in range(100):
+        one = replica(
+            second, steps=80 if second > 89 else 1, parts={"device": {"busy": 0.9, "idle": 0.02 * (second > 89)}}
+        )
+        one["parts"]["manager"] = {"results": 0.04, "admission": 0.08}
+        history.add(read_sample(line(sample(second, replicas=[one]))))
+    text = shown(history, 120, 50)
+    assert "device 90 % busy; 2 % idle between steps; 2 in flight" in text
+    assert "manager 1.50 ms: admission 1.00, results 0.50" in text
 
 
 def test_a_job_whose_number_of_lines_is_not_known_says_so() -> None:

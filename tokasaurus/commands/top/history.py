@@ -1,15 +1,18 @@
-"""What follows from a series of samples: rates, sums over a time, quotients of lengths, and old forecasts today."""
+"""What follows from a series of samples: rates, sums over a time, and old forecasts today."""
 
 import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from tokasaurus.commands.top.samples import Forecast, ReplicaSample, Sample
+import numpy as np
 
-KEPT_SECONDS = 900.0
+from tokasaurus.commands.top.samples import Sample
+from tokasaurus.server.live_past import KEPT_SECONDS, SECONDS_BETWEEN
+from tokasaurus.server.protocol.live import LiveForecast, LiveReplica
+
 MAX_LENGTHS = 1024
 """Newest sequences whose predicted and actual lengths are compared."""
 _EARLIER_S = 60.0
@@ -17,10 +20,8 @@ _EARLIER_S = 60.0
 _MIN_EARLIER_S = 5.0
 _LATE_S = 5.0
 """How long the figures of an engine stay that does not answer."""
-_PAST_S = 5.0
-"""Between two samples of the server's own past."""
-_GAP_S, _PAST_GAP_S = 5.0, 2.2 * _PAST_S
-"""A longer time between two samples is a gap; the second if one of them is of that past."""
+_GAP_S, _PAST_GAP_S = 5.0, 2.2 * SECONDS_BETWEEN
+"""A longer time between two samples is a gap; the second if one of them is of the server's own past."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,58 +38,7 @@ class Curve:
             return None
         start, end = max(start, self.xs[0]), min(end, self.xs[-1])
         inside = self.ys[bisect_left(self.xs, start) : bisect_right(self.xs, end)]
-        return max([self._at(start), self._at(end), *inside])
-
-    def shifted(self, by: float) -> "Curve":
-        return Curve(tuple(x + by for x in self.xs), self.ys)
-
-    def _at(self, x: float) -> float:
-        right = bisect_right(self.xs, x)
-        if right == len(self.xs):
-            return self.ys[-1]
-        left_x, right_x = self.xs[right - 1], self.xs[right]
-        left_y, right_y = self.ys[right - 1], self.ys[right]
-        return left_y + (right_y - left_y) * (x - left_x) / (right_x - left_x)
-
-
-@dataclass(frozen=True, slots=True)
-class EarlierForecast:
-    seconds_ago: float
-    curve: Curve
-    """Blocks in use, over rounds after now."""
-
-
-@dataclass(frozen=True, slots=True)
-class LengthQuotients:
-    """Actual by predicted lengths."""
-
-    count: int
-    median: float
-    low: float
-    """The quotient that a tenth of the sequences is below."""
-    high: float
-    """The quotient that a tenth of the sequences is above."""
-
-
-@dataclass(frozen=True, slots=True)
-class PartsOfSteps:
-    seconds: float
-    """Time in which the steps were counted."""
-    steps: float
-    by_group: Mapping[str, Mapping[str, float]]
-    """Seconds of each part, by group."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageShares:
-    """A pipeline stage."""
-
-    busy: float
-    """Share of the time in which the stage computes."""
-    waiting: float
-    """Share of the time in which it waits for other stages."""
-    microbatches: int
-    """Microbatches in flight now."""
+        return float(max([*inside, *np.interp([start, end], self.xs, self.ys)]))
 
 
 class History:
@@ -104,17 +54,19 @@ class History:
     def add(self, sample: Sample) -> None:
         """A sample that is not newer than those before belongs to another clock: these are forgotten. What the server
         remembers fills the times of which there is no sample."""
-        if self.samples and sample.time <= self.samples[-1].time:
+        now = sample["time"]
+        if self.samples and now <= self.samples[-1]["time"]:
             self.samples.clear()
+        past: list[Sample] = sample.pop("past", [])  # type: ignore[assignment]  # read_sample has them so
+        known = [one["time"] for one in self.samples]
         missing = [
-            then
-            for then in sample.past
-            if then.time < sample.time and all(abs(then.time - one.time) >= _PAST_S for one in self.samples)
+            one for one in past if one["time"] < now and all(abs(one["time"] - s) >= SECONDS_BETWEEN for s in known)
         ]
-        if missing:
-            self.samples = deque(sorted([*self.samples, *missing], key=lambda one: one.time))
-        self.samples.append(replace(sample, past=()))
-        while sample.time - self.samples[0].time > KEPT_SECONDS:
+        self.samples = deque(
+            sorted([*self.samples, *missing], key=lambda one: one["time"]) if missing else self.samples
+        )
+        self.samples.append(sample)
+        while now - self.samples[0]["time"] > KEPT_SECONDS:
             self.samples.popleft()
 
     def rate(self, name: str, seconds: float = 5.0, index: int | None = None) -> float | None:
@@ -124,15 +76,12 @@ class History:
         if len(samples) < 2:
             return None
         gain = sum(_gain(name, before, after, index) for before, after in itertools.pairwise(samples))
-        return gain / (samples[-1].time - samples[0].time)
+        return gain / (samples[-1]["time"] - samples[0]["time"])
 
     def rates(self, name: str, count: int) -> list[float]:
         """Tokens per second between every two of the newest samples, oldest first; at most `count`."""
-        samples = list(self.samples)[-count - 1 :]
-        return [
-            _gain(name, before, after, None) / (after.time - before.time)
-            for before, after in itertools.pairwise(samples)
-        ]
+        pairs = itertools.pairwise(list(self.samples)[-count - 1 :])
+        return [_gain(name, before, after) / (after["time"] - before["time"]) for before, after in pairs]
 
     def means(self, name: str, count: int) -> list[float | None]:
         """Tokens per second of all replicas in equal parts of the last KEPT_SECONDS, oldest first; None where nothing
@@ -142,8 +91,8 @@ class History:
         for before, after in itertools.pairwise(self.samples):
             if _is_gap(before, after):
                 continue
-            per_s = _gain(name, before, after, None) / (after.time - before.time)
-            start, end = (one.time - self.samples[-1].time + KEPT_SECONDS for one in (before, after))
+            per_s = _gain(name, before, after) / (after["time"] - before["time"])
+            start, end = (one["time"] - self.samples[-1]["time"] + KEPT_SECONDS for one in (before, after))
             for part in range(max(0, int(start // part_s)), min(count, math.ceil(end / part_s))):
                 seconds = min(end, (part + 1) * part_s) - max(start, part * part_s)
                 gains[part] += per_s * seconds
@@ -152,100 +101,59 @@ class History:
 
     def used_blocks(self, index: int) -> list[Curve]:
         """Blocks in use, in seconds before the newest sample; a curve for each time without a gap."""
-        parts: list[tuple[list[float], list[float]]] = []
-        before: tuple[Sample, ReplicaSample] | None = None
+        parts: list[list[tuple[float, float]]] = []
+        before: tuple[Sample, LiveReplica] | None = None
         for sample in self.samples:
-            replica = sample.replica(index)
-            if replica is None or not replica.blocks.total:
+            replica = replica_of(sample, index)
+            if replica is None or not replica["blocks"]["total"]:
                 continue
-            if before is None or _is_gap(before[0], sample) or before[1].restarts != replica.restarts:
-                parts.append(([], []))
-            parts[-1][0].append(sample.time - self.samples[-1].time)
-            parts[-1][1].append(float(replica.blocks.used))
+            if before is None or _is_gap(before[0], sample) or before[1]["restarts"] != replica["restarts"]:
+                parts.append([])
+            parts[-1].append((sample["time"] - self.samples[-1]["time"], used(replica)))
             before = sample, replica
-        return [Curve(tuple(xs), tuple(ys)) for xs, ys in parts]
+        return [_curve(points) for points in parts]
 
-    def events(self, index: int, seconds: float = 60.0) -> dict[str, float]:
-        """Number of events of each kind in the last `seconds`."""
-        sums: dict[str, float] = {}
-        for replica in self._counted(index, seconds):
-            _add(sums, replica.events)
-        return sums
-
-    def parts(self, index: int, seconds: float = 10.0) -> PartsOfSteps | None:
-        """Times of the steps' parts in the last `seconds`; None if nothing was counted."""
-        by_group: dict[str, dict[str, float]] = {}
-        counted = self._counted(index, seconds)
-        for replica in counted:
-            for group, parts in replica.parts.items():
-                _add(by_group.setdefault(group, {}), parts)
-        if not any(by_group.values()):
-            return None
+    def counted(self, index: int, seconds: float) -> tuple[float, list[LiveReplica]]:
+        """(seconds, the replica in the samples that count what was in them): the last `seconds`, or the time between
+        the last two samples. Empty with one sample."""
         samples = self._last(seconds)
-        return PartsOfSteps(
-            samples[-1].time - samples[0].time, float(sum(replica.steps for replica in counted)), by_group
-        )
+        found = [replica for sample in samples[1:] if (replica := replica_of(sample, index)) is not None]
+        return (samples[-1]["time"] - samples[0]["time"] if samples else 0.0), found
 
-    def stages(self, index: int, seconds: float = 10.0) -> list[StageShares]:
-        """Shares of each pipeline stage in the last `seconds`; empty without pipeline stages."""
-        samples = self._last(seconds)
-        counted = [replica.stages for replica in self._counted(index, seconds) if replica.stages]
-        if not counted:
-            return []
-        elapsed_s = samples[-1].time - samples[0].time
-        return [
-            StageShares(
-                sum(stage.busy for stage in stages) / elapsed_s,
-                sum(stage.waiting for stage in stages) / elapsed_s,
-                stages[-1].microbatches,
-            )
-            for stages in zip(*counted, strict=False)
-        ]
+    def lengths(self, index: int) -> list[float]:
+        """Actual by predicted lengths of the newest sequences that have finished."""
+        replicas = (replica_of(sample, index) for sample in reversed(self.samples))
+        pairs = (pair for replica in replicas if replica is not None for pair in reversed(replica["lengths"]))
+        quotients = (actual / predicted for predicted, actual in pairs if predicted > 0)
+        return list(itertools.islice(quotients, MAX_LENGTHS))
 
-    def lengths(self, index: int) -> LengthQuotients | None:
-        """Quotients of the newest sequences that have finished; None if there are none."""
-        quotients: list[float] = []
-        for replica in self._backwards(index):
-            for predicted, actual in reversed(replica.lengths):
-                if predicted > 0 and len(quotients) < MAX_LENGTHS:
-                    quotients.append(actual / predicted)
-        if not quotients:
-            return None
-        quotients.sort()
-        low, median, high = (quantile(quotients, share) for share in (0.1, 0.5, 0.9))
-        return LengthQuotients(len(quotients), median, low, high)
-
-    def earlier_forecast(self, index: int) -> EarlierForecast | None:
-        """What was said a minute ago, or as early as possible after it, in rounds after now; None if the engine was
-        started anew since then, or nothing old enough is known."""
-        found: EarlierForecast | None = None
+    def earlier_forecast(self, index: int) -> tuple[float, Curve] | None:
+        """(seconds ago, blocks in use over rounds after now): what was said a minute ago, or as early as possible after
+        it; None if the engine was started anew since then, or nothing old enough is known."""
+        found: tuple[float, Curve] | None = None
         for seconds_ago, rounds_ago, replica in self._same_engine(index):
-            if seconds_ago < _MIN_EARLIER_S or replica.forecast is None:
+            if seconds_ago < _MIN_EARLIER_S or replica["forecast"] is None:
                 continue
             if found is not None and seconds_ago > _EARLIER_S:
                 break
-            found = EarlierForecast(seconds_ago, curve_of(replica.forecast).shifted(-rounds_ago))
+            found = seconds_ago, curve_of(replica["forecast"], -rounds_ago)
         return found
 
     def past_blocks(self, index: int) -> Curve:
         """Blocks in use at the samples, in rounds after now, so that all x are at most 0."""
-        points = [(-rounds_ago, float(replica.blocks.used)) for _, rounds_ago, replica in self._same_engine(index)]
-        points.reverse()
-        return Curve(tuple(x for x, _ in points), tuple(y for _, y in points))
+        return _curve(reversed([(-rounds, used(replica)) for _, rounds, replica in self._same_engine(index)]))
 
-    def replica(self, index: int) -> ReplicaSample | None:
+    def replica(self, index: int) -> LiveReplica | None:
         """The newest sample of a replica. If its engine did not answer in time, the one before is the newest, for a few
         seconds."""
-        latest = None if self.latest is None else self.latest.replica(index)
-        if self.latest is None or latest is None or latest.step is not None:
-            return latest
+        latest = None if self.latest is None else replica_of(self.latest, index)
         for sample in reversed(self.samples):
-            if self.latest.time - sample.time > _LATE_S:
+            before = replica_of(sample, index)
+            if latest is None or before is None or self.samples[-1]["time"] - sample["time"] > _LATE_S:
                 break
-            before = sample.replica(index)
-            if before is None or (before.state, before.restarts) != (latest.state, latest.restarts):
+            if (before["state"], before["restarts"]) != (latest["state"], latest["restarts"]):
                 break
-            if before.step is not None:
+            if "step" in before:
                 return before
         return latest
 
@@ -253,88 +161,74 @@ class History:
         """Samples of the last seconds, at least two if there are. with_past: those that the server remembers too."""
         found: list[Sample] = []
         for sample in reversed(self.samples):
-            if sample.is_past and not with_past:
+            if sample["is_past"] and not with_past:
                 break
-            if len(found) >= 2 and self.samples[-1].time - sample.time > seconds:
+            if len(found) >= 2 and self.samples[-1]["time"] - sample["time"] > seconds:
                 break
             found.append(sample)
-        found.reverse()
-        return found
+        return found[::-1]
 
-    def _counted(self, index: int, seconds: float) -> list[ReplicaSample]:
-        """The replica in the samples that count what was in the last seconds: the first of them counts earlier."""
-        return [replica for sample in self._last(seconds)[1:] if (replica := sample.replica(index)) is not None]
-
-    def _backwards(self, index: int) -> Iterator[ReplicaSample]:
-        for sample in reversed(self.samples):
-            replica = sample.replica(index)
-            if replica is not None:
-                yield replica
-
-    def _same_engine(self, index: int) -> Iterator[tuple[float, float, ReplicaSample]]:
+    def _same_engine(self, index: int) -> Iterator[tuple[float, float, LiveReplica]]:
         """(seconds ago, rounds ago, replica), newest first, as long as the replica was not started anew."""
         latest, after = self.latest, self.replica(index)
-        if latest is None or after is None:
+        if latest is None or after is None or "step" not in after:
             return
-        microbatches = after.microbatches
+        rounds_per_step = 1 / max(1, after["microbatches"])
         now = last = _moment(after)
         for sample in reversed(self.samples):
-            replica = sample.replica(index)
-            if replica is None or now is None or last is None:
+            replica = replica_of(sample, index)
+            if replica is None:
                 return
-            if replica.step is None and replica.restarts == after.restarts:  # its engine did not answer in time
-                continue
-            moment = _moment(replica)
-            if moment is None or (replica.step or 0) > (after.step or 0):
+            if "step" not in replica and replica["restarts"] == after["restarts"]:
+                continue  # its engine did not answer in time
+            if "step" not in replica or replica["step"] > after["step"] or replica["restarts"] != after["restarts"]:
                 return
-            if replica.restarts != after.restarts or sample.server.started != latest.server.started:
+            if sample["server"]["started"] != latest["server"]["started"]:
                 return
-            last = min(last, moment)
-            yield latest.time - sample.time, (now - last) / microbatches, replica
+            last = min(last, _moment(replica))
+            yield latest["time"] - sample["time"], (now - last) * rounds_per_step, replica
             after = replica
 
 
-def curve_of(forecast: Forecast) -> Curve:
-    return Curve(forecast.steps, forecast.blocks)
+def replica_of(sample: Sample, index: int) -> LiveReplica | None:
+    return next((replica for replica in sample["replicas"] if replica["index"] == index), None)
 
 
-def gained(before: float, after: float) -> float:
-    """Growth of a total. A total that is smaller than before has begun at 0 again."""
-    return after - before if after >= before else after
+def used(replica: LiveReplica) -> float:
+    """Blocks in use."""
+    return float(replica["blocks"]["own"] + replica["blocks"]["shared"])
 
 
-def quantile(ascending: Sequence[float], share: float) -> float:
-    """Linear between two values, as NumPy's."""
-    position = share * (len(ascending) - 1)
-    low, high = math.floor(position), math.ceil(position)
-    return ascending[low] + (ascending[high] - ascending[low]) * (position - low)
+def curve_of(forecast: LiveForecast, shift: float = 0.0) -> Curve:
+    """Blocks in use over rounds, from `shift` on."""
+    return Curve(tuple(step + shift for step in forecast["steps"]), tuple(map(float, forecast["blocks"])))
 
 
-def _gain(name: str, before: Sample, after: Sample, index: int | None) -> float:
-    """Growth of a total, of one replica or of all. One whose total is not known in both samples adds nothing."""
-    is_new_server = before.server.started != after.server.started
+def _curve(points: Iterable[tuple[float, float]]) -> Curve:
+    pairs = list(points)
+    return Curve(tuple(x for x, _ in pairs), tuple(y for _, y in pairs))
+
+
+def _gain(name: str, before: Sample, after: Sample, index: int | None = None) -> float:
+    """Growth of a total, of one replica or of all. One whose total is not known in both samples adds nothing; one that
+    is smaller than before has begun at 0 again."""
+    is_new_server = before["server"]["started"] != after["server"]["started"]
     gain = 0.0
-    for replica in after.replicas:
-        if index is not None and replica.index != index:
+    for replica in after["replicas"]:
+        old = replica_of(before, replica["index"])
+        if index not in (None, replica["index"]) or old is None or "tokens" not in old or "tokens" not in replica:
             continue
-        old = before.replica(replica.index)
-        if name not in replica.tokens or old is None or name not in old.tokens:
-            continue
-        is_new = is_new_server or replica.restarts != old.restarts
-        gain += replica.tokens[name] if is_new else gained(old.tokens[name], replica.tokens[name])
+        earlier, now = (int(one["tokens"][name]) for one in (old, replica))  # type: ignore[literal-required]
+        is_new = is_new_server or replica["restarts"] != old["restarts"] or now < earlier
+        gain += now if is_new else now - earlier
     return gain
 
 
 def _is_gap(before: Sample, after: Sample) -> bool:
-    is_past = before.is_past or after.is_past
-    return after.time - before.time > (_PAST_GAP_S if is_past else _GAP_S)
+    is_past = before["is_past"] or after["is_past"]
+    return after["time"] - before["time"] > (_PAST_GAP_S if is_past else _GAP_S)
 
 
-def _moment(replica: ReplicaSample) -> int | None:
+def _moment(replica: LiveReplica) -> int:
     """The step from which the replica's forecast counts; steps in flight lie between it and the newest results."""
-    return replica.step if replica.forecast is None else replica.forecast.step
-
-
-def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:
-    for name, value in more.items():
-        sums[name] = sums.get(name, 0.0) + value
+    return replica["step"] if replica["forecast"] is None else replica["forecast"]["step"]

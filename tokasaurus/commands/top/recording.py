@@ -1,16 +1,21 @@
 """Files with one sample per line: written while watching, and read for a replay."""
 
-from __future__ import annotations
-
+import itertools
 import os
 from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
-from typing_extensions import Self
-
+from tokasaurus.commands.top.history import History
 from tokasaurus.commands.top.samples import NotASample, Sample, UnknownFormat, read_sample
+
+_MAX_GAP_S = 5.0
+"""A longer time between two samples is shortened to this."""
+_LOADED_SAMPLES = 300
+"""Samples before the place of a jump that are read for its history."""
 
 
 class RecordingError(Exception):
@@ -26,16 +31,10 @@ class Recorder:
 
     def write(self, line: bytes) -> None:
         """Raises RecordingError, also if the file exists."""
-        try:
+        with _named("record", self._path):
             if self._file is None:
-                self._file = Path(self._path).open("xb", buffering=0)  # noqa: SIM115 (closed by `close`)
+                self._file = Path(self._path).open("xb", buffering=0)  # noqa: SIM115 (until the command ends)
             self._file.write(line + b"\n")
-        except OSError as error:
-            raise RecordingError(f"record={self._path}: {error.strerror}") from None
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
 
 
 class Recording:
@@ -50,45 +49,27 @@ class Recording:
         """Unix seconds."""
         self.num_left_out = 0
         """Lines that are no samples, without the last one."""
-        why = "the file is empty"
-        try:
-            self._file: BinaryIO = Path(path).open("rb")  # noqa: SIM115 (closed by `close`)
-            offset = 0
+        why, offset = "", 0
+        with _named("replay", path):
+            self._file: BinaryIO = Path(path).open("rb")  # noqa: SIM115 (until the command ends)
             for number, line in enumerate(self._file, start=1):
                 try:
-                    sample = read_sample(line)
+                    self.times.append(read_sample(line)["time"])
+                    self._offsets.append(offset)
                 except UnknownFormat as error:
                     raise RecordingError(f"replay={path}: line {number}: {error}") from None
                 except NotASample as error:
-                    why = f"line {number} is {error}" if why == "the file is empty" else why
+                    why = why or f"line {number} is {error}"
                     self.num_left_out += line.endswith(b"\n")
-                else:
-                    self._offsets.append(offset)
-                    self.times.append(sample.time)
                 offset += len(line)
-        except OSError as error:
-            raise RecordingError(f"replay={path}: {error.strerror}") from None
         if not self.times:
-            raise RecordingError(f"replay={path}: no recording: {why}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-    def __len__(self) -> int:
-        return len(self.times)
+            raise RecordingError(f"replay={path}: no recording: {why or 'the file is empty'}")
 
     def line(self, index: int) -> bytes:
         """The line as it was recorded, without its end. Raises RecordingError."""
-        try:
+        with _named("replay", self._path):
             self._file.seek(self._offsets[index], os.SEEK_SET)
             return self._file.readline().rstrip(b"\r\n")
-        except OSError as error:
-            raise RecordingError(f"replay={self._path}: {error.strerror}") from None
 
     def sample(self, index: int) -> Sample:
         """Raises RecordingError, also if the file has changed since it was opened."""
@@ -96,3 +77,64 @@ class Recording:
             return read_sample(self.line(index))
         except NotASample as error:
             raise RecordingError(f"replay={self._path}: the file has changed: {error}") from None
+
+
+class Player:
+    """Where a replay is. Positions are recorded seconds from the first sample, with long gaps shortened."""
+
+    def __init__(self, recording: Recording, speed: float) -> None:
+        """Raises RecordingError."""
+        self._recording, self._speed = recording, speed
+        self._positions = positions_of(recording.times)
+        self.duration = self._positions[-1]
+        self._position = 0.0
+        self._index = -1
+        self.jump(0.0)
+
+    @property
+    def position(self) -> float:
+        """Position of the sample that is shown."""
+        return self._positions[max(0, self._index)]
+
+    @property
+    def is_at_end(self) -> bool:
+        return self._index == len(self._positions) - 1
+
+    def seconds_to_next(self) -> float | None:
+        """None while no other sample will be shown."""
+        if self.is_at_end:
+            return None
+        return max(0.0, self._positions[self._index + 1] - self._position) / self._speed
+
+    def pass_time(self, seconds: float) -> None:
+        """Go on by the samples of this time. Raises RecordingError."""
+        self._position = min(self._position + seconds * self._speed, self.duration)
+        self._show(max(0, bisect_right(self._positions, self._position) - 1))
+
+    def jump(self, seconds: float) -> None:
+        """Forwards, or backwards if negative. Raises RecordingError."""
+        self._position = min(max(0.0, self.position + seconds), self.duration)
+        self.history = History()
+        self._index = -1
+        self._show(max(0, bisect_right(self._positions, self._position) - 1))
+
+    def _show(self, last: int) -> None:
+        if last - self._index > _LOADED_SAMPLES:
+            self.history, self._index = History(), last - _LOADED_SAMPLES - 1
+        for index in range(self._index + 1, last + 1):
+            self.history.add(self._recording.sample(index))
+        self._index = last
+
+
+def positions_of(times: Sequence[float]) -> list[float]:
+    """Recorded seconds of each sample since the first, with long gaps shortened; a clock set back passes no time."""
+    gaps = (min(max(0.0, after - before), _MAX_GAP_S) for before, after in itertools.pairwise(times))
+    return list(itertools.accumulate(gaps, initial=0.0))
+
+
+@contextmanager
+def _named(flag: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RecordingError(f"{flag}={path}: {error.strerror}") from None
