@@ -71,8 +71,6 @@ def measure_decode(args: argparse.Namespace) -> list[Rate]:
         candidates[name], num_bytes = cases.decode(name, args.sequences, args.tokens)
     if args.flex:
         candidates[FLEX], num_bytes = cases.flex_decode(args.sequences, args.tokens)
-    if args.numba:
-        candidates["numba"], num_bytes = cases.numba_decode(args.sequences, args.tokens)
     seconds = cases.time_interleaved(candidates, args.rounds)
     best = read_bytes / seconds.pop("read")
     rates = [Rate("decode", "read", 0, 0, 0, best / 1e9, 1.0)]
@@ -166,9 +164,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("part", nargs="?", default="all", choices=[*PARTS, "all"])
     parser.add_argument("--backends", nargs="+", default=["cpu", "torch"], choices=["cpu", "torch"])
     parser.add_argument("--flex", action="store_true", help="also measure compiled flex_attention in decode and prefix")
-    parser.add_argument(
-        "--numba", action="store_true", help="also measure a numba kernel in decode (pip install numba)"
-    )
     parser.add_argument(
         "--threads", type=int, default=0, metavar="N", help="threads of torch and the kernels (default: torch's)"
     )

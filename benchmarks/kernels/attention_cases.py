@@ -1,18 +1,14 @@
 """Calls that the CPU benchmarks time: attention over synthetic KV caches, and the machine's best read and gemm."""
 
-import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from tokasaurus.manager.planning.prefix_groups import Grouping
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.row_split import attend_rows
@@ -159,17 +155,6 @@ def flex_decode(num_sequences: int, num_tokens: int) -> tuple[Calls, int]:
     return _flex(num_sequences, 1, num_tokens, NUM_LAYERS), num_bytes
 
 
-def numba_decode(num_sequences: int, num_tokens: int) -> tuple[Calls, int]:
-    """As `decode`, with a numba kernel. Raises ImportError if numba is not installed."""
-    blocks_each = -(-num_tokens // PAGE_SIZE)
-    tables = scattered_blocks(num_sequences * blocks_each).view(num_sequences, -1).int()
-    query = torch.randn(num_sequences, NUM_HEADS, HEAD_DIM).to(DTYPE)
-    size = (tables.numel() + 1, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM)
-    caches = [(torch.randn(size).to(DTYPE), torch.randn(size).to(DTYPE)) for _ in range(NUM_LAYERS)]
-    num_bytes = 2 * num_sequences * num_tokens * NUM_KV_HEADS * HEAD_DIM * DTYPE.itemsize
-    return list(make_numba_decode(query, caches, tables, num_tokens)), num_bytes
-
-
 def flex_prefix_part(num_rows: int, num_tokens: int) -> tuple[Calls, int]:
     """As `prefix_part`, with compiled flex_attention over contiguous keys and values."""
     return _flex(1, num_rows, num_tokens, 8), 4 * num_rows * num_tokens * NUM_HEADS * HEAD_DIM
@@ -187,125 +172,3 @@ def _flex(num_sequences: int, num_rows: int, num_tokens: int, num_layers: int) -
         return lambda: compiled(query, cache[0], cache[1], enable_gqa=True)
 
     return [torch.no_grad()(attend(cache)) for cache in caches]
-
-
-def make_numba_decode(
-    query: Tensor, caches: list[tuple[Tensor, Tensor]], block_table: Tensor, num_tokens: int
-) -> list[Callable[[], NDArray[np.float32]]]:
-    """One call per cache: each row attends to the first `num_tokens` tokens of its blocks -> float32 [S, H, D].
-
-    query: bfloat16 [S, H, D]. caches: keys and values of each layer, bfloat16 [blocks, K, P, D].
-    block_table: int32 [S, B]. The first call compiles. numba has no bfloat16, so the kernel widens the bits to float32.
-    """
-    import numba  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-    @numba.njit(parallel=True, fastmath=True)  # type: ignore[untyped-decorator, unused-ignore]
-    def attend(query: Any, keys: Any, values: Any, table: Any, num_tokens: int) -> Any:
-        num_rows, num_heads, head_dim = query.shape
-        num_kv_heads, page_size = keys.shape[1], keys.shape[2]
-        group = num_heads // num_kv_heads
-        out = np.zeros((num_rows, num_heads, head_dim), np.float32)
-        for item in numba.prange(num_rows * num_kv_heads):
-            row, kv_head = item // num_kv_heads, item % num_kv_heads
-            scores = np.empty((group, num_tokens), np.float32)
-            wide = np.empty(head_dim, np.uint32)
-            for token in range(num_tokens):
-                key = keys[table[row, token // page_size], kv_head, token % page_size]
-                for d in range(head_dim):
-                    wide[d] = np.uint32(key[d]) << np.uint32(16)
-                numbers = wide.view(np.float32)
-                for i in range(group):
-                    total = np.float32(0)
-                    for d in range(head_dim):
-                        total += query[row, kv_head * group + i, d] * numbers[d]
-                    scores[i, token] = total
-            for i in range(group):
-                scores[i] = np.exp((scores[i] - scores[i].max()) * np.float32(1 / math.sqrt(head_dim)))
-                scores[i] /= scores[i].sum()
-            for token in range(num_tokens):
-                value = values[table[row, token // page_size], kv_head, token % page_size]
-                for d in range(head_dim):
-                    wide[d] = np.uint32(value[d]) << np.uint32(16)
-                numbers = wide.view(np.float32)
-                for i in range(group):
-                    for d in range(head_dim):
-                        out[row, kv_head * group + i, d] += scores[i, token] * numbers[d]
-        return out
-
-    def bits(tensor: Tensor) -> NDArray[np.uint16]:
-        array: NDArray[np.uint16] = tensor.contiguous().view(torch.uint16).numpy()
-        return array
-
-    rows, table = query.float().numpy(), block_table.numpy()
-
-    def call(keys: NDArray[np.uint16], values: NDArray[np.uint16]) -> Callable[[], NDArray[np.float32]]:
-        def run() -> NDArray[np.float32]:
-            attended: NDArray[np.float32] = attend(rows, keys, values, table, num_tokens)
-            return attended
-
-        return run
-
-    return [call(bits(keys), bits(values)) for keys, values in caches]
-
-
-def grouped_calls(
-    backend_name: str,
-    num_layers: int,
-    tables: NDArray[np.int32],
-    num_tokens: int,
-    page_size: int,
-    groupings: Sequence[Grouping],
-) -> list[Calls]:
-    """For each grouping one call per layer. tables: int32 [R, B]; every row attends to num_tokens tokens. In each
-    grouping all rows are in groups, or none."""
-    query = torch.randn(len(tables), NUM_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(0)).to(DTYPE)
-    found: list[Calls] = []
-    for grouping in groupings:
-        backend = make_filled(backend_name, num_layers, int(tables.max()) + 1)
-        layout = make_layout(tables, num_tokens, page_size, grouping)
-        backend.plan(layout)
-        found.append([partial(attend_rows, backend, query, layer, layout) for layer in range(num_layers)])
-    return found
-
-
-def make_layout(tables: NDArray[np.int32], num_tokens: int, page_size: int, grouping: Grouping) -> PagedLayout:
-    """The rows in their order, which has the members of a group next to each other."""
-    numbers = grouping.group_of_sequence
-    skipped = grouping.num_blocks[numbers]
-    num_columns = tables.shape[1] - int(skipped.min())
-    columns = np.minimum(skipped[:, None] + np.arange(num_columns), tables.shape[1] - 1)
-    own = _part(
-        np.take_along_axis(tables, columns, axis=1),
-        np.arange(len(tables) + 1),
-        num_tokens - skipped * page_size,
-        is_prefix=False,
-        is_partial=bool(numbers.any()),
-    )
-    prefix = None
-    if numbers.any():
-        assert (numbers > 0).all(), "some rows are in no group"
-        firsts = np.flatnonzero(np.diff(numbers, prepend=0))
-        assert len(firsts) == len(grouping.num_blocks) - 1, "the members of a group are apart"
-        num_blocks = grouping.num_blocks[numbers[firsts]]
-        prefix = _part(
-            tables[firsts, : num_blocks.max()],
-            np.append(firsts, len(tables)),
-            num_blocks * page_size,
-            is_prefix=True,
-            is_partial=True,
-        )
-    return PagedLayout(torch.zeros(0, dtype=torch.int64), (own,), prefix)
-
-
-def _part(
-    tables: NDArray[np.int32], starts: NDArray[np.int64], lengths: NDArray[np.int64], is_prefix: bool, is_partial: bool
-) -> PagedPart:
-    return PagedPart(
-        first_row=0,
-        num_rows=int(starts[-1]),
-        query_starts=torch.from_numpy(starts.astype(np.int32)),
-        block_table=torch.from_numpy(np.ascontiguousarray(tables)),
-        kv_lengths=torch.from_numpy(lengths.astype(np.int32)),
-        causal=not is_prefix,
-        is_partial=is_partial,
-    )

@@ -1,8 +1,5 @@
-"""The attention benchmarks: whole and split attention agree, figures are consistent, and they run from end to end.
+"""The attention benchmarks: whole and split attention agree, figures are consistent, and they run from end to end."""
 
-Tokens read with prefix groups are compared with a token-by-token count."""
-
-import itertools
 import json
 from pathlib import Path
 from xml.etree import ElementTree
@@ -10,9 +7,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks.kernels import attention, attention_cases, prefix_groups
-from benchmarks.kernels.prefix_groups import PAGE_SIZE, Batch, tokens_read
-from tokasaurus.manager.planning.prefix_groups import Grouping
+from benchmarks.kernels import attention, attention_cases
 
 SMALL = ["--sequences", "3", "--tokens", "40", "--rows", "2", "5", "--prefix", "64", "--groups", "2", "3"]
 SMALL += ["--prefixes", "32", "64", "--suffix", "20", "--rounds", "1"]
@@ -86,78 +81,3 @@ def test_a_missed_limit_makes_the_exit_code_1(monkeypatch: pytest.MonkeyPatch) -
     arguments = ["prefix", *SMALL, "--backends", "cpu"]
     assert attention.main(arguments) == 0
     assert attention.main([*arguments, "--check"]) == 1
-
-
-def test_the_numba_kernel_attends_as_plain_torch_does() -> None:
-    pytest.importorskip("numba", reason="numba, needed only for a comparison, is not installed")
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(3, 6, 16, generator=generator).bfloat16()
-    keys, values = (torch.randn(10, 2, 16, 16, generator=generator).bfloat16() for _ in range(2))
-    tables = torch.tensor([[3, 1, 9], [2, 4, 5], [8, 7, 6]], dtype=torch.int32)
-    (call,) = attention_cases.make_numba_decode(query, [(keys, values)], tables, num_tokens=37)
-    by_sequence = []
-    for row, table in zip(query, tables, strict=True):
-        key, value = (cache[table].transpose(0, 1).reshape(2, -1, 16)[:, :37].float() for cache in (keys, values))
-        by_sequence.append(
-            torch.nn.functional.scaled_dot_product_attention(row.float().view(2, 3, 16), key, value).reshape(6, 16)
-        )
-    torch.testing.assert_close(torch.from_numpy(call()), torch.stack(by_sequence), atol=1e-5, rtol=1e-4)
-
-
-FEW_SHOT = Batch(num_questions=256, num_samples=4, num_examples=998, num_question=60, num_generated=64)
-SMALL_BATCH = Batch(num_questions=5, num_samples=3, num_examples=70, num_question=20, num_generated=9)
-
-
-def count_reads(batch: Batch, grouping: Grouping) -> int:
-    """Counts token by token what each group's rows have in common, in whole blocks, and what each has besides."""
-    contexts = [
-        [f"example {i}" for i in range(batch.num_examples)]
-        + [f"question {question}, {i}" for i in range(batch.num_question)]
-        + [f"answer {question}, {sample}, {i}" for i in range(batch.num_generated)]
-        for question in range(batch.num_questions)
-        for sample in range(batch.num_samples)
-    ]
-    total = 0
-    by_group: dict[int, list[list[str]]] = {}
-    for number, context in zip(grouping.group_of_sequence.tolist(), contexts, strict=True):
-        if number == 0:
-            total += len(context)
-        else:
-            by_group.setdefault(number, []).append(context)
-    for members in by_group.values():
-        same = sum(1 for _ in itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*members, strict=True)))
-        shared = same // PAGE_SIZE * PAGE_SIZE
-        total += shared + sum(len(context) - shared for context in members)
-    return total
-
-
-@pytest.mark.parametrize("batch", [FEW_SHOT, SMALL_BATCH])
-def test_tokens_read_are_those_counted_one_by_one(batch: Batch) -> None:
-    for grouping in (batch.alone(), batch.by_question(), batch.chosen()):
-        assert tokens_read(batch, grouping) == count_reads(batch, grouping)
-
-
-def test_behind_one_prefix_the_chosen_groups_read_far_less_than_one_group_for_each_question() -> None:
-    chosen, by_question = FEW_SHOT.chosen(), FEW_SHOT.by_question()
-    assert (chosen.group_of_sequence == 1).all()
-    assert count_reads(FEW_SHOT, chosen) < 0.41 * count_reads(FEW_SHOT, by_question)
-    assert count_reads(FEW_SHOT, by_question) < 0.3 * count_reads(FEW_SHOT, FEW_SHOT.alone())
-
-
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_attention_is_the_same_in_all_groupings(backend: str) -> None:
-    groupings = [SMALL_BATCH.alone(), SMALL_BATCH.by_question(), SMALL_BATCH.chosen()]
-    calls = attention_cases.grouped_calls(
-        backend, 2, SMALL_BATCH.block_tables(), SMALL_BATCH.num_tokens, PAGE_SIZE, groupings
-    )
-    for alone, *others in zip(*calls, strict=True):
-        for other in others:
-            torch.testing.assert_close(other(), alone(), atol=5e-3, rtol=2**-6)
-
-
-def test_prefix_groups_run_from_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--questions", "4", "--samples", "3", "--examples", "40", "--question", "18", "--generated", "5"]
-    assert prefix_groups.main([*small, "--layers", "1", "--rounds", "1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    (row,) = [line for line in lines if "none" in line]
-    assert f"{12 * 63}" in row
