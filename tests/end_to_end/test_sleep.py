@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.end_to_end.helpers.toka_process import running_toka
+from tests.helpers.examples import few
 from tests.helpers.tiny_model import save_tiny_model
 
 NUM_KV_TOKENS = 200_000
@@ -153,6 +154,24 @@ def test_new_weights_may_be_written_over_the_old_ones_while_it_sleeps(http: http
             assert http.post("/resume_memory_occupation", json={"tags": ["kv_cache"]}).json()["success"]
         texts.append(text_of(complete(http, "Once")))
     assert texts[0] != texts[1]
+
+
+@few(1, "flag", ["tp_size=2", "pp_size=2"])
+def test_ranks_and_stages_sleep_and_wake_together(flag: str, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    flags = ("dtype=float32", "kv_cache_num_tokens=2000", "rl=T", flag)
+    file = tmp_path / "model.safetensors"
+    with running_toka(f"model={tmp_path}", *flags) as toka, httpx.Client(base_url=toka.url, timeout=60) as client:
+        before = text_of(complete(client, "Once"))
+        for level in (1, 2):
+            assert client.post("/sleep", params={"level": level}).status_code == 200
+        file.rename(tmp_path / "away")
+        answer = client.post("/wake_up")
+        assert answer.status_code == 409
+        assert "cannot be read again" in answer.text
+        (tmp_path / "away").rename(file)
+        assert client.post("/wake_up").status_code == 200
+        assert text_of(complete(client, "Once")) == before
 
 
 def test_a_server_that_is_paused_stops_at_once(http: httpx.Client) -> None:
