@@ -186,7 +186,10 @@ def test_weights_that_come_in_parts_go_on_and_what_one_update_needs_is_not_held(
         rollouts = Rollouts(client)
         assert client.is_paused
         await until(lambda: client._up)
-        assert await rollouts.update(str(tmp_path), None, is_partial=True, clears_cache=True, mode="keep", param="path") == "whole.1"
+        assert (
+            await rollouts.update(str(tmp_path), None, is_partial=True, clears_cache=True, mode="keep", param="path")
+            == "whole.1"
+        )
         await rollouts.finish_update()
         await client.generate([make_request("a", [1])])
         assert held[-1] == NOTHING_HELD
