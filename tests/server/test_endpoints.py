@@ -12,7 +12,6 @@ from tokasaurus.config import ServerConfig
 from tokasaurus.monitoring.metrics import LoopLag
 from tokasaurus.server.endpoints import ENDPOINTS, EndpointUrl
 from tokasaurus.server.engine_client.client import EngineClient
-from tokasaurus.server.engine_client.rollouts import Rollouts
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.prepare.requests import Origin, Prepared
@@ -34,7 +33,7 @@ def prepare(model: ServedModel, **fields: Any) -> Prepared:
         with socket.socket() as launcher:
             grammars, threads = GrammarChecker(model), TextThreads()
             engine = Engine(launcher)
-            shared = (grammars, threads, BodyBytes(1 << 20), LoopLag(), Rollouts(engine), ServerConfig())
+            shared = (grammars, threads, BodyBytes(1 << 20), LoopLag(), ServerConfig())
             state = ServerState(model, engine, *shared)
             endpoint = ENDPOINTS["/v1/chat/completions" if "messages" in fields else "/v1/completions"]
             body = endpoint.body_model.model_validate({"model": "default"} | fields)

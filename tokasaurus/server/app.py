@@ -60,8 +60,9 @@ from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.dialects import messages, responses, sglang_rollouts, vllm_rollouts
 from tokasaurus.server.dialects.messages import MessagesErrorsMiddleware
 from tokasaurus.server.endpoints import ENDPOINTS
-from tokasaurus.server.engine_client.client import EngineClient, QueueLimits, states_alone
-from tokasaurus.server.engine_client.rollouts import Rollouts
+from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.engine_client.control import states_alone
+from tokasaurus.server.engine_client.limits import QueueLimits
 from tokasaurus.server.errors import StorageFailed, StorageIsFull, add_error_handlers, error_response
 from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.jobs.open_bulk import OpenBulks
@@ -237,7 +238,7 @@ def create_app(
     """
     config = config or ServerConfig()
     body_bytes = BodyBytes(max(config.max_body_bytes_in_all, config.max_request_bytes or 0))
-    shared = (GrammarChecker(model), TextThreads(), body_bytes, LoopLag(), Rollouts(engine))
+    shared = (GrammarChecker(model), TextThreads(), body_bytes, LoopLag())
     state = ServerState(model, engine, *shared, config)
 
     endpoint = config.otel_endpoint
@@ -406,6 +407,6 @@ class HttpServer(uvicorn.Server):
             # Lines of batches have no HTTP request.
             has_open_requests = len(self.server_state.tasks) > 0 or self._engine.num_pending_requests > 0
             # While it drains, no client can resume a paused engine.
-            is_in_vain = self._engine.waits_to_resume
+            is_in_vain = self._engine.control.waits_to_resume
             self.should_exit |= not has_open_requests or is_in_vain or time.monotonic() >= self._drains_until_s
         return await super().on_tick(counter)

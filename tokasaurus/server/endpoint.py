@@ -168,7 +168,7 @@ class StreamedAnswer:
 def _checked_limits(state: ServerState, body: SamplingFields, origin: Origin) -> EngineLimits:
     state.model.check_name(body.model)
     limits = state.ready_limits()
-    state.engine.check_awake()
+    state.engine.control.check_awake()
     if not origin.is_background:  # checked again at submission; this saves the work before it
         state.engine.check_queue(origin.client, body.num_sequences)
     if body.stream_options is not None and not body.stream:

@@ -318,9 +318,9 @@ def _replica(index: int, replica: Replica, engine: EngineClient) -> LiveReplica:
 def _state_of(replica: Replica, engine: EngineClient) -> ReplicaState:
     if not replica.is_ready:
         return "starting" if replica.num_starts <= 1 and replica.limits is None else "down"
-    if engine.is_asleep:
+    if engine.control.is_asleep:
         return "asleep"
-    return "paused" if engine.is_paused else "up"
+    return "paused" if engine.control.is_paused else "up"
 
 
 def _add_stats(shown: LiveReplica | LiveMomentReplica, stats: EngineStats) -> None:

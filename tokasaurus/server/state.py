@@ -11,7 +11,6 @@ from tokasaurus.messages.status import EngineLimits
 from tokasaurus.monitoring.metrics import LoopLag
 from tokasaurus.server.answers import AnswerCounts
 from tokasaurus.server.engine_client.client import EngineClient
-from tokasaurus.server.engine_client.rollouts import Rollouts
 from tokasaurus.server.errors import EngineNotReady, EngineRestarting, ServerStopping
 from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.resources import BodyBytes, TextThreads
@@ -28,7 +27,6 @@ class ServerState:
     text_threads: TextThreads
     body_bytes: BodyBytes
     loop_lag: LoopLag
-    rollouts: Rollouts
     config: ServerConfig
     """The limits of requests among others, and what routes tell of it."""
     answers: AnswerCounts = field(default_factory=dict)

@@ -9,7 +9,8 @@ from tests.server.helpers.client_driver import make_request
 from tests.server.helpers.fake_engine import FakeEngine, hand_over, never
 from tokasaurus.messages.channel import send_connection
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server.engine_client.client import MAX_AT_ONCE, NO_LIMITS, EngineClient, QueueLimits, UnfinishedWork
+from tokasaurus.server.engine_client.client import MAX_AT_ONCE, EngineClient
+from tokasaurus.server.engine_client.limits import NO_LIMITS, QueueLimits, UnfinishedWork
 from tokasaurus.server.errors import QueueFull
 
 COUNT = 4 * MAX_AT_ONCE + 7

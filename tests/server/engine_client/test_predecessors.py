@@ -14,7 +14,6 @@ from tokasaurus.messages.commands import NOTHING_HELD, Held, Pause, Resume, Slee
 from tokasaurus.messages.generation import EngineUpdate
 from tokasaurus.messages.status import Predecessors
 from tokasaurus.server.engine_client.client import CallCounts, EngineClient
-from tokasaurus.server.engine_client.rollouts import Rollouts
 
 
 def run(
@@ -96,13 +95,13 @@ def test_an_update_that_one_replica_finished_after_the_death_is_given_to_the_oth
     engines = FakeEngine(update_number=2), FakeEngine(update_number=1)
 
     async def use(client: EngineClient, _told: list[Held]) -> None:
-        assert client.weight_version == "1"
+        assert client.control.weight_version == "1"
         for index in order:
             engines[index].start()
             await until(lambda index=index: client.replicas[index].limits and client.stats[index] is not None)
-        await until(lambda: len(client._up) == 2 and client.weight_version == "2")
+        await until(lambda: len(client._up) == 2 and client.control.weight_version == "2")
         assert [given(engine) for engine in engines] == [[], ["2"]]
-        assert await client.update_weights("new", None, is_partial=False, clears_cache=True) == "3"
+        assert await client.control.update("new", None, is_partial=False, clears_cache=True) == "3"
         assert [given(engine) for engine in engines] == [["3"], ["2", "3"]]
         numbers = [command.number for command in engines[0].commands if isinstance(command, UpdateWeights)]
         assert numbers == [3]
@@ -116,7 +115,7 @@ def test_an_update_waits_until_each_replica_has_told_its_weights() -> None:
     async def use(client: EngineClient, _told: list[Held]) -> None:
         engines[0].start()
         await until(lambda: len(client._up) == 1)
-        call = asyncio.create_task(client.update_weights("new", "new", is_partial=True, clears_cache=True))
+        call = asyncio.create_task(client.control.update("new", "new", is_partial=True, clears_cache=True))
         await asyncio.sleep(0.05)
         assert engines[0].commands == []
         engines[1].start()
@@ -145,21 +144,21 @@ def test_a_pause_and_a_sleep_hold_until_a_client_ends_them() -> None:
     async def sleep(client: EngineClient, held: list[Held]) -> None:
         first.start()
         await until(lambda: client._up)
-        await client.pause("keep")
-        await client.sleep("keep", with_weights=True, refuses=True)
+        await client.control.pause("keep")
+        await client.control.sleep("keep", ("kv_cache", "weights"), refuses=True)
         told.extend(held)
 
     async def go_on(client: EngineClient, _told: list[Held]) -> None:
-        assert (client.is_paused, client.is_asleep, client.refuses_asleep) == (True, True, True)
-        assert client.waits_to_resume
+        assert client.control.held == told[-1]
+        assert client.control.waits_to_resume
         second.start()
         await until(lambda: len(second.commands) == 2)
         assert second.commands == [Pause(0, aborts=False), Sleep(0, with_weights=True)]
         call = asyncio.create_task(client.generate([make_request("a", [1])]))
-        await client.wake()
+        await client.control.wake()
         await asyncio.sleep(0.05)
         assert not call.done(), "it was paused before it slept"
-        await client.resume()
+        await client.control.resume()
         await call
 
     first, second = FakeEngine(), FakeEngine(is_paused=True)
@@ -174,22 +173,19 @@ def test_weights_that_come_in_parts_go_on_and_what_one_update_needs_is_not_held(
     async def begin(client: EngineClient, held: list[Held]) -> None:
         first.start()
         await until(lambda: client._up)
-        await client.update_weights(str(tmp_path), "whole", is_partial=False, clears_cache=True)
+        await client.control.update(str(tmp_path), "whole", is_partial=False, clears_cache=True)
         assert held[-1] == NOTHING_HELD
-        rollouts = Rollouts(client)
+        rollouts = client.control
         await rollouts.start_update()
-        await rollouts.update(str(tmp_path), None, is_partial=True, clears_cache=True, mode="keep", param="path")
+        await rollouts.update(str(tmp_path), None, is_partial=True, clears_cache=True)
         told.append(held[-1])
 
     async def finish(client: EngineClient, held: list[Held]) -> None:
         second.start()
-        rollouts = Rollouts(client)
-        assert client.is_paused
+        rollouts = client.control
+        assert client.control.is_paused
         await until(lambda: client._up)
-        assert (
-            await rollouts.update(str(tmp_path), None, is_partial=True, clears_cache=True, mode="keep", param="path")
-            == "whole.1"
-        )
+        assert await rollouts.update(str(tmp_path), None, is_partial=True, clears_cache=True) == "whole.1"
         await rollouts.finish_update()
         await client.generate([make_request("a", [1])])
         assert held[-1] == NOTHING_HELD
@@ -206,16 +202,16 @@ def test_an_update_that_began_in_sleep_goes_on_after_each_of_its_pauses() -> Non
     async def use(client: EngineClient, told: list[Held]) -> None:
         engine.start()
         await until(lambda: client._up)
-        rollouts = Rollouts(client)
-        await client.sleep("keep", with_weights=True, refuses=False)
+        rollouts = client.control
+        await client.control.sleep("keep", ("kv_cache", "weights"), refuses=False)
         await rollouts.start_update()
-        await client.wake()
-        assert not client.is_paused
+        await client.control.wake()
+        assert not client.control.is_paused
         await rollouts.start_update()
-        assert client.is_paused
+        assert client.control.is_paused
         assert told[-1].started_update == StartedUpdate("1", has_paused=True)
         await rollouts.finish_update()
-        assert not client.is_paused
+        assert not client.control.is_paused
         assert told[-1] == NOTHING_HELD
 
     run(use, engine)

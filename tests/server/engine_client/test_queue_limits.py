@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.helpers.examples import examples
 from tests.server.helpers.client_driver import make_request
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server.engine_client.client import NO_LIMITS, QueueLimits, UnfinishedWork
+from tokasaurus.server.engine_client.limits import NO_LIMITS, QueueLimits, UnfinishedWork
 from tokasaurus.server.errors import ApiError
 
 

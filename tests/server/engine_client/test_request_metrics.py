@@ -45,14 +45,14 @@ def test_cancelled_requests_count_once_wherever_they_were(engine: FakeEngine) ->
         call.cancel()
         await asyncio.wait([call])
         assert finished(client) == {"length": 2, "cancelled": 4}
-        await client.pause("keep")
+        await client.control.pause("keep")
         call = asyncio.create_task(client.generate([make_request("waits", [1], 2)]))
         await asyncio.sleep(0.05)
         call.cancel()
         await asyncio.wait([call])
         assert finished(client, "") == {"cancelled": 2}
         assert (num_requests(client), num_requests(client, "")) == (2, 1)
-        await client.resume()
+        await client.control.resume()
 
     run_with([engine], use)
 

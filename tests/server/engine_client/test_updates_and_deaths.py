@@ -13,7 +13,8 @@ from tests.server.helpers.client_driver import make_request
 from tests.server.helpers.fake_engine import FakeEngine, hand_over, start_again
 from tokasaurus.messages.commands import CommandDone, EngineCommand, Pause, Resume, UpdateWeights
 from tokasaurus.messages.generation import EngineUpdate
-from tokasaurus.server.engine_client.client import EngineClient, next_version
+from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.engine_client.control import next_version
 
 
 def run(use: Callable[[EngineClient, list[FakeEngine]], Awaitable[None]], *engines: FakeEngine) -> None:
@@ -37,7 +38,7 @@ def run(use: Callable[[EngineClient, list[FakeEngine]], Awaitable[None]], *engin
 
 
 async def update(client: EngineClient, name: str, is_partial: bool = False) -> str:
-    return await client.update_weights(name, name, is_partial=is_partial, clears_cache=True)
+    return await client.control.update(name, name, is_partial=is_partial, clears_cache=True)
 
 
 async def until_up(client: EngineClient, count: int) -> None:
@@ -88,8 +89,8 @@ def test_a_replica_that_missed_several_updates_gets_all_that_still_hold_in_order
             await asyncio.sleep(0.005)
         await update(client, "earlier")
         await update(client, "whole")
-        await client.update_weights("part 1", "v", is_partial=True, clears_cache=True)
-        await client.update_weights("part 2", "v", is_partial=True, clears_cache=True)
+        await client.control.update("part 1", "v", is_partial=True, clears_cache=True)
+        await client.control.update("part 2", "v", is_partial=True, clears_cache=True)
         for number, expected in ((0, ["whole", "part 1", "part 2"]), (3, ["part 2"]), (4, [])):
             engines.append(start_again(engines[1], replica=1, update_number=number))
             await until_up(client, 2)
@@ -148,12 +149,12 @@ def test_a_replica_that_is_up_again_while_the_others_resume_is_resumed_too() -> 
                 asyncio.run_coroutine_threadsafe(until_up(client, 2), loop).result(20)
             return ""
 
-        await client.pause("keep")
+        await client.control.pause("keep")
         second.die()
         while len(client._up) > 1:  # noqa: ASYNC110 - no event for this
             await asyncio.sleep(0.005)
         first.on_command = start_other
-        await client.resume()
+        await client.control.resume()
         assert not is_paused(engines[2])
 
     run(use, FakeEngine(), FakeEngine())

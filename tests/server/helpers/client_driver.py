@@ -9,7 +9,8 @@ import uvloop
 from tests.server.helpers.fake_engine import FakeEngine, hand_over
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.sampling import SamplingParams
-from tokasaurus.server.engine_client.client import NO_LIMITS, EngineClient, UnfinishedWork
+from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.engine_client.limits import NO_LIMITS, UnfinishedWork
 
 
 def make_request(request_id: str, prompt_ids: list[int], num_sequences: int = 1) -> GenerateRequest:

@@ -19,7 +19,8 @@ from tokasaurus.addresses import URL_OF_SOCKETS, bind, listening_at, socket_of, 
 from tokasaurus.server.access import allowed_hosts, read_api_keys
 from tokasaurus.server.app import HttpServer, create_app, http_config
 from tokasaurus.server.connections.table import ConnectionTable
-from tokasaurus.server.engine_client.client import NO_LIMITS, EngineClient, QueueLimits
+from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.engine_client.limits import NO_LIMITS, QueueLimits
 from tokasaurus.server.jobs.store.store import Store, open_store
 from tokasaurus.server.served_model import ServedModel
 

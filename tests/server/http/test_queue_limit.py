@@ -14,7 +14,7 @@ import pytest
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body
 from tests.server.helpers.fake_engine import FakeEngine, never
 from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
-from tokasaurus.server.engine_client.client import QueueLimits
+from tokasaurus.server.engine_client.limits import QueueLimits
 from tokasaurus.server.served_model import ServedModel
 
 

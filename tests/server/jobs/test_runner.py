@@ -12,7 +12,7 @@ import pytest
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
 from tests.server.jobs.helpers.batch_service import prompts, run, running_service
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server.engine_client.client import QueueLimits
+from tokasaurus.server.engine_client.limits import QueueLimits
 from tokasaurus.server.errors import QueueFull
 from tokasaurus.server.jobs import runner
 from tokasaurus.server.jobs.line_runner import ParsedLine, parse_line

@@ -16,7 +16,7 @@ from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
 from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
 from tokasaurus.messages.generation import GenerateRequest, SequenceProgress
 from tokasaurus.messages.status import StepCost
-from tokasaurus.server.engine_client.client import QueueLimits
+from tokasaurus.server.engine_client.limits import QueueLimits
 from tokasaurus.server.jobs import line_runner
 from tokasaurus.server.routes import bulk
 from tokasaurus.server.served_model import ServedModel

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -16,8 +16,8 @@ from tokasaurus import __version__
 from tokasaurus.messages.generation import FinishReason, PromptLogprobs, SequenceDelta
 from tokasaurus.server.access import client_of, session_of
 from tokasaurus.server.endpoint import Endpoint, StreamedAnswer
-from tokasaurus.server.engine_client.client import PauseMode
 from tokasaurus.server.engine_client.collectors import FinishedSequence
+from tokasaurus.server.engine_client.control import PauseMode
 from tokasaurus.server.errors import Conflict, EngineNotReady, InvalidRequest
 from tokasaurus.server.event_stream import EventStream, run_while_connected
 from tokasaurus.server.json_body import JsonBodyRoute
@@ -475,7 +475,7 @@ async def generate(request: Request, body: GenerateRequest) -> Response:
 
     async def answer() -> bytes:
         prepared = await prepare()
-        with state.rollouts.named(body.rid, prepared.requests), fields.naming():
+        with state.engine.control.named(body.rid, prepared.requests), fields.naming():
             return (await endpoint.answer_prepared(state, prepared)).content
 
     return _json(await run_while_connected(request.receive, answer()))
@@ -493,7 +493,7 @@ def _endpoint(body: GenerateRequest) -> Endpoint[CompletionRequest]:
 async def _named_events(
     endpoint: Endpoint[CompletionRequest], state: ServerState, body: GenerateRequest, prepared: Prepared
 ) -> AsyncGenerator[bytes, None]:
-    with state.rollouts.named(body.rid, prepared.requests):
+    with state.engine.control.named(body.rid, prepared.requests):
         async with aclosing(StreamedAnswer(endpoint, state, prepared, StreamOptions()).events()) as events:
             async for event in events:
                 yield event
@@ -502,7 +502,7 @@ async def _named_events(
 @router.post("/pause_generation", responses={200: {"model": Success}, **error_responses(*BODY_ERRORS, 503)})
 async def pause_generation(request: Request, body: PauseGenerationRequest) -> Response:
     """Returns when no step runs; new requests wait."""
-    await ready_state_of(request).rollouts.pause(_MODES[body.mode], clears_cache=False)
+    await ready_state_of(request).engine.control.pause(_MODES[body.mode], clears_cache=False)
     return _json(write_json(Success(True, "paused")))
 
 
@@ -512,7 +512,7 @@ async def continue_generation(
     body: ContinueGenerationRequest,  # noqa: ARG001  (it has been checked)
 ) -> Response:
     """Go on after /pause_generation. Does nothing unless the engine is paused."""
-    await ready_state_of(request).rollouts.resume()
+    await ready_state_of(request).engine.control.resume()
     return _json(write_json(Success(True, "goes on")))
 
 
@@ -520,7 +520,7 @@ async def continue_generation(
 async def abort_request(request: Request, body: AbortRequest) -> Response:
     """End requests by "abort" with the tokens that they have; others go on."""
     if body.abort_all or body.rid:
-        await ready_state_of(request).rollouts.abort(None if body.abort_all else body.rid)
+        await ready_state_of(request).engine.control.abort(None if body.abort_all else body.rid)
     return _json(write_json(Success(True, "aborted")))
 
 
@@ -530,7 +530,7 @@ async def abort_request(request: Request, body: AbortRequest) -> Response:
 async def update_weights_from_disk(request: Request, body: UpdateFromDiskRequest) -> Response:
     """Replace the model's weights in place, on every replica."""
     state = ready_state_of(request)
-    rollouts = state.rollouts
+    rollouts = state.engine.control
     mode: PauseMode = "abort" if body.abort_all_requests or body.abort_all_request else "wait"
     if body.keep_pause:
         await rollouts.pause(mode, clears_cache=False)
@@ -545,14 +545,20 @@ async def update_weights_from_disk(request: Request, body: UpdateFromDiskRequest
 @router.get("/get_weight_version", responses={200: {"model": WeightVersion}})
 async def get_weight_version(request: Request) -> JSONResponse:
     """The name of the newest weights."""
-    return JSONResponse({"weight_version": state_of(request).rollouts.weight_version})
+    return JSONResponse({"weight_version": state_of(request).engine.control.weight_version})
 
 
 @router.get("/flush_cache", responses={200: {"model": Success}, **error_responses(409, 503)})
 @router.post("/flush_cache", responses={200: {"model": Success}, **error_responses(409, 503)})
 async def flush_cache(request: Request) -> Response:
     """Forget the KV of all prompts; 409 while any request is unfinished."""
-    if not await ready_state_of(request).rollouts.clear_cache_if_idle():
+    engine = ready_state_of(request).engine
+    has_flushed = False
+    if not engine.num_pending_requests:
+        with suppress(Conflict):
+            await engine.control.clear_cache()
+            has_flushed = True
+    if not has_flushed:
         raise Conflict("requests are running or waiting: the cache was not flushed")
     return _json(write_json(Success(True, "flushed")))
 
@@ -563,7 +569,7 @@ async def flush_cache(request: Request) -> Response:
 async def release_memory_occupation(request: Request, body: MemoryRequest) -> Response:
     """Give memory back to the system until /resume_memory_occupation; requests wait. The memory of the weights can be
     given back only together with the KV cache's, or after it."""
-    rollouts = ready_state_of(request).rollouts
+    rollouts = ready_state_of(request).engine.control
     if not body.chosen:
         if ready_state_of(request).ready_limits().device == "cuda":
             raise Conflict("the engine goes on: the memory of CUDA graphs is not given back")
@@ -577,7 +583,7 @@ async def release_memory_occupation(request: Request, body: MemoryRequest) -> Re
 )
 async def resume_memory_occupation(request: Request, body: MemoryRequest) -> Response:
     """Take the memory again, all of it whatever the tags; requests go on once "kv_cache" is among them."""
-    rollouts = ready_state_of(request).rollouts
+    rollouts = ready_state_of(request).engine.control
     if not body.chosen:
         return _json(write_json(Success(True, "no memory was released")))
     await rollouts.wake(stays_paused="kv_cache" not in body.chosen)
@@ -602,7 +608,7 @@ async def model_info(request: Request) -> JSONResponse:
             "tokenizer_path": state.config.tokenizer or _model_path(state),
             "is_generation": True,
             "preferred_sampling_params": None,
-            "weight_version": state.rollouts.weight_version,
+            "weight_version": state.engine.control.weight_version,
             "has_image_understanding": False,
             "has_audio_understanding": False,
         }
@@ -630,7 +636,7 @@ def write_server_info(state: ServerState) -> Response:
         "ep_size": 1,
         "nnodes": 1,
         "node_rank": 0,
-        "weight_version": state.rollouts.weight_version,
+        "weight_version": state.engine.control.weight_version,
         "version": __version__,
         "internal_states": _loads(state),
     }
@@ -642,13 +648,13 @@ async def health_generate(request: Request) -> Response:
     """The engine computes a token, or is paused and would."""
     state = ready_state_of(request)
     state.check_ready()
-    if not state.rollouts.is_paused:
+    if not state.engine.control.is_paused:
         probe = GenerateRequest.model_validate({"input_ids": [0], "sampling_params": {"max_new_tokens": 1}})
         work = _endpoint(probe).answer(state, completion_of_generate(probe), Origin(client=client_of(request)))
         try:
             await asyncio.wait_for(work, PROBE_SECONDS)
         except asyncio.TimeoutError:
-            if not state.rollouts.is_paused:
+            if not state.engine.control.is_paused:
                 raise EngineNotReady(f"the engine computed no token in {PROBE_SECONDS:.0f} s") from None
     return _json(write_json(Success(True, "healthy")))
 

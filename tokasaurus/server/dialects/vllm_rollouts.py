@@ -14,8 +14,8 @@ from tokasaurus.messages.generation import FinishReason, LogprobsMode
 from tokasaurus.server.access import client_of, session_of
 from tokasaurus.server.dialects.sglang_rollouts import write_server_info
 from tokasaurus.server.endpoint import Endpoint
-from tokasaurus.server.engine_client.client import PauseMode
 from tokasaurus.server.engine_client.collectors import FinishedSequence
+from tokasaurus.server.engine_client.control import PauseMode
 from tokasaurus.server.errors import InvalidRequest, UnsupportedField
 from tokasaurus.server.event_stream import run_while_connected
 from tokasaurus.server.json_body import JsonBodyRoute
@@ -423,21 +423,21 @@ async def pause(
     """Returns when no step runs; new requests wait. mode: running requests are ended by "abort" with the tokens that
     they have, waited for, or kept until /resume. clear_cache: forget the KV of all prompts.
     wait_for_inflight_requests: an older word for the mode "wait"."""
-    await ready_state_of(request).rollouts.pause("wait" if wait_for_inflight_requests else mode, clear_cache)
+    await ready_state_of(request).engine.control.pause("wait" if wait_for_inflight_requests else mode, clear_cache)
     return JSONResponse({"is_paused": True})
 
 
 @router.post("/resume", responses={200: {"model": PauseState}, **error_responses(503)})
 async def resume(request: Request) -> JSONResponse:
     """Go on after /pause. Does nothing unless the engine is paused."""
-    await ready_state_of(request).rollouts.resume()
+    await ready_state_of(request).engine.control.resume()
     return JSONResponse({"is_paused": False})
 
 
 @router.get("/is_paused", responses={200: {"model": PauseState}})
 async def is_paused(request: Request) -> JSONResponse:
     """Whether /pause has paused the engine."""
-    return JSONResponse({"is_paused": state_of(request).rollouts.is_paused})
+    return JSONResponse({"is_paused": state_of(request).engine.control.is_paused})
 
 
 @router.post("/sleep", responses={200: {"model": SleepState}, **error_responses(400, 409, 503)})
@@ -452,7 +452,7 @@ async def sleep(
     from their files again. mode: as for /pause. refuse: new requests get 503 meanwhile, instead of waiting. tags: whose
     memory, in place of the level: kv_cache, or weights with or after it."""
     parts = frozenset(tags or (("kv_cache", "weights") if level == "2" else ("kv_cache",)))
-    await ready_state_of(request).rollouts.sleep(mode, parts, refuses=refuse)
+    await ready_state_of(request).engine.control.sleep(mode, parts, refuses=refuse)
     return JSONResponse({"is_sleeping": True})
 
 
@@ -460,20 +460,20 @@ async def sleep(
 async def wake_up(request: Request, tags: MemoryTags = None) -> JSONResponse:
     """Take the memory again, all of it whatever the tags, and go on if kv_cache is among them or there are none. Does
     nothing unless the engine sleeps."""
-    await ready_state_of(request).rollouts.wake(stays_paused=bool(tags and "kv_cache" not in tags))
+    await ready_state_of(request).engine.control.wake(stays_paused=bool(tags and "kv_cache" not in tags))
     return JSONResponse({"is_sleeping": False})
 
 
 @router.get("/is_sleeping", responses={200: {"model": SleepState}})
 async def is_sleeping(request: Request) -> JSONResponse:
     """Whether the engine has given memory back to the system."""
-    return JSONResponse({"is_sleeping": state_of(request).rollouts.is_asleep})
+    return JSONResponse({"is_sleeping": state_of(request).engine.control.is_asleep})
 
 
 @router.post("/reset_prefix_cache", responses={200: {"model": CacheReset}, **error_responses(*BODY_ERRORS, 409, 503)})
 async def reset_prefix_cache(request: Request, body: ResetCacheRequest) -> JSONResponse:
     """Forget the KV of all prompts; 409 while requests run, unless they are reset. The fields may be in the query."""
-    rollouts = ready_state_of(request).rollouts
+    rollouts = ready_state_of(request).engine.control
     if _flag(request, "reset_external"):
         raise UnsupportedField("reset_external is not implemented: no cache lies outside the server", "reset_external")
     await rollouts.clear_cache(body.reset_running_requests or _flag(request, "reset_running_requests"))
@@ -501,7 +501,7 @@ async def init_weight_transfer_engine(request: Request, body: InitTransferReques
 async def start_weight_update(request: Request, body: StartUpdateRequest) -> JSONResponse:  # noqa: ARG001  (it has been checked)
     """The following /update_weights are parts of one update, until /finish_weight_update; no step runs meanwhile."""
     state = ready_state_of(request)
-    await state.rollouts.start_update()
+    await state.engine.control.start_update()
     return _version(state)
 
 
@@ -509,11 +509,11 @@ async def start_weight_update(request: Request, body: StartUpdateRequest) -> JSO
 async def finish_weight_update(request: Request, body: FinishUpdateRequest) -> JSONResponse:
     """The end of the update; resumes an engine that /start_weight_update has paused."""
     state = ready_state_of(request)
-    version = state.rollouts.weight_version
+    version = state.engine.control.weight_version
     if body.weight_version not in (None, version):
         reason = f"weight_version must be {version!r}: update_info.version of /update_weights names the weights"
         raise InvalidRequest(reason, "weight_version")
-    await state.rollouts.finish_update()
+    await state.engine.control.finish_update()
     return _version(state)
 
 
@@ -530,16 +530,16 @@ async def collective_rpc(request: Request, body: RpcRequest) -> JSONResponse:
     elif update is not None:
         raise InvalidRequest(f"kwargs.update_info does not go with {body.method}", "kwargs.update_info")
     elif step == "start_weight_update":
-        await state.rollouts.start_update()
+        await state.engine.control.start_update()
     else:
-        await state.rollouts.finish_update()
+        await state.engine.control.finish_update()
     return JSONResponse({"results": [None] * _world_size(state, include_dp=True)})
 
 
 @router.post("/finish_session", responses={200: {"model": FinishedSession}, **error_responses(400)})
 async def finish_session(request: Request, session_id: str) -> JSONResponse:
     """A roll-out of several turns is over: later requests with its name are a new session."""
-    state_of(request).rollouts.forget_session(session_id)
+    state_of(request).engine.forget_session(session_id)
     return JSONResponse({"session_id": session_id})
 
 
@@ -580,7 +580,7 @@ async def _update(state: ServerState, update: WeightsUpdate, prefix: str) -> str
     """The version of the new weights. prefix: of the names of fields in errors. Raises InvalidRequest."""
     if update.weight_dir is None:
         raise InvalidRequest("weight_dir is required", "weight_dir")
-    return await state.rollouts.update(
+    return await state.engine.control.update(
         update.weight_dir,
         update.version,
         is_partial=update.partial,
@@ -599,4 +599,4 @@ def _flag(request: Request, name: str) -> bool:
 
 
 def _version(state: ServerState) -> JSONResponse:
-    return JSONResponse({"weight_version": state.rollouts.weight_version})
+    return JSONResponse({"weight_version": state.engine.control.weight_version})

@@ -1,8 +1,6 @@
 """The server's end of the channels to the managers: submits requests, collects or streams their sequences, cancels."""
 
 import asyncio
-import dataclasses
-import os
 import socket
 import time
 from collections import deque
@@ -10,27 +8,14 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
-from tokasaurus.checkpoint import CheckpointError, file_states, update_files
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import ChannelClosed, Receiver, receive_connection
 from tokasaurus.messages.commands import (
-    FIRST_VERSION,
     AbortRequests,
-    ClearCache,
-    EngineCommand,
-    FileState,
     Held,
-    Pause,
-    Resume,
-    Sleep,
-    UpdateWeights,
-    Wake,
-    add_update,
 )
 from tokasaurus.messages.generation import (
     CancelRequest,
@@ -49,19 +34,17 @@ from tokasaurus.messages.status import (
     ServerTotals,
     StepCost,
     TimeLeft,
-    UserError,
-    first_line,
 )
 from tokasaurus.monitoring.request_log import LoggedRequest
 from tokasaurus.monitoring.request_metrics import EndReason, RequestMetrics
 from tokasaurus.monitoring.request_spans import current_span
 from tokasaurus.server.engine_client.collectors import FinishedSequence, Results, StreamCollector
-from tokasaurus.server.engine_client.commands import CommandRefused, Commands, ReplicaLost
+from tokasaurus.server.engine_client.commands import Commands, ReplicaLost
+from tokasaurus.server.engine_client.control import CheckUpdate, EngineControl, states_alone
+from tokasaurus.server.engine_client.limits import NO_LIMITS, QueueLimits, UnfinishedWork
 from tokasaurus.server.engine_client.pending import Collector, JobPace, PendingRequest
 from tokasaurus.server.engine_client.replicas import Replica, choose_replica
-from tokasaurus.server.errors import EngineAsleep, EngineDied, EngineRestarting, InvalidRequest, QueueFull
-
-PauseMode = Literal["abort", "wait", "keep"]
+from tokasaurus.server.errors import EngineDied, EngineRestarting
 
 
 @dataclass(slots=True)
@@ -126,115 +109,6 @@ class CallCounts:
         return ServerTotals(self.answered, self.aborted, self.failed, *tokens, self.num_lines_left)
 
 
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
-    """Flags; None: no limit. Sequences and tokens count from submission; each sample of a prompt is a sequence.
-
-    A client below its fair share, which is a limit divided by the number of clients with unfinished requests, is
-    accepted even when others have filled the queue. C clients together may therefore exceed a limit, but less than
-    1 + 1/2 + ... + 1/C times.
-    """
-
-    max_queued_requests: int | None = None
-    """A body is accepted whole while fewer sequences than this wait, as far as the engine has reported."""
-    max_queued_sequences: int | None = None
-    """Unfinished sequences, the new body's included."""
-    max_queued_tokens: int | None = None
-    """Prompt tokens of unfinished requests, the new body's included; once per request, however many samples."""
-
-
-NO_LIMITS = QueueLimits()
-
-_UNITS = {"max_queued_sequences": "sequences", "max_queued_tokens": "prompt tokens"}
-
-
-@dataclass(slots=True)
-class _Counts:
-    num_requests: int = 0
-    num_sequences: int = 0
-    num_tokens: int = 0
-
-
-@dataclass(slots=True)
-class UnfinishedWork:
-    """Unfinished requests, sequences and prompt tokens, in all and by client; without background requests."""
-
-    limits: QueueLimits
-    _total: _Counts = field(default_factory=_Counts)
-    _by_client: dict[str, _Counts] = field(default_factory=dict)
-    """Clients with unfinished requests."""
-
-    def check(self, client: str, num_sequences: int, num_tokens: int, num_running: int) -> None:
-        """Whether a body of `client` may be added.
-
-        num_tokens: of its prompts, each counted once. num_running: sequences that run, without background ones,
-        as far as the engine has reported. Raises QueueFull; InvalidRequest if the body alone exceeds a limit.
-        """
-        limits, total = self.limits, self._total
-        own = self._by_client.get(client, _Counts())
-        num_clients = len(self._by_client) + (client not in self._by_client)
-        self.check_size(num_sequences, num_tokens)
-        bounds = (
-            ("max_queued_sequences", num_sequences, own.num_sequences, total.num_sequences),
-            ("max_queued_tokens", num_tokens, own.num_tokens, total.num_tokens),
-        )
-        max_waiting = limits.max_queued_requests
-        if max_waiting is not None:
-            is_full = total.num_sequences - num_running >= max_waiting
-            if is_full and own.num_sequences >= max_waiting // num_clients:
-                raise QueueFull(f"{max_waiting} or more sequences are already waiting (max_queued_requests)")
-        for flag, num_new, num_own, num_all in bounds:
-            limit: int | None = getattr(limits, flag)
-            if limit is not None and num_all + num_new > limit and num_own + num_new > limit // num_clients:
-                raise QueueFull(
-                    f"{num_all} {_UNITS[flag]} are unfinished and the body has {num_new}: "
-                    f"at most {limit} are accepted ({flag})"
-                )
-
-    def check_size(self, num_sequences: int, num_tokens: int) -> None:
-        """Raises InvalidRequest if a body alone exceeds a limit. num_tokens: as for `check`."""
-        for flag, num_new in (("max_queued_sequences", num_sequences), ("max_queued_tokens", num_tokens)):
-            limit: int | None = getattr(self.limits, flag)
-            if limit is not None and num_new > limit:
-                raise InvalidRequest(f"the body has {num_new} {_UNITS[flag]}: at most {limit} are accepted ({flag})")
-
-    def add(self, client: str, num_requests: int, num_sequences: int, num_tokens: int) -> None:
-        """A body of `client` is submitted. Each of its requests must be removed.
-
-        num_sequences, num_tokens: of its requests together, each prompt counted once.
-        """
-        for counts in (self._total, self._by_client.setdefault(client, _Counts())):
-            counts.num_requests += num_requests
-            counts.num_sequences += num_sequences
-            counts.num_tokens += num_tokens
-
-    def finish_sequence(self, request: GenerateRequest) -> None:
-        """A sequence of `request` has finished."""
-        if request.is_background:
-            return
-        self._total.num_sequences -= 1
-        self._by_client[request.client].num_sequences -= 1
-
-    def restart_sequences(self, request: GenerateRequest, num_finished: int) -> None:
-        """`num_finished` sequences of `request`, all that had finished, will run again."""
-        if request.is_background:
-            return
-        self._total.num_sequences += num_finished
-        self._by_client[request.client].num_sequences += num_finished
-
-    def remove(self, request: GenerateRequest, num_unfinished: int) -> None:
-        """`request` has ended with `num_unfinished` of its sequences not finished."""
-        if request.is_background:
-            return
-        own = self._by_client[request.client]
-        for counts in (self._total, own):
-            counts.num_requests -= 1
-            counts.num_sequences -= num_unfinished
-            counts.num_tokens -= len(request.prompt_ids)
-        if not own.num_requests:
-            del self._by_client[request.client]
-
-
 MIN_LOOK_SECONDS = 0.5
 """Shortest time between two looks at the paces of jobs: each replica reports once a second."""
 MAX_LOOK_SECONDS = 0.02
@@ -250,13 +124,6 @@ MAX_RECEIVE_S = 0.005
 """Time for messages before other tasks of the event loop may run: more may arrive all the while. In seconds."""
 
 
-RESTART_S = 600.0
-"""Longest time for a replica to start again in the middle of an update, in seconds."""
-
-MAX_COUNT_DIGITS = 18
-"""Longer numbers, as of a date and time with a hash, are names."""
-
-
 @dataclass(frozen=True, slots=True)
 class WorkDone:
     """Work of all replicas since the server's start, work of replicas that have died since included."""
@@ -268,26 +135,6 @@ class WorkDone:
 
     def __add__(self, other: "WorkDone") -> "WorkDone":
         return WorkDone(self.busy_seconds + other.busy_seconds, self.num_tokens + other.num_tokens)
-
-
-def next_version(version: str) -> str:
-    """The number after the last one: "4" after "3", "step-8.1" after "step-8", then "step-8.2"."""
-    name, dot, number = version.rpartition(".")
-    if number.isascii() and number.isdecimal() and len(number) <= MAX_COUNT_DIGITS:
-        return f"{name}{dot}{int(number) + 1}"
-    return f"{version}.1"
-
-
-CheckUpdate = Callable[[Path, bool, Sequence[UpdateWeights]], tuple[FileState, ...]]
-"""Looks at new weights before an update, as UpdateChecks.check does."""
-
-
-def states_alone(directory: Path, _is_partial: bool, _earlier: Sequence[UpdateWeights]) -> tuple[FileState, ...]:
-    """() if the files cannot be read: a worker says why."""
-    try:
-        return file_states(update_files(directory))
-    except (CheckpointError, OSError):
-        return ()
 
 
 def _work_of(replica: Replica) -> WorkDone:
@@ -368,9 +215,6 @@ class EngineClient:
         self.num_server_restarts = predecessors.num_restarts
         self.started = predecessors.started or time.time()
         """When the server started, or the first one in whose place it goes on, in seconds since 1970."""
-        self._unheard = set(range(num_replicas) if predecessors.num_restarts else ())
-        """Replicas that may have a newer update than this server knows: one that had been begun when the server before
-        it died."""
         self._has_been_up = False
         self.request_metrics = {str(index): RequestMetrics() for index in range(num_replicas)}
         """Metrics by replica; requests that ended before any replica had them count under ""."""
@@ -388,31 +232,12 @@ class EngineClient:
         self.calls = CallCounts()
         self._work_of_lost = WorkDone(0.0, 0)
         self._num_sampled_by_lost = 0
-        self._commands = Commands()
-        self._changing = asyncio.Lock()
-        """Held while all replicas are paused, resumed or given new weights."""
-        held = predecessors.held
-        self._tell_held = tell_held
-        self.is_paused = held.is_paused
-        """Requests wait: none is submitted, and the managers run no steps, or finish what they have."""
-        self._is_stopped = held.is_paused
-        """The managers run no steps, but keep what they have."""
-        # As of Held.
-        self._sleep = held.sleep
-        self._was_asleep = held.was_asleep
-        self._pauses_after_sleep = held.pauses_after_sleep
-        self.refuses_asleep = held.refuses_asleep
-        self.started_update = held.started_update
-        self._check_update = check_update
+        self._commands = Commands(self._replicas)
+        self.control = EngineControl(
+            self._replicas, self._commands, self, predecessors, check_update, on_broken, tell_held
+        )
         self._logged_model = logged_model
-        self._updates = [*predecessors.updates]
-        """Weight updates that every replica has, or will have when it is up."""
-        self._num_updates = self._update_number
-        """Updates that were begun."""
-        self._begun_update: UpdateWeights | None = None
-        self._has_changed = asyncio.Event()
         self._has_sample = asyncio.Event()
-        self._tasks: set[asyncio.Future[None]] = set()
         self.drain_begins = asyncio.Event()
         """Set once the server is stopping: requests in the engine continue, and no new ones are accepted."""
         self.why_stopping = ""
@@ -461,7 +286,7 @@ class EngineClient:
 
     @property
     def _up(self) -> list[Replica]:
-        return [replica for replica in self._replicas if replica.is_ready]
+        return self._commands.up
 
     @property
     def stats(self) -> Sequence[EngineStats | None]:
@@ -503,7 +328,7 @@ class EngineClient:
     @property
     def num_unsent_sequences(self) -> int:
         """Sequences of requests that wait for a replica, or for the end of a pause."""
-        return sum(pending.num_unfinished for pending in self._pending.values() if pending.replica is None)
+        return sum(pending.num_unfinished for pending in self.unsent)
 
     @property
     def num_restarts(self) -> Sequence[int]:
@@ -692,7 +517,7 @@ class EngineClient:
     def _submit(self, pending: PendingRequest) -> None:
         """Send the request to a replica; if none is up, it waits for one."""
         up = self._up
-        if not up or self.is_paused:
+        if not up or self.control.is_paused:
             return
         replica = choose_replica(up, pending.request)
         pending.replica = replica
@@ -704,7 +529,7 @@ class EngineClient:
         replica, pending.replica = pending.replica, None
         if replica is not None:
             replica.num_unfinished_sequences -= pending.num_unfinished
-            self._has_changed.set()
+            self.control.note_change()
         return replica
 
     def _accept(self) -> None:
@@ -731,7 +556,9 @@ class EngineClient:
             while time.monotonic() < deadline_s and (received := updates.drain(max_messages=1)):
                 (message,) = received
                 if isinstance(message, Ready):
-                    self._start_replica(replica, message)
+                    assert message.limits is not None, "a manager is ready only with its engine's limits"
+                    replica.start(message.limits)
+                    self.control.take_in(replica, message)
                 elif isinstance(message, LiveSample):
                     replica.sample, replica.is_asked = message, False
                     self._has_sample.set()
@@ -764,7 +591,7 @@ class EngineClient:
             if delta.finish_reason is not None:
                 self._note_end(pending, delta, replica)
                 replica.num_unfinished_sequences -= 1
-                self._has_changed.set()
+                self.control.note_change()
                 self._work.finish_sequence(pending.request)
         for done in update.done:
             self._commands.note(done)
@@ -792,94 +619,28 @@ class EngineClient:
         elif pending.num_unfinished == 0:
             metrics.note_broken_request(pending.request, 0, "error")
 
-    def _start_replica(self, replica: Replica, ready: Ready) -> None:
-        assert ready.limits is not None, "a manager is ready only with its engine's limits"
-        replica.start(ready.limits)
-        replica.update_number = ready.update_number
-        self._has_changed.set()
-        begun = 0 if self._begun_update is None else self._begun_update.number
-        if replica.update_number > max(begun, self._update_number):
-            if replica.index not in self._unheard:
-                self._on_broken(UserError("a replica has weights of an update that failed"))
-                return
-            self._updates, self._num_updates = [*ready.updates], ready.update_number
-            for other in self._up:
-                if other is not replica:
-                    self._begin_catching_up(other)
-        self._unheard.discard(replica.index)
-        if replica.update_number < self._update_number:
-            self._begin_catching_up(replica)
-            return
-        if self.is_paused:
-            replica.send(Pause(0, aborts=False))
-        elif ready.is_paused:
-            replica.send(Wake(0))
-            replica.send(Resume(0))
-        if self._sleep is not None:
-            replica.send(self._sleep)
-        self._go_on_with(replica)
-
-    def _go_on_with(self, replica: Replica) -> None:
+    def go_on_with(self, replica: Replica) -> None:
         """The replica is ready, with the weights of the others."""
         replica.is_ready = True
-        self._submit_waiting()
+        self.submit_waiting()
         if not self._has_been_up and self.limits is not None:
             self._has_been_up = True
             self._on_ready()
 
-    def _begin_catching_up(self, replica: Replica) -> None:
-        replica.is_ready = False  # until it has the weights of the others
-        task = asyncio.ensure_future(self._catch_up(replica))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    @property
+    def unsent(self) -> list[PendingRequest]:
+        """Requests that wait for a replica, or for the end of a pause."""
+        return [pending for pending in self._pending.values() if pending.replica is None]
 
-    def _submit_waiting(self) -> None:
-        waiting = (pending for pending in list(self._pending.values()) if pending.replica is None)
-        self._in_parts(waiting, self._submit_again)
-
-    # Pauses and new weights
-
-    async def pause(self, mode: PauseMode, clears_cache: bool = False) -> None:
-        """Returns when no step runs. What runs is ended by "abort" with the tokens that it has, waited for, or kept:
-        it goes on at `resume`. New requests wait. Does no harm if the engine is paused already."""
-        if mode == "abort" and self._changing.locked():
-            await self.abort(lambda _: True)  # another pause may wait for what runs
-        async with self._changing:
-            await self._pause(mode)
-            if clears_cache:
-                await self._tell_all(ClearCache)
-            self.note_held()
-
-    async def _pause(self, mode: PauseMode) -> None:
-        self.is_paused = True
-        # what is kept at a pause would be waited for in vain
-        while mode == "wait" and not self._is_stopped and any(one.num_unfinished_sequences for one in self._up):
-            await self._next_change()
-        unsent = [pending for pending in self._pending.values() if pending.replica is None]
-        await self._tell_all(lambda command_id: Pause(command_id, mode == "abort"))
-        self._is_stopped = True
-        if mode == "abort":
-            self._end_unsent(unsent)
-
-    async def resume(self) -> None:
-        """What waits goes on. Does nothing unless the engine is paused. Raises CommandRefused."""
-        async with self._changing:
-            if self._was_asleep:
-                await self._tell_all(Wake)  # it may lack weights
-                self._was_asleep = self.refuses_asleep = False
-            await self._resume()
-
-    async def _resume(self) -> None:
-        await self._tell_all(Resume)
-        self.is_paused = self._is_stopped = False
-        self.note_held()
-        self._submit_waiting()
+    def submit_waiting(self) -> None:
+        """Submit what waits, unless the engine is paused."""
+        self._in_parts(iter(self.unsent), self._submit_again)
 
     async def abort(self, is_meant: Callable[[GenerateRequest], bool], only_waiting: bool = False) -> None:
         """End requests by "abort" with the tokens that they have; all others go on. Also while the engine is paused.
         only_waiting: requests of which a sequence runs go on, too."""
         meant = [pending for pending in self._pending.values() if is_meant(pending.request)]
-        self._end_unsent([pending for pending in meant if pending.replica is None])
+        self.end_unsent([pending for pending in meant if pending.replica is None])
         ids: dict[Replica, list[str]] = {}
         for pending in meant:
             if pending.replica is not None:
@@ -892,7 +653,7 @@ class EngineClient:
 
         await asyncio.gather(*(tell(replica, request_ids) for replica, request_ids in ids.items()))
 
-    def _end_unsent(self, requests: Sequence[PendingRequest]) -> None:
+    def end_unsent(self, requests: Sequence[PendingRequest]) -> None:
         """Abort requests that are still on no replica, and so have no tokens."""
         for pending in requests:
             request = pending.request
@@ -900,189 +661,15 @@ class EngineClient:
             if not is_left or pending.has_failed or pending.num_unfinished == 0:
                 continue
             for index in range(request.num_sequences):
-                delta = _abort_without_tokens(request, index, self.weight_version)
+                delta = _abort_without_tokens(request, index, self.control.weight_version)
                 pending.collector.add(pending.index, delta)
                 self._note_end(pending, delta, None)
                 self._work.finish_sequence(request)
-
-    def note_held(self) -> None:
-        """Tell what clients have asked for. Call once all replicas have done it, but before a client is told: if this
-        server dies in between, it was not asked."""
-        asleep = self._sleep, self._was_asleep, self._pauses_after_sleep, self.refuses_asleep
-        self._tell_held(Held(self.is_paused, *asleep, self.started_update))
-
-    @property
-    def waits_to_resume(self) -> bool:
-        """Nothing goes on before a client says so."""
-        return self.is_paused and not self._changing.locked()
-
-    @property
-    def is_asleep(self) -> bool:
-        return self._sleep is not None
-
-    async def sleep(self, mode: PauseMode, *, with_weights: bool, refuses: bool) -> None:
-        """Give memory back until `wake`; the engine is paused for that time. mode: as for `pause`. with_weights: of the
-        weights too. refuses: new requests are refused meanwhile. Raises CommandRefused."""
-        async with self._changing:
-            was_asleep, was_paused = self.is_asleep or self._was_asleep, self.is_paused
-            await self._pause(mode)
-            try:
-                await self._tell_all(lambda command_id: Sleep(command_id, with_weights))
-            except CommandRefused:
-                if not was_paused:
-                    await self._resume()
-                raise
-            with_weights |= self._sleep is not None and self._sleep.with_weights
-            self._sleep = Sleep(0, with_weights)
-            self.refuses_asleep = refuses
-            if not was_asleep:
-                self._pauses_after_sleep = was_paused
-            self.note_held()
-
-    async def wake(self, stays_paused: bool = False) -> None:
-        """Take the memory again, and go on unless the engine was paused before it slept. stays_paused: go on at the
-        next call without; weights that cannot be read again may come by `update_weights` until then. Raises
-        CommandRefused."""
-        async with self._changing:
-            if self._sleep is not None or (self._was_asleep and not stays_paused):
-                await self._tell_all(lambda command_id: Wake(command_id, may_lack_weights=stays_paused))
-                self._sleep, self._was_asleep = None, True
-            if self._was_asleep and not stays_paused:
-                self._was_asleep = self.refuses_asleep = False
-                if not self._pauses_after_sleep:
-                    await self._resume()
-            self.note_held()
-
-    def check_awake(self) -> None:
-        """Raises EngineAsleep if new requests are refused now."""
-        if self.refuses_asleep:
-            raise EngineAsleep("the engine sleeps")
-
-    async def clear_cache(self, recomputes: bool = False) -> None:
-        """Forget the KV of all prefixes. recomputes: also while sequences run, which compute theirs again and go on;
-        else that raises CommandRefused."""
-        async with self._changing:
-            goes_on = recomputes and not self.is_paused
-            if goes_on:
-                await self._pause("keep")
-            try:
-                await self._tell_all(ClearCache)
-            finally:
-                if goes_on:
-                    await self._resume()
 
     def forget_session(self, session: str) -> None:
         """The next requests of this session may go to any replica. Does no harm if it is unknown."""
         for replica in self._replicas:
             replica.prefixes.forget_session(session)
-
-    async def _tell_all(self, make: Callable[[int], EngineCommand]) -> None:
-        """Raises CommandRefused. A replica that dies meanwhile is told at its next start what still holds; one that is
-        up again meanwhile is told too."""
-        told: list[Replica] = []
-        while untold := [replica for replica in self._up if replica not in told]:
-            told += untold
-            answers = await asyncio.gather(
-                *(self._commands.run(replica, make) for replica in untold), return_exceptions=True
-            )
-            for answer in answers:
-                if isinstance(answer, BaseException) and not isinstance(answer, ReplicaLost):
-                    raise answer
-
-    async def update_weights(
-        self, directory: str, version: str | None, *, is_partial: bool, clears_cache: bool, mode: PauseMode = "keep"
-    ) -> str:
-        """Give all replicas the weights of safetensors files. An engine that is not paused is for the while.
-
-        version: a name for the weights; None counts on from the last number. Returns it. mode: as for `pause`.
-        May be repeated. Raises CommandRefused, if nothing was changed, and EngineDied."""
-        async with self._changing:
-            while any(one.connection is not None and one.index in self._unheard for one in self._replicas):
-                await self._next_change()
-            name = next_version(self.weight_version) if version is None else version
-            if self._sleep is not None:
-                raise CommandRefused("the engine sleeps")
-            was_paused = self.is_paused
-            try:
-                # A link may lead elsewhere later, when a replica reads the weights again.
-                directory = await asyncio.to_thread(os.path.realpath, directory)
-                files = await asyncio.to_thread(self._check_update, Path(directory), is_partial, [*self._updates])
-            except (UserError, OSError, ValueError) as error:  # ValueError: a path with a zero byte
-                raise CommandRefused(first_line(error)) from None
-            try:
-                await self._pause(mode)
-                self._num_updates += 1
-                update = UpdateWeights(0, directory, name, is_partial, clears_cache, self._num_updates, files)
-                self._begun_update = update
-                for _ in range(MAX_REPLAYS):
-                    if await self._update_all(update):
-                        return name
-                    await self._wait_until_up()
-                raise EngineDied("the engine died while it was given new weights")
-            finally:
-                self._begun_update = None
-                if not was_paused:
-                    await self._resume()
-
-    async def _update_all(self, update: UpdateWeights) -> bool:
-        """False if every replica was lost. Raises CommandRefused if none has changed anything."""
-        refusals: list[CommandRefused] = []
-        # Again, because a replica may be up again meanwhile, with these weights or with those before.
-        while not refusals and (behind := [one for one in self._up if one.update_number < update.number]):
-            answers = await asyncio.gather(*(self._update(one, update) for one in behind), return_exceptions=True)
-            refusals = [answer for answer in answers if isinstance(answer, CommandRefused)]
-        if not any(one.update_number == update.number for one in self._up):
-            if refusals:
-                raise refusals[0]
-            return False
-        add_update(self._updates, update)
-        if refusals:
-            self._on_broken(UserError(f"only some replicas have the weights {update.version}: {refusals[0]}"))
-        return True
-
-    @property
-    def weight_version(self) -> str:
-        """Version of the weights that every replica has, or will have when it is up."""
-        return self._updates[-1].version if self._updates else FIRST_VERSION
-
-    @property
-    def _update_number(self) -> int:
-        """Number of the newest update that every replica has, or will have when it is up."""
-        return self._updates[-1].number if self._updates else 0
-
-    async def _update(self, replica: Replica, update: UpdateWeights) -> None:
-        await self._commands.run(replica, lambda command_id: Pause(command_id, aborts=False))
-        await self._commands.run(replica, lambda command_id: dataclasses.replace(update, command_id=command_id))
-        replica.update_number = update.number
-
-    async def _wait_until_up(self) -> None:
-        """Wait until a replica has been started again. Raises EngineDied."""
-        while not self._up:
-            try:
-                await asyncio.wait_for(self._next_change(), RESTART_S)
-            except asyncio.TimeoutError:
-                raise EngineDied("the engine died, and was not started again") from None
-
-    async def _next_change(self) -> None:
-        """Wait until a sequence finishes, or a replica comes or goes."""
-        self._has_changed.clear()
-        await self._has_changed.wait()
-
-    async def _catch_up(self, replica: Replica) -> None:
-        """Give a replica, which is up and not ready, the weights that the others got while it was being started."""
-        try:
-            while missing := [update for update in self._updates if update.number > replica.update_number]:
-                await self._update(replica, missing[0])
-        except ReplicaLost:
-            return
-        except CommandRefused as error:
-            self._on_broken(UserError(f"a replica cannot get the weights {self.weight_version}: {error}"))
-            return
-        if not self.is_paused:
-            replica.send(Resume(0))
-        if self._sleep is not None:
-            replica.send(self._sleep)
-        self._go_on_with(replica)
 
     def _lose(self, index: int) -> None:
         """The replica's manager has died: its requests run again or fail. A new object stands for its next start."""
@@ -1090,7 +677,7 @@ class EngineClient:
         self._work_of_lost += _work_of(lost)
         self._num_sampled_by_lost += _num_sampled_by(lost)
         self._commands.lose(lost)
-        self._has_changed.set()
+        self.control.note_change()
         self._replicas[index] = Replica(index=index, limits=lost.limits, num_starts=lost.num_starts)
         self._close(lost)
         self._in_parts(

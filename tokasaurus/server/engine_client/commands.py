@@ -19,10 +19,28 @@ class CommandRefused(Exception):
 class Commands:
     """Commands to replicas and their results. Used by the event loop only."""
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: list[Replica]) -> None:
+        """replicas: all of them; a new object takes the place of each that is lost."""
+        self._replicas = replicas
         self._ids = count(1)
         self._waiting: dict[int, tuple[Replica, asyncio.Future[None]]] = {}
         """Commands without a result, by id."""
+
+    @property
+    def up(self) -> list[Replica]:
+        """The replicas that are ready."""
+        return [replica for replica in self._replicas if replica.is_ready]
+
+    async def run_on_all(self, make: Callable[[int], EngineCommand]) -> None:
+        """Raises CommandRefused. A replica that dies meanwhile is told at its next start what still holds; one that is
+        up again meanwhile is told too."""
+        told: list[Replica] = []
+        while untold := [replica for replica in self.up if replica not in told]:
+            told += untold
+            answers = await asyncio.gather(*(self.run(replica, make) for replica in untold), return_exceptions=True)
+            for answer in answers:
+                if isinstance(answer, BaseException) and not isinstance(answer, ReplicaLost):
+                    raise answer
 
     async def run(self, replica: Replica, make: Callable[[int], EngineCommand]) -> None:
         """Returns when the replica has carried it out. make: from a command id. Raises ReplicaLost, CommandRefused."""

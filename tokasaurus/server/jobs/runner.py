@@ -600,7 +600,7 @@ class BatchRunner:
     async def _read_kept(self, batch: RunningBatch, number: int, prepared: Prepared) -> list[GenerateRequest] | None:
         """The line's requests, which continue with the tokens that a former server has kept; None if they start
         over."""
-        if number not in batch.kept_lines or self._state.engine.weight_version != FIRST_VERSION:
+        if number not in batch.kept_lines or self._state.engine.control.weight_version != FIRST_VERSION:
             return None
         try:
             content = await self._database.read(lambda connection: read_kept(connection, batch.record.number, number))

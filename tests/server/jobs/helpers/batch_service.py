@@ -15,8 +15,8 @@ from tests.server.helpers.fake_engine import FakeEngine, hand_over
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import send_connection
 from tokasaurus.monitoring.metrics import LoopLag
-from tokasaurus.server.engine_client.client import NO_LIMITS, EngineClient, QueueLimits
-from tokasaurus.server.engine_client.rollouts import Rollouts
+from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.engine_client.limits import NO_LIMITS, QueueLimits
 from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.jobs.service import BatchService, TellTokens
 from tokasaurus.server.jobs.store.records import (
@@ -135,7 +135,7 @@ async def running_service(
     engine = engine or FakeEngine()
     client = EngineClient(hand_over(engine), queue_limits=queue_limits)
     shared = TextThreads(), BodyBytes(1 << 30), LoopLag()
-    state = ServerState(model, client, GrammarChecker(model), *shared, Rollouts(client), ServerConfig())
+    state = ServerState(model, client, GrammarChecker(model), *shared, ServerConfig())
     running = None
     try:
         with open_store(data_dir, "a test") as store, client.listening():
