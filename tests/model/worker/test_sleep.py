@@ -18,6 +18,7 @@ from tests.model.attention.helpers import flashinfer_double
 from tests.model.execution.helpers.decode_steps import Sampled, assert_same
 from tests.model.execution.helpers.launch_tape import LaunchTape, address
 from tests.model.helpers.greedy_decoding import load, run_whole_prompt
+from tests.model.helpers.pretend_device import HostTransfers
 from tests.model.helpers.steps import StepDriver, make_runner
 from tokasaurus.checkpoint import file_states, resolve_checkpoint, weight_files
 from tokasaurus.messages.commands import UpdateWeights
@@ -25,6 +26,7 @@ from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.cpu.gemm_choice import GemmChoice
+from tokasaurus.model.decoder import uploads
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker import sleep as sleep_module
@@ -203,8 +205,14 @@ def decode(runner: ModelRunner) -> list[Sampled]:
 def test_graphs_are_recorded_again_where_memory_was_elsewhere_after_waking(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on CUDA. The tape's graphs refuse memory that has moved; FlashInfer's double has attention in them, too."""
+    """On a CUDA device whose memory is the host's. The tape's graphs refuse memory that has moved; FlashInfer's double
+    has attention in them, too."""
     flashinfer_double.install(monkeypatch, any_dtype=True)  # the model is in float32
+    calls: list[str] = []
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, _name=name: calls.append(_name))
+    monkeypatch.setattr(uploads, "CudaTransfers", lambda _: HostTransfers())
+    cuda = torch.device("cuda", 0)
     save_tiny_model(tmp_path, "llama")
     model, info = load(tmp_path)
     runner = make_runner(model, info, backend, num_blocks=40)
@@ -216,12 +224,14 @@ def test_graphs_are_recorded_again_where_memory_was_elsewhere_after_waking(
         recorded.append(LaunchTape())
         runner.record_graphs(recorded[-1], [4, 2])
 
-    updates = WeightUpdates(model, info, tmp_path, Mesh(), CPU)
-    sleeper = Sleeper(model, runner._backend, updates, CPU, Mesh(), runner, record)
+    updates = WeightUpdates(model, info, tmp_path, Mesh(), cuda)
+    sleeper = Sleeper(model, runner._backend, updates, cuda, Mesh(), runner, record)
     tensors = (*model.parameters(), *runner._backend.caches)
     before = {id(tensor): address(tensor) for tensor in tensors}
     assert sleeper.sleep(with_weights=True) == ""
     assert runner.graph_sizes == [], "no graph that has addresses of memory that was given back"
+    assert calls == ["synchronize", "empty_cache"], "torch's allocator keeps what is freed"
+    assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) < 5_000, "norms stay"
     assert sleeper.sleep(with_weights=True) == ""
     others = [
         torch.empty(tensor.nbytes, dtype=torch.uint8) for tensor in (*model.parameters(), *runner._backend.caches)
