@@ -132,6 +132,26 @@ def test_a_step_with_groups_costs_the_host_a_fraction_of_a_millisecond_a_layer(
     assert found["layer_ms"] <= 1
 
 
+@pytest.mark.parametrize("version", RECORDED)
+def test_a_recorded_step_costs_the_host_little_with_a_prompt_and_without(version: str) -> None:
+    """Of 16 layers, with 100 decode rows, and a chunk of 300 tokens beside them. Processor time without launches."""
+    words = ["tests.model.execution.helpers.host_time", str(PACKAGES / version), str(PACKAGES / "needs")]
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name, step in found.items():
+        print(f"{name}: {step['host_us']:,} µs, {step['launches']}")
+    launched, recorded = found["mixed, launched"]["launches"], found["mixed, graphs"]["launches"]
+    per_layer = {"gemm": 4, "add_norm": 2, "rotate_heads": 1, "silu_mul": 1, "write_kv": 1, "attention": 2}
+    assert {name: (launched[name] - (name == "gemm")) / 16 for name in per_layer} == per_layer  # one gemm for logits
+    assert recorded.keys().isdisjoint({"add_norm", "rotate_heads", "silu_mul"})
+    assert (recorded["graph"], recorded["gemm"]) == (16 + 1, 1)
+    assert (recorded["write_kv"], recorded["attention"]) == (16, 2 * 16)
+    assert sum(recorded.values()) - (17 + 1 + 16 + 32) < 60, "nothing else for each layer"
+    assert found["mixed, graphs"]["host_us"] <= 1500
+    assert found["decode, graphs"]["host_us"] <= 800
+
+
 @pytest.mark.parametrize("heads", HEADS)
 def test_costs_of_groups_are_measured_over_the_real_wrappers(
     heads: tuple[int, int, int], over_real_wrappers: dict[str, Any]

@@ -14,8 +14,9 @@ from torch import Tensor
 from tests.helpers.examples import examples
 from tests.model.attention.helpers import flashinfer_double
 from tests.model.helpers.row_split_cases import NAMED_CASES, Case, CaseStep, cases
-from tests.model.helpers.steps import one_thread
-from tokasaurus.model.attention.backend import PagedLayout
+from tests.model.helpers.steps import CPU, one_thread
+from tokasaurus.model.attention import row_split
+from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.row_split import attend_rows, merge_partial
 from tokasaurus.model.cpu.bindings import load_kernels
@@ -53,6 +54,40 @@ def check_grouped_attention(name: str, case: Case) -> None:
         (len(group.members) - 1) * count for group, count in zip(case.groups, num_prefix_tokens, strict=True)
     )
     assert num_read(ungrouped) - num_read(layout) == num_saved, "each prefix is read once for its group"
+
+
+def test_attention_of_a_forward_asks_once_what_the_backend_is_and_may_leave_padding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For 5 layers: asking takes as long as several launches. Whoever needs no padding saves a launch a layer."""
+    asked = []
+
+    class Asked(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            asked.append(instance)
+            return False
+
+    class Never(metaclass=Asked):
+        pass
+
+    shape = KVShape(5, 4, 2, 8, 16, torch.float32, CPU)
+    backend = make_backend("torch", shape, None)
+    backend.allocate(3)
+    rows = torch.tensor([0, 1, 2], dtype=torch.int32)
+    part = PagedPart(0, 2, rows, torch.tensor([[1], [2]]), torch.ones(2, dtype=torch.int32), causal=True)
+    layout = PagedLayout(torch.tensor([16, 32, 0]), (part,))
+    backend.plan(layout)
+    query, key = torch.randn(3, 4, 8), torch.randn(3, 2, 8)
+    monkeypatch.setattr(row_split, "LayoutBackend", Never)
+    for fills_padding in (True, False):
+        asked.clear()
+        attends = row_split.attends_over(backend, layout, fills_padding)
+        for layer in range(5):
+            output = torch.full_like(query, 7.0)
+            attends(query, key, key, layer, output)
+            torch.testing.assert_close(output[:2], key[:2].repeat_interleave(2, dim=1))  # of a token, its value
+            assert (output[2] == (0 if fills_padding else 7)).all()
+        assert len(asked) == 1
 
 
 @examples(60)

@@ -41,14 +41,18 @@ def attending(attends: Attends) -> Iterator[None]:
         _attends = before
 
 
-def attends_over(backend: AttentionBackend, layout: PagedLayout) -> Attends:
-    """Attention of a planned layout."""
+def attends_over(backend: AttentionBackend, layout: PagedLayout, fills_padding: bool = True) -> Attends:
+    """Attention of a planned layout. fills_padding: with 0; else what is returned for padding is undefined."""
+    # Not for each layer: it takes Python as long as several launches to look for a protocol's methods.
+    is_whole = isinstance(backend, LayoutBackend)
 
     def attends(query: Tensor, key: Tensor, value: Tensor, layer_index: int, output: Tensor | None = None) -> Tensor:
         # Write the keys and values of all rows before any row attends: a row may read blocks that another row of this
         # forward fills (see ForwardInput).
         backend.write(key, value, layer_index)
-        return attend_rows(backend, query, layer_index, layout, output)
+        if is_whole:
+            return attend_rows(backend, query, layer_index, layout, output)
+        return _attend_parts(backend, query, layer_index, layout, output, fills_padding)
 
     return attends
 
@@ -87,7 +91,17 @@ def attend_rows(
     if isinstance(backend, LayoutBackend):
         attended = backend.attend_layout(query, layer_index, layout)
         return attended if output is None else output.copy_(attended)
+    return _attend_parts(backend, query, layer_index, layout, output, fills_padding=True)
 
+
+def _attend_parts(
+    backend: AttentionBackend,
+    query: Tensor,
+    layer_index: int,
+    layout: PagedLayout,
+    output: Tensor | None,
+    fills_padding: bool,
+) -> Tensor:
     if output is None:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     num_rows = 0
@@ -101,7 +115,7 @@ def attend_rows(
         else:
             backend.attend(query[rows], layer_index, part, output[rows])
         num_rows += part.num_rows
-    if num_rows < len(query):
+    if fills_padding and num_rows < len(query):
         output[num_rows:].zero_()
     return output
 

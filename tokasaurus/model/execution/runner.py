@@ -180,6 +180,8 @@ class ModelRunner:
         self.trace = trace
         self._model = model
         self._backend = backend
+        # Not at each step: Python takes as long to look for a protocol's methods as for several launches.
+        self._recordable = backend if isinstance(backend, RecordableBackend) else None
         self._slots = slots
         self._page_size = page_size
         self.device = device
@@ -237,11 +239,11 @@ class ModelRunner:
         self._graphs = None
         has_logits = self._mesh.is_last_stage
         can_sample = has_logits and self._shard.is_whole and uses_triton(self.device, "sampling")
-        plan_whole, memory, backend = None, None, self._backend
-        if isinstance(backend, RecordableBackend):
+        plan_whole, memory, backend = None, None, self._recordable
+        if backend is not None:
             memory = backend.prepare_recording(max(sizes), self._slots.block_tables.shape[1])
         inputs = RecordedInputs.allocate(max(sizes), max(*sizes, *chunk_sizes, 0), memory, self.device)
-        if isinstance(backend, RecordableBackend):
+        if backend is not None:
             plan_whole = partial(self._plan_padding, backend, inputs)
         places = self._model, self._executor, recorder, sizes, chunk_sizes, inputs
         graphs = StepGraphs(*places, has_logits, sample_by_triton if can_sample else None, plan_whole)
@@ -266,8 +268,8 @@ class ModelRunner:
     def drop_graphs(self) -> None:
         """Free them: later steps launch each operation."""
         self._graphs = None
-        if isinstance(self._backend, RecordableBackend):
-            self._backend.prepare_recording(0, 0)
+        if self._recordable is not None:
+            self._recordable.prepare_recording(0, 0)
 
     @property
     def decodes_in_one_call(self) -> bool:
@@ -484,13 +486,15 @@ class ModelRunner:
             return batch, DecodeOutput(hidden, logits=None)
         is_decode, inputs = graphs.is_decode(step), graphs.inputs.cut(size)
         batch = self._build(padded(step, size) if is_decode else step, is_padded=not is_decode, inputs=inputs)
-        if is_decode and isinstance(backend, RecordableBackend) and batch.layout.prefix is None:
-            backend.plan_recorded(batch.layout)
+        if is_decode and self._recordable is not None and batch.layout.prefix is None:
+            self._recordable.plan_recorded(batch.layout)
             self._staging.send()
             return batch, graphs.run(batch, None, self._receive(step, entering))
         backend.plan(batch.layout)
         self._staging.send()
-        return batch, graphs.run(batch, attends_over(backend, batch.layout), self._receive(step, entering))
+        # Tokens of padding compute whatever was in memory: no other token reads it.
+        attends = attends_over(backend, batch.layout, fills_padding=False)
+        return batch, graphs.run(batch, attends, self._receive(step, entering))
 
     def _receive(self, step: ForwardInput, entering: Tensor | None, num_padded: int = 0) -> Tensor | None:
         """What the stage before this one has computed of the step, or `entering`: [n, E], padded to num_padded tokens

@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,16 +77,16 @@ def without_a_device() -> None:
     torch.cuda.device = lambda _device: contextlib.nullcontext()  # type: ignore[assignment,misc,return-value]
 
 
-def stub_modules(flashinfer: Any, planner: HostPlanner) -> None:
+def stub_modules(flashinfer: Any, planner: HostPlanner, on_run: Callable[[], object] = lambda: None) -> None:
     from flashinfer.jit import attention
 
     def prefill_module(backend: str, *args: Any) -> Any:
         attention.get_batch_prefill_uri(backend, *args)
-        return SimpleNamespace(plan=planner.plan, paged_run=lambda *_args: None)
+        return SimpleNamespace(plan=planner.plan, paged_run=lambda *_args: on_run())
 
     def decode_module(*args: Any) -> Any:
         attention.get_batch_decode_uri(*args)
-        return SimpleNamespace(plan=planner.plan_decode, run=lambda *_args: None)
+        return SimpleNamespace(plan=planner.plan_decode, run=lambda *_args: on_run())
 
     for module in (flashinfer.decode, flashinfer.prefill):
         module.get_batch_prefill_module = prefill_module
