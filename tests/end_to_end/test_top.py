@@ -43,13 +43,13 @@ def test_samples_of_a_real_server(demo_model: TokaProcess) -> None:
     assert whole, "the engine has answered"
     for replica in whole:
         blocks = replica["blocks"]
-        assert blocks["total"] == blocks["own"] + blocks["shared"] + blocks["cached"] + blocks["free"] > 0
+        assert blocks.total == blocks.own + blocks.shared + blocks.cached + blocks.free > 0
         assert (replica["running"] > 0) == (replica["forecast"] is not None)
         if replica["forecast"] is not None:
             forecast = replica["forecast"]
-            assert (forecast["steps"][0], forecast["blocks"][-1]) == (0, 0)
-            assert forecast["peak"] == max(forecast["blocks"]) <= forecast["limit"]
-            assert len(forecast["steps"]) <= 240
+            assert (forecast.steps[0], forecast.blocks[-1]) == (0, 0)
+            assert forecast.peak == max(forecast.blocks) <= forecast.limit
+            assert len(forecast.steps) <= 240
     assert max(replica["running"] for replica in whole) == 4
     assert whole[-1]["tokens"]["generated"] > whole[0]["tokens"]["generated"]
     assert samples[-1]["requests"]["aborted"] > samples[0]["requests"]["aborted"]

@@ -24,7 +24,7 @@ from tests.server.helpers.live_sample import SAMPLE
 from tests.server.helpers.live_server import LiveServer, live_server, wait_until_ready
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.generation import EngineUpdate, GenerateRequest
-from tokasaurus.messages.live import ClientCounts, LiveSample, StageSample, TakeSample
+from tokasaurus.messages.live import ClientCounts, LiveSample, LiveStage, TakeSample
 from tokasaurus.server import live
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.jobs.open_bulk import OpenBulk, OpenBulks
@@ -121,7 +121,7 @@ def test_an_event_has_the_figures_of_a_sample_under_their_documented_names(sampl
 
 
 def test_pipeline_stages_are_in_the_event(served_model: ServedModel) -> None:
-    sample = replace(SAMPLE, stages=(StageSample(0.625, 0.25, 2), StageSample(0.5, 0.0, 1)))
+    sample = replace(SAMPLE, stages=(LiveStage(0.625, 0.25, 2), LiveStage(0.5, 0.0, 1)))
     with live_server(served_model, FakeEngine(sample=lambda _: sample)) as server, watching(server) as events:
         (shown,) = next(events)["replicas"]
     assert shown["stages"] == [

@@ -1,4 +1,6 @@
-"""What a manager tells of itself while somebody watches: asked for once a second, and never otherwise."""
+"""What a manager tells of itself while somebody watches: asked for once a second, and never otherwise.
+
+Classes named Live… are parts of the events of GET /live as they are: server/protocol/live.py has the others."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,92 +28,86 @@ class JobsLeft:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockUse:
-    """The KV blocks by who uses them; together they are all blocks."""
+class LiveBlocks:
+    """KV blocks by who uses them. own: one sequence. shared: several. cached: none; they hold prefixes."""
 
+    total: int
     own: int
-    """Blocks used by one sequence."""
     shared: int
-    """Blocks used by several sequences, each counted once."""
     cached: int
-    """Blocks of cached prefixes that no sequence uses."""
     free: int
 
 
 @dataclass(frozen=True, slots=True)
-class KVForecastPoints:
-    """Blocks in use by the running sequences until the last of them ends, linear between the points.
+class LiveEvents:
+    """Since the event before. admitted, finished, preempted: sequences. evicted: blocks."""
 
-    Steps are rounds: one step of each microbatch. The points come from the KV simulation. If it has more than
-    MAX_FORECAST_POINTS, the time is cut into equal parts, and each part has its highest and its lowest point.
+    admitted: int
+    finished: int
+    preempted: int
+    evicted: int
+
+
+@dataclass(frozen=True, slots=True)
+class LiveForecast:
+    """Blocks in use by the running sequences until their predicted ends; linear between the points.
+
+    step: number of the next step. steps: rounds after it. blocks: in use then. limit: what admission fills.
     """
 
     step: int
-    """Number of the next step to be sent."""
     steps: list[int]
-    """Steps from that one on, in increasing order; the first is 0."""
     blocks: list[int]
-    """Blocks in use after as many steps; the last is 0."""
     peak: int
     limit: int
-    """Most blocks that admission fills."""
 
 
 MAX_FORECAST_POINTS = 240
+"""If the KV simulation has more, the time is cut into equal parts, and each has its highest and its lowest point."""
 
 Blocked = Literal["blocks", "slots", "paused"]
 
 
 @dataclass(frozen=True, slots=True)
-class NextSequence:
-    """The first waiting sequence that may be admitted."""
+class LiveNext:
+    """The first waiting sequence. fits_in_steps: the first round in which its blocks suffice; null: not foreseen.
+    blocks: that it will need and no running sequence has. blocked_by: null if it is admitted at once."""
 
     fits_in_steps: int | None
-    """The forecast's first step from which on its blocks suffice to its end; None if the forecast does not tell."""
-    num_blocks: int
-    """Blocks that it is expected to need, without those that running sequences or the cache already have."""
-    num_prompt_tokens: int
-    """Tokens to prefill: the prompt, and what was sampled before a preemption."""
-    wait_s: float
-    """Seconds since its request arrived."""
+    blocks: int
+    prompt_tokens: int
+    wait_seconds: float
     blocked_by: Blocked | None
-    """None: it will be admitted at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class StageSample:
-    """A pipeline stage. Seconds are since the previous sample."""
+class LiveStage:
+    """A pipeline stage. busy, waiting: seconds since the event before. microbatches: in flight."""
 
-    busy_seconds: float
-    """Time in which it computed."""
-    waiting_seconds: float
-    """Time within its steps in which it waited for what other stages send or receive."""
-    num_microbatches: int
-    """Steps that the stage before it has computed and it has not; of the first stage: that the manager has sent."""
+    busy: float
+    waiting: float
+    microbatches: int
 
 
 RequestState = Literal["running", "prefilling", "waiting"]
 
 
 @dataclass(frozen=True, slots=True)
-class OldRequest:
-    """One of the oldest requests: one prompt with its samples. Times are in seconds."""
+class LiveOldRequest:
+    """One prompt with its samples. client: the name of its key, or its address. running: samples that run.
+    generated_tokens: of its unfinished samples. max_tokens: of each sample. age_seconds: since its arrival.
+    wait_seconds: until its first sample was admitted."""
 
-    request_id: str
+    id: str
     client: str
-    """As in GenerateRequest."""
     state: RequestState
-    """waiting: none of its samples runs. prefilling: one runs, and none decodes."""
-    num_samples: int
-    num_running: int
-    num_prompt_tokens: int
-    num_generated_tokens: int
-    """Tokens of its unfinished samples together."""
-    max_new_tokens: int
-    """Most tokens of each sample."""
-    age_s: float
-    wait_s: float
-    """From its arrival to the admission of its first sample; until now if none was admitted."""
+    samples: int
+    running: int
+    prompt_tokens: int
+    generated_tokens: int
+    max_tokens: int
+    age_seconds: float
+    wait_seconds: float
 
 
 MAX_OLD_REQUESTS = 8
@@ -141,15 +137,11 @@ class LiveSample:
     num_microbatches: int
     num_slots: int
     num_prefilling: int
-    blocks: BlockUse
-    num_admitted: int
-    num_finished: int
-    """Sequences that ended with all their tokens; neither cancelled ones nor errors."""
-    num_preempted: int
-    num_evicted_blocks: int
-    forecast: KVForecastPoints | None
+    blocks: LiveBlocks
+    events: LiveEvents
+    forecast: LiveForecast | None
     """None if nothing runs."""
-    next: NextSequence | None
+    next: LiveNext | None
     """None if none waits, or if all wait for their grammars."""
     oldest_wait_s: float | None
     """Age of the oldest request with a waiting sequence; None if none waits."""
@@ -166,9 +158,9 @@ class LiveSample:
     """Seconds that the device idled, as EngineStats.total_device_idle_seconds."""
     phase_seconds: tuple[float, ...]
     """Seconds in each of FORWARD_PHASES; empty if the worker does not count them."""
-    stages: tuple[StageSample, ...] = ()
+    stages: tuple[LiveStage, ...] = ()
     """The pipeline stages; empty if there is only one."""
-    oldest: tuple[OldRequest, ...] = ()
+    oldest: tuple[LiveOldRequest, ...] = ()
     """The oldest requests that run, then the oldest that wait, of each at most MAX_OLD_REQUESTS."""
     clients: tuple[ClientCounts, ...] = ()
     """All clients with unfinished sequences, if they are asked for."""

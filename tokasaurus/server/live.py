@@ -21,11 +21,7 @@ from tokasaurus.messages.forward import FORWARD_PHASES
 from tokasaurus.messages.live import (
     MAX_SAMPLE_LENGTHS,
     ClientCounts,
-    KVForecastPoints,
     LiveSample,
-    NextSequence,
-    OldRequest,
-    StageSample,
 )
 from tokasaurus.messages.status import EngineStats, TimeLeft
 from tokasaurus.server.engine_client.client import CallCounts, EngineClient, WorkDone
@@ -40,18 +36,14 @@ from tokasaurus.server.protocol.live import (
     FORMAT,
     JobState,
     LiveEvent,
-    LiveForecast,
     LiveJob,
     LiveKey,
     LiveMoment,
     LiveMomentReplica,
-    LiveNext,
-    LiveOldRequest,
     LiveParts,
     LiveReplica,
     LiveRequests,
     LiveServer,
-    LiveStage,
     ReplicaState,
 )
 from tokasaurus.server.recording import Recording
@@ -357,49 +349,16 @@ def _add_sample(shown: LiveReplica, sample: LiveSample) -> None:
     shown["step_seconds"] = _rounded(sample.round_seconds, 6)
     shown["microbatches"] = sample.num_microbatches
     shown["prefilling"], shown["slots"] = sample.num_prefilling, sample.num_slots
-    shown["blocks"] = {
-        "total": sample.stats.num_kv_blocks_total,
-        "own": sample.blocks.own,
-        "shared": sample.blocks.shared,
-        "cached": sample.blocks.cached,
-        "free": sample.blocks.free,
-    }
-    shown["events"] = {
-        "admitted": sample.num_admitted,
-        "finished": sample.num_finished,
-        "preempted": sample.num_preempted,
-        "evicted": sample.num_evicted_blocks,
-    }
-    shown["forecast"] = None if sample.forecast is None else _forecast(sample.forecast)
-    shown["next"] = None if sample.next is None else _next(sample.next)
+    shown["blocks"], shown["events"] = sample.blocks, sample.events
+    shown["forecast"], shown["next"] = sample.forecast, sample.next
     shown["oldest_wait_seconds"] = _rounded(sample.oldest_wait_s, 3)
     shown["lengths"] = sample.lengths
     shown["eta_seconds"] = None if sample.time_left is None else round(sample.time_left.middle_s, 1)
     shown["eta_range"] = seconds_of(sample.time_left)
     shown["parts"] = _parts(sample)
     if sample.stages:
-        shown["stages"] = [_stage(stage) for stage in sample.stages]
-    shown["oldest"] = [_old_request(request) for request in sample.oldest]
-
-
-def _forecast(points: KVForecastPoints) -> LiveForecast:
-    return {
-        "step": points.step,
-        "steps": points.steps,
-        "blocks": points.blocks,
-        "peak": points.peak,
-        "limit": points.limit,
-    }
-
-
-def _next(waiting: NextSequence) -> LiveNext:
-    return {
-        "fits_in_steps": waiting.fits_in_steps,
-        "blocks": waiting.num_blocks,
-        "prompt_tokens": waiting.num_prompt_tokens,
-        "wait_seconds": round(waiting.wait_s, 3),
-        "blocked_by": waiting.blocked_by,
-    }
+        shown["stages"] = list(sample.stages)
+    shown["oldest"] = list(sample.oldest)
 
 
 def _parts(sample: LiveSample) -> LiveParts:
@@ -411,29 +370,6 @@ def _parts(sample: LiveSample) -> LiveParts:
         phases = zip(FORWARD_PHASES, sample.phase_seconds, strict=False)
         parts["phases"] = {name: round(seconds, 6) for name, seconds in phases}
     return parts
-
-
-def _stage(stage: StageSample) -> LiveStage:
-    return {
-        "busy": round(stage.busy_seconds, 6),
-        "waiting": round(stage.waiting_seconds, 6),
-        "microbatches": stage.num_microbatches,
-    }
-
-
-def _old_request(request: OldRequest) -> LiveOldRequest:
-    return {
-        "id": request.request_id,
-        "client": request.client,
-        "state": request.state,
-        "samples": request.num_samples,
-        "running": request.num_running,
-        "prompt_tokens": request.num_prompt_tokens,
-        "generated_tokens": request.num_generated_tokens,
-        "max_tokens": request.max_new_tokens,
-        "age_seconds": round(request.age_s, 3),
-        "wait_seconds": round(request.wait_s, 3),
-    }
 
 
 def _rounded(value: float | None, num_digits: int) -> float | None:

@@ -247,7 +247,7 @@ def test_a_sample_without_the_engines_answer_is_passed_over() -> None:
     history = history_of(samples)
     found, past = history.replica(0), history.past_blocks(0)
     assert found is not None
-    assert (found["step"], found["blocks"]["total"]) == (78 * 80, 6000)
+    assert (found["step"], found["blocks"].total) == (78 * 80, 6000)
     assert len(past.xs) == 78
     assert past.xs[0] == -78 * 80.0
     assert history.rates("generated", 100) == whole.rates("generated", 100)

@@ -14,7 +14,7 @@ from tokasaurus.commands.top.history import History
 from tokasaurus.commands.top.run import LIVE_KEYS
 from tokasaurus.commands.top.samples import read_sample
 from tokasaurus.commands.top.view import HELP, Frame, Look, compact_line, next_sentence, screen_lines
-from tokasaurus.server.protocol.live import LiveNext
+from tokasaurus.messages.live import LiveNext
 
 
 def shown(history: History, width: int, height: int, **frame) -> str:

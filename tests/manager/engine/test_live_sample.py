@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from random import Random
 
 import numpy as np
@@ -19,7 +19,7 @@ from tokasaurus.manager.engine.live_sample import MAX_WAIT_SECONDS, LiveSampler
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.commands import Pause, Resume
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
-from tokasaurus.messages.live import MAX_OLD_REQUESTS, LiveSample, StageSample, TakeSample
+from tokasaurus.messages.live import MAX_OLD_REQUESTS, LiveSample, LiveStage, TakeSample
 from tokasaurus.messages.stages import StageBoard, StageTotals
 
 STEPS_AHEAD = 4
@@ -133,7 +133,7 @@ def test_the_next_sequence_is_admitted_about_when_the_sample_says(seed: int) -> 
         sample = take(driver, sampler)
         if waiting and driver.state.queues.first_waiting(1) == waiting and sample.next is not None:
             reasons[sample.next.blocked_by] += 1
-            assert sample.next.num_prompt_tokens == len(waiting[0].prompt)
+            assert sample.next.prompt_tokens == len(waiting[0].prompt)
             assert sample.next.fits_in_steps is not None
             key = waiting[0].request.request_id, waiting[0].index
             predicted.setdefault(key, []).append((driver.state.next_step_id, sample.next.fits_in_steps))
@@ -160,12 +160,12 @@ def test_why_the_next_sequence_waits() -> None:
     driver.step(requests)
     sample = take(driver, sampler)
     assert sample.next is not None
-    assert (sample.next.blocked_by, sample.next.num_prompt_tokens) == ("slots", 5)
+    assert (sample.next.blocked_by, sample.next.prompt_tokens) == ("slots", 5)
     assert sample.next.fits_in_steps is not None
     assert sample.next.fits_in_steps > 0
-    assert sample.next.num_blocks == -(-(5 + 20 - 1) // 4)
+    assert sample.next.blocks == -(-(5 + 20 - 1) // 4)
     assert sample.oldest_wait_s is not None
-    assert sample.oldest_wait_s == pytest.approx(sample.next.wait_s, abs=0.5)
+    assert sample.oldest_wait_s == pytest.approx(sample.next.wait_seconds, abs=0.5)
     driver.run_until_idle()
     driver.step([Pause(1, aborts=False), *(make_request(number, 5, ignore_eos=True) for number in range(5, 8))])
     sample = take(driver, sampler)
@@ -200,21 +200,19 @@ def test_the_oldest_requests_are_the_first_that_came_of_those_that_run_and_wait(
             [one for one in left if (one.request_id in running) is is_running] for is_running in (True, False)
         )
         expected = [*runs[:MAX_OLD_REQUESTS], *waits[:MAX_OLD_REQUESTS]]
-        assert [one.request_id for one in oldest] == [one.request_id for one in expected]
+        assert [one.id for one in oldest] == [one.request_id for one in expected]
         num_sampled: Counter[str] = Counter()
         for progress in running_progress(driver.state):
             num_sampled[progress.request_id] += max(0, progress.num_tokens)
         for one, request in zip(oldest, expected, strict=True):
             phases = {sequence.phase for sequence in running.get(request.request_id, [])}
             state = "waiting" if not phases else "prefilling" if phases == {Phase.PREFILL} else "running"
-            assert (one.state, one.num_running) == (state, len(running.get(request.request_id, [])))
-            assert (one.num_samples, one.num_prompt_tokens) == (request.num_sequences, len(request.prompt_ids))
-            assert one.num_generated_tokens >= num_sampled[request.request_id]
-            if all(
-                sequence.phase is not Phase.WAITING for sequence in driver.state.unfinished[one.request_id].sequences
-            ):
-                assert one.num_generated_tokens == num_sampled[request.request_id]
-            assert 0 <= one.wait_s <= one.age_s
+            assert (one.state, one.running) == (state, len(running.get(request.request_id, [])))
+            assert (one.samples, one.prompt_tokens) == (request.num_sequences, len(request.prompt_ids))
+            assert one.generated_tokens >= num_sampled[request.request_id]
+            if all(sequence.phase is not Phase.WAITING for sequence in driver.state.unfinished[one.id].sequences):
+                assert one.generated_tokens == num_sampled[request.request_id]
+            assert 0 <= one.wait_seconds <= one.age_seconds
             seen[state] += 1
     assert min(seen[state] for state in ("waiting", "running")) > 20
     driver.run_until_idle()
@@ -258,7 +256,7 @@ def test_clients_are_counted_if_they_are_asked_for(seed: int) -> None:
 def test_events_and_lengths_count_from_one_sample_to_the_next() -> None:
     driver, sampler = quick_driver(1, num_blocks=24), LiveSampler()
     first = take(driver, sampler, begins=True)
-    assert (first.num_admitted, first.num_finished, first.num_steps, first.lengths) == (0, 0, 0, [])
+    assert (first.events.admitted, first.events.finished, first.num_steps, first.lengths) == (0, 0, 0, [])
     counts, lengths = Counter[str](), []
     for first_number in (0, 20, 40):
         shapes = [
@@ -269,18 +267,17 @@ def test_events_and_lengths_count_from_one_sample_to_the_next() -> None:
         driver.run_until_idle()
         sample = take(driver, sampler)
         lengths += sample.lengths
-        for name in ("num_admitted", "num_finished", "num_preempted", "num_evicted_blocks", "num_steps"):
-            counts[name] += getattr(sample, name)
-    assert counts["num_finished"] == 3 * 24
-    assert counts["num_preempted"] == driver.state.stats().total_preemptions
-    assert counts["num_admitted"] == 3 * 24 + counts["num_preempted"]
-    assert counts["num_evicted_blocks"] > 0
-    assert counts["num_steps"] == driver.state.step_totals.num_steps
+        counts.update(asdict(sample.events) | {"steps": sample.num_steps})
+    assert counts["finished"] == 3 * 24
+    assert counts["preempted"] == driver.state.stats().total_preemptions
+    assert counts["admitted"] == 3 * 24 + counts["preempted"]
+    assert counts["evicted"] > 0
+    assert counts["steps"] == driver.state.step_totals.num_steps
     assert Counter(lengths) == Counter({(3 + number, 3 + number): 6 for number in range(12)}), "all end at max_tokens"
     driver.step([make_request(70 + number, 9, max_new_tokens=2, ignore_eos=True) for number in range(100)])
     driver.run_until_idle()
     again = take(driver, sampler, begins=True)
-    assert (again.num_admitted, again.num_finished, again.num_steps) == (0, 0, 0)
+    assert (again.events.admitted, again.events.finished, again.num_steps) == (0, 0, 0)
     assert again.lengths == [(2, 2)] * 64, "the newest"
     assert again.busy_seconds == 0
     assert set(again.manager_seconds.values()) <= {0.0}
@@ -322,7 +319,7 @@ def test_stages_have_the_times_since_the_sample_before_and_the_steps_between_the
     board = StageBoard(2)
     driver, sampler = quick_driver(0), LiveSampler(board)
     board.write(0, StageTotals(0, 5.0, 1.0))
-    assert take(driver, sampler, begins=True).stages == (StageSample(0.0, 0.0, 0), StageSample(0.0, 0.0, 0))
+    assert take(driver, sampler, begins=True).stages == (LiveStage(0.0, 0.0, 0), LiveStage(0.0, 0.0, 0))
     driver.step([make_request(0, 4, 1, 20, ignore_eos=True)], 0)
     driver.step([], 0)
     sent = driver.state.next_step_id
@@ -331,8 +328,8 @@ def test_stages_have_the_times_since_the_sample_before_and_the_steps_between_the
     board.write(1, StageTotals(sent - 2, 0.5, 0.25))
     sample = take(driver, sampler)
     waiting = driver.state.next_step_id - (sent - 1)
-    assert sample.stages == (StageSample(0.75, 0.125, waiting), StageSample(0.5, 0.25, 1))
+    assert sample.stages == (LiveStage(0.75, 0.125, waiting), LiveStage(0.5, 0.25, 1))
     while driver.queue:
         driver.step([], 1)
-    assert [stage.num_microbatches for stage in take(driver, sampler).stages] == [0, 0], "nothing is in flight"
+    assert [stage.microbatches for stage in take(driver, sampler).stages] == [0, 0], "nothing is in flight"
     assert take(driver, LiveSampler()).stages == ()

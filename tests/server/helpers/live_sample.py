@@ -1,6 +1,6 @@
 """A sample of a manager, with everything that a replica without pipeline stages tells."""
 
-from tokasaurus.messages.live import BlockUse, KVForecastPoints, LiveSample, NextSequence, OldRequest
+from tokasaurus.messages.live import LiveBlocks, LiveEvents, LiveForecast, LiveNext, LiveOldRequest, LiveSample
 from tokasaurus.messages.status import EngineStats, TimeLeft
 
 STATS = EngineStats(5, 2, 30, 64, 100, 200, 3, 7, total_forward_seconds=10.0, num_running_background=1)
@@ -12,13 +12,10 @@ SAMPLE = LiveSample(
     num_microbatches=1,
     num_slots=16,
     num_prefilling=1,
-    blocks=BlockUse(own=20, shared=10, cached=14, free=20),
-    num_admitted=4,
-    num_finished=3,
-    num_preempted=2,
-    num_evicted_blocks=1,
-    forecast=KVForecastPoints(44, [0, 10, 11], [30, 33, 0], 33, 64),
-    next=NextSequence(11, 12, 90, 3.25, "blocks"),
+    blocks=LiveBlocks(total=64, own=20, shared=10, cached=14, free=20),
+    events=LiveEvents(admitted=4, finished=3, preempted=2, evicted=1),
+    forecast=LiveForecast(44, [0, 10, 11], [30, 33, 0], 33, 64),
+    next=LiveNext(11, 12, 90, 3.25, "blocks"),
     oldest_wait_s=3.5,
     lengths=[(10, 12), (5, 5)],
     time_left=TimeLeft(4.04, 4.04),
@@ -26,5 +23,5 @@ SAMPLE = LiveSample(
     busy_seconds=0.9,
     idle_seconds=0.05,
     phase_seconds=(0.5, 0.1, 0.0, 0.2, 0.1),
-    oldest=(OldRequest("cmpl-1", "alice", "running", 4, 3, 90, 1200, 500, 12.25, 0.5),),
+    oldest=(LiveOldRequest("cmpl-1", "alice", "running", 4, 3, 90, 1200, 500, 12.25, 0.5),),
 )

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokasaurus.commands.top.samples import Sample
+from tokasaurus.messages.live import LiveForecast
 from tokasaurus.server.live_past import KEPT_SECONDS, SECONDS_BETWEEN
-from tokasaurus.server.protocol.live import LiveForecast, LiveReplica
+from tokasaurus.server.protocol.live import LiveReplica
 
 MAX_LENGTHS = 1024
 """Newest sequences whose predicted and actual lengths are compared."""
@@ -105,7 +106,7 @@ class History:
         before: tuple[Sample, LiveReplica] | None = None
         for sample in self.samples:
             replica = replica_of(sample, index)
-            if replica is None or not replica["blocks"]["total"]:
+            if replica is None or not replica["blocks"].total:
                 continue
             if before is None or _is_gap(before[0], sample) or before[1]["restarts"] != replica["restarts"]:
                 parts.append([])
@@ -196,12 +197,12 @@ def replica_of(sample: Sample, index: int) -> LiveReplica | None:
 
 def used(replica: LiveReplica) -> float:
     """Blocks in use."""
-    return float(replica["blocks"]["own"] + replica["blocks"]["shared"])
+    return float(replica["blocks"].own + replica["blocks"].shared)
 
 
 def curve_of(forecast: LiveForecast, shift: float = 0.0) -> Curve:
     """Blocks in use over rounds, from `shift` on."""
-    return Curve(tuple(step + shift for step in forecast["steps"]), tuple(map(float, forecast["blocks"])))
+    return Curve(tuple(step + shift for step in forecast.steps), tuple(map(float, forecast.blocks)))
 
 
 def _curve(points: Iterable[tuple[float, float]]) -> Curve:
@@ -231,4 +232,4 @@ def _is_gap(before: Sample, after: Sample) -> bool:
 
 def _moment(replica: LiveReplica) -> int:
     """The step from which the replica's forecast counts; steps in flight lie between it and the newest results."""
-    return replica["step"] if replica["forecast"] is None else replica["forecast"]["step"]
+    return replica["step"] if replica["forecast"] is None else replica["forecast"].step

@@ -3,6 +3,7 @@ their fields, of which those that are absent or of another type get a value that
 
 import itertools
 import math
+from dataclasses import is_dataclass, replace
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -67,14 +68,14 @@ def _sample(value: dict[str, Any], is_past: bool = False) -> Sample:
         if not isinstance(told.get("tokens"), dict):  # nor before
             del replica["tokens"]
         if is_past and isinstance(blocks := told.get("blocks"), dict):
-            replica["blocks"]["own"] = int(_number(blocks.get("used")) or 0)
+            replica["blocks"] = replace(replica["blocks"], own=int(_number(blocks.get("used")) or 0))
         forecast = replica["forecast"]
         if forecast is not None:
-            steps, blocks = forecast["steps"], forecast["blocks"]
+            steps, blocks = forecast.steps, forecast.blocks
             if not len(steps) == len(blocks) > 0 or any(a > b for a, b in itertools.pairwise(steps)):
                 replica["forecast"] = None
-            elif not forecast["peak"]:
-                forecast["peak"] = max(blocks)
+            else:
+                replica["forecast"] = replace(forecast, peak=forecast.peak or max(blocks))
     return sample
 
 
@@ -84,9 +85,9 @@ def _read(kind: Any, value: Any) -> Any:
     if origin in (Union, UnionType):
         (inner,) = set(kinds) - {type(None)}
         return _read(inner, value) if _fits(inner, value) else None
-    if is_typeddict(kind):
+    if is_typeddict(kind) or is_dataclass(kind):
         told = value if isinstance(value, dict) else {}
-        return {name: _read(field, told.get(name)) for name, field in _fields(kind).items()}
+        return kind(**{name: _read(field, told.get(name)) for name, field in _fields(kind).items()})
     if origin is list:
         return [_read(kinds[0], one) for one in value if _fits(kinds[0], one)] if isinstance(value, list) else []
     if origin is tuple:
@@ -103,7 +104,7 @@ def _read(kind: Any, value: Any) -> Any:
 
 def _fits(kind: Any, value: Any) -> bool:
     origin = get_origin(kind)
-    if is_typeddict(kind):
+    if is_typeddict(kind) or is_dataclass(kind):
         return isinstance(value, dict) and bool(value)
     if origin is tuple:
         return isinstance(value, list) and len(value) == len(get_args(kind)) and all(map(_fits, get_args(kind), value))

@@ -12,9 +12,10 @@ from rich.text import Text
 from tokasaurus.commands.top.charts import Area, area_chart, cells_of_shares, sparkline
 from tokasaurus.commands.top.history import Curve, History, curve_of, used
 from tokasaurus.commands.top.samples import Sample, time_left
+from tokasaurus.messages.live import LiveNext
 from tokasaurus.monitoring.progress import show_left, show_time
 from tokasaurus.server.live_past import KEPT_SECONDS
-from tokasaurus.server.protocol.live import LiveJob, LiveNext, LiveReplica
+from tokasaurus.server.protocol.live import LiveJob, LiveReplica
 
 _LABEL = 12
 """Columns of the words at the left."""
@@ -97,7 +98,7 @@ def compact_line(history: History) -> str:
     sample = history.latest
     assert sample is not None, "a sample has come"
     replicas = sample["replicas"]
-    in_use, total = sum(map(used, replicas)), sum(one["blocks"]["total"] for one in replicas)
+    in_use, total = sum(map(used, replicas)), sum(one["blocks"].total for one in replicas)
     running, prefilling, waiting = (sum(one[name] for one in replicas) for name in ("running", "prefilling", "waiting"))
     parts = [
         time.strftime("%H:%M:%S", time.localtime(sample["time"])),
@@ -130,7 +131,7 @@ def _header(sample: Sample | None, frame: Frame, width: int) -> Text:
 
 def next_sentence(waiting: LiveNext, step_seconds: float | None) -> str:
     """When the first waiting sequence is admitted."""
-    needs, why, steps = f" (+{waiting['blocks']:,} blocks)", waiting["blocked_by"], waiting["fits_in_steps"]
+    needs, why, steps = f" (+{waiting.blocks:,} blocks)", waiting.blocked_by, waiting.fits_in_steps
     if why == "paused":
         return "next in the queue waits until the server resumes"
     if not why:
@@ -255,7 +256,7 @@ class _View:
         line = self._line(f"{'>' if index == self.frame.replica else ' '} replica {index}")
         line.append(f"{state:<9}", _STATES.get(state, ""))
         line.append(f"{_rate(self.history.rate('generated', index=index)):>8} tokens/s")
-        pool = _percent(used(replica), replica["blocks"]["total"])
+        pool = _percent(used(replica), replica["blocks"].total)
         facts = ["", f"{replica['running']:,} running", f"{replica['waiting']:,} waiting", f"pool {pool}"]
         facts += [f"{replica['restarts']} restarts"] if replica["restarts"] else []
         return self._fitting(line, facts, "  ")
@@ -272,8 +273,8 @@ class _View:
 
     def _pool(self, replica: LiveReplica) -> Text:
         line, blocks = self._line("pool"), replica["blocks"]
-        end = f" {_percent(used(replica), blocks['total'])} of {blocks['total']:,} blocks in use"
-        shares = [blocks["own"], blocks["shared"], blocks["cached"], blocks["free"]]
+        end = f" {_percent(used(replica), blocks.total)} of {blocks.total:,} blocks in use"
+        shares = [blocks.own, blocks.shared, blocks.cached, blocks.free]
         counts = cells_of_shares(shares, max(0, self.width - _LABEL - len(end)))
         for (_, *cells, style), count in zip(_POOL, counts, strict=True):
             line.append(cells[self.look.ascii_only] * count, style)
@@ -281,7 +282,7 @@ class _View:
 
     def _pool_counts(self, replica: LiveReplica) -> Text:
         facts = [
-            Text.assemble((cells[self.look.ascii_only], style), f" {replica['blocks'][name]:,} {name}")  # type: ignore[literal-required]
+            Text.assemble((cells[self.look.ascii_only], style), f" {getattr(replica['blocks'], name):,} {name}")
             for name, *cells, style in _POOL
         ]
         return self._line("").append_text(Text("   ").join(facts))
@@ -290,7 +291,7 @@ class _View:
         forecast, step_seconds = replica["forecast"], replica["step_seconds"]
         if forecast is None:
             return self._line("forecast", "nothing runs")
-        rounds, peak, limit = forecast["steps"][-1], forecast["peak"], forecast["limit"]
+        rounds, peak, limit = forecast.steps[-1], forecast.peak, forecast.limit
         time_of = "" if step_seconds is None else f" ({_seconds(rounds * step_seconds)})"
         # Above the limit as when requests become longer than expected.
         height = "peak above the limit" if peak > limit else f"peak {_percent(peak, limit)}"
@@ -302,7 +303,7 @@ class _View:
         15 minutes, by time."""
         columns, total, forecast = (
             max(1, self.width - _LABEL - 1),
-            float(replica["blocks"]["total"]),
+            float(replica["blocks"].total),
             replica["forecast"],
         )
         earlier: tuple[float, Curve] | None = None
@@ -321,7 +322,7 @@ class _View:
                 end = max(end, min(earlier[1].xs[-1], 2 * end))
             # A third of the chart at most is the past.
             start = max(past.xs[0] if past.xs else 0.0, -end / 2 if end > 0 else -math.inf)
-            top = max([total, float(forecast["limit"]), *ahead.ys])
+            top = max([total, float(forecast.limit), *ahead.ys])
             marks = self._marks(replica, start, end, columns, earlier)
         if end <= start or top <= 0:
             return []
@@ -364,7 +365,7 @@ class _View:
     def _events(self, replica: LiveReplica) -> Text:
         counted = [one["events"] for one in self.history.counted(replica["index"], 60.0)[1]]
         admitted, finished, preempted, evicted = (
-            sum(one[name] for one in counted) for name in ("admitted", "finished", "preempted", "evicted")
+            sum(getattr(one, name) for one in counted) for name in ("admitted", "finished", "preempted", "evicted")
         )
         style = "yellow" if preempted else ""
         facts: list[_Fact] = [f"{admitted:,} admitted", f"{finished:,} finished", (f"{preempted:,} preempted", style)]
@@ -408,26 +409,26 @@ class _View:
             return []
 
         def shares(name: str) -> str:
-            sums = (sum(one[name] for one in stage) for stage in stages)
+            sums = (sum(getattr(one, name) for one in stage) for stage in stages)
             return f"{name} {', '.join(f'{min(1.0, share / seconds) * 100:.0f}' for share in sums)} %"
 
-        flying = ", ".join(str(stage[-1]["microbatches"]) for stage in stages)
+        flying = ", ".join(str(stage[-1].microbatches) for stage in stages)
         return [self._line("stages", shares("busy"), shares("waiting"), f"microbatches {flying}")]
 
     def _oldest(self, replica: LiveReplica, max_lines: int) -> list[Text]:
         """The oldest requests: as many that wait as run, if there are more than lines."""
-        running = [one for one in replica["oldest"] if one["state"] != "waiting"]
-        waiting = [one for one in replica["oldest"] if one["state"] == "waiting"]
+        running = [one for one in replica["oldest"] if one.state != "waiting"]
+        waiting = [one for one in replica["oldest"] if one.state == "waiting"]
         num_waiting = min(len(waiting), max(max_lines // 2, max_lines - len(running)))
         lines: list[Text] = []
         for one in [*running[: max_lines - num_waiting], *waiting[:num_waiting]]:
-            samples = f", {one['running']} of {one['samples']} samples" if one["samples"] > 1 else ""
+            samples = f", {one.running} of {one.samples} samples" if one.samples > 1 else ""
             facts = [
-                f"{one['state']} {_seconds(one['age_seconds'])}",
-                f"{one['prompt_tokens']:,} + {one['generated_tokens']:,} tokens{samples}",
+                f"{one.state} {_seconds(one.age_seconds)}",
+                f"{one.prompt_tokens:,} + {one.generated_tokens:,} tokens{samples}",
             ]
-            facts += [f"waited {_seconds(one['wait_seconds'])}"] if one["state"] != "waiting" else []
-            names = [(one["client"] or "unknown", 15), (one["id"], 16 if self.width < 100 else 42)]
+            facts += [f"waited {_seconds(one.wait_seconds)}"] if one.state != "waiting" else []
+            names = [(one.client or "unknown", 15), (one.id, 16 if self.width < 100 else 42)]
             lines.append(self._line("" if lines else "oldest", *facts, between=", ", after=names))
         return lines
 

@@ -23,13 +23,14 @@ from tokasaurus.messages.live import (
     MAX_FORECAST_POINTS,
     MAX_OLD_REQUESTS,
     Blocked,
-    BlockUse,
     ClientCounts,
-    KVForecastPoints,
+    LiveBlocks,
+    LiveEvents,
+    LiveForecast,
+    LiveNext,
+    LiveOldRequest,
     LiveSample,
-    NextSequence,
-    OldRequest,
-    StageSample,
+    LiveStage,
 )
 from tokasaurus.messages.stages import StageBoard, StageTotals
 from tokasaurus.messages.status import EngineStats
@@ -125,10 +126,9 @@ class LiveSampler:
             num_slots=state.options.num_slots,
             num_prefilling=len(state.queues.prefilling),
             blocks=block_use(state),
-            num_admitted=growth.num_admitted,
-            num_finished=growth.num_finished,
-            num_preempted=growth.num_preempted,
-            num_evicted_blocks=growth.num_evicted_blocks,
+            events=LiveEvents(
+                growth.num_admitted, growth.num_finished, growth.num_preempted, growth.num_evicted_blocks
+            ),
             forecast=_points(state, kv_forecast) if state.slots.num_running else None,
             next=_next_sequence(state, kv_forecast, started_s),
             oldest_wait_s=oldest_wait(state, started_s),
@@ -167,32 +167,32 @@ def _totals(state: EngineState, manager_seconds: Mapping[str, float], stages: tu
 
 def _stage_samples(
     state: EngineState, totals: Sequence[StageTotals], growth: Sequence[StageTotals]
-) -> tuple[StageSample, ...]:
+) -> tuple[LiveStage, ...]:
     """totals: since the start. growth: since the previous sample."""
     samples = []
     num_before = state.next_step_id
     for now, new in zip(totals, growth, strict=True):
         # A device that has no further step does not say that it has finished the last one.
         num_microbatches = max(0, num_before - now.num_steps) if state.steps_in_flight else 0
-        samples.append(StageSample(new.busy_seconds, new.waiting_seconds, num_microbatches))
+        samples.append(LiveStage(round(new.busy_seconds, 6), round(new.waiting_seconds, 6), num_microbatches))
         num_before = now.num_steps
     return tuple(samples)
 
 
-def block_use(state: EngineState) -> BlockUse:
+def block_use(state: EngineState) -> LiveBlocks:
     """The blocks of the pool by who uses them."""
     tree, num_free = state.blocks.tree, state.blocks.num_free
     nodes = np.flatnonzero(tree.arrays.num_sequences > 1)[1:]  # without the root, which is always among them
     end_blocks = tree.arrays.end_blocks
     num_shared = int((end_blocks[nodes] - end_blocks[tree.arrays.parents[nodes]]).sum())
-    num_own = state.blocks.num_blocks - num_free - tree.num_unused_blocks - num_shared
-    return BlockUse(num_own, num_shared, tree.num_unused_blocks, num_free)
+    total, num_cached = state.blocks.num_blocks, tree.num_unused_blocks
+    return LiveBlocks(total, total - num_free - num_cached - num_shared, num_shared, num_cached, num_free)
 
 
-def _oldest_requests(state: EngineState, now_s: float) -> tuple[OldRequest, ...]:
+def _oldest_requests(state: EngineState, now_s: float) -> tuple[LiveOldRequest, ...]:
     """See LiveSample.oldest. now_s: by time.monotonic."""
-    running: list[OldRequest] = []
-    waiting: list[OldRequest] = []
+    running: list[LiveOldRequest] = []
+    waiting: list[LiveOldRequest] = []
     for samples in islice(state.unfinished.values(), MAX_LOOKED_AT):  # in the order of their arrival
         if len(running) == len(waiting) == MAX_OLD_REQUESTS:
             break
@@ -203,7 +203,7 @@ def _oldest_requests(state: EngineState, now_s: float) -> tuple[OldRequest, ...]
     return (*running, *waiting)
 
 
-def _old_request(state: EngineState, samples: Samples, now_s: float) -> OldRequest:
+def _old_request(state: EngineState, samples: Samples, now_s: float) -> LiveOldRequest:
     request, arrays = samples.request, state.slots
     active = [sequence for sequence in samples.sequences if sequence.phase is not Phase.WAITING]
     slots = np.array([sequence.slot for sequence in active], np.int64)
@@ -213,17 +213,17 @@ def _old_request(state: EngineState, samples: Samples, now_s: float) -> OldReque
             num_generated += len(sequence.kept_token_ids)
     is_prefilling = all(sequence.phase is Phase.PREFILL for sequence in active)
     admitted_s = min((sequence.admitted_s for sequence in samples.sequences if sequence.admitted_s), default=now_s)
-    return OldRequest(
-        request_id=request.request_id,
+    return LiveOldRequest(
+        id=request.request_id,
         client=request.client,
         state=("prefilling" if is_prefilling else "running") if active else "waiting",
-        num_samples=request.num_sequences,
-        num_running=len(active),
-        num_prompt_tokens=len(request.prompt_ids),
-        num_generated_tokens=num_generated,
-        max_new_tokens=request.max_new_tokens,
-        age_s=max(0.0, now_s - samples.added_s),
-        wait_s=max(0.0, admitted_s - samples.added_s),
+        samples=request.num_sequences,
+        running=len(active),
+        prompt_tokens=len(request.prompt_ids),
+        generated_tokens=num_generated,
+        max_tokens=request.max_new_tokens,
+        age_seconds=round(max(0.0, now_s - samples.added_s), 3),
+        wait_seconds=round(max(0.0, admitted_s - samples.added_s), 3),
     )
 
 
@@ -234,9 +234,9 @@ def _clients(state: EngineState) -> tuple[ClientCounts, ...]:
     return tuple(ClientCounts(client, running[client], waiting[client]) for client in running | waiting)
 
 
-def _points(state: EngineState, kv_forecast: KVForecast) -> KVForecastPoints:
+def _points(state: EngineState, kv_forecast: KVForecast) -> LiveForecast:
     steps, blocks = curve_points(kv_forecast.curve, MAX_FORECAST_POINTS)
-    return KVForecastPoints(
+    return LiveForecast(
         step=state.next_step_id,
         steps=steps.tolist(),
         blocks=blocks.tolist(),
@@ -245,7 +245,7 @@ def _points(state: EngineState, kv_forecast: KVForecast) -> KVForecastPoints:
     )
 
 
-def _next_sequence(state: EngineState, kv_forecast: KVForecast, now_s: float) -> NextSequence | None:
+def _next_sequence(state: EngineState, kv_forecast: KVForecast, now_s: float) -> LiveNext | None:
     """The first waiting sequence, and what it waits for. now_s: by time.monotonic."""
     sequences = state.queues.first_waiting(1)
     if not sequences:
@@ -260,11 +260,11 @@ def _next_sequence(state: EngineState, kv_forecast: KVForecast, now_s: float) ->
         blocked_by = "slots"
     elif fits_in_steps != 0:
         blocked_by = "blocks"
-    return NextSequence(
+    return LiveNext(
         fits_in_steps=fits_in_steps,
-        num_blocks=int(own[-1] + shared.num_blocks[shared.last_steps < 0].sum()),
-        num_prompt_tokens=int(candidates.num_prompt_tokens[0]),
-        wait_s=max(0.0, now_s - state.unfinished[sequences[0].request.request_id].added_s),
+        blocks=int(own[-1] + shared.num_blocks[shared.last_steps < 0].sum()),
+        prompt_tokens=int(candidates.num_prompt_tokens[0]),
+        wait_seconds=round(max(0.0, now_s - state.unfinished[sequences[0].request.request_id].added_s), 3),
         blocked_by=blocked_by,
     )
 
@@ -289,7 +289,7 @@ def _blocks_of_first(candidates: Candidates, kv_forecast: KVForecast) -> tuple[I
 def _first_fitting_step(
     state: EngineState, candidates: Candidates, kv_forecast: KVForecast, own: Int64Array, shared: SharedLoads
 ) -> int | None:
-    """See NextSequence.fits_in_steps. own, shared: as returned by `_blocks_of_first`."""
+    """See LiveNext.fits_in_steps. own, shared: as returned by `_blocks_of_first`."""
     limit = max_admitted_blocks(state)
     if not state.slots.num_running:
         return 0  # one always fits alone

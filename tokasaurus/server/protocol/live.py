@@ -4,7 +4,7 @@ from typing import Final, Literal
 
 from typing_extensions import Required, TypedDict
 
-from tokasaurus.messages.live import Blocked, RequestState
+from tokasaurus.messages.live import LiveBlocks, LiveEvents, LiveForecast, LiveNext, LiveOldRequest, LiveStage
 
 FORMAT: Final = 1
 
@@ -51,80 +51,12 @@ class LiveTokens(TypedDict):
     recomputed: int
 
 
-class LiveBlocks(TypedDict):
-    """KV blocks by who uses them. own: one sequence. shared: several. cached: none; they hold prefixes."""
-
-    total: int
-    own: int
-    shared: int
-    cached: int
-    free: int
-
-
-class LiveEvents(TypedDict):
-    """Since the event before. admitted, finished, preempted: sequences. evicted: blocks."""
-
-    admitted: int
-    finished: int
-    preempted: int
-    evicted: int
-
-
-class LiveForecast(TypedDict):
-    """Blocks in use by the running sequences until their predicted ends; linear between the points.
-
-    step: number of the next step. steps: rounds after it. blocks: in use then. limit: what admission fills.
-    """
-
-    step: int
-    steps: list[int]
-    blocks: list[int]
-    peak: int
-    limit: int
-
-
-class LiveNext(TypedDict):
-    """The first waiting sequence. fits_in_steps: the first round in which its blocks suffice; null: not foreseen.
-    blocks: that it will need and no running sequence has. blocked_by: null if it is admitted at once."""
-
-    fits_in_steps: int | None
-    blocks: int
-    prompt_tokens: int
-    wait_seconds: float
-    blocked_by: Blocked | None
-
-
 class LiveParts(TypedDict, total=False):
     """Seconds since the event before, by part of the manager's step, of the device's time and of the forward."""
 
     manager: Required[dict[str, float]]
     device: Required[dict[str, float]]
     phases: dict[str, float]
-
-
-class LiveStage(TypedDict):
-    """A pipeline stage. busy, waiting: seconds since the event before. microbatches: in flight."""
-
-    busy: float
-    waiting: float
-    microbatches: int
-
-
-class LiveOldRequest(TypedDict):
-    """One prompt with its samples. client: the name of its key, or its address. running: samples that run.
-    generated_tokens: of its unfinished samples. max_tokens: of each sample. age_seconds: since its arrival.
-    wait_seconds: until its first sample was admitted."""
-
-    id: str
-    client: str
-    state: RequestState
-    samples: int
-    running: int
-    prompt_tokens: int
-    generated_tokens: int
-    max_tokens: int
-    age_seconds: float
-    wait_seconds: float
 
 
 class LiveReplica(TypedDict, total=False):
