@@ -13,9 +13,10 @@ from tests.server.helpers.finished_sequences import finished, interleaved, make_
 from tests.server.helpers.message_events import checked_message, joined_message, partial_object, without_ids
 from tests.server.helpers.tool_texts import FRAGMENTS, NAMES
 from tokasaurus.messages.generation import FinishReason
-from tokasaurus.server.dialects.messages import MessageEvents, write_message
+from tokasaurus.server.dialects.messages import MessageEvents
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
+from tokasaurus.server.respond.blocks import write_whole
 from tokasaurus.server.respond.whole import build_chat_completion
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tools.formats import FORMATS, ToolCallFormat
@@ -59,7 +60,7 @@ def test_joined_events_equal_the_whole_answer_and_chat_wherever_the_stream_is_cu
     max_tokens = request.max_new_tokens + (seed % 2)
     repeated = {"max_tokens": max_tokens}
     prepared = Prepared("msg_1", [request], calls=rules, reasoning=reasoning, repeated=repeated, keeps_stop=keeps_stop)
-    answer = write_message(prepared, [[sequence]], served_model)
+    answer = write_whole(MessageEvents, prepared, [[sequence]], served_model)
     whole = checked_message(answer.content)
     stream = MessageEvents(prepared, served_model, StreamOptions())
     written = b"".join(stream.events(group) for group in interleaved([[sequence]], random.Random(seed)))

@@ -18,9 +18,10 @@ from tests.server.helpers.response_events import (
 )
 from tests.server.helpers.tool_texts import FRAGMENTS, NAMES
 from tokasaurus.messages.generation import FinishReason
-from tokasaurus.server.dialects.responses import ResponseEvents, ResponsesRequest, repeated_fields, write_response
+from tokasaurus.server.dialects.responses import ResponseEvents, ResponsesRequest, WholeResponse, repeated_fields
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
+from tokasaurus.server.respond.blocks import write_whole
 from tokasaurus.server.respond.whole import build_chat_completion
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tools.formats import FORMATS, ToolCallFormat
@@ -72,7 +73,7 @@ def test_joined_events_equal_the_whole_answer_and_chat_wherever_the_stream_is_cu
         repeated=repeated_fields(BODY, served_model),
         keeps_stop=keeps_stop,
     )
-    answer = write_response(prepared, [[sequence]], served_model)
+    answer = write_whole(WholeResponse, prepared, [[sequence]], served_model)
     whole = checked_response(answer.content)
     stream = ResponseEvents(prepared, served_model, StreamOptions())
     written = b"".join(stream.events(group) for group in interleaved([[sequence]], random.Random(seed)))

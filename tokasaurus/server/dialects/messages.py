@@ -6,7 +6,8 @@ import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import orjson
@@ -23,7 +24,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError, from_json
+from pydantic_core import from_json
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,13 +32,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.dialects.client_tools import CLIENT_TOOLS
 from tokasaurus.server.endpoint import RoutedEndpoint, count_prompt_tokens
-from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.errors import ApiError, InvalidRequest, shorten
 from tokasaurus.server.json_body import JsonBodyRoute
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses, example_body
 from tokasaurus.server.prepare.chat import chat_of, draft_chat
 from tokasaurus.server.prepare.field_table import FieldTable
-from tokasaurus.server.prepare.requests import Draft, Origin, Prepared
+from tokasaurus.server.prepare.requests import Draft, Origin
 from tokasaurus.server.protocol.answers import Usage
 from tokasaurus.server.protocol.chat import ChatForm, ChatMessage, TemplateFields, named_here
 from tokasaurus.server.protocol.fields import (
@@ -49,13 +49,11 @@ from tokasaurus.server.protocol.fields import (
     not_implemented,
     value_error,
 )
-from tokasaurus.server.protocol.grammar_fields import GrammarSource, parse_response_format
+from tokasaurus.server.protocol.grammar_fields import GrammarSource, parse_flat_format
 from tokasaurus.server.protocol.known_fields import with_known_fields
-from tokasaurus.server.protocol.sampling_fields import StopStrings, StreamOptions
+from tokasaurus.server.protocol.sampling_fields import StopStrings
 from tokasaurus.server.protocol.tools import (
     MAX_TOOLS,
-    CalledFunction,
-    FunctionDefinition,
     FunctionName,
     MessageToolCall,
     Tool,
@@ -63,9 +61,8 @@ from tokasaurus.server.protocol.tools import (
     ToolExtras,
     is_deep,
 )
-from tokasaurus.server.respond.blocks import Block, BlockEvents
+from tokasaurus.server.respond.blocks import Block, BlockEvents, event, write_whole
 from tokasaurus.server.respond.logprobs import TokenLogprob
-from tokasaurus.server.respond.whole import Answer
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.value_words import MAX_ECHO_CHARS, MAX_TOLD
 from tokasaurus.text.json_lines import write_json
@@ -314,10 +311,7 @@ class MessagesTool(ToolExtras):
     allowed_callers: Any = None
 
     def chat_tool(self) -> Tool:
-        function = FunctionDefinition.model_construct(
-            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
-        )
-        return Tool.model_construct(type="function", function=function)
+        return Tool.of(self.name, self.description, self.input_schema, self.strict)
 
 
 class DefinedTool(ToolExtras):
@@ -340,13 +334,7 @@ class DefinedTool(ToolExtras):
 
     def chat_tool(self) -> Tool:
         defined = CLIENT_TOOLS[self.type]
-        function = FunctionDefinition.model_construct(
-            name=self.name,
-            description=defined.description,
-            parameters=dict(defined.parameters),
-            strict=self.strict,
-        )
-        return Tool.model_construct(type="function", function=function)
+        return Tool.of(self.name, defined.description, dict(defined.parameters), self.strict)
 
 
 def _parse_tool(value: object) -> MessagesTool | DefinedTool:
@@ -396,22 +384,13 @@ class ThinkingConfig(StrictObject):
     block_binding: dict[str, Any] | None = None
 
 
-_FORMAT_PARAM = "output_config.format"
-
-
 def _parse_output_format(value: object) -> GrammarSource | None:
-    nested = value
-    if isinstance(value, dict) and value.get("type") == "json_schema":
-        inner = {name: field for name, field in value.items() if name != "type"}
-        # the API has no field for it: its structured outputs always follow the schema
-        nested = {"type": "json_schema", "json_schema": {"name": "output", "strict": True, **inner}}
-    elif value is not None:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or value.get("type") != "json_schema":
         raise value_error('must have "json_schema" as its "type"')
-    try:
-        return parse_response_format(nested, _FORMAT_PARAM)
-    except PydanticCustomError as error:
-        message = error.message().replace("json_schema.", "")
-        raise PydanticCustomError(error.type, "{message}", {"message": message}) from None
+    # the API has no field for it: its structured outputs always follow the schema
+    return parse_flat_format(value, "output_config.format", name="output", strict=True)
 
 
 class OutputFormat(StrictObject):
@@ -787,7 +766,8 @@ def _to_messages(system: str, turns: Sequence[_Turn]) -> list[ChatMessage]:
 
 def _of_assistant(turn: _Turn) -> tuple[ChatMessage, set[str]]:
     """(the message, the ids of its calls)."""
-    calls = [_tool_call(part.block) for part in turn.parts if isinstance(part.block, ToolUseInput)]
+    blocks = [part.block for part in turn.parts if isinstance(part.block, ToolUseInput)]
+    calls = [MessageToolCall.of(block.id, block.name, block.input) for block in blocks]
     ids = {call.id for call in calls}
     if len(ids) < len(calls):
         raise InvalidRequest(f"{turn.place} has several blocks of type tool_use with one id", turn.place)
@@ -844,11 +824,6 @@ def _text_of(turn: _Turn) -> str:
     return ("" if turn.role == "assistant" else "\n\n").join(filter(None, messages))
 
 
-def _tool_call(block: ToolUseInput) -> MessageToolCall:
-    function = CalledFunction.model_construct(name=block.name, arguments=block.input)
-    return MessageToolCall.model_construct(id=block.id, type="function", function=function)
-
-
 def _enable_thinking(body: _ConversationFields) -> bool | None:
     thinking = body.thinking
     return body.enable_thinking if thinking is None or thinking.type == "adaptive" else thinking.type == "enabled"
@@ -883,16 +858,12 @@ _NO_INPUT = orjson.Fragment(b"{}")
 class MessageEvents(BlockEvents):
     """The events of one message."""
 
-    def __init__(self, prepared: Prepared, model: ServedModel, _options: StreamOptions) -> None:
-        super().__init__(prepared, model)
-
-    def message(self) -> dict[str, Any]:
-        """The whole message, as on the wire."""
+    def whole(self) -> dict[str, Any]:
         return self._message([_content(block) for block in self.blocks])
 
     def failure(self, error: ApiError) -> bytes:
         """The last event of a stream that fails."""
-        return _event("error", error={"type": error_type(error.status), "message": error.message})
+        return event("error", error={"type": error_type(error.status), "message": error.message})
 
     def _message(self, content: list[ContentBlock]) -> dict[str, Any]:
         answer = MessageObject(
@@ -903,10 +874,7 @@ class MessageEvents(BlockEvents):
             stop_sequence=None if self.finish_reason is None else self.stop_string,
             usage=_usage(self.usage),
         )
-        shown = {field.name: getattr(answer, field.name) for field in fields(answer)}
-        if self.weights is not None:
-            shown |= {"weight_version": self.weights[-1].version, "weight_versions": self.weights}
-        return shown
+        return self._with_weights(answer)
 
     def _stop_reason(self) -> StopReason | None:
         match self.finish_reason:
@@ -923,11 +891,11 @@ class MessageEvents(BlockEvents):
         return "end_turn" if self.stop_string is None else "stop_sequence"
 
     def _write_start(self) -> None:
-        self._events.append(_event("message_start", message=self._message([])))
+        self._events.append(event("message_start", message=self._message([])))
 
     def _write_block_start(self, block: Block) -> None:
         shown = ToolUseBlock(block.call_id, block.name, _NO_INPUT) if block.kind == "call" else _content(block)
-        self._events.append(_event("content_block_start", index=block.index, content_block=shown))
+        self._events.append(event("content_block_start", index=block.index, content_block=shown))
 
     def _write_block_delta(self, block: Block, text: str, _logprobs: list[TokenLogprob]) -> None:
         match block.kind:
@@ -937,28 +905,16 @@ class MessageEvents(BlockEvents):
                 delta = {"type": "input_json_delta", "partial_json": text}
             case "reasoning":
                 delta = {"type": "thinking_delta", "thinking": text}
-        self._events.append(_event("content_block_delta", index=block.index, delta=delta))
+        self._events.append(event("content_block_delta", index=block.index, delta=delta))
 
     def _write_block_end(self, block: Block) -> None:
-        self._events.append(_event("content_block_stop", index=block.index))
+        self._events.append(event("content_block_stop", index=block.index))
 
     def _write_end(self) -> None:
         end = self._message([])
         delta = {name: end[name] for name in ("stop_reason", "stop_sequence")}
-        self._events.append(_event("message_delta", delta=delta, usage=end["usage"]))
-        self._events.append(_event("message_stop"))
-
-
-def write_message(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel) -> Answer:
-    """The whole answer to a body, which has one sequence."""
-    events = MessageEvents(prepared, model, StreamOptions())
-    ((sequence,),) = results
-    events.add(sequence)
-    return Answer(write_json(events.message()), events.usage)
-
-
-def _event(kind: str, **content: object) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), write_json({"type": kind, **content}))
+        self._events.append(event("message_delta", delta=delta, usage=end["usage"]))
+        self._events.append(event("message_stop"))
 
 
 def _content(block: Block) -> ContentBlock:
@@ -1065,7 +1021,7 @@ _CONVERSATION = [{"role": "user", "content": "What do whales eat?"}]
 ENDPOINT = RoutedEndpoint(
     body_model=MessagesRequest,
     draft=draft_message,
-    build=write_message,
+    build=partial(write_whole, MessageEvents),
     stream=MessageEvents,
     renders_template=True,
     name="create_message",

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 from fastapi import APIRouter, Request
@@ -16,12 +17,10 @@ from pydantic import (
     PlainValidator,
     TypeAdapter,
 )
-from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.endpoint import RoutedEndpoint, count_prompt_tokens
-from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.errors import ApiError, InvalidRequest, ResponseNotStored
 from tokasaurus.server.json_body import JsonBodyRoute
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses, example_body
@@ -46,22 +45,25 @@ from tokasaurus.server.protocol.fields import (
     not_implemented,
     value_error,
 )
-from tokasaurus.server.protocol.grammar_fields import GrammarSource, PlainFormat, parse_response_format
+from tokasaurus.server.protocol.grammar_fields import (
+    GrammarSource,
+    PlainFormat,
+    parse_flat_format,
+)
 from tokasaurus.server.protocol.known_fields import with_known_fields
 from tokasaurus.server.protocol.sampling_fields import Metadata, StreamOptions
 from tokasaurus.server.protocol.tools import (
     MAX_TOOLS,
     CallArguments,
-    CalledFunction,
     FunctionDefinition,
     MessageToolCall,
     Tool,
     ToolChoice,
     is_deep,
 )
-from tokasaurus.server.respond.blocks import Block, BlockEvents
+from tokasaurus.server.respond.blocks import Block, BlockEvents, event, write_whole
 from tokasaurus.server.respond.logprobs import TokenLogprob, build_chat_logprobs
-from tokasaurus.server.respond.whole import Answer, token_names, write_list
+from tokasaurus.server.respond.whole import token_names, write_list
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.value_words import MAX_ECHO_CHARS
 from tokasaurus.text.json_lines import write_json
@@ -382,24 +384,13 @@ class TextFormat:
     """The format as the body has it; None: the body has none."""
 
 
-_FORMAT_PARAM = "text.format"
-
-
 def _parse_text_format(value: object) -> TextFormat:
     """The chat field response_format in another form: what json_schema has there is beside the type here."""
     if value is None:
         return TextFormat()
     if not isinstance(value, dict) or value.get("type") not in ("text", "json_object", "json_schema"):
         raise value_error('must have "text", "json_object" or "json_schema" as its "type"')
-    nested: object = value
-    if value["type"] == "json_schema":
-        inner = {name: field for name, field in value.items() if name != "type"}
-        nested = {"type": "json_schema", "json_schema": inner}
-    try:
-        grammar = parse_response_format(nested, _FORMAT_PARAM)
-    except PydanticCustomError as error:
-        message = error.message().replace("json_schema.", "")
-        raise PydanticCustomError(error.type, "{message}", {"message": message}) from None
+    grammar = parse_flat_format(value, "text.format")
     if is_deep(value):  # the answer repeats it
         raise value_error("is nested too deeply")
     return TextFormat(grammar, value)
@@ -657,11 +648,6 @@ def draft_response(body: ResponsesRequest, model: ServedModel, limits: EngineLim
     return replace(draft, prepared=replace(draft.prepared, repeated=repeated_fields(body, model)))
 
 
-def _chat_tool(tool: ResponsesTool) -> Tool:
-    fields = {name: getattr(tool, name) for name in FunctionDefinition.model_fields}
-    return Tool.model_construct(type="function", function=FunctionDefinition.model_construct(**fields))
-
-
 @dataclass(slots=True)
 class _Turn:
     """One message of the assistant, as items list its parts: reasoning, texts and calls."""
@@ -705,7 +691,7 @@ def to_messages(instructions: str | None, items: Sequence[InputItem]) -> list[Ch
             turn = None
         if isinstance(item, FunctionCallItem):
             turn = turn or _Turn()
-            turn.calls.append(_tool_call(item))
+            turn.calls.append(MessageToolCall.of(item.call_id, item.name, item.arguments))
             turn.ends_with_text = False
             call_ids.add(item.call_id)
         elif isinstance(item, FunctionCallOutputItem):
@@ -730,17 +716,15 @@ def to_messages(instructions: str | None, items: Sequence[InputItem]) -> list[Ch
     return messages
 
 
-def _tool_call(item: FunctionCallItem) -> MessageToolCall:
-    function = CalledFunction.model_construct(name=item.name, arguments=item.arguments)
-    return MessageToolCall.model_construct(id=item.call_id, type="function", function=function)
-
-
 _FIELDS = FieldTable[ResponsesRequest](
     messages=("input", lambda body: to_messages(body.instructions, body.input)),
     max_completion_tokens="max_output_tokens",
     response_format=("text.format", lambda body: body.text.format.grammar),
     logprobs=("logprobs", lambda body: body.wants_logprobs),
-    tools=("tools", lambda body: [_chat_tool(tool) for tool in body.tools]),
+    tools=(
+        "tools",
+        lambda body: [Tool.of(tool.name, tool.description, tool.parameters, tool.strict) for tool in body.tools],
+    ),
     reasoning_effort=(
         "reasoning_effort",
         lambda body: body.reasoning_effort if body.reasoning.effort is None else body.reasoning.effort,
@@ -788,16 +772,15 @@ _ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 class ResponseEvents(BlockEvents):
     """The events of one response, with `sequence_number` from 0. Each block is an item."""
 
-    def __init__(self, prepared: Prepared, model: ServedModel, _options: StreamOptions) -> None:
-        super().__init__(prepared, model)
+    def __init__(self, prepared: Prepared, model: ServedModel, options: StreamOptions) -> None:
+        super().__init__(prepared, model, options)
         self._created = int(time.time())
         self._names = token_names(prepared, model)
         self._items: list[OutputItem] = []  # that are complete
         self._logprobs: list[ChatTokenLogprob] = []  # of the text block that is open
         self._num_events = 0
 
-    def response(self) -> dict[str, Any]:
-        """The response so far, as on the wire."""
+    def whole(self) -> dict[str, Any]:
         if self.finish_reason is None:
             return self._response("in_progress")
         if self.finish_reason == "length":
@@ -828,15 +811,11 @@ class ResponseEvents(BlockEvents):
             completed_at=int(time.time()) if status == "completed" else None,
             **self._prepared.repeated,
         )
-        shown = {field.name: getattr(answer, field.name) for field in fields(answer)}
-        if self.weights is not None:
-            shown |= {"weight_version": self.weights[-1].version, "weight_versions": self.weights}
-        return shown
+        return self._with_weights(answer)
 
     def _event(self, kind: str, **content: object) -> None:
-        event = {"type": kind, "sequence_number": self._num_events, **content}
+        self._events.append(event(kind, sequence_number=self._num_events, **content))
         self._num_events += 1
-        self._events.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), write_json(event)))
 
     def _write_start(self) -> None:
         self._event("response.created", response=self._response("in_progress"))
@@ -884,7 +863,7 @@ class ResponseEvents(BlockEvents):
 
     def _write_end(self) -> None:
         kind = "response.completed" if self.finish_reason == "stop" else "response.incomplete"
-        self._event(kind, response=self.response())
+        self._event(kind, response=self.whole())
 
     def _add_logprobs(self, tokens: Sequence[TokenLogprob]) -> list[ChatTokenLogprob]:
         """The entries of the open text block's next tokens."""
@@ -908,7 +887,7 @@ class ResponseEvents(BlockEvents):
         return item
 
 
-class _WholeResponse(ResponseEvents):
+class WholeResponse(ResponseEvents):
     """Completes the items, and writes no events."""
 
     def _write_start(self) -> None: ...
@@ -922,14 +901,6 @@ class _WholeResponse(ResponseEvents):
         self._end_item(block)
 
     def _write_end(self) -> None: ...
-
-
-def write_response(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel) -> Answer:
-    """The whole answer to a body, which has one sequence."""
-    whole = _WholeResponse(prepared, model, StreamOptions())
-    ((sequence,),) = results
-    whole.add(sequence)
-    return Answer(write_json(whole.response()), whole.usage)
 
 
 def _event_logprobs(entries: Sequence[ChatTokenLogprob]) -> Any:
@@ -971,7 +942,7 @@ def _usage(usage: Usage) -> ResponseUsage:
 ENDPOINT = RoutedEndpoint(
     body_model=ResponsesRequest,
     draft=draft_response,
-    build=write_response,
+    build=partial(write_whole, WholeResponse),
     stream=ResponseEvents,
     renders_template=True,
     name="create_response",

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import ConfigDict, Field, PlainValidator
+from pydantic_core import PydanticCustomError
 
 from tokasaurus.server.protocol.exact_schema import SchemaError, exact_schema
 from tokasaurus.server.protocol.fields import StrictObject, Text, not_implemented, value_error
@@ -129,6 +130,20 @@ def _with_exact_schemas(lark: str) -> str:
         parts += [lark[begin:position], json.dumps(exact_schema(schema), ensure_ascii=False)]
         begin = position = end
     return "".join([*parts, lark[begin:]])
+
+
+def parse_flat_format(value: Mapping[str, object], param: str, **more: object) -> GrammarSource | None:
+    """As `parse_response_format`, of a format that has beside its type what json_schema has in chat. more: further
+    fields of json_schema."""
+    nested: object = value
+    if value["type"] == "json_schema":
+        inner = {name: field for name, field in value.items() if name != "type"}
+        nested = {"type": "json_schema", "json_schema": {**more, **inner}}
+    try:
+        return parse_response_format(nested, param)
+    except PydanticCustomError as error:
+        message = error.message().replace("json_schema.", "")
+        raise PydanticCustomError(error.type, "{message}", {"message": message}) from None
 
 
 def parse_response_format(value: object, param: str = "response_format") -> GrammarSource | None:

@@ -92,6 +92,14 @@ class Tool(ToolExtras):
     function: FunctionDefinition
     strict: Any = None
 
+    @staticmethod
+    def of(name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None) -> "Tool":
+        """A function, from values that have been validated."""
+        function = FunctionDefinition.model_construct(
+            name=name, description=description, parameters=parameters, strict=strict
+        )
+        return Tool.model_construct(type="function", function=function)
+
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), NullMeans([])]
 
@@ -217,6 +225,12 @@ class MessageToolCall(StrictObject):
     cache_control: Any = None
     extra_content: Any = None
     provider_specific_fields: Any = None
+
+    @staticmethod
+    def of(call_id: str, name: str, arguments: dict[str, Any] | str) -> "MessageToolCall":
+        """A call, from values that have been validated."""
+        function = CalledFunction.model_construct(name=name, arguments=arguments)
+        return MessageToolCall.model_construct(id=call_id, type="function", function=function)
 
 
 @dataclass(frozen=True, slots=True)

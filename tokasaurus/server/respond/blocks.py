@@ -6,10 +6,10 @@ stream tells how the same blocks begin, grow and end.
 
 from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal
 
 from tokasaurus.messages.generation import FinishReason, SequenceDelta
 from tokasaurus.random_ids import random_id
@@ -17,10 +17,13 @@ from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.answers import Usage, WeightSpan
 from tokasaurus.server.protocol.chat import ContentDelta, ReasoningDelta, ToolCallsDelta, ToolCallStart
+from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.respond.choice import Choice, MessageStream, UsageCounter, weight_spans
 from tokasaurus.server.respond.logprobs import TokenLogprob
 from tokasaurus.server.respond.stream import AnswerEvents
+from tokasaurus.server.respond.whole import Answer
 from tokasaurus.server.served_model import ServedModel
+from tokasaurus.text.json_lines import write_json
 
 BlockKind = Literal["reasoning", "text", "call"]
 
@@ -51,7 +54,7 @@ class Block:
 class BlockEvents(AnswerEvents):
     """The events of an answer's blocks. Subclasses write them."""
 
-    def __init__(self, prepared: Prepared, model: ServedModel) -> None:
+    def __init__(self, prepared: Prepared, model: ServedModel, _options: StreamOptions) -> None:
         (request,) = prepared.requests
         self._prepared = prepared
         self._model = model
@@ -70,6 +73,17 @@ class BlockEvents(AnswerEvents):
         self._is_open = False
         self._has_begun = False
         self._events: list[bytes] = []
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The answer so far, as on the wire."""
+
+    def _with_weights(self, answer: Any) -> dict[str, Any]:
+        """The answer as on the wire, with the weights that its tokens are from once they are known."""
+        shown = {field.name: getattr(answer, field.name) for field in fields(answer)}
+        if self.weights is not None:
+            shown |= {"weight_version": self.weights[-1].version, "weight_versions": self.weights}
+        return shown
 
     @property
     def stop_string(self) -> str | None:
@@ -194,3 +208,21 @@ class BlockEvents(AnswerEvents):
     @abstractmethod
     def _write_end(self) -> None:
         """All blocks are complete, and `finish_reason` is set."""
+
+
+def write_whole(
+    make: Callable[[Prepared, ServedModel, StreamOptions], BlockEvents],
+    prepared: Prepared,
+    results: Sequence[Sequence[FinishedSequence]],
+    model: ServedModel,
+) -> Answer:
+    """The whole answer to a body, which has one sequence."""
+    events = make(prepared, model, StreamOptions())
+    ((sequence,),) = results
+    events.add(sequence)
+    return Answer(write_json(events.whole()), events.usage)
+
+
+def event(kind: str, **content: object) -> bytes:
+    """A server-sent event with its kind in both places."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), write_json({"type": kind, **content}))
