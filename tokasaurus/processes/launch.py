@@ -1,12 +1,11 @@
 """Start, monitor and stop the server, managers and model workers; none outlives this process."""
 
 import json
-import os
 import signal
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +13,7 @@ from tokasaurus.addresses import bind, listening_at, url_of
 from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint
 from tokasaurus.checkpoint.cache import cache_directory, expand_home
 from tokasaurus.config import ServerConfig
+from tokasaurus.files import replace_text
 from tokasaurus.inherited import NO_DIRECTORY, working_directory
 from tokasaurus.messages.channel import wait
 from tokasaurus.messages.sampling import show_changed
@@ -321,11 +321,5 @@ def read_start_times() -> dict[str, float]:
 
 def write_start_times(times: Mapping[str, float]) -> None:
     """Nothing happens if that is impossible."""
-    try:
-        path = cache_directory() / _START_TIMES
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{_START_TIMES}.{os.getpid()}")
-        unfinished.write_text(json.dumps(times, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(path)
-    except (OSError, UserError):
-        pass
+    with suppress(OSError, UserError):
+        replace_text(cache_directory() / _START_TIMES, json.dumps(times, indent=1) + "\n")

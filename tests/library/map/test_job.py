@@ -27,6 +27,7 @@ from pydantic import BaseModel
 from tests.library.map.helpers.calls import call_map, expected_rows, without_messages
 from tests.library.map.helpers.finished import read_output
 from tests.library.map.helpers.instant_session import InstantSession, completion, respond
+from tokasaurus import files
 from tokasaurus.library.connection import ServerError
 from tokasaurus.library.map import journal as journal_module
 from tokasaurus.library.map.journal import JobChanged, Journal, OutputFull
@@ -395,7 +396,8 @@ def test_a_death_while_errors_are_removed_loses_no_other_row(
             real(temporary, path)
 
         with monkeypatch.context() as patched:
-            patched.setattr(journal_module, "publish", publish)
+            for module in (journal_module, files):
+                patched.setattr(module, "publish", publish)
             with pytest.raises(Killed):
                 call_map(rows, output, retry_errors=True, **arguments)
         found = read_output(output)

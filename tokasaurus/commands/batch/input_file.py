@@ -1,6 +1,5 @@
 """The input of a run: a file with one request per line, or a copy of what can be read only once, such as a pipe."""
 
-import codecs
 import hashlib
 import os
 import stat
@@ -13,6 +12,7 @@ from typing import Any
 import orjson
 
 from tokasaurus.commands.batch.errors import CommandError, InputRefused
+from tokasaurus.files import numbered_lines
 from tokasaurus.server.jobs.validation_process import InputReader
 
 MAX_PRINTED_ERRORS = 20
@@ -144,14 +144,10 @@ def show_errors(heading: str, errors: Sequence[dict[str, Any]], num_errors: int,
 
 
 def request_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number, from 1; content) of each line that is not blank, without the byte-order mark that editors of Windows
-    write at the start of a file. Raises CommandError."""
+    """`numbered_lines` of the file. Raises CommandError."""
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                if content.strip():
-                    yield number, content
+            yield from numbered_lines(file)
     except OSError as error:
         raise CommandError(f"input={path}: {error.strerror}") from None
 

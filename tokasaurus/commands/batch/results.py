@@ -13,8 +13,8 @@ import orjson
 from tokasaurus.commands.batch.errors import CommandError, InputRefused, NothingToContinue
 from tokasaurus.commands.batch.input_file import fingerprint, show_errors
 from tokasaurus.commands.batch.progress import BatchView
+from tokasaurus.files import NewFile
 from tokasaurus.library.counts import Failures
-from tokasaurus.server.jobs.store.data_dir import NewFile
 
 # Codes of our server for failures that the input did not cause.
 _NOT_THE_INPUTS = ("validation_failed", "input_file_missing")

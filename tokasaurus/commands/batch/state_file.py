@@ -13,7 +13,7 @@ import orjson
 
 from tokasaurus.commands.batch.errors import CommandError
 from tokasaurus.commands.batch.input_file import Fingerprint
-from tokasaurus.server.jobs.store.data_dir import sync_directory
+from tokasaurus.files import publish
 
 # What a server and a run put into the directory of a run that has its own server.
 _IN_DIRECTORY = ("lock", "database.sqlite", "database.sqlite-wal", "database.sqlite-shm", "files")
@@ -102,8 +102,7 @@ class StateFile:
                 file.flush()
                 os.fsync(file.fileno())
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before it has the name: nobody can be first
-                temporary.replace(self.path)
-                sync_directory(self.path.parent)
+                publish(temporary, self.path)
             except BaseException:
                 file.close()
                 temporary.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from tokasaurus.commands.bench.compare import COMPARED, Comparison, compare_meas
 from tokasaurus.commands.bench.config import BenchConfig
 from tokasaurus.commands.bench.figures import TIMES, time_per_token_s
 from tokasaurus.commands.bench.measure import Run
-from tokasaurus.commands.bench.results import write_text
+from tokasaurus.files import replace_text
 
 _COLORS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2")
 _MAX_POINTS = 2000
@@ -51,7 +51,7 @@ def write_html_of(path: Path, runs: Sequence[dict[str, Any]]) -> None:
         *_plots(runs, comparison.names),
         "</body></html>\n",
     ]
-    write_text(path, "\n".join(parts))
+    replace_text(path, "\n".join(parts))
 
 
 def _facts(runs: Sequence[dict[str, Any]]) -> str:

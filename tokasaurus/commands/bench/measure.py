@@ -17,9 +17,10 @@ from tokasaurus.commands.bench.client import Client, ClientOptions, RequestResul
 from tokasaurus.commands.bench.config import BenchConfig
 from tokasaurus.commands.bench.figures import Summary, summarize
 from tokasaurus.commands.bench.peers import without_secrets, words_of
-from tokasaurus.commands.bench.results import counting_bar, machine_facts, utc_now, write_text
+from tokasaurus.commands.bench.results import counting_bar, machine_facts, utc_now
 from tokasaurus.commands.bench.scrape import ServerFigures
 from tokasaurus.commands.bench.workloads import OfferedRequest
+from tokasaurus.files import replace_text
 from tokasaurus.flags import FlagError
 
 OWN_NAME = "server"
@@ -188,4 +189,4 @@ def without_user(url: str) -> str:
 
 def write_runs(path: Path, runs: list[Run]) -> None:
     """Raises OSError."""
-    write_text(path, json.dumps({"runs": [dataclasses.asdict(run) for run in runs]}, allow_nan=False) + "\n")
+    replace_text(path, json.dumps({"runs": [dataclasses.asdict(run) for run in runs]}, allow_nan=False) + "\n")

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 from tokasaurus import __version__
+from tokasaurus.files import replace_text
 
 _COLUMNS = 140
 
@@ -45,18 +46,7 @@ def utc_now() -> str:
 
 def write_json(path: Path, results: object) -> None:
     """results: of dataclasses, mappings, sequences and plain values."""
-    write_text(path, json.dumps(results, indent=1, default=dataclasses.asdict) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replaces the file when all is written. Raises OSError with the file's name."""
-    new = path.with_name(f".{path.name}.new")
-    try:
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)
-    except OSError as error:
-        new.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    replace_text(path, json.dumps(results, indent=1, default=dataclasses.asdict) + "\n")
 
 
 def console() -> Console:

@@ -6,7 +6,6 @@ it is not installed; their values are texts then.
 
 from __future__ import annotations
 
-import codecs
 import csv
 import glob
 import gzip
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
 import orjson
 
+from tokasaurus.files import numbered_lines
 from tokasaurus.library.map.rows import MAX_BATCH_BYTES, MAX_BATCH_ROWS, BadRow, Row, to_json, without_surrogates
 from tokasaurus.text.exact_json import loads
 
@@ -362,11 +362,8 @@ def read_json_lines(path: str) -> Iterator[tuple[bytes, Row] | str]:
     number = 0
     try:
         with _open_binary(path) as file:
-            for number, line in enumerate(file, 1):
-                # editors of Windows write a byte-order mark at the start of a file
-                text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
-                if text:
-                    yield _parse_line(text, path, number)
+            for number, line in numbered_lines(file):
+                yield _parse_line(line.strip(), path, number)
     except (OSError, EOFError) as error:
         raise ValueError(f"{path}: cannot be read after line {number}: {error}") from None
 

@@ -32,8 +32,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from tokasaurus.library.map.shards import Answers, MapRow, OpenShard, ShardFormat, publish, shard_name
-from tokasaurus.server.jobs.store.data_dir import NewFile, sync_directory
+from tokasaurus.files import NewFile, publish, sync_directory
+from tokasaurus.library.map.shards import Answers, MapRow, OpenShard, ShardFormat, shard_name
 from tokasaurus.text.exact_json import dumps, loads
 
 _VERSION = 2
@@ -357,13 +357,7 @@ class Journal:
 
     def _save_settings(self, settings: Mapping[str, Any]) -> None:
         content = dumps({"version": _VERSION, **settings}, option=orjson.OPT_INDENT_2, default=repr)
-        file = NewFile(self._root / "job.json.part")
-        try:
-            file.write(content)
-            file.commit(self._root / "job.json")
-        except BaseException:
-            file.discard()
-            raise
+        self._write(self._root / "job.json", content)
 
     def _remove_all(self) -> None:
         """The order matters: without job.json, files of the output would not be ours any more."""
@@ -419,12 +413,16 @@ class Journal:
     def _save_array(self, path: Path, array: npt.NDArray[np.uint64]) -> None:
         content = io.BytesIO()
         np.save(content, array)  # which tells no errno for a file on a full disk
-        temporary = path.with_name(f"{path.name}.part")
-        with temporary.open("wb") as file:
-            file.write(content.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        publish(temporary, path)
+        self._write(path, content.getvalue())
+
+    def _write(self, path: Path, content: bytes) -> None:
+        file = NewFile(path.with_name(f"{path.name}.part"))
+        try:
+            file.write(content)
+            file.commit(path)
+        except BaseException:
+            file.discard()
+            raise
 
     def _shard_name(self, number: int) -> str:
         return shard_name(number, self._shards.suffix)

@@ -17,7 +17,6 @@ import orjson
 
 from tokasaurus.library.map.answers import AnswerColumn, AnswerNames
 from tokasaurus.library.map.rows import Row, RowBatch, Source, import_arrow, to_json, without_surrogates
-from tokasaurus.server.jobs.store.data_dir import sync_directory
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -461,12 +460,6 @@ def answer_columns(names: AnswerNames, rows: Sequence[MapRow], is_list: bool) ->
 
 def shard_name(number: int, suffix: str) -> str:
     return f"part-{number:06d}{suffix}"
-
-
-def publish(temporary: Path, path: Path) -> None:
-    """Give a file that is on the disk its name. Raises OSError."""
-    temporary.replace(path)
-    sync_directory(path.parent)
 
 
 def _sync(file: int, flush: Any = None) -> None:

@@ -8,7 +8,6 @@ host launches attention between them: one after another, where the device may ha
 import hashlib
 import itertools
 import json
-import os
 import statistics
 import time
 from collections import Counter
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from tokasaurus import __version__
 from tokasaurus.checkpoint import CheckpointError, cache_directory
+from tokasaurus.files import replace_text
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups
 from tokasaurus.messages.status import DEFAULT_HYDRAGEN, HydragenCosts
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
@@ -114,11 +114,8 @@ def _read_times(path: Path) -> Times:
 
 def _write_times(path: Path, times: Times) -> None:
     """Does nothing where the cache cannot be written: the next start measures again."""
-    unfinished = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps([[*key, kept] for key, kept in times.items()]))
-        unfinished.replace(path)
+        replace_text(path, json.dumps([[*key, kept] for key, kept in times.items()]))
 
 
 def _key(backend: AttentionBackend, shape: KVShape, plan: _Plan, kernels: Kernels | None) -> str:

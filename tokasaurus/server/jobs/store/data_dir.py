@@ -1,4 +1,4 @@
-"""The data directory: its lock, what can go wrong with it, and files that are either whole on the disk or not there."""
+"""The data directory: its lock, what can go wrong with it, and the contents of files."""
 
 import fcntl
 import os
@@ -6,6 +6,8 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from tokasaurus.files import NewFile, sync_directory
 
 _TEMPORARY = ".part"
 _PRIVATE = 0o600
@@ -25,37 +27,6 @@ class DataDirInUse(StoreError):
 
 class ContentMissing(StoreError):
     """A file that is listed has no content: somebody deleted it from the data directory."""
-
-
-class NewFile:
-    """A file that gets its name only when it is whole and on the disk. All methods block, and raise OSError."""
-
-    def __init__(self, path: Path, mode: int = 0o666) -> None:
-        """path: its name until `commit`; an older file there is replaced. mode: its permissions, if the umask allows
-        them."""
-        self._path = path
-        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb")
-
-    def write(self, part: bytes) -> None:
-        self._file.write(part)
-
-    def flush(self) -> None:
-        """Others see all that was written."""
-        self._file.flush()
-
-    def commit(self, name: Path) -> None:
-        """Give it its name, in the place of an older file. If this fails, call `discard`, and write all of it again."""
-        with self._file as file:
-            file.flush()
-            os.fsync(file.fileno())
-        self._path.replace(name)
-        sync_directory(name.parent)
-
-    def discard(self) -> None:
-        """Nothing remains, unless it is committed."""
-        with suppress(OSError):  # of what is still in the buffer, if the disk is full
-            self._file.close()
-        self._path.unlink(missing_ok=True)
 
 
 class NewContent:
@@ -178,12 +149,3 @@ def _make_directory(path: Path) -> None:
     _make_directory(path.parent)
     path.mkdir(mode=0o700, exist_ok=True)
     sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Names in the directory are on the disk. Raises OSError."""
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
