@@ -237,9 +237,15 @@ def create_app(
     recording: gets the events of GET /live.
     """
     config = config or ServerConfig()
-    body_bytes = BodyBytes(max(config.max_body_bytes_in_all, config.max_request_bytes or 0))
-    shared = (GrammarChecker(model), TextThreads(), body_bytes, LoopLag())
-    state = ServerState(model, engine, *shared, config)
+    state = ServerState(
+        model,
+        engine,
+        grammars=GrammarChecker(model),
+        text_threads=TextThreads(),
+        body_bytes=BodyBytes(max(config.max_body_bytes_in_all, config.max_request_bytes or 0)),
+        loop_lag=LoopLag(),
+        config=config,
+    )
 
     endpoint = config.otel_endpoint
     operations = {path: one.operation for path, one in ENDPOINTS.items()}

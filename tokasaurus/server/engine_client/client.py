@@ -105,8 +105,15 @@ class CallCounts:
         self.num_kept_tokens += num_kept_tokens
 
     def totals(self) -> ServerTotals:
-        tokens = (self.num_prompt_tokens, self.num_generated_tokens, self.num_kept_tokens)
-        return ServerTotals(self.answered, self.aborted, self.failed, *tokens, self.num_lines_left)
+        return ServerTotals(
+            num_answered=self.answered,
+            num_aborted=self.aborted,
+            num_failed=self.failed,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+            num_kept_tokens=self.num_kept_tokens,
+            num_lines_left=self.num_lines_left,
+        )
 
 
 MIN_LOOK_SECONDS = 0.5

@@ -563,8 +563,14 @@ class BatchRunner:
                     parsed = await self._state.text_threads.run(len(content), parse_line, content, max_values)
                 if parsed.custom_id == pending.custom_id:
                     answer = functools.partial(self._answer, batch, pending, parsed)
-                    size = (pending.size, parsed.body.num_sequences)
-                    return Line(pending.custom_id, answer, *size, pending.number, pending.attempts)
+                    return Line(
+                        pending.custom_id,
+                        answer,
+                        num_bytes=pending.size,
+                        num_sequences=parsed.body.num_sequences,
+                        number=pending.number,
+                        attempts=pending.attempts,
+                    )
                 error = ApiError("the input file was changed after its validation")
         except LineRefused as refusal:
             error = refusal.error

@@ -204,8 +204,8 @@ class BatchService:
                     progress = self.progress(batch)
                     if progress is not None:
                         left = None if progress.seconds_left is None else TimeLeft(*progress.seconds_left)
-                        tokens = progress.generated_tokens, progress.expected_tokens
-                        tell_tokens(BatchTokens(*tokens, left, self.problem(batch)))
+                        problem = self.problem(batch)
+                        tell_tokens(BatchTokens(progress.generated_tokens, progress.expected_tokens, left, problem))
                     elif batch.status == "cancelling" and batch.number in self._cancelled:
                         self._cancelled[batch.number].set()
 

@@ -98,8 +98,15 @@ def draft_chat(
     if num_top and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
     response_id = response_id_of(body, id_prefix)
-    tops = (num_top if body.logprobs else None, num_prompt_top)
-    requests = make_requests(response_id, body, [(prompt_ids, max_new_tokens)], *tops, model, origin)
+    requests = make_requests(
+        response_id,
+        body,
+        [(prompt_ids, max_new_tokens)],
+        model,
+        origin,
+        num_top_logprobs=num_top if body.logprobs else None,
+        num_top_prompt_logprobs=num_prompt_top,
+    )
     if body.return_token_ids and body.stream:  # the first chunk of each choice repeats the prompt's ids
         check_prompt_values(requests, 0, "return_token_ids")
     marks = template.marks

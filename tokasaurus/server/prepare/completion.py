@@ -52,7 +52,6 @@ def draft_completion(
     num_top = None if body.logprobs is None else checked_top(body.logprobs, "logprobs", model)
     num_prompt_top = prompt_top(body, model)
     needed_prompt_tops = [top for top in (num_prompt_top, num_top if body.echo else None) if top is not None]
-    tops = (num_top, max(needed_prompt_tops, default=None))
     grammar = asked_grammar(body)
     if grammar is not None and len(grammar.text) * len(body.prompt) > MAX_GRAMMAR_CHARS_OF_PROMPTS:
         raise InvalidRequest(
@@ -82,7 +81,15 @@ def draft_completion(
         prompts.append((prompt_ids, max_new_tokens))
         if body.echo:
             echoes.append(make_echo(prompt, prompt_ids, model.tokenizer, num_top is not None, adds_special))
-    requests = make_requests(response_id, body, prompts, *tops, model, origin)
+    requests = make_requests(
+        response_id,
+        body,
+        prompts,
+        model,
+        origin,
+        num_top_logprobs=num_top,
+        num_top_prompt_logprobs=max(needed_prompt_tops, default=None),
+    )
     if body.echo:
         check_prompt_values(requests, num_top or 0, "echo")
     if num_prompt_top is not None:

@@ -279,10 +279,11 @@ def make_requests(
     response_id: str,
     body: SamplingFields,
     prompts: Sequence[tuple[list[int], int]],
-    num_top_logprobs: int | None,
-    num_top_prompt_logprobs: int | None,
     model: ServedModel,
     origin: Origin,
+    *,
+    num_top_logprobs: int | None,
+    num_top_prompt_logprobs: int | None,
 ) -> list[GenerateRequest]:
     """One for each prompt. Their ids are unique, also where a client chose the response's.
 

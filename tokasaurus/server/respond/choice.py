@@ -156,20 +156,28 @@ class Choice:
         if self._request.stop_strings:
             text = self._cut_text(text + self._end_mark(delta.token_ids[len(token_ids) :]), token_ids, is_last)
         self._num_characters += len(text)
-        reasoning: tuple[str, bool, int] = ("", False, 0)
+        reasoning, has_reasoning, num_reasoning_tokens = "", False, 0
         if self._reasoning is not None:
-            new_reasoning, has_reasoning, text, num_tokens = self._reasoning.add(text, token_ids, is_last)
-            reasoning = (new_reasoning, has_reasoning, num_tokens)
+            reasoning, has_reasoning, text, num_reasoning_tokens = self._reasoning.add(text, token_ids, is_last)
         if text and self.content_start is None:
             self.content_start = self._num_characters - len(text)
         finish_reason: FinishReason | None = "stop" if is_last and self._has_stopped else delta.finish_reason
-        if not self._wants_logprobs:
-            return ChoiceDelta(text, finish_reason, delta.token_ids, None, *reasoning)
-        assert delta.logprobs is not None, "the engine returns logprobs if they are requested"
-        if self._has_end_logprobs or self._is_parallel_to_ids:
-            token_ids = delta.token_ids
-        self._buffered_tokens += build_token_logprobs(token_ids, delta.logprobs, delta.top, self._offsets)
-        return ChoiceDelta(text, finish_reason, delta.token_ids, self._remove_sent_tokens(is_last), *reasoning)
+        logprobs = None
+        if self._wants_logprobs:
+            assert delta.logprobs is not None, "the engine returns logprobs if they are requested"
+            if self._has_end_logprobs or self._is_parallel_to_ids:
+                token_ids = delta.token_ids
+            self._buffered_tokens += build_token_logprobs(token_ids, delta.logprobs, delta.top, self._offsets)
+            logprobs = self._remove_sent_tokens(is_last)
+        return ChoiceDelta(
+            text,
+            finish_reason,
+            delta.token_ids,
+            logprobs,
+            reasoning=reasoning,
+            has_reasoning=has_reasoning,
+            num_reasoning_tokens=num_reasoning_tokens,
+        )
 
     def _without_end_token(self, token_ids: list[int]) -> list[int]:
         """The last delta's tokens without the eos or stop token that ended the sequence, unless the text keeps it."""

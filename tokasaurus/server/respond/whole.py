@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import orjson
 
@@ -69,14 +69,20 @@ def build_completion(
         if whole.logprobs is not None:
             own = build_completion_logprobs(whole.logprobs, token_names(prepared, model), len(echo))
             logprobs = own if logprobs is None else join_logprobs(logprobs, own)
-        choice = (index, echo + whole.text, logprobs, whole.finish_reason)
-        if prompt_ids is not None:
-            ids = (whole.token_ids, prompt_ids[request_index])
-            choices.append(ExtendedCompletionChoice(*choice, *ids, prompt_logprobs[request_index]))
-        elif prompt_logprobs[request_index] is not None:
-            choices.append(ExtendedCompletionChoice(*choice, None, None, prompt_logprobs[request_index]))
-        else:
-            choices.append(CompletionChoice(*choice))
+        text, scores = echo + whole.text, prompt_logprobs[request_index]
+        if prompt_ids is None and scores is None:
+            choices.append(CompletionChoice(index, text, logprobs, whole.finish_reason))
+            continue
+        choice = ExtendedCompletionChoice(
+            index,
+            text,
+            logprobs,
+            whole.finish_reason,
+            token_ids=None if prompt_ids is None else whole.token_ids,
+            prompt_token_ids=None if prompt_ids is None else prompt_ids[request_index],
+            prompt_logprobs=scores,
+        )
+        choices.append(choice)
     return Completion(
         id=prepared.response_id,
         object="text_completion",
@@ -99,20 +105,25 @@ def build_chat_completion(
         message, finish_reason = build_message(whole, prepared)
         if prepared.content_start:
             message = replace(message, content=prepared.content_start + (message.content or ""))
-        choice = (index, message, logprobs, finish_reason)
         if prepared.return_token_ids:
-            choices.append(ChatChoiceWithIds(*choice, whole.token_ids))
+            choices.append(ChatChoiceWithIds(index, message, logprobs, finish_reason, whole.token_ids))
         else:
-            choices.append(ChatChoice(*choice))
-    object_name: Literal["chat.completion"] = "chat.completion"
-    num_reasoning_tokens = sum(whole.num_reasoning_tokens for whole in wholes)
-    fingerprint, usage = _fingerprint(prepared, results, model), build_usage(prepared, results, num_reasoning_tokens)
-    fields = (prepared.response_id, object_name, int(time.time()), model.name, fingerprint, choices, usage)
+            choices.append(ChatChoice(index, message, logprobs, finish_reason))
+    completion = ChatCompletion(
+        id=prepared.response_id,
+        object="chat.completion",
+        created=int(time.time()),
+        model=model.name,
+        system_fingerprint=_fingerprint(prepared, results, model),
+        choices=choices,
+        usage=build_usage(prepared, results, sum(whole.num_reasoning_tokens for whole in wholes)),
+    )
     prompt_logprobs = write_prompt_logprobs(0, prepared, results[0][0].prompt_logprobs, model)
     prompt_ids = prepared.requests[0].prompt_ids.tolist() if prepared.return_token_ids else None
-    if prompt_ids is not None or prompt_logprobs is not None:
-        return ExtendedChatCompletion(*fields, prompt_ids, prompt_logprobs)
-    return ChatCompletion(*fields)
+    if prompt_ids is None and prompt_logprobs is None:
+        return completion
+    same = {field.name: getattr(completion, field.name) for field in fields(completion)}
+    return ExtendedChatCompletion(**same, prompt_token_ids=prompt_ids, prompt_logprobs=prompt_logprobs)
 
 
 @dataclass(frozen=True, slots=True)

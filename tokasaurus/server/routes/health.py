@@ -51,7 +51,11 @@ async def metrics(request: Request) -> Response:
     batches = None if service is None else service.stats()
     engine = state.engine
     collector = EngineCollector(
-        *(lambda: engine.stats, lambda: engine.num_restarts, state.loop_lag, batches, lambda: engine.switched_off),
+        read_stats=lambda: engine.stats,
+        read_restarts=lambda: engine.num_restarts,
+        loop_lag=state.loop_lag,
+        batches=batches,
+        read_switched_off=lambda: engine.switched_off,
         requests=engine.request_metrics,
         answers=state.answers,
         build=_build(state),
