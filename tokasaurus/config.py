@@ -184,7 +184,7 @@ class ServerConfig(FlagConfig):
     torch_compile: bool | None = flag(
         None,
         "compile the layers with torch.compile; auto is on for CUDA, where the start goes on without if that "
-        "fails; on CPU this replaces our own kernels, which are faster",
+        "fails or our Triton kernels are faster; on CPU this replaces our own kernels, which are faster",
         none_means="auto",
         heading="compile",
     )

@@ -90,8 +90,8 @@ def run_layers(layers: Sequence[DecoderLayer], hidden: Tensor, cos_sin: Tensor, 
 
 
 class CompiledExecutor:
-    """Runs all layers as one compiled function, which leaves attention whole; once the compiler has failed, runs
-    `plain`."""
+    """Runs all layers as one compiled function, which leaves attention whole; once the compiler has failed, or `plain`
+    is known to be faster, runs that."""
 
     always_on_kernels = False
 
@@ -108,12 +108,14 @@ class CompiledExecutor:
         self._layers = list(model.decoder_layers())
         self._backend = backend
         self._compiler = compiler
-        self._plain = plain
+        self.plain = plain
+        self.is_slower = False
+        """Whether `plain` is faster, as far as known."""
         self._run = compiler.compile(run, options)
 
     def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
-        if self._compiler.has_failed or len(cos_sin) > MAX_COMPILED_TOKENS:
-            return self._plain.run(hidden, cos_sin, attends)
+        if self.is_slower or self._compiler.has_failed or len(cos_sin) > MAX_COMPILED_TOKENS:
+            return self.plain.run(hidden, cos_sin, attends)
         with attending(attends):
             # Their storage changes. Views of one element have the same shape before and after the cache gets its size.
             caches = [cache.as_strided((1,), (1,)) for cache in self._backend.caches]
@@ -142,7 +144,8 @@ class KernelExecutor:
 
 
 def choose_executor(model: Decoder, backend: AttentionBackend, compiler: Compiler | None = None) -> LayerExecutor:
-    """The fastest executor for a loaded and packed model with this backend; the compiler's, if there is one.
+    """The fastest executor for a loaded and packed model with this backend; the compiler's, if there is one, which a
+    start compares with its `plain` (worker/layer_choice).
 
     A start has checked the layers' Triton kernels by now, and switched them off on all ranks if they fail on one."""
     modules = ModuleExecutor(model)

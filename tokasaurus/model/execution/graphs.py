@@ -278,7 +278,7 @@ class StepGraphs:
             return output
 
         with recorder.preparing():
-            self._forward(size, _no_attention)
+            self._forward(size, no_attention)
             recorder.begin()
             return self._end_recording(size, leave_out, pieces)
 
@@ -330,11 +330,12 @@ class StepGraphs:
         return self._sampler(logits, SamplingRows(*own, any_logprobs=True, limited=None))
 
 
-def _no_attention(  # a forward whose results nobody reads
+def no_attention(
     query: Tensor,
     key: Tensor,  # noqa: ARG001
     value: Tensor,  # noqa: ARG001
     layer_index: int,  # noqa: ARG001
     output: Tensor | None = None,
 ) -> Tensor:
+    """In the place of attention, as Attends, in a forward whose results nobody reads."""
     return torch.zeros_like(query) if output is None else output.zero_()

@@ -46,6 +46,7 @@ from tokasaurus.model.decoder.quantize import CannotQuantize, Packing
 from tokasaurus.model.decoder.tensor_files import has_quantized
 from tokasaurus.model.decoder.uploads import uploads_to
 from tokasaurus.model.decoder.weights import FilledModules, load_weights, return_freed_memory
+from tokasaurus.model.execution.executors import CompiledExecutor, FusedExecutor, ModuleExecutor
 from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
@@ -63,6 +64,7 @@ from tokasaurus.model.worker.device import (
     set_worker_threads,
 )
 from tokasaurus.model.worker.hydragen_costs import describe_savings, find_costs, with_step_price
+from tokasaurus.model.worker.layer_choice import describe_choice, takes_own_kernels, time_layers
 from tokasaurus.model.worker.loop import run_steps
 from tokasaurus.model.worker.memory import (
     MemoryTable,
@@ -529,8 +531,8 @@ def load_worker(
         )
     loaded = LoadedWorker(mesh, device, kernels, compiler, model, shape, backend, slots, runner, limits, memory, checks)
     if compiler is not None:
-        with phases("compiled layers"):
-            _check_compiled(loaded, compiler, config)
+        with phases("compiled layers") as details:
+            _check_compiled(loaded, compiler, config, details)
     return loaded
 
 
@@ -708,12 +710,33 @@ def check_layers(loaded: LoadedWorker, flag: str | None = None) -> bool:
     return loaded.checks.passes("torch_compile", measure, what, without, flag)
 
 
-def _check_compiled(loaded: LoadedWorker, compiler: Compiler, config: ServerConfig) -> None:
-    """Compile the layers; switch the compiler off if it fails, which it logs itself, or if they compute wrongly."""
+def _check_compiled(loaded: LoadedWorker, compiler: Compiler, config: ServerConfig, details: list[str]) -> None:
+    """Compile the layers; switch the compiler off if it fails, which it logs itself, or if they compute wrongly. Unless
+    they are asked for, our kernels compute the layers where they are faster."""
     if not check_layers(loaded, "torch_compile=T" if config.torch_compile else None):
         compiler.switch_off()
     elif compiler.has_failed:
         loaded.checks.leave_out("torch_compile", "it does not compile here")
+    elif config.torch_compile is None:
+        _choose_layers(loaded, details)
+
+
+def _choose_layers(loaded: LoadedWorker, details: list[str]) -> None:
+    """Let our kernels compute the layers if they are right and faster than the compiled ones, which are right."""
+    executor = loaded.runner.executor
+    if not isinstance(executor, CompiledExecutor) or not isinstance(executor.plain, FusedExecutor):
+        return
+    measure = partial(
+        measure_layers,
+        *(executor.plain, loaded.model, loaded.backend, loaded.shape, loaded.mesh, None),
+        *(loaded.runner.token_multiple, loaded.limits.context_length),
+    )
+    if not loaded.checks.passes("triton_layers", measure, "the layers' Triton kernels are", "compiled layers compute"):
+        executor.plain = ModuleExecutor(loaded.model)
+        return
+    times = time_layers(executor, executor.plain, loaded.model, loaded.mesh, loaded.limits.max_tokens)
+    executor.is_slower = takes_own_kernels(times)
+    details.append(describe_choice(times))
 
 
 def _link_stages(mesh: Mesh, model: Decoder, limits: ForwardLimits, device: torch.device, trace: Trace) -> StageLinks:

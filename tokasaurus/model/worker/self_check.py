@@ -642,7 +642,7 @@ def measure_layers(
         layout = as_in_steps(layout_of(forward, shape.page_size, padding), backend, shape)
         attends = attends_over(backend, layout)
         positions = torch.nn.functional.pad(forward.positions % num_positions, (0, padding)).to(shape.device)
-        hidden = _first_hidden(num_rows + padding, model, seed)
+        hidden = first_hidden(num_rows + padding, model, seed)
         results = []
         # The modules last: what they store in the cache is what the next forward reads.
         for one, entering in ((executor, hidden), (modules, _perturbed(hidden)), (modules, hidden)):
@@ -669,7 +669,7 @@ def measure_graphs(
     sizes, all_sizes = runner.graph_sizes, runner.all_graph_sizes
     prompts = _Prompts(page_size, num_blocks, limits)
     if (first := prompts.prefill()) is not None:
-        hidden = None if model.is_first_stage else _first_hidden(len(first.prompt_ids), model, seed=2)
+        hidden = None if model.is_first_stage else first_hidden(len(first.prompt_ids), model, seed=2)
         runner.compute_alone(first, None, hidden)
     for size in dict.fromkeys((sizes[0], sizes[-1])):
         num_padding = int(size - 1 not in (0, *sizes))  # one row, where that does not make it another size
@@ -699,7 +699,7 @@ def _compare_graph(
         hidden = None
         if not model.is_first_stage:
             distinct, inverse = np.unique(places, return_inverse=True)
-            of_distinct = _first_hidden(len(distinct), model, turn)
+            of_distinct = first_hidden(len(distinct), model, turn)
             with torch.inference_mode(False):
                 hidden = of_distinct[torch.from_numpy(inverse).to(model.device)]
         replayed.append(runner.compute_alone(step, last_tokens, hidden))
@@ -884,7 +884,7 @@ def _compared(name: str, dtype: torch.dtype, found: Tensor, expected: Tensor, pe
         yield Measured(f"{name}: {which}", float(error), max(ROW_TOLERANCES[dtype], NOISE_FACTOR * float(of_noise)))
 
 
-def _first_hidden(num_rows: int, model: Decoder, seed: int) -> Tensor:
+def first_hidden(num_rows: int, model: Decoder, seed: int) -> Tensor:
     """What enters this stage, [T, E], the same on every rank: embeddings of random tokens, or random numbers."""
     generator = torch.Generator().manual_seed(seed)
     if model.is_first_stage:
