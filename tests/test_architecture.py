@@ -154,8 +154,8 @@ def test_the_architecture_page_draws_the_layers() -> None:
 
 
 def test_the_architecture_page_explains_every_package() -> None:
-    rows = re.findall(r"^\| (`.*?) \|", section_of_the_page("Packages"), flags=re.MULTILINE)
-    listed = {part.removesuffix(".py") for row in rows for part in re.split(r"[`/, ]+", row)}
+    rows = re.findall(r"^- (`.*?): ", section_of_the_page("Packages"), flags=re.MULTILINE)
+    listed = {part.removesuffix(".py") for row in rows for part in re.split(r"[`/, ()]+", row)}
     every = [name for layers in (LAYERS[1:], *INNER_LAYERS.values()) for names in layers for name in names]
     assert [name for name in every if name not in listed] == []
 

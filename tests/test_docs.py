@@ -37,16 +37,16 @@ def defined_in(path: Path) -> set[str]:
 
 
 def test_every_fault_names_a_test_that_exists() -> None:
-    named = re.findall(r"\| `(\S+\.py)::(\w+)` \|$", OPERATIONS, flags=re.MULTILINE)
+    named = re.findall(r"\(`(\S+\.py)::(\w+)`\)$", OPERATIONS, flags=re.MULTILINE)
     assert len(named) >= 30
     missing = [f"{path}::{name}" for path, name in named if name not in defined_in(ROOT / "tests" / path)]
     assert missing == []
     assert len(set(named)) == len(named)
 
 
-def test_the_table_of_the_torture_has_the_rows_of_every_part() -> None:
-    table = OPERATIONS.partition("## make torture")[2]
-    shown = set(re.findall(r"^\| (\w+) \|", table, flags=re.MULTILINE)) - {"part"}
+def test_the_figures_of_the_torture_are_of_every_part() -> None:
+    figures = OPERATIONS.partition("## make torture")[2]
+    shown = set(re.findall(r"^- (\w+): ", figures, flags=re.MULTILINE))
     assert shown == {*PARTS, "soak"}
 
 
@@ -71,9 +71,9 @@ def test_flags_in_the_docs_exist() -> None:
 
 
 def test_the_api_page_explains_every_sampling_parameter() -> None:
-    """In the table of fields, with the default where a model has none."""
-    table = (ROOT / "docs" / "api.md").read_text().partition("## Fields")[2].partition("\n## ")[0]
-    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    """In the list of fields, with the default where a model has none."""
+    listed = (ROOT / "docs" / "api.md").read_text().partition("## Fields")[2].partition("\n## ")[0]
+    rows = [row.partition(": ")[0] for row in listed.splitlines() if row.startswith("- `")]
     for name in SamplingParams._fields:
         (cell,) = [cell for cell in rows if f"`{name}`" in cell]
         mark = "\\*" if SamplingFields.model_fields[name].default is None else ""

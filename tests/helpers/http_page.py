@@ -26,7 +26,7 @@ two. [The HTTP API](api.md) says what the fields mean together, what their limit
 
 A field is `name`: type = default; meaning. In a body, a field with a question mark may be left out or null, which means
 the default, or else null. In an answer, such a field is left out only if it has no default. "any" is any JSON value.
-`"a"|"b"` are the texts that are possible. Objects that have a name are described [at the end](#objects).
+`"a"|"b"` are the texts that are possible, `string[]` is a list. Objects that have a name are described [at the end](#objects).
 
 Besides the errors that a route lists, each may answer 500, one that needs a key 401, one that changes something 403,
 and one that reads a JSON body 400, 413 and 415: [errors](api.md#errors).
@@ -292,7 +292,9 @@ class _Page:
             return f"`{'|'.join(json.dumps(value) for value in values if shows_null or value is not None)}`"
         kind = str(schema.get("type", "any"))
         if kind == "array":
-            return f"{_counted('list', schema, 'Items', 'entries')} of {self._type(schema.get('items', {}))}"
+            entry = self._type(schema.get("items", {}))
+            word = _counted("list", schema, "Items", "entries")
+            return f"{entry}[]" if word == "list" and " " not in entry else f"{word} of {entry}"
         if kind == "object":
             extra = schema.get("additionalProperties")
             return f"object of {self._type(extra)}" if isinstance(extra, dict) and extra else "object"

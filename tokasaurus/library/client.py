@@ -534,10 +534,9 @@ class Client:
         key: name of a dictionary's field that is the result's key; by default it is the row's number, from 0.
         sampling, schema, tools, options: as for `generate` and `chat`.
 
-        A row that cannot be answered has a result with an `error`; the key of a row that lacks it is None. One warning
-        at the end counts the errors. Raises TypeError and ValueError for arguments that are wrong for every row, and
-        what reading the rows raises. If the server is lost for good, the rows that have been sent get errors, no more
-        rows are read, and ServerError is raised. To leave the loop cancels what is in flight."""
+        A row that cannot be answered has a result with an `error`; one warning at the end counts them. Raises TypeError
+        and ValueError for arguments that are wrong for every row, and what reading the rows raises. If the server is
+        lost for good, the rows that have been sent get errors, and ServerError is raised."""
         numbered = enumerate(_checked_rows(rows))
         request_format = self._loop.run(self._client._format(sampling, schema, tools, options))
         return self._stream(_Flow(numbered, request_format, key))
@@ -600,16 +599,15 @@ class Client:
 
         rows: paths, patterns or directories of Parquet, JSON-lines, CSV or Arrow files; a pandas or Polars DataFrame, a
         pyarrow.Table, a Hugging Face Dataset; or an iterable of dicts, which is read as far as there is room. Files but
-        JSON lines and CSV need pyarrow: pip install pyarrow. Without it, the values of a CSV file are texts.
-        output: a directory, whose files appear whole while the job runs, each with up to 10,000 rows. None: the answers
-        come back with the rows, in the type that came in and in its order; files come back as a pyarrow.Table, JSON
-        lines as a list of dicts.
+        JSON lines and CSV need pyarrow.
+        output: a directory, whose files appear whole while the job runs, each with up to 10,000 rows. None: the rows
+        come back with their answers, in the type that came in and in its order; files as a pyarrow.Table or, JSON
+        lines, as a list of dicts.
         prompt: of a row: a template such as "Q: {question}", the name of a column, or a function of the row, a dict. It
         gives a text, token ids, or messages.
         messages: the same, but a column or a function that gives a list of messages.
         chat: texts of `prompt` are sent as the message of a user, in place of being completed.
-        key: a column whose values tell rows apart. None: the row's number in its file, so that rows must not be put
-        between others before the same call is made again.
+        key: a column whose values tell rows apart. None: the row's number in its file.
         sampling, schema, tools, options: as for `generate` and `chat`.
         columns: further columns of the answers, named as the fields of Sample: "token_ids", "logprobs", "seed",
         "reasoning" and "tool_calls", which is there whenever there are tools.
@@ -622,16 +620,12 @@ class Client:
 
         The new columns: `answer` is a text, or with n > 1 a list of n texts; with a schema it is JSON text.
         `finish_reason` and `columns` are likewise, but for `seed`, which is one number. `error` is null, or says why
-        the row has no answer: one bad row does not stop the job. A row without the key, or with that of an earlier row,
-        is also an error; so is one with a value that the output's files cannot have, which is null there.
+        the row has no answer.
 
         **The same call again goes on where it was**, whatever has ended it: Ctrl-C, a full disk, the death of the
         program, the engine or the machine. Rows that have an answer or an error are not computed again, unless
-        `retry_errors` says so. The state for that is in the directory OUTPUT.toka beside the output. A job whose
-        requests have changed, or whose local model has other files, is refused with JobChanged; a row that had no
-        request before may have one now.
-
-        At Ctrl-C, what has finished is stored; a second one ends at once.
+        `retry_errors` says so. The state is in the directory OUTPUT.toka beside the output. A job whose requests have
+        changed is refused with JobChanged.
 
         Returns a MapSummary, or without `output` the rows with their answers. Raises ValueError, TypeError and
         FileNotFoundError for wrong arguments and files that cannot be read, OutputInUse if another job writes to the

@@ -44,7 +44,8 @@ def _telling_names(made: type[AnyClass]) -> type[AnyClass]:
 @_telling_names
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Sampling:
-    """How completions are sampled. The fields mean what they mean in the HTTP API.
+    """How completions are sampled. The fields mean what they mean in the HTTP API. None means the model's default, if its
+    files have one and the server applies it (sampling_defaults=), else the neutral value.
 
     A wrong keyword raises TypeError, a wrong value raises ValueError that names it.
     """
@@ -52,22 +53,19 @@ class Sampling:
     n: int = 1
     """Independent samples of each prompt."""
     temperature: float | None = None
-    """From 0, which always takes the most likely token, to 2. None, here and below: the model's default, if its files
-    have one and the server applies it (sampling_defaults=), else 1."""
+    """From 0, which always takes the most likely token, to 2; neutral is 1."""
     top_p: float | None = None
-    """Keep the most likely tokens that together have this probability. None: the model's default, else 1, all."""
+    """Keep the most likely tokens that together have this probability."""
     top_k: int | None = None
-    """Keep only this many most likely tokens; -1: all. None: the model's default, else -1."""
+    """Keep only this many most likely tokens; -1: all."""
     min_p: float | None = None
-    """Keep tokens that are at least this many times as likely as the most likely one. None: the model's default, else
-    0, all."""
+    """Keep tokens that are at least this many times as likely as the most likely one."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token that the completion already contains; -2 to 2."""
     frequency_penalty: float = 0.0
     """Subtracted once for each time that the completion contains the token; -2 to 2."""
     repetition_penalty: float | None = None
-    """Divides the logits of tokens of the prompt and the completion; negative ones are multiplied. None: the model's
-    default, else 1, which changes nothing."""
+    """Divides the logits of tokens of the prompt and the completion; negative ones are multiplied."""
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """Added to the logits of these token ids; -100 to 100."""
     max_tokens: int | None = None
@@ -81,18 +79,17 @@ class Sampling:
     ignore_eos: bool = False
     """The model's end token does not end the text."""
     seed: int | None = None
-    """From 0 to 2**64 - 1; the same request with the same seed gives the same samples. None: a random one for each
-    prompt, which each sample tells."""
+    """From 0 to 2**64 - 1. None: a random one for each prompt, which each sample tells."""
     logprobs: bool = True
     """Whether samples have log-probabilities."""
     top_logprobs: int = 0
     """How many of the most likely tokens at each position samples have, with their log-probabilities."""
     logprobs_mode: LogprobsMode | None = None
-    """Whose log-probabilities: "raw", the model's own distribution, or "sampled", the one that the token was drawn
-    from, after penalties, masks, temperature and limits. None: as the server's flag says, "raw" by default."""
+    """Of which distribution: "raw", the model's own, or "sampled", the one that the token was drawn from. None: as the
+    server's flag says."""
     priority: int = 0
-    """Among the waiting requests of one client, lower values start first. Each call is a client of its own, unless the
-    server has several keys."""
+    """Of one client's waiting requests, lower values start first. Each call is a client, unless the server has several
+    keys."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

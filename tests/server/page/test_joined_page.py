@@ -22,7 +22,7 @@ def test_the_page_has_one_style_and_one_script_and_names_no_other_address() -> N
 @pytest.mark.skipif(NODE is None, reason="needs Node")
 def test_words_are_explained_as_in_the_glossary() -> None:
     terms = in_node("terms.mjs", "m.TERMS", None)
-    rows = re.findall(r"^\| ([^|*]+) \| ([^|]+) \|$", (PAGE.parents[2] / "docs" / "architecture.md").read_text(), re.M)
+    rows = re.findall(r"^- ([^:*]+): (.+)$", (PAGE.parents[2] / "docs" / "architecture.md").read_text(), re.M)
     assert {word: meaning for word, meaning in terms.items() if (word, meaning) not in rows} == {}
     explained = re.findall(r'data-terms="([^"]+)"', read_live_page().decode())
     assert {word for words in explained for word in words.split(", ")} == {*terms}
