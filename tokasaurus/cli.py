@@ -319,6 +319,7 @@ def _run(
         return 0
     from tokasaurus import command_line
     from tokasaurus.flags import FlagError
+    from tokasaurus.messages.status import UserError
 
     wants_listing = "--print-config" in words
     words = [word for word in words if word != "--print-config"]
@@ -339,6 +340,9 @@ def _run(
         return run(given.config, given.words)
     except FlagError as error:
         return _refuse(command, *error.lines)
+    except UserError as error:
+        _refuse(command, str(error))
+        return error.exit_code
 
 
 def _run_anywhere(

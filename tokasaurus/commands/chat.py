@@ -68,18 +68,13 @@ class ChatConfig(AddressConfig):
 
 
 def chat(config: ChatConfig) -> int:
-    """Converse until the input ends. Returns the exit code: 1, with one line on stderr, if nobody answers.
+    """Converse until the input ends. Returns the exit code. Raises NotAnswered and EngineError if nobody answers.
 
     Input that is no terminal is one message: its answer is printed, and nothing else."""
-    from tokasaurus.library.engine import EngineError
-
     try:
         with _connected(config) as (address, model), client_of(address) as client:
             conversation = _Conversation(client, address, config, model)
             return conversation.run() if sys.stdin.isatty() else conversation.answer_input()
-    except (NotAnswered, EngineError) as error:
-        print(f"toka chat: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, EngineError) else 1
     except KeyboardInterrupt:  # while the model is loaded or the server sought
         print("toka chat: stopped", file=sys.stderr)
         return 1

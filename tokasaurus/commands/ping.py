@@ -1,6 +1,5 @@
 """`toka ping`: one request to a running server, printed as the answer arrives, with its timing."""
 
-import sys
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,7 @@ class PingConfig(AddressConfig):
 
 
 def ping(config: PingConfig) -> int:
-    """Print the answers, then times and token count. Returns the exit code: 1, with one line on stderr, on failure."""
+    """Print the answers, then times and token count. Returns the exit code. Raises NotAnswered."""
     prompt = given_text("prompt", config.prompt or "")
     started = 0.0
     first_s: float | None = None
@@ -51,10 +50,10 @@ def ping(config: PingConfig) -> int:
                 if config.n == 1:
                     is_begun = is_begun or text != ""
                     print(text, end="", flush=True)
-    except NotAnswered as error:
-        return _fail(str(error), is_begun)
-    except KeyboardInterrupt:
-        return _fail("stopped", is_begun)
+    except (NotAnswered, KeyboardInterrupt) as error:
+        if is_begun:  # a part of the answer is in an unfinished line
+            print(flush=True)
+        raise NotAnswered(str(error) or "stopped") from None
     seconds = time.perf_counter() - started
     if config.n > 1:
         print("\n".join(f"[{number}] {answer}" for number, answer in enumerate(answers, start=1)), end="")
@@ -84,11 +83,3 @@ def _answer(client: "httpx.Client", config: PingConfig, prompt: str) -> Iterator
                 yield choice["index"], text or "", num_tokens
             if not chunk["choices"]:
                 yield 0, "", num_tokens
-
-
-def _fail(message: str, is_begun: bool) -> int:
-    """is_begun: a part of the answer is printed, in an unfinished line."""
-    if is_begun:
-        print(flush=True)
-    print(f"toka ping: {message}", file=sys.stderr)
-    return 1

@@ -19,7 +19,6 @@ from tokasaurus.checkpoint.resolve import download_files, gguf_directory, gguf_f
 from tokasaurus.checkpoint.weight_files import has_weights, read_tensors
 from tokasaurus.config import ServerConfig
 from tokasaurus.flags import SUFFIXES, FlagError, flag
-from tokasaurus.messages.status import UserError
 from tokasaurus.model.worker.memory_plan import (
     WEIGHTS,
     DoesNotFit,
@@ -82,16 +81,12 @@ SHOWN_LENGTHS = (1024, 4096, 32_768)
 
 
 def plan(config: PlanConfig) -> int:
-    """Print the plan; returns the exit code: 1 if the model cannot be fetched, 2 if it cannot be read or does
-    not fit."""
+    """Print the plan; returns the exit code: 2 if the model does not fit. Raises CheckpointError."""
     assert config.model is not None, "checked by finalize"
     try:
         info, is_estimate = read_info(config.model, config.rope_scaling)
         result = plan_memory(info, planned_sizes(config, info))
         is_dequantised = is_quantised(config.model, info)
-    except UserError as error:
-        print(f"toka plan: {error}", file=sys.stderr)
-        return error.exit_code
     except (DoesNotFit, ValueError) as error:
         print(f"toka plan: {error}", file=sys.stderr)
         return 2

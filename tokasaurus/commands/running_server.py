@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from tokasaurus.addresses import URL_OF_SOCKETS, leads_here, no_proxies, proxies_for, proxy_variable
 from tokasaurus.config import ServerConfig
 from tokasaurus.flags import FlagConfig, flag
+from tokasaurus.messages.status import UserError
 
 if TYPE_CHECKING:
     import httpx
@@ -38,7 +39,7 @@ class AddressConfig(FlagConfig):
             yield f"unix_socket={self.unix_socket}: either it or base_url= names the server"
 
 
-class NotAnswered(Exception):
+class NotAnswered(UserError):
     """The server did not answer as asked. The message is one line."""
 
 

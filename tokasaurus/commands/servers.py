@@ -5,13 +5,12 @@ import json
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from tokasaurus.commands.running_server import AddressConfig, NotAnswered, client_of, explained, models_of
+from tokasaurus.commands.running_server import AddressConfig, client_of, explained, models_of
 from tokasaurus.flags import FlagConfig, flag
 from tokasaurus.monitoring.progress import show_time
 
@@ -67,13 +66,9 @@ def ps(config: PsConfig) -> int:
 
 
 def models(config: ModelsConfig) -> int:
-    """Print a line for each model of the server. Returns the exit code: 1, with one line on stderr, on failure."""
-    try:
-        with client_of(config) as client, explained(config):
-            found = models_of(client)
-    except NotAnswered as error:
-        print(f"toka models: {error}", file=sys.stderr)
-        return 1
+    """Print a line for each model of the server. Returns the exit code. Raises NotAnswered."""
+    with client_of(config) as client, explained(config):
+        found = models_of(client)
     if config.json:
         for model in found:
             print(json.dumps(model))

@@ -20,6 +20,7 @@ from pathlib import Path
 from tokasaurus.addresses import MAX_SOCKET_PATH_BYTES
 from tokasaurus.config import ServerConfig
 from tokasaurus.flags import FlagError
+from tokasaurus.messages.status import UserError
 from tokasaurus.monitoring.shortage import describe_shortage
 from tokasaurus.processes.private_entry import LOCK, lock_file
 from tokasaurus.processes.private_server import PrivateServer, ServerEnded
@@ -41,7 +42,7 @@ SOCKET_NAME = "socket"
 _ROOM_BYTES = len(f"/{_PREFIX}12345678/{SOCKET_NAME}")
 
 
-class EngineError(Exception):
+class EngineError(UserError):
     """The processes did not start, or have died for good. The message is one line that says why."""
 
     def __init__(self, why: str, exit_code: int = 1) -> None:

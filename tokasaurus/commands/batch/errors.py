@@ -1,7 +1,9 @@
 """Why `toka batch` cannot go on."""
 
+from tokasaurus.messages.status import UserError
 
-class CommandError(Exception):
+
+class CommandError(UserError):
     """The message is one line for the user, or one for each bad line of the input."""
 
     def __init__(self, why: str, exit_code: int = 1) -> None:

@@ -54,17 +54,13 @@ class Batch(Protocol):
 
 
 def run_batch(config: RunConfig, words: list[str]) -> int:
-    """Run the batch to its end; call from the main thread. Returns the exit code.
+    """Run the batch to its end; call from the main thread. Returns the exit code: 128 + N if it is stopped by signal N.
 
-    0: the output is complete. 1: it is not; one line on stderr says why. 2: the server refused a flag or
-    the model. 128 + N: stopped by signal N."""
+    Raises CommandError if the output is not complete; its exit code is 2 if the server refused a flag or the model."""
     run = _Run(config, words)
     try:
         with signals_raise():
             summary = run.run()
-    except CommandError as error:
-        print(f"toka batch: {error}", file=sys.stderr)
-        return error.exit_code
     except Stopped as stopped:
         print(f"toka batch: stopped; {run.what_goes_on()}{run.how_to_continue()}", file=sys.stderr)
         return 128 + stopped.number

@@ -82,12 +82,11 @@ def cancel_stored(config: StoredConfig, batch_id: str) -> int:
 
 
 def _report(action: Callable[[], str]) -> int:
-    """Print what the action returns, if it is not empty. Returns the exit code."""
+    """Print what the action returns, if it is not empty. Returns the exit code. Raises CommandError."""
     try:
         text = action()
-    except (CommandError, StoreError) as error:
-        print(f"toka batch: {error}", file=sys.stderr)
-        return 1
+    except StoreError as error:
+        raise CommandError(str(error)) from None
     if text:
         print(text)
     return 0

@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from tokasaurus.commands.top.samples import Sample
 from tokasaurus.messages.live import LiveForecast
 from tokasaurus.server.live_past import KEPT_SECONDS, SECONDS_BETWEEN
@@ -39,7 +37,12 @@ class Curve:
             return None
         start, end = max(start, self.xs[0]), min(end, self.xs[-1])
         inside = self.ys[bisect_left(self.xs, start) : bisect_right(self.xs, end)]
-        return float(max([*inside, *np.interp([start, end], self.xs, self.ys)]))
+        return max([*inside, self._at(start), self._at(end)])
+
+    def _at(self, x: float) -> float:
+        right = min(max(1, bisect_right(self.xs, x)), len(self.xs) - 1)
+        (left_x, left_y), (right_x, right_y) = ((self.xs[i], self.ys[i]) for i in (right - 1, right))
+        return left_y + (right_y - left_y) * (x - left_x) / (right_x - left_x) if right_x > left_x else right_y
 
 
 class History:

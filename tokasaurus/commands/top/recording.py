@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 from tokasaurus.commands.top.history import History
 from tokasaurus.commands.top.samples import NotASample, Sample, UnknownFormat, read_sample
+from tokasaurus.messages.status import UserError
 
 _MAX_GAP_S = 5.0
 """A longer time between two samples is shortened to this."""
@@ -18,7 +19,7 @@ _LOADED_SAMPLES = 300
 """Samples before the place of a jump that are read for its history."""
 
 
-class RecordingError(Exception):
+class RecordingError(UserError):
     """One line says what is wrong with the file."""
 
 

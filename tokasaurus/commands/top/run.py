@@ -21,7 +21,7 @@ from rich.live import Live
 from tokasaurus.commands.running_server import NotAnswered, Refused, check_status, events_of, http_client
 from tokasaurus.commands.top.config import TopConfig
 from tokasaurus.commands.top.history import History
-from tokasaurus.commands.top.recording import Player, Recorder, Recording, RecordingError, positions_of
+from tokasaurus.commands.top.recording import Player, Recorder, Recording, positions_of
 from tokasaurus.commands.top.samples import NotASample, Sample, read_sample
 from tokasaurus.commands.top.view import Frame, Look, compact_line, screen_lines
 from tokasaurus.messages.status import UserError
@@ -44,7 +44,7 @@ LIVE_KEYS = "q quit   p pause   r next replica   ? help"
 _REPLAY_KEYS = "q quit   space pause   left, right 10 s   r next replica   ? help"
 
 
-class CannotWatch(Exception):
+class CannotWatch(UserError):
     """One line says why; trying again would not help."""
 
 
@@ -83,7 +83,7 @@ Events: TypeAlias = "SimpleQueue[Received | Lost | Key | Stop | Exception]"
 
 
 def top(config: TopConfig) -> int:
-    """Returns the exit code: 1, with one line on stderr, on failure."""
+    """Returns the exit code. Raises CannotWatch, RecordingError and UserError."""
     if sys.stdout is not None and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # names that the terminal's encoding lacks
     events: Events = SimpleQueue()
@@ -101,9 +101,6 @@ def top(config: TopConfig) -> int:
             return show(config, recording, events)
         threading.Thread(target=_follow, args=(config, events), daemon=True).start()
         return (_show_events if has_screen else _print_events)(config, events)
-    except (CannotWatch, RecordingError, UserError) as error:
-        print(f"toka top: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:  # before there is a handler of the signal
         return 0
 
