@@ -26,7 +26,8 @@ two. [The HTTP API](api.md) says what the fields mean together, what their limit
 
 A field is `name`: type = default; meaning. In a body, a field with a question mark may be left out or null, which means
 the default, or else null. In an answer, such a field is left out only if it has no default. "any" is any JSON value.
-`"a"|"b"` are the texts that are possible, `string[]` is a list. Objects that have a name are described [at the end](#objects).
+`"a"|"b"` are the texts that are possible, `string[]` is a list. Objects that have a name are described
+[at the end](#objects).
 
 Besides the errors that a route lists, each may answer 500, one that needs a key 401, one that changes something 403,
 and one that reads a JSON body 400, 413 and 415: [errors](api.md#errors).
@@ -45,6 +46,9 @@ These fields are the same in the bodies of completions, chats, responses and mes
 """
 MAX_INLINE_FIELDS = 3
 """Fields of an object that is written out where it is used."""
+
+MIN_OF_OTHERS = 40
+"""Fields of other servers that only the bodies of generation have; a page of their own lists them."""
 
 MIN_SAME_FIELDS = 4
 """Fields in common with a part above from which a part refers to it instead of repeating them."""
@@ -82,7 +86,13 @@ class Part(NamedTuple):
     """A part of the page with fields, which later parts may refer to."""
 
     link: str
+
     fields: list[Field]
+    """Those that it tells itself."""
+
+    all_fields: list[Field]
+    neutral: list[str]
+    """Names of fields that are accepted at values without effect only."""
 
 
 class Described(NamedTuple):
@@ -117,7 +127,7 @@ class _Page:
         """Name of an object → how often schemas refer to it."""
         bodies = [self._fields(self._body(path), {}) for path in GENERATION]
         shared = [field for field in bodies[0] if all(field in body for body in bodies[1:])]
-        self._parts = [Part("[generation](#generation)", shared)]
+        self._parts = [Part("[generation](#generation)", shared, shared, [])]
         """What is told so far; the first has the fields that are the same in all bodies of GENERATION."""
 
     def text(self) -> str:
@@ -191,37 +201,37 @@ class _Page:
         if described.text:
             yield described.text + "\n"
         fields = self._fields(schema, described.meanings)
+        neutral = [name for name, field in schema["properties"].items() if _is_neutral(field)]
+        further = neutral
         own = fields
         lines: list[str] = []
+        whole = [part for part in self._parts if all(field.told_by(fields) for field in part.all_fields)]
+        for part in sorted(whole, key=lambda part: len(part.all_fields), reverse=True):
+            same = {field: told for field in own if (told := field.told_by(part.all_fields)) is not None}
+            if len(same) >= MIN_SAME_FIELDS:
+                own = [field for field in own if field not in same]
+                further = [name for name in further if name not in part.neutral]
+                yield f"All of {part.link}.\n"
+                lines += _other_meanings(same)
         for part in sorted(self._parts, key=lambda part: sum(field.told_by(part.fields) is not None for field in own))[
             ::-1
         ]:
             same = {field: told for field in own if (told := field.told_by(part.fields)) is not None}
-            if len(same) < MIN_SAME_FIELDS:
-                continue
-            own = [field for field in own if field not in same]
-            names = ", ".join(field.marked for field in same)
-            yield f"All of {part.link}.\n" if len(same) == len(part.fields) else f"As in {part.link}: {names}.\n"
-            lines += [
-                f"- {field.marked}: {field.meaning}"
-                for field, told in same.items()
-                if field.meaning not in ("", told.meaning)
-            ]
+            if len(same) >= MIN_SAME_FIELDS:
+                own = [field for field in own if field not in same]
+                yield f"As in {part.link}: {', '.join(field.marked for field in same)}.\n"
+                lines += _other_meanings(same)
         lines += _lines(own)
         if lines:
             yield "\n".join(lines) + "\n"
-        self._parts.append(Part(link, own))
+        self._parts.append(Part(link, own, fields, neutral))
         yield from (f"{note}\n" for note in described.notes)
-        neutral = [name for name, field in schema["properties"].items() if _is_neutral(field)]
-        listed = [name for name in neutral if name in KNOWN_FIELDS and KNOWN_FIELDS[name].is_neutral_only]
-        if len(listed) >= MIN_SAME_FIELDS * 10:  # a body of generation
-            neutral = [name for name in neutral if name not in listed]
-            yield (
-                "Accepted at values without effect: [fields of other servers](fields.md#accepted-at-neutral-values)"
-                + (f", and {', '.join(f'`{name}`' for name in neutral)}.\n" if neutral else ".\n")
-            )
-        elif neutral:
-            yield f"Accepted only at values without effect: {', '.join(f'`{name}`' for name in neutral)}.\n"
+        listed = [name for name in further if name in KNOWN_FIELDS and KNOWN_FIELDS[name].is_neutral_only]
+        names = [f"`{name}`" for name in further if name not in listed or len(listed) < MIN_OF_OTHERS]
+        if len(listed) >= MIN_OF_OTHERS:
+            names.insert(0, "[fields of other servers](fields.md#accepted-at-neutral-values)")
+        if names:
+            yield f"Accepted at values without effect: {', '.join(names)}.\n"
 
     def _answers(self, method: str, operation: Schema) -> str:
         responses = operation["responses"]
@@ -311,9 +321,9 @@ class _Page:
         schema = self._schemas[name]
         fields = schema["properties"]
         if self._uses[name] == 1 and len(fields) <= MAX_INLINE_FIELDS and "description" not in schema:
-            required = schema.get("required", ())
-            if not any(map(_is_neutral, fields.values())) and len(required) == len(fields):
-                return f"{{{', '.join(f'`{key}`: {self._type(field)}' for key, field in fields.items())}}}"
+            if not any(map(_is_neutral, fields.values())):
+                inner = self._fields(schema, {})
+                return f"{{{', '.join(f'{field.marked}: {field.values}' for field in inner)}}}"
         if name not in self._used:
             self._used.append(name)
         return f"[{name}](#{name.lower()})"
@@ -370,6 +380,15 @@ def _described(docstring: str, names: Iterable[str]) -> Described:
             meanings[name] = f"{note.strip(' ()')}: {of_name}" if note else of_name
         notes += [after] if after else []
     return Described(first.strip(), meanings, notes)
+
+
+def _other_meanings(fields: Mapping[Field, Field]) -> list[str]:
+    """A line for each field that means something else than the one that tells the same of it otherwise."""
+    return [
+        f"- {field.marked}: {field.meaning}"
+        for field, told in fields.items()
+        if field.meaning not in ("", told.meaning)
+    ]
 
 
 def _lines(fields: Iterable[Field]) -> list[str]:

@@ -44,8 +44,8 @@ def _telling_names(made: type[AnyClass]) -> type[AnyClass]:
 @_telling_names
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Sampling:
-    """How completions are sampled. The fields mean what they mean in the HTTP API. None means the model's default, if its
-    files have one and the server applies it (sampling_defaults=), else the neutral value.
+    """How completions are sampled. The fields mean what they mean in the HTTP API. None means the model's default, if
+    its files have one and the server applies it (sampling_defaults=), else the neutral value.
 
     A wrong keyword raises TypeError, a wrong value raises ValueError that names it.
     """
