@@ -75,7 +75,7 @@ INNER_LAYERS = {
         ["templates"],
         ["tools", "json_values"],
         ["protocol", "errors"],
-        ["answers", "paths", "unknown_paths", "child_process", "page", "docs_page", "page_headers", "value_words"],
+        ["answers", "paths", "child_process", "page", "docs_page", "value_words"],
     ],
     # planning: pure functions over arrays and numbers, which know no engine state.
     "manager": [["loop"], ["engine"], ["state"], ["planning", "kv_cache"]],

@@ -10,9 +10,8 @@ from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_ope
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server
 from tokasaurus.server.dialects import sglang_rollouts, vllm_rollouts
-from tokasaurus.server.paths import paths_of
+from tokasaurus.server.paths import OTHER_SERVERS, ROLLOUTS, TRAINERS, paths_of
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.unknown_paths import OTHER_SERVERS, ROLLOUTS, TRAINERS
 
 
 @pytest.mark.parametrize(

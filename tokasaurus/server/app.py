@@ -75,7 +75,7 @@ from tokasaurus.server.paths import PathMiddleware, paths_of
 from tokasaurus.server.recording import Recording, opened_recording
 from tokasaurus.server.resources import BodyBytes, TextThreads, batch_limits, collect_garbage_when_idle
 from tokasaurus.server.routes import batches as batch_routes
-from tokasaurus.server.routes import bulk, docs, files, generation, health, live
+from tokasaurus.server.routes import bulk, files, generation, health, pages
 from tokasaurus.server.routes import model as model_routes
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import HeadMiddleware, ServerState
@@ -85,7 +85,7 @@ from tokasaurus.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-SERVED_ROUTES = (generation, messages, responses, bulk, files, batch_routes, model_routes, health, live, docs)
+SERVED_ROUTES = (generation, messages, responses, bulk, files, batch_routes, model_routes, health, pages)
 """Modules with a router, in the order of /openapi.json."""
 ROLLOUT_ROUTES = (vllm_rollouts, sglang_rollouts)
 """Served with rl=T."""

@@ -8,8 +8,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
-from tokasaurus.server.paths import methods_at, paths_of
-from tokasaurus.server.unknown_paths import closest_path, of_other_server
+from tokasaurus.server.paths import closest_path, methods_at, of_other_server, paths_of
 from tokasaurus.server.value_words import MAX_ECHO_CHARS, told_together, words_for
 from tokasaurus.text.json_lines import write_json
 

@@ -7,8 +7,7 @@ from tokasaurus.messages.generation import LogprobsMode
 from tokasaurus.messages.sampling import NEUTRAL, SamplingParams
 from tokasaurus.server.errors import ModelNotFound
 from tokasaurus.server.paths import squeeze_slashes
-from tokasaurus.server.templates.chat_template import ChatTemplate
-from tokasaurus.server.templates.request_templates import RequestTemplates
+from tokasaurus.server.templates.request_templates import ChatTemplate, RequestTemplates
 from tokasaurus.server.tools.formats import NO_TOOLS_IN_TEMPLATE, ToolSupport
 from tokasaurus.text.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.jobs.helpers.forms import batch_line
 from tests.server.jobs.helpers.uploads import upload
 from tokasaurus.server.docs_page import ASSETS, read_asset
-from tokasaurus.server.page_headers import content_policy
+from tokasaurus.server.routes.pages import content_policy
 from tokasaurus.server.served_model import ServedModel
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server
-from tokasaurus.server.page_headers import content_policy
+from tokasaurus.server.routes.pages import content_policy
 from tokasaurus.server.served_model import ServedModel
 
 

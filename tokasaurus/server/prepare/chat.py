@@ -27,7 +27,7 @@ from tokasaurus.server.protocol.chat import ChatCompletionRequest, ChatForm, Cha
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.tools import Tool, ToolChoice
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.templates.chat_template import ChatTemplate
+from tokasaurus.server.templates.request_templates import ChatTemplate
 from tokasaurus.server.tools.grammar import write_calls_or_json, write_forced_calls, write_free_calls
 from tokasaurus.server.tools.parser import CallRules
 from tokasaurus.server.tools.prompt import template_input

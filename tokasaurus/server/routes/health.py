@@ -1,4 +1,4 @@
-"""GET /health, /ready, /ping, /version and /metrics"""
+"""GET /health, /ready, /ping, /version, /metrics and /live"""
 
 import importlib.metadata
 import platform
@@ -9,9 +9,13 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from tokasaurus import __version__
 from tokasaurus.monitoring.metrics import CONTENT_TYPE_LATEST, EngineCollector, VllmLabels, render_metrics
+from tokasaurus.server.errors import ServerStopping
+from tokasaurus.server.event_stream import HEADERS, EventStream
 from tokasaurus.server.jobs.service import find_batches
+from tokasaurus.server.live import LiveFeed
 from tokasaurus.server.openapi import error_responses
-from tokasaurus.server.state import ServerState, state_of
+from tokasaurus.server.protocol.live import LiveEvent
+from tokasaurus.server.state import ServerState, is_head, state_of
 
 router = APIRouter(tags=["health"])
 
@@ -87,3 +91,20 @@ def _build(state: ServerState) -> dict[str, str]:
 def _torch_version() -> str:
     """Without importing it."""
     return importlib.metadata.version("torch")
+
+
+@router.get(
+    "/live",
+    responses={
+        200: {"model": LiveEvent, "description": "Server-sent events, each with `data: ` and one object in a line."},
+        **error_responses(503),
+    },
+)
+async def live(request: Request) -> Response:
+    """What the server does, once a second, whatever the state of the engine, until the server stops."""
+    if state_of(request).engine.is_draining:
+        raise ServerStopping("the server is stopping")
+    if is_head(request.scope):
+        return Response(media_type=EventStream.media_type, headers=HEADERS)
+    feed: LiveFeed = request.app.state.live
+    return EventStream(feed.listen())

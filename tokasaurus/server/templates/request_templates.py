@@ -1,12 +1,14 @@
 """Chat templates that requests bring: rendered in child processes, with limits of time and memory."""
 
 import logging
+import re
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
 
@@ -14,9 +16,9 @@ import orjson
 
 from tokasaurus.server.child_process import PACKAGE_PARENT
 from tokasaurus.server.errors import TemplateRendererFailed
-from tokasaurus.server.templates.chat_template import ChatTemplate
 from tokasaurus.server.templates.render_process import ERRORS
-from tokasaurus.server.tools.formats import tool_support_of
+from tokasaurus.server.tools.formats import ToolSupport, tool_support_of
+from tokasaurus.server.tools.reasoning import marks_in
 from tokasaurus.text.exact_json import dumps
 from tokasaurus.text.template_text import TemplateText, restored_text
 from tokasaurus.text.tokenizer import (
@@ -24,8 +26,27 @@ from tokasaurus.text.tokenizer import (
     ChatTemplateError,
     ChatTemplateTooLarge,
     ChatTemplateTooSlow,
+    RenderChat,
     Tokenizer,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    text: str
+    """Text to search in: all of the model's templates, or the one of a request."""
+    tools: ToolSupport
+    render: RenderChat
+
+    @property
+    def marks(self) -> Mapping[str, str]:
+        """Start of reasoning → its end; empty for a template without reasoning."""
+        return marks_in(self.text)
+
+    def knows(self, variable: str) -> bool:
+        """Whether the template mentions a variable with this name."""
+        return re.search(rf"\b{re.escape(variable)}\b", self.text) is not None
+
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import orjson
 
 from tests.helpers.limits import join
 from tokasaurus.server.page import read_live_page
-from tokasaurus.server.page_headers import content_policy
+from tokasaurus.server.routes.pages import content_policy
 
 
 @dataclass
