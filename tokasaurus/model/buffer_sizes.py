@@ -139,6 +139,29 @@ def as_sampled_rows_at_once(vocab_size: int) -> int:
     return min(_MAX_AS_SAMPLED_ROWS, max(1, _SCRATCH_BYTES // (AS_SAMPLED_BYTES_PER_TOKEN * vocab_size)))
 
 
+PROGRAMS_PER_PROCESSOR = 4
+"""Programs of the sampler that a multiprocessor runs at once, each with 256 threads."""
+
+PART_BYTES = 16
+"""What a program of the sampler leaves of a part of a row."""
+
+FINISHED_ROW_BYTES = 8 + 3 * 4
+"""What is left of a sampled row: its token, and what the host reads."""
+
+
+def parts_of_rows(num_rows: int, num_blocks: int, num_processors: int) -> tuple[int, int]:
+    """How many parts the sampler divides each row into, and of how many blocks, if a row has num_blocks: as many parts
+    as fill the device, and none is empty."""
+    wanted = max(1, PROGRAMS_PER_PROCESSOR * num_processors // max(1, num_rows))
+    blocks_per_part = -(-num_blocks // min(wanted, num_blocks))
+    return -(-num_blocks // blocks_per_part), blocks_per_part
+
+
+def sampled_bytes(num_rows: int, num_processors: int) -> int:
+    """Bytes of what the sampler leaves of rows and of their parts, at most."""
+    return num_rows * FINISHED_ROW_BYTES + (num_rows + PROGRAMS_PER_PROCESSOR * num_processors) * PART_BYTES
+
+
 def num_mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 

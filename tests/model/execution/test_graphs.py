@@ -28,7 +28,7 @@ from tests.model.execution.helpers.decode_steps import (
     assert_same,
     decode_every_number_of_rows,
 )
-from tests.model.execution.helpers.device_sampling import sample_on_device
+from tests.model.execution.helpers.device_sampling import finish_on_device
 from tests.model.execution.helpers.launch_tape import LaunchTape, TapedCompiler, TapedGraph, address
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.prefix_samples import Samples
@@ -287,7 +287,7 @@ def test_sampling_is_replayed_with_the_rows_parameters_and_noise(
         model, info = load(tmp_path)
         eager = make_runner(model, info, "torch", num_blocks=NUM_BLOCKS, num_slots=NUM_SLOTS)
         monkeypatch.setattr(runner_module, "uses_triton", lambda *_: True)
-        monkeypatch.setattr(runner_module, "sample_by_triton", sample_on_device)
+        monkeypatch.setattr(runner_module, "draw_and_finish", finish_on_device)
         runner, _, tape = make_taped(tmp_path, "torch")
         assert len(tape.graphs) == NUM_PIECES * (info.num_layers + 1) + 3 + 3
         num_sampled = []

@@ -40,6 +40,8 @@ def check_sampling() -> None:
     interpreted_sampling.check_top()
     interpreted_sampling.check_changed_logits()
     interpreted_sampling.check_uniforms()
+    interpreted_sampling.check_parts((1, 7))
+    interpreted_sampling.check_finish(9, 1100, torch.float32)
 
 
 def check_parameters() -> None:

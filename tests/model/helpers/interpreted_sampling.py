@@ -24,7 +24,8 @@ from tests.model.helpers.sampling_rows import make_rows, noise_keys, staged_mask
 from tokasaurus.model import buffer_sizes
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.sampling import triton_limits, triton_rows, triton_sample
-from tokasaurus.model.sampling.noise import gumbel_noise
+from tokasaurus.model.sampling.finish import Finished, finish_by_torch, unpacked
+from tokasaurus.model.sampling.noise import gumbel_noise, keys_of_shard
 from tokasaurus.model.sampling.rules import change_logits, columns_of
 from tokasaurus.model.sampling.sample import Sampled, SamplingRows, sample, sample_by_triton
 
@@ -195,6 +196,88 @@ def check_skipped_noise() -> None:
         assert torch.equal(tokens, noisy.argmax(dim=1))  # the lowest id among equals
 
 
+def check_parts(row_counts: tuple[int, ...]) -> None:
+    """A row that several programs read has the token that one program draws, and almost the same logprob: few rows and
+    many, vocabularies that no part divides, masks that allow few tokens, rows that are -inf or not finite, a shard."""
+    several: set[int] = set()
+
+    def draw_in(num_processors: int, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        with (
+            unittest.mock.patch.object(triton_rows, "_BLOCK", 16),
+            unittest.mock.patch.object(triton_sample, "_num_processors", return_value=num_processors),
+        ):
+            several.add(triton_sample._draw_parts(*arguments).shape[1])
+            return triton_sample.draw(*arguments)
+
+    for seed, num_rows in enumerate(row_counts):
+        logits, rows = random_case(seed, num_rows, 333, is_limited=seed % 2 == 1)
+        logits[0, ::3] = -torch.inf
+        logits[num_rows // 2 :: 5] = -torch.inf
+        if num_rows > 4:
+            logits[1, 17], logits[num_rows - 1, 332] = torch.nan, torch.inf
+        allowed = {0: np.arange(333) == 331, num_rows // 2: np.isin(np.arange(333), (200, 30, 332))}
+        bits = staged_masks(allowed)
+        masks = bits.rows.index_of_row(num_rows), bits.bits
+        shard = logits[:, 100:230]
+        for some, keys, mask in (
+            (logits, rows.noise_keys, None),
+            (logits, rows.noise_keys, masks),
+            (shard, keys_of_shard(rows.noise_keys, 100), None),
+        ):
+            arguments = some, slice(0, num_rows), rows.device_params, keys, None, mask
+            tokens, chosen, normalizers = draw_in(0, *arguments)
+            again, chosen_again, others = draw_in(132, *arguments)
+            assert torch.equal(again, tokens)
+            assert torch.equal(chosen_again[tokens >= 0], chosen[tokens >= 0])
+            torch.testing.assert_close(others[tokens >= 0], normalizers[tokens >= 0], atol=1e-5, rtol=1e-6)
+            if mask is not None and num_rows > 1:
+                assert tokens[[0, num_rows // 2]].tolist() == [331, 30], "the first that is allowed"
+    assert 1 in several
+    assert max(several) == 21, "as many as blocks"
+
+
+def check_finish(num_rows: int, hidden_size: int, dtype: torch.dtype) -> None:
+    """Against plain Python: NaN and infinite logits and hidden states, and rows of padding, which share slot 0."""
+    logits, rows = random_case(num_rows, num_rows, 70, is_limited=False)
+    rng = np.random.default_rng(num_rows)
+    hidden = torch.from_numpy(rng.normal(0, 2, (num_rows, hidden_size))).to(dtype)
+    for broken in (torch.nan, torch.inf, -torch.inf):
+        hidden[rng.integers(num_rows), rng.integers(hidden_size)] = broken
+    logits[rng.integers(num_rows), 69] = torch.nan
+    slots = torch.from_numpy(1 + rng.permutation(num_rows + 3)[:num_rows])
+    slots[num_rows - num_rows // 3 :] = 0
+    before = torch.arange(1000, 1000 + num_rows + 5)
+    sampled = sample(logits, rows, None)
+    assert sampled.logprobs is not None
+    tokens, logprobs = sampled.tokens.tolist(), sampled.logprobs.tolist()
+    drawing = logits, rows.device_params, rows.noise_keys, hidden, slots
+    finishing = sampled.tokens, sampled.logprobs, hidden, slots
+    ways: tuple[tuple[Callable[..., Finished], tuple[Any, ...], bool], ...] = (
+        (triton_sample.draw_and_finish, drawing, True),
+        (triton_sample.finish, finishing, True),
+        (triton_sample.finish, (sampled.tokens, None, hidden, slots), False),
+        (finish_by_torch, finishing, True),
+    )
+    for finish, arguments, has_logprobs in ways:
+        last_tokens = before.clone()
+        finished: Finished = finish(*arguments, last_tokens)
+        assert finished.tokens.tolist() == tokens
+        arrays = unpacked(finished.packed.numpy(), has_logprobs)
+        assert arrays["token_ids"].tolist() == [max(token, 0) for token in tokens]
+        is_finite = [bool(np.isfinite(row).all()) for row in hidden.double().numpy()]
+        assert arrays["is_finite"].tolist() == [
+            good and token >= 0 for good, token in zip(is_finite, tokens, strict=True)
+        ]
+        assert ("logprobs" in arrays) == has_logprobs
+        for row, token in enumerate(tokens):
+            if has_logprobs and token >= 0:
+                np.testing.assert_allclose(arrays["logprobs"][row], logprobs[row], atol=1e-5, rtol=1e-5)
+            if slots[row]:
+                assert last_tokens[slots[row]] == max(token, 0)
+        untouched = [slot for slot in range(1, len(before)) if slot not in slots]
+        assert torch.equal(last_tokens[untouched], before[untouched])
+
+
 def check_device(logits: torch.Tensor, rows: SamplingRows) -> None:
     """With every option, the host does not wait for the device; the kernels themselves run on the host."""
     everything = dataclasses.replace(rows, masks=staged_masks({1: np.arange(333) % 3 == 0}), top=top_rows([1, 4], 6))
@@ -219,7 +302,8 @@ def check_device(logits: torch.Tensor, rows: SamplingRows) -> None:
 
 KERNELS = [
     (triton_limits, "_find_least"),
-    (triton_sample, "_draw_row"),
+    (triton_sample, "_draw_part"),
+    (triton_sample, "_merge_row"),
     *((triton_rows, name) for name in ("_count_tokens", "_add_biases", "_change_rows")),
     *((triton_sample, name) for name in ("_largest_of_parts", "_largest_of_candidates")),
 ]
@@ -266,6 +350,9 @@ def main() -> None:
     check_top()
     check_uniforms()
     check_skipped_noise()
+    check_parts((1, 2, 3, 17, 64, 127, 200))
+    check_finish(1, 33, torch.float32)
+    check_finish(14, 2500, torch.bfloat16)
     check_device(logits, rows)
     print("all equal")
 

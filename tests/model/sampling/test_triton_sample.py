@@ -4,6 +4,7 @@ import pytest
 
 from tests.helpers.installed_triton import compile_for_gpus, needs_interpreter, needs_triton, run_python
 from tokasaurus.messages.sampling import LIMITS, PENALTIES, SamplingParams
+from tokasaurus.model.buffer_sizes import parts_of_rows
 
 pytestmark = needs_triton
 
@@ -11,7 +12,12 @@ ROWS = {
     **{"logits": "*bf16", "params": "*i32", "changed_index": "*i32", "changed_logits": "*fp32"},
     **{"mask_index": "*i32", "mask_bits": "*i32", "least_of_row": "*fp32"},
 }
-DRAW = {**ROWS, "noise_keys": "*i64", "tokens": "*i64", "chosen": "*fp32", "normalizers": "*fp32"}
+DRAW = {**ROWS, "noise_keys": "*i64", "parts": "*i32"}
+MERGE = {"parts": "*i32", "logits": "*bf16", "tokens": "*i64", "chosen": "*fp32", "normalizers": "*fp32"}
+FINISH = {"parts": "*i32", "logits": "*bf16", "hidden": "*bf16", "slots": "*i64", "last_tokens": "*i64"}
+FINISH |= {"tokens": "*i64", "packed": "*i32", "logprobs": "*fp32"}
+OF_PARTS = {"NO_TOKEN": 2**31 - 1, "PARTS": 64}
+OF_HIDDEN = {**OF_PARTS, "HIDDEN_SIZE": 4096, "HIDDEN_BLOCK": 1024, "HAS_LOGPROBS": True}
 DRAW_CONSTANTS = {"TEMPERATURE": 0, "NO_TOKEN": 2**31 - 1, "LARGEST_NOISE": 22.88, "BLOCK": 2048}
 COLUMN = {name: index for index, name in enumerate(SamplingParams._fields)}
 LIMIT_CONSTANTS = {**{name.upper(): COLUMN[name] for name in ("temperature", *LIMITS)}, "BLOCK": 2048}
@@ -26,14 +32,30 @@ CANDIDATES = {"candidates": "*i64", "token_ids": "*i32", "values": "*fp32"}
 KERNELS: list[tuple[str, str, dict[str, str], dict[str, object], int]] = [
     ("triton_limits", "_find_least", ROWS, {**LIMIT_CONSTANTS, "HAS_CHANGED": False, "HAS_MASKS": False}, 16),
     ("triton_limits", "_find_least", ROWS, {**LIMIT_CONSTANTS, "HAS_CHANGED": True, "HAS_MASKS": True}, 16),
-    ("triton_sample", "_draw_row", DRAW, {**DRAW_CONSTANTS, "HAS_CHANGED": False, "HAS_MASKS": False}, 8),
-    ("triton_sample", "_draw_row", DRAW, {**DRAW_CONSTANTS, "HAS_CHANGED": True, "HAS_MASKS": True}, 8),
+    ("triton_sample", "_draw_part", DRAW, {**DRAW_CONSTANTS, "HAS_CHANGED": False, "HAS_MASKS": False}, 8),
+    ("triton_sample", "_draw_part", DRAW, {**DRAW_CONSTANTS, "HAS_CHANGED": True, "HAS_MASKS": True}, 8),
+    ("triton_sample", "_merge_row", MERGE, OF_PARTS, 4),
+    ("triton_sample", "_finish_row", FINISH, {**OF_HIDDEN, "HAS_PARTS": True}, 4),
+    ("triton_sample", "_finish_row", {**FINISH, "parts": "*i64"}, {**OF_HIDDEN, "HAS_PARTS": False}, 4),
     ("triton_rows", "_count_tokens", COUNT, {"BLOCK": 1024}, 4),
     ("triton_rows", "_add_biases", BIAS, {"BLOCK": 128}, 4),
     ("triton_rows", "_change_rows", CHANGE, CHANGE_CONSTANTS, 4),
     ("triton_sample", "_largest_of_parts", PARTS, {"PART": 8192, "LARGEST_ID": 2**31 - 1}, 8),
     ("triton_sample", "_largest_of_candidates", CANDIDATES, {"NUM": 512, "LARGEST_ID": 2**31 - 1}, 8),
 ]
+
+
+@pytest.mark.parametrize("num_processors", [1, 20, 132])
+@pytest.mark.parametrize("num_blocks", [1, 2, 16, 63, 128])
+def test_parts_of_rows_fill_the_device_and_have_every_block(num_blocks: int, num_processors: int) -> None:
+    most = 4 * num_processors
+    for num_rows in range(1, 700):
+        num_parts, blocks_per_part = parts_of_rows(num_rows, num_blocks, num_processors)
+        assert (num_parts - 1) * blocks_per_part < num_blocks <= num_parts * blocks_per_part
+        assert num_parts == 1 or num_parts * num_rows <= most, "what runs at once"
+        if blocks_per_part > 1:
+            fewer = -(-num_blocks // (blocks_per_part - 1))
+            assert fewer * num_rows > most, "shorter parts would not all run at once"
 
 
 @needs_interpreter

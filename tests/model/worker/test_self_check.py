@@ -17,7 +17,7 @@ from tests.helpers.examples import few
 from tests.helpers.installed_triton import needs_interpreter, needs_triton, run_python
 from tests.helpers.tiny_model import FAMILIES, save_tiny_model
 from tests.model.attention.helpers import flashinfer_double
-from tests.model.execution.helpers.device_sampling import sample_on_device
+from tests.model.execution.helpers.device_sampling import finish_on_device
 from tests.model.execution.helpers.launch_tape import LaunchTape, TapedCompiler, TapedGraph
 from tests.model.helpers.greedy_decoding import greedy_in_a_mixed_batch, load
 from tests.model.helpers.steps import CPU, StepDriver, load_runner, make_runner, one_thread
@@ -415,7 +415,7 @@ def recorded(directory: Path, monkeypatch: pytest.MonkeyPatch, backend: str, com
     """A runner with graphs of 3 and 11 rows, which draw tokens too, and of 30 tokens."""
     flashinfer_double.install(monkeypatch, any_dtype=True)
     monkeypatch.setattr(runner_module, "uses_triton", lambda *_: True)
-    monkeypatch.setattr(runner_module, "sample_by_triton", sample_on_device)
+    monkeypatch.setattr(runner_module, "draw_and_finish", finish_on_device)
     tape = LaunchTape()
     model, info = load(directory)
     compiler = TapedCompiler(tape) if compiled else None

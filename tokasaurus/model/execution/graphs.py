@@ -25,12 +25,11 @@ import torch
 from torch import Tensor
 
 from tokasaurus.messages.forward import ForwardInput, SlotChanges
-from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.model.attention.row_split import Attends
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
 from tokasaurus.model.execution.device_batch import DeviceBatch
 from tokasaurus.model.execution.recorded_inputs import RecordedInputs
-from tokasaurus.model.sampling.sample import Sampled, SamplingRows
+from tokasaurus.model.sampling.finish import Finished
 
 _NOTHING = np.zeros(0, np.int32)
 
@@ -121,6 +120,15 @@ class _Memory:
         }
 
 
+class Sampler(Protocol):
+    """Samples and finishes rows without rules, masks and top log-probabilities."""
+
+    def __call__(
+        self, logits: Tensor, device_params: Tensor, noise_keys: Tensor, hidden: Tensor, slots: Tensor
+    ) -> Finished:
+        """logits: [S, V]. device_params, noise_keys: as in SamplingRows. hidden: [S, E]. slots: int64 [S]."""
+
+
 class DecodeOutput(NamedTuple):
     """What a forward computed, in memory that the next one overwrites."""
 
@@ -130,8 +138,9 @@ class DecodeOutput(NamedTuple):
     logits: Tensor | None
     """[S, V], or None if they are not part of the graphs, or not wanted of every token."""
 
-    sampled: Sampled | None = None
-    """Samples of all rows; None if the graphs do not sample, or if rows want more than the graphs compute."""
+    finished: Finished | None = None
+    """All rows, sampled and finished; None if the graphs do not sample, or if rows want more than the graphs
+    compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +191,12 @@ class StepGraphs:
         chunk_sizes: Sequence[int],
         inputs: RecordedInputs,
         has_logits: bool,
-        sampler: Callable[[Tensor, SamplingRows], Sampled] | None,
+        sampler: Sampler | None,
         plan_whole: Callable[[int], Attends] | None,
     ) -> None:
         """sizes: of decode steps, as from graph_sizes. chunk_sizes: further ones, larger than these, for steps of more
-        tokens; without logits. has_logits: record the LM head too. sampler: record sampling too, which must read
-        nothing of the rows' parameters on the host. plan_whole: plans attention of padding alone, S rows, so that it
-        can be recorded; None if the backend does not allow it."""
+        tokens; without logits. has_logits: record the LM head too. sampler: recorded too. plan_whole: plans attention
+        of padding alone, S rows, so that it can be recorded; None if the backend does not allow it."""
         self._model = model
         self._executor = executor
         self._recorder = recorder
@@ -259,10 +267,9 @@ class StepGraphs:
             recording.head.replay()
         is_plain = all(part is None for part in (rows.rules, rows.masks, rows.top, rows.as_sampled))
         if recording.sampling is None or not is_plain:
-            return output._replace(sampled=None)
+            return output._replace(finished=None)
         recording.sampling.replay()
-        assert output.sampled is not None
-        return output if rows.any_logprobs else output._replace(sampled=Sampled(output.sampled.tokens))
+        return output
 
     def _record_around_attention(self, size: int) -> _Recording:
         recorder, pieces = self._recorder, list[_Piece]()
@@ -286,7 +293,7 @@ class StepGraphs:
         """The rest of a recording that has begun. pieces: filled by `attends`; empty if attention is included."""
         recorder = self._recorder
         hidden = self._hidden(size, attends)
-        head, sampling, logits, sampled = None, None, None, None
+        head, sampling, logits, finished = None, None, None, None
         if pieces:
             last = recorder.end()
             if self._has_logits_of(size):
@@ -298,12 +305,11 @@ class StepGraphs:
             last = recorder.end()
         if self._sampler is not None and logits is not None:
             recorder.begin()
-            tokens, logprobs, *_ = self._sample(logits)
+            finished = self._sample(hidden, logits)
             sampling = recorder.end()
-            assert logprobs is not None
-            sampled = Sampled(recorder.unowned(tokens), recorder.unowned(logprobs))
+            finished = Finished(*map(recorder.unowned, finished))
         unowned_logits = None if logits is None else recorder.unowned(logits)
-        output = DecodeOutput(recorder.unowned(hidden), unowned_logits, sampled)
+        output = DecodeOutput(recorder.unowned(hidden), unowned_logits, finished)
         return _Recording(pieces, last, head, sampling, output)
 
     def _has_logits_of(self, size: int) -> bool:
@@ -315,19 +321,17 @@ class StepGraphs:
         if self._has_logits_of(size):
             logits = self._model.logits(hidden)
             if self._sampler is not None:
-                self._sample(logits)
+                self._sample(hidden, logits)
 
     def _hidden(self, size: int, attends: Attends) -> Tensor:
         entering = None if self._entering is None else self._entering[:size]
         inputs = self.inputs.cut(size)
         return self._model.forward(inputs.token_ids, entering, inputs.positions, self._executor, attends)
 
-    def _sample(self, logits: Tensor) -> Sampled:
+    def _sample(self, hidden: Tensor, logits: Tensor) -> Finished:
         assert self._sampler is not None
         inputs = self.inputs.cut(len(logits))
-        params = np.zeros(len(logits), SAMPLING_DTYPE)  # the sampler reads the others
-        own = params, inputs.device_params, inputs.noise_keys
-        return self._sampler(logits, SamplingRows(*own, any_logprobs=True, limited=None))
+        return self._sampler(logits, inputs.device_params, inputs.noise_keys, hidden, inputs.slots)
 
 
 def no_attention(

@@ -35,8 +35,9 @@ from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.execution.stage_times import StageTimes
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.stage_links import StageLinks
+from tokasaurus.model.sampling.finish import are_finite, unpacked
 from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, compute_prompt_logprobs, fill_token_logprobs
-from tokasaurus.model.sampling.sample import Sampled, sample, sample_by_triton
+from tokasaurus.model.sampling.sample import Sampled, draw_and_finish, finish, sample
 from tokasaurus.model.sampling.shards import VocabularyShard
 from tokasaurus.model.staging.packed import Fetched, HostArrays, HostResults, PackedResults, PackedStaging, Results
 from tokasaurus.model.staging.staging import CudaTransfers, DirectStaging, HostMark, Mark, Staging, Transfers
@@ -57,9 +58,10 @@ class StepResult:
 
     step_id: int
     outputs: Fetched
-    """token_ids int32 [R]; is_finite bool [T], whether a token's hidden state, and the logits computed from it, if any,
-    are finite. If some row asked for them: logprobs float32 [R]; top_ids and top_logprobs of Sampled; the fields of
-    PromptLogprobsOutput, each with "prompt_" before its name."""
+    """Of rows that were finished together, `packed` of Finished. Otherwise token_ids int32 [R]; is_finite bool [T],
+    whether a token's hidden state, and the logits computed from it, if any, are finite; logprobs float32 [R], if some
+    row asked for them; the fields of PromptLogprobsOutput, each with "prompt_" before its name, likewise. Of both,
+    top_ids and top_logprobs of Sampled."""
 
     want_logprobs: NDArray[np.bool_]
     """bool [R], rows that asked for logprobs."""
@@ -101,6 +103,8 @@ class StepResult:
     def output(self, seconds: float = 0.0, idle_seconds: float = 0.0) -> ForwardOutput:
         """The answer to the manager; waits as `wait`. seconds, idle_seconds: as in ForwardOutput."""
         arrays = self.outputs.arrays()
+        if "packed" in arrays:
+            arrays = arrays | unpacked(arrays["packed"], bool(self.want_logprobs.any()))
         logprobs = arrays.get("logprobs")
         prompt_logprobs = None
         if "prompt_logprobs" in arrays:
@@ -246,7 +250,8 @@ class ModelRunner:
         if backend is not None:
             plan_whole = partial(self._plan_padding, backend, inputs)
         places = self._model, self._executor, recorder, sizes, chunk_sizes, inputs
-        graphs = StepGraphs(*places, has_logits, sample_by_triton if can_sample else None, plan_whole)
+        sampler = partial(draw_and_finish, last_tokens=self._slots.last_tokens) if can_sample else None
+        graphs = StepGraphs(*places, has_logits, sampler, plan_whole)
         graphs.record(progress)
         self._graphs = graphs
 
@@ -324,16 +329,16 @@ class ModelRunner:
             self._slots.last_tokens[decode_slots.to(self.device)] = last_tokens
         self._staging.begin()
         self._apply(step.changes)
-        batch, (hidden, logits, drawn) = self._compute(step, entering)
+        batch, (hidden, logits, finished) = self._compute(step, entering)
         redrawn = None
-        if drawn is not None:
+        if finished is not None:
             redrawn = self._sample(hidden, logits, batch).tokens[:num_rows]
         if self._mesh.is_last_stage:
             some = slice(0, min(num_rows, CHECKED_LOGIT_ROWS))
             logits = self._model.logits(hidden[some]) if logits is None else logits[some]
             logits = logits.clone()
         self._staging.finish()
-        tokens = None if drawn is None else drawn.tokens[:num_rows].clone()
+        tokens = None if finished is None else finished.tokens[:num_rows].clone()
         self._apply(SlotChanges(closed=step.slots, opened=None, block_slots=_NOTHING, block_ids=_NOTHING))
         return ComputedStep(hidden[:num_rows].float().clone(), logits, tokens, redrawn)
 
@@ -377,7 +382,7 @@ class ModelRunner:
         if self._links is not None and not self._links.is_last:
             self._pass_on(self._links, batch, computed.hidden[:num_tokens], num_sampled)
             return None
-        outputs = self._sample_and_store(batch, computed, num_tokens, num_sampled)
+        outputs = self._sample_and_store(batch, computed, num_sampled)
         if self._links is not None:
             self._links.end_step()
         self._staging.finish()
@@ -448,22 +453,36 @@ class ModelRunner:
         links.end_step()
         self._staging.finish()
 
-    def _sample_and_store(
-        self, batch: DeviceBatch, computed: DecodeOutput, num_tokens: int, num_sampled: int
-    ) -> dict[str, Tensor]:
+    def _sample_and_store(self, batch: DeviceBatch, computed: DecodeOutput, num_sampled: int) -> dict[str, Tensor]:
         """Sample, store the last tokens, and compute prompt logprobs -> `outputs` of StepResult, on the device."""
-        hidden, logits, known = computed
-        is_finite = torch.linalg.vector_norm(hidden[: len(batch.token_slots)], torch.inf, dim=-1) < torch.inf
-        sampled = known or self._sample(hidden, logits, batch)
+        hidden, logits, finished = computed
+        hidden = hidden[: len(batch.token_slots)]
+        outputs: dict[str, Tensor] = {}
+        if finished is None:
+            sampled = self._sample(hidden, logits, batch)
+            of_top = ("top_ids", sampled.top_ids), ("top_logprobs", sampled.top_logprobs)
+            outputs = {name: tensor for name, tensor in of_top if tensor is not None}
+            if batch.num_sampled < len(hidden) or batch.prompt_logprobs is not None:
+                return outputs | self._store_apart(batch, hidden, sampled)
+            places = batch.sampled_slots, self._slots.last_tokens
+            finished = finish(sampled.tokens, sampled.logprobs, hidden, *places)
+        packed = finished.packed[:num_sampled]
+        if self._links is not None:
+            self._links.send_tokens(packed[:, 0].long())
+        return outputs | {"packed": packed}
+
+    def _store_apart(self, batch: DeviceBatch, hidden: Tensor, sampled: Sampled) -> dict[str, Tensor]:
+        """What is left to do of a step in which not every token samples, or with prompt logprobs. hidden: [T, E],
+        without padding. -> `outputs` of StepResult but for the top logprobs."""
+        is_finite = are_finite(hidden)
         is_finite[batch.logit_rows[: batch.num_sampled]] &= sampled.tokens >= 0
         tokens = sampled.tokens.clamp(min=0)  # later steps may embed it before the manager ends the sequence
         self._slots.last_tokens[batch.sampled_slots] = tokens
         if self._links is not None:
-            self._links.send_tokens(tokens[:num_sampled])
-        outputs = {"token_ids": tokens[:num_sampled].int(), "is_finite": is_finite[:num_tokens]}
-        logprobs = None if sampled.logprobs is None else sampled.logprobs[:num_sampled]
-        optional = ("logprobs", logprobs), ("top_ids", sampled.top_ids), ("top_logprobs", sampled.top_logprobs)
-        outputs |= {name: tensor for name, tensor in optional if tensor is not None}
+            self._links.send_tokens(tokens)
+        outputs = {"token_ids": tokens.int(), "is_finite": is_finite}
+        if sampled.logprobs is not None:
+            outputs["logprobs"] = sampled.logprobs
         if batch.prompt_logprobs is not None:
             of_prompt = compute_prompt_logprobs(hidden, batch.prompt_logprobs, self._model.logits, self._fill_prompt)
             is_finite[batch.prompt_logprobs.rows[: len(of_prompt.logprobs)]] &= torch.isfinite(of_prompt.logprobs)

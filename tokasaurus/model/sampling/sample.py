@@ -15,6 +15,7 @@ from torch import Tensor
 from tokasaurus.model.buffer_sizes import as_sampled_rows_at_once, num_mask_words, ruled_rows_at_once
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels, LogitRulesStruct
 from tokasaurus.model.parallel.collectives import gather_rows, whole_rows
+from tokasaurus.model.sampling.finish import Finished, finish_by_torch
 from tokasaurus.model.sampling.noise import gumbel_noise, keys_of_shard
 from tokasaurus.model.sampling.rules import (
     RULES,
@@ -176,6 +177,24 @@ def sample_by_triton(logits: Tensor, rows: SamplingRows) -> Sampled:
     """`sample` with Triton kernels: one draws, or several if the logits of more rows are changed than fit in bounded
     memory."""
     return _sample_by(_TRITON, logits, rows)
+
+
+def draw_and_finish(
+    logits: Tensor, device_params: Tensor, noise_keys: Tensor, hidden: Tensor, slots: Tensor, last_tokens: Tensor
+) -> Finished:
+    """`sample_by_triton` with logprobs, and `finish`, of rows without rules and masks, in three kernels."""
+    from tokasaurus.model.sampling import triton_sample
+
+    return triton_sample.draw_and_finish(logits, device_params, noise_keys, hidden, slots, last_tokens)
+
+
+def finish(tokens: Tensor, logprobs: Tensor | None, hidden: Tensor, slots: Tensor, last_tokens: Tensor) -> Finished:
+    """`finish_by_torch`, in one launch where Triton is installed."""
+    if not uses_triton(tokens.device, "sampling"):
+        return finish_by_torch(tokens, logprobs, hidden, slots, last_tokens)
+    from tokasaurus.model.sampling import triton_sample
+
+    return triton_sample.finish(tokens, logprobs, hidden, slots, last_tokens)
 
 
 def _sample_whole(executor: Executor, logits: Tensor, rows: SamplingRows) -> Sampled:

@@ -139,7 +139,7 @@ class HostResults:
 
 
 class PackedResults:
-    """Implements Results for a device with memory of its own: one copy for all tensors of a step.
+    """Implements Results for a device with memory of its own: one copy for all tensors of a step, or for its only one.
 
     A step's results are taken out of the pinned memory before a later step gets the same buffer.
     """
@@ -155,7 +155,8 @@ class PackedResults:
         before = self._fetched[self._index]
         if before is not None:
             before.arrays()
-        packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
+        parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()]
+        packed = parts[0] if len(parts) == 1 else torch.cat(parts)
         num_bytes = packed.numel()
         if len(self._pinned[self._index]) < num_bytes:
             self._pinned[self._index] = self._transfers.pinned(2 * num_bytes)

@@ -29,6 +29,7 @@ from tokasaurus.model.buffer_sizes import (
     padded_count,
     plan_bytes,
     ruled_rows_at_once,
+    sampled_bytes,
     sizes_for,
     workspace_bytes,
 )
@@ -360,8 +361,9 @@ def _graphs(rank: _Rank) -> Planned:
     reason = f"{num_tokens:,} tokens x {row:,} x {sizes.item} B"
     if mesh.is_last_stage:
         num_logits = mesh.vocab_shard(rank.info.vocab_size)[1]
-        num_bytes += num_rows * num_logits * sizes.item
-        reason += f" + {num_rows:,} sequences x {num_logits:,} x {sizes.item} B"
+        of_samples = sampled_bytes(num_rows, _NUM_PROCESSORS)
+        num_bytes += num_rows * num_logits * sizes.item + of_samples
+        reason += f" + {num_rows:,} sequences x {num_logits:,} x {sizes.item} B + {of_samples:,} B of samples"
     num_bytes += num_tokens * RECORDED_TOKEN_BYTES + num_rows * RECORDED_ROW_BYTES
     reason += f" + {num_tokens:,} x {RECORDED_TOKEN_BYTES} B + {num_rows:,} x {RECORDED_ROW_BYTES} B of inputs"
     if rank.has_flashinfer:

@@ -47,6 +47,7 @@ from tokasaurus.model.execution.executors import ModuleExecutor
 from tokasaurus.model.execution.recorded_inputs import RecordedInputs, SlotState, StagedRows, fill_inputs_by_torch
 from tokasaurus.model.execution.runner import ComputedStep, ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.sampling.finish import finish_by_torch
 from tokasaurus.model.sampling.rules import (
     DeviceMasks,
     RuledRows,
@@ -400,9 +401,7 @@ def measures(shape: KVShape, model: Decoder) -> dict[KernelGroup, Measure]:
     """The check of each group of kernels that is in use on this device."""
     every: dict[KernelGroup, Measure] = {
         "attention": functools.partial(compare_attention, shape),
-        "sampling": functools.partial(
-            compare_sampling, model.vocab_size, model.activation_dtype, shape.device, sample_by_triton
-        ),
+        "sampling": functools.partial(compare_sampler, model.vocab_size, model.activation_dtype, shape.device),
         "layers": functools.partial(compare_layers, model),
         "steps": functools.partial(compare_inputs, shape),
     }
@@ -500,6 +499,41 @@ def compare_sampling(
     bits[:, 0] |= 1  # at least one token is allowed
     changed = replace(rows, rules=rules, masks=DeviceMasks(masked, bits))
     yield from _compare_draws("sampling with penalties, biases and masks", logits, changed, sampler)
+
+
+def compare_sampler(vocab_size: int, dtype: torch.dtype, device: torch.device) -> Iterator[Measured]:
+    """The Triton sampler, and how it finishes rows. dtype: of logits."""
+    from tokasaurus.model.sampling import triton_sample
+
+    yield from compare_sampling(vocab_size, dtype, device, sample_by_triton)
+    random = _Random(device)
+    for num_rows in (1, 6):  # a row in many parts, and several in fewer
+        logits, hidden = random.normal((num_rows, vocab_size), dtype), random.normal((num_rows, 80), dtype)
+        logits.scatter_(1, random.integers((num_rows, 1), vocab_size), 12)
+        params = np.array([SamplingParams(temperature=0.0)] * num_rows, SAMPLING_DTYPE)
+        if num_rows > 1:
+            logits[1, vocab_size // 2], hidden[2, 79] = torch.nan, torch.inf
+        slots, memory = torch.arange(num_rows, 0, -1, device=device), random.integers((num_rows + 3,), 9)
+        rows = SamplingRows(
+            params, params_to_device(params, device), random.integers((num_rows, 2), 2**32), True, limited=None
+        )
+        tokens, logprobs, *_ = sample_by_torch(logits, rows)
+        last_tokens = [memory.clone() for _ in range(3)]
+        expected = finish_by_torch(tokens, logprobs, hidden, slots, last_tokens[0])
+        drawn = triton_sample.draw_and_finish(
+            logits, rows.device_params, rows.noise_keys, hidden, slots, last_tokens[1]
+        )
+        alone = triton_sample.finish(tokens, logprobs, hidden, slots, last_tokens[2])
+        is_usable = tokens >= 0
+        for name, found, last in (("drawn", drawn, last_tokens[1]), ("sampled", alone, last_tokens[2])):
+            what = f"rows finished as they are {name}"
+            yield compared(what, found.tokens, expected.tokens, 0)
+            yield compared(f"{what} (packed)", found.packed[:, ::2], expected.packed[:, ::2], 0)
+            found_logprobs, expected_logprobs = (
+                one.packed[is_usable, 1].view(torch.float32) for one in (found, expected)
+            )
+            yield compared(f"{what} (logprobs)", found_logprobs, expected_logprobs, TOLERANCES[torch.float32])
+            yield compared(f"{what} (last tokens)", last, last_tokens[0], 0)
 
 
 def _compare_draws(

@@ -4,18 +4,18 @@ import torch
 from torch import Tensor
 
 from tokasaurus.messages.generation import SAMPLING_DTYPE
+from tokasaurus.model.sampling.finish import Finished, finish_by_torch
 from tokasaurus.model.sampling.rules import has_limits, limited_rows
-from tokasaurus.model.sampling.sample import Sampled, SamplingRows, sample
+from tokasaurus.model.sampling.sample import SamplingRows, sample
 from tokasaurus.model.staging.staging import ON_HOST
 
 
-def sample_on_device(logits: Tensor, rows: SamplingRows) -> Sampled:
-    """In place of sample_by_triton, for rows without rules, masks and top log-probabilities."""
-    assert rows.rules is None
-    assert rows.masks is None
-    assert rows.top is None
-    tokens, logprobs = _sample(logits, rows.device_params, rows.noise_keys)
-    return Sampled(tokens, logprobs if rows.any_logprobs else None)
+def finish_on_device(
+    logits: Tensor, device_params: Tensor, noise_keys: Tensor, hidden: Tensor, slots: Tensor, last_tokens: Tensor
+) -> Finished:
+    """In place of draw_and_finish."""
+    tokens, logprobs = _sample(logits, device_params, noise_keys)
+    return finish_by_torch(tokens, logprobs, hidden, slots, last_tokens)
 
 
 @torch.library.custom_op("device_sampling::sample", mutates_args=())

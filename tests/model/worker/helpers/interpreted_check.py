@@ -166,6 +166,10 @@ def wrong_kernels() -> Iterator[tuple[triton_choice.KernelGroup, Any, str, Kerne
     def without_lists(*arguments: Any) -> None:
         original_inputs(*arguments[:-1], None)
 
+    def finish_elsewhere(*arguments: Any) -> Any:
+        return original_finish(*arguments[:-1], arguments[-1].clone())
+
+    original_finish: Any = triton_sample.finish
     original_inputs: Any = triton_inputs.fill_inputs
     original_write, original_fill = triton_kernels.write_kv, triton_kernels.fill_lists
     original_merge = triton_kernels.merge_partial
@@ -197,6 +201,10 @@ def wrong_kernels() -> Iterator[tuple[triton_choice.KernelGroup, Any, str, Kerne
         lambda logits, rules, own, _: logits[rules.rows.on_device[own]].float(),
     )
     yield sampling, triton_sample, "draw", without_masks
+    for name in ("draw_and_finish", "finish"):
+        yield sampling, triton_sample, name, raises
+        yield sampling, triton_sample, name, changed(triton_sample, name, lambda x: x._replace(packed=x.packed * 2))
+    yield sampling, triton_sample, "finish", finish_elsewhere
     for name in ("add_norm", "rotate_heads", "silu_mul"):
         yield layers, triton_layers, name, raises
     yield layers, triton_layers, "add_norm", changed(triton_layers, "add_norm", lambda x: x * 1.01)

@@ -143,13 +143,13 @@ def missing_variants(mesh: Mesh) -> list[Variant]:
         launches.variants.clear()
         run_steps(runner)
     counts = collections.Counter(name for name, *_ in launches.variants)
-    for name in ("_find_least", "_draw_row"):
+    for name in ("_find_least", "_draw_part"):
         # Ranks sample rows without any option from their part of the vocabulary.
         num_variants = counts.pop(name)
         assert num_variants == 4 + (mesh.tp_size > 1), "with and without rules, with and without masks"
     assert set(counts) == {
         *("_count_tokens", "_add_biases", "_change_rows", "_largest_of_parts", "_largest_of_candidates"),
-        *("_write_token", "_merge_rows"),
+        *("_write_token", "_merge_rows", "_merge_row", "_finish_row"),
     }
     return sorted(launches.variants - known, key=repr)
 
