@@ -3,6 +3,7 @@ BIN := .venv/bin
 SERVE_ARGS ?=
 BENCH_ARGS ?=
 CLIENTS ?=
+SINCE ?= main
 RECORD ?=
 PARTS ?=
 KIT_ARGS ?=
@@ -21,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 # Tests start hundreds of Python processes, each of which would compile every module again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help serve test check lint types unit test-clients test-clients-newest test-gpu test-neon test-long test-flashinfer test-flashinfer-build flashinfer-packages test-wheel wheel release-check reference docs gpu-kit gpu-quarter bench-manager torture soak format clean
+.PHONY: help serve test check test-changed lint types unit test-clients test-clients-newest test-gpu test-neon test-long test-flashinfer test-flashinfer-build flashinfer-packages test-wheel wheel release-check reference docs gpu-kit gpu-quarter bench-manager torture soak format clean
 
 serve: .venv/installed  ## Serves the demo model, or SERVE_ARGS
 	$(BIN)/toka $(SERVE_ARGS)
@@ -43,6 +44,9 @@ CHECKED_NAMES := not ranks and not tensor_parallel and not constant_preemption
 
 check: lint types  ## Lint, types and the tests of the core: 3 minutes
 	$(PYTEST) -k "$(CHECKED_NAMES)" $(CHECKED_TESTS)
+
+test-changed: .venv/installed-dev  ## The tests that a change may break, by imports, since SINCE (main)
+	$(PYTEST) $$($(BIN)/python -m tests.helpers.changed_tests $(SINCE))
 
 lint: .venv/installed-dev  ## Ruff and clang-format, without changes
 	$(BIN)/ruff check .

@@ -6,7 +6,8 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Generator, Iterator
 
 import hypothesis
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
 from tests.helpers.examples import IS_NIGHTLY
+from tests.helpers.forked_python import nursing
 
 # Modules and tests are a million objects that stay. The garbage collector would read them again and again while they
 # are made, for half of the time of the collection of tests, and whenever it looks at all objects, as it does thrice at
@@ -51,6 +53,33 @@ if threading.current_thread() is threading.main_thread():
     for _number in (signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(_number) is signal.SIG_IGN:
             signal.signal(_number, lambda *_: None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """`toka` and the servers of `LLM` are forked with their modules, but for tests marked `spawns`."""
+    if item.get_closest_marker("spawns") is not None:
+        return (yield)
+    with nursing():
+        return (yield)
+
+
+NUM_SLOWEST = 100
+BUDGET_S = 240
+"""For the slowest tests together, on two Zen 4 cores."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    times: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                times[report.nodeid] += report.duration
+    if len(times) > 10 * NUM_SLOWEST:
+        slowest_s = sum(seconds for _, seconds in times.most_common(NUM_SLOWEST))
+        terminalreporter.write_line(
+            f"the slowest {NUM_SLOWEST} tests took {slowest_s:.0f} s; their budget is {BUDGET_S} s on two Zen 4 cores"
+        )
 
 
 @pytest.fixture(scope="session")

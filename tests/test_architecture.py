@@ -6,22 +6,13 @@ import ast
 import re
 import subprocess
 import sys
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "tokasaurus"
-MODULES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in sorted(PACKAGE.rglob("*.py"))
-}
+from tests.helpers.import_graph import MODULES, PACKAGE, ROOT, TESTS, imported_modules
 
-TESTS = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted((ROOT / "tests").rglob("*.py"))
-}
 # Folders of tests that mirror no other folder; besides them, any folder may have one named helpers.
 OWN_FOLDERS = {
     "helpers",
@@ -119,20 +110,6 @@ if find_spec("ray") is not None:
 def package_of(module: str, depth: int = 1) -> str:
     """The name at `depth` in a module's path, 1 for the name after `tokasaurus`; "" if the path is shorter."""
     return ".".join(module.split(".")[depth : depth + 1])
-
-
-@cache
-def imported_modules(path: Path) -> frozenset[str]:
-    """Modules that a file imports anywhere, lazy imports included; `from a import b` counts as a and a.b."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} has a relative import"
-            assert node.module is not None
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return frozenset(names)
 
 
 def test_every_package_has_its_layer() -> None:

@@ -15,6 +15,7 @@ import pytest
 from tests.helpers.tiny_model import save_tiny_model
 from tokasaurus.inherited import module_paths, python_command
 
+pytestmark = pytest.mark.spawns
 ROOT = Path(__file__).parents[1]
 HELPERS = ROOT / "tests" / "processes" / "helpers"
 STUB = [sys.executable, str(HELPERS / "stub_launcher.py"), "run_worker", "cpu_isa=torch"]

@@ -22,6 +22,8 @@ from tests.helpers.pipes import fill_pipe
 from tests.helpers.small_tokenizer import save_small_tokenizer
 from tests.helpers.tiny_model import save_tiny_model
 
+pytestmark = pytest.mark.spawns
+
 SMALL = ("dtype=float32", "kv_cache_num_tokens=4096", "max_tokens_per_forward=256", "max_seqs_per_forward=16")
 NUM_MALFORMED = 500 if IS_NIGHTLY else 100
 MOUNT = "mount -t tmpfs -o size=4k tmpfs /dev/shm && head -c 4096 /dev/zero > /dev/shm/full"

@@ -10,6 +10,8 @@ import pytest
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
 
+pytestmark = pytest.mark.spawns
+
 ROOT = Path(__file__).parents[2]
 
 

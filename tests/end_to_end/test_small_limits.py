@@ -13,6 +13,8 @@ import pytest
 from tests.commands.batch.helpers.request_lines import write_requests
 from tests.end_to_end.helpers.toka_process import free_port, starting_toka, wait_for
 
+pytestmark = pytest.mark.spawns
+
 SMALL = ("kv_cache_num_tokens=4000", "max_tokens_per_forward=64", "max_seqs_per_forward=8")
 FEW = [(resource.RLIMIT_NOFILE, 24), (resource.RLIMIT_AS, 300 << 20)]
 MORE = [(resource.RLIMIT_NOFILE, number) for number in (*range(5, 40, 2), 6, 28)] + [

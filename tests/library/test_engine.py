@@ -115,6 +115,7 @@ def kill_and_wait(engine: PrivateEngine, pid: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.spawns
 def test_real_processes_serve_http_to_this_user_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKA_API_KEY", "of other servers")
     monkeypatch.setenv("FORCE_COLOR", "1")  # as in a notebook

@@ -10,6 +10,7 @@ import openai
 import orjson
 import pytest
 
+from tests.end_to_end.helpers.toka_process import wait_for
 from tests.server.helpers.fake_engine import echo, never
 from tests.server.helpers.live_server import LiveServer, wait_until_clean
 from tokasaurus.server.errors import ClientGone
@@ -51,7 +52,7 @@ def test_keep_alive_connection_does_not_count_as_a_disconnect(server: LiveServer
 def test_client_that_disconnects_while_sending_its_body_creates_no_request(server: LiveServer) -> None:
     with socket.create_connection((urlsplit(server.url).hostname, urlsplit(server.url).port)) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-    assert server.http.get("/health").status_code == 200
+    wait_for(lambda: 'route="/v1/completions",status="499"' in server.http.get("/metrics").text, 30)
     assert server.engine.requests == []
 
 
