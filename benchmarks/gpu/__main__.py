@@ -363,6 +363,11 @@ def _shown_profile(row: dict[str, Any]) -> list[str]:
         f" {row['kernels_per_step']:.0f} kernels ({row['kernels_per_layer']} a layer), {num_launches:.0f} launches;"
         f" {row['busy_ms']:.2f} ms busy, {row['idle_ms']:.2f} idle"
     )
+    if (mixed := row.get("with_prompt")) is not None:
+        first += (
+            f"; beside a prompt of {mixed['num_tokens']} tokens {mixed['step_ms']:.2f} ms, {mixed['host_ms']:.2f} of"
+            " the host"
+        )
     longest = (
         f"  {kernel['share']:4.0%} {kernel['us']:,.0f} us in {kernel['per_step']:g}: {kernel['name'][:60]}"
         for kernel in row["longest_kernels"]

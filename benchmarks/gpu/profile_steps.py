@@ -4,7 +4,7 @@ python -m benchmarks.gpu.profile_steps DIRECTORY --rows 1 64 1024 [--context 512
 
 It starts a worker by the server's own code, without a server, and runs decode steps as the worker's loop does: one step
 is launched while the one before it computes. torch's profiler then records some of them. The keys and values of the
-contexts are zeros.
+contexts are zeros. Afterwards it times steps of the same rows beside a prompt of some tokens, a new one in each step.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.profiler import ProfilerActivity, profile
 
 from tokasaurus.checkpoint import resolve_checkpoint
@@ -35,7 +36,7 @@ from tokasaurus.model.worker.entry import start_worker
 from tokasaurus.monitoring.log_writer import log_writer, setup_logging
 
 _NUM_WARM, _NUM_TIMED, _NUM_PROFILED = 4, 32, 8
-_NUM_STEPS = 2 + _NUM_WARM + _NUM_TIMED + _NUM_PROFILED
+_NUM_STEPS = 2 + 2 * (_NUM_WARM + _NUM_TIMED) + _NUM_PROFILED
 NUM_LONGEST = 10
 """Kernels that are shown, those that take most time."""
 _NUM_GAPS = 5
@@ -140,24 +141,51 @@ def opening_step(num_rows: int, num_context: int, num_blocks: int, page_size: in
     each = -(-(num_context + _NUM_STEPS) // page_size)
     assert each * num_rows <= num_blocks
     ones = np.ones(num_rows, np.int32)
-    opened = SlotOpens(
-        slots=slots,
-        num_prompt_tokens=ones * np.int32(num_context + 1),
-        first_positions=ones * np.int32(num_context),
-        sampling=np.array([SamplingParams(temperature=1.0)] * num_rows, SAMPLING_DTYPE),
-        seeds=np.arange(num_rows, dtype=np.uint64),
-        sample_indices=np.zeros(num_rows, np.uint32),
-        want_logprobs=np.zeros(num_rows, np.bool_),
-    )
-    blocks = 1 + np.random.default_rng(0).permutation(num_blocks)[: each * num_rows].astype(np.int32)
-    changes = SlotChanges(closed=slots, opened=opened, block_slots=np.repeat(slots, each), block_ids=blocks)
+    blocks = _scattered(num_blocks)[: each * num_rows]
+    changes = SlotChanges(slots, _opened(slots, num_context, 1), np.repeat(slots, each), blocks)
     return ForwardInput(0, slots, ones, 0, np.zeros(num_rows, np.int32), changes)
 
 
+def step_with_prompt(decode: ForwardInput, num_tokens: int, num_blocks: int, page_size: int) -> ForwardInput:
+    """The decode step beside a prompt of num_tokens, whose slot it opens. It can be run again and again."""
+    slots = np.append(decode.slots, np.int32(len(decode.slots) + 1)).astype(np.int32)
+    own = slots[-1:]
+    blocks = _scattered(num_blocks)[num_blocks - -(-num_tokens // page_size) :]
+    changes = SlotChanges(own, _opened(own, 0, num_tokens), np.repeat(own, len(blocks)), blocks)
+    counts = np.append(decode.num_tokens, num_tokens).astype(np.int32)
+    return ForwardInput(0, slots, counts, decode.num_decode, np.zeros(num_tokens, np.int32), changes)
+
+
+def _scattered(num_blocks: int) -> NDArray[np.int32]:
+    return 1 + np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+
+
+def _opened(slots: NDArray[np.int32], num_context: int, num_tokens: int) -> SlotOpens:
+    """Each slot computes the last num_tokens of its prompt, after a context."""
+    ones = np.ones(len(slots), np.int32)
+    return SlotOpens(
+        slots=slots,
+        num_prompt_tokens=ones * np.int32(num_context + num_tokens),
+        first_positions=ones * np.int32(num_context),
+        sampling=np.array([SamplingParams(temperature=1.0)] * len(slots), SAMPLING_DTYPE),
+        seeds=np.arange(len(slots), dtype=np.uint64),
+        sample_indices=np.zeros(len(slots), np.uint32),
+        want_logprobs=np.zeros(len(slots), np.bool_),
+    )
+
+
 def measure(
-    runner: ModelRunner, num_rows: int, num_context: int, num_blocks: int, page_size: int, num_layers: int, path: Path
+    runner: ModelRunner,
+    num_rows: int,
+    num_context: int,
+    num_blocks: int,
+    page_size: int,
+    num_layers: int,
+    path: Path,
+    num_prompt: int = 0,
 ) -> dict[str, Any]:
-    """path: of the trace that is written, which ends in .gz."""
+    """path: of the trace that is written, which ends in .gz. num_prompt: tokens of the prompt beside the rows; 0: no
+    such steps."""
     opening = opening_step(num_rows, num_context, num_blocks, page_size)
     runner.run(opening)
     changes = SlotChanges(closed=_NOTHING, opened=None, block_slots=_NOTHING, block_ids=_NOTHING)
@@ -173,6 +201,11 @@ def measure(
         _run(runner, step, _NUM_PROFILED)
     profiler.export_chrome_trace(str(path))
     summary = summarize(read_trace(path), _NUM_PROFILED, num_layers)
+    if num_prompt:
+        mixed = step_with_prompt(step, num_prompt, num_blocks, page_size)
+        _run(runner, mixed, _NUM_WARM)
+        of_mixed = dict(zip(("step_ms", "host_ms"), _run(runner, mixed, _NUM_TIMED), strict=True))
+        summary["with_prompt"] = {"num_tokens": num_prompt, **of_mixed}
     return {"num_rows": num_rows, "num_context": num_context, "step_ms": step_ms, "host_ms": host_ms, **summary}
 
 
@@ -216,6 +249,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--context", type=int, default=512, help="tokens of each row, unless the KV cache has fewer (default: 512)"
     )
+    parser.add_argument(
+        "--prompt",
+        type=int,
+        default=256,
+        help="tokens of a prompt beside the rows, where flags and KV cache allow it (default: %(default)s)",
+    )
     parser.add_argument("--traces", type=Path, metavar="DIRECTORY", help="where the traces are kept")
     args, flags = parser.parse_known_args(argv)
     config = ServerConfig.parse([f"model={args.directory}", *flags])
@@ -235,7 +274,11 @@ def main(argv: Sequence[str]) -> int:
                 continue
             sizes = limits.num_kv_blocks, limits.page_size, num_layers
             path = directory / f"rows-{num_rows}.json.gz"
-            found = measure(worker.runner, num_rows, min(args.context, tokens_each), *sizes, path)
+            context = min(args.context, tokens_each)
+            left = (blocks_each - -(-(context + _NUM_STEPS) // limits.page_size)) * num_rows * limits.page_size
+            beside = config.max_tokens_per_forward - num_rows if num_rows < config.max_seqs_per_forward else 0
+            num_prompt = max(0, min(args.prompt, left, limits.max_tokens_per_sequence - 1, beside))
+            found = measure(worker.runner, num_rows, context, *sizes, path, num_prompt)
             print(json.dumps(found), flush=True)
     worker.runner.drop_graphs()
     log_writer().flush_lines()

@@ -70,6 +70,7 @@ def check_profile(row: dict[str, Any]) -> None:
         assert measured["kernels_per_step"] > 1
         assert measured["busy_ms"] > 0
         assert 0 < measured["host_ms"] <= measured["step_ms"] * 1.5
+        assert measured["with_prompt"]["host_ms"] > 0
         assert sum(kernel["share"] for kernel in measured["longest_kernels"]) <= 1.001
 
 

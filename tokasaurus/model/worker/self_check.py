@@ -716,9 +716,12 @@ def measure_graphs(
             yield from _compare_graph(name, runner, model, zip(decodes, places, strict=True))
     for size in dict.fromkeys((all_sizes[0], all_sizes[-1])):
         mixed = [prompts.mixed(min(size, limits.max_tokens), turn) for turn in (0, 1)]
-        yield from _compare_graph(
-            f"graph of {size} tokens with prompts", runner, model, [step for step in mixed if step is not None]
-        )
+        found = [step for step in mixed if step is not None]
+        if found:
+            # Where there are few slots, their prompts may fit into less.
+            num_tokens = max(len(places) for _, places in found)
+            fitting = min(each for each in all_sizes if each >= num_tokens)
+            yield from _compare_graph(f"graph of {fitting} tokens with prompts", runner, model, found)
 
 
 def _compare_graph(
@@ -741,8 +744,6 @@ def _compare_graph(
         with runner.launching():
             perturbed.append(runner.compute_alone(step, last_tokens, _perturbed(entering)))
             launched.append(runner.compute_alone(step, last_tokens, hidden))
-    if not replayed:
-        return
     computed = replayed, launched, perturbed
     hidden_states = (torch.cat([one.hidden for one in steps]) for steps in computed)
     yield from _compared(name, model.activation_dtype, *hidden_states)
