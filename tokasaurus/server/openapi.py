@@ -25,6 +25,14 @@ def error_responses(*statuses: int, model: type = ErrorResponse) -> Responses:
     return {status: {"model": model, "description": HTTPStatus(status).phrase} for status in statuses}
 
 
+def answers(
+    answer: type, *statuses: int, content: Mapping[str, Any] | None = None, errors: type = ErrorResponse
+) -> Responses:
+    """Value for a route's `responses`: the class of its answer, other contents of it if there are any, its errors."""
+    described: dict[str, Any] = {"model": answer} if content is None else {"model": answer, "content": content}
+    return {200: described, **error_responses(*statuses, model=errors)}
+
+
 def example_body(body: Mapping[str, object]) -> dict[str, Any]:
     """Value for a route's `openapi_extra`: a body that it accepts, which the page offers to send."""
     return {"requestBody": {"content": {"application/json": {"example": body}}}}

@@ -34,7 +34,7 @@ from tokasaurus.server.dialects.client_tools import CLIENT_TOOLS
 from tokasaurus.server.endpoint import RoutedEndpoint, count_prompt_tokens
 from tokasaurus.server.errors import ApiError, InvalidRequest, shorten
 from tokasaurus.server.json_body import JsonBodyRoute
-from tokasaurus.server.openapi import BODY_ERRORS, error_responses, example_body
+from tokasaurus.server.openapi import BODY_ERRORS, answers, example_body
 from tokasaurus.server.prepare.chat import chat_of, draft_chat
 from tokasaurus.server.prepare.field_table import FieldTable
 from tokasaurus.server.prepare.requests import Draft, Origin
@@ -1037,7 +1037,7 @@ router = APIRouter(route_class=JsonBodyRoute, tags=["generation"])
 
 @router.post(
     "/v1/messages/count_tokens",
-    responses={200: {"model": TokenCount}, **error_responses(*BODY_ERRORS, 404, 429, 503, model=MessagesError)},
+    responses=answers(TokenCount, *BODY_ERRORS, 404, 429, 503, errors=MessagesError),
     openapi_extra=example_body({"messages": _CONVERSATION}),
 )
 async def count_tokens(request: Request, body: CountTokensRequest) -> Response:

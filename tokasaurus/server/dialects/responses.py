@@ -23,7 +23,7 @@ from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.endpoint import RoutedEndpoint, count_prompt_tokens
 from tokasaurus.server.errors import ApiError, InvalidRequest, ResponseNotStored
 from tokasaurus.server.json_body import JsonBodyRoute
-from tokasaurus.server.openapi import BODY_ERRORS, error_responses, example_body
+from tokasaurus.server.openapi import BODY_ERRORS, answers, error_responses, example_body
 from tokasaurus.server.prepare.chat import chat_of, draft_chat
 from tokasaurus.server.prepare.field_table import FieldTable
 from tokasaurus.server.prepare.requests import Draft, Origin, Prepared, asked_sampling
@@ -957,7 +957,7 @@ router = APIRouter(route_class=JsonBodyRoute, tags=["generation"])
 
 @router.post(
     "/v1/responses/input_tokens",
-    responses={200: {"model": InputTokens}, **error_responses(*BODY_ERRORS, 404, 429, 503)},
+    responses=answers(InputTokens, *BODY_ERRORS, 404, 429, 503),
     openapi_extra=example_body({"input": "What do whales eat?"}),
 )
 async def input_tokens(request: Request, body: CountInputRequest) -> Response:

@@ -21,7 +21,7 @@ from tokasaurus.server.engine_client.control import PauseMode
 from tokasaurus.server.errors import Conflict, EngineNotReady, InvalidRequest
 from tokasaurus.server.event_stream import EventStream, run_while_connected
 from tokasaurus.server.json_body import JsonBodyRoute
-from tokasaurus.server.openapi import BODY_ERRORS, error_responses, example_body
+from tokasaurus.server.openapi import BODY_ERRORS, answers, error_responses, example_body
 from tokasaurus.server.prepare.completion import draft_completion
 from tokasaurus.server.prepare.field_table import FieldTable
 from tokasaurus.server.prepare.requests import Origin, Prepared
@@ -451,10 +451,7 @@ _LOADS_SECTIONS = frozenset({"core", "memory", "spec", "lora", "disagg", "queues
 
 @router.post(
     "/generate",
-    responses={
-        200: {"model": GenerateAnswer, "content": _STREAMED},
-        **error_responses(*BODY_ERRORS, 404, 429, 503),
-    },
+    responses=answers(GenerateAnswer, *BODY_ERRORS, 404, 429, 503, content=_STREAMED),
     openapi_extra=example_body({"text": "Once upon a time", "sampling_params": {"max_new_tokens": 20}}),
 )
 async def generate(request: Request, body: GenerateRequest) -> Response:
@@ -499,14 +496,14 @@ async def _named_events(
                 yield event
 
 
-@router.post("/pause_generation", responses={200: {"model": Success}, **error_responses(*BODY_ERRORS, 503)})
+@router.post("/pause_generation", responses=answers(Success, *BODY_ERRORS, 503))
 async def pause_generation(request: Request, body: PauseGenerationRequest) -> Response:
     """Returns when no step runs; new requests wait."""
     await ready_state_of(request).engine.control.pause(_MODES[body.mode], clears_cache=False)
     return _json(write_json(Success(True, "paused")))
 
 
-@router.post("/continue_generation", responses={200: {"model": Success}, **error_responses(*BODY_ERRORS, 503)})
+@router.post("/continue_generation", responses=answers(Success, *BODY_ERRORS, 503))
 async def continue_generation(
     request: Request,
     body: ContinueGenerationRequest,  # noqa: ARG001  (it has been checked)
@@ -516,7 +513,7 @@ async def continue_generation(
     return _json(write_json(Success(True, "goes on")))
 
 
-@router.post("/abort_request", responses={200: {"model": Success}, **error_responses(*BODY_ERRORS, 503)})
+@router.post("/abort_request", responses=answers(Success, *BODY_ERRORS, 503))
 async def abort_request(request: Request, body: AbortRequest) -> Response:
     """End requests by "abort" with the tokens that they have; others go on."""
     if body.abort_all or body.rid:
@@ -524,9 +521,7 @@ async def abort_request(request: Request, body: AbortRequest) -> Response:
     return _json(write_json(Success(True, "aborted")))
 
 
-@router.post(
-    "/update_weights_from_disk", responses={200: {"model": UpdateSuccess}, **error_responses(*BODY_ERRORS, 503)}
-)
+@router.post("/update_weights_from_disk", responses=answers(UpdateSuccess, *BODY_ERRORS, 503))
 async def update_weights_from_disk(request: Request, body: UpdateFromDiskRequest) -> Response:
     """Replace the model's weights in place, on every replica."""
     state = ready_state_of(request)
@@ -542,14 +537,14 @@ async def update_weights_from_disk(request: Request, body: UpdateFromDiskRequest
     return _json(write_json(UpdateSuccess(True, f"the weights are {version}", kept, version)))
 
 
-@router.get("/get_weight_version", responses={200: {"model": WeightVersion}})
+@router.get("/get_weight_version", responses=answers(WeightVersion))
 async def get_weight_version(request: Request) -> JSONResponse:
     """The name of the newest weights."""
     return JSONResponse({"weight_version": state_of(request).engine.control.weight_version})
 
 
-@router.get("/flush_cache", responses={200: {"model": Success}, **error_responses(409, 503)})
-@router.post("/flush_cache", responses={200: {"model": Success}, **error_responses(409, 503)})
+@router.get("/flush_cache", responses=answers(Success, 409, 503))
+@router.post("/flush_cache", responses=answers(Success, 409, 503))
 async def flush_cache(request: Request) -> Response:
     """Forget the KV of all prompts; 409 while any request is unfinished."""
     engine = ready_state_of(request).engine
@@ -563,9 +558,7 @@ async def flush_cache(request: Request) -> Response:
     return _json(write_json(Success(True, "flushed")))
 
 
-@router.post(
-    "/release_memory_occupation", responses={200: {"model": Success}, **error_responses(*BODY_ERRORS, 409, 503)}
-)
+@router.post("/release_memory_occupation", responses=answers(Success, *BODY_ERRORS, 409, 503))
 async def release_memory_occupation(request: Request, body: MemoryRequest) -> Response:
     """Give memory back to the system until /resume_memory_occupation; requests wait. The memory of the weights can be
     given back only together with the KV cache's, or after it."""
@@ -578,9 +571,7 @@ async def release_memory_occupation(request: Request, body: MemoryRequest) -> Re
     return _json(write_json(Success(True, "released")))
 
 
-@router.post(
-    "/resume_memory_occupation", responses={200: {"model": Success}, **error_responses(*BODY_ERRORS, 409, 503)}
-)
+@router.post("/resume_memory_occupation", responses=answers(Success, *BODY_ERRORS, 409, 503))
 async def resume_memory_occupation(request: Request, body: MemoryRequest) -> Response:
     """Take the memory again, all of it whatever the tags; requests go on once "kv_cache" is among them."""
     rollouts = ready_state_of(request).engine.control
@@ -659,7 +650,7 @@ async def health_generate(request: Request) -> Response:
     return _json(write_json(Success(True, "healthy")))
 
 
-@router.get("/v1/loads", responses={200: {"model": Loads}, **error_responses(400, 503)})
+@router.get("/v1/loads", responses=answers(Loads, 400, 503))
 async def loads(request: Request, include: str | None = None, dp_rank: int | None = None) -> Response:
     """How many sequences each replica has. include: names of SGLang's sections; the counts are those of core, and the
     others would add nothing."""

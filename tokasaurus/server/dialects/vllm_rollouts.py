@@ -19,7 +19,7 @@ from tokasaurus.server.engine_client.control import PauseMode
 from tokasaurus.server.errors import InvalidRequest, UnsupportedField
 from tokasaurus.server.event_stream import run_while_connected
 from tokasaurus.server.json_body import JsonBodyRoute
-from tokasaurus.server.openapi import BODY_ERRORS, error_responses, example_body
+from tokasaurus.server.openapi import BODY_ERRORS, answers, error_responses, example_body
 from tokasaurus.server.prepare.completion import draft_completion
 from tokasaurus.server.prepare.field_table import FieldTable
 from tokasaurus.server.prepare.requests import Origin, Prepared
@@ -399,7 +399,7 @@ _LOGPROBS_MODES: Mapping[LogprobsMode, str] = {"raw": "raw_logprobs", "sampled":
 
 @router.post(
     "/inference/v1/generate",
-    responses={200: {"model": TokensAnswer}, **error_responses(*BODY_ERRORS, 404, 429, 503)},
+    responses=answers(TokensAnswer, *BODY_ERRORS, 404, 429, 503),
     openapi_extra=example_body({"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 20}}),
 )
 async def generate(request: Request, body: TokensRequest) -> Response:
@@ -413,7 +413,7 @@ async def generate(request: Request, body: TokensRequest) -> Response:
     return Response(answer.content, media_type="application/json")
 
 
-@router.post("/pause", responses={200: {"model": PauseState}, **error_responses(400, 503)})
+@router.post("/pause", responses=answers(PauseState, 400, 503))
 async def pause(
     request: Request,
     mode: PauseMode = "abort",
@@ -427,20 +427,20 @@ async def pause(
     return JSONResponse({"is_paused": True})
 
 
-@router.post("/resume", responses={200: {"model": PauseState}, **error_responses(503)})
+@router.post("/resume", responses=answers(PauseState, 503))
 async def resume(request: Request) -> JSONResponse:
     """Go on after /pause. Does nothing unless the engine is paused."""
     await ready_state_of(request).engine.control.resume()
     return JSONResponse({"is_paused": False})
 
 
-@router.get("/is_paused", responses={200: {"model": PauseState}})
+@router.get("/is_paused", responses=answers(PauseState))
 async def is_paused(request: Request) -> JSONResponse:
     """Whether /pause has paused the engine."""
     return JSONResponse({"is_paused": state_of(request).engine.control.is_paused})
 
 
-@router.post("/sleep", responses={200: {"model": SleepState}, **error_responses(400, 409, 503)})
+@router.post("/sleep", responses=answers(SleepState, 400, 409, 503))
 async def sleep(
     request: Request,
     level: Level = "1",
@@ -456,7 +456,7 @@ async def sleep(
     return JSONResponse({"is_sleeping": True})
 
 
-@router.post("/wake_up", responses={200: {"model": SleepState}, **error_responses(409, 503)})
+@router.post("/wake_up", responses=answers(SleepState, 409, 503))
 async def wake_up(request: Request, tags: MemoryTags = None) -> JSONResponse:
     """Take the memory again, all of it whatever the tags, and go on if kv_cache is among them or there are none. Does
     nothing unless the engine sleeps."""
@@ -464,13 +464,13 @@ async def wake_up(request: Request, tags: MemoryTags = None) -> JSONResponse:
     return JSONResponse({"is_sleeping": False})
 
 
-@router.get("/is_sleeping", responses={200: {"model": SleepState}})
+@router.get("/is_sleeping", responses=answers(SleepState))
 async def is_sleeping(request: Request) -> JSONResponse:
     """Whether the engine has given memory back to the system."""
     return JSONResponse({"is_sleeping": state_of(request).engine.control.is_asleep})
 
 
-@router.post("/reset_prefix_cache", responses={200: {"model": CacheReset}, **error_responses(*BODY_ERRORS, 409, 503)})
+@router.post("/reset_prefix_cache", responses=answers(CacheReset, *BODY_ERRORS, 409, 503))
 async def reset_prefix_cache(request: Request, body: ResetCacheRequest) -> JSONResponse:
     """Forget the KV of all prompts; 409 while requests run, unless they are reset. The fields may be in the query."""
     rollouts = ready_state_of(request).engine.control
@@ -480,7 +480,7 @@ async def reset_prefix_cache(request: Request, body: ResetCacheRequest) -> JSONR
     return JSONResponse({"is_paused": rollouts.is_paused, "success": True})
 
 
-@router.post("/update_weights", responses={200: {"model": WeightVersion}, **error_responses(*BODY_ERRORS, 503)})
+@router.post("/update_weights", responses=answers(WeightVersion, *BODY_ERRORS, 503))
 async def update_weights(request: Request, body: UpdateWeightsRequest) -> JSONResponse:
     """Replace the model's weights in place, on every replica."""
     state = ready_state_of(request)
@@ -491,13 +491,13 @@ async def update_weights(request: Request, body: UpdateWeightsRequest) -> JSONRe
     return JSONResponse({"weight_version": await _update(state, update, prefix)})
 
 
-@router.post("/init_weight_transfer_engine", responses={200: {"model": WeightVersion}, **error_responses(*BODY_ERRORS)})
+@router.post("/init_weight_transfer_engine", responses=answers(WeightVersion, *BODY_ERRORS))
 async def init_weight_transfer_engine(request: Request, body: InitTransferRequest) -> JSONResponse:  # noqa: ARG001  (it has been checked)
     """Whether weights can come as the trainer sends them: files in a directory can, and nothing has to be set up."""
     return _version(state_of(request))
 
 
-@router.post("/start_weight_update", responses={200: {"model": WeightVersion}, **error_responses(*BODY_ERRORS, 503)})
+@router.post("/start_weight_update", responses=answers(WeightVersion, *BODY_ERRORS, 503))
 async def start_weight_update(request: Request, body: StartUpdateRequest) -> JSONResponse:  # noqa: ARG001  (it has been checked)
     """The following /update_weights are parts of one update, until /finish_weight_update; no step runs meanwhile."""
     state = ready_state_of(request)
@@ -505,7 +505,7 @@ async def start_weight_update(request: Request, body: StartUpdateRequest) -> JSO
     return _version(state)
 
 
-@router.post("/finish_weight_update", responses={200: {"model": WeightVersion}, **error_responses(*BODY_ERRORS, 503)})
+@router.post("/finish_weight_update", responses=answers(WeightVersion, *BODY_ERRORS, 503))
 async def finish_weight_update(request: Request, body: FinishUpdateRequest) -> JSONResponse:
     """The end of the update; resumes an engine that /start_weight_update has paused."""
     state = ready_state_of(request)
@@ -517,7 +517,7 @@ async def finish_weight_update(request: Request, body: FinishUpdateRequest) -> J
     return _version(state)
 
 
-@router.post("/collective_rpc", responses={200: {"model": RpcResults}, **error_responses(*BODY_ERRORS, 503)})
+@router.post("/collective_rpc", responses=answers(RpcResults, *BODY_ERRORS, 503))
 async def collective_rpc(request: Request, body: RpcRequest) -> JSONResponse:
     """Some methods of vLLM's and SkyRL's workers, which do what routes of these names do."""
     state = ready_state_of(request)
@@ -536,14 +536,14 @@ async def collective_rpc(request: Request, body: RpcRequest) -> JSONResponse:
     return JSONResponse({"results": [None] * _world_size(state, include_dp=True)})
 
 
-@router.post("/finish_session", responses={200: {"model": FinishedSession}, **error_responses(400)})
+@router.post("/finish_session", responses=answers(FinishedSession, 400))
 async def finish_session(request: Request, session_id: str) -> JSONResponse:
     """A roll-out of several turns is over: later requests with its name are a new session."""
     state_of(request).engine.forget_session(session_id)
     return JSONResponse({"session_id": session_id})
 
 
-@router.get("/get_world_size", responses={200: {"model": WorldSize}, **error_responses(400)})
+@router.get("/get_world_size", responses=answers(WorldSize, 400))
 async def get_world_size(request: Request, include_dp: bool = True) -> JSONResponse:
     """How many workers there are."""
     return JSONResponse({"world_size": _world_size(state_of(request), include_dp)})

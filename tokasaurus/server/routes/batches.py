@@ -13,7 +13,7 @@ from tokasaurus.server.jobs.service import batches_of
 from tokasaurus.server.jobs.store.ledger import first_results
 from tokasaurus.server.jobs.store.records import BatchRecord, get_batch, list_batches, new_batch
 from tokasaurus.server.json_body import JsonBodyRoute
-from tokasaurus.server.openapi import BODY_ERRORS, error_responses, example_body
+from tokasaurus.server.openapi import BODY_ERRORS, answers, error_responses, example_body
 from tokasaurus.server.protocol.batches import (
     BatchList,
     BatchObject,
@@ -48,7 +48,7 @@ class CreateBatch(StrictObject):
 
 @router.post(
     "/v1/batches",
-    responses={200: {"model": BatchObject}, **error_responses(*BODY_ERRORS, 404, 501, 507)},
+    responses=answers(BatchObject, *BODY_ERRORS, 404, 501, 507),
     openapi_extra=example_body(
         {"input_file_id": "file-…", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
     ),
@@ -66,7 +66,7 @@ async def create_batch(request: Request, body: CreateBatch) -> Response:
     return json_response(batch_object(await batches_of(request).create(new)))
 
 
-@router.get("/v1/batches", responses={200: {"model": BatchList}, **error_responses(400, 404, 501)})
+@router.get("/v1/batches", responses=answers(BatchList, 400, 404, 501))
 async def list_all_batches(request: Request, query: Annotated[ListBatches, Query()]) -> Response:
     """The batches, the newest first, page by page."""
 
@@ -80,7 +80,7 @@ async def list_all_batches(request: Request, query: Annotated[ListBatches, Query
     return Response(await batches_of(request).store.database.read(read), media_type="application/json")
 
 
-@router.get("/v1/batches/{batch_id}", responses={200: {"model": BatchObject}, **error_responses(404, 501)})
+@router.get("/v1/batches/{batch_id}", responses=answers(BatchObject, 404, 501))
 async def retrieve_batch(request: Request, batch_id: str) -> Response:
     """The batch as it is now."""
     service = batches_of(request)
@@ -104,9 +104,7 @@ async def read_results(request: Request, batch_id: str, query: Annotated[ReadRes
     return Response(content, media_type="application/x-ndjson")
 
 
-@router.post(
-    "/v1/batches/{batch_id}/cancel", responses={200: {"model": BatchObject}, **error_responses(404, 409, 501, 507)}
-)
+@router.post("/v1/batches/{batch_id}/cancel", responses=answers(BatchObject, 404, 409, 501, 507))
 async def cancel_batch(request: Request, batch_id: str) -> Response:
     """Stop the batch. Lines that have finished keep their results, which the output file will have."""
     batch = _require(await batches_of(request).cancel(batch_id), batch_id)

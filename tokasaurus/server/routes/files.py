@@ -23,7 +23,7 @@ from tokasaurus.server.jobs.service import BatchService, batches_of
 from tokasaurus.server.jobs.store.data_dir import StoreError
 from tokasaurus.server.jobs.store.database import run_blocking
 from tokasaurus.server.jobs.store.records import FileRecord, list_files
-from tokasaurus.server.openapi import BODY_ERRORS, error_responses
+from tokasaurus.server.openapi import BODY_ERRORS, answers, error_responses
 from tokasaurus.server.protocol.files import (
     CONTENT_SCHEMA,
     UPLOAD_SCHEMA,
@@ -77,7 +77,7 @@ class FileContent(Response):
 
 @router.post(
     "/v1/files",
-    responses={200: {"model": FileObject}, **error_responses(*BODY_ERRORS, 501, 507)},
+    responses=answers(FileObject, *BODY_ERRORS, 501, 507),
     openapi_extra={"requestBody": {"required": True, "content": {FORM: {"schema": UPLOAD_SCHEMA}}}},
 )
 async def upload_file(request: Request) -> Response:
@@ -114,7 +114,7 @@ async def _receive(request: Request, service: BatchService) -> FileRecord:
         raise
 
 
-@router.get("/v1/files", responses={200: {"model": FileList}, **error_responses(400, 404, 501)})
+@router.get("/v1/files", responses=answers(FileList, 400, 404, 501))
 async def list_all_files(request: Request, query: Annotated[ListFiles, Query()]) -> Response:
     """The files, page by page."""
 
@@ -128,7 +128,7 @@ async def list_all_files(request: Request, query: Annotated[ListFiles, Query()])
     return Response(await batches_of(request).store.database.read(read), media_type="application/json")
 
 
-@router.get("/v1/files/{file_id}", responses={200: {"model": FileObject}, **error_responses(404, 501)})
+@router.get("/v1/files/{file_id}", responses=answers(FileObject, 404, 501))
 async def retrieve_file(request: Request, file_id: str) -> Response:
     """What is known of a file."""
     return json_response(file_object(await find_file(batches_of(request).store, file_id)))
@@ -147,7 +147,7 @@ async def retrieve_content(request: Request, file_id: str) -> Response:
     return FileContent(*await open_file(batches_of(request).store, file_id))
 
 
-@router.delete("/v1/files/{file_id}", responses={200: {"model": FileDeleted}, **error_responses(404, 409, 501, 507)})
+@router.delete("/v1/files/{file_id}", responses=answers(FileDeleted, 404, 409, 501, 507))
 async def remove_file(request: Request, file_id: str) -> Response:
     """Delete a file. A file that an unfinished batch reads cannot be deleted."""
     await delete_file(batches_of(request).store, file_id)

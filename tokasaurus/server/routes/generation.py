@@ -9,7 +9,7 @@ from tokasaurus.server.endpoint import Body, Endpoint, StreamedAnswer
 from tokasaurus.server.endpoints import ENDPOINTS
 from tokasaurus.server.event_stream import EventStream, run_while_connected
 from tokasaurus.server.json_body import JsonBodyRoute
-from tokasaurus.server.openapi import BODY_ERRORS, error_responses, example_body
+from tokasaurus.server.openapi import BODY_ERRORS, answers, example_body
 from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.state import num_body_bytes, state_of
@@ -24,7 +24,16 @@ _STREAMED = {"text/event-stream": {"schema": {"description": "Chunks as server-s
 
 def _handler(endpoint: Endpoint[Body]) -> Callable[[Request, Body], Awaitable[Response]]:
     async def handle(request: Request, body: Body) -> Response:
-        return await _answer(request, body, endpoint)
+        """Raises ApiError; ClientGone if the client disconnects, after the engine was told to cancel the request."""
+        state = state_of(request)
+        session = session_of(request) if state.model.rl else ""
+        origin = Origin(num_body_bytes(request), client_of(request), session=session)
+        if body.stream:
+            prepared = await run_while_connected(request.receive, endpoint.prepare(state, body, origin))
+            streamed = StreamedAnswer(endpoint, state, prepared, body.stream_options or StreamOptions())
+            return EventStream(streamed.events(), streamed.failure)
+        answer = await run_while_connected(request.receive, endpoint.answer(state, body, origin))
+        return Response(answer.content, media_type="application/json")
 
     handle.__annotations__["body"] = endpoint.body_model  # the route reads it
     return handle
@@ -37,23 +46,6 @@ for _path, _endpoint in ENDPOINTS.items():
         methods=["POST"],
         name=_endpoint.name,
         description=_endpoint.description,
-        responses={
-            200: {"model": _endpoint.answer_model, "content": _STREAMED},
-            **error_responses(*_ERRORS, model=_endpoint.error_model),
-        },
+        responses=answers(_endpoint.answer_model, *_ERRORS, content=_STREAMED, errors=_endpoint.error_model),
         openapi_extra=example_body(_endpoint.example),
     )
-
-
-async def _answer(request: Request, body: Body, endpoint: Endpoint[Body]) -> Response:
-    """The response to `body`, streamed if it has stream=true.
-
-    Raises ApiError; ClientGone if the client disconnects, after the engine was told to cancel the request."""
-    state = state_of(request)
-    origin = Origin(num_body_bytes(request), client_of(request), session=session_of(request) if state.model.rl else "")
-    if body.stream:
-        prepared = await run_while_connected(request.receive, endpoint.prepare(state, body, origin))
-        streamed = StreamedAnswer(endpoint, state, prepared, body.stream_options or StreamOptions())
-        return EventStream(streamed.events(), streamed.failure)
-    answer = await run_while_connected(request.receive, endpoint.answer(state, body, origin))
-    return Response(answer.content, media_type="application/json")

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.json_body import JsonBodyRoute
-from tokasaurus.server.openapi import BODY_ERRORS, error_responses, example_body
+from tokasaurus.server.openapi import BODY_ERRORS, answers, example_body
 from tokasaurus.server.prepare.chat import check_names, encode_messages, template_of
 from tokasaurus.server.protocol.chat import ChatMessage, TemplateFields
 from tokasaurus.server.protocol.fields import NullMeans, StrictObject
@@ -80,7 +80,7 @@ class DetokenizeResponse:
 router = APIRouter(route_class=JsonBodyRoute)
 
 
-@router.get("/v1/models", tags=["models"], responses={200: {"model": ModelList}})
+@router.get("/v1/models", tags=["models"], responses=answers(ModelList))
 async def list_models(request: Request) -> Response:
     """The served model, once under each of its names; its own name comes first."""
     state = state_of(request)
@@ -88,7 +88,7 @@ async def list_models(request: Request) -> Response:
 
 
 # a path, since names such as org/name contain slashes
-@router.get("/v1/models/{name:path}", tags=["models"], responses={200: {"model": ModelObject}, **error_responses(404)})
+@router.get("/v1/models/{name:path}", tags=["models"], responses=answers(ModelObject, 404))
 async def retrieve_model(request: Request, name: str) -> Response:
     """The model with this name; "default" and the flag model= are other names of the served model."""
     state = state_of(request)
@@ -104,7 +104,7 @@ def _model_object(state: ServerState, name: str) -> ModelObject:
 @router.post(
     "/tokenize",
     tags=["tokenizer"],
-    responses={200: {"model": TokenizeResponse}, **error_responses(*BODY_ERRORS, 404, 503)},
+    responses=answers(TokenizeResponse, *BODY_ERRORS, 404, 503),
     openapi_extra=example_body({"prompt": "What do whales eat?"}),
 )
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
@@ -121,7 +121,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 @router.post(
     "/detokenize",
     tags=["tokenizer"],
-    responses={200: {"model": DetokenizeResponse}, **error_responses(*BODY_ERRORS, 404)},
+    responses=answers(DetokenizeResponse, *BODY_ERRORS, 404),
     openapi_extra=example_body({"tokens": [1, 2, 3]}),
 )
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
