@@ -31,9 +31,9 @@ def page() -> str:
     parts: list[tuple[str, str, Callable[[KnownField], bool], Callable[[KnownField], str]]] = [
         (
             "Implemented",
-            "Name (server): meaning; an example. Values in brackets have no effect.",
+            "Name (server): meaning [values without effect].",
             lambda field: bool(field.effect),
-            lambda field: f"{_effect(field)} [{_values(field.neutral)}]",
+            lambda field: f"{field.effect} [{_values(field.neutral)}]",
         ),
         (
             "Without effect",
@@ -103,7 +103,3 @@ def _only(field: KnownField) -> str:
 
 def _values(values: tuple[object, ...]) -> str:
     return ", ".join(f"`{orjson.dumps(value).decode()}`" for value in values)
-
-
-def _effect(field: KnownField) -> str:
-    return field.effect + (f"; for example {_values(field.examples)}" if field.examples else "")

@@ -320,10 +320,10 @@ class _Page:
         """A link to the object; a small one that is used once, and about which there is no more to say, itself."""
         schema = self._schemas[name]
         fields = schema["properties"]
-        if self._uses[name] == 1 and len(fields) <= MAX_INLINE_FIELDS and "description" not in schema:
-            if not any(map(_is_neutral, fields.values())):
-                inner = self._fields(schema, {})
-                return f"{{{', '.join(f'{field.marked}: {field.values}' for field in inner)}}}"
+        is_small = self._uses[name] == 1 and len(fields) <= MAX_INLINE_FIELDS
+        if is_small and "description" not in schema and not any(map(_is_neutral, fields.values())):
+            inner = self._fields(schema, {})
+            return f"{{{', '.join(f'{field.marked}: {field.values}' for field in inner)}}}"
         if name not in self._used:
             self._used.append(name)
         return f"[{name}](#{name.lower()})"
