@@ -130,6 +130,21 @@ def test_figures_of_the_comparison_are_those_of_the_benchmarks() -> None:
     assert [figure for figure in figures if figure not in benchmarks] == []
 
 
+def test_the_path_of_a_newcomer_says_how_many_words_it_has_at_most_12_000() -> None:
+    path = (ROOT / "README.md").read_text().partition("**A newcomer's path**")[2].partition("\n\n")[0]
+    steps = re.findall(r"(this page|\]\((\S+?\.md)(?:#([\w-]+))?\)) \(([\d,]+)\)", path)
+    assert len(steps) >= 6
+    for _, page, anchor, said in steps:
+        text = (ROOT / (page or "README.md")).read_text()
+        if anchor:  # a section
+            (heading,) = [
+                one for one in re.findall(r"^## .*$", text, re.M) if one[3:].lower().replace(" ", "-") == anchor
+            ]
+            text = text.partition(f"\n{heading}\n")[2].partition("\n## ")[0]
+        assert len(text.split()) == pytest.approx(int(said.replace(",", "")), rel=0.1), page
+    assert sum(int(said.replace(",", "")) for *_, said in steps) <= 12_000
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"):
         for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
