@@ -7,22 +7,16 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tokasaurus import __version__
 from tokasaurus.inherited import NO_DIRECTORY, put_right, working_directory
 from tokasaurus.monitoring.shortage import ends_in_one_line
 
 if TYPE_CHECKING:
-    from tokasaurus.commands.batch.config import RunConfig, StoredConfig
-    from tokasaurus.commands.bench.config import BenchConfig, CompareConfig
-    from tokasaurus.commands.check import CheckConfig
-    from tokasaurus.commands.map import MapConfig
-    from tokasaurus.commands.mismatch import MismatchConfig
-    from tokasaurus.commands.plan import PlanConfig
-    from tokasaurus.commands.top.config import TopConfig
-    from tokasaurus.config import ServerConfig
     from tokasaurus.flags import FlagConfig
 
 AnyConfig = TypeVar("AnyConfig", bound="FlagConfig")
@@ -128,7 +122,7 @@ def main(args: list[str] | None = None) -> int:
     if words and _is_bare(words[0]):
         name, *rest = words
         if name in _SUBCOMMANDS:
-            return _SUBCOMMANDS[name](rest)
+            return _main_of(name)(rest)
         if name in ("help", "version"):
             return main([*rest, f"--{name}"])
         from tokasaurus.habits import COMMANDS
@@ -157,45 +151,30 @@ def _run_server(words: list[str], is_any_word: bool) -> int:
     return _run("toka", _SERVE_USAGE, ServerConfig, words, _serve, ("model",), is_any_word)
 
 
+def _command_main(
+    name: str, args: list[str] | None = None, run: "Callable[[Any, list[str]], int] | None" = None
+) -> int:
+    """A sub-command. args: by default those of the command line. run: in place of the command's function."""
+    if args is None:
+        put_right()
+    command = _COMMANDS[name]
+    label = f"toka {'batch' if name.startswith('batch') else name}"
+    run = run or (lambda config, words: _loaded(command.run)(config, words))
+    return _run(
+        label, command.usage, _loaded(command.config), args, run, command.positional, True, command.needs_directory
+    )
+
+
 @ends_in_one_line
 def ping_main(args: list[str] | None = None) -> int:
     """`toka ping`, also installed as `toka-ping`. Returns the exit code."""
-    if args is None:
-        put_right()
-    from tokasaurus.commands.ping import PingConfig, ping
-
-    return _run_anywhere("toka ping", _PING_USAGE, PingConfig, args, lambda config, _: ping(config), ("prompt",))
-
-
-def chat_main(args: list[str] | None = None) -> int:
-    """`toka chat`. Returns the exit code."""
-    from tokasaurus.commands.chat import ChatConfig, chat
-
-    return _run_anywhere("toka chat", _CHAT_USAGE, ChatConfig, args, lambda config, _: chat(config), ("model",))
+    return _command_main("ping", args)
 
 
 @ends_in_one_line
 def download_main(args: list[str] | None = None) -> int:
     """`toka download`, also installed as `toka-download`: print the model's directory. Returns the exit code."""
-    if args is None:
-        put_right()
-    from tokasaurus.commands.download import DownloadConfig, download
-
-    return _run("toka download", _DOWNLOAD_USAGE, DownloadConfig, args, lambda config, _: download(config), ("model",))
-
-
-def plan_main(args: list[str] | None = None) -> int:
-    """`toka plan`: returns the exit code, 2 also if the model does not fit."""
-    from tokasaurus.commands.plan import PlanConfig
-
-    return _run("toka plan", _PLAN_USAGE, PlanConfig, args, _plan, ("model",))
-
-
-def check_main(args: list[str] | None = None) -> int:
-    """`toka check`: returns the exit code, 1 if something computes wrongly."""
-    from tokasaurus.commands.check import CheckConfig
-
-    return _run("toka check", _CHECK_USAGE, CheckConfig, args, _check, ("model",))
+    return _command_main("download", args)
 
 
 @ends_in_one_line
@@ -204,81 +183,35 @@ def batch_main(args: list[str] | None = None) -> int:
     if args is None:
         put_right()
     words = sys.argv[1:] if args is None else args
-    from tokasaurus.commands.batch.config import ACTIONS, RunConfig, StoredConfig
+    from tokasaurus.commands.batch.config import ACTIONS
 
     if not words or not _is_bare(words[0]) or _looks_like_file(words[0]):
-        return _run("toka batch", _BATCH_USAGE, RunConfig, words, _run_batch, ("input", "output"))
+        return _command_main("batch", words)
     action, *words = words
     if action not in ACTIONS:
         return _refuse("toka batch", f"{action}: not understood, there are {', '.join(ACTIONS)}; flags are name=value")
-    batch_id = ""
-    if action != "list" and not _wants_help(words):
-        if not words or "=" in words[0]:
-            listed = f"toka batch {action} batch_...; toka batch list shows those there are"
-            return _refuse("toka batch", f"the batch is missing: {listed}")
-        batch_id = words.pop(0)
-    return _run(
-        "toka batch", _BATCH_USAGE, StoredConfig, words, lambda config, _: _stored_batches(action, config, batch_id)
-    )
-
-
-@ends_in_one_line
-def map_main(args: list[str] | None = None) -> int:
-    """`toka map`. Returns the exit code."""
-    from tokasaurus.commands.map import MapConfig
-
-    return _run("toka map", _MAP_USAGE, MapConfig, args, _run_map, ("input", "output"))
-
-
-@ends_in_one_line
-def mismatch_main(args: list[str] | None = None) -> int:
-    """`toka mismatch`. Returns the exit code."""
-    from tokasaurus.commands.mismatch import MismatchConfig
-
-    return _run("toka mismatch", _MISMATCH_USAGE, MismatchConfig, args, _run_mismatch, ("model",))
-
-
-@ends_in_one_line
-def top_main(args: list[str] | None = None) -> int:
-    """`toka top`. Returns the exit code."""
-    from tokasaurus.commands.top.config import TopConfig
-
-    return _run_anywhere("toka top", _TOP_USAGE, TopConfig, args, _top, ("base_url",))
-
-
-@ends_in_one_line
-def ps_main(args: list[str] | None = None) -> int:
-    """`toka ps`. Returns the exit code."""
-    from tokasaurus.commands.servers import PsConfig, ps
-
-    return _run_anywhere("toka ps", _PS_USAGE, PsConfig, args, lambda config, _: ps(config), ())
-
-
-@ends_in_one_line
-def models_main(args: list[str] | None = None) -> int:
-    """`toka models`. Returns the exit code."""
-    from tokasaurus.commands.servers import ModelsConfig, models
-
-    return _run_anywhere(
-        "toka models", _MODELS_USAGE, ModelsConfig, args, lambda config, _: models(config), ("base_url",)
-    )
+    if action == "list" or _wants_help(words):
+        return _command_main(f"batch {action}", words)
+    if not words or "=" in words[0]:
+        listed = f"toka batch {action} batch_...; toka batch list shows those there are"
+        return _refuse("toka batch", f"the batch is missing: {listed}")
+    batch_id = words.pop(0)
+    stored = _loaded(_COMMANDS[f"batch {action}"].run)
+    return _command_main(f"batch {action}", words, lambda config, _: stored(config, [batch_id]))
 
 
 @ends_in_one_line
 def bench_main(args: list[str] | None = None) -> int:
     """`toka bench`. Returns the exit code."""
-    from tokasaurus.commands.bench.config import BenchConfig, CompareConfig
-
     words = sys.argv[1:] if args is None else args
     if not words or words[0] != "compare":
-        return _run("toka bench", _BENCH_USAGE, BenchConfig, words, _bench, ("workload",))
+        return _command_main("bench", words)
     files = [word for word in words[1:] if _is_file(word)]
     if not files and not _wants_help(words):
         return _refuse("toka bench compare", "needs files that toka bench output=FILE has written")
     flags = [word for word in words[1:] if not _is_file(word)]
-    return _run(
-        "toka bench compare", _BENCH_USAGE, CompareConfig, flags, lambda config, _: _bench_compare(config, files)
-    )
+    compare = _loaded(_COMMANDS["bench compare"].run)
+    return _command_main("bench compare", flags, lambda config, _: compare(config, files))
 
 
 def completion_main(words: list[str]) -> int:
@@ -345,138 +278,67 @@ def _run(
         return error.exit_code
 
 
-def _run_anywhere(
-    command: str,
-    usage: str,
-    config_type: type[AnyConfig],
-    args: list[str] | None,
-    run: Callable[[AnyConfig, list[str]], int],
-    positional: tuple[str, ...],
-) -> int:
-    """`_run` for a command that reads no files and starts no processes, or refuses by itself to start them."""
-    return _run(command, usage, config_type, args, run, positional, needs_directory=False)
+class _Command(NamedTuple):
+    """A sub-command whose modules are imported when it is used."""
+
+    usage: str
+    config: str
+    """Its flags: a class below tokasaurus.commands, as `module:name`."""
+    run: str
+    """A function of the flags and of the words that say the same, likewise. Returns the exit code; may raise FlagError
+    and UserError."""
+    positional: tuple[str, ...] = ()
+    needs_directory: bool = True
+    """It reads files, or starts processes without refusing by itself to do so."""
+
+
+_COMMANDS = {
+    "ping": _Command(_PING_USAGE, "ping:PingConfig", "ping:ping", ("prompt",), False),
+    "chat": _Command(_CHAT_USAGE, "chat:ChatConfig", "chat:chat", ("model",), False),
+    "download": _Command(_DOWNLOAD_USAGE, "download:DownloadConfig", "download:download", ("model",)),
+    "plan": _Command(_PLAN_USAGE, "plan:PlanConfig", "plan:plan", ("model",)),
+    "check": _Command(_CHECK_USAGE, "check:CheckConfig", "check:check", ("model",)),
+    "batch": _Command(_BATCH_USAGE, "batch.config:RunConfig", "batch.run:run_batch", ("input", "output")),
+    "batch list": _Command(_BATCH_USAGE, "batch.config:StoredConfig", "batch.stored:list_stored"),
+    "batch show": _Command(_BATCH_USAGE, "batch.config:StoredConfig", "batch.stored:show_stored"),
+    "batch cancel": _Command(_BATCH_USAGE, "batch.config:StoredConfig", "batch.stored:cancel_stored"),
+    "map": _Command(_MAP_USAGE, "map:MapConfig", "map:run_map", ("input", "output")),
+    "mismatch": _Command(_MISMATCH_USAGE, "mismatch:MismatchConfig", "mismatch:run_mismatch", ("model",)),
+    "top": _Command(_TOP_USAGE, "top.config:TopConfig", "top.run:top", ("base_url",), False),
+    "ps": _Command(_PS_USAGE, "servers:PsConfig", "servers:ps", (), False),
+    "models": _Command(_MODELS_USAGE, "servers:ModelsConfig", "servers:models", ("base_url",), False),
+    "bench": _Command(_BENCH_USAGE, "bench.config:BenchConfig", "bench.run:run_bench", ("workload",)),
+    "bench compare": _Command(_BENCH_USAGE, "bench.config:CompareConfig", "bench.run:run_compare"),
+}
+_SUBCOMMANDS = [*(name for name in _COMMANDS if " " not in name), "completion"]
+
+
+def _loaded(name: str) -> Any:
+    """What `_Command.config` and `run` name."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(f"tokasaurus.commands.{module}"), attribute)
+
+
+def _main_of(name: str) -> Callable[[list[str]], int]:
+    own: dict[str, Callable[[list[str]], int]] = {
+        "batch": batch_main,
+        "bench": bench_main,
+        "completion": completion_main,
+    }
+    return own.get(name, ends_in_one_line(partial(_command_main, name)))
 
 
 def config_types() -> "dict[str, type[FlagConfig]]":
     """The flags of each command, by what is typed before them."""
-    from tokasaurus.commands.batch.config import RunConfig, StoredConfig
-    from tokasaurus.commands.bench.config import BenchConfig, CompareConfig
-    from tokasaurus.commands.chat import ChatConfig
-    from tokasaurus.commands.check import CheckConfig
-    from tokasaurus.commands.download import DownloadConfig
-    from tokasaurus.commands.map import MapConfig
-    from tokasaurus.commands.mismatch import MismatchConfig
-    from tokasaurus.commands.ping import PingConfig
-    from tokasaurus.commands.plan import PlanConfig
-    from tokasaurus.commands.servers import ModelsConfig, PsConfig
-    from tokasaurus.commands.top.config import TopConfig
     from tokasaurus.config import ServerConfig
 
-    return {
-        "": ServerConfig,
-        "ping": PingConfig,
-        "chat": ChatConfig,
-        "download": DownloadConfig,
-        "plan": PlanConfig,
-        "check": CheckConfig,
-        "batch": RunConfig,
-        "batch list": StoredConfig,
-        "batch show": StoredConfig,
-        "batch cancel": StoredConfig,
-        "map": MapConfig,
-        "mismatch": MismatchConfig,
-        "top": TopConfig,
-        "ps": PsConfig,
-        "models": ModelsConfig,
-        "bench": BenchConfig,
-        "bench compare": CompareConfig,
-    }
+    return {"": ServerConfig, **{name: _loaded(command.config) for name, command in _COMMANDS.items()}}
 
 
-def _serve(config: "ServerConfig", _words: list[str]) -> int:
+def _serve(config: Any, _words: list[str]) -> int:
     from tokasaurus.processes.launch import serve
 
     return serve(config)
-
-
-def _plan(config: "PlanConfig", _words: list[str]) -> int:
-    from tokasaurus.commands.plan import plan
-
-    return plan(config)
-
-
-def _check(config: "CheckConfig", _words: list[str]) -> int:
-    from tokasaurus.commands.check import check
-
-    return check(config)
-
-
-def _run_batch(config: "RunConfig", words: list[str]) -> int:
-    from tokasaurus.commands.batch.config import server_words
-    from tokasaurus.commands.batch.run import run_batch
-
-    return run_batch(config, server_words(config, words))
-
-
-def _run_map(config: "MapConfig", words: list[str]) -> int:
-    """Raises FlagError."""
-    from tokasaurus.commands.map import run_map
-
-    return run_map(config, words)
-
-
-def _run_mismatch(config: "MismatchConfig", words: list[str]) -> int:
-    """Raises FlagError."""
-    from tokasaurus.commands.mismatch import run_mismatch
-
-    return run_mismatch(config, words)
-
-
-def _top(config: "TopConfig", _words: list[str]) -> int:
-    from tokasaurus.commands.top.run import top
-
-    return top(config)
-
-
-def _bench(config: "BenchConfig", words: list[str]) -> int:
-    """Raises FlagError."""
-    from tokasaurus.commands.bench.config import raise_unused
-    from tokasaurus.commands.bench.run import run_bench
-
-    raise_unused(config, words)
-    return run_bench(config)
-
-
-def _bench_compare(config: "CompareConfig", files: list[str]) -> int:
-    from tokasaurus.commands.bench.run import run_compare
-
-    return run_compare(config, files)
-
-
-def _stored_batches(action: str, config: "StoredConfig", batch_id: str) -> int:
-    """`toka batch list`, `show` and `cancel`. Raises FlagError."""
-    from tokasaurus.commands.batch.stored import cancel_stored, list_stored, show_stored
-
-    if action == "list":
-        return list_stored(config)
-    return show_stored(config, batch_id) if action == "show" else cancel_stored(config, batch_id)
-
-
-_SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "ping": ping_main,
-    "chat": chat_main,
-    "download": download_main,
-    "plan": plan_main,
-    "check": check_main,
-    "batch": batch_main,
-    "map": map_main,
-    "mismatch": mismatch_main,
-    "top": top_main,
-    "ps": ps_main,
-    "models": models_main,
-    "bench": bench_main,
-    "completion": completion_main,
-}
 
 
 def _is_bare(word: str) -> bool:

@@ -17,7 +17,7 @@ from tests.checkpoint.helpers.quantised_models import save_quantised_model
 from tests.checkpoint.helpers.quantised_weights import Format
 from tests.helpers.tiny_model import save_tiny_model
 from tokasaurus.checkpoint import resolve_checkpoint, with_safetensors
-from tokasaurus.cli import mismatch_main
+from tokasaurus.cli import main
 from tokasaurus.commands.mismatch import MODES, POSITIONS_PER_PART, Compared, TransformersReference, figures_of
 
 
@@ -70,7 +70,7 @@ def run(directory: Path, *words: str) -> dict[str, Any]:
     """The JSON of a run that must succeed."""
     output = directory / "figures.json"
     flags = ["dtype=float32", "kv_cache_num_tokens=16384", "num_prompts=9", "max_tokens=20", f"json={output}"]
-    assert mismatch_main([f"model={directory}", *flags, *words]) == 0
+    assert main(["mismatch", f"model={directory}", *flags, *words]) == 0
     found: dict[str, Any] = json.loads(output.read_text())
     return found
 
@@ -124,5 +124,5 @@ def test_a_reference_of_another_dtype_is_seen(tmp_path: Path, monkeypatch: pytes
 )
 def test_wrong_flags_are_refused(word: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny_model(tmp_path, "llama")
-    assert mismatch_main([f"model={tmp_path}", word]) == 2
+    assert main(["mismatch", f"model={tmp_path}", word]) == 2
     assert message in capsys.readouterr().err

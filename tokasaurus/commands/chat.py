@@ -67,7 +67,7 @@ class ChatConfig(AddressConfig):
         }
 
 
-def chat(config: ChatConfig) -> int:
+def chat(config: ChatConfig, _words: list[str]) -> int:
     """Converse until the input ends. Returns the exit code. Raises NotAnswered and EngineError if nobody answers.
 
     Input that is no terminal is one message: its answer is printed, and nothing else."""

@@ -52,7 +52,7 @@ class CheckConfig(ServerConfig, only=_OF_SERVER, heading="flags of the server"):
     )
 
 
-def check(config: CheckConfig) -> int:
+def check(config: CheckConfig, _words: list[str]) -> int:
     """Run all checks and print their results; returns the exit code: 1 if something is wrong or the model cannot be
     fetched, 2 if it cannot be read, or a flag asks for what does not work here."""
     from tokasaurus.model.cpu.build import kernels_built_ahead

@@ -18,7 +18,7 @@ class DownloadConfig(ServerConfig, only=("model", "tokenizer", "trust_remote_cod
     )
 
 
-def download(config: DownloadConfig) -> int:
+def download(config: DownloadConfig, _words: list[str]) -> int:
     """Download the model and print its directory, and the tokenizer's if it differs. Returns the exit code."""
     from tokasaurus.checkpoint import CheckpointError, resolve_checkpoint, with_safetensors
 

@@ -31,7 +31,7 @@ class PingConfig(AddressConfig):
         yield from super().further_errors()
 
 
-def ping(config: PingConfig) -> int:
+def ping(config: PingConfig, _words: list[str]) -> int:
     """Print the answers, then times and token count. Returns the exit code. Raises NotAnswered."""
     prompt = given_text("prompt", config.prompt or "")
     started = 0.0

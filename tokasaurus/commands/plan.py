@@ -80,7 +80,7 @@ SHOWN_LENGTHS = (1024, 4096, 32_768)
 """Tokens of the sequences whose number is shown."""
 
 
-def plan(config: PlanConfig) -> int:
+def plan(config: PlanConfig, _words: list[str]) -> int:
     """Print the plan; returns the exit code: 2 if the model does not fit. Raises CheckpointError."""
     assert config.model is not None, "checked by finalize"
     try:

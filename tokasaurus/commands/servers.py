@@ -52,7 +52,7 @@ class FoundServer:
     """Of the launcher, which takes signals."""
 
 
-def ps(config: PsConfig) -> int:
+def ps(config: PsConfig, _words: list[str]) -> int:
     """Print a line for each server, the oldest first. Returns the exit code."""
     servers = find_servers()
     if config.json:
@@ -65,7 +65,7 @@ def ps(config: PsConfig) -> int:
     return 0
 
 
-def models(config: ModelsConfig) -> int:
+def models(config: ModelsConfig, _words: list[str]) -> int:
     """Print a line for each model of the server. Returns the exit code. Raises NotAnswered."""
     with client_of(config) as client, explained(config):
         found = models_of(client)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from tokasaurus.commands.batch.config import RunConfig
+from tokasaurus.commands.batch.config import RunConfig, server_words
 from tokasaurus.commands.batch.errors import CommandError, NothingToContinue, NotOnServer
 from tokasaurus.commands.batch.input_file import (
     Fingerprint,
@@ -57,7 +57,7 @@ def run_batch(config: RunConfig, words: list[str]) -> int:
     """Run the batch to its end; call from the main thread. Returns the exit code: 128 + N if it is stopped by signal N.
 
     Raises CommandError if the output is not complete; its exit code is 2 if the server refused a flag or the model."""
-    run = _Run(config, words)
+    run = _Run(config, server_words(config, words))
     try:
         with signals_raise():
             summary = run.run()

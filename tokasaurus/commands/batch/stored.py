@@ -29,7 +29,7 @@ _MAX_SILENCE_SECONDS = 5.0
 _RUNNING = ("validating", "in_progress")
 
 
-def list_stored(config: StoredConfig) -> int:
+def list_stored(config: StoredConfig, _words: list[str]) -> int:
     """Print a line for each batch, the newest first. Returns the exit code."""
 
     def listing() -> str:
@@ -43,8 +43,9 @@ def list_stored(config: StoredConfig) -> int:
     return _report(listing)
 
 
-def show_stored(config: StoredConfig, batch_id: str) -> int:
-    """Print a batch with its errors. Returns the exit code."""
+def show_stored(config: StoredConfig, words: list[str]) -> int:
+    """Print a batch with its errors. words: its id. Returns the exit code."""
+    (batch_id,) = words
 
     def show() -> str:
         if config.base_url is not None:
@@ -61,9 +62,10 @@ def show_stored(config: StoredConfig, batch_id: str) -> int:
     return _report(show)
 
 
-def cancel_stored(config: StoredConfig, batch_id: str) -> int:
+def cancel_stored(config: StoredConfig, words: list[str]) -> int:
     """Cancel a batch: by the server at base_url, by the one that runs on the directory, or, if there is none, in its
-    database, so that the next server writes what is done. Returns the exit code."""
+    database, so that the next server writes what is done. words: its id. Returns the exit code."""
+    (batch_id,) = words
 
     def cancel() -> str:
         if config.base_url is not None:

@@ -22,7 +22,7 @@ from tokasaurus.commands.bench.compare import (
     print_comparison,
     read_runs,
 )
-from tokasaurus.commands.bench.config import BenchConfig, CompareConfig
+from tokasaurus.commands.bench.config import BenchConfig, CompareConfig, raise_unused
 from tokasaurus.commands.bench.figures import TIMES, Spread, rows
 from tokasaurus.commands.bench.measure import OWN_NAME, Run, measure, requests_of, write_runs
 from tokasaurus.commands.bench.peers import program_of, started
@@ -64,11 +64,12 @@ def round_orders(names: Sequence[str], num_rounds: int) -> list[list[str]]:
     return [list(names) if number % 2 == 0 else list(reversed(names)) for number in range(num_rounds)]
 
 
-def run_bench(config: BenchConfig) -> int:
+def run_bench(config: BenchConfig, words: list[str]) -> int:
     """Measures, prints and writes; call from the main thread. Returns the exit code: 1 if a request failed or a server
     cannot be measured, 128 + N if stopped by signal N.
 
-    What was measured until then is written. Raises FlagError for a workload that cannot be made."""
+    What was measured until then is written. Raises FlagError for a workload that cannot be made or has no such flag."""
+    raise_unused(config, words)
     servers = {server.name: server for server in servers_of(config)}
     seeds = [config.seed + number for number in range(config.num_rounds)]
     of_round = [requests_of(config, seed) for seed in seeds]

@@ -82,7 +82,7 @@ class Stop:
 Events: TypeAlias = "SimpleQueue[Received | Lost | Key | Stop | Exception]"
 
 
-def top(config: TopConfig) -> int:
+def top(config: TopConfig, _words: list[str]) -> int:
     """Returns the exit code. Raises CannotWatch, RecordingError and UserError."""
     if sys.stdout is not None and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # names that the terminal's encoding lacks
