@@ -13,16 +13,17 @@ from tests.helpers.examples import IS_NIGHTLY, examples, few
 from tests.helpers.tiny_model import FAMILIES, save_tiny_model
 from tests.model.attention.helpers import flashinfer_double
 from tests.model.attention.helpers.flashinfer_problems import problems
+from tests.model.execution.helpers.launch_count import CountingDevice
 from tests.model.helpers.float64_attention import attention_beside_float64
 from tests.model.helpers.greedy_decoding import assert_equals_oracle, load, oracle_greedy
 from tests.model.helpers.paged_problems import CPU, Segment, attend_all, fill, make_part, scattered_tables
 from tests.model.helpers.prefix_samples import Samples
-from tests.model.helpers.pretend_device import DEVICE, PretendTransfers, move_to_device, pretended
+from tests.model.helpers.pretend_device import DEVICE, PretendTransfers, move_to_device, on_device, pretended
 from tests.model.helpers.steps import StepDriver, make_runner, one_thread
 from tokasaurus.model.attention import choose, flashinfer_backend
 from tokasaurus.model.attention.backend import KVShape, PagedLayout
 from tokasaurus.model.attention.choose import make_backend
-from tokasaurus.model.attention.row_split import attend_rows
+from tokasaurus.model.attention.row_split import attend_rows, merge_partial
 from tokasaurus.model.attention.torch_backend import TorchBackend
 from tokasaurus.model.buffer_sizes import RING_SIZE, padded_count, workspace_bytes
 
@@ -46,21 +47,47 @@ def _double_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(problem=problems())
 def test_ragged_batches_equal_the_reference(problem: tuple[KVShape, list[Segment], bool, int]) -> None:
     shape, segments, causal, seed = problem
-    result = attend_all("flashinfer", shape, segments, causal, layer=1, seed=seed, is_partial=True)
+    output, lse = attend_all("flashinfer", shape, segments, causal, layer=1, seed=seed, is_partial=True)
     expected = attend_all("reference", shape, segments, causal, layer=1, seed=seed, is_partial=True)
-    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
+    assert lse is not None
+    torch.testing.assert_close((output, lse * math.log(2)), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_layer_with_prefix_groups_launches_two_parts_and_their_merging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in between: the LSE is merged in FlashInfer's base."""
+    flashinfer_double.install(monkeypatch)
+    device = CountingDevice()
+    for wrapper in (flashinfer_double.PrefillWrapper, flashinfer_double.DecodeWrapper):
+        monkeypatch.setattr(wrapper, "_run", device.one_launch("attend", wrapper._run))
+    monkeypatch.setattr(flashinfer_backend, "merge_partial", device.one_launch("merge", merge_partial))
+    shape = KVShape(1, 4, 2, 64, 16, torch.bfloat16, DEVICE)
+    suffixes, tables = [Segment(1, 5), Segment(1, 20)], [[4], [5, 6]]
+    with torch.inference_mode(), device:
+        backend = make_backend("flashinfer", shape, None)
+        backend.allocate(9)
+        layout = PagedLayout(
+            on_device(torch.zeros(0, dtype=torch.int64)),
+            (make_part(suffixes, tables, 0, causal=True, is_partial=True),),
+            make_part([Segment(2, 48)], [[1, 2, 3]], 0, causal=False, is_partial=True),
+        )
+        backend.plan(layout)
+        query = on_device(torch.ones(2, 4, 64, dtype=torch.bfloat16))
+        output = on_device(torch.zeros(2, 4, 64, dtype=torch.bfloat16))
+        device.launches = launches = []
+        attend_rows(backend, query, 0, layout, output)
+    assert launches == ["attend", "attend", "merge"]
 
 
 @pytest.mark.usefixtures("_double")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_partial_part_has_the_querys_dtype_and_a_natural_lse(dtype: torch.dtype) -> None:
+def test_a_partial_part_has_the_querys_dtype_and_an_lse_of_base_2(dtype: torch.dtype) -> None:
     """FlashInfer has no float32 output, which its double refuses."""
     shape = KVShape(1, 6, 2, 64, 16, dtype, CPU)
     segments = [Segment(1, 600), Segment(1, 33), Segment(40, 200)]
     (output, lse), (expected, expected_lse) = attention_beside_float64("flashinfer", shape, segments)
     assert output.dtype == dtype
     assert lse.dtype == torch.float32
-    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=0)
+    torch.testing.assert_close(lse.double(), expected_lse / math.log(2), atol=1e-4, rtol=0)
     torch.testing.assert_close(output.double(), expected, atol=1e-4, rtol=torch.finfo(dtype).eps)
 
 

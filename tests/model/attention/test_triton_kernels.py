@@ -27,8 +27,13 @@ KERNELS = {
     ),
     "merge": (
         "_merge_rows",
-        {"HEAD_DIM": 128, "ROWS": 16, "COLUMNS": 128},
+        {"HEAD_DIM": 128, "ROWS": 16, "COLUMNS": 128, "IS_BASE_2": False},
         {"first": "*fp32", "first_lse": "*fp32", "second": "*fp32", "second_lse": "*fp32", "merged": "*bf16"},
+    ),
+    "merge in base 2": (
+        "_merge_rows",
+        {"HEAD_DIM": 128, "ROWS": 16, "COLUMNS": 128, "IS_BASE_2": True},
+        {"first": "*bf16", "first_lse": "*fp32", "second": "*bf16", "second_lse": "*fp32", "merged": "*bf16"},
     ),
     "lists": (
         "_list_blocks",

@@ -166,8 +166,9 @@ class AttentionBackend(Protocol):
 
         query: numbers of one head lie together; rows and heads may have any strides. output: contiguous, in the query's
         dtype, to be filled and returned; None for memory of the backend's choice, as for every partial part. The
-        output of a partial part has the query's dtype or a wider one. The LSE is the natural logarithm of the sum of
-        exponentiated scores; it may be None for a part that is not partial. Scores are scaled by D ** -0.5.
+        output of a partial part has the query's dtype or a wider one. The LSE is the logarithm of the sum of
+        exponentiated scores, natural or in the base that this backend's `merge` expects; it may be None for a part that
+        is not partial. Scores are scaled by D ** -0.5.
         """
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor) -> Tensor:

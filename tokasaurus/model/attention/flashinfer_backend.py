@@ -2,11 +2,10 @@
 
 Rows that are segments of their own (decode) take FlashInfer's decode wrapper, other parts its prefill wrapper "fa2".
 FlashInfer has no float32 output: parts that will be merged are asked for in the query's dtype. Its log-sum-exp (LSE) is
-base 2; our own kernel merges, in float32.
+base 2, and so is the backend's; our own kernel merges, in float32.
 """
 
 import importlib.util
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,8 +34,6 @@ from tokasaurus.model.triton_choice import uses_triton
 
 
 DTYPES = (torch.bfloat16, torch.float16)
-
-_LN_2 = math.log(2)
 
 
 class Wrapper(Protocol):
@@ -258,14 +255,14 @@ class FlashInferBackend(TensorCache):
         result = self._planned[id(part)].run(query, self._by_layer[layer_index], out=output, return_lse=part.is_partial)
         if isinstance(result, Tensor):
             return result, None
-        return result[0], result[1] * _LN_2
+        return result
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
         if uses_triton(self._shape.device, "attention"):
             from tokasaurus.model.attention import triton_kernels
 
-            return triton_kernels.merge_partial(first, second, output)
-        return merge_partial(first, second, output)
+            return triton_kernels.merge_partial(first, second, output, True)
+        return merge_partial(first, second, output, True)
 
     def _new_prefill(self) -> Wrapper:
         # Not "auto": on Hopper that is "fa3", which does not split long contexts of few segments.

@@ -128,13 +128,18 @@ def _attend_partial(
     return output, lse
 
 
-def merge_partial(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
-    """AttentionBackend.merge with stock torch operations. 0 for a row that sees no token of either part."""
+def merge_partial(
+    first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor, is_base_2: bool = False
+) -> Tensor:
+    """AttentionBackend.merge with stock torch operations. 0 for a row that sees no token of either part.
+
+    is_base_2: of the LSE; otherwise it is natural."""
     (first_output, first_lse), (second_output, second_lse) = first, second
     # Subtract the larger LSE first: neither exponential overflows. The clamp avoids -inf minus -inf.
     largest = torch.maximum(first_lse, second_lse).clamp_min(torch.finfo(torch.float32).min)
-    first_weight = (first_lse - largest).exp_().unsqueeze(-1)
-    second_weight = (second_lse - largest).exp_().unsqueeze(-1)
+    first_weight, second_weight = ((lse - largest).unsqueeze(-1) for lse in (first_lse, second_lse))
+    for weight in (first_weight, second_weight):
+        weight.exp2_() if is_base_2 else weight.exp_()
     total = (first_weight + second_weight).clamp_min_(torch.finfo(torch.float32).tiny)
     weighted = first_output * first_weight + second_output * second_weight
     return torch.div(weighted, total, out=output)

@@ -47,7 +47,9 @@ def write_kv(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, kv_indice
     )
 
 
-def merge_partial(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
+def merge_partial(
+    first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor, is_base_2: bool = False
+) -> Tensor:
     """`row_split.merge_partial` as one kernel, on contiguous tensors. It reads no output of a part without weight."""
     (first_output, first_lse), (second_output, second_lse) = first, second
     assert all(tensor.is_contiguous() for tensor in (*first, *second, output))
@@ -63,6 +65,7 @@ def merge_partial(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], o
             HEAD_DIM=head_dim,
             ROWS=rows,
             COLUMNS=columns,
+            IS_BASE_2=is_base_2,
         )
     return output
 
@@ -111,7 +114,7 @@ def _as_stored(x, dtype: tl.constexpr, LARGEST: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def _merge_rows(
     first, first_lse, second, second_lse, merged, num_rows,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_BASE_2: tl.constexpr,
 ):  # fmt: skip
     """A row here is one head of a row of the forward."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -120,8 +123,9 @@ def _merge_rows(
     second_log = tl.load(second_lse + rows, mask=in_range, other=0.0)
     # The least float32 avoids -inf minus -inf.
     largest = tl.maximum(tl.maximum(first_log, second_log), -3.4028234663852886e38)
-    first_weight = tl.exp(first_log - largest)[:, None]
-    second_weight = tl.exp(second_log - largest)[:, None]
+    first_log, second_log = first_log - largest, second_log - largest
+    first_weight = (tl.exp2(first_log) if IS_BASE_2 else tl.exp(first_log))[:, None]
+    second_weight = (tl.exp2(second_log) if IS_BASE_2 else tl.exp(second_log))[:, None]
     total = first_weight + second_weight
     columns = tl.arange(0, COLUMNS)[None, :]
     size = tl.where(in_range, HEAD_DIM, 0)[:, None]

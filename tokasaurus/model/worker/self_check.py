@@ -438,9 +438,10 @@ def compare_attention(shape: KVShape) -> Iterator[Measured]:
         found, expected = (
             torch.zeros_like(outputs[0][:1].expand(7, -1, -1), dtype=shape.query_dtype) for _ in range(2)
         )
-        triton_kernels.merge_partial(first, second, found[:5])
-        merge_partial(first, second, expected[:5])
-        yield compared("merge_partial", found, expected, tolerance)
+        for is_base_2 in (False, True):
+            triton_kernels.merge_partial(first, second, found[:5], is_base_2)
+            merge_partial(first, second, expected[:5], is_base_2)
+            yield compared("merge_partial", found, expected, tolerance)
 
     lengths = torch.tensor([3 * page_size, 1, 2 * page_size + 1, 0], dtype=torch.int32, device=device)
     tables = torch.arange(40, dtype=torch.int32, device=device).view(4, 10)

@@ -1,6 +1,7 @@
 """Random cases for the Triton kernels of attention, on any device where they run, each with a slow oracle."""
 
 import itertools
+import math
 
 import numpy as np
 import torch
@@ -78,6 +79,10 @@ def check_merge(seed: int, device: torch.device, size: tuple[int, int, int], off
     assert (whole[num_rows + 1 :] == 7).all()
     torch.testing.assert_close(merged, merge_partial(first, second, torch.empty_like(merged)), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(merged.cpu(), expected, atol=1e-5, rtol=1e-5)
+    in_base_2 = [(output, lse / math.log(2)) for output, lse in (first, second)]
+    for merge in (triton_kernels.merge_partial, merge_partial):
+        again = merge(in_base_2[0], in_base_2[1], torch.empty_like(merged), is_base_2=True)
+        torch.testing.assert_close(again.cpu(), expected, atol=1e-5, rtol=1e-4)
     rounded = triton_kernels.merge_partial(first, second, torch.empty_like(merged, dtype=torch.float16))
     torch.testing.assert_close(rounded, merged.half(), atol=0, rtol=0)
 

@@ -43,6 +43,7 @@ from tokasaurus.model.execution import runner as runner_module
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.execution.slot_table import DeviceSlots, SlotTable, SlotTableSize
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.sampling.finish import Finished
 from tokasaurus.model.sampling.sample import Sampled
 
 CPU = torch.device("cpu")
@@ -129,6 +130,10 @@ def without_kernels() -> None:
             logits.new_zeros(len(logits), dtype=torch.int64), logits.new_zeros(len(logits), dtype=torch.float32)
         )
 
+    def finished(given: Tensor, *_: Any, **__: Any) -> Finished:
+        launches["finish"] += 1
+        return Finished.allocate(len(given), given.device)
+
     def computed(name: str, shape_of: Any) -> Any:
         def call(x: Tensor, *_args: Any, **_options: Any) -> Tensor:
             launches[name] += 1
@@ -142,7 +147,8 @@ def without_kernels() -> None:
     functional.rms_norm = computed("rms_norm", lambda x: x.shape)
     torch.linalg.vector_norm = computed("vector_norm", lambda x: x.shape[:-1])
     runner: Any = runner_module
-    runner.sample = runner.sample_by_triton = sampled
+    runner.sample = sampled
+    runner.draw_and_finish = runner.finish = finished
 
 
 def make_runner(flashinfer: Any, num_layers: int, max_rows: int) -> ModelRunner:

@@ -153,8 +153,11 @@ def wrong_kernels() -> Iterator[tuple[triton_choice.KernelGroup, Any, str, Kerne
         original_fill(*arguments)
         arguments[-1].blocks[0] += 1
 
-    def merge_elsewhere(first: Any, second: Any, output: Tensor) -> Tensor:
-        return original_merge(first, second, torch.empty_like(output))
+    def merge_elsewhere(first: Any, second: Any, output: Tensor, *others: Any) -> Tensor:
+        return original_merge(first, second, torch.empty_like(output), *others)
+
+    def merge_naturally(first: Any, second: Any, output: Tensor, *_: Any) -> Tensor:
+        return original_merge(first, second, output)
 
     def without_masks(*arguments: Any) -> Any:
         draw: Any = original_draw
@@ -179,7 +182,7 @@ def wrong_kernels() -> Iterator[tuple[triton_choice.KernelGroup, Any, str, Kerne
     for wrong in (write_double, write_values_nowhere, write_padding):
         yield attention, triton_kernels, "write_kv", wrong
     yield attention, triton_kernels, "fill_lists", fill_other_blocks
-    yield attention, triton_kernels, "merge_partial", lambda first, _second, output: output.copy_(first[0])
+    yield attention, triton_kernels, "merge_partial", lambda first, _second, output, *_: output.copy_(first[0])
     yield (
         attention,
         triton_kernels,
@@ -187,6 +190,7 @@ def wrong_kernels() -> Iterator[tuple[triton_choice.KernelGroup, Any, str, Kerne
         changed(triton_kernels, "merge_partial", lambda x: x.mul_(torch.nan)),
     )
     yield attention, triton_kernels, "merge_partial", merge_elsewhere
+    yield attention, triton_kernels, "merge_partial", merge_naturally
     for module, name in ((triton_sample, "draw"), (triton_rows, "changed_rows"), (triton_sample, "largest_logits")):
         yield sampling, module, name, raises
     for result, change in ((0, torch.zeros_like), (1, lambda x: x + 0.1), (2, lambda x: x * 1.01)):
