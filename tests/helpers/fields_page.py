@@ -21,8 +21,7 @@ messages are made from too; a test compares the two.
 
 Clients that were written for other servers send fields that OpenAI's API does not have. They are accepted by
 `/v1/completions`, `/v1/chat/completions`, `/v1/responses` and `/v1/messages`, live and in the lines of `/v1/bulk` and
-of batches. Fields with † belong to `/v1/completions` only, fields with ‡ to the others. [The API](api.md#fields) has
-what the implemented ones mean in detail, and [the codes of errors](api.md#errors).
+of batches. Fields with † belong to `/v1/completions` only, fields with ‡ to the others.
 """
 
 
@@ -31,9 +30,9 @@ def page() -> str:
     parts: list[tuple[str, str, Callable[[KnownField], bool], Callable[[KnownField], str]]] = [
         (
             "Implemented",
-            "Name (server): meaning [values without effect].",
+            "What they mean is told [in the API](api.md#fields). At these values they have no effect:",
             lambda field: bool(field.effect),
-            lambda field: f"{field.effect} [{_values(field.neutral)}]",
+            lambda field: _values(field.neutral),
         ),
         (
             "Without effect",
