@@ -46,7 +46,9 @@ from tokasaurus.server.protocol.fields import (
     Only,
     StrictObject,
     Text,
+    by_type,
     not_implemented,
+    typed_object,
     value_error,
 )
 from tokasaurus.server.protocol.grammar_fields import GrammarSource, parse_flat_format
@@ -217,23 +219,13 @@ class RedactedThinkingInput(StrictObject):
 
 
 BlockInput = ShownAsText | ToolUseInput | ToolResultInput | ThinkingInput | RedactedThinkingInput
-_BLOCK_MODELS: Mapping[str, type[BlockInput]] = {
-    "text": TextBlockInput,
-    "document": DocumentInput,
-    "search_result": SearchResultInput,
-    "tool_use": ToolUseInput,
-    "tool_result": ToolResultInput,
-    "thinking": ThinkingInput,
-    "redacted_thinking": RedactedThinkingInput,
-}
+_BLOCK_MODELS: Mapping[str, type[BlockInput]] = by_type(
+    *SHOWN_AS_TEXT, ToolUseInput, ToolResultInput, ThinkingInput, RedactedThinkingInput
+)
 
 
 def _parse_block(value: object, models: Mapping[str, type[BlockInput]] = _BLOCK_MODELS) -> BlockInput:
-    if not isinstance(value, dict):
-        raise value_error("must be an object")
-    kind = value.get("type")
-    if not isinstance(kind, str):
-        raise value_error("must have a string as its type")
+    value, kind = typed_object(value)
     if kind not in models:
         here = "" if kind not in _BLOCK_MODELS else " here"
         raise not_implemented(
@@ -245,7 +237,7 @@ def _parse_block(value: object, models: Mapping[str, type[BlockInput]] = _BLOCK_
 
 def _blocks(*models: type[BlockInput]) -> Any:
     """Validator of a list of such blocks."""
-    by_kind = {kind: model for kind, model in _BLOCK_MODELS.items() if model in models}
+    by_kind = by_type(*models)
     block = Annotated[Any, PlainValidator(lambda value: _parse_block(value, by_kind))]
     return TypeAdapter(Annotated[list[block], Field(fail_fast=True)])
 

@@ -42,7 +42,9 @@ from tokasaurus.server.protocol.fields import (
     Only,
     StrictObject,
     Text,
+    by_type,
     not_implemented,
+    typed_object,
     value_error,
 )
 from tokasaurus.server.protocol.grammar_fields import (
@@ -74,33 +76,13 @@ AskedStatus = ItemStatus | None
 # Parts and items of OpenAI's models and tools that are not served here.
 _OTHER_PARTS = frozenset({"input_image", "input_file", "input_audio", "image_url", "computer_screenshot"})
 _OTHER_ITEMS = frozenset(
-    {
-        "additional_tools",
-        "apply_patch_call",
-        "apply_patch_call_output",
-        "code_interpreter_call",
-        "compaction",
-        "compaction_trigger",
-        "computer_call",
-        "computer_call_output",
-        "custom_tool_call",
-        "custom_tool_call_output",
-        "file_search_call",
-        "image_generation_call",
-        "local_shell_call",
-        "local_shell_call_output",
-        "mcp_approval_request",
-        "mcp_approval_response",
-        "mcp_call",
-        "mcp_list_tools",
-        "program",
-        "program_output",
-        "shell_call",
-        "shell_call_output",
-        "tool_search_call",
-        "tool_search_output",
-        "web_search_call",
-    }
+    (
+        *("additional_tools", "apply_patch_call", "apply_patch_call_output", "code_interpreter_call", "compaction"),
+        *("compaction_trigger", "computer_call", "computer_call_output", "custom_tool_call", "custom_tool_call_output"),
+        *("file_search_call", "image_generation_call", "local_shell_call", "local_shell_call_output"),
+        *("mcp_approval_request", "mcp_approval_response", "mcp_call", "mcp_list_tools", "program", "program_output"),
+        *("shell_call", "shell_call_output", "tool_search_call", "tool_search_output", "web_search_call"),
+    )
 )
 
 
@@ -122,25 +104,18 @@ class RefusalPart(PartExtras):
     refusal: str
 
 
-_PART_MODELS: Mapping[object, type[InputText | OutputTextPart | RefusalPart]] = {
-    "input_text": InputText,
-    "text": InputText,
-    "output_text": OutputTextPart,
-    "refusal": RefusalPart,
-}
+_PART_MODELS: Mapping[str, type[InputText | OutputTextPart | RefusalPart]] = by_type(
+    InputText, OutputTextPart, RefusalPart
+)
 
 
 def _parse_part(value: object) -> str:
     """The text of a part."""
-    if not isinstance(value, dict):
-        raise value_error("must be an object")
-    kind = value.get("type")
-    if not isinstance(kind, str):
-        raise value_error("must have a string as its type")
+    value, kind = typed_object(value)
     if kind in _OTHER_PARTS:
         raise not_implemented(f"is of type {kind}, which is not implemented: the served models read text alone")
     if kind not in _PART_MODELS:
-        raise value_error(f"must be of type {', '.join(map(str, _PART_MODELS))}")
+        raise value_error(f"must be of type {', '.join(_PART_MODELS)}")
     part = _PART_MODELS[kind].model_validate(value)
     return part.refusal if isinstance(part, RefusalPart) else part.text
 
@@ -236,9 +211,7 @@ class ReasoningInputItem(StrictObject):
 InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningInputItem
 _ITEM_MODELS: Mapping[str, type[InputItem]] = {
     "message": MessageItem,
-    "function_call": FunctionCallItem,
-    "function_call_output": FunctionCallOutputItem,
-    "reasoning": ReasoningInputItem,
+    **by_type(FunctionCallItem, FunctionCallOutputItem, ReasoningInputItem),
 }
 
 

@@ -56,19 +56,8 @@ _ANNOTATIONS = frozenset(
 
 _IMPLEMENTED = frozenset(
     {
-        "type",
-        "enum",
-        "const",
-        "anyOf",
-        "oneOf",
-        "allOf",
-        "$ref",
-        "$defs",
-        "definitions",
-        "$schema",
-        "$id",
-        "id",
-        "$anchor",
+        *("type", "enum", "const", "anyOf", "oneOf", "allOf"),
+        *("$ref", "$defs", "definitions", "$schema", "$id", "id", "$anchor"),
     }
     | {"items", "additionalItems", "prefixItems", "minItems", "maxItems", "minLength", "maxLength", "pattern", "format"}
     | {"properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties"}

@@ -6,7 +6,7 @@ validator of our own parses a field, `PlainValidator`'s second argument is its f
 """
 
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_args
 
 import orjson
 from pydantic import (
@@ -24,6 +24,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from tokasaurus.server.value_words import MAX_COUNTED
 
+Model = TypeVar("Model", bound=BaseModel)
 Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -119,6 +120,20 @@ WHOLE_FLOATS = BeforeValidator(as_integer)
 def as_integers(values: list[Any]) -> list[Any]:
     """The list with each value converted as by `as_integer`."""
     return values if float not in set(map(type, values)) else list(map(as_integer, values))
+
+
+def typed_object(value: object) -> tuple[dict[str, Any], str]:
+    """For validators: an object and its "type"."""
+    if not isinstance(value, dict):
+        raise value_error("must be an object")
+    if not isinstance(kind := value.get("type"), str):
+        raise value_error("must have a string as its type")
+    return value, kind
+
+
+def by_type(*models: type[Model]) -> dict[str, type[Model]]:
+    """The models by each value that their field `type` may have."""
+    return {kind: model for model in models for kind in get_args(model.model_fields["type"].annotation)}
 
 
 class NullMeans:
