@@ -35,7 +35,7 @@ def test_an_answer_follows_its_schema(model: Any) -> None:
     assert isinstance(model.call(QUESTION, format=Animal).parse(), Animal)
 
 
-def test_tools_can_be_offered(model: Any) -> None:
+def test_tools_reach_the_prompt(model: Any) -> None:
     from mirascope import llm
 
     @llm.tool
@@ -43,5 +43,6 @@ def test_tools_can_be_offered(model: Any) -> None:
         """Looks a word up."""
         return f"{word}: krill"
 
-    answer = model.call(WHALES, tools=[look_up])
-    assert answer.tool_calls or answer.text()
+    plain, offered = model.call(WHALES), model.call(WHALES, tools=[look_up])
+    assert offered.tool_calls or offered.text()
+    assert offered.usage.input_tokens > plain.usage.input_tokens + 20, "the template shows the tool to the model"
