@@ -3,7 +3,7 @@
 "auto" is None.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -432,6 +432,15 @@ class ServerConfig(FlagConfig):
     max_stop_strings = 16
     max_stop_chars = 1024
     """Characters of a stop string."""
+
+    def named_in(self, words: Collection[str], without: Collection[str]) -> dict[str, Any]:
+        """Values of the server's flags that the words name, for another server with these flags."""
+        names = {word.partition("=")[0] for word in words}
+        return {
+            name: getattr(self, name)
+            for name, flag in ServerConfig.flags.items()
+            if name not in without and (name in names or flag.alias in names)
+        }
 
 
 FLAGS_OF_ACCESS = (

@@ -215,13 +215,7 @@ _OWN_DEFAULTS = ("log_level",)
 
 def engine_flags(config: MapConfig, words: list[str]) -> dict[str, Any]:
     """The flags of the engine that the words name, and the defaults of `toka map` for it."""
-    names = {word.partition("=")[0] for word in words}
-    own = config.own_flags()
-    given = {
-        name: getattr(config, name)
-        for name, flag in ServerConfig.flags.items()
-        if name not in own and (name in names or flag.alias in names) and name not in _OWN_DEFAULTS
-    }
+    given = config.named_in(words, without=(*config.own_flags(), *_OWN_DEFAULTS))
     return {**given, **{name: getattr(config, name) for name in _OWN_DEFAULTS}}
 
 

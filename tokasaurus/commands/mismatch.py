@@ -69,16 +69,10 @@ _OWN_FLAGS = [name for name, flag in MismatchConfig.flags.items() if flag.headin
 
 def engine_flags(config: MismatchConfig, words: list[str]) -> dict[str, Any]:
     """The flags of the engine that the words name, and the defaults of `toka mismatch` for it."""
-    names = {word.partition("=")[0] for word in words}
-    chosen = {
-        name: getattr(config, name)
-        for name, flag in ServerConfig.flags.items()
-        if name not in (*_OWN_FLAGS, *_NOT_HERE) and (name in names or flag.alias in names)
-    }
     return {
         "sampling_defaults": "neutral",
         "log_level": config.log_level,
-        **chosen,
+        **config.named_in(words, without=(*_OWN_FLAGS, *_NOT_HERE)),
     }
 
 

@@ -4,10 +4,11 @@ ten seconds."""
 from __future__ import annotations
 
 import html
+import math
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tokasaurus.messages.status import TimeLeft
 
@@ -51,33 +52,34 @@ def show_left(left: TimeLeft | None) -> str:
     return show_time(left.middle_s) if left.is_sure or low == high else f"{low}–{high} {unit}"
 
 
-class Display(Protocol):
-    """What the user sees of a job."""
+class Display:
+    """What the user sees of a job: here nothing."""
+
+    _seconds_between = _SECONDS_BETWEEN_CHANGES
+    _next_s = math.inf
 
     def is_due(self) -> bool:
         """Whether `show` would show something now."""
-        ...
+        return time.monotonic() >= self._next_s
 
     def note(self, line: str) -> None:
         """A line that stays."""
-        ...
 
     def show(self, text: str, num_done: int, total: int | None, is_last: bool = False) -> None:
         """How far the job is, in place of what was shown before. total: None if it is not known. is_last: shown at any
         time."""
-        ...
 
     def close(self) -> None: ...
 
+    def _note_shown(self) -> None:
+        self._next_s = time.monotonic() + self._seconds_between
 
-class LineDisplay:
+
+class LineDisplay(Display):
     """Lines on stderr."""
 
-    def __init__(self) -> None:
-        self._next_line_s = time.monotonic()
-
-    def is_due(self) -> bool:
-        return time.monotonic() >= self._next_line_s
+    _seconds_between = SECONDS_BETWEEN_LINES
+    _next_s = -math.inf
 
     def note(self, line: str) -> None:
         # A log file on a full disk, or a pipe that nobody reads any more, must not end the job.
@@ -86,14 +88,14 @@ class LineDisplay:
 
     def show(self, text: str, _num_done: int, _total: int | None, is_last: bool = False) -> None:
         if is_last or self.is_due():
-            self._next_line_s = time.monotonic() + SECONDS_BETWEEN_LINES
+            self._note_shown()
             self.note(text)
 
-    def close(self) -> None: ...
 
-
-class BarDisplay:
+class BarDisplay(Display):
     """A bar on the terminal of stderr, below the lines."""
+
+    _next_s = -math.inf
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -102,17 +104,13 @@ class BarDisplay:
         console = Console(stderr=True, highlight=False, markup=False)
         self._bar = Progress(BarColumn(), TextColumn("{task.description}"), console=console)
         self._task: TaskID | None = None
-        self._next_change_s = 0.0
-
-    def is_due(self) -> bool:
-        return time.monotonic() >= self._next_change_s
 
     def note(self, line: str) -> None:
         self._bar.console.print(line, soft_wrap=True)
 
     def show(self, text: str, num_done: int, total: int | None, is_last: bool = False) -> None:
         del is_last
-        self._next_change_s = time.monotonic() + _SECONDS_BETWEEN_CHANGES
+        self._note_shown()
         if self._task is None:
             self._bar.start()
             self._task = self._bar.add_task("", total=None)
@@ -122,15 +120,11 @@ class BarDisplay:
         self._bar.stop()
 
 
-class NotebookDisplay:
+class NotebookDisplay(Display):
     """A bar and a line below the cell, changed in place."""
 
-    def __init__(self) -> None:
-        self._next_change_s = 0.0
-        self._handle: Any = None
-
-    def is_due(self) -> bool:
-        return time.monotonic() >= self._next_change_s
+    _next_s = -math.inf
+    _handle: Any = None
 
     def note(self, line: str) -> None:
         print(line, flush=True)
@@ -139,7 +133,7 @@ class NotebookDisplay:
         del is_last
         import IPython.display
 
-        self._next_change_s = time.monotonic() + _SECONDS_BETWEEN_CHANGES
+        self._note_shown()
         value = f' value="{num_done}" max="{max(1, total)}"' if total is not None else ""
         content = {"text/plain": text, "text/html": f"<progress{value}></progress> {html.escape(text)}"}
         if self._handle is None:
@@ -147,21 +141,6 @@ class NotebookDisplay:
             self._handle = show(content, raw=True, display_id=True)
         else:
             self._handle.update(content, raw=True)
-
-    def close(self) -> None: ...
-
-
-class NoDisplay:
-    """Shows nothing."""
-
-    def is_due(self) -> bool:
-        return False
-
-    def note(self, line: str) -> None: ...
-
-    def show(self, text: str, num_done: int, total: int | None, is_last: bool = False) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def make_display() -> Display:

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from tokasaurus.library.bulk import Progress
 from tokasaurus.library.counts import Counts
-from tokasaurus.monitoring.progress import NoDisplay, make_display, show_left, show_rate, show_tokens
+from tokasaurus.monitoring.progress import Display, make_display, show_left, show_rate, show_tokens
 from tokasaurus.monitoring.time_left import Done, Pace
 
 FIRST_S = 3.0
@@ -24,7 +24,7 @@ class MapProgress:
         """num_rows: of the source; None if that is not known. began_s: when the call began, by time.monotonic(); None
         for now."""
         self._num_rows = num_rows
-        self._display = make_display() if is_shown else NoDisplay()
+        self._display = make_display() if is_shown else Display()
         self._pace = Pace()
         self._pace.note(Done(time.monotonic() if began_s is None else began_s))
         self._shown: Counts | None = None
