@@ -70,6 +70,7 @@ from tokasaurus.server.value_words import MAX_ECHO_CHARS, MAX_TOLD
 from tokasaurus.text.json_lines import write_json
 
 
+# Body
 class TextBlockInput(StrictObject):
     type: Literal["text"]
     text: str
@@ -497,124 +498,7 @@ class CountTokensRequest(_ConversationFields):
     compaction: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class TextBlock:
-    text: str
-    citations: None = None
-    type: Literal["text"] = "text"
-
-
-@dataclass(frozen=True, slots=True)
-class ThinkingBlock:
-    """Reasoning of the answer, as the model wrote it. signature: empty, since nothing checks it."""
-
-    thinking: str
-    signature: str = ""
-    type: Literal["thinking"] = "thinking"
-
-
-WrittenInput = Annotated[
-    orjson.Fragment,
-    PlainValidator(lambda value: value),
-    PlainSerializer(lambda value: value, return_type=dict[str, Any]),
-]
-
-
-@dataclass(frozen=True, slots=True)
-class ToolUseBlock:
-    """A call. id: repeated by the block with the tool's result. input: of a call that was cut, what is complete."""
-
-    id: str
-    name: str
-    input: WrittenInput
-    type: Literal["tool_use"] = "tool_use"
-
-
-ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
-
-
-@dataclass(frozen=True, slots=True)
-class ThinkingDetails:
-    thinking_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class MessageUsage:
-    """input_tokens: of the prompt, without the cached ones. cache_creation_input_tokens: 0, since Anthropic's field
-    counts what is billed. service_tier, speed, inference_geo: the same for all."""
-
-    input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
-    output_tokens_details: ThinkingDetails
-    cache_creation_input_tokens: Literal[0] = 0
-    service_tier: Literal["standard"] = "standard"
-    speed: Literal["standard"] = "standard"
-    inference_geo: Literal["not_available"] = "not_available"
-
-
-StopReason = Literal[
-    "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded", "pause_turn"
-]
-
-
-@dataclass(frozen=True, slots=True)
-class MessageObject:
-    """The answer. stop_reason: "pause_turn" if a trainer aborted the request."""
-
-    id: str
-    model: str
-    content: list[ContentBlock]
-    stop_reason: StopReason | None
-    stop_sequence: str | None
-    usage: MessageUsage
-    role: Literal["assistant"] = "assistant"
-    type: Literal["message"] = "message"
-
-
-@dataclass(frozen=True, slots=True)
-class TokenCount:
-    input_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class MessagesErrorObject:
-    """details: for clients that react to them; left out if there are none."""
-
-    type: str
-    message: str
-    details: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class MessagesError:
-    """The body of every response with status 400 or above."""
-
-    error: MessagesErrorObject
-    type: Literal["error"] = "error"
-
-
-ERROR_DETAILS: Mapping[str, dict[str, Any]] = {
-    "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
-}
-"""Details of errors, by the field that they are about. Anthropic's client sends a refused request again without."""
-
-ERROR_TYPES: Mapping[int, str] = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-
-
-def error_type(status: int) -> str:
-    """Anthropic's name for an error of this status."""
-    return ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-
-
+# Preparation
 def draft_message(body: MessagesRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:
     """The request of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
     with _FIELDS.naming():
@@ -844,6 +728,82 @@ _FIELDS = FieldTable[_ConversationFields](
 """Fields of the chat body."""
 
 
+# Answer
+@dataclass(frozen=True, slots=True)
+class TextBlock:
+    text: str
+    citations: None = None
+    type: Literal["text"] = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBlock:
+    """Reasoning of the answer, as the model wrote it. signature: empty, since nothing checks it."""
+
+    thinking: str
+    signature: str = ""
+    type: Literal["thinking"] = "thinking"
+
+
+WrittenInput = Annotated[
+    orjson.Fragment,
+    PlainValidator(lambda value: value),
+    PlainSerializer(lambda value: value, return_type=dict[str, Any]),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUseBlock:
+    """A call. id: repeated by the block with the tool's result. input: of a call that was cut, what is complete."""
+
+    id: str
+    name: str
+    input: WrittenInput
+    type: Literal["tool_use"] = "tool_use"
+
+
+ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingDetails:
+    thinking_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class MessageUsage:
+    """input_tokens: of the prompt, without the cached ones. cache_creation_input_tokens: 0, since Anthropic's field
+    counts what is billed. service_tier, speed, inference_geo: the same for all."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: ThinkingDetails
+    cache_creation_input_tokens: Literal[0] = 0
+    service_tier: Literal["standard"] = "standard"
+    speed: Literal["standard"] = "standard"
+    inference_geo: Literal["not_available"] = "not_available"
+
+
+StopReason = Literal[
+    "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded", "pause_turn"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class MessageObject:
+    """The answer. stop_reason: "pause_turn" if a trainer aborted the request."""
+
+    id: str
+    model: str
+    content: list[ContentBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    role: Literal["assistant"] = "assistant"
+    type: Literal["message"] = "message"
+
+
 _NO_INPUT = orjson.Fragment(b"{}")
 
 
@@ -946,6 +906,45 @@ def _usage(usage: Usage) -> MessageUsage:
     )
 
 
+# Errors
+@dataclass(frozen=True, slots=True)
+class MessagesErrorObject:
+    """details: for clients that react to them; left out if there are none."""
+
+    type: str
+    message: str
+    details: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesError:
+    """The body of every response with status 400 or above."""
+
+    error: MessagesErrorObject
+    type: Literal["error"] = "error"
+
+
+ERROR_DETAILS: Mapping[str, dict[str, Any]] = {
+    "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+}
+"""Details of errors, by the field that they are about. Anthropic's client sends a refused request again without."""
+
+ERROR_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def error_type(status: int) -> str:
+    """Anthropic's name for an error of this status."""
+    return ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+
+
 _ROUTE = "/v1/messages"
 # Also with several slashes, and without /v1.
 _URL = re.compile(rb"(?:https?://[^/]*)?(?:/+v1)*/+messages(?=[/?#]|$)")
@@ -1009,6 +1008,7 @@ def _rewritten(content: bytes, start: Message) -> bytes:
     return write_messages_error(cast(int, start["status"]), error["message"], error.get("param"))
 
 
+# Routes
 _CONVERSATION = [{"role": "user", "content": "What do whales eat?"}]
 ENDPOINT = RoutedEndpoint(
     body_model=MessagesRequest,
@@ -1025,6 +1025,11 @@ ENDPOINT = RoutedEndpoint(
 )
 
 router = APIRouter(route_class=JsonBodyRoute, tags=["generation"])
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCount:
+    input_tokens: int
 
 
 @router.post(

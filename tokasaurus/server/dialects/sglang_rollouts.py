@@ -49,6 +49,7 @@ from tokasaurus.text.json_lines import write_json
 from tokasaurus.text.special_stops import find_special_stops
 from tokasaurus.text.token_decoder import PROMPT_TAIL_TOKENS
 
+# Text: body
 DEFAULT_NEW_TOKENS = 128
 
 
@@ -139,124 +140,7 @@ class GenerateRequest(StrictObject):
     background: Annotated[Any, Only(None, False)] = None
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateAnswer:
-    """output_ids: as sampled, with the end token and the tokens of a stop string. prompt_token_ids: null unless asked
-    for. usage (our extension): as in other answers.
-
-    meta_info: id, finish_reason (type stop, length or abort, and what ended the text), prompt_tokens,
-    completion_tokens, cached_tokens, weight_version (of the last token), weight_versions (of all of them; in a stream,
-    both only at its end); with
-    return_logprob also output_token_logprobs and input_token_logprobs, lists of [logprob, token id, text or null], and
-    with top_logprobs_num output_top_logprobs and input_top_logprobs, a list of such for each token.
-    """
-
-    text: str
-    output_ids: list[int]
-    prompt_token_ids: list[int] | None
-    meta_info: dict[str, Any]
-    usage: Usage
-
-
-class PauseGenerationRequest(OptionalObject):
-    """mode: running requests are ended by "abort" with the tokens that they have; or kept, by either of the others."""
-
-    mode: Annotated[Literal["abort", "retract", "in_place"], NullMeans("abort")] = "abort"
-
-
-class ContinueGenerationRequest(OptionalObject):
-    """torch_empty_cache: without effect; memory that is free is given back at once."""
-
-    torch_empty_cache: bool | None = None
-
-
-class AbortRequest(OptionalObject):
-    """rid: of the request to abort; unknown ones are ignored. abort_all: all requests."""
-
-    rid: str | None = None
-    abort_all: Annotated[bool, NullMeans(False)] = False
-    abort_message: str | None = None
-
-
-class UpdateFromDiskRequest(StrictObject):
-    """model_path: a directory on the server's machine with safetensors files of all of the model's tensors.
-
-    weight_version: a name for the weights; null counts on from the last number. abort_all_requests: end running
-    requests by "abort" first; by default they are waited for, unless the engine is paused. flush_cache: forget the KV
-    of all prompts. keep_pause: leave the engine paused.
-    Without effect: torch_empty_cache, token_step.
-    """
-
-    model_path: Text
-    weight_version: VersionName | None = None
-    abort_all_requests: Annotated[bool, NullMeans(False)] = False
-    abort_all_request: Annotated[bool, NullMeans(False)] = False  # as older trainers spell it
-    flush_cache: Annotated[bool, NullMeans(True)] = True
-    keep_pause: Annotated[bool, NullMeans(False)] = False
-
-    torch_empty_cache: bool | None = None
-    token_step: int | None = None
-
-    load_format: Annotated[Any, Only(None, "auto", "safetensors")] = None
-    is_async: Annotated[Any, Only(None, False)] = None
-    recapture_cuda_graph: Annotated[Any, Only(None, False)] = None
-    manifest: Annotated[Any, Only(None)] = None
-
-
-MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
-
-
-class MemoryRequest(OptionalObject):
-    """tags: whose memory; null means all. cuda_graph: without effect, since
-    graphs go and come with kv_cache."""
-
-    tags: Annotated[list[MemoryTag] | None, Field(min_length=1, fail_fast=True)] = None
-
-    @property
-    def chosen(self) -> frozenset[str]:
-        every: frozenset[str] = frozenset({"kv_cache", "weights"})
-        return every if self.tags is None else every.intersection(self.tags)
-
-
-@dataclass(frozen=True, slots=True)
-class Success:
-    """message: for people."""
-
-    success: bool
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateSuccess(Success):
-    """num_paused_requests: requests that go on with the new weights. weight_version: the name of the weights."""
-
-    num_paused_requests: int
-    weight_version: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaLoad:
-    """Sequences and KV of one replica; each of n samples is a sequence. Those that wait for a replica, or for the end
-    of a pause, count as waiting at the first one."""
-
-    dp_rank: int
-    num_running_reqs: int
-    num_waiting_reqs: int
-    num_total_reqs: int
-    num_used_tokens: int
-    max_total_num_tokens: int
-    token_usage: float
-
-
-@dataclass(frozen=True, slots=True)
-class Loads:
-    """timestamp: when, in ISO 8601."""
-
-    timestamp: str
-    version: str
-    loads: list[ReplicaLoad]
-
-
+# Preparation
 def _fields(body: GenerateRequest) -> FieldTable[GenerateRequest]:
     """Fields of the completions body that `body` becomes."""
     return _FIELDS_OF_TEXT if body.input_ids is None else _FIELDS_OF_TOKENS
@@ -306,6 +190,26 @@ def completion_of_generate(body: GenerateRequest) -> CompletionRequest:
         name = "sampling_params.max_new_tokens"
         raise InvalidRequest(f"{name} may be 0 only to score the prompt, with logprob_start_len", name)
     return CompletionRequest.model_construct(**_fields(body).values(body))
+
+
+# Answer
+@dataclass(frozen=True, slots=True)
+class GenerateAnswer:
+    """output_ids: as sampled, with the end token and the tokens of a stop string. prompt_token_ids: null unless asked
+    for. usage (our extension): as in other answers.
+
+    meta_info: id, finish_reason (type stop, length or abort, and what ended the text), prompt_tokens,
+    completion_tokens, cached_tokens, weight_version (of the last token), weight_versions (of all of them; in a stream,
+    both only at its end); with
+    return_logprob also output_token_logprobs and input_token_logprobs, lists of [logprob, token id, text or null], and
+    with top_logprobs_num output_top_logprobs and input_top_logprobs, a list of such for each token.
+    """
+
+    text: str
+    output_ids: list[int]
+    prompt_token_ids: list[int] | None
+    meta_info: dict[str, Any]
+    usage: Usage
 
 
 Entry = tuple[float | None, int, str | None]
@@ -439,6 +343,107 @@ def _finish_reason(reason: FinishReason | None, matched: int | str | None, num_t
     return None
 
 
+# Pauses, sleep and weights: bodies and answers
+class PauseGenerationRequest(OptionalObject):
+    """mode: running requests are ended by "abort" with the tokens that they have; or kept, by either of the others."""
+
+    mode: Annotated[Literal["abort", "retract", "in_place"], NullMeans("abort")] = "abort"
+
+
+class ContinueGenerationRequest(OptionalObject):
+    """torch_empty_cache: without effect; memory that is free is given back at once."""
+
+    torch_empty_cache: bool | None = None
+
+
+class AbortRequest(OptionalObject):
+    """rid: of the request to abort; unknown ones are ignored. abort_all: all requests."""
+
+    rid: str | None = None
+    abort_all: Annotated[bool, NullMeans(False)] = False
+    abort_message: str | None = None
+
+
+class UpdateFromDiskRequest(StrictObject):
+    """model_path: a directory on the server's machine with safetensors files of all of the model's tensors.
+
+    weight_version: a name for the weights; null counts on from the last number. abort_all_requests: end running
+    requests by "abort" first; by default they are waited for, unless the engine is paused. flush_cache: forget the KV
+    of all prompts. keep_pause: leave the engine paused.
+    Without effect: torch_empty_cache, token_step.
+    """
+
+    model_path: Text
+    weight_version: VersionName | None = None
+    abort_all_requests: Annotated[bool, NullMeans(False)] = False
+    abort_all_request: Annotated[bool, NullMeans(False)] = False  # as older trainers spell it
+    flush_cache: Annotated[bool, NullMeans(True)] = True
+    keep_pause: Annotated[bool, NullMeans(False)] = False
+
+    torch_empty_cache: bool | None = None
+    token_step: int | None = None
+
+    load_format: Annotated[Any, Only(None, "auto", "safetensors")] = None
+    is_async: Annotated[Any, Only(None, False)] = None
+    recapture_cuda_graph: Annotated[Any, Only(None, False)] = None
+    manifest: Annotated[Any, Only(None)] = None
+
+
+MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
+
+
+class MemoryRequest(OptionalObject):
+    """tags: whose memory; null means all. cuda_graph: without effect, since
+    graphs go and come with kv_cache."""
+
+    tags: Annotated[list[MemoryTag] | None, Field(min_length=1, fail_fast=True)] = None
+
+    @property
+    def chosen(self) -> frozenset[str]:
+        every: frozenset[str] = frozenset({"kv_cache", "weights"})
+        return every if self.tags is None else every.intersection(self.tags)
+
+
+@dataclass(frozen=True, slots=True)
+class Success:
+    """message: for people."""
+
+    success: bool
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSuccess(Success):
+    """num_paused_requests: requests that go on with the new weights. weight_version: the name of the weights."""
+
+    num_paused_requests: int
+    weight_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """Sequences and KV of one replica; each of n samples is a sequence. Those that wait for a replica, or for the end
+    of a pause, count as waiting at the first one."""
+
+    dp_rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_total_reqs: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+    token_usage: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """timestamp: when, in ISO 8601."""
+
+    timestamp: str
+    version: str
+    loads: list[ReplicaLoad]
+
+
+# Routes
 router = APIRouter(route_class=JsonBodyRoute, tags=["roll-outs"])
 
 PROBE_SECONDS = 20.0

@@ -54,6 +54,7 @@ from tokasaurus.server.state import ServerState, num_body_bytes, ready_state_of,
 from tokasaurus.server.value_words import MAX_ECHO_CHARS
 
 
+# Tokens: body
 class TokensSampling(SamplingNumbers):
     """vLLM's sampling parameters.
 
@@ -116,6 +117,34 @@ class TokensRequest(StrictObject):
     ec_transfer_params: Annotated[Any, Only(None)] = None
 
 
+# Preparation
+_FIELDS = FieldTable[TokensRequest](
+    model="model",
+    prompt=("token_ids", lambda body: [body.token_ids]),
+    cache_salt=("cache_salt", lambda body: body.cache_salt or body.sampling_params.cache_salt),
+    priority="priority",
+    return_token_ids="return_token_ids",
+    **{
+        name: f"sampling_params.{name}"
+        for name in (
+            *SamplingNumbers.model_fields,
+            *("n", "max_tokens", "min_tokens", "seed", "logprobs", "prompt_logprobs", "structured_outputs"),
+            *("allowed_token_ids", "bad_words"),
+        )
+    },
+)
+"""Fields of the completions body that a TokensRequest becomes."""
+
+
+def completion_of_tokens(body: TokensRequest) -> CompletionRequest:
+    """Validated already, as `body` is. Raises InvalidRequest."""
+    salts = {salt for salt in (body.cache_salt, body.sampling_params.cache_salt) if salt}
+    if len(salts) > 1:
+        raise InvalidRequest("cache_salt and sampling_params.cache_salt differ: one of them is enough", "cache_salt")
+    return CompletionRequest.model_construct(**_FIELDS.values(body))
+
+
+# Answer
 @dataclass(frozen=True, slots=True)
 class RankedToken:
     """token: its id, as "token_id:123". rank: 1 for the most likely token."""
@@ -170,6 +199,41 @@ class TokensAnswer:
     usage: Usage
 
 
+def build_tokens_answer(
+    body: TokensRequest, prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel
+) -> TokensAnswer:
+    """results: the sequences of the only request, in order."""
+    (row,) = results
+    choices = [
+        TokensChoice(index, sequence.token_ids, sequence.finish_reason, _logprobs(sequence))
+        for index, sequence in enumerate(row)
+    ]
+    return TokensAnswer(
+        request_id=prepared.response_id if body.request_id is None else body.request_id,
+        model=model.name,
+        created=int(time.time()),
+        choices=choices,
+        prompt_logprobs=write_prompt_logprobs(0, prepared, row[0].prompt_logprobs, model),
+        prompt_token_ids=prepared.requests[0].prompt_ids.tolist() if body.return_token_ids else None,
+        usage=build_usage(prepared, results),
+    )
+
+
+def _logprobs(sequence: FinishedSequence) -> TokensLogprobs | None:
+    if sequence.logprobs is None:
+        return None
+    tops = likely_tokens(sequence.top, len(sequence.token_ids))
+    return TokensLogprobs([_sampled(*entry) for entry in zip(sequence.token_ids, sequence.logprobs, tops, strict=True)])
+
+
+def _sampled(token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> SampledToken:
+    """top: (token id, logprob) of the most likely tokens, most likely first."""
+    ranked = [RankedToken(f"token_id:{other}", other, value, rank) for rank, (other, value) in enumerate(top, start=1)]
+    rank = next((entry.rank for entry in ranked if entry.token_id == token_id), None)
+    return SampledToken(f"token_id:{token_id}", token_id, logprob, rank, ranked)
+
+
+# Pauses, sleep and weights: bodies and answers
 def _refuse_nccl(value: object) -> object:
     if value is not None:
         raise not_implemented(
@@ -328,66 +392,7 @@ class WorldSize:
     world_size: int
 
 
-_FIELDS = FieldTable[TokensRequest](
-    model="model",
-    prompt=("token_ids", lambda body: [body.token_ids]),
-    cache_salt=("cache_salt", lambda body: body.cache_salt or body.sampling_params.cache_salt),
-    priority="priority",
-    return_token_ids="return_token_ids",
-    **{
-        name: f"sampling_params.{name}"
-        for name in (
-            *SamplingNumbers.model_fields,
-            *("n", "max_tokens", "min_tokens", "seed", "logprobs", "prompt_logprobs", "structured_outputs"),
-            *("allowed_token_ids", "bad_words"),
-        )
-    },
-)
-"""Fields of the completions body that a TokensRequest becomes."""
-
-
-def completion_of_tokens(body: TokensRequest) -> CompletionRequest:
-    """Validated already, as `body` is. Raises InvalidRequest."""
-    salts = {salt for salt in (body.cache_salt, body.sampling_params.cache_salt) if salt}
-    if len(salts) > 1:
-        raise InvalidRequest("cache_salt and sampling_params.cache_salt differ: one of them is enough", "cache_salt")
-    return CompletionRequest.model_construct(**_FIELDS.values(body))
-
-
-def build_tokens_answer(
-    body: TokensRequest, prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel
-) -> TokensAnswer:
-    """results: the sequences of the only request, in order."""
-    (row,) = results
-    choices = [
-        TokensChoice(index, sequence.token_ids, sequence.finish_reason, _logprobs(sequence))
-        for index, sequence in enumerate(row)
-    ]
-    return TokensAnswer(
-        request_id=prepared.response_id if body.request_id is None else body.request_id,
-        model=model.name,
-        created=int(time.time()),
-        choices=choices,
-        prompt_logprobs=write_prompt_logprobs(0, prepared, row[0].prompt_logprobs, model),
-        prompt_token_ids=prepared.requests[0].prompt_ids.tolist() if body.return_token_ids else None,
-        usage=build_usage(prepared, results),
-    )
-
-
-def _logprobs(sequence: FinishedSequence) -> TokensLogprobs | None:
-    if sequence.logprobs is None:
-        return None
-    tops = likely_tokens(sequence.top, len(sequence.token_ids))
-    return TokensLogprobs([_sampled(*entry) for entry in zip(sequence.token_ids, sequence.logprobs, tops, strict=True)])
-
-
-def _sampled(token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> SampledToken:
-    """top: (token id, logprob) of the most likely tokens, most likely first."""
-    ranked = [RankedToken(f"token_id:{other}", other, value, rank) for rank, (other, value) in enumerate(top, start=1)]
-    rank = next((entry.rank for entry in ranked if entry.token_id == token_id), None)
-    return SampledToken(f"token_id:{token_id}", token_id, logprob, rank, ranked)
-
-
+# Routes
 MemoryTags = Annotated[list[Literal["kv_cache", "weights"]] | None, Query()]
 
 router = APIRouter(route_class=JsonBodyRoute, tags=["roll-outs"])
