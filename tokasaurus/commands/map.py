@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokasaurus.config import FLAGS_OF_ACCESS, CommandConfig, ServerConfig
 from tokasaurus.flags import Flag, FlagError, are_missing, count, flag, given_text
-from tokasaurus.messages.sampling import CLIENT_PARAMETERS, MODEL_DEFAULTS
+from tokasaurus.messages.sampling import CLIENT_PARAMETERS, GENERATE_TOKENS, MODEL_DEFAULTS
 from tokasaurus.processes.stop_signals import Stopped, signals_raise
 
 if TYPE_CHECKING:  # the functions that run the job import the library: the flags are read without it
@@ -105,7 +105,7 @@ class MapConfig(CommandConfig, without=(*_NOT_HERE, "logprobs_mode"), further=_P
         None, 'added to the logits of token ids, a JSON object such as {"17": -100}', none_means="nothing"
     )
     max_tokens: int | None = count(
-        None, "most tokens of an answer", none_means="256, and for chats what the context leaves"
+        None, "most tokens of an answer", none_means=f"{GENERATE_TOKENS}, and for chats what the context leaves"
     )
     min_tokens: int = count(0, "fewest tokens of an answer", minimum=0)
     stop: str | None = flag(

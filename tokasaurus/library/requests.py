@@ -16,7 +16,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 
 from tokasaurus.library.results import NO_TOKENS, ParsedT, Result, RowError, Sample, Score, ToolCall, row_error
-from tokasaurus.library.sampling import GENERATE_TOKENS, Sampling
+from tokasaurus.library.sampling import Sampling
+from tokasaurus.messages.sampling import GENERATE_TOKENS
 from tokasaurus.text.exact_json import dumps, loads
 
 COMPLETIONS = "/v1/completions"

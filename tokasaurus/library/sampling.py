@@ -19,9 +19,6 @@ from tokasaurus.server.value_words import told_together, words_for
 
 AnyClass = TypeVar("AnyClass")
 
-GENERATE_TOKENS = 256
-"""`max_tokens` of a prompt without a chat template, where Sampling leaves it open."""
-
 
 def _telling_names(made: type[AnyClass]) -> type[AnyClass]:
     """The same class, which says what a keyword that there is not may mean."""

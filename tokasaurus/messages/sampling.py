@@ -37,6 +37,9 @@ class SamplingParams(NamedTuple):
 NEUTRAL = SamplingParams()
 """Changes nothing."""
 
+GENERATE_TOKENS = 256
+"""Most tokens of a completion without a chat template, where a program's call leaves it open."""
+
 LIMITS = ("min_p", "top_k", "top_p")
 """The fields that exclude unlikely tokens, in this order. A value other than its default switches one on."""
 
@@ -80,7 +83,7 @@ class ClientParameter:
 
 CLIENT_PARAMETERS = {
     "temperature": ClientParameter(
-        default=1.0,
+        default=NEUTRAL.temperature,
         meaning="divides logits; 0 always takes the most likely token",
         minimum=0,
         maximum=2,
@@ -88,7 +91,7 @@ CLIENT_PARAMETERS = {
         weak=0.9,
     ),
     "top_p": ClientParameter(
-        default=1.0,
+        default=NEUTRAL.top_p,
         meaning="keeps the most likely tokens that together have this probability",
         minimum=0,
         excludes_minimum=True,
@@ -100,7 +103,7 @@ CLIENT_PARAMETERS = {
         default=-1, meaning="keeps this many most likely tokens; -1 keeps all", minimum=-1, strong=2, weak=2000
     ),
     "min_p": ClientParameter(
-        default=0.0,
+        default=NEUTRAL.min_p,
         meaning="keeps tokens at least this many times as likely as the most likely one",
         minimum=0,
         maximum=1,
@@ -108,7 +111,7 @@ CLIENT_PARAMETERS = {
         weak=0.01,
     ),
     "presence_penalty": ClientParameter(
-        default=0.0,
+        default=NEUTRAL.presence_penalty,
         meaning="is subtracted from the logit of tokens that the answer has already",
         minimum=-2,
         maximum=2,
@@ -116,7 +119,7 @@ CLIENT_PARAMETERS = {
         weak=0.5,
     ),
     "frequency_penalty": ClientParameter(
-        default=0.0,
+        default=NEUTRAL.frequency_penalty,
         meaning="is subtracted for each time that the answer has the token",
         minimum=-2,
         maximum=2,
@@ -124,7 +127,7 @@ CLIENT_PARAMETERS = {
         weak=0.5,
     ),
     "repetition_penalty": ClientParameter(
-        default=1.0,
+        default=NEUTRAL.repetition_penalty,
         meaning="divides the logits of tokens of prompt and answer",
         minimum=0,
         excludes_minimum=True,
