@@ -12,10 +12,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CONFIG = Path(__file__).with_name("mkdocs.yml")
-PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md")
+PAGES = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "benchmarks/README.md",
+    "examples/README.md",
+    "torture/README.md",
+)
 TABLES_OF_NAMES = {"docs/flags.md": 2.0, "docs/fields.md": 1.0, "docs/metrics.md": 1.0}
 """Pages that the search finds first by the names that begin their lines; the weight decides where two have a name."""
-REPORTS = {"benchmarks/README.md": 0.1, "CHANGELOG.md": 0.1}
+REPORTS = {"benchmarks/README.md": 0.1, "CHANGELOG.md": 0.1, "torture/README.md": 0.1}
 """Pages that name much and explain little, with their weight in the search."""
 _NAMES = re.compile(r"^[|-] ((?:`\w+`[†‡]?(?:, )?)+)", re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")

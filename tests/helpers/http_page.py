@@ -26,8 +26,8 @@ two. [The HTTP API](api.md) says what the fields mean together, what their limit
 
 A field is `name`: type = default; meaning. In a body, a field with a question mark may be left out or null, which means
 the default, or else null. In an answer, such a field is left out only if it has no default. "any" is any JSON value.
-`"a"|"b"` are the texts that are possible, `string[]` is a list. Objects that have a name are described
-[at the end](#objects).
+`"a"|"b"` are the texts that are possible, `string[]` is a list, `(≤16)` limits its entries, or the
+characters of a string. Objects that have a name are described [at the end](#objects).
 
 Besides the errors that a route lists, each may answer 500, one that needs a key 401, one that changes something 403,
 and one that reads a JSON body 400, 413 and 415: [errors](api.md#errors).
@@ -303,7 +303,7 @@ class _Page:
         kind = str(schema.get("type", "any"))
         if kind == "array":
             entry = self._type(schema.get("items", {}))
-            word = _counted("list", schema, "Items", "entries")
+            word = _counted("list", schema, "Items")
             return f"{entry}[]" if word == "list" and " " not in entry else f"{word} of {entry}"
         if kind == "object":
             extra = schema.get("additionalProperties")
@@ -311,7 +311,7 @@ class _Page:
         if kind == "string":
             pattern = f" that matches `{schema['pattern']}`" if "pattern" in schema else ""
             word = "bytes" if schema.get("format") == "binary" else "string"
-            return _counted(word, schema, "Length", "characters") + pattern
+            return _counted(word, schema, "Length") + pattern
         signs = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
         limits = [f"{sign}{schema[key]:.12g}" for key, sign in signs if abs(schema.get(key, math.inf)) < LARGEST_BOUND]
         return kind + (f" {', '.join(limits)}" if limits else "")
@@ -339,10 +339,10 @@ def _is_neutral(field: Schema) -> bool:
     return description.startswith("Not implemented: only") or field.get("type") == "null"
 
 
-def _counted(word: str, schema: Schema, of: str, unit: str) -> str:
-    """A list or a text with its limits."""
-    most = f", at most {schema[f'max{of}']} {unit}" if f"max{of}" in schema else ""
-    return ("non-empty " if schema.get(f"min{of}") else "") + word + (f" ({most[2:]})" if most else "")
+def _counted(word: str, schema: Schema, of: str) -> str:
+    """A list or a text with its limits, of entries or of characters."""
+    most = f" (≤{schema[f'max{of}']})" if f"max{of}" in schema else ""
+    return ("non-empty " if schema.get(f"min{of}") else "") + word + most
 
 
 def _default(field: Schema, is_required: bool) -> str:
