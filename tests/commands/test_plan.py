@@ -346,7 +346,7 @@ def test_graphs_have_memory_for_a_chunk_and_for_the_logits_of_decode_steps(check
     plan = planned(f"model={checkpoint('Llama-3.1-8B')}", "attention_backend=torch")
     (found,) = [part["bytes"] for part in plan["workers"][0]["parts"] if part["name"] == "CUDA graphs"]
     widest_row = 2 * 4096 + 3 * 14336
-    inputs = 2048 * 16 + 1024 * 68
+    inputs = 2048 * 24 + 1024 * 60
     samples = 1024 * 20 + (1024 + 4 * 132) * 16
     assert found == (2048 * widest_row + 1024 * 128256) * 2 + inputs + samples + (64 + 16) * 33 * (256 << 10)
 

@@ -105,11 +105,11 @@ def sizes_for(max_tokens: int, max_seqs: int, vocab_size: int, num_top: int) -> 
     )
 
 
-RECORDED_TOKEN_BYTES = 2 * 8
-"""What recorded steps read of a token: its id and position."""
+RECORDED_TOKEN_BYTES = 3 * 8
+"""What recorded steps read of a token: its id, position and kv index."""
 
-RECORDED_ROW_BYTES = 4 * 8 + 4 * len(SamplingParams._fields) + 2 * 4
-"""What recorded decode steps read of a row beside this and its blocks: its slot, kv index, noise and sampling
+RECORDED_ROW_BYTES = 3 * 8 + 4 * len(SamplingParams._fields) + 2 * 4
+"""What recorded decode steps read of a row beside this and its blocks: its slot, noise and sampling
 parameters, and its place in attention's lists."""
 
 # Logits

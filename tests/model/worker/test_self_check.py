@@ -535,7 +535,8 @@ def test_wrong_graphs_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.
 
                 def write_padding(graphs: StepGraphs, batch: Any, *others: Any) -> Any:
                     num_tokens = len(batch.token_slots)
-                    batch.layout.kv_indices[num_tokens:] = batch.layout.kv_indices[num_tokens - 1]
+                    kv_indices = graphs.inputs.memory.kv_indices
+                    kv_indices[num_tokens : len(batch.token_ids)] = kv_indices[num_tokens - 1]
                     return run(graphs, batch, *others)
 
                 monkeypatch.setattr(StepGraphs, "run", write_padding)

@@ -41,15 +41,19 @@ def attending(attends: Attends) -> Iterator[None]:
         _attends = before
 
 
-def attends_over(backend: AttentionBackend, layout: PagedLayout, fills_padding: bool = True) -> Attends:
-    """Attention of a planned layout. fills_padding: with 0; else what is returned for padding is undefined."""
+def attends_over(
+    backend: AttentionBackend, layout: PagedLayout, fills_padding: bool = True, writes: bool = True
+) -> Attends:
+    """Attention of a planned layout. fills_padding: with 0; else what is returned for padding is undefined. writes:
+    stores keys and values first; else the caller has done so."""
     # Not for each layer: it takes Python as long as several launches to look for a protocol's methods.
     is_whole = isinstance(backend, LayoutBackend)
 
     def attends(query: Tensor, key: Tensor, value: Tensor, layer_index: int, output: Tensor | None = None) -> Tensor:
         # Write the keys and values of all rows before any row attends: a row may read blocks that another row of this
         # forward fills (see ForwardInput).
-        backend.write(key, value, layer_index)
+        if writes:
+            backend.write(key, value, layer_index)
         if is_whole:
             return attend_rows(backend, query, layer_index, layout, output)
         return _attend_parts(backend, query, layer_index, layout, output, fills_padding)

@@ -140,6 +140,7 @@ def build_batch(
         staging.then(fill_token_ids)
     if inputs is not None and not are_rows_inside:
         staging.then(partial(inputs.positions.copy_, positions))
+        staging.then(partial(inputs.memory.kv_indices.copy_, all_kv_indices))
 
     # A decode row is past its prompt; a prefill row samples if its chunk ends the prompt.
     samples = kv_lengths >= slots.num_prompt_tokens[step.slots]

@@ -6,9 +6,10 @@ than a size is padded to it: a decode step with rows of the padding slot, a step
 attends to.
 
 In one recording of each size, attention is left out: what it launches depends on the step's contexts, chunks and prefix
-groups, and all the rest on the number of tokens alone. That recording is interrupted at each layer's attention, so that
-a forward replays one piece more than the model has layers; any step takes it. In another recording of the decode sizes,
-for backends that allow it and decode steps without prefix groups, attention is included.
+groups. All the rest, storing keys and values included, depends on the number of tokens alone. That recording is
+interrupted at each layer's attention, so that a forward replays one piece more than the model has layers; any step
+takes it. In another recording of the decode sizes, for backends that allow it and decode steps without prefix groups,
+attention is included.
 """
 
 # S size of a graph in tokens, E hidden size, V vocabulary, F sampling parameters of a row
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from tokasaurus.messages.forward import ForwardInput, SlotChanges
+from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
 from tokasaurus.model.attention.row_split import Attends
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
 from tokasaurus.model.execution.device_batch import DeviceBatch
@@ -193,10 +195,12 @@ class StepGraphs:
         has_logits: bool,
         sampler: Sampler | None,
         plan_whole: Callable[[int], Attends] | None,
+        backend: AttentionBackend | None,
     ) -> None:
         """sizes: of decode steps, as from graph_sizes. chunk_sizes: further ones, larger than these, for steps of more
         tokens; without logits. has_logits: record the LM head too. sampler: recorded too. plan_whole: plans attention
-        of padding alone, S rows, so that it can be recorded; None if the backend does not allow it."""
+        of padding alone, S rows, so that it can be recorded; None if the backend does not allow it. backend: stores
+        keys and values by launches that can be recorded; None if the caller of `run` has to store them."""
         self._model = model
         self._executor = executor
         self._recorder = recorder
@@ -211,6 +215,7 @@ class StepGraphs:
         self._has_logits = has_logits
         self._sampler = sampler
         self._plan_whole = plan_whole
+        self._backend = backend
 
     def record(self, progress: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
         """Record all sizes. progress: wraps the iteration over them."""
@@ -271,13 +276,29 @@ class StepGraphs:
         recording.sampling.replay()
         return output
 
+    @property
+    def stores_kv(self) -> bool:
+        """Whether the pieces around attention store keys and values, so that `run` is given attention alone."""
+        return self._backend is not None
+
     def _record_around_attention(self, size: int) -> _Recording:
-        recorder, pieces = self._recorder, list[_Piece]()
+        recorder, pieces, backend = self._recorder, list[_Piece](), self._backend
+        if backend is not None:
+            backend.plan(PagedLayout(self.inputs.memory.kv_indices[:size], ()))
+
+        def store_alone(
+            query: Tensor, key: Tensor, value: Tensor, layer_index: int, output: Tensor | None = None
+        ) -> Tensor:
+            if backend is not None:
+                backend.write(key, value, layer_index)
+            return no_attention(query, key, value, layer_index, output)
 
         def leave_out(
             query: Tensor, key: Tensor, value: Tensor, layer_index: int, output: Tensor | None = None
         ) -> Tensor:
             output = torch.empty_like(query) if output is None else output
+            if backend is not None:
+                backend.write(key, value, layer_index)
             graph = recorder.end()
             fixed = recorder.unowned(query), recorder.unowned(key), recorder.unowned(value)
             pieces.append(_Piece(graph, *fixed, layer_index, recorder.unowned(output)))
@@ -285,7 +306,7 @@ class StepGraphs:
             return output
 
         with recorder.preparing():
-            self._forward(size, no_attention)
+            self._forward(size, store_alone)
             recorder.begin()
             return self._end_recording(size, leave_out, pieces)
 

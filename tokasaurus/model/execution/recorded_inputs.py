@@ -66,7 +66,7 @@ class RecordedInputs:
     """int32 [S, F]."""
 
     memory: RecordedMemory
-    """What attention reads."""
+    """What attention reads; its kv indices are of T tokens."""
 
     @classmethod
     def allocate(
@@ -80,6 +80,7 @@ class RecordedInputs:
 
         params = torch.zeros((max_rows, len(SamplingParams._fields)), dtype=torch.int32, device=device)
         memory = memory or RecordedMemory.allocate(max_rows, 0, device)
+        memory = memory._replace(kv_indices=zeros(max_tokens))
         tokens = zeros(max_tokens), zeros(max_tokens)
         return cls(zeros(max_rows), *tokens, zeros(max_rows, 2), params, memory)
 

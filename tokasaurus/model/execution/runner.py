@@ -20,7 +20,7 @@ from tokasaurus.messages.forward import (
     TopOfRows,
 )
 from tokasaurus.messages.stages import StageBoard
-from tokasaurus.model.attention.backend import AttentionBackend, RecordableBackend
+from tokasaurus.model.attention.backend import AttentionBackend, RecordableBackend, TensorCache
 from tokasaurus.model.attention.row_split import Attends, attends_over
 from tokasaurus.model.buffer_sizes import BufferSizes
 from tokasaurus.model.cpu.bindings import Kernels
@@ -251,7 +251,8 @@ class ModelRunner:
             plan_whole = partial(self._plan_padding, backend, inputs)
         places = self._model, self._executor, recorder, sizes, chunk_sizes, inputs
         sampler = partial(draw_and_finish, last_tokens=self._slots.last_tokens) if can_sample else None
-        graphs = StepGraphs(*places, has_logits, sampler, plan_whole)
+        cache = self._backend if isinstance(self._backend, TensorCache) else None
+        graphs = StepGraphs(*places, has_logits, sampler, plan_whole, cache)
         graphs.record(progress)
         self._graphs = graphs
 
@@ -512,7 +513,7 @@ class ModelRunner:
         backend.plan(batch.layout)
         self._staging.send()
         # Tokens of padding compute whatever was in memory: no other token reads it.
-        attends = attends_over(backend, batch.layout, fills_padding=False)
+        attends = attends_over(backend, batch.layout, fills_padding=False, writes=not graphs.stores_kv)
         return batch, graphs.run(batch, attends, self._receive(step, entering))
 
     def _receive(self, step: ForwardInput, entering: Tensor | None, num_padded: int = 0) -> Tensor | None:
