@@ -21,7 +21,7 @@ A flag is `name` = default (other values): meaning. Numbers without a range are 
 RETIRED = """\
 ## Flags of earlier releases
 
-These are accepted with a warning, and do nothing. What holds now:
+These are accepted with a warning that says what holds now, and do nothing:
 """
 
 
@@ -34,7 +34,7 @@ def page() -> str:
             heading = flag.heading
             lines += ["", f"## {heading.capitalize()}", ""]
         lines.append(_line(name, flag))
-    lines += ["", RETIRED, *(f"- `{name}`: {now}" for name, now in ServerConfig.retired.items())]
+    lines += ["", RETIRED, ", ".join(f"`{name}`" for name in ServerConfig.retired) + "."]
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 

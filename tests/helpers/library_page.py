@@ -157,13 +157,12 @@ def _docstring(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 
 def _markdown(docstring: str, arguments: list[str]) -> str:
-    """A docstring whose lines `name: meaning` become a list."""
+    """A docstring without its programs, which the page has above, whose lines `name: meaning` become a list."""
     lines: list[str] = []
-    is_item = is_code = False
-    for line in docstring.splitlines():
+    is_item = False
+    for line in re.sub(r"```python\n.*?```\n\n?", "", docstring, flags=re.DOTALL).splitlines():
         found = re.match(r"(\w+(?:, \w+)*): (.*)", line)
-        is_code ^= line.startswith("```")
-        if found and not is_code and set(found[1].split(", ")) <= set(arguments):
+        if found and set(found[1].split(", ")) <= set(arguments):
             if not is_item and lines and lines[-1]:
                 lines.append("")
             is_item = True
