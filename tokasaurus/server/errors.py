@@ -117,15 +117,6 @@ class NotFound(InvalidRequest, status=404, code="not_found"):
     """No file or batch has the id."""
 
 
-class ResponseNotStored(NotFound, code="response_not_found"):
-    def __init__(self, response_id: str) -> None:
-        super().__init__(
-            f"there is no response {shorten(response_id)!r}: this server stores no responses, so send the whole "
-            "conversation as input of each request",
-            "response_id",
-        )
-
-
 class Conflict(InvalidRequest, status=409, code="conflict", headers={"x-should-retry": "false"}):
     """The file or batch is in a state that does not allow it. OpenAI's clients would try it again."""
 

@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.endpoint import RoutedEndpoint, count_prompt_tokens
-from tokasaurus.server.errors import ApiError, InvalidRequest, ResponseNotStored
+from tokasaurus.server.errors import ApiError, InvalidRequest, NotFound, shorten
 from tokasaurus.server.json_body import JsonBodyRoute
 from tokasaurus.server.openapi import BODY_ERRORS, answers, error_responses, example_body
 from tokasaurus.server.prepare.chat import chat_of, draft_chat
@@ -909,7 +909,16 @@ def _usage(usage: Usage) -> ResponseUsage:
     )
 
 
-# Routes
+# Errors and routes
+class ResponseNotStored(NotFound, code="response_not_found"):
+    def __init__(self, response_id: str) -> None:
+        super().__init__(
+            f"there is no response {shorten(response_id)!r}: this server stores no responses, so send the whole "
+            "conversation as input of each request",
+            "response_id",
+        )
+
+
 ENDPOINT = RoutedEndpoint(
     body_model=ResponsesRequest,
     draft=draft_response,
