@@ -56,11 +56,10 @@ rope_scaling: {rope_type: linear, factor: 2.0}
 
 ## A conversation
 
-`toka chat` converses in the terminal with the server that `port=`, `unix_socket=` or `base_url=` names, by default
-one on this machine. `toka chat model=NAME` loads a model in processes of its own, which end with the conversation; so
-does `toka run NAME`. Answers are streamed, and reasoning is dimmed. Ctrl-C stops an answer, not the conversation,
-which keeps what has come. `/system TEXT` sets instructions, `/clear` forgets the conversation, `/quit` or Ctrl-D
-ends.
+`toka chat` converses in the terminal with the server that `port=`, `unix_socket=` or `base_url=` names, by default one
+on this machine. `toka chat model=NAME`, or `toka run NAME`, loads a model in processes of its own. Reasoning is
+dimmed. Ctrl-C stops an answer, not the conversation. `/system TEXT` sets instructions, `/clear` forgets the
+conversation, `/quit` or Ctrl-D ends.
 
 Input that is no terminal is one message, and only its answer is printed:
 
