@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import sys
 import termios
@@ -9,7 +10,7 @@ import threading
 import time
 import tty
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
@@ -37,7 +38,9 @@ _SECONDS_PER_DRAWING = 0.05
 """Least time between two samples of a replay that are drawn."""
 _MAX_HELD = 1000
 """Samples that are kept while the screen is paused."""
-_SEQUENCES = {b"\x1b[C": "right", b"\x1bOC": "right", b"\x1b[D": "left", b"\x1bOD": "left"}
+_KEY = re.compile(rb"\x1b[\[O](?P<arrow>[CD])|\x1b.?[^@-~]*[@-~]?|(?P<char>.)", re.DOTALL)
+"""An arrow, another key's sequence up to its final letter, or a character."""
+_ARROWS = {b"C": "right", b"D": "left"}
 _BUFFER_BYTES = 1 << 20
 """More than any frame has."""
 LIVE_KEYS = "q quit   p pause   r next replica   ? help"
@@ -97,10 +100,11 @@ def top(config: TopConfig, _words: list[str]) -> int:
                 signal.signal(number, lambda *_, stop=stop: events.put(stop))
         if config.replay is not None:
             recording = Recording(config.replay)
-            show = _show_recording if has_screen else _print_recording
-            return show(config, recording, events)
+            if has_screen:
+                return _show_recording(config, recording, events)
+            return _print_events(config, _recorded(config, recording, events))
         threading.Thread(target=_follow, args=(config, events), daemon=True).start()
-        return (_show_events if has_screen else _print_events)(config, events)
+        return _show_events(config, events) if has_screen else _print_events(config, iter(events.get, None))
     except KeyboardInterrupt:  # before there is a handler of the signal
         return 0
 
@@ -180,14 +184,14 @@ def _explain(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _print_events(config: TopConfig, events: Events) -> int:
+def _print_events(config: TopConfig, events: Iterable[Any]) -> int:
+    """Each sample as it came, or in short."""
     history, is_lost = History(), False
-    while True:
-        event = events.get()
+    for event in events:
         if isinstance(event, Received):
             is_lost = False
             history.add(event.sample)
-            _print(event.line if config.json else None, history)
+            print(event.line.decode(errors="replace") if config.json else compact_line(history), flush=True)
         elif isinstance(event, Lost):
             if not is_lost:
                 ended = None if history.latest is None else history.latest["server"]["ended"]
@@ -198,6 +202,7 @@ def _print_events(config: TopConfig, events: Events) -> int:
             raise event
         elif isinstance(event, Stop):
             return event.exit_code or 0
+    return 0
 
 
 def _show_events(config: TopConfig, events: Events) -> int:
@@ -237,18 +242,15 @@ def _since(lost: Lost, last_s: float, ended: str | None) -> str:
     return f"no answer{f' since {moment}' if moment else ''}: {lost.why}; trying again"
 
 
-def _print_recording(config: TopConfig, recording: Recording, events: Events) -> int:
-    history, positions = History(), positions_of(recording.times)
+def _recorded(config: TopConfig, recording: Recording, events: Events) -> Iterator[Any]:
+    """Its samples, and the events meanwhile. Raises RecordingError."""
+    positions = positions_of(recording.times)
     if recording.num_left_out:
         print(f"toka top: {recording.num_left_out} lines are no samples", file=sys.stderr, flush=True)
     for index, position in enumerate(positions):
         wait_s = 0.0 if config.speed is None or not index else (position - positions[index - 1]) / config.speed
-        for event in _all(events, wait_s):
-            assert isinstance(event, Stop), "there is no screen"
-            return event.exit_code or 0
-        history.add(recording.sample(index))
-        _print(recording.line(index) if config.json else None, history)
-    return 0
+        yield from _all(events, wait_s)
+        yield Received(recording.sample(index), recording.line(index))
 
 
 def _show_recording(config: TopConfig, recording: Recording, events: Events) -> int:
@@ -318,11 +320,6 @@ def _all(events: Events, wait_s: float | None = None) -> list[Any]:
     while not events.empty():
         found.append(events.get())
     return found
-
-
-def _print(line: bytes | None, history: History) -> None:
-    """The sample as it came, or in short."""
-    print(compact_line(history) if line is None else line.decode(errors="replace"), flush=True)
 
 
 def _clock(seconds: float) -> str:
@@ -412,16 +409,5 @@ def _screen(events: Events) -> Iterator[_Terminal]:
 
 def keys_of(content: bytes) -> list[str]:
     """Names of the keys that a terminal has sent: single characters, left and right."""
-    keys = []
-    while content:
-        sequence = next((known for known in _SEQUENCES if content.startswith(known)), None)
-        if sequence is not None:
-            keys.append(_SEQUENCES[sequence])
-            content = content[len(sequence) :]
-        elif content.startswith(b"\x1b"):  # another key's sequence, up to its final letter
-            end = next((place for place, byte in enumerate(content[2:], start=2) if 0x40 <= byte <= 0x7E), len(content))
-            content = content[end + 1 :]
-        else:
-            keys.append(chr(content[0]))
-            content = content[1:]
-    return keys
+    found = ((match["arrow"], match["char"]) for match in _KEY.finditer(content))
+    return [_ARROWS.get(arrow) or char.decode("latin-1") for arrow, char in found if arrow or char]
