@@ -88,6 +88,10 @@ def test_eager_and_recorded_steps_run_over_the_real_wrappers(
     assert 0 < found["asked"][1] <= found["plan_memory"] == 1 << 20
 
 
+def test_the_planner_of_fa3_gets_the_length_of_each_prompt(over_real_wrappers: dict[str, Any]) -> None:
+    assert over_real_wrappers["fa3"] == [40, 3, 200]
+
+
 @pytest.mark.parametrize("num_rows", PROMPT_ROWS)
 @pytest.mark.parametrize("heads", HEADS)
 def test_plans_of_prompts_fit_in_the_memory_of_their_wrappers(

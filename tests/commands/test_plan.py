@@ -330,14 +330,14 @@ def test_flashinfers_workspace_is_planned_where_the_server_would_use_it(checkpoi
 
 def test_the_workspace_grows_with_the_largest_graph(checkpoint) -> None:
     """An 8B: 32 query heads, 8 KV heads of size 128. FlashInfer reserves (1,024 / 4 + 1,023) tiles of 16 rows;
-    12 wrappers have 1 MiB each for their plans."""
+    15 wrappers have 1 MiB each for their plans."""
     sizes = []
     for words in (["use_cudagraphs=F"], ["max_seqs_per_forward=1024"]):
         plan = planned(f"model={checkpoint('Llama-3.1-8B')}", *words)
         parts = plan["workers"][0]["parts"]
         sizes.append(next(part["bytes"] for part in parts if part["name"] == "attention workspaces"))
     reserved = 32 * (1024 // 4 + 1023) * 16 * (128 + 1) * 4
-    assert 0 <= sizes[1] - 12 * (1 << 20) - reserved < 1 << 20
+    assert 0 <= sizes[1] - 15 * (1 << 20) - reserved < 1 << 20
     assert sizes[0] < sizes[1]
 
 

@@ -236,3 +236,18 @@ def plan_bytes(max_rows: int) -> int:
     num_tiles = max(5 * max_rows, 1024)
     needed = 13 * num_tiles + 8 * max_rows + 1024
     return -(-needed // (1 << 20)) << 20
+
+
+_FA3_ENTRIES = 7
+"""int32 of a plan of "fa3" for each tile of each head."""
+
+_FA3_TILES = {64: 192}
+"""Query rows of a tile of "fa3" by head size; 128 for others (PrefillSM90Plan)."""
+
+
+def fa3_plan_bytes(num_rows: int, num_segments: int, shape: KVSizes, num_processors: int) -> int:
+    """Bytes of a plan of "fa3", at most. With over 4,096 tiles, all heads share the plan of one."""
+    num_tiles = -(-num_rows // _FA3_TILES.get(shape.head_dim, 128)) + num_segments - 1
+    num_heads = 1 if num_tiles > 4096 else shape.num_heads
+    alignment = 16 * (_FA3_ENTRIES + 1)
+    return 4 * (_FA3_ENTRIES * num_tiles * num_heads + num_processors + 1) + alignment

@@ -22,6 +22,8 @@ from tokasaurus.model.cpu.bindings import Kernels
 
 logger = logging.getLogger(__name__)
 
+_FA3 = "fa3"
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -103,6 +105,20 @@ def _build_flashinfer(shape: KVShape, max_graph_rows: int, is_asked_for: bool) -
     except RuntimeError as error:
         if str(error).startswith(BUILD_FAILED):
             note_failed_build(os.environ, error)
+        raise
+
+
+def prepare_fa3(backend: flashinfer_backend.FlashInferBackend) -> None:
+    """Let prompts take FlashInfer's "fa3", whose kernel may have to be compiled. Raises what FlashInfer raises, also if
+    it could not be built at an earlier start."""
+    if (failed := failed_build(os.environ, _FA3)) is not None:
+        reason, place = failed
+        raise RuntimeError(f"{reason} (found at an earlier start; it is tried again without the file {place})")
+    try:
+        backend.prepare_fa3()
+    except RuntimeError as error:
+        if str(error).startswith(BUILD_FAILED):
+            note_failed_build(os.environ, error, _FA3)
         raise
 
 

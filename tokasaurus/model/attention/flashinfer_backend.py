@@ -1,13 +1,14 @@
 """Paged attention by FlashInfer's kernels on CUDA: written for versions 0.6.18 and 0.7.2, not yet run on a GPU.
 
 Rows that are segments of their own (decode) take FlashInfer's decode wrapper, other parts its prefill wrapper "fa2".
+Prompts that share no prefix take "fa3" where a start on Hopper finds it right and faster: it does not split contexts.
 FlashInfer has no float32 output: parts that will be merged are asked for in the query's dtype. Its log-sum-exp (LSE) is
 base 2, and so is the backend's; our own kernel merges, in float32.
 """
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
@@ -26,7 +27,14 @@ from tokasaurus.model.attention.backend import (
 )
 from tokasaurus.model.attention.flashinfer_tools import provide_tools
 from tokasaurus.model.attention.row_split import merge_partial
-from tokasaurus.model.buffer_sizes import CUDA_CORE_GROUPS, HEAD_DIMS, RING_SIZE, plan_bytes, workspace_bytes
+from tokasaurus.model.buffer_sizes import (
+    CUDA_CORE_GROUPS,
+    HEAD_DIMS,
+    RING_SIZE,
+    fa3_plan_bytes,
+    plan_bytes,
+    workspace_bytes,
+)
 from tokasaurus.model.staging.staging import DirectStaging
 from tokasaurus.model.triton_choice import uses_triton
 
@@ -70,10 +78,17 @@ class _WrapperSet:
 
     prefill: list[Wrapper] = field(default_factory=list)
     decode: list[Wrapper] = field(default_factory=list)
+    fa3: Wrapper | None = None
+    """For the prompts of a forward, if they share no prefix."""
     plan_bytes: int = 0
     """Bytes of each wrapper's plan memory, on the device and pinned; 0 if a wrapper still has its own."""
 
     copied: torch.cuda.Event | None = None
+
+
+def has_fa3(device: torch.device) -> bool:
+    """Whether FlashInfer has "fa3" for the device: it is written for Hopper alone."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def load_library() -> Library:
@@ -156,7 +171,9 @@ class FlashInferBackend(TensorCache):
         self._next_set = 0
         self._planned: dict[int, Wrapper] = {}
         self._fixed: FixedMemory | None = None
-        self._compile()
+        self.uses_fa3 = False
+        """Whether prompts take "fa3"; may be changed once it is prepared."""
+        self._run_once((1, 2))
 
     def _cache_size(self, num_blocks: int) -> tuple[int, ...]:
         shape = self._shape
@@ -189,18 +206,42 @@ class FlashInferBackend(TensorCache):
                 wrapper = wrappers.decode[num_decode]
                 plans.append(partial(self._plan_decode, wrapper, part))
                 num_decode += 1
+            elif self.uses_fa3 and wrappers.fa3 is not None and self._fits_fa3(part, wrappers):
+                wrapper = wrappers.fa3
+                plans.append(partial(self._plan_prefill, wrapper, part, part.kv_lengths))
             else:
                 if num_prefill == len(wrappers.prefill):
                     wrappers.prefill.append(self._new_prefill())
                     wrappers.plan_bytes = 0
                 wrapper = wrappers.prefill[num_prefill]
-                plans.append(partial(self._plan_prefill, wrapper, part))
+                plans.append(partial(self._plan_prefill, wrapper, part, _longest(part)))
                 num_prefill += 1
             self._planned[id(part)] = wrapper
         needed = max(plan_bytes(part.num_rows) for part in parts)
         if needed > wrappers.plan_bytes:
             self._make_plan_memory(wrappers, needed)
         staging.then(partial(self._run_plans, wrappers, plans))
+
+    def prepare_fa3(self) -> None:
+        """Let prompts take "fa3". Compiles its kernel, which may take minutes. Raises what FlashInfer raises."""
+        for wrappers in self._sets:
+            wrappers.fa3 = self._new_prefill("fa3")
+            self._make_plan_memory(wrappers, wrappers.plan_bytes)
+        self.uses_fa3 = True
+        self._run_once((2,))
+
+    def drop_fa3(self) -> None:
+        """Free its wrappers."""
+        self.uses_fa3 = False
+        for wrappers in self._sets:
+            wrappers.fa3 = None
+
+    def _fits_fa3(self, part: PagedPart, wrappers: _WrapperSet) -> bool:
+        """Whether "fa3" can plan the part, whose plan grows with the number of prompts and heads."""
+        shape, num_segments = self._shape, len(part.kv_lengths)
+        is_planned = wrappers.fa3 in self._planned.values()  # of another part
+        needed = fa3_plan_bytes(part.num_rows, num_segments, shape, self._num_processors)
+        return not part.is_partial and not is_planned and needed <= wrappers.plan_bytes
 
     def prepare_recording(self, max_rows: int, max_blocks: int) -> RecordedMemory:
         needed = workspace_bytes(self._shape, self._num_processors, max_rows)
@@ -264,9 +305,9 @@ class FlashInferBackend(TensorCache):
             return triton_kernels.merge_partial(first, second, output, True)
         return merge_partial(first, second, output, True)
 
-    def _new_prefill(self) -> Wrapper:
+    def _new_prefill(self, kernels: str = "fa2") -> Wrapper:
         # Not "auto": on Hopper that is "fa3", which does not split long contexts of few segments.
-        return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
+        return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=kernels)
 
     def _new_decode(self, **options: Any) -> Wrapper:
         # Not "auto": since 0.7 that may be cuDNN, which has rules of its own for its lists and buffers.
@@ -278,7 +319,7 @@ class FlashInferBackend(TensorCache):
         """Give each wrapper of the set plan memory, instead of the 8 MiB that it makes itself."""
         if wrappers.copied is not None:
             wrappers.copied.synchronize()  # its copies read the memory that is freed here
-        for wrapper in (*wrappers.prefill, *wrappers.decode):
+        for wrapper in (*wrappers.prefill, *wrappers.decode, *([] if wrappers.fa3 is None else [wrappers.fa3])):
             plans = torch.zeros(num_bytes, dtype=torch.uint8, device=self._shape.device)
             wrapper.reset_workspace_buffer(self._workspace, plans)
         wrappers.plan_bytes = num_bytes
@@ -293,7 +334,8 @@ class FlashInferBackend(TensorCache):
                 wrappers.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             wrappers.copied.record()
 
-    def _plan_prefill(self, wrapper: Wrapper, part: PagedPart) -> None:
+    def _plan_prefill(self, wrapper: Wrapper, part: PagedPart, lengths: Tensor) -> None:
+        """lengths: for `seq_lens`."""
         shape = self._shape
         wrapper.plan(
             part.query_starts,
@@ -305,7 +347,7 @@ class FlashInferBackend(TensorCache):
             causal=part.causal,
             o_data_type=shape.query_dtype,
             max_token_per_sequence=int(part.query_starts.diff().max()),
-            seq_lens=_longest(part),
+            seq_lens=lengths,
             **self._options,
         )
 
@@ -348,8 +390,10 @@ class FlashInferBackend(TensorCache):
         blocks = table[torch.arange(table.shape[1]) < counts.unsqueeze(1)]
         return starts, blocks.to(self._shape.device), last_lengths
 
-    def _compile(self) -> None:
-        """Run each kernel once on the padding block. With and without LSE it is the same kernel."""
+    def _run_once(self, row_counts: Sequence[int]) -> None:
+        """Run a kernel once on the padding block, which compiles it. With and without LSE it is the same kernel.
+
+        row_counts: 1 is decode, 2 is prefill."""
         shape = self._shape
         self.allocate(1)
         length = torch.ones(1, dtype=torch.int32)
@@ -358,7 +402,7 @@ class FlashInferBackend(TensorCache):
         lists = BlockLists(starts, starts, block, length, starts, length)
         query = torch.zeros((2, shape.num_heads, shape.head_dim), dtype=shape.query_dtype, device=shape.device)
         no_tokens = torch.zeros(0, dtype=torch.int64, device=shape.device)
-        for num_rows in (1, 2):  # decode, prefill
+        for num_rows in row_counts:
             rows = torch.tensor([0, num_rows], dtype=torch.int32)
             part = PagedPart(0, num_rows, rows, None, length, causal=False, lists=lists)
             self.plan(PagedLayout(no_tokens, (part,)))
@@ -367,7 +411,8 @@ class FlashInferBackend(TensorCache):
 
 def _longest(part: PagedPart) -> Tensor:
     """int32 [1], for `seq_lens`. FlashInfer's plan takes the maximum of these lengths, 0.6.18 one element at a time in
-    Python, which is milliseconds for all of them. Its "fa2" planner and kernels do not read them, but the lists.
+    Python, which is milliseconds for all of them. Its "fa2" planner and kernels do not read them, but the lists; the
+    planner of "fa3" reads every one.
 
     The prefill wrapper's max_sequence_kv= is no other way: with it, plan of 0.6.18 raises UnboundLocalError."""
     return part.kv_lengths.amax(0, keepdim=True)

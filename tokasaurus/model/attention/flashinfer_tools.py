@@ -143,21 +143,23 @@ def _which_ninja(environment: Mapping[str, str]) -> str | None:
     return shutil.which("ninja", path=environment.get("PATH", ""))
 
 
-def failed_build(environment: Mapping[str, str]) -> tuple[str, Path] | None:
-    """Why FlashInfer could not be built by these tools at an earlier start, and the file that says so; None if it was
-    not tried, or can be built. Call after `provide_tools`."""
-    place = _place_of_failure(environment)
+def failed_build(environment: Mapping[str, str], kernels: str = "") -> tuple[str, Path] | None:
+    """Why FlashInfer, or these kernels of it, could not be built by these tools at an earlier start, and the file that
+    says so; None if that was not tried, or can be built. Call after `provide_tools`."""
+    place = _place_of_failure(environment, kernels)
     try:
         return None if place is None else (json.loads(place.read_text())["reason"], place)
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
-def note_failed_build(environment: Mapping[str, str], error: Exception) -> None:
-    """Later starts with the same tools need not try for minutes what will fail again. What may pass is not noted."""
+def note_failed_build(environment: Mapping[str, str], error: Exception, kernels: str = "") -> None:
+    """Later starts with the same tools need not try for minutes what will fail again. What may pass is not noted.
+
+    kernels: as in failed_build."""
     if any(words in str(error) for words in _OF_THE_MOMENT):
         return
-    place, reason = _place_of_failure(environment), describe_error(error)
+    place, reason = _place_of_failure(environment, kernels), describe_error(error)
     with suppress(OSError):
         if place is not None:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -166,9 +168,10 @@ def note_failed_build(environment: Mapping[str, str], error: Exception) -> None:
             unfinished.replace(place)
 
 
-def _place_of_failure(environment: Mapping[str, str]) -> Path | None:
+def _place_of_failure(environment: Mapping[str, str], kernels: str) -> Path | None:
     """By all that another result could come from. None where the cache has no place."""
     parts = [environment.get(name, "") for name in ("CUDA_HOME", "CXX", _FLAGS, "FLASHINFER_CUDA_ARCH_LIST")]
+    parts += [kernels] if kernels else []
     for program in (f"{parts[0]}/bin/nvcc", shutil.which(parts[1] or "c++", path=environment.get("PATH", ""))):
         with suppress(OSError):
             status = Path(program or "").stat()

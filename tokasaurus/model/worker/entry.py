@@ -37,6 +37,7 @@ from tokasaurus.messages.status import (
 )
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.choose import Candidate, install_advice, make_backend
+from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend, has_fa3
 from tokasaurus.model.buffer_sizes import buffer_bytes, padded_count, sizes_for
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels, load_kernels
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, choose_gemm
@@ -86,6 +87,7 @@ from tokasaurus.model.worker.memory_plan import (
     sizes_of_chunks,
     sizes_of_graphs,
 )
+from tokasaurus.model.worker.prefill_choice import choose_prefill
 from tokasaurus.model.worker.self_check import (
     Checks,
     Measure,
@@ -501,8 +503,10 @@ def load_worker(
     if device.type == "cuda":
         with phases("Triton kernels"):
             switch_off_wrong_kernels(shape, model, checks)
-        with phases("attention"), memory.measure(WORKSPACES):  # FlashInfer may compile for minutes
+        with phases("attention") as details, memory.measure(WORKSPACES):  # FlashInfer may compile for minutes
             backend = _choose_backend(config, shape, None, max(sizes_of_graphs(config), default=0), checks)
+            if isinstance(backend, FlashInferBackend) and has_fa3(device):
+                details.append(choose_prefill(backend, shape, mesh, checks))
     else:
         backend = _choose_backend(config, shape, kernels, 0, checks)
     limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length, info.vocab_size)

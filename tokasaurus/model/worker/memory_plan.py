@@ -52,8 +52,8 @@ _GRAPH_BYTES = 256 << 10
 
 _NUM_PROCESSORS = 132
 """Multiprocessors of an H100 or H200, on which the size of FlashInfer's workspace depends."""
-_NUM_WRAPPERS = 12
-"""FlashInfer's wrappers that FlashInferBackend keeps, each with a buffer for its plan."""
+_NUM_WRAPPERS = 15
+"""FlashInfer's wrappers that FlashInferBackend keeps, those of "fa3" included, each with a buffer for its plan."""
 
 CUDA_FRACTION = 0.95
 """Fraction of the device memory left after weights and the largest forward: the rest covers fragmentation."""

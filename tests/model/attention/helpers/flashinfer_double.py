@@ -39,6 +39,7 @@ class _Wrapper:
     """What both wrappers share."""
 
     NAME: str
+    KERNELS: tuple[str, ...] = ("fa2",)
     any_dtype = False
     """Whether to accept dtypes that FlashInfer has no kernels for."""
 
@@ -48,7 +49,7 @@ class _Wrapper:
         assert workspace.dtype == torch.uint8
         assert workspace.device != CPU or not workspace.any(), "FlashInfer wants a workspace that starts as zeros"
         assert layout == "NHD"
-        assert options["backend"] == "fa2", "others have other conventions, and auto chooses by version and device"
+        assert options["backend"] in self.KERNELS, "others have other conventions, auto chooses by version and device"
         self._device = workspace.device
         self._init_options = options
         self._plan: _Plan | None = None
@@ -146,17 +147,37 @@ class _Wrapper:
 
 class PrefillWrapper(_Wrapper):
     NAME = PREFILL
+    KERNELS = ("fa2", "fa3")
 
     def plan(self, *args: Any, **options: Any) -> None:
         self._bind("plan", args, options)
         assert "max_sequence_kv" not in options, "with it, plan of 0.6.18 raises UnboundLocalError"
         assert options.pop("max_token_per_sequence") == args[0].diff().max()
-        self._check_longest(args[1], args[3], options)
+        starts, kv_starts, _, last_lengths = args
+        if self._init_options["backend"] == "fa3":
+            self._check_fa3(starts, kv_starts, last_lengths, options)
+        else:
+            self._check_longest(kv_starts, last_lengths, options)
         causal = options.pop("causal")
         self._note_plan(args, causal, options)
-        starts, kv_starts, _, last_lengths = args
         lengths = (kv_starts.diff() - 1).clamp_min(0) * options["page_size"] + last_lengths
         assert not causal or (lengths >= starts.diff()).all(), "rows of a causal segment are its last tokens"
+
+    def _check_fa3(self, starts: Tensor, kv_starts: Tensor, last_lengths: Tensor, options: dict[str, Any]) -> None:
+        """PrefillSM90Plan: it reads the length of each segment, and its plan has entries for each head."""
+        lengths = (kv_starts.diff() - 1).clamp_min(0) * options["page_size"] + last_lengths
+        given = options.pop("seq_lens")
+        assert given.device == CPU
+        assert torch.equal(given, lengths), "its planner would read other memory"
+        tile = 192 if options["head_dim_qk"] == 64 else 128
+        tiles = int((-(-starts.diff() // tile)).sum())
+        most = int(-(-starts[-1] // tile)) + len(lengths) - 1
+        heads = 1 if most > 4096 else options["num_qo_heads"]
+        assert 4 * 7 * tiles * heads + 8 * 16 + 4 * 133 <= self.plan_memory, "plan would fail"
+
+    @property
+    def is_fa3(self) -> bool:
+        return bool(self._init_options["backend"] == "fa3")
 
 
 class DecodeWrapper(_Wrapper):

@@ -77,12 +77,26 @@ def without_a_device() -> None:
     torch.cuda.device = lambda _device: contextlib.nullcontext()  # type: ignore[assignment,misc,return-value]
 
 
+fa3_plans: list[list[int]] = []
+"""Lengths that the planner of fa3 was given, by plan."""
+
+
+def plan_fa3(*args: Any) -> list[int]:
+    """In place of PrefillSM90Plan, which has 16 parameters and reads the length of each of its segments."""
+    assert len(args) == 16
+    lengths, num_segments = args[5], args[7]
+    assert (lengths.dtype, len(lengths), lengths.device) == (torch.int32, num_segments, CPU)
+    fa3_plans.append(lengths.tolist())
+    return [0] * 9
+
+
 def stub_modules(flashinfer: Any, planner: HostPlanner, on_run: Callable[[], object] = lambda: None) -> None:
     from flashinfer.jit import attention
 
     def prefill_module(backend: str, *args: Any) -> Any:
         attention.get_batch_prefill_uri(backend, *args)
-        return SimpleNamespace(plan=planner.plan, paged_run=lambda *_args: on_run())
+        plan = plan_fa3 if backend == "fa3" else planner.plan
+        return SimpleNamespace(plan=plan, paged_run=lambda *_args: on_run())
 
     def decode_module(*args: Any) -> Any:
         attention.get_batch_decode_uri(*args)
@@ -205,6 +219,18 @@ def check(shape: KVShape, num_rows: int, flashinfer: Any, planner: HostPlanner) 
     }
 
 
+def fa3_lengths(flashinfer: Any, shape: KVShape, lengths: list[int]) -> list[int]:
+    """What fa3's planner gets of prompts of these lengths, which are then run."""
+    backend = flashinfer_backend.FlashInferBackend(shape, flashinfer)
+    backend.prepare_fa3()
+    backend.allocate(2)
+    part = prompts_part(lengths)
+    backend.plan(PagedLayout(torch.zeros(0, dtype=torch.int64), (part,)))
+    query = torch.zeros(part.num_rows, shape.num_heads, shape.head_dim, dtype=shape.dtype)
+    backend.attend(query, 0, part, torch.zeros_like(query))
+    return fa3_plans[-1]
+
+
 def refused_output(flashinfer: Any, shape: KVShape) -> str:
     """What the stubs do with the output in float32 that partial parts once asked for."""
     backend = flashinfer_backend.FlashInferBackend(shape, flashinfer)
@@ -234,6 +260,7 @@ def main(package: str, needs: str) -> None:
                 planner.sizes = [0, 0]
                 shape = KVShape(1, *heads, PAGE_SIZE, torch.bfloat16, CPU)
                 found["/".join(map(str, heads)) + f" {num_rows}"] = check(shape, num_rows, flashinfer, planner)
+        found["fa3"] = fa3_lengths(flashinfer, KVShape(1, *HEADS[0], PAGE_SIZE, torch.bfloat16, CPU), [40, 3, 200])
         found["refused"] = refused_output(flashinfer, KVShape(1, *HEADS[0], PAGE_SIZE, torch.bfloat16, CPU))
     print(json.dumps(found))
 
