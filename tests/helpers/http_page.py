@@ -219,7 +219,12 @@ class _Page:
             same = {field: told for field in own if (told := field.told_by(part.fields)) is not None}
             if len(same) >= MIN_SAME_FIELDS:
                 own = [field for field in own if field not in same]
-                yield f"As in {part.link}: {', '.join(field.marked for field in same)}.\n"
+                others = [field for field in part.fields if field.told_by(same) is None]
+                if len(others) < len(same):
+                    besides = ", ".join(field.marked for field in others)
+                    yield f"All listed at {part.link}{f' but {besides}' if besides else ''}.\n"
+                else:
+                    yield f"As in {part.link}: {', '.join(field.marked for field in same)}.\n"
                 lines += _other_meanings(same)
         lines += _lines(own)
         if lines:
