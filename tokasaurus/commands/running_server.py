@@ -93,6 +93,19 @@ def http_client(
         )
 
 
+def status_of(url: str, path: str, timeout_s: float, unix_socket: str | None = None) -> int | None:
+    """The HTTP status with which a server on this machine answers; None if it does not. unix_socket: as of
+    `http_client`."""
+    import httpx
+
+    try:
+        with http_client(url, None, unix_socket, is_local=True, timeout_s=timeout_s) as client:
+            # A server may answer only to some hosts, but to this one.
+            return client.get(path, headers={"host": "localhost"}).status_code
+    except httpx.HTTPError:
+        return None
+
+
 @contextmanager
 def client_of(config: AddressConfig) -> Iterator["httpx.Client"]:
     """A client within the context, for `models_of` and `stream_of`; an answer may take any time. Raises NotAnswered."""

@@ -1,16 +1,14 @@
 """`toka ps`: the servers that this user runs here, found by their processes. `toka models`: what a server serves."""
 
-import http.client
 import json
 import os
 import re
-import socket
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from tokasaurus.commands.running_server import AddressConfig, client_of, explained, models_of
+from tokasaurus.commands.running_server import AddressConfig, client_of, explained, models_of, status_of
 from tokasaurus.flags import FlagConfig, flag
 from tokasaurus.monitoring.progress import show_time
 
@@ -130,18 +128,6 @@ def _state_of(address: str) -> str:
         return "private"
     if address.startswith("port "):
         return "not ready"
-    connection = http.client.HTTPConnection("localhost", timeout=_ASK_S)
-    try:
-        if address.startswith("unix:"):
-            connection.sock = socket.socket(socket.AF_UNIX)
-            connection.sock.settimeout(_ASK_S)
-            connection.sock.connect(address.removeprefix("unix:"))
-        else:
-            host, _, port = address.removeprefix("http://").rpartition(":")
-            connection.sock = socket.create_connection((host.strip("[]"), int(port)), timeout=_ASK_S)
-        connection.request("GET", "/ready")
-        return "ready" if connection.getresponse().status == 200 else "not ready"
-    except (OSError, http.client.HTTPException):
-        return "silent"
-    finally:
-        connection.close()
+    unix_socket = address.removeprefix("unix:") if address.startswith("unix:") else None
+    status = status_of("http://localhost" if unix_socket else address, "/ready", _ASK_S, unix_socket)
+    return "silent" if status is None else "ready" if status == 200 else "not ready"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import re
 import shlex
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -23,6 +21,7 @@ from typing import IO
 
 from tokasaurus.commands.bench.client import ServerError
 from tokasaurus.commands.bench.results import progress_bar
+from tokasaurus.commands.running_server import status_of
 
 _LOOK_S = 0.2
 _STOP_S = 60.0
@@ -147,7 +146,7 @@ def started(
                     process = pool.submit(start, output).result()
                 except OSError as error:
                     raise ServerError(f"{name}: {command[0]}: {error.strerror}") from None
-                _wait_until_ready(name, process, f"http://127.0.0.1:{port}{peer.ready_path}", start_timeout_s, log)
+                _wait_until_ready(name, process, port, peer.ready_path, start_timeout_s, log)
                 yield Started(f"http://127.0.0.1:{port}{peer.api_path}", shlex.join(without_secrets(command)))
             finally:
                 pool.shutdown()
@@ -184,17 +183,17 @@ def _free_port() -> int:
         return port
 
 
-def _wait_until_ready(name: str, process: subprocess.Popen[bytes], url: str, timeout_s: float, log: Path) -> None:
+def _wait_until_ready(
+    name: str, process: subprocess.Popen[bytes], port: int, path: str, timeout_s: float, log: Path
+) -> None:
     """Raises ServerError."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     began_s = time.monotonic()
     with progress_bar(f"{name} starts", timeout_s) as show:
         while (waited_s := time.monotonic() - began_s) < timeout_s:
             if process.poll() is not None:
                 raise ServerError(f"{name} ended with {process.returncode} at its start:\n{_end_of(log)}")
-            with suppress(OSError, http.client.HTTPException), opener.open(url, timeout=5) as answer:
-                if answer.status == 200:
-                    return
+            if status_of(f"http://127.0.0.1:{port}", path, 5) == 200:
+                return
             show(waited_s)
             time.sleep(_LOOK_S)
     raise ServerError(f"{name} did not answer within {timeout_s:g} s:\n{_end_of(log)}")
