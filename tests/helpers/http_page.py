@@ -26,11 +26,12 @@ two. [The HTTP API](api.md) says what the fields mean together, what their limit
 
 A field is `name`: type = default; meaning. In a body, a field with a question mark may be left out or null, which means
 the default, or else null. In an answer, such a field is left out only if it has no default. "any" is any JSON value.
-`"a"|"b"` are the texts that are possible, `string[]` is a list, `(≤16)` limits its entries, or the
-characters of a string. Objects that have a name are described [at the end](#objects).
+`"a"|"b"` are the texts that are possible, `string[]` is a list, `(≤16)` limits its entries, or the characters of a
+string. Fields after "Neutral" are accepted only at values without effect. Objects that have a name are
+described [at the end](#objects).
 
-Besides the errors that a route lists, each may answer 500, one that needs a key 401, one that changes something 403,
-and one that reads a JSON body 400, 413 and 415: [errors](api.md#errors).
+Numbers after an answer are errors. Besides them, each route may answer 500, one that needs a key 401, one that changes
+something 403, and one that reads a JSON body 400, 413 and 415: [errors](api.md#errors).
 """
 NOT_DESCRIBED = """\
 `/openapi.json` leaves these out, since they answer with pages for people:
@@ -165,7 +166,7 @@ class _Page:
         described = _described(description, [one["name"] for one in queries])
         parts = [described.text + "\n"]
         if queries:
-            parts.append("In the query:\n")
+            parts.append("Query:\n")
             parts.append(
                 _list(
                     Field(
@@ -236,7 +237,7 @@ class _Page:
         if len(listed) >= MIN_OF_OTHERS:
             names.insert(0, "[fields of other servers](fields.md#accepted-at-neutral-values)")
         if names:
-            yield f"Accepted at values without effect: {', '.join(names)}.\n"
+            yield f"Neutral: {', '.join(names)}.\n"
 
     def _answers(self, method: str, operation: Schema) -> str:
         responses = operation["responses"]
@@ -257,7 +258,7 @@ class _Page:
         missing = sorted(expected - responses.keys())
         return (
             f"Answers {' or '.join(kinds)}"
-            + (f"; errors {', '.join(further)}" if further else "")
+            + (f"; {', '.join(further)}" if further else "")
             + (f"; never {', '.join(missing)}" if missing else "")
             + "."
         )

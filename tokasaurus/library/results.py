@@ -61,16 +61,15 @@ class Sample(Generic[ParsedT]):
     index: int = 0
     """Which of the n samples it is."""
     parsed: ParsedT | None = None
-    """The object that the text means, if there is a schema: an instance of the class, or what the JSON is. None if the
-    text was cut, or if a validator of the class refuses it."""
+    """With a schema: an instance of its class, or what the JSON is. None if the text was cut, or if a validator of the
+    class refuses it."""
     parse_error: str | None = None
     """Why there is a schema and `parsed` is None."""
     tool_calls: tuple[ToolCall, ...] = ()
     """Only of a chat with tools."""
     reasoning: str | None = None
-    """The text between the marks of reasoning, such as `<think>` and `</think>`; None if there is none. In a chat it is
-    what the server splits off the text, if the model's chat template has such marks. Else it counts where the text
-    begins with a mark, and remains in the text."""
+    """The text between the marks of reasoning, such as `<think>` and `</think>`. In a chat, the server splits it off the
+    text; else it remains there, and counts where the text begins with a mark."""
     prompt_tokens: int = 0
     """Tokens of the prompt."""
     cached_tokens: int = 0
