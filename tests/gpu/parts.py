@@ -35,6 +35,7 @@ PARTS: dict[str, Part] = {
         _file("device", 60, "the device of each worker"),
         _file("stopwatch", 60, "the clock of the device"),
         _file("uploads", 60, "weights through pinned buffers against plain copies"),
+        _file("each_kernel", 120, "each Triton kernel against plain torch at the sizes of models, as toka check does"),
         _file("triton_kernels", 60, "Triton kernels of attention against slow oracles"),
         _file("triton_layers", 60, "Triton kernels of the layers against float64"),
         _file("triton_sample", 120, "the Triton sampler at the size of Llama 3's vocabulary against the C++ kernels"),

@@ -133,9 +133,13 @@ def _fill(model: "Decoder", filled: "FilledModules") -> None:
 def _check_the_rest(config: ServerConfig, loaded: "LoadedWorker", phases: "Phases") -> None:
     """What the start of a server checks later than its loading, and what it takes for granted."""
     from tokasaurus.model.worker.entry import check_layers, chunk_sizes_of, graph_sizes_of, record_graphs
-    from tokasaurus.model.worker.self_check import NUM_SEQUENCES, compare_sampling, measure_one_call_decode
+    from tokasaurus.model.worker.kernel_checks import check_each_kernel, compare_sampling
+    from tokasaurus.model.worker.self_check import NUM_SEQUENCES, measure_one_call_decode
 
     checks, runner = loaded.checks, loaded.runner
+    if loaded.device.type == "cuda":
+        with phases("each kernel"):
+            check_each_kernel(loaded.shape, loaded.model, checks)
     if loaded.compiler is None:  # else its layers were checked
         with phases("layers"):
             check_layers(loaded)

@@ -2,6 +2,8 @@
 
 import functools
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
 import torch
@@ -16,9 +18,24 @@ def uses_triton(device: torch.device, group: KernelGroup) -> bool:
     return device.type == "cuda" and group not in _switched_off and _has_triton()
 
 
+def groups_in_use(device: torch.device, *groups: KernelGroup) -> list[KernelGroup]:
+    """Those of `groups` whose kernels are used on this device."""
+    return [group for group in groups if uses_triton(device, group)]
+
+
 def switch_off(group: KernelGroup) -> None:
     """Let plain torch compute what these kernels do, from now on, in this process."""
     _switched_off.add(group)
+
+
+@contextmanager
+def switched_off(group: KernelGroup) -> Iterator[None]:
+    """Inside, plain torch computes what these kernels do. Precondition: they are in use."""
+    _switched_off.add(group)
+    try:
+        yield
+    finally:
+        _switched_off.remove(group)
 
 
 @functools.cache

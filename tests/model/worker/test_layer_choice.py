@@ -14,6 +14,7 @@ from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.steps import StepDriver, one_thread
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import ServerConfig
+from tokasaurus.model import triton_choice
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.execution import executors
 from tokasaurus.model.execution.executors import ModuleExecutor
@@ -99,7 +100,11 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
 
     monkeypatch.setattr(entry, "is_compiled", lambda flag, _device: flag is not False)
     monkeypatch.setattr(Compiler, "_compile_graph", lambda _self, graph, *_, **__: graph)
-    monkeypatch.setattr(executors, "uses_triton", lambda *_: True)
+    monkeypatch.setattr(triton_choice, "_switched_off", set())
+    monkeypatch.setattr(executors, "uses_triton", lambda _device, group: group not in triton_choice._switched_off)
+    monkeypatch.setattr(
+        entry, "groups_in_use", lambda _device, *groups: [group for group in groups if group == "layers"]
+    )
     for module in (executors, entry):
         monkeypatch.setattr(module, "FusedExecutor", Own)
     monkeypatch.setattr(entry, "time_layers", timed)
@@ -146,7 +151,8 @@ def test_own_kernels_that_compute_wrongly_are_never_taken(
     worker, described, num_own = start(tmp_path)
     assert (described, num_own) == ("", 0)
     assert worker.limits.switched_off == ("triton_layers",)
-    assert any("compiled layers compute" in record.getMessage() for record in caplog.records)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith("the Triton kernels of layers are switched off: layers (")
     assert type(worker.runner.executor.plain) is ModuleExecutor, "for forwards that are too large for compiled layers"
 
 

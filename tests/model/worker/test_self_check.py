@@ -25,6 +25,7 @@ from tests.model.sampling.helpers.shard_ranks import run_ranks
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import FlagRefused
+from tokasaurus.model import triton_choice
 from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.choose import make_backend
@@ -37,6 +38,7 @@ from tokasaurus.model.decoder.weights import fill_randomly
 from tokasaurus.model.execution import device_batch
 from tokasaurus.model.execution import runner as runner_module
 from tokasaurus.model.execution.graphs import StepGraphs
+from tokasaurus.model.execution.recorded_inputs import fill_inputs_by_torch
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
@@ -259,7 +261,33 @@ def test_ranks_switch_off_alike(caplog: pytest.LogCaptureFixture) -> None:
 @needs_interpreter
 @pytest.mark.long
 def test_wrong_kernels_are_switched_off() -> None:
-    assert run_python("-m", "tests.model.worker.helpers.interpreted_check") == "all found\n"
+    assert run_python("-m", "tests.model.worker.helpers.interpreted_kernels") == "all found\n"
+
+
+@pytest.mark.parametrize("wrong_group", ["attention", "steps", None])
+def test_a_group_of_kernels_that_is_wrong_is_switched_off_alone(
+    wrong_group: triton_choice.KernelGroup | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    off = set[triton_choice.KernelGroup]()
+    monkeypatch.setattr(triton_choice, "_switched_off", off)
+    right = torch.ones(1)
+
+    def measure() -> Iterator[Measured]:
+        yield compared("x", right if wrong_group in off else right + 1, right, 0.1)
+
+    checks = Checks()
+    passes = checks.passes("feature", measure, "it is", "slow", groups=["attention", "steps"])
+    assert passes == (wrong_group is not None)
+    assert off == {wrong_group} - {None}
+    expected = "feature" if wrong_group is None else f"triton_{wrong_group}"
+    assert checks.switched_off == [expected]
+    (line,) = [record.getMessage() for record in caplog.records]
+    of_kernels = f"the Triton kernels of {wrong_group} are switched off: x differs by 1, allowed is 0.1; without them, "
+    assert line.startswith("it is switched off: x differs" if wrong_group is None else of_kernels)
+    off.clear()
+    with pytest.raises(FlagRefused, match=r"^feature=T: x differs by 1, allowed is 0\.1$"):
+        Checks().passes("feature", measure, "it is", "slow", "feature=T", ["layers"])
+    assert off == set()
 
 
 FLAGS = ["kv_cache_num_tokens=1024", "use_hydragen=F", "max_tokens_per_forward=256", "max_seqs_per_forward=16"]
@@ -577,6 +605,32 @@ def test_graphs_switched_off_at_the_start_leave_right_tokens(
     assert tokens_of(worker) == expected
     (line,) = [r.getMessage() for r in caplog.records if "use_cudagraphs" in r.getMessage()]
     assert line.startswith("use_cudagraphs is switched off: graph of 4 rows")
+
+
+@needs_triton
+def test_a_wrong_kernel_that_fills_inputs_of_graphs_is_switched_off_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokasaurus.model.execution import triton_inputs
+
+    save_tiny_model(tmp_path, "llama")
+    uses_triton = triton_choice.uses_triton
+    monkeypatch.setattr(triton_choice, "_switched_off", set())
+    for module in (triton_choice, device_batch):
+        monkeypatch.setattr(
+            module, "uses_triton", lambda _, group: group == "steps" and uses_triton(torch.device("cuda"), group)
+        )
+    monkeypatch.setattr(Decoder, "pack_module", lambda *_: None)  # a tape reads no packed weights
+    monkeypatch.setattr(entry, "graph_sizes_of", lambda *_: [8, 4])
+    monkeypatch.setattr(entry, "CudaRecorder", lambda _device: LaunchTape())
+
+    def fill_other_tokens(staged: Any, slots: Any, *others: Any) -> None:
+        fill_inputs_by_torch(staged, slots._replace(last_tokens=slots.last_tokens + 1), *others)
+
+    monkeypatch.setattr(triton_inputs, "fill_inputs", fill_other_tokens)
+    worker = start(tmp_path, "cpu_isa=torch", "dtype=float32")
+    assert worker.limits.switched_off == ("triton_steps",)
+    assert worker.runner.graph_sizes == [4, 8]
 
 
 @few(1, "when", ["at the start", "at the estimate"])

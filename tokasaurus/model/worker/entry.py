@@ -47,13 +47,14 @@ from tokasaurus.model.decoder.quantize import CannotQuantize, Packing
 from tokasaurus.model.decoder.tensor_files import has_quantized
 from tokasaurus.model.decoder.uploads import uploads_to
 from tokasaurus.model.decoder.weights import FilledModules, load_weights, return_freed_memory
-from tokasaurus.model.execution.executors import CompiledExecutor, FusedExecutor, ModuleExecutor
+from tokasaurus.model.execution.executors import CompiledExecutor, FusedExecutor
 from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.collectives import is_about_another_rank, joined, least_of_ranks
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.stage_links import StageLinks
+from tokasaurus.model.triton_choice import KernelGroup, groups_in_use
 from tokasaurus.model.worker.all_reduce_start import choose_all_reduce, is_tried
 from tokasaurus.model.worker.device import (
     choose_activation_dtype,
@@ -65,6 +66,7 @@ from tokasaurus.model.worker.device import (
     set_worker_threads,
 )
 from tokasaurus.model.worker.hydragen_costs import describe_savings, find_costs, with_step_price
+from tokasaurus.model.worker.kernel_checks import compare_sampler
 from tokasaurus.model.worker.layer_choice import describe_choice, takes_own_kernels, time_layers
 from tokasaurus.model.worker.loop import run_steps
 from tokasaurus.model.worker.memory import (
@@ -95,7 +97,6 @@ from tokasaurus.model.worker.self_check import (
     measure_attention,
     measure_graphs,
     measure_layers,
-    switch_off_wrong_kernels,
 )
 from tokasaurus.model.worker.sleep import Sleeper
 from tokasaurus.model.worker.warmup import ForwardLimits, WarmUpTimes, warm_up, warm_up_small
@@ -402,7 +403,8 @@ def _graph_bytes(config: ServerConfig, loaded: LoadedWorker, sizes: list[int]) -
 def _graphs_pass(config: ServerConfig, loaded: LoadedWorker, measure: Measure) -> bool:
     flag = "use_cudagraphs=T" if config.use_cudagraphs else None
     without = "steps are slower without"
-    return loaded.checks.passes("use_cudagraphs", measure, "use_cudagraphs is", without, flag)
+    groups = groups_in_use(loaded.device, "steps")
+    return loaded.checks.passes("use_cudagraphs", measure, "use_cudagraphs is", without, flag, groups)
 
 
 class Phases:
@@ -501,14 +503,15 @@ def load_worker(
     model = _load_model(checkpoint, mesh, platform, compiler, context_length, fill, memory, phases, config)
     shape = kv_shape(info, mesh, config.page_size, platform.kv_cache_dtype, platform.activation_dtype, device)
     if device.type == "cuda":
-        with phases("Triton kernels"):
-            switch_off_wrong_kernels(shape, model, checks)
         with phases("attention") as details, memory.measure(WORKSPACES):  # FlashInfer may compile for minutes
             backend = _choose_backend(config, shape, None, max(sizes_of_graphs(config), default=0), checks)
             if isinstance(backend, FlashInferBackend) and has_fa3(device):
                 details.append(choose_prefill(backend, shape, mesh, checks))
     else:
         backend = _choose_backend(config, shape, kernels, 0, checks)
+    if groups_in_use(device, "sampling", "layers"):
+        with phases("Triton kernels"):
+            _check_triton(shape, model, mesh, backend, context_length, checks)
     limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length, info.vocab_size)
     with memory.measure(SLOTS):
         max_blocks = -(-context_length // config.page_size)
@@ -685,19 +688,33 @@ def _choose_backend(
         built: list[AttentionBackend] = []
 
         def measure() -> Iterator[Measured]:
+            built.clear()
             built.append(candidate.build())
             if is_checked:
-                yield from measure_attention(built[0], shape)
+                yield from measure_attention(built[-1], shape)
 
         flag = f"attention_backend={candidate.name}"
         without = f"others are slower{install_advice(candidate.name)}"
         asked_for = None if config.attention_backend is None else flag
-        return built[0] if checks.passes(flag, measure, f"{flag} is", without, asked_for) else None
+        groups = groups_in_use(shape.device, "attention")
+        return built[-1] if checks.passes(flag, measure, f"{flag} is", without, asked_for, groups) else None
 
     try:
         return make_backend(config.attention_backend, shape, kernels, max_graph_rows, attempt)
     except ValueError as error:
         raise FlagRefused(str(error)) from error
+
+
+def _check_triton(
+    shape: KVShape, model: Decoder, mesh: Mesh, backend: AttentionBackend, num_positions: int, checks: Checks
+) -> None:
+    """Check the Triton kernels of sampling and of layers. num_positions: as in measure_layers."""
+    measures: dict[KernelGroup, Measure] = {
+        "sampling": partial(compare_sampler, model.vocab_size, model.activation_dtype, shape.device),
+        "layers": lambda: measure_layers(FusedExecutor(model), model, backend, shape, mesh, None, 1, num_positions),
+    }
+    for group in groups_in_use(shape.device, *measures):
+        checks.check_kernels(group, measures[group])
 
 
 def check_layers(loaded: LoadedWorker, flag: str | None = None) -> bool:
@@ -726,17 +743,9 @@ def _check_compiled(loaded: LoadedWorker, compiler: Compiler, config: ServerConf
 
 
 def _choose_layers(loaded: LoadedWorker, details: list[str]) -> None:
-    """Let our kernels compute the layers if they are right and faster than the compiled ones, which are right."""
+    """Let our kernels compute the layers if they are faster than the compiled ones; both have been checked."""
     executor = loaded.runner.executor
     if not isinstance(executor, CompiledExecutor) or not isinstance(executor.plain, FusedExecutor):
-        return
-    measure = partial(
-        measure_layers,
-        *(executor.plain, loaded.model, loaded.backend, loaded.shape, loaded.mesh, None),
-        *(loaded.runner.token_multiple, loaded.limits.context_length),
-    )
-    if not loaded.checks.passes("triton_layers", measure, "the layers' Triton kernels are", "compiled layers compute"):
-        executor.plain = ModuleExecutor(loaded.model)
         return
     times = time_layers(executor, executor.plain, loaded.model, loaded.mesh, loaded.limits.max_tokens)
     executor.is_slower = takes_own_kernels(times)

@@ -2,16 +2,17 @@
 off what differs or raises. Each check yields what it measured; `toka check` shows it all.
 
 - Attention of a backend, against plain float32 torch on the host, for this worker's heads and dtypes.
-- Triton kernels: a group that does not compile, raises or differs is switched off before anything else uses it. Inputs
-  are small, but have the sizes of this model: a check compiles the variants that steps launch.
+- Sampling, against the same by plain torch.
 - Whole steps of the loaded model: compiled and fused layers against their torch modules, replayed graphs against
   launched steps. Both sides round differently, and a deep model may magnify one rounding of its input to the size of
   the result. So each difference is compared with what such a rounding does: the same step is also launched with a
   perturbed input.
 - Decode steps that the CPU kernels compute in one call, against the same steps taken apart, which draw the same tokens.
+
+Triton kernels take part in these by groups. What differs or raises is computed once more without each of its groups: if
+that is right, the group is switched off alone. kernel_checks.py compares each kernel by itself.
 """
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,40 +26,26 @@ from torch import Tensor
 
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups, SlotChanges, SlotOpens
 from tokasaurus.messages.generation import SAMPLING_DTYPE
-from tokasaurus.messages.sampling import CLIENT_PARAMETERS, LIMITS, PENALTIES, SamplingParams
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.messages.status import FlagRefused, UserError, describe_error
 from tokasaurus.model.attention.backend import (
     AttentionBackend,
-    BlockLists,
     KVShape,
     PagedLayout,
     PagedPart,
     RecordableBackend,
-    RecordedMemory,
     as_stored,
 )
-from tokasaurus.model.attention.block_lists import as_in_steps, fill_lists_by_torch, in_recorded, lists_in
+from tokasaurus.model.attention.block_lists import as_in_steps, in_recorded
 from tokasaurus.model.attention.reference import ReferenceBackend
-from tokasaurus.model.attention.row_split import attends_over, merge_partial
-from tokasaurus.model.buffer_sizes import num_mask_words, padded_count
+from tokasaurus.model.attention.row_split import attends_over
+from tokasaurus.model.buffer_sizes import padded_count
 from tokasaurus.model.decoder.compile import Compiler
-from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor, zero_nonfinite
+from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
 from tokasaurus.model.execution.executors import ModuleExecutor
-from tokasaurus.model.execution.recorded_inputs import RecordedInputs, SlotState, StagedRows, fill_inputs_by_torch
 from tokasaurus.model.execution.runner import ComputedStep, ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.sampling.finish import finish_by_torch
-from tokasaurus.model.sampling.rules import (
-    DeviceMasks,
-    RuledRows,
-    choose_rows,
-    has_limits,
-    limited_rows,
-    params_to_device,
-)
-from tokasaurus.model.sampling.sample import Sampled, SamplingRows, TopRows, sample_by_torch, sample_by_triton
-from tokasaurus.model.staging.staging import DirectStaging
-from tokasaurus.model.triton_choice import KernelGroup, switch_off, uses_triton
+from tokasaurus.model.triton_choice import KernelGroup, switch_off, switched_off
 from tokasaurus.model.worker.warmup import ForwardLimits
 
 # T tokens in this forward, R rows that sample or decode, E hidden size, H query heads, K key/value heads, D head size,
@@ -83,17 +70,6 @@ _LOST: dict[KernelGroup, str] = {
     "layers": "layers that are not compiled take over 25 launches instead of eight",
     "steps": "a recorded decode step takes up to twenty launches beside its graphs instead of one",
 }
-
-_OPTIONS = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(),
-    *(SamplingParams(**{name: CLIENT_PARAMETERS[name].strong}) for name in ("temperature", *LIMITS)),  # type: ignore[arg-type]
-    # Limits come after the division, which leaves more tokens inside.
-    *(SamplingParams(2.0, **{name: CLIENT_PARAMETERS[name].strong}) for name in LIMITS),  # type: ignore[arg-type]
-)
-_ROWS_PER_OPTION = 4
-_NUM_TOP = 5
-_CONTEXT_TOKENS = 20
 
 ROW_TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.005, torch.bfloat16: 0.02}
 """Allowed difference of a row, by dtype of activations: the norm of the difference as a share of the norm."""
@@ -191,21 +167,51 @@ class Checks:
         self.results.append(result)
         self._on_result(result)
 
-    def passes(self, feature: str, measure: Measure, what: str, without: str, flag: str | None = None) -> bool:
+    def passes(
+        self,
+        feature: str,
+        measure: Measure,
+        what: str,
+        without: str,
+        flag: str | None = None,
+        groups: Iterable[KernelGroup] = (),
+    ) -> bool:
         """Whether the feature computes rightly on all ranks. Otherwise it is noted as switched off, with one line in
         the log: `what` is switched off, why, and what happens `without`.
 
         what: the feature as the subject of a sentence, with its verb. flag: asks for the feature by name; then
-        FlagRefused is raised instead. Raises OutOfMemoryError, which says nothing about the feature."""
+        FlagRefused is raised instead. groups: of the Triton kernels in use that take part; one without which the
+        feature is right is switched off in its place. Raises OutOfMemoryError, which says nothing about the
+        feature."""
         wrong = self.describe_wrong(feature, measure)
         if self.all_agree(wrong is None):
             return True
         wrong = wrong or "it fails on another rank"
+        for group in groups:
+            with switched_off(group):
+                is_right = self.all_agree(self.describe_wrong(feature, measure) is None)
+            if is_right:
+                self._switch_off_kernels(group, wrong)
+                return True
         if flag is not None:
             raise FlagRefused(f"{flag}: {wrong}")
+        self._note_switched_off(feature, what, wrong, without)
+        return False
+
+    def check_kernels(self, group: KernelGroup, measure: Measure) -> None:
+        """Switch the group off if what it computes is wrong on any rank."""
+        wrong = self.describe_wrong(f"triton_{group}", measure)
+        if not self.all_agree(wrong is None):
+            self._switch_off_kernels(group, wrong or "it fails on another rank")
+
+    def _switch_off_kernels(self, group: KernelGroup, wrong: str) -> None:
+        switch_off(group)
+        without = f"without them, {_LOST[group]}. Triton needs a C compiler"
+        self._note_switched_off(f"triton_{group}", f"the Triton kernels of {group} are", wrong, without)
+
+    def _note_switched_off(self, feature: str, what: str, wrong: str, without: str) -> None:
         logger.warning("%s switched off: %s; %s", what, wrong, without)
         self.switched_off.append(feature)
-        return False
 
     def describe_wrong(self, feature: str, measure: Measure) -> str | None:
         """One line on the first result beyond its tolerance, or on what was raised; None if all is right."""
@@ -275,7 +281,7 @@ def measure_attention(backend: AttentionBackend, shape: KVShape) -> Iterator[Mea
         replace(shape, num_layers=1, dtype=torch.float32, activation_dtype=torch.float32, device=_CPU)
     )
     num_blocks, forwards = _attention_forwards(shape.page_size, isinstance(backend, RecordableBackend))
-    random = _Random(_CPU)
+    random = SeededNumbers(_CPU)
     backend.allocate(num_blocks)
     oracle.allocate(num_blocks)
     layer = shape.num_layers - 1
@@ -388,246 +394,7 @@ def _part(contexts: list[Context], first_row: int, causal: bool, is_partial: boo
     )
 
 
-def switch_off_wrong_kernels(shape: KVShape, model: Decoder, checks: Checks) -> None:
-    """Check each group of kernels that is in use here."""
-    for group, measure in measures(shape, model).items():
-        what = f"the Triton kernels of {group} are"
-        without = f"without them, {_LOST[group]}. Triton needs a C compiler"
-        if not checks.passes(f"triton_{group}", measure, what, without):
-            switch_off(group)
-
-
-def measures(shape: KVShape, model: Decoder) -> dict[KernelGroup, Measure]:
-    """The check of each group of kernels that is in use on this device."""
-    every: dict[KernelGroup, Measure] = {
-        "attention": functools.partial(compare_attention, shape),
-        "sampling": functools.partial(compare_sampler, model.vocab_size, model.activation_dtype, shape.device),
-        "layers": functools.partial(compare_layers, model),
-        "steps": functools.partial(compare_inputs, shape),
-    }
-    return {group: measure for group, measure in every.items() if uses_triton(shape.device, group)}
-
-
-def compare_attention(shape: KVShape) -> Iterator[Measured]:
-    from tokasaurus.model.attention import triton_kernels
-
-    device, page_size = shape.device, shape.page_size
-    num_heads, head_dim = shape.num_kv_heads, shape.head_dim
-    random = _Random(device)
-    tolerance = max(TOLERANCES[shape.dtype], TOLERANCES[shape.query_dtype])
-    # New keys and values as the projections give them: slices of one tensor. One token is padding.
-    heads = random.normal((3, 2 * num_heads, head_dim), shape.query_dtype)
-    key, value = heads[:, :num_heads], heads[:, num_heads:]
-    kv_indices = torch.tensor([3 * page_size - 1, page_size, 0], device=device)
-    for is_by_head in (False, True):
-        size = (2, num_heads, 3 * page_size, head_dim) if is_by_head else (2, 3 * page_size, num_heads, head_dim)
-        cache = torch.zeros(size, dtype=shape.dtype, device=device)
-        by_token = cache.transpose(1, 2) if is_by_head else cache
-        expected = by_token.clone()
-        triton_kernels.write_kv(by_token[0], by_token[1], key, value, kv_indices, page_size)
-        for index, new in enumerate((key, value)):
-            expected[index][kv_indices[:2]] = as_stored(new[:2], shape.dtype)
-        yield compared("write_kv", by_token, expected, tolerance)
-
-    for dtype in dict.fromkeys((torch.float32, shape.query_dtype)):
-        outputs = [random.normal((5, shape.num_heads, head_dim), dtype) for _ in range(2)]
-        lses = [3 * random.normal((5, shape.num_heads), torch.float32) for _ in range(2)]
-        lses[0][1:3], lses[1][2:4] = -torch.inf, -torch.inf
-        first, second = zip(outputs, lses, strict=True)
-        # The merged rows are the first ones of the forward, which may have more.
-        found, expected = (
-            torch.zeros_like(outputs[0][:1].expand(7, -1, -1), dtype=shape.query_dtype) for _ in range(2)
-        )
-        for is_base_2 in (False, True):
-            triton_kernels.merge_partial(first, second, found[:5], is_base_2)
-            merge_partial(first, second, expected[:5], is_base_2)
-            yield compared("merge_partial", found, expected, tolerance)
-
-    lengths = torch.tensor([3 * page_size, 1, 2 * page_size + 1, 0], dtype=torch.int32, device=device)
-    tables = torch.arange(40, dtype=torch.int32, device=device).view(4, 10)
-    first_entries = torch.tensor([10, 3, 31, 0], device=device)
-    ours, plain = (_empty_lists(lengths, [0, 3, 4, 7, 7]) for _ in range(2))
-    triton_kernels.fill_lists(tables, first_entries, page_size, ours)
-    fill_lists_by_torch(tables, first_entries, page_size, plain)
-    for name in ("starts", "blocks", "last_lengths"):
-        yield compared(f"fill_lists ({name})", getattr(ours, name), getattr(plain, name), 0)
-
-
-def compare_sampling(
-    vocab_size: int, dtype: torch.dtype, device: torch.device, sampler: Callable[[Tensor, SamplingRows], Sampled]
-) -> Iterator[Measured]:
-    """dtype: of logits. sampler: compared with `sample_by_torch`."""
-    random = _Random(device)
-    num_rows = len(_OPTIONS) * _ROWS_PER_OPTION
-    logits = 2 * random.normal((num_rows, vocab_size), dtype)
-    peaks = random.integers((num_rows, 1), vocab_size)
-    logits.scatter_(1, peaks, 12)  # so that greedy rows do not tie
-    logits[-1, vocab_size // 2] = torch.nan
-    params = np.repeat(np.array([*_OPTIONS], SAMPLING_DTYPE), _ROWS_PER_OPTION)
-    for name in PENALTIES:
-        params[name] = CLIENT_PARAMETERS[name].strong
-    staging = DirectStaging(device)
-    rows = SamplingRows(
-        params=params,
-        device_params=params_to_device(params, device),
-        noise_keys=random.integers((num_rows, 2), 2**32),
-        any_logprobs=True,
-        limited=limited_rows(has_limits(params), staging),
-        top=TopRows(choose_rows(np.arange(0, num_rows - 1, 3), staging), min(_NUM_TOP, vocab_size)),
-    )
-    yield from _compare_draws("sampling", logits, rows, sampler)
-    # Contexts of each second row's largest logits, so that penalties and biases change what is drawn.
-    ruled = choose_rows(np.arange(1, num_rows, 2), staging)
-    count = len(ruled.on_host)
-    num_context = min(_CONTEXT_TOKENS, vocab_size)
-    tokens = logits[ruled.on_device].nan_to_num(0).topk(num_context).indices.int()
-    bias_starts = np.arange(count + 1)
-    lengths = torch.full((count,), num_context, dtype=torch.int32, device=device)
-    rules = RuledRows(
-        rows=ruled,
-        tokens=tokens.flatten(),
-        page_size=num_context,
-        block_tables=torch.arange(count, dtype=torch.int32, device=device).unsqueeze(1),
-        lengths=lengths,
-        num_request_tokens=lengths // 2,
-        bias_starts=bias_starts,
-        device_bias_starts=torch.from_numpy(bias_starts).to(device),
-        bias_ids=tokens[:, 0].contiguous(),
-        bias_values=torch.full((count,), -5.0, device=device),
-    )
-    masked = choose_rows(np.arange(0, num_rows, 3), staging)
-    bits = random.integers((len(masked.on_host), num_mask_words(vocab_size)), 2**31).int()
-    bits[:, 0] |= 1  # at least one token is allowed
-    changed = replace(rows, rules=rules, masks=DeviceMasks(masked, bits))
-    yield from _compare_draws("sampling with penalties, biases and masks", logits, changed, sampler)
-
-
-def compare_sampler(vocab_size: int, dtype: torch.dtype, device: torch.device) -> Iterator[Measured]:
-    """The Triton sampler, and how it finishes rows. dtype: of logits."""
-    from tokasaurus.model.sampling import triton_sample
-
-    yield from compare_sampling(vocab_size, dtype, device, sample_by_triton)
-    random = _Random(device)
-    for num_rows in (1, 6):  # a row in many parts, and several in fewer
-        logits, hidden = random.normal((num_rows, vocab_size), dtype), random.normal((num_rows, 80), dtype)
-        logits.scatter_(1, random.integers((num_rows, 1), vocab_size), 12)
-        params = np.array([SamplingParams(temperature=0.0)] * num_rows, SAMPLING_DTYPE)
-        if num_rows > 1:
-            logits[1, vocab_size // 2], hidden[2, 79] = torch.nan, torch.inf
-        slots, memory = torch.arange(num_rows, 0, -1, device=device), random.integers((num_rows + 3,), 9)
-        rows = SamplingRows(
-            params, params_to_device(params, device), random.integers((num_rows, 2), 2**32), True, limited=None
-        )
-        tokens, logprobs, *_ = sample_by_torch(logits, rows)
-        last_tokens = [memory.clone() for _ in range(3)]
-        expected = finish_by_torch(tokens, logprobs, hidden, slots, last_tokens[0])
-        drawn = triton_sample.draw_and_finish(
-            logits, rows.device_params, rows.noise_keys, hidden, slots, last_tokens[1]
-        )
-        alone = triton_sample.finish(tokens, logprobs, hidden, slots, last_tokens[2])
-        is_usable = tokens >= 0
-        for name, found, last in (("drawn", drawn, last_tokens[1]), ("sampled", alone, last_tokens[2])):
-            what = f"rows finished as they are {name}"
-            yield compared(what, found.tokens, expected.tokens, 0)
-            yield compared(f"{what} (packed)", found.packed[:, ::2], expected.packed[:, ::2], 0)
-            found_logprobs, expected_logprobs = (
-                one.packed[is_usable, 1].view(torch.float32) for one in (found, expected)
-            )
-            yield compared(f"{what} (logprobs)", found_logprobs, expected_logprobs, TOLERANCES[torch.float32])
-            yield compared(f"{what} (last tokens)", last, last_tokens[0], 0)
-
-
-def _compare_draws(
-    name: str, logits: Tensor, rows: SamplingRows, sampler: Callable[[Tensor, SamplingRows], Sampled]
-) -> Iterator[Measured]:
-    found, expected = sampler(logits, rows), sample_by_torch(logits, rows)
-    differs = found.tokens != expected.tokens
-    # In one row, a near tie may go the other way.
-    yield Measured(f"{name} (share of tokens)", float(differs.double().mean()), 1 / len(differs))
-    is_same = ~differs & (expected.tokens >= 0)
-    assert found.logprobs is not None
-    assert expected.logprobs is not None
-    tolerance = TOLERANCES[torch.float32]
-    yield compared(f"{name} (logprobs)", found.logprobs[is_same], expected.logprobs[is_same], tolerance)
-    assert found.top_ids is not None
-    assert found.top_logprobs is not None
-    assert expected.top_ids is not None
-    assert expected.top_logprobs is not None
-    assert rows.top is not None
-    yield compared(f"{name} (top_logprobs)", found.top_logprobs, expected.top_logprobs, tolerance)
-    own = logits[rows.top.rows.on_device]  # of equal logits, either token may come first
-    of_ids, of_expected = (own.gather(1, ids.long()) for ids in (found.top_ids, expected.top_ids))
-    yield compared(f"{name} (top_ids)", of_ids, of_expected, 0)
-
-
-def compare_layers(model: Decoder) -> Iterator[Measured]:
-    from tokasaurus.model.decoder import triton_layers
-
-    layer = next(iter(model.decoder_layers()))
-    attention, norm, mlp_norm = layer.attention, layer.attention_norm, layer.mlp_norm
-    dtype = norm.weight.dtype
-    tolerance = TOLERANCES[dtype]
-    random = _Random(model.device)
-    heads = attention.num_heads, attention.num_kv_heads
-    features = random.normal((4, (heads[0] + 2 * heads[1]) * model.head_dim), dtype)
-    features[2, -1] = torch.inf
-    angles = 9 * random.normal((4, 1, model.head_dim // 2), torch.float32)
-    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
-    weights, eps = None, 0.0
-    if attention.query_norm is not None and attention.key_norm is not None:
-        weights, eps = (attention.query_norm.weight, attention.key_norm.weight), attention.query_norm.eps
-    *found, poison = triton_layers.rotate_heads(features, cos_sin, *heads, weights, eps)
-    query, key, value = attention.split_heads(attention.heads(features), cos_sin)
-    key, value, is_finite = zero_nonfinite(key, value)
-    for name, ours, plain in zip(("query", "key", "value"), found, (query, key, value), strict=True):
-        yield compared(f"rotate_heads ({name})", ours, plain, tolerance)
-    expected_poison = torch.where(is_finite, 0.0, torch.nan)
-    yield compared("rotate_heads (poison)", poison, expected_poison, 0)
-
-    hidden, addend = (random.normal((4, model.hidden_size), dtype) for _ in range(2))
-    yield compared("add_norm", triton_layers.add_norm(hidden, None, norm.weight, norm.eps), norm(hidden), tolerance)
-    for given in (None, expected_poison):
-        total = hidden.clone()
-        normed = triton_layers.add_norm(total, addend, mlp_norm.weight, mlp_norm.eps, given)
-        expected = hidden + addend
-        if given is not None:
-            expected = torch.where(is_finite[:, None], expected, torch.nan)
-        yield compared("add_norm (sum)", total, expected, tolerance)
-        yield compared("add_norm (norm)", normed, mlp_norm(expected), tolerance)
-    gate_up = random.normal((4, 2 * layer.mlp.gate_up.length), dtype)
-    yield compared("silu_mul", triton_layers.silu_mul(gate_up), layer.mlp.gate_up.activate(gate_up), tolerance)
-
-
-def compare_inputs(shape: KVShape) -> Iterator[Measured]:
-    """What recorded decode steps read: of four rows, one of them padding; with block lists and without."""
-    from tokasaurus.model.execution import triton_inputs
-
-    device, page_size = shape.device, shape.page_size
-    random = _Random(device)
-    lengths = torch.tensor([3 * page_size, 1, 2 * page_size + 1, 1], dtype=torch.int32, device=device)
-    staged = StagedRows(
-        torch.tensor([3, 1, 4, 0], device=device),
-        lengths.long() - 1,
-        torch.tensor([3 * page_size - 1, page_size, 4 * page_size, 0], device=device),
-        random.integers((4, 2), 2**32),
-    )
-    tables = torch.arange(40, dtype=torch.int32, device=device).view(5, 8)
-    params = params_to_device(np.array([*_OPTIONS[:5]], SAMPLING_DTYPE), device)
-    last_tokens = random.integers((5,), 1000)
-    for has_lists in (False, True):
-        results = []
-        for fill in (triton_inputs.fill_inputs, fill_inputs_by_torch):
-            inputs = RecordedInputs.allocate(4, 4, RecordedMemory.allocate(4, 8, device), device)
-            lists = lists_in(inputs.memory, _empty_lists(lengths, [0, 3, 4, 7, 8])) if has_lists else None
-            state = SlotState(last_tokens, torch.zeros(5 * page_size, dtype=torch.int32, device=device), params, tables)
-            fill(staged, state, page_size, inputs, lists)
-            own = inputs.slots, inputs.token_ids, inputs.positions, inputs.noise_keys, inputs.device_params
-            results.append((*own, *inputs.memory, state.tokens))
-        for found, expected in zip(*results, strict=True):
-            yield compared(f"fill_inputs{' with lists' if has_lists else ''}", found, expected, 0)
-
-
-class _Random:
+class SeededNumbers:
     """The same numbers on every device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -640,15 +407,6 @@ class _Random:
     def integers(self, size: tuple[int, ...], end: int) -> Tensor:
         """int64, from 0 to before `end`."""
         return torch.randint(end, size, generator=self._generator).to(self._device)
-
-
-def _empty_lists(kv_lengths: Tensor, starts: list[int]) -> BlockLists:
-    """starts: of each segment's blocks, and the end of the last."""
-    size = {"starts": len(starts), "blocks": starts[-1], "last_lengths": len(kv_lengths)}
-    empty = {name: kv_lengths.new_full((length,), -1) for name, length in size.items()}
-    host_starts = torch.tensor(starts, dtype=torch.int32)
-    query_starts = torch.arange(len(starts), dtype=torch.int32, device=kv_lengths.device)
-    return BlockLists(host_starts, query_starts=query_starts, kv_lengths=kv_lengths, **empty)
 
 
 @torch.inference_mode()

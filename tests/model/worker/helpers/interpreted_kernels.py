@@ -1,4 +1,4 @@
-"""A start's check of the Triton kernels, which run in Triton's interpreter. Run as a module.
+"""The checks of the Triton kernels, one by one and in a start, in Triton's interpreter. Run as a module.
 
 A process of its own: the variable TRITON_INTERPRET must be set before anything imports Triton, and then holds for all.
 """
@@ -24,6 +24,7 @@ from tests.model.attention.helpers.kernel_checks import unfilled_lists
 from tests.model.execution.helpers.input_checks import check_inputs
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.sampling_rows import make_rows, noise_keys
+from tokasaurus.config import ServerConfig
 from tokasaurus.model import triton_choice
 from tokasaurus.model.attention import block_lists, torch_backend, triton_kernels
 from tokasaurus.model.attention.backend import KVShape
@@ -32,11 +33,13 @@ from tokasaurus.model.decoder import triton_layers
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.execution import device_batch, executors, triton_inputs
 from tokasaurus.model.execution.executors import FusedExecutor, ModuleExecutor
+from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.sampling import sample, triton_rows, triton_sample
-from tokasaurus.model.worker import self_check
+from tokasaurus.model.worker import entry, kernel_checks, self_check
 from tokasaurus.model.worker.self_check import Checks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+uses_triton = triton_choice.uses_triton
 GROUPS: tuple[triton_choice.KernelGroup, ...] = ("attention", "sampling", "layers", "steps")
 
 Kernel = Callable[..., Any]
@@ -57,29 +60,39 @@ def on_pretended_cuda(*off: str) -> Iterator[None]:
     """The modules ask for the groups as if their tensors were on CUDA. off: groups that are switched off."""
 
     def uses(_device: torch.device, group: triton_choice.KernelGroup) -> bool:
-        return triton_choice.uses_triton(CUDA, group)
+        return uses_triton(CUDA, group)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(triton_choice, "_switched_off", set(off)))
-        for module in (self_check, torch_backend, block_lists, sample, executors, device_batch):
+        for module in (triton_choice, kernel_checks, torch_backend, block_lists, sample, executors, device_batch):
             stack.enter_context(patch.object(module, "uses_triton", uses))
         yield
 
 
-def check(model: Decoder, shape: KVShape, all_agree: Callable[[bool], bool] = lambda works: works) -> list[str]:
+def check(
+    model: Decoder,
+    shape: KVShape,
+    all_agree: Callable[[bool], bool] = lambda works: works,
+    run: Callable[[KVShape, Decoder, Checks], object] = kernel_checks.check_each_kernel,
+) -> list[str]:
     """The warnings."""
-    handler, checks = Lines(), Checks(all_agree)
+    handler, checks = Lines(), Checks(all_agree, is_thorough=True)
     self_check.logger.addHandler(handler)
     try:
-        self_check.switch_off_wrong_kernels(shape, model, checks)
+        run(shape, model, checks)
     finally:
         self_check.logger.removeHandler(handler)
     assert len(checks.switched_off) == len(handler.lines)
     return handler.lines
 
 
+def check_as_a_start(shape: KVShape, model: Decoder, checks: Checks) -> None:
+    backend = entry._choose_backend(ServerConfig.parse([]), shape, None, 0, checks)
+    entry._check_triton(shape, model, Mesh(), backend, 64, checks)
+
+
 def left() -> set[str]:
-    return {group for group in GROUPS if triton_choice.uses_triton(CUDA, group)}
+    return {group for group in GROUPS if uses_triton(CUDA, group)}
 
 
 def use_every_group(model: Decoder) -> set[str]:
@@ -224,14 +237,37 @@ def wrong_kernels() -> Iterator[tuple[triton_choice.KernelGroup, Any, str, Kerne
 original_draw = triton_sample.draw
 
 
+IN_A_START = {
+    *(("write_kv", "write_double"), ("merge_partial", "merge_elsewhere"), ("write_kv", "raises")),
+    *(("draw", "raises"), ("add_norm", "raises"), ("silu_mul", "<lambda>")),
+}
+"""Names of kernels, and of what is in their place."""
+
+
 def check_is_found(
     model: Decoder, shape: KVShape, group: triton_choice.KernelGroup, module: Any, kernel_name: str, wrong: Kernel
 ) -> None:
-    """With `wrong` in a kernel's place, its group alone is switched off, with one line, and then not used."""
+    """With `wrong` in a kernel's place, its group alone is switched off, with one line, and then not used. Of each
+    kernel that takes part in what a start checks, the start finds one fault too; it takes long in the interpreter."""
     off = {"sampling"} - {group}
+    is_in_start = (kernel_name, wrong.__name__) in IN_A_START
+    for run in (kernel_checks.check_each_kernel, check_as_a_start)[: 1 + is_in_start]:
+        check_is_found_by(run, off, model, shape, group, module, kernel_name, wrong)
+
+
+def check_is_found_by(
+    run: Callable[[KVShape, Decoder, Checks], object],
+    off: set[str],
+    model: Decoder,
+    shape: KVShape,
+    group: triton_choice.KernelGroup,
+    module: Any,
+    kernel_name: str,
+    wrong: Kernel,
+) -> None:
     with on_pretended_cuda(*off):
         with patch.object(module, kernel_name, wrong):
-            lines = check(model, shape)
+            lines = check(model, shape, run=run)
         assert left() == {*GROUPS} - {group} - off, (kernel_name, lines)
         (line,) = lines
         assert line.startswith(f"the Triton kernels of {group} are switched off: "), line
@@ -249,15 +285,15 @@ def main() -> None:
             model, info = load(directory)
             heads = info.num_heads, info.num_kv_heads, info.head_dim
             for dtype, page_size in ((torch.float32, 16), (torch.float16, 1), (torch.bfloat16, 256)):
-                shape = KVShape(2, *heads, page_size, dtype, CPU, activation_dtype=torch.float32)
+                shape = KVShape(info.num_layers, *heads, page_size, dtype, CPU, activation_dtype=torch.float32)
                 off = set() if dtype == torch.float32 else {"sampling"}  # slow, and the same for every cache
                 with on_pretended_cuda(*off):
                     assert (lines := check(model, shape)) == [], lines
                     assert left() == {*GROUPS} - off
         bfloat16 = KVShape(2, 9, 3, 80, 16, torch.bfloat16, CPU)
         for case in (
-            self_check.compare_attention(bfloat16),
-            self_check.compare_sampling(2500, torch.bfloat16, CPU, sample.sample_by_triton),
+            kernel_checks.compare_attention(bfloat16),
+            kernel_checks.compare_sampling(2500, torch.bfloat16, CPU, sample.sample_by_triton),
         ):
             for measured in case:
                 assert measured.is_right, measured
@@ -265,6 +301,7 @@ def main() -> None:
         assert model.vocab_size == VOCAB_SIZE
         shape = dataclasses.replace(shape, dtype=torch.float32, page_size=16)
         with on_pretended_cuda():
+            assert (lines := check(model, shape, run=check_as_a_start)) == [], lines
             assert use_every_group(model) == set().union(*OF_GROUP.values())
         for fault in wrong_kernels():
             check_is_found(model, shape, *fault)
