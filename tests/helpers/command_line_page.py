@@ -16,7 +16,7 @@ TEXT = """\
 A flag is written `name=value`, or as an option: `max_seqs_per_forward=8`, `--max-seqs-per-forward 8` and
 `--max-seqs-per-forward=8` are one, `--rl` is `rl=T`, and `--no-greedy-prefill` is `greedy_prefill=F`. The model may
 stand alone: `toka Qwen/Qwen3-0.6B`, `toka serve NAME`, `toka download NAME`. [Flags](flags.md) lists all flags of the
-server; `toka --help` and `toka SUBCOMMAND --help` print those of a command.
+server; `toka --help` and `toka SUBCOMMAND --help` print a command's flags.
 
 A whole number may end in k, m or g, or in K, M or G: 8k is 8,000 and 8K is 8,192, so `kv_cache_num_tokens=64K` is
 65,536. `dtype=` and `kv_cache_dtype=` also know `bf16`, `fp16`, `half`, `fp32` and `float`, and `device=gpu` is
@@ -46,7 +46,7 @@ rope_scaling: {rope_type: linear, factor: 2.0}
 - One file and one environment serve all commands; each takes the flags that it has. Beside `base_url=`, flags for
   starting a server are passed over.
 - Where a flag means another thing than the server's of the same name, its variable and its entry in a file are
-  others: `model=` of `toka ping` is `TOKA_SERVED_MODEL_NAME`, that of `toka chat` is `TOKA_CHAT_MODEL`, and `record=`
+  others: `model=` of `toka ping` is `TOKA_SERVED_MODEL_NAME`, of `toka chat` `TOKA_CHAT_MODEL`, and `record=`
   of `toka top` is `TOKA_TOP_RECORD`.
 - A variable that begins with `TOKA_` and is no flag of any command is warned of, except what Kubernetes sets beside a
   service named `toka`, such as `TOKA_PORT=tcp://10.0.0.1:80`.
@@ -76,7 +76,7 @@ sends what is in a file, `toka ping -` what comes from standard input; so does `
 A start is refused within a second or two, before weights are fetched or read and before a process is started, if
 
 - `device=cuda` finds no CUDA device, or `dp_size`, `pp_size` and `tp_size` need more devices than there are
-- `tp_size` or `pp_size` does not divide the model: the line lists those that do
+- `tp_size` or `pp_size` does not divide the model: the line lists the sizes that do
 - `kv_cache_num_tokens`, `max_seqs_per_forward` or `max_tokens_per_forward` alone needs more memory than there is: the
   line says how many there may be at most
 

@@ -167,7 +167,7 @@ class AsyncClient:
         self, base_url: str = "http://127.0.0.1:10210", *, api_key: str | None = None, concurrency: int | None = None
     ) -> None:
         """base_url: of the server, with or without /v1.
-        api_key: by default that of the environment's TOKA_API_KEY.
+        api_key: by default TOKA_API_KEY of the environment.
         concurrency: most prompts that are at the server at once; None: as many as its scheduler can look ahead over.
         """
         _check_concurrency(concurrency)
@@ -434,7 +434,7 @@ class Client:
         self, base_url: str = "http://127.0.0.1:10210", *, api_key: str | None = None, concurrency: int | None = None
     ) -> None:
         """base_url: of the server, with or without /v1.
-        api_key: by default that of the environment's TOKA_API_KEY.
+        api_key: by default TOKA_API_KEY of the environment.
         concurrency: most prompts that are at the server at once; None: as many as its scheduler can look ahead over.
 
         Raises ServerError if no server answers, and ValueError for what is no URL."""

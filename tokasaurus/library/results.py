@@ -68,8 +68,8 @@ class Sample(Generic[ParsedT]):
     tool_calls: tuple[ToolCall, ...] = ()
     """Only of a chat with tools."""
     reasoning: str | None = None
-    """The text between the marks of reasoning, such as `<think>` and `</think>`. In a chat, the server splits it off the
-    text; else it remains there, and counts where the text begins with a mark."""
+    """The text between marks such as `<think>` and `</think>`. In a chat, the server splits it off the text; else it
+    remains there, and counts where the text begins with a mark."""
     prompt_tokens: int = 0
     """Tokens of the prompt."""
     cached_tokens: int = 0
