@@ -4,7 +4,7 @@ import pytest
 
 from tests.server.helpers.client_driver import run_with
 from tests.server.helpers.fake_engine import FakeEngine
-from tokasaurus.messages.commands import EngineCommand, Held, Resume, Sleep, Wake
+from tokasaurus.messages.commands import Held, Resume, Sleep, Wake
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.engine_client.control import EngineControl
 from tokasaurus.server.errors import Conflict
@@ -26,6 +26,19 @@ def state_of(held: Held) -> str:
     if held.was_asleep:
         return "woken"
     return "paused" if held.is_paused else "running"
+
+
+def is_asleep(engine: FakeEngine) -> bool:
+    """By the last command of that kind."""
+    last = [command for command in engine.commands if isinstance(command, Sleep | Wake)]
+    return bool(last) and isinstance(last[-1], Sleep)
+
+
+def sleepy_engine() -> FakeEngine:
+    """Refuses to resume while it sleeps."""
+    engine = FakeEngine()
+    engine.on_command = lambda command: "it sleeps" if isinstance(command, Resume) and is_asleep(engine) else ""
+    return engine
 
 
 async def act(control: EngineControl, action: str) -> None:
@@ -53,12 +66,6 @@ CASES = [(*row, was_paused) for row in documented() for was_paused in (False, Tr
 )
 def test_what_follows_in_each_state(state: str, action: str, cell: str, was_paused: bool) -> None:
     """was_paused: before it slept."""
-    engine, asleep = FakeEngine(), False
-
-    def refuse(command: EngineCommand) -> str:
-        nonlocal asleep
-        asleep = isinstance(command, Sleep) or (asleep and not isinstance(command, Wake))
-        return "it sleeps" if asleep and isinstance(command, Resume) else ""
 
     async def use(client: EngineClient) -> None:
         control = client.control
@@ -74,7 +81,22 @@ def test_what_follows_in_each_state(state: str, action: str, cell: str, was_paus
             await act(control, action)
             first, _, second = cell.partition(", or paused")
             assert state_of(control.held) == ("paused" if second and was_paused else first)
-        assert control.is_asleep == asleep
+        assert control.is_asleep == is_asleep(engine)
 
-    engine.on_command = refuse
+    engine = sleepy_engine()
+    run_with([engine], use)
+
+
+def test_an_engine_that_sleeps_again_after_it_woke_for_weights_refuses_to_resume() -> None:
+    async def use(client: EngineClient) -> None:
+        for step in ("sleep", "wake, stays_paused", "sleep"):
+            await act(client.control, step)
+        with pytest.raises(Conflict):
+            await client.control.resume()
+        assert client.control.is_asleep
+        assert is_asleep(engine)
+        await client.control.wake()
+        assert state_of(client.control.held) == "running"
+
+    engine = sleepy_engine()
     run_with([engine], use)
