@@ -1,7 +1,6 @@
 """Exceptions for user mistakes and server states, and the handlers that answer them with OpenAI's error object."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Request, Response
@@ -262,19 +261,6 @@ def field_name(location: Sequence[int | str]) -> str | None:
     for part in location:
         name += f"[{part}]" if isinstance(part, int) else f".{shorten(part)}"
     return name.removeprefix(".") if location else None
-
-
-@contextmanager
-def naming_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors of a body that was made from another name the fields of that other. names: by their names here."""
-    try:
-        yield
-    except InvalidRequest as error:
-        name = names.get(error.param or "")
-        if name is not None:
-            error.message = error.message.replace(str(error.param), name, 1)
-            error.param = name
-        raise
 
 
 def unknown_field(name: str, advice: str = "") -> UnknownField:

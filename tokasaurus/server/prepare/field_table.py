@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
-from tokasaurus.server.errors import naming_fields
+from tokasaurus.server.errors import InvalidRequest
 
 Source = TypeVar("Source", contravariant=True)
 
@@ -28,5 +28,11 @@ class FieldTable(Generic[Source]):
     @contextmanager
     def naming(self) -> Iterator[None]:
         """Errors name the source's fields."""
-        with naming_fields(self._names):
+        try:
             yield
+        except InvalidRequest as error:
+            name = self._names.get(error.param or "")
+            if name is not None:
+                error.message = error.message.replace(str(error.param), name, 1)
+                error.param = name
+            raise
