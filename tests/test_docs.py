@@ -130,6 +130,13 @@ def test_figures_of_the_comparison_are_those_of_the_benchmarks() -> None:
     assert [figure for figure in figures if figure not in benchmarks] == []
 
 
+def test_the_pages_are_no_longer_than_somebody_reads() -> None:
+    """As `wc -w` counts. What is told twice is told once, with a link."""
+    pages = [*sorted((ROOT / "docs").glob("**/*.md")), ROOT / "README.md"]
+    assert sum(len(page.read_text().split()) for page in pages) <= 70_000
+    assert len((ROOT / "benchmarks" / "README.md").read_text().split()) <= 4_000
+
+
 def test_the_path_of_a_newcomer_says_how_many_words_it_has_at_most_12_000() -> None:
     path = (ROOT / "README.md").read_text().partition("**A newcomer's path**")[2].partition("\n\n")[0]
     steps = re.findall(r"(this page|\]\((\S+?\.md)(?:#([\w-]+))?\)) \(([\d,]+)\)", path)
