@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
+from tests.helpers.changed_tests import has_changed
 from tests.helpers.examples import IS_NIGHTLY
 from tests.helpers.forked_python import nursing
 
@@ -62,6 +63,23 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     with nursing():
         return (yield)
+
+
+WITHOUT_CUDA_PATH = "TOKA_TEST_WITHOUT_CUDA_PATH"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A run of all tests leaves out those marked `cuda_path`, except in CI, if nothing below model/ has changed."""
+    is_all = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
+    if is_all and "CI" not in os.environ and not has_changed("tokasaurus/model", "tests/model", "tests/gpu"):
+        os.environ[WITHOUT_CUDA_PATH] = "1"  # for the processes that run tests
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if WITHOUT_CUDA_PATH in os.environ:
+        left_out = [item for item in items if item.get_closest_marker("cuda_path") is not None]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker("cuda_path") is None]
 
 
 NUM_SLOWEST = 100

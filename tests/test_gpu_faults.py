@@ -9,6 +9,8 @@ from benchmarks.gpu.models import TINY, write_model
 from tests.gpu.killed_worker import check_killed_worker
 from tests.gpu.too_little_memory import check_allowed_cache, check_refused_cache, failed_start
 
+pytestmark = pytest.mark.cuda_path
+
 CPU = ("device=cpu", "max_seqs_per_forward=16", "max_tokens_per_forward=256")
 
 

@@ -15,6 +15,8 @@ from packaging.specifiers import SpecifierSet
 from tests.gpu import kit
 from tests.gpu.part_runner import ROOT
 
+pytestmark = pytest.mark.cuda_path
+
 
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:

@@ -17,6 +17,8 @@ from tests.gpu.journal import read_journal
 from tests.gpu.part_runner import FAILED, INTERRUPTED, NO_TESTS, NOT_ALL_RUN, ROOT, PartResult, collect_part, run_part
 from tests.gpu.parts import HERE, PART_MINUTES, PARTS, TestFile
 
+pytestmark = pytest.mark.cuda_path
+
 HANGS_IN_C = """
 import signal
 import time

@@ -19,6 +19,8 @@ from tests.gpu import quarter
 from tests.gpu.parts import PARTS
 from tests.gpu.quarter import Journal, Step, read_rows
 
+pytestmark = pytest.mark.cuda_path
+
 WHOLE_S = 30.0
 """About how long a dry run of the first call takes."""
 

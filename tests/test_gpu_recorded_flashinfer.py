@@ -12,6 +12,8 @@ from tests.model.helpers.pretend_device import HostTransfers
 from tests.model.helpers.steps import CPU, one_thread
 from tokasaurus.model.execution import recorded_inputs
 
+pytestmark = pytest.mark.cuda_path
+
 
 @few(1, "group", [4, 7, 8])
 def test_recorded_steps_equal_eager_steps_with_torch_attention(

@@ -16,6 +16,8 @@ from tests.model.helpers.pretend_device import DEVICE, PretendTransfers, Refused
 from tests.model.helpers.steps import make_runner, one_thread
 from tokasaurus.model.execution.runner import ModelRunner
 
+pytestmark = pytest.mark.cuda_path
+
 
 def check(directory: Path, backend: str) -> int:
     """-> the number of steps that were guarded."""

@@ -28,10 +28,20 @@ ALWAYS = ["tests/test_architecture.py", ONE_SERVER]
 
 def changed_paths(since: str) -> list[str]:
     """Paths that differ from where this branch left `since`, and those that git does not know yet."""
-    base = subprocess.check_output(["git", "merge-base", since, "HEAD"], cwd=ROOT, text=True).strip()
+    base = subprocess.check_output(
+        ["git", "merge-base", since, "HEAD"], cwd=ROOT, text=True, stderr=subprocess.DEVNULL
+    ).strip()
     known = subprocess.check_output(["git", "diff", "--name-only", base], cwd=ROOT, text=True)
     others = ["git", "ls-files", "--others", "--exclude-standard"]
     return [*known.splitlines(), *subprocess.check_output(others, cwd=ROOT, text=True).splitlines()]
+
+
+def has_changed(*folders: str) -> bool:
+    """Whether a file below one of the folders differs from main; true where git cannot tell."""
+    try:
+        return any(path.startswith(folders) for path in changed_paths("main"))
+    except (OSError, subprocess.CalledProcessError):
+        return True
 
 
 def tests_of(paths: Iterable[str]) -> list[str]:

@@ -3,7 +3,11 @@
 import re
 from pathlib import Path
 
+import pytest
+
 import tokasaurus
+
+pytestmark = pytest.mark.cuda_path
 
 TESTS = Path(__file__).parent
 

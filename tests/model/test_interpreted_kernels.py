@@ -1,6 +1,10 @@
 """A few cases of what long tests check of Triton's kernels on many, against slow oracles."""
 
+import pytest
+
 from tests.helpers.installed_triton import needs_interpreter, run_python
+
+pytestmark = pytest.mark.cuda_path
 
 
 @needs_interpreter

@@ -27,6 +27,8 @@ from tokasaurus.model.attention.row_split import attend_rows, merge_partial
 from tokasaurus.model.attention.torch_backend import TorchBackend
 from tokasaurus.model.buffer_sizes import RING_SIZE, padded_count, workspace_bytes
 
+pytestmark = pytest.mark.cuda_path
+
 CUDA = torch.device("cuda")
 NO_TOKENS = torch.zeros(0, dtype=torch.int64)
 

@@ -14,6 +14,8 @@ from tests.helpers.installed_triton import (
 )
 from tokasaurus.model.triton_choice import uses_triton
 
+pytestmark = pytest.mark.cuda_path
+
 KERNELS = {
     "write": (
         "_write_token",

@@ -17,6 +17,8 @@ from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
 from tokasaurus.model.execution import executors
 from tokasaurus.model.execution.executors import FusedExecutor, ModuleExecutor, choose_executor
 
+pytestmark = pytest.mark.cuda_path
+
 MAX_KERNELS, ATTENTION_KERNELS = 14, 3
 """In a layer, and of those in its attention by FlashInfer: write, attend, and merge where contexts are split."""
 

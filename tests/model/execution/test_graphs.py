@@ -43,6 +43,8 @@ from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
 
+pytestmark = pytest.mark.cuda_path
+
 CHUNK_SIZES = [40, 24]
 NUM_PIECES = 3 + 2
 """Recordings around attention: of 11, 8 and 4 rows, which have a graph of the LM head besides, and of the chunks."""

@@ -21,6 +21,8 @@ from tokasaurus.model.execution import device_batch, recorded_inputs
 from tokasaurus.model.execution import runner as runner_module
 from tokasaurus.model.execution.recorded_inputs import RecordedInputs
 
+pytestmark = pytest.mark.cuda_path
+
 PAGE_SIZE = 4
 
 

@@ -16,6 +16,8 @@ from tests.model.execution.helpers.launch_tape import LaunchTape, TapedCompiler
 from tests.model.helpers.steps import StepDriver, one_thread
 from tokasaurus.model.decoder.compile import Compiler
 
+pytestmark = pytest.mark.cuda_path
+
 
 @few(
     1,

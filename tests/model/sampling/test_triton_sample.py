@@ -6,7 +6,7 @@ from tests.helpers.installed_triton import compile_for_gpus, needs_interpreter, 
 from tokasaurus.messages.sampling import LIMITS, PENALTIES, SamplingParams
 from tokasaurus.model.buffer_sizes import parts_of_rows
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.cuda_path]
 
 ROWS = {
     **{"logits": "*bf16", "params": "*i32", "changed_index": "*i32", "changed_logits": "*fp32"},

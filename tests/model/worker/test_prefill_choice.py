@@ -21,6 +21,8 @@ from tokasaurus.model.worker import prefill_choice
 from tokasaurus.model.worker.prefill_choice import choose_prefill
 from tokasaurus.model.worker.self_check import Checks
 
+pytestmark = pytest.mark.cuda_path
+
 SHAPE = KVShape(1, 4, 2, 64, 16, torch.bfloat16, CPU)
 NO_TOKENS = torch.zeros(0, dtype=torch.int64)
 
