@@ -9,7 +9,9 @@ from tests.model.helpers.float64_attention import attention_beside_float64
 from tests.model.helpers.paged_problems import Segment, make_part, scattered_tables
 from tokasaurus.model.attention.backend import KVShape, PagedLayout
 from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend, has_fa3
 from tokasaurus.model.attention.row_split import attend_rows
+from tokasaurus.model.worker.self_check import measure_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,6 +34,18 @@ def test_decode_and_prefill_equal_float64(group: int, head_dim: int) -> None:
         (output, lse), (expected, expected_lse) = attention_beside_float64("flashinfer", shape, segments)
         torch.testing.assert_close(lse.double(), expected_lse / math.log(2), atol=2e-3, rtol=0)
         torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_prompts_by_fa3_equal_plain_torch(head_dim: int) -> None:
+    if not has_fa3(CUDA):
+        pytest.skip("FlashInfer has fa3 for Hopper alone")
+    shape = KVShape(1, 8, 2, head_dim, 16, torch.bfloat16, CUDA)
+    backend = make_backend("flashinfer", shape, None)
+    assert isinstance(backend, FlashInferBackend)
+    backend.prepare_fa3()
+    for measured in measure_attention(backend, shape):
+        assert measured.is_right, measured
 
 
 @pytest.mark.parametrize("sizes", [[1], [2, 1, 7], [64, 3], [512]])

@@ -1,4 +1,4 @@
-"""The Triton kernels of attention on a CUDA device, against slow oracles."""
+"""The Triton kernels of attention, and the one of recorded steps' inputs, on a CUDA device, against slow oracles."""
 
 import pytest
 import torch
@@ -56,3 +56,11 @@ def test_block_lists_do_not_wait_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert lists.blocks.tolist() == [9, 10, 0]
     assert lists.last_lengths.tolist() == [4, 16]
+
+
+def test_inputs_of_recorded_steps_are_those_of_their_slots() -> None:
+    from tests.model.execution.helpers.input_checks import check_inputs
+    from tokasaurus.model.execution.triton_inputs import fill_inputs
+
+    for seed, (num_rows, page_size, max_blocks) in enumerate([(1, 16, 5), (40, 1, 5), (1024, 16, 40), (3, 16, 3000)]):
+        check_inputs(seed, CUDA, num_rows, page_size, fill_inputs, max_blocks)

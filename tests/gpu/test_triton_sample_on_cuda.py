@@ -11,7 +11,8 @@ import torch
 from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule
 from tests.model.helpers.sampling_rows import make_rows, noise_keys, top_rows, with_params
 from tokasaurus.model.cpu.bindings import load_kernels
-from tokasaurus.model.sampling.sample import SamplingRows, sample, sample_by_triton
+from tokasaurus.model.sampling.finish import finish_by_torch
+from tokasaurus.model.sampling.sample import SamplingRows, draw_and_finish, sample, sample_by_triton
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,6 +38,8 @@ def moved(value: Any) -> Any:
     """A tensor, dataclass or tuple with its tensors on the GPU."""
     if isinstance(value, torch.Tensor):
         return value.cuda()
+    if isinstance(value, tuple):
+        return tuple(moved(part) for part in value)
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         return dataclasses.replace(value, **{name: moved(getattr(value, name)) for name in names})
@@ -99,3 +102,30 @@ def test_draws_with_penalties_and_biases_equal_those_of_the_kernels(capsys: pyte
     shortest = milliseconds(lambda: sample_by_triton(device_logits, device_rows))
     with capsys.disabled():
         print(f"\nsampler, {NUM_ROWS} x {VOCAB_SIZE}, penalties, biases and top logprobs: {shortest:.3f} ms")
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 128, 200])
+def test_few_rows_are_drawn_in_parts_and_finished(num_rows: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row with NaN among its logits, and one in its hidden state."""
+    logits, rows = make_case(is_limited=False)
+    logits, rows = logits[:num_rows].bfloat16(), rows.cut(0, num_rows)
+    hidden = torch.randn(num_rows, 4096, generator=torch.Generator().manual_seed(1)).bfloat16()
+    if num_rows > 1:
+        logits[3, 100_000], hidden[5, 4095] = torch.nan, torch.nan
+    slots, last_tokens = torch.arange(num_rows, 0, -1), torch.full((num_rows + 1,), -7)
+    sampled = sample(logits, rows, load_kernels())
+    expected_last, device_last = last_tokens.clone(), last_tokens.cuda()
+    expected = finish_by_torch(sampled.tokens, sampled.logprobs, hidden, slots, expected_last)
+    on_device = moved((logits, rows.device_params, rows.noise_keys, hidden, slots))
+    finished = draw_and_finish(*on_device, device_last)
+    equal = finished.tokens.cpu() == expected.tokens
+    assert equal.sum() >= num_rows - 1, "but for a near tie"
+    packed = finished.packed.cpu()[equal]
+    assert torch.equal(packed[:, ::2], expected.packed[equal][:, ::2])
+    is_good = expected.tokens[equal] >= 0
+    logprobs, expected_logprobs = (one[is_good, 1].view(torch.float32) for one in (packed, expected.packed[equal]))
+    torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-4, rtol=1e-5)
+    assert torch.equal(device_last.cpu()[slots[equal]], expected_last[slots[equal]])
+    shortest = milliseconds(lambda: draw_and_finish(*on_device, device_last))
+    with capsys.disabled():
+        print(f"\nsampler, {num_rows} x {VOCAB_SIZE}, torch.bfloat16, drawn and finished: {shortest:.3f} ms")
