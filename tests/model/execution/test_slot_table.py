@@ -1,6 +1,7 @@
 """The slots' block tables against a plain dictionary of lists, and their copies on a device against the host's."""
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -8,11 +9,12 @@ import torch
 
 from tests.helpers.examples import seeds
 from tests.model.helpers.pretend_device import DEVICE, PretendTransfers, on_host, pretended
-from tests.model.helpers.steps import int32
+from tests.model.helpers.steps import CPU, NOTHING, int32
 from tokasaurus.messages.forward import SlotChanges, SlotOpens, TableCopies
 from tokasaurus.messages.generation import SAMPLING_DTYPE
-from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize, copy_rounds
+from tokasaurus.model.execution.slot_table import DeviceSlots, SlotTable, SlotTableSize, copy_rounds
 from tokasaurus.model.staging.packed import PackedStaging
+from tokasaurus.model.staging.staging import DirectStaging
 
 
 def opens(slots: list[int], positions: list[int]) -> SlotOpens | None:
@@ -165,3 +167,51 @@ def test_blocks_that_the_source_has_itself_are_copied_a_round_later() -> None:
     first, second = copy_rounds(copies)
     assert [array.tolist() for array in first] == [[2, 3], [1, 1], [5, 4]]
     assert [array.tolist() for array in second] == [[4], [2], [6]]
+
+
+@pytest.mark.parametrize(
+    ("slots", "ids", "copies", "expected"),
+    [
+        ([3, 1], [7, 8], None, [8, -1, 7, -1]),
+        ([3, 4], [7, 8], None, [-1, -1, -1, -1]),  # slot 4 is no row
+        ([3, 3], [7, 8], None, [-1, -1, -1, -1]),  # the first is not the last block
+        ([3], [7], TableCopies(int32([2]), int32([3]), int32([2])), [-1, -1, -1, -1]),
+        ([], [], None, [-1, -1, -1, -1]),
+    ],
+)
+def test_new_last_blocks_of_rows_are_stored_by_who_takes_them(
+    slots: list[int], ids: list[int], copies: TableCopies | None, expected: list[int]
+) -> None:
+    """Rows of slots 1, 2, 3 and of padding, whose last blocks are their second ones."""
+    table = SlotTable(SlotTableSize(6, 4), CPU)
+    table.on_device = on_device = DeviceSlots(6, 4, CPU)
+    first = np.arange(1, 6, dtype=np.int32)
+    table.apply(SlotChanges(NOTHING, None, first, first + 20))
+    staging = LateStaging()
+    table.apply(SlotChanges(NOTHING, None, int32(slots), int32(ids), copies), staging)
+    taken = on_device.take_appended(int32([1, 2, 3, 0]), int32([1, 1, 1, 0]))
+    assert taken.tolist() == expected
+    staging.launch()
+    stored = {(slot, block) for slot, row in enumerate(on_device.block_tables.tolist()) for block in row if block < 20}
+    stored -= {(slot, 0) for slot in range(6)}
+    if (taken >= 0).any():
+        assert stored == set()
+    else:
+        host = table.block_tables
+        assert stored == {(slot, int(block)) for slot in range(6) for block in host[slot] if 0 < block < 20}
+    assert (on_device.take_appended(int32([4]), int32([1])) == -1).all()
+
+
+class LateStaging(DirectStaging):
+    """Launches all work when it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self._work: list[Callable[[], object]] = []
+
+    def then(self, work: Callable[[], object]) -> None:
+        self._work.append(work)
+
+    def launch(self) -> None:
+        for work in self._work:
+            work()

@@ -148,16 +148,17 @@ def _list_blocks(
     table = tables
     if segment < num_segments:
         table += tl.load(first_entries + segment)
-    list_segment(segment, num_segments, table, kv_lengths, starts, blocks, last_lengths, PAGE_SIZE, BLOCK)
+    list_segment(segment, num_segments, table, -1, kv_lengths, starts, blocks, last_lengths, PAGE_SIZE, BLOCK)
 
 
 @triton.jit
 def list_segment(
-    segment, num_segments, table, kv_lengths, starts, blocks, last_lengths,
+    segment, num_segments, table, last_block, kv_lengths, starts, blocks, last_lengths,
     PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The lists of one segment, or the end of the last one. It adds up the blocks of all segments before its own, so
-    that no program waits for another. table: where the segment's blocks begin."""
+    that no program waits for another. table: where the segment's blocks begin. last_block: instead of the table's; -1
+    if the table has it."""
     offsets = tl.arange(0, BLOCK)
     counts = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, segment, BLOCK):
@@ -172,4 +173,5 @@ def list_segment(
         for first in range(0, count, BLOCK):
             entries = first + offsets
             ids = tl.load(table + entries, mask=entries < count)
+            ids = tl.where((entries == count - 1) & (last_block >= 0), last_block, ids)
             tl.store(blocks + start + entries, ids, mask=entries < count)

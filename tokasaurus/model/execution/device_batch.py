@@ -161,7 +161,10 @@ def build_batch(
         assert len(sampled_slots) == len(inputs.slots), "each decode row samples"
         layout = builder.build(inputs.memory.kv_indices)
         lists = layout.parts[0].lists if builder.is_in_memory else None
-        staged = StagedRows(device_slots, positions, all_kv_indices, noise_keys)
+        new_blocks = np.full(len(step.slots), -1, np.int32)
+        if lists is not None and rules is None and slots.on_device is not None:  # rules read the tables before
+            new_blocks = slots.on_device.take_appended(step.slots, (kv_lengths - 1) // np.int32(page_size))
+        staged = StagedRows(device_slots, positions, all_kv_indices, noise_keys, to_device(new_blocks))
         staging.then(partial(fill_inputs, staged, slots.state(), page_size, inputs, lists))
         device_slots, positions = inputs.slots, inputs.positions
         noise_keys, device_params = inputs.noise_keys, inputs.device_params

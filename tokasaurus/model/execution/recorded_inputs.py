@@ -29,6 +29,10 @@ class StagedRows(NamedTuple):
     noise_keys: Tensor
     """int64 [S, 2]."""
 
+    new_blocks: Tensor
+    """int32 [S], the last block of a row if its slot's table on the device does not have it yet; -1 for others. Only
+    with lists."""
+
 
 class SlotState(NamedTuple):
     """State of all slots on the device."""
@@ -43,7 +47,7 @@ class SlotState(NamedTuple):
     """int32 [slots, F]."""
 
     block_tables: Tensor
-    """int32 [slots, blocks]."""
+    """int32 [slots, blocks]; the step's new blocks are stored there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,4 +115,7 @@ def fill_inputs_by_torch(
     slots.tokens[staged.kv_indices] = inputs.token_ids.int()
     if lists is not None:
         first_entries = staged.slots * slots.block_tables.shape[1]
+        last_entries = first_entries + (lists.kv_lengths - 1) // page_size
+        tables = slots.block_tables.view(-1)
+        tables[last_entries] = torch.where(staged.new_blocks >= 0, staged.new_blocks, tables[last_entries])
         fill_lists_by_torch(slots.block_tables, first_entries, page_size, lists)

@@ -63,6 +63,8 @@ class SlotTable:
 
     def apply(self, changes: SlotChanges, staging: Staging = ON_HOST) -> None:
         """Close slots, open slots, append blocks, then copy the beginnings of block tables."""
+        if self.on_device is not None:
+            self.on_device.forget_appended()
         if len(changes.closed):
             self.block_tables[changes.closed] = 0
             self.num_blocks[changes.closed] = 0
@@ -132,6 +134,17 @@ class SlotTable:
         self.rules.open(slots, opened.rules, self.sampling)
 
 
+@dataclass(slots=True)
+class _Appended:
+    """Blocks of a step: ids[i] is at columns[i] of the table of slots[i]."""
+
+    slots: NDArray[np.int32]
+    columns: NDArray[np.int64]
+    ids: NDArray[np.int32]
+    is_taken: bool = False
+    """Whether something else stores them on the device."""
+
+
 class DeviceSlots:
     """Block tables and sampling parameters of all slots on a device other than the host.
 
@@ -143,6 +156,8 @@ class DeviceSlots:
     def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
         # int32 [slots, max_blocks]
         self.block_tables = torch.zeros((num_slots, max_blocks), dtype=torch.int32, device=device)
+        self._appended: _Appended | None = None
+        """Blocks of this step that are not stored yet."""
         # int32 [slots, F], the words of SAMPLING_DTYPE
         self.params = torch.zeros((num_slots, len(SamplingParams._fields)), dtype=torch.int32, device=device)
 
@@ -156,10 +171,38 @@ class DeviceSlots:
         """Put blocks into tables: ids[i] at columns[i] of the table of slots[i]; all [B]."""
         entries = staging.to_device(slots.astype(np.int64) * self.block_tables.shape[1] + columns)
         blocks = staging.to_device(ids)
-        staging.then(lambda: self.block_tables.view(-1).index_copy_(0, entries, blocks))
+        self._appended = appended = _Appended(slots, columns, ids)
+
+        def store() -> None:
+            if not appended.is_taken:
+                self.block_tables.view(-1).index_copy_(0, entries, blocks)
+
+        staging.then(store)
+
+    def forget_appended(self) -> None:
+        """Later calls of take_appended find nothing; what was appended before is stored."""
+        self._appended = None
+
+    def take_appended(self, row_slots: NDArray[np.int32], columns: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The blocks that were appended in this step: int32 [S], -1 for rows without; the caller stores them. All -1
+        if a slot has got one that is not the last of its row, or none of the rows: then they are stored here.
+
+        row_slots: int32 [S]; rows of padding share slot 0. columns: int32 [S], of each row's last block."""
+        blocks, appended = np.full(len(row_slots), -1, np.int32), self._appended
+        if appended is None:
+            return blocks
+        row_of_slot = np.full(len(self.block_tables), -1)
+        row_of_slot[row_slots] = np.arange(len(row_slots))
+        rows = row_of_slot[appended.slots]
+        if (rows >= 0).all() and np.array_equal(appended.columns, columns[rows]):
+            # No slot comes twice: its blocks would have different columns.
+            blocks[rows] = appended.ids
+            appended.is_taken = True
+        return blocks
 
     def copy(self, copies: TableCopies, staging: Staging) -> None:
         """Copy the beginnings of tables, in order; many copies from one table, or from copies of it, at once."""
+        self.forget_appended()  # the copies may have them
         for arrays in copy_rounds(copies):
             targets, sources, counts = map(staging.to_device, arrays)
             staging.then(partial(self._copy, targets, sources, counts, int(arrays[2].max())))

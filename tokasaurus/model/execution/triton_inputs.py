@@ -32,7 +32,7 @@ def fill_inputs(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _fill_row(
-    slots, positions, kv_indices, noise_keys, kv_lengths, last_tokens, tokens, params, tables, table_stride,
+    slots, positions, kv_indices, noise_keys, new_blocks, kv_lengths, last_tokens, tokens, params, tables, table_stride,
     own_slots, own_token_ids, own_positions, own_kv_indices, own_noise_keys, own_params, starts, blocks, last_lengths,
     num_rows, HAS_LISTS: tl.constexpr, NUM_PARAMS: tl.constexpr, PARAMS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -40,6 +40,7 @@ def _fill_row(
     """One program per row, and with lists one for the end of the last."""
     row = tl.program_id(0)
     table = tables
+    new_block = -1
     if row < num_rows:
         slot = tl.load(slots + row)
         table += slot * table_stride
@@ -55,5 +56,8 @@ def _fill_row(
         fields = tl.arange(0, PARAMS)
         own_fields = tl.load(params + slot * NUM_PARAMS + fields, mask=fields < NUM_PARAMS)
         tl.store(own_params + row * NUM_PARAMS + fields, own_fields, mask=fields < NUM_PARAMS)
+        if HAS_LISTS:
+            new_block = tl.load(new_blocks + row)
+            tl.store(table + (tl.load(kv_lengths + row) - 1) // PAGE_SIZE, new_block, mask=new_block >= 0)
     if HAS_LISTS:
-        list_segment(row, num_rows, table, kv_lengths, starts, blocks, last_lengths, PAGE_SIZE, BLOCK)
+        list_segment(row, num_rows, table, new_block, kv_lengths, starts, blocks, last_lengths, PAGE_SIZE, BLOCK)

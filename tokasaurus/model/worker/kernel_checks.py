@@ -274,6 +274,7 @@ def compare_inputs(shape: KVShape) -> Iterator[Measured]:
         lengths.long() - 1,
         torch.tensor([3 * page_size - 1, page_size, 4 * page_size, 0], device=device),
         random.integers((4, 2), 2**32),
+        torch.tensor([-1, 77, -1, -1], dtype=torch.int32, device=device),
     )
     tables = torch.arange(40, dtype=torch.int32, device=device).view(5, 8)
     params = params_to_device(np.array([*_OPTIONS[:5]], SAMPLING_DTYPE), device)
@@ -283,10 +284,11 @@ def compare_inputs(shape: KVShape) -> Iterator[Measured]:
         for fill in (triton_inputs.fill_inputs, fill_inputs_by_torch):
             inputs = RecordedInputs.allocate(4, 4, RecordedMemory.allocate(4, 8, device), device)
             lists = lists_in(inputs.memory, _empty_lists(lengths, [0, 3, 4, 7, 8])) if has_lists else None
-            state = SlotState(last_tokens, torch.zeros(5 * page_size, dtype=torch.int32, device=device), params, tables)
+            tokens = torch.zeros(5 * page_size, dtype=torch.int32, device=device)
+            state = SlotState(last_tokens, tokens, params, tables.clone())
             fill(staged, state, page_size, inputs, lists)
             own = inputs.slots, inputs.token_ids, inputs.positions, inputs.noise_keys, inputs.device_params
-            results.append((*own, *inputs.memory, state.tokens))
+            results.append((*own, *inputs.memory, state.tokens, state.block_tables))
         for found, expected in zip(*results, strict=True):
             yield compared(f"fill_inputs{' with lists' if has_lists else ''}", found, expected, 0)
 

@@ -28,13 +28,20 @@ def check_inputs(
     last_tokens, params = rng.integers(0, 2**17, num_slots), rng.integers(0, 2**31, (num_slots, NUM_PARAMS))
     kv_indices = page_size + rng.permutation(9 * num_rows)[:num_rows]
     kv_indices[num_rows - num_padding :] = 0
+    new_blocks = np.where(rng.random(num_rows) < 0.4, rng.integers(0, 2**31 - 1, num_rows), -1).astype(np.int32)
+    new_blocks[num_rows - num_padding :] = -1
     noise_keys, positions = rng.integers(0, 2**32, (num_rows, 2)), lengths.astype(np.int64) - 1
 
     def sent(array: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.from_numpy(array).to(device, dtype)
 
+    last = (lengths - 1) // page_size
+    with_new = tables.copy()
+    for slot, column, block in zip(slots, last, new_blocks, strict=True):
+        if block >= 0:
+            with_new[slot, column] = block
     own = [
-        tables[slot, : -(-length // page_size)].tolist()
+        with_new[slot, : -(-length // page_size)].tolist()
         for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True)
     ]
     starts = [0, *itertools.accumulate(map(len, own))]
@@ -46,9 +53,12 @@ def check_inputs(
         inputs = largest.cut(num_rows)
         lists = unfilled_lists(torch.tensor(starts, dtype=torch.int32), torch.from_numpy(lengths), device)
         tokens = torch.full((page_size + 9 * num_rows,), -1, dtype=torch.int32, device=device)
-        state = SlotState(sent(last_tokens), tokens, sent(params, torch.int32), sent(tables, torch.int32))
-        rows = StagedRows(sent(slots), sent(positions), sent(kv_indices), sent(noise_keys))
+        state = SlotState(sent(last_tokens), tokens, sent(params, torch.int32), sent(tables.copy(), torch.int32))
+        rows = StagedRows(
+            sent(slots), sent(positions), sent(kv_indices), sent(noise_keys), sent(new_blocks, torch.int32)
+        )
         fill(rows, state, page_size, inputs, lists_in(inputs.memory, lists) if has_lists else None)
+        assert state.block_tables.tolist() == (with_new if has_lists else tables).tolist()
         assert inputs.slots.tolist() == slots.tolist()
         assert inputs.token_ids.tolist() == [last_tokens[slot] for slot in slots]
         assert inputs.positions.tolist() == positions.tolist()
