@@ -129,7 +129,7 @@ def translate(
 
 
 def _one(name: str, value: str | None, before: str, rest: list[str], config_type: type[FlagConfig]) -> Iterator[Typed]:
-    """The flags that one word stands for, with its value if that is the next word, which is then taken from `rest`.
+    """Flags of one word; pops its value from `rest` if it has one.
 
     value: None if the word has none. Raises FlagError."""
     plain = plain_name(name) if before[0] == "-" or "-" in name else name

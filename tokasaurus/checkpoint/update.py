@@ -77,7 +77,7 @@ class UpdateChecks:
         self._config = config
         own = checkpoint.directory
         self._own_digests = {name: _digest_of_file(own / name) for name in self._tokenizer_files(own)}
-        """Of the checkpoint's tokenizer files, by name, as they were at the start."""
+        """Name of a tokenizer file of the checkpoint → its digest at the start."""
         self._equal_tokenizers = set[str]()
         """Digests of tokenizer files that make the server's tokenizer."""
 

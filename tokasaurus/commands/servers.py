@@ -47,7 +47,7 @@ class FoundServer:
     seconds: float
     """Time since its start."""
     pid: int
-    """Of the launcher, which takes signals."""
+    """The launcher's process id; it takes signals."""
 
 
 def ps(config: PsConfig, _words: list[str]) -> int:

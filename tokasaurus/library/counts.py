@@ -67,4 +67,4 @@ class Counts:
     prompt_tokens: int = 0
     output_tokens: int = 0
     failures: Failures = field(default_factory=Failures)
-    """Of the rows with errors."""
+    """Why rows failed."""

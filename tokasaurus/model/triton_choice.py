@@ -19,7 +19,7 @@ def uses_triton(device: torch.device, group: KernelGroup) -> bool:
 
 
 def groups_in_use(device: torch.device, *groups: KernelGroup) -> list[KernelGroup]:
-    """Those of `groups` whose kernels are used on this device."""
+    """The `groups` whose kernels are used on this device."""
     return [group for group in groups if uses_triton(device, group)]
 
 

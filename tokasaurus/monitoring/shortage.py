@@ -160,7 +160,7 @@ def _is_output_unread() -> bool:
 
 
 def _discard_output() -> None:
-    """What is left goes nowhere, so that the interpreter's end does not fail with it."""
+    """Discard the rest, or exit would raise."""
     with suppress(OSError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for number in (1, 2):

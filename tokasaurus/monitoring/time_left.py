@@ -163,12 +163,12 @@ class Lengths:
         return math.hypot(self.deviation() / self.mean() / math.sqrt(max(1, self.num_ended)), beyond)
 
     def spread(self, num: int) -> list[float]:
-        """So many lengths, spread evenly over the shares, in an order without a trend."""
+        """`num` lengths, spread evenly over the shares, in an order without a trend."""
         return [self.final(share) for share in outlasting_shares(num)]
 
 
 def outlasting_shares(num: int) -> list[float]:
-    """So many shares, spread evenly over (0, 1), in an order without a trend."""
+    """`num` shares, spread evenly over (0, 1), in an order without a trend."""
     order = sorted(range(num), key=lambda index: index * _GOLDEN_RATIO % 1)
     return [(place + 0.5) / num for place in order]
 

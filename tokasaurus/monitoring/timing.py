@@ -69,8 +69,7 @@ class _Section:
 class BusyFraction:
     """Share of wall time in which a process was busy, over consecutive windows of one second.
 
-    Times are seconds of one clock and never decrease from call to call: add all busy time up to a moment before
-    reading at that moment.
+    Call add_busy() for all work before t, then read(t). Times are in seconds and never decrease.
     """
 
     def __init__(self) -> None:

@@ -234,7 +234,7 @@ def _watch(processes: _Processes, stop_signals: StopSignals, report: StartupRepo
             if final is None and one.restart_at_s is not None and time.monotonic() >= one.restart_at_s:
                 final = _start_again(one, report)
             if final is not None and (
-                not isinstance(one, ReplicaProcesses) or not _can_do_without(one, processes.replicas, final, report)
+                not isinstance(one, ReplicaProcesses) or not _give_up(one, processes.replicas, final, report)
             ):
                 return final
 
@@ -269,10 +269,8 @@ def _handle_failure(failed: Restarted, failure: str, report: StartupReport) -> s
     return None
 
 
-def _can_do_without(
-    replica: ReplicaProcesses, replicas: list[ReplicaProcesses], failure: str, report: StartupReport
-) -> bool:
-    """Give the replica up for good; False if it was never ready, or if no other is left."""
+def _give_up(replica: ReplicaProcesses, replicas: list[ReplicaProcesses], failure: str, report: StartupReport) -> bool:
+    """Gives the replica up for good. Returns False if it was never ready, or if no other is left."""
     replica.is_given_up = True
     num_left = sum(not other.is_given_up for other in replicas)
     if num_left == 0 or not replica.has_been_ready:

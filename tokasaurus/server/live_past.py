@@ -22,7 +22,7 @@ class LivePast:
         """(seconds since 1970, JSON)."""
 
     def add(self, moment: LiveMoment) -> None:
-        """One that is not newer than those before belongs to another clock: these are forgotten."""
+        """If time goes back, the server restarted: earlier samples are dropped."""
         if self._moments and moment["time"] <= self._moments[-1][0]:
             self._moments.clear()
         self._moments.append((moment["time"], write_json(moment)))

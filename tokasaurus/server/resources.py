@@ -37,7 +37,7 @@ class BatchLimits:
 
 
 def batch_limits(config: ServerConfig) -> BatchLimits:
-    """So many that more wait than run: the engine always has one to admit, however short the answers are."""
+    """Limits by which more sequences wait than run: the engine always has one to admit."""
     return BatchLimits(max_sequences_in_engine=2 * config.max_seqs_per_forward * config.dp_size + 256)
 
 

@@ -45,8 +45,7 @@ class ServedModel:
     request_templates: RequestTemplates | None = None
     """Renders the chat templates of requests; None: they may bring none (the flag request_chat_template)."""
     digest: str = ""
-    """Of what else decides the tokens of a completion: the files of the weights, the model's configuration as it was
-    read, and which tokenizer it has."""
+    """Digest of everything else that decides tokens: weight files, the configuration as it was read, the tokenizer."""
     source: str | None = None
     """The checkpoint's own name, whatever it is served as; None: `name`."""
 

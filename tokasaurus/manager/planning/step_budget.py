@@ -56,7 +56,7 @@ class StepLimit:
 
 
 def make_step_limit(max_step_seconds: float | None, seconds_per_step: float) -> StepLimit:
-    """The limit that the flag max_step_seconds sets; if it is None, so long that shorter steps would cost throughput.
+    """The limit of max_step_seconds. None: the shortest limit that costs no throughput.
 
     seconds_per_step: time of a step of one token. Prompts in many small steps pay it more often.
     """

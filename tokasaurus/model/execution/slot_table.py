@@ -150,7 +150,7 @@ class DeviceSlots:
 
     Rows of slots that are closed keep their contents until the slot is opened again.
 
-    A block table is defined as far as the host's: entries after the slot's num_blocks are ids of some blocks.
+    Entries beyond num_blocks are stale but valid block ids.
     """
 
     def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:

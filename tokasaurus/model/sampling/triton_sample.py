@@ -44,7 +44,7 @@ _LARGEST_NOISE = 22.88  # -log(2^-33), and some more
 _PART = 8192
 """Most logits of a part of a row."""
 _USUAL_COUNT = 32
-"""Candidates of each part for which the second kernel has room; for more, another variant is compiled."""
+"""Candidates per part; a larger number compiles another kernel."""
 _LARGEST_ID = 2**31 - 1
 
 

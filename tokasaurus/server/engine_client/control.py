@@ -77,10 +77,10 @@ class Requests(Protocol):
 
     @property
     def unsent(self) -> list[PendingRequest]:
-        """Those that wait for a replica, or for the end of a pause."""
+        """Requests that wait for a replica, or for the end of a pause."""
 
     def end_unsent(self, requests: Sequence[PendingRequest]) -> None:
-        """Abort those of them that are unsent still, and so have no tokens."""
+        """Abort the requests that are still unsent, and so have no tokens."""
 
     def submit_waiting(self) -> None:
         """Submit what waits, unless the engine is paused."""
