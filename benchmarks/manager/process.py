@@ -27,7 +27,8 @@ from benchmarks.manager.load import (
     engine_options,
 )
 from benchmarks.manager.parts import FORWARD_SECONDS, make_load, num_outstanding, num_pool_tokens
-from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
+from tests.helpers.plain_info import plain_info
+from tokasaurus.checkpoint import Checkpoint, RopeInfo
 from tokasaurus.config import ServerConfig
 from tokasaurus.manager.loop import run_manager
 from tokasaurus.messages.channel import (
@@ -111,7 +112,7 @@ def write_checkpoint(directory: Path) -> Checkpoint:
     """A checkpoint without weights. Two tokens have text, which suffices because no request has stop strings."""
     tokenizer = Tokenizer(models.WordLevel({"<eos>": EOS_ID, "a": 1}, unk_token="a"))
     tokenizer.save(str(directory / "tokenizer.json"))
-    info = ModelInfo("llama", 1, 8, 1, 1, 8, 8, VOCAB_SIZE, 8192, 1e-5, RopeInfo(1e4), True, (EOS_ID,), "float32")
+    info = plain_info("llama", 1, 8, 1, 1, 8, 8, VOCAB_SIZE, 8192, 1e-5, RopeInfo(1e4), True, (EOS_ID,), "float32")
     return Checkpoint("benchmark", directory, directory, info)
 
 

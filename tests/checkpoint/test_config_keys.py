@@ -28,8 +28,10 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from tests.checkpoint.helpers.configs import BASE, write
 from tokasaurus.checkpoint import CheckpointError, read_model_info
-from tokasaurus.checkpoint.config_keys import CONFIG_KEYS, GENERATION_KEYS, Use
-from tokasaurus.checkpoint.info import FAMILIES, notes_on_settings, read_sampling_defaults
+from tokasaurus.checkpoint.config_keys import GENERATION_KEYS, Use
+from tokasaurus.checkpoint.config_keys import keys_of as keys_of_family
+from tokasaurus.checkpoint.families import FAMILIES
+from tokasaurus.checkpoint.info import notes_on_settings, read_sampling_defaults
 from tokasaurus.checkpoint.rope import ROPE_KEYS, ROPE_TYPES
 from tokasaurus.messages.sampling import SamplingParams
 
@@ -91,7 +93,7 @@ def test_every_key_that_transformers_reads_is_listed(family: str) -> None:
     found |= set(names_read(inspect.getsource(modeling_utils.PreTrainedModel.from_pretrained), ("config",)))
     found |= set(names_read(inspect.getsource(modeling_utils.PreTrainedModel.__init__), owners))
     assert len(found) > 40
-    assert found - NOT_IN_FILES - set(CONFIG_KEYS) == set()
+    assert found - NOT_IN_FILES - set(keys_of_family(FAMILIES[family])) == set()
 
 
 def test_every_generation_key_of_transformers_is_listed() -> None:
@@ -129,7 +131,7 @@ REFUSED_VALUES: dict[str, Any] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_refused_key_is_named_and_its_neutral_values_are_accepted(family: str, tmp_path: Path) -> None:
-    refused = {name for name, use in CONFIG_KEYS.items() if use is Use.REFUSED} | {*FAMILIES[family].must_be_off}
+    refused = {name for name, use in keys_of_family(FAMILIES[family]).items() if use is Use.REFUSED}
     base = {"model_type": family, **BASE}
     plain = read_model_info(write(tmp_path, base))
     for name in refused:
@@ -147,21 +149,32 @@ APPLIED_VALUES: dict[str, Any] = {
     **{"max_position_embeddings": 64, "rms_norm_eps": 0.1, "rope_theta": 5e5, "eos_token_id": 7},
     **{"tie_word_embeddings": True, "rope_scaling": {"type": "linear", "factor": 2}},
     **{"rope_parameters": {"rope_theta": 77.0}, "original_max_position_embeddings": 100},
+    **{"attention_bias": True, "mlp_bias": True, "use_sliding_window": True, "sliding_window": 8},
+    **{"max_window_layers": 1},
     "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128},
     "compression_config": {"quant_method": "gptq", "bits": 4, "group_size": 128},
 }
+
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "original_max_position_embeddings": {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+    "use_sliding_window": {"max_window_layers": 1},
+    "sliding_window": {"use_sliding_window": True, "max_window_layers": 1},
+    "max_window_layers": {"use_sliding_window": True},
+}
+"""Without these keys, the key has no effect."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_applied_key_changes_what_is_read_and_the_others_change_nothing(family: str, tmp_path: Path) -> None:
     checked = {"model_type", "architectures", "hidden_act", "layer_types"}  # one value each; see test_info
     base = {"model_type": family, **BASE}
-    for name, use in CONFIG_KEYS.items():
-        needed = {"rope_scaling": {"type": "yarn", "factor": 2.0}} if name.startswith("original_max") else {}
+    for name, use in keys_of_family(FAMILIES[family]).items():
+        needed = NEEDED.get(name, {})
         plain = read_model_info(write(tmp_path, {**base, **needed}))
         if use is Use.APPLIED and name not in checked:
             assert read_model_info(write(tmp_path, {**base, **needed, name: APPLIED_VALUES[name]})) != plain, name
-        if use is Use.NO_EFFECT and name not in FAMILIES[family].must_be_off:
+        if use is Use.NO_EFFECT:
             assert read_model_info(write(tmp_path, {**base, name: 3})) == plain, name
 
 

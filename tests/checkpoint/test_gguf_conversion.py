@@ -50,8 +50,8 @@ def test_every_tensor_is_restored_under_its_name_in_its_order(
     assert checkpoint.info.dtype == str(kept).removeprefix("torch.")
     assert (checkpoint.info.num_layers, checkpoint.info.vocab_size) == (LAYERS, VOCAB)
     assert checkpoint.info.head_dim == HEAD_DIM
-    assert checkpoint.info.norm_eps == 1e-5
-    assert checkpoint.info.rope == RopeInfo(500000.0)
+    assert checkpoint.info.spec.final_norm.eps == 1e-5
+    assert checkpoint.info.spec.rotary[0] == RopeInfo(500000.0)
 
 
 def test_sampling_settings_of_the_metadata_are_defaults_as_those_of_generation_config_json(
@@ -89,7 +89,7 @@ def test_llama3_scaling_is_derived_from_the_rope_factors(tmp_path: Path) -> None
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "llama", random_weights("llama", True), Kind.F32, rope_factors=(plain / scaled).numpy())
     checkpoint = resolve_checkpoint(str(path))
-    found = dataclasses.asdict(checkpoint.info.rope)
+    found = dataclasses.asdict(checkpoint.info.spec.rotary[0])
     assert found.pop("factor") == pytest.approx(32.0)
     assert RopeInfo(factor=32.0, **found) == RopeInfo(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
     assert "rope_freqs.weight" not in load_file(with_safetensors(checkpoint.directory) / "model.safetensors")
@@ -111,7 +111,7 @@ def test_rotary_scaling_of_the_metadata_is_kept(tmp_path: Path, fields: dict[str
     path = tmp_path / "scaled.gguf"
     named = {f"llama.rope.scaling.{name}": value for name, value in fields.items()}
     write_gguf(path, "llama", random_weights("llama", tied=True), Kind.F32, named)
-    assert resolve_checkpoint(str(path)).info.rope == expected
+    assert resolve_checkpoint(str(path)).info.spec.rotary[0] == expected
 
 
 def test_rope_factors_of_another_scaling_are_refused(tmp_path: Path) -> None:

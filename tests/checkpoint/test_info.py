@@ -1,6 +1,7 @@
 """config.json as read here against the configuration classes of transformers."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from tests.checkpoint.helpers.configs import BASE, write
+from tests.helpers.plain_info import plain_info, with_layers
 from tokasaurus.checkpoint import CheckpointError, ModelInfo, RopeInfo, read_model_info
+from tokasaurus.checkpoint.spec import NormSpec
 from tokasaurus.messages.status import FlagRefused
 
 LLAMA3_FIELDS = {
@@ -24,7 +27,7 @@ def info_by_transformers(directory: Path) -> ModelInfo:
     rope = config.rope_parameters
     scaled = rope["rope_type"] == "llama3"
     ends = config.eos_token_id
-    return ModelInfo(
+    info = plain_info(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -47,6 +50,11 @@ def info_by_transformers(directory: Path) -> ModelInfo:
         eos_ids=tuple(ends) if isinstance(ends, list) else (ends,),
         dtype=str(config.dtype).removeprefix("torch."),
     )
+    attention = info.spec.layers[0].attention
+    if config.model_type == "qwen2":
+        return with_layers(info, attention=replace(attention, has_qkv_bias=True))
+    norm = NormSpec(config.rms_norm_eps) if config.model_type == "qwen3" else None
+    return with_layers(info, attention=replace(attention, query_key_norm=norm))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -100,12 +108,12 @@ def test_eos_ids_are_the_union_of_both_files(
     ("family", "extra", "message"),
     [
         ("gemma", {}, "model_type 'gemma' is not supported; supported are llama, qwen2, qwen3"),
-        ("llama", {"attention_bias": True}, "attention_bias"),
-        ("llama", {"mlp_bias": True}, "mlp_bias"),
-        ("qwen3", {"attention_bias": True}, "attention_bias"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window"),
+        ("llama", {"attention_bias": "yes"}, "attention_bias"),
+        ("llama", {"mlp_bias": 1}, "mlp_bias"),
+        ("llama", {"sliding_window": 64}, "sliding_window"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 0}, "sliding_window"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("llama", {"hidden_act": "mish"}, "hidden_act 'mish'"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "'fp8'"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
@@ -199,4 +207,4 @@ def test_a_wrong_rope_scaling_flag_is_refused_by_name(scaling: dict[str, Any], r
 def test_rope_scaling_makes_a_checkpoint_of_a_refused_type_readable(tmp_path: Path) -> None:
     write(tmp_path, {"model_type": "qwen2", **BASE, "rope_scaling": {"type": "dynamic", "factor": 2.0}})
     info = read_model_info(tmp_path, {"rope_type": "linear", "factor": 2})
-    assert (info.rope, info.context_length) == (RopeInfo(1e4, "linear", factor=2.0), 1024)
+    assert (info.spec.rotary[0], info.context_length) == (RopeInfo(1e4, "linear", factor=2.0), 1024)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.checkpoint.helpers.gguf_files import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, MLP, VOCAB, random_weights
-from tokasaurus.checkpoint import CheckpointError, ModelInfo, RopeInfo, check_weight_sizes, weight_files
+from tests.helpers.plain_info import plain_info
+from tokasaurus.checkpoint import CheckpointError, RopeInfo, check_weight_sizes, weight_files
 from tokasaurus.checkpoint.weight_files import unread_index
 
 
@@ -85,22 +85,23 @@ def test_a_directory_is_no_weight_file(tmp_path: Path) -> None:
         weight_files(tmp_path)
 
 
-INFO = ModelInfo(
-    family="llama",
-    num_layers=LAYERS,
-    hidden_size=HIDDEN,
-    num_heads=HEADS,
-    num_kv_heads=KV_HEADS,
-    head_dim=HEAD_DIM,
-    intermediate_size=MLP,
-    vocab_size=VOCAB,
-    context_length=256,
-    norm_eps=1e-5,
-    rope=RopeInfo(1e4),
-    tie_embeddings=True,
-    eos_ids=(),
-    dtype="float32",
-)
+SIZES: dict[str, Any] = {
+    "family": "llama",
+    "num_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "num_heads": HEADS,
+    "num_kv_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "intermediate_size": MLP,
+    "vocab_size": VOCAB,
+    "context_length": 256,
+    "norm_eps": 1e-5,
+    "rope": RopeInfo(1e4),
+    "tie_embeddings": True,
+    "eos_ids": (),
+    "dtype": "float32",
+}
+INFO = plain_info(**SIZES)
 
 
 @pytest.fixture
@@ -124,7 +125,7 @@ def weights(tmp_path: Path) -> Path:
 def test_sizes_that_the_weights_do_not_have_are_refused(weights: Path, change: dict[str, Any], named: str) -> None:
     check_weight_sizes([weights], INFO)
     with pytest.raises(CheckpointError) as caught:
-        check_weight_sizes([weights], replace(INFO, **change))
+        check_weight_sizes([weights], plain_info(**SIZES | change))
     assert named in str(caught.value)
 
 

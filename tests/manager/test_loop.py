@@ -19,11 +19,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.helpers.flags import config_with
+from tests.helpers.plain_info import plain_info
 from tests.manager.helpers.fake_grammars import EOS_ID, INVALID_GRAMMAR, LANGUAGES, TOKEN_BYTES, VOCAB_SIZE
 from tests.manager.helpers.fake_worker import FakeWorker, run_fake_worker
 from tests.manager.helpers.requests import make_request
 from tests.manager.helpers.simulation import decode_text, prompt_tail, simulate
-from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
+from tokasaurus.checkpoint import Checkpoint, RopeInfo
 from tokasaurus.config import ServerConfig
 from tokasaurus.manager.loop import (
     IDLE_SECONDS,
@@ -191,7 +192,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     tokenizer.add_special_tokens(["<eos>"])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    info = ModelInfo("llama", 1, 8, 1, 1, 8, 8, VOCAB_SIZE, 1000, 1e-5, RopeInfo(1e4), True, (EOS_ID,), "float32")
+    info = plain_info("llama", 1, 8, 1, 1, 8, 8, VOCAB_SIZE, 1000, 1e-5, RopeInfo(1e4), True, (EOS_ID,), "float32")
     return Checkpoint("fake", tmp_path, tmp_path, info)
 
 

@@ -13,9 +13,10 @@ import httpx
 import orjson
 import pytest
 
+from tests.helpers.plain_info import plain_info
 from tests.helpers.small_tokenizer import EOS_IDS, VOCAB_SIZE
 from tests.server.helpers.fake_engine import FakeEngine, echo, hand_over
-from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
+from tokasaurus.checkpoint import Checkpoint, RopeInfo
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import Receiver, make_channel
 from tokasaurus.messages.status import FIRST_SERVER, Failed, PhaseDone, Ready, UserError
@@ -23,7 +24,7 @@ from tokasaurus.server.app import run_server
 
 KEY = "some-key"
 PAGE = "http://localhost:3000"
-INFO = ModelInfo(
+INFO = plain_info(
     family="llama",
     num_layers=1,
     hidden_size=8,

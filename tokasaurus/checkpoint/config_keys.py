@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+from tokasaurus.checkpoint.families import Family
 from tokasaurus.checkpoint.json_files import CheckpointError
 from tokasaurus.checkpoint.quantized.config import QUANTIZATION_KEYS
 from tokasaurus.messages.sampling import CLIENT_PARAMETERS, MODEL_DEFAULTS, SamplingParams
@@ -38,7 +39,7 @@ CONFIG_KEYS: dict[str, Use] = {
     **_keys(Use.REFUSED, "transformers_weights", "fusion_config", "per_layer_config"),
     # The cache of keys and values forgets some of them.
     **_keys(Use.REFUSED, "attention_chunk_size", "kv_sharing_modes"),
-    # Refused for the families whose must_be_off has them: see FAMILIES.
+    # Of some families, which apply or refuse them: see families.
     **_keys(Use.NO_EFFECT, "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window", "max_window_layers"),
     **_keys(Use.NO_EFFECT, "attention_dropout", "initializer_range", "pretraining_tp", "chunk_size_feed_forward"),
     **_keys(Use.NO_EFFECT, "use_cache", "return_dict", "output_hidden_states", "output_attentions"),
@@ -48,7 +49,8 @@ CONFIG_KEYS: dict[str, Use] = {
     **_keys(Use.NO_EFFECT, "bos_token_id", "pad_token_id", "name_or_path", "_name_or_path", "_commit_hash"),
     **_keys(Use.NO_EFFECT, "id2label", "label2id", "num_labels", "problem_type", "transformers_version"),
 }
-"""Keys of config.json. transformers 5 drops keys of GENERATION_KEYS from config.json, so they have no effect there."""
+"""Keys of config.json that every family has; see keys_of. transformers 5 drops keys of GENERATION_KEYS from it, so they
+have no effect there."""
 
 GENERATION_KEYS: dict[str, Use] = {
     **_keys(Use.APPLIED, "eos_token_id", *MODEL_DEFAULTS),
@@ -86,18 +88,20 @@ _CHANGES_NOTHING = {"is_causal": (True,)}
 """Refused key -> its allowed values; for any other key: null, false, 0 and empty values."""
 
 
-def refuse_keys(config: Mapping[str, Any], must_be_off: tuple[str, ...], family: str) -> None:
-    """Raises CheckpointError for a refused key whose value would change the computation.
+def keys_of(family: Family) -> dict[str, Use]:
+    """Keys of config.json, for one family."""
+    own = _keys(Use.APPLIED, *family.applied) | _keys(Use.REFUSED, *family.refused)
+    return {**CONFIG_KEYS, **own, **_keys(Use.NO_EFFECT, *family.without_effect)}
 
-    must_be_off: further keys, refused for this family.
-    """
-    refused = [name for name, use in CONFIG_KEYS.items() if use is Use.REFUSED]
-    for name in (*must_be_off, *refused):
-        allowed = _CHANGES_NOTHING.get(name)
-        if name not in config or name == "partial_rotary_factor":  # has an error of its own
+
+def refuse_keys(config: Mapping[str, Any], family: Family, name: str) -> None:
+    """Raises CheckpointError for a refused key whose value would change the computation. name: the family's."""
+    for key, use in keys_of(family).items():
+        allowed = _CHANGES_NOTHING.get(key)
+        if use is not Use.REFUSED or key not in config or key == "partial_rotary_factor":  # it has an error of its own
             continue
-        if config[name] not in allowed if allowed is not None else config[name]:
-            raise CheckpointError(f"{name} = {config[name]!r} is not supported for {family}")
+        if config[key] not in allowed if allowed is not None else config[key]:
+            raise CheckpointError(f"{key} = {config[key]!r} is not supported for {name}")
 
 
 def left_to_requests(generation: Mapping[str, Any], applies_sampling: bool) -> list[str]:

@@ -11,16 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tokasaurus.checkpoint.config_keys import left_to_requests, refuse_keys, sampling_defaults_of
-from tokasaurus.checkpoint.json_files import CheckpointError, Fields, flag, positive_float, positive_int, read_json
+from tokasaurus.checkpoint.families import FAMILIES, Settings
+from tokasaurus.checkpoint.json_files import CheckpointError, Fields, flag, read_json
 from tokasaurus.checkpoint.quantized.config import Quantization, parse_quantization, quantization_beside
-from tokasaurus.checkpoint.rope import (
-    MAX_CONTEXT,
-    RopeInfo,
-    dropped_theta,
-    extended_context_length,
-    parse_rope,
-    with_rope_scaling,
-)
+from tokasaurus.checkpoint.rope import dropped_theta, extended_context_length, with_rope_scaling
+from tokasaurus.checkpoint.spec import ModelSpec
 from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.messages.status import FlagRefused, one_line
 
@@ -30,17 +25,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names of the two matrices [vocabulary, hidden size] in a checkpoint."""
-
-# Far above every published model. They keep the products of sizes below 2**63, and refuse a damaged or hostile file
-# before memory is allocated for it.
-_MAX_LAYERS = 10_000
-_MAX_HEADS = 1 << 16
-_MAX_HEAD_DIM = 1 << 14
-_MAX_WIDTH = 1 << 24  # of hidden states, of the MLP, and of the vocabulary
-
-
-_LAYER_TYPES = ("full_attention", "attention")
-"""Both names mean full attention."""
+HEAD_BIAS = "lm_head.bias"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +34,8 @@ class ModelInfo:
 
     family: str
     """config.json's model_type, such as "llama"."""
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
+    spec: ModelSpec
     context_length: int
-    norm_eps: float
-    rope: RopeInfo
     tie_embeddings: bool
     """Whether embedding and LM head are one matrix: read_model_info takes it from config.json, and
     weight_files.fit_to_tensors corrects it from the stored tensors."""
@@ -72,30 +49,40 @@ class ModelInfo:
     """How weights in safetensors files are quantised; None: they are plain numbers. GGUF files say so themselves."""
 
     @property
+    def num_layers(self) -> int:
+        return len(self.spec.layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.spec.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    @property
+    def num_heads(self) -> int:
+        return self.spec.layers[0].attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.spec.layers[0].attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.spec.layers[0].attention.head_dim
+
+    @property
+    def intermediate_size(self) -> int:
+        """Width of the widest MLP."""
+        return max(layer.mlp.width for layer in self.spec.layers)
+
+    @property
     def head_layers(self) -> float:
         """How many layers have as many parameters as the LM head."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        return self.vocab_size / (attention + 3 * self.intermediate_size)
-
-
-@dataclass(frozen=True, slots=True)
-class FamilyConfig:
-    """How the configurations of one model family are checked and completed."""
-
-    architecture: str
-    """The only accepted class name in `architectures`."""
-    must_be_off: tuple[str, ...]
-    """Fields of unsupported features, which would change the computation: a checkpoint that sets one is refused.
-    config_keys has the fields that are refused for every family."""
-    default_head_dim: int | None = None
-    """Value of an absent head_dim; None = hidden_size / num_attention_heads."""
-
-
-FAMILIES = {
-    "llama": FamilyConfig("LlamaForCausalLM", ("attention_bias", "mlp_bias", "sliding_window")),
-    "qwen2": FamilyConfig("Qwen2ForCausalLM", ("use_sliding_window",)),
-    "qwen3": FamilyConfig("Qwen3ForCausalLM", ("attention_bias", "use_sliding_window"), default_head_dim=128),
-}
+        mlp = self.spec.layers[0].mlp
+        return self.vocab_size / (attention + (3 if mlp.is_gated else 2) * mlp.width)
 
 
 def read_model_info(directory: Path, rope_scaling: Fields | None = None) -> ModelInfo:
@@ -179,55 +166,21 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelInf
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(f"model_type {name!r} is not supported; supported are {', '.join(FAMILIES)}")
     family = FAMILIES[name]
-    _refuse_unsupported(config, name, family)
-    hidden_size = positive_int(config, "hidden_size", _MAX_WIDTH)
-    num_heads = positive_int(config, "num_attention_heads", _MAX_HEADS)
-    num_kv_heads = positive_int(
-        config, "num_key_value_heads", _MAX_HEADS, default=num_heads if name == "llama" else None
-    )
-    if num_heads % num_kv_heads:
-        raise CheckpointError(
-            f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
-        )
-    default_head_dim = family.default_head_dim or hidden_size // num_heads
-    head_dim = positive_int(config, "head_dim", _MAX_HEAD_DIM, default=default_head_dim)
-    if head_dim % 2:
-        raise CheckpointError(f"head_dim {head_dim} is odd, which rotary embedding does not allow")
-    vocab_size = positive_int(config, "vocab_size", _MAX_WIDTH)
-    max_positions = positive_int(config, "max_position_embeddings", MAX_CONTEXT)
-    rope = parse_rope(config, max_positions)
-    return ModelInfo(
-        family=name,
-        num_layers=positive_int(config, "num_hidden_layers", _MAX_LAYERS),
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        intermediate_size=positive_int(config, "intermediate_size", _MAX_WIDTH),
-        vocab_size=vocab_size,
-        context_length=extended_context_length(config, rope, max_positions),
-        norm_eps=positive_float(config, "rms_norm_eps", 1.0, default=1e-6),
-        rope=rope,
-        tie_embeddings=flag(config, "tie_word_embeddings"),
-        eos_ids=tuple(sorted(_eos_ids(config, vocab_size) | _eos_ids(generation, vocab_size))),
-        dtype=_parse_dtype(config),
-        quantization=parse_quantization(config),
-    )
-
-
-def _refuse_unsupported(config: Mapping[str, Any], name: str, family: FamilyConfig) -> None:
     architectures = config.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         raise CheckpointError(f"architectures {architectures} is not supported; {name} is {family.architecture}")
-    refuse_keys(config, family.must_be_off, name)
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):  # two names of one function
-        raise CheckpointError(f"hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
-    layer_types = config.get("layer_types") or []
-    if not isinstance(layer_types, list) or any(each not in _LAYER_TYPES for each in layer_types):
-        raise CheckpointError(f"layer_types {layer_types!r} is not supported, only 'full_attention'")
-    if layer_types and len(layer_types) != config.get("num_hidden_layers"):
-        num_layers = config.get("num_hidden_layers")
-        raise CheckpointError(f"layer_types has {len(layer_types)} entries for num_hidden_layers {num_layers!r}")
+    refuse_keys(config, family, name)
+    settings = Settings(config, family)
+    spec = family.spec_of(settings)
+    return ModelInfo(
+        family=name,
+        spec=spec,
+        context_length=extended_context_length(config, spec.rotary[0], settings.max_positions),
+        tie_embeddings=flag(settings.fields, "tie_word_embeddings"),
+        eos_ids=tuple(sorted(_eos_ids(config, spec.vocab_size) | _eos_ids(generation, spec.vocab_size))),
+        dtype=_parse_dtype(config),
+        quantization=parse_quantization(config),
+    )
 
 
 def _parse_dtype(config: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ since people add rope_scaling by hand: it then replaces rope_parameters as a who
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokasaurus.checkpoint.json_files import CheckpointError, Fields, flag, json_object, positive_float, positive_int
@@ -58,11 +58,25 @@ class RopeInfo:
     truncate: bool = True
     attention_factor: float = 1.0
     """Factor of the cosines and sines; 1 but for "yarn"."""
+    partial_factor: float = 1.0
+    """The part of each head's channels that is rotated."""
+
+    def num_rotated(self, head_dim: int) -> int:
+        """Channels of a head that are rotated."""
+        return int(head_dim * self.partial_factor)
 
 
-def parse_rope(config: Fields, context_length: int) -> RopeInfo:
-    """context_length: max_position_embeddings. Raises CheckpointError, naming the field."""
+def parse_rope(config: Fields, context_length: int, has_partial: bool = False) -> RopeInfo:
+    """context_length: max_position_embeddings. has_partial: the family applies partial_rotary_factor. Raises
+    CheckpointError, naming the field."""
     fields = _merged(config)
+    factor = positive_float(fields, "partial_rotary_factor", 1.0, default=1.0)
+    if factor != 1 and not has_partial:
+        raise CheckpointError(f"partial_rotary_factor {factor!r} is not supported, only 1")
+    return replace(_parse(fields, context_length), partial_factor=factor)
+
+
+def _parse(fields: Fields, context_length: int) -> RopeInfo:
     rope_type = _type_of(fields)
     theta = positive_float(fields, "rope_theta", _MAX_THETA, default=_DEFAULT_THETA)
     if theta <= 1:
@@ -82,8 +96,7 @@ def parse_rope(config: Fields, context_length: int) -> RopeInfo:
 def extended_context_length(config: Fields, rope: RopeInfo, context_length: int) -> int:
     """Tokens of the longest sequence. YaRN is used to go beyond max_position_embeddings, which people leave as it is:
     where the original length is stated, `factor` times as long."""
-    fields = _merged(config)
-    if rope.scaling_type != "yarn" or fields.get("original_max_position_embeddings") is None:
+    if rope.scaling_type != "yarn" or _merged(config).get("original_max_position_embeddings") is None:
         return context_length
     return min(max(context_length, int(rope.original_context_length * rope.factor)), MAX_CONTEXT)
 
@@ -103,7 +116,8 @@ def with_rope_scaling(config: Fields, scaling: Fields) -> Fields:
     stated = positive_int(config, "max_position_embeddings", MAX_CONTEXT)
     own_original = positive_int(own, "original_max_position_embeddings", MAX_CONTEXT, default=stated)
     original = positive_int(scaling, "original_max_position_embeddings", MAX_CONTEXT, default=own_original)
-    parameters: dict[str, Any] = {"rope_theta": own.get("rope_theta", _DEFAULT_THETA), **scaling}
+    kept: dict[str, Any] = {name: own[name] for name in ("rope_theta", "partial_rotary_factor") if name in own}
+    parameters: dict[str, Any] = {**kept, **scaling}
     factor = 1.0 if rope_type == "default" else positive_float(scaling, "factor", _MAX_THETA)
     longest = min(int(original * factor), MAX_CONTEXT)
     if rope_type in ROPE_KEYS["original_max_position_embeddings"]:
@@ -114,7 +128,7 @@ def with_rope_scaling(config: Fields, scaling: Fields) -> Fields:
     replaced = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
     others = {name: value for name, value in config.items() if name not in replaced}
     new = {**others, "max_position_embeddings": longest, "rope_parameters": parameters}
-    parse_rope(new, longest)
+    _parse(parameters, longest)
     return new
 
 
@@ -146,8 +160,6 @@ def _merged(config: Fields) -> dict[str, Any]:
             fields.setdefault(name, config[name])
     if config.get("original_max_position_embeddings") is not None:
         fields["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    if fields.get("partial_rotary_factor") not in (None, 1.0):
-        raise CheckpointError(f"partial_rotary_factor {fields['partial_rotary_factor']!r} is not supported, only 1")
     return fields
 
 

@@ -12,8 +12,8 @@ plain numbers once they are loaded.
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,12 @@ APPLIED_WHILE_READING = ("dtype", "quantization")
 
 _KEYS = {
     "family": "model_type",
-    "num_layers": "num_hidden_layers",
+    "layers": "num_hidden_layers",
+    "width": "intermediate_size",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
     "context_length": "the longest sequence (max_position_embeddings)",
-    "norm_eps": "rms_norm_eps",
+    "eps": "rms_norm_eps",
     "eos_ids": "eos_token_id, of all files together,",
 }
 """Fields of ModelInfo by the names that users know, where these differ."""
@@ -182,17 +183,30 @@ class UpdateChecks:
 
 def _differences(new: ModelInfo, old: ModelInfo) -> list[str]:
     """What would be computed otherwise, by the names of config.json."""
-    found = []
-    for field in fields(ModelInfo):
-        if field.name in (*DECIDED_BY_TENSORS, *APPLIED_WHILE_READING):
-            continue
-        one, other = getattr(new, field.name), getattr(old, field.name)
-        if isinstance(one, RopeInfo):
-            settings = [(each.name, getattr(one, each.name), getattr(other, each.name)) for each in fields(RopeInfo)]
-            found += [f"rotary setting {name} is {this}, not {that}" for name, this, that in settings if this != that]
-        elif one != other:
-            found.append(f"{_KEYS.get(field.name, field.name)} is {_show(one)}, not {_show(other)}")
-    return found
+    names = [
+        field.name for field in fields(ModelInfo) if field.name not in (*DECIDED_BY_TENSORS, *APPLIED_WHILE_READING)
+    ]
+    return list(
+        dict.fromkeys(line for name in names for line in _changed(name, getattr(new, name), getattr(old, name)))
+    )
+
+
+def _changed(name: str, new: object, old: object) -> Iterator[str]:
+    """The innermost fields that differ, or how many layers there are."""
+    if new == old:
+        return
+    if is_dataclass(new) and not isinstance(new, type) and type(new) is type(old):
+        for field in fields(new):
+            prefix = "rotary setting " if isinstance(new, RopeInfo) else ""
+            yield from _changed(prefix + field.name, getattr(new, field.name), getattr(old, field.name))
+    elif isinstance(new, tuple) and isinstance(old, tuple) and any(is_dataclass(each) for each in (*new, *old)):
+        if len(new) != len(old):
+            yield f"{_KEYS.get(name, name)} is {len(new)}, not {len(old)}"
+            return
+        for one, other in zip(new, old, strict=True):
+            yield from _changed(name, one, other)
+    else:
+        yield f"{_KEYS.get(name, name)} is {_show(new)}, not {_show(old)}"
 
 
 def _show(value: object) -> str:

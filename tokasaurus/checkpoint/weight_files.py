@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import TypeGuard
 
+from tokasaurus.checkpoint.families import FAMILIES
 from tokasaurus.checkpoint.gguf.model import is_gguf, read_model
 from tokasaurus.checkpoint.gguf.pointer import POINTER_NAME, read_pointer
 from tokasaurus.checkpoint.info import EMBEDDING, HEAD, ModelInfo
@@ -140,14 +141,14 @@ def check_weight_sizes(files: Sequence[Path], info: ModelInfo) -> None:
 
 def check_tensor_sizes(tensors: Mapping[str, StoredTensor], info: ModelInfo) -> None:
     """Compare the sizes in config.json with these tensors, as check_weight_sizes does. Raises CheckpointError."""
-    first = "model.layers.0."
+    stored, sizes = FAMILIES[info.family].stored, info.spec.layers[0].output_sizes
     vocab_shape = (info.vocab_size, info.hidden_size)
-    expected = {
-        info.embedding_tensor: vocab_shape,
-        f"{first}self_attn.q_proj.weight": (info.num_heads * info.head_dim, info.hidden_size),
-        f"{first}self_attn.k_proj.weight": (info.num_kv_heads * info.head_dim, info.hidden_size),
-        f"{first}mlp.gate_proj.weight": (info.intermediate_size, info.hidden_size),
-    }
+    expected = {info.embedding_tensor: vocab_shape}
+    mlp = "mlp.gate_proj" if "mlp.gate_proj" in sizes else "mlp.up_proj"
+    for module in ("self_attn.q_proj", "self_attn.k_proj", mlp):
+        name, _ = stored.place(module)
+        size = sum(sizes[part] for part in stored.fused.get(name, (module,)))
+        expected[f"model.layers.0.{name}.weight"] = (size, info.hidden_size)
     if not info.tie_embeddings:
         expected[HEAD] = vocab_shape
     for name, shape in expected.items():
@@ -157,7 +158,7 @@ def check_tensor_sizes(tensors: Mapping[str, StoredTensor], info: ModelInfo) -> 
         if tensors[name].shape != shape:
             raise CheckpointError(f"tensor {name} has shape {tensors[name].shape}, but config.json makes it {shape}")
     for layer in range(info.num_layers):
-        name = f"model.layers.{layer}.mlp.gate_proj.weight"
+        name = f"model.layers.{layer}.{stored.place(mlp)[0]}.weight"
         if name not in tensors:
             raise CheckpointError(f"the checkpoint lacks tensor {name}: config.json has {info.num_layers} layers")
 

@@ -9,10 +9,10 @@ import torch
 from tests.model.helpers.layer_stage import check_stage
 from tests.model.helpers.paged_problems import CPU, Segment, attend_all
 from tests.model.helpers.row_split_cases import NAMED_CASES, Case
+from tokasaurus.checkpoint.spec import NormSpec
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.cpu.build import INSTRUCTION_SETS, machine_sets
-from tokasaurus.model.decoder.families import DecoderOptions
 
 SEGMENTS = [Segment(1, 600), Segment(1, 33), Segment(70, 200), Segment(1, 1)]
 
@@ -55,4 +55,4 @@ def test_kernels_for_other_processors_equal_the_reference(
 @pytest.mark.parametrize("case", NAMED_CASES[2:])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_for_other_processors_equal_torch_layers(kernels: Kernels, dtype: torch.dtype, case: Case) -> None:
-    check_stage(dataclasses.replace(case, dtype=dtype), DecoderOptions(qk_norm=True), kernels)
+    check_stage(dataclasses.replace(case, dtype=dtype), {"query_key_norm": NormSpec(1e-5)}, kernels)

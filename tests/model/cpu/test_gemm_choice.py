@@ -1,12 +1,12 @@
 """The choice between the kernels' gemms and torch's, and gemms computed by that choice."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers.damage import DAMAGE
+from tests.helpers.plain_info import with_layers
 from tests.helpers.tiny_model import save_tiny_model
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.linear_layers import (
@@ -19,6 +19,7 @@ from tests.model.helpers.linear_layers import (
 )
 from tests.model.helpers.steps import StepDriver, make_runner
 from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.checkpoint.spec import MLPSpec
 from tokasaurus.model.cpu import gemm_choice
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.cpu.gemm_choice import MANY_ROWS, GemmChoice, choose_gemm
@@ -100,7 +101,7 @@ def test_the_choice_is_measured_once_and_cached(info: ModelInfo, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(gemm_choice, "_measure", measure_again)
         assert choose_gemm(kernels, info, torch.bfloat16) == first
-        other_model = dataclasses.replace(info, intermediate_size=128)
+        other_model = with_layers(info, mlp=MLPSpec(128))
         with pytest.raises(AssertionError, match="in the cache"):
             choose_gemm(kernels, other_model, torch.bfloat16)
         with pytest.raises(AssertionError, match="in the cache"):

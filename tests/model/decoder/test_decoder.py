@@ -9,9 +9,7 @@ from transformers import PreTrainedModel
 from tests.helpers.examples import few
 from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import assert_equals_oracle, load, run_stages, run_whole_prompt
-from tokasaurus.checkpoint import info, weight_files
-from tokasaurus.model.decoder import families
-from tokasaurus.model.decoder.families import DecoderOptions
+from tokasaurus.checkpoint import weight_files
 from tokasaurus.model.decoder.layers import Linear
 from tokasaurus.model.parallel.mesh import Mesh
 
@@ -48,14 +46,6 @@ def test_weights_come_from_a_sharded_checkpoint(tmp_path: Path) -> None:
     oracle = save_tiny_model(tmp_path, "qwen2", max_shard_size="60KB")
     assert len(weight_files(tmp_path)) > 2
     assert_equals_oracle(tmp_path, oracle, "torch", seed=8)
-
-
-def test_a_family_is_added_by_two_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/adding_a_model.md describes, with Mistral as the example."""
-    oracle = save_tiny_model(tmp_path, "mistral")
-    monkeypatch.setitem(info.FAMILIES, "mistral", info.FamilyConfig("MistralForCausalLM", ("sliding_window",)))
-    monkeypatch.setitem(families.FAMILIES, "mistral", DecoderOptions())
-    assert_equals_oracle(tmp_path, oracle, "torch", seed=9)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -99,7 +99,9 @@ def run_whole_prompt(
     """One stage's forward of one prompt, with a KV cache of its own -> its hidden states, or all logits."""
     num_heads = mesh.shard(model_info.num_heads, "")[1]
     num_kv_heads = mesh.kv_head_shard(model_info.num_kv_heads)[1]
-    shape = KVShape(len(model.layers), num_heads, num_kv_heads, model_info.head_dim, 16, torch.float32, CPU)
+    layers = tuple(layer.spec.attention for layer in model.decoder_layers())
+    sizes = len(model.layers), num_heads, num_kv_heads, model_info.head_dim, 16
+    shape = KVShape(*sizes, torch.float32, CPU, layers=layers)
     backend = make_backend("reference", shape, None)
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // 16)

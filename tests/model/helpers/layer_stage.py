@@ -1,19 +1,20 @@
 """A pipeline stage with random weights, computed by the kernels and by torch with the reference backend."""
 
-import dataclasses
+from dataclasses import replace
+from typing import Any
 
 import torch
 
+from tests.helpers.plain_info import plain_info
 from tests.model.helpers.linear_layers import random_rows
 from tests.model.helpers.row_split_cases import Case, CaseStep
 from tests.model.helpers.steps import CPU, one_thread
-from tokasaurus.checkpoint import ModelInfo, RopeInfo
+from tokasaurus.checkpoint import RopeInfo
 from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.row_split import attends_over
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.decoder.decoder import Decoder
-from tokasaurus.model.decoder.families import DecoderOptions
 from tokasaurus.model.execution.device_batch import build_batch
 from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.parallel.mesh import Mesh
@@ -29,9 +30,10 @@ MIDDLE = Mesh(pp_rank=1, pp_size=3)
 """A pipeline stage that neither embeds nor has an LM head: hidden states in, hidden states out."""
 
 
-def make_stage(case: Case, options: DecoderOptions, kernels: Kernels | None) -> Decoder:
-    """A stage with seeded random weights. kernels: pack the weights for these; None: do not pack."""
-    info = ModelInfo(
+def make_stage(case: Case, options: dict[str, Any], kernels: Kernels | None) -> Decoder:
+    """A stage with seeded random weights. options: fields of AttentionSpec. kernels: pack the weights for
+    these; None: do not pack."""
+    info = plain_info(
         family="llama",
         num_layers=NUM_LAYERS * MIDDLE.pp_size,
         hidden_size=HIDDEN_SIZE,
@@ -47,7 +49,9 @@ def make_stage(case: Case, options: DecoderOptions, kernels: Kernels | None) -> 
         eos_ids=(0,),
         dtype="float32",
     )
-    stage = Decoder(info, options, MIDDLE, case.dtype)
+    spec = info.spec
+    layers = [replace(layer, attention=replace(layer.attention, **options)) for layer in spec.layers]
+    stage = Decoder(replace(info, spec=replace(spec, layers=tuple(layers))), MIDDLE, case.dtype)
     stage.materialize(CPU, 2000)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in stage.named_parameters():
@@ -58,11 +62,11 @@ def make_stage(case: Case, options: DecoderOptions, kernels: Kernels | None) -> 
     return stage
 
 
-def run_stage(case: Case, options: DecoderOptions, kernels: Kernels, by_kernels: bool, grouped: bool) -> torch.Tensor:
+def run_stage(case: Case, options: dict[str, Any], kernels: Kernels, by_kernels: bool, grouped: bool) -> torch.Tensor:
     """-> hidden states [T, HIDDEN_SIZE] of the case's step, without padding."""
     made = CaseStep(case)
-    step = made.step if grouped else dataclasses.replace(made.step, groups=None)
-    shape = dataclasses.replace(case.shape, num_layers=NUM_LAYERS)
+    step = made.step if grouped else replace(made.step, groups=None)
+    shape = replace(case.shape, num_layers=NUM_LAYERS)
     backend: AttentionBackend = make_backend("cpu" if by_kernels else "reference", shape, kernels)
     backend.allocate(made.num_blocks)
     backend.plan(PagedLayout(torch.arange(len(made.key)), ()))
@@ -78,7 +82,7 @@ def run_stage(case: Case, options: DecoderOptions, kernels: Kernels, by_kernels:
     return out[: int(made.step.num_tokens.sum())]
 
 
-def check_stage(case: Case, options: DecoderOptions, kernels: Kernels | None = None) -> None:
+def check_stage(case: Case, options: dict[str, Any], kernels: Kernels | None = None) -> None:
     """Compare the kernels' layers with torch's. kernels: default is this machine's best instruction set."""
     kernels = kernels or load_kernels()
     assert kernels is not None, "the tests need a C++ compiler"

@@ -2,9 +2,10 @@
 
 import torch
 
+from tokasaurus.checkpoint.spec import NormSpec
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.cpu.layer_executor import LayerKernels
-from tokasaurus.model.decoder.layers import RMSNorm
+from tokasaurus.model.decoder.layers import Norm
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -31,8 +32,8 @@ def fill(module: torch.nn.Module, seed: int = 0) -> None:
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
 
-def make_norm(size: int, dtype: torch.dtype) -> RMSNorm:
-    norm = RMSNorm(size, 1e-5, dtype)
+def make_norm(size: int, dtype: torch.dtype) -> Norm:
+    norm = Norm(NormSpec(1e-5), size, dtype)
     fill(norm, seed=1)
     return norm
 

@@ -1,14 +1,20 @@
 """How layers, heads and rows are divided among ranks, against the definitions applied one by one."""
 
 import math
-from dataclasses import replace
 
 import pytest
 
+from tests.helpers.plain_info import plain_info
 from tokasaurus.checkpoint import ModelInfo, RopeInfo
 from tokasaurus.model.parallel.mesh import Mesh
 
-MODEL = ModelInfo("llama", 4, 64, 12, 4, 16, 90, 275, 512, 1e-5, RopeInfo(1e4), False, (0,), "float32")
+
+def model_of(num_layers: int = 4, vocab_size: int = 275) -> ModelInfo:
+    sizes = num_layers, 64, 12, 4, 16, 90, vocab_size, 512
+    return plain_info("llama", *sizes, 1e-5, RopeInfo(1e4), False, (0,), "float32")
+
+
+MODEL = model_of()
 HEAD_OF_ONE_LAYER = 2 * 12 * 16 + 2 * 4 * 16 + 3 * 90
 """Token ids for which the LM head has as many parameters as a layer: queries and output, keys and values, MLP."""
 
@@ -30,7 +36,7 @@ def stages_of(info: ModelInfo, pp_size: int) -> list[range]:
 @pytest.mark.parametrize("vocab_size", [10, 3000, 100_000])
 def test_no_other_stages_have_a_faster_slowest_one(num_layers: int, pp_size: int, vocab_size: int) -> None:
     """All ways to divide the layers into stages of at least one, by their numbers in the last stage."""
-    info = replace(MODEL, num_layers=num_layers, vocab_size=vocab_size)
+    info = model_of(num_layers, vocab_size)
     stages = stages_of(info, pp_size)
     assert [layer for stage in stages for layer in stage] == list(range(num_layers))
     sizes = [len(stage) for stage in stages]
@@ -56,13 +62,13 @@ def test_no_other_stages_have_a_faster_slowest_one(num_layers: int, pp_size: int
     ],
 )
 def test_stages_by_hand(num_layers: int, head: float, pp_size: int, sizes: list[int]) -> None:
-    info = replace(MODEL, num_layers=num_layers, vocab_size=round(head * HEAD_OF_ONE_LAYER))
+    info = model_of(num_layers, round(head * HEAD_OF_ONE_LAYER))
     assert [len(stage) for stage in stages_of(info, pp_size)] == sizes
 
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="pp_size=8 is more than the model's 7 layers"):
-        stages_of(replace(MODEL, num_layers=7), 8)
+        stages_of(model_of(7, 275), 8)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +131,7 @@ def test_a_model_that_cannot_be_divided_is_refused_with_its_sizes(
 ) -> None:
     for index in range(pp_size * tp_size):
         with pytest.raises(ValueError, match=message):
-            Mesh.of_worker(index, pp_size, tp_size).check(replace(MODEL, **changes))
+            Mesh.of_worker(index, pp_size, tp_size).check(model_of(**changes))
 
 
 def test_one_rank_of_the_last_stage_replies() -> None:

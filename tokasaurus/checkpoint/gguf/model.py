@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokasaurus.checkpoint.families import FAMILIES
 from tokasaurus.checkpoint.gguf.header import Header, TensorEntry, read_header
 from tokasaurus.checkpoint.json_files import CheckpointError, unreadable
 from tokasaurus.checkpoint.stored_tensors import StoredTensor
 
 SUFFIX = ".gguf"
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {name: family.architecture for name, family in FAMILIES.items() if family.gguf_names is not None}
+"""The class in transformers of each architecture that is read."""
 
 # The table of the gguf library goes the other way, from up to a dozen spellings of a tensor in checkpoints to its name
 # in a file. So it cannot say which spelling our models have; a test compares these names with it.
@@ -30,11 +32,6 @@ _LAYER_NAMES = {
     "attn_k.weight": "self_attn.k_proj.weight",
     "attn_v.weight": "self_attn.v_proj.weight",
     "attn_output.weight": "self_attn.o_proj.weight",
-}
-_FAMILY_LAYER_NAMES = {
-    "llama": {},
-    "qwen2": {f"attn_{each}.bias": f"self_attn.{each}_proj.bias" for each in "qkv"},
-    "qwen3": {f"attn_{each}_norm.weight": f"self_attn.{each}_norm.weight" for each in "qk"},
 }
 _IN_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(.+)")
 _INTERLEAVED = ("attn_q.weight", "attn_k.weight")
@@ -183,5 +180,5 @@ def _hf_name(architecture: str, num_layers: int, name: str) -> str | None:
     in_layer = _IN_LAYER.fullmatch(name)
     if in_layer is None:
         return _TOP_NAMES.get(name)
-    found = {**_LAYER_NAMES, **_FAMILY_LAYER_NAMES[architecture]}.get(in_layer[2])
+    found = {**_LAYER_NAMES, **(FAMILIES[architecture].gguf_names or {})}.get(in_layer[2])
     return None if found is None or int(in_layer[1]) >= num_layers else f"model.layers.{in_layer[1]}.{found}"

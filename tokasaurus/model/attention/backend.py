@@ -12,11 +12,20 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from tokasaurus.checkpoint.spec import AttentionSpec
 from tokasaurus.model.buffer_sizes import KVSizes
 from tokasaurus.model.staging.staging import Staging
 
 # T tokens in this forward, H query heads, K key/value heads, D head size, S segments, B blocks of the longest segment,
 # N blocks of all segments together
+
+
+class Scores(NamedTuple):
+    """How a layer makes scores of queries and keys; see AttentionSpec."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,32 @@ class KVShape(KVSizes):
     device: torch.device
     activation_dtype: torch.dtype | None = None
     """dtype of the queries, keys and values passed in, and of outputs; None: the same as dtype."""
+
+    layers: tuple[AttentionSpec, ...] = ()
+    """How each of the worker's layers makes its scores; empty: all as usual."""
+
+    def scores_of(self, layer_index: int) -> "Scores":
+        """Scale, window and softcap of a layer."""
+        if not self.layers:
+            return Scores(self.head_dim**-0.5, None, None)
+        layer = self.layers[layer_index]
+        return Scores(layer.scale, layer.window, layer.softcap)
+
+    @property
+    def windows(self) -> set[int | None]:
+        """Those of all layers."""
+        return {self.scores_of(index).window for index in range(self.num_layers)}
+
+    @property
+    def unusual_scores(self) -> str | None:
+        """What not every backend computes, as text; None if all layers' scores are the usual ones."""
+        found = [self.scores_of(index) for index in range(self.num_layers)]
+        names = [
+            *(["a window"] if any(each.window is not None for each in found) else []),
+            *(["a cap of the scores"] if any(each.softcap is not None for each in found) else []),
+            *(["a scale of its own"] if any(each.scale != self.head_dim**-0.5 for each in found) else []),
+        ]
+        return f"attention with {' and '.join(names)}" if names else None
 
     @property
     def query_dtype(self) -> torch.dtype:
@@ -120,6 +155,24 @@ class PagedLayout:
     """Brings the arrays of a backend's plan to the device; None if the plan does so itself."""
 
 
+def tokens_seen(part: PagedPart) -> Tensor:
+    """int64 [num_rows], on the host: how many of its segment's tokens each row sees, the first ones; a layer's window
+    then ends with the last of them and of `tokens_after`."""
+    counts = part.query_starts.long().diff()
+    seen = part.kv_lengths.long().repeat_interleave(counts)
+    if not part.causal:
+        return seen
+    ends = part.query_starts[1:].long().repeat_interleave(counts)
+    return seen - (ends - 1 - torch.arange(len(ends)))
+
+
+def tokens_after(layout: PagedLayout, part: PagedPart) -> Tensor:
+    """int64 [num_rows], on the host: how many tokens each row sees that come after the part's, in another part."""
+    if part is layout.prefix:
+        return tokens_seen(layout.parts[0])
+    return torch.zeros(part.num_rows, dtype=torch.int64)
+
+
 class AttentionBackend(Protocol):
     """One worker's KV cache and attention over it.
 
@@ -168,7 +221,8 @@ class AttentionBackend(Protocol):
         dtype, to be filled and returned; None for memory of the backend's choice, as for every partial part. The
         output of a partial part has the query's dtype or a wider one. The LSE is the logarithm of the sum of
         exponentiated scores, natural or in the base that this backend's `merge` expects; it may be None for a part that
-        is not partial. Scores are scaled by D ** -0.5.
+        is not partial. Scores are those of KVShape.scores_of. A row whose window has no token of the part gets 0, and
+        the LSE -inf.
         """
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor) -> Tensor:

@@ -89,21 +89,31 @@ def lists_in(own: RecordedMemory, lists: BlockLists) -> BlockLists:
     return replace(lists, starts=own.starts, blocks=own.blocks[: len(lists.blocks)], last_lengths=own.last_lengths)
 
 
-def padded_tables(part: PagedPart, segments: Tensor, num_blocks: int, staging: Staging) -> Tensor:
+def padded_tables(
+    part: PagedPart, segments: Tensor, num_blocks: int, staging: Staging, first_blocks: Tensor | None = None
+) -> Tensor:
     """The first num_blocks blocks of M segments, int64 [M * num_blocks] on the device, once staged work is launched.
 
     segments: int64 [M], on the host. A shorter segment's entries after its blocks are any of the cache's blocks.
+    first_blocks: int64 [M], on the host, how many blocks of each segment to leave out; None: none.
     """
     if part.lists is None:
         assert part.block_table is not None
-        return staging.to_device(part.block_table[segments, :num_blocks].long().flatten().numpy())
+        if first_blocks is None:
+            return staging.to_device(part.block_table[segments, :num_blocks].long().flatten().numpy())
+        columns = (first_blocks.unsqueeze(1) + torch.arange(num_blocks)).clamp_max(part.block_table.shape[1] - 1)
+        return staging.to_device(part.block_table[segments.unsqueeze(1), columns].long().flatten().numpy())
     tables = torch.empty(len(segments) * num_blocks, dtype=torch.int64, device=part.lists.blocks.device)
-    staging.then(partial(_fill_tables, part.lists, staging.to_device(segments.numpy()), tables.view(-1, num_blocks)))
+    left_out = None if first_blocks is None else staging.to_device(first_blocks.numpy())
+    on_device = staging.to_device(segments.numpy())
+    staging.then(partial(_fill_tables, part.lists, on_device, tables.view(-1, num_blocks), left_out))
     return tables
 
 
-def _fill_tables(lists: BlockLists, segments: Tensor, tables: Tensor) -> None:
-    """segments: int64 [M]. tables: int64 [M, B]."""
+def _fill_tables(lists: BlockLists, segments: Tensor, tables: Tensor, left_out: Tensor | None) -> None:
+    """segments: int64 [M]. tables: int64 [M, B]. left_out: int64 [M], blocks to leave out."""
     first, last = lists.starts[segments].unsqueeze(1), lists.starts[segments + 1].unsqueeze(1) - 1
+    if left_out is not None:
+        first = first + left_out.unsqueeze(1)
     columns = torch.arange(tables.shape[1], device=tables.device)
     tables.copy_(lists.blocks[(first + columns).minimum(last)])

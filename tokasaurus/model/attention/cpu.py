@@ -35,7 +35,7 @@ def why_unfit(shape: KVShape, kernels: Kernels) -> str | None:
         return f"{shape.num_heads // shape.num_kv_heads} query heads per KV head (at most {kernels.max_group})"
     if shape.page_size % 16:
         return f"page_size={shape.page_size} (a multiple of 16)"
-    return None
+    return shape.unusual_scores
 
 
 class CpuBackend:

@@ -3,7 +3,16 @@
 import torch
 from torch import Tensor
 
-from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, TensorCache, as_stored, output_of
+from tokasaurus.model.attention.backend import (
+    KVShape,
+    PagedLayout,
+    PagedPart,
+    Scores,
+    TensorCache,
+    as_stored,
+    output_of,
+    tokens_after,
+)
 from tokasaurus.model.attention.row_split import merge_partial
 
 # T tokens, H query heads, K key/value heads, D head size, L tokens in a segment's blocks
@@ -21,6 +30,7 @@ class ReferenceBackend(TensorCache):
 
     def plan(self, layout: PagedLayout) -> None:
         self._kv_indices = layout.kv_indices
+        self._layout = layout
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
         self._keys[layer_index, self._kv_indices] = as_stored(key, self._shape.dtype)
@@ -31,13 +41,16 @@ class ReferenceBackend(TensorCache):
     ) -> tuple[Tensor, Tensor]:
         output = output_of(query, part, output)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        scores, after = self._shape.scores_of(layer_index), tokens_after(self._layout, part)
         for segment in range(len(part.kv_lengths)):
             start, end = part.query_starts[segment : segment + 2].tolist()
             kv_length = int(part.kv_lengths[segment])
             key, value = self._gather(layer_index, _blocks_of(part, segment), kv_length)
             for row in range(start, end):
                 visible = kv_length - (end - 1 - row) if part.causal else kv_length
-                output[row], lse[row] = self._attend_one(query[row], key[:visible], value[:visible])
+                first = 0 if scores.window is None else max(0, visible + int(after[row]) - scores.window)
+                seen = slice(min(first, visible), visible)
+                output[row], lse[row] = self._attend_one(query[row], key[seen], value[seen], scores)
         return output, lse
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
@@ -54,9 +67,11 @@ class ReferenceBackend(TensorCache):
         return key, value
 
     @staticmethod
-    def _attend_one(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _attend_one(query: Tensor, key: Tensor, value: Tensor, how: Scores) -> tuple[Tensor, Tensor]:
         """query [H, D], key and value [L, H, D] -> output [H, D] and lse [H] in float32."""
-        scores = torch.einsum("hd,lhd->hl", query.float(), key) * query.shape[-1] ** -0.5
+        scores = torch.einsum("hd,lhd->hl", query.float(), key) * how.scale
+        if how.softcap is not None:
+            scores = how.softcap * torch.tanh(scores / how.softcap)
         return torch.einsum("hl,lhd->hd", scores.softmax(dim=-1), value), scores.logsumexp(dim=-1)
 
 

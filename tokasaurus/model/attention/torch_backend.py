@@ -9,7 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, TensorCache, as_stored, output_of
+from tokasaurus.model.attention.backend import (
+    KVShape,
+    PagedLayout,
+    PagedPart,
+    Scores,
+    TensorCache,
+    as_stored,
+    output_of,
+    tokens_after,
+)
 from tokasaurus.model.attention.block_lists import padded_tables
 from tokasaurus.model.attention.row_split import merge_partial
 from tokasaurus.model.staging.staging import DirectStaging
@@ -39,7 +48,11 @@ class _Bucket:
     """int64 [N], indices of the S * Q entries that are not padding."""
 
     visible: Tensor
-    """int64 [S, Q], number of KV tokens that each row sees."""
+    """int64 [S, Q], number of KV tokens that each row sees, counted from the bucket's first block; with a window, less
+    `first`."""
+
+    first: Tensor | None
+    """int64 [S, Q], first token that each row sees; None without a window."""
 
 
 class TorchBackend(TensorCache):
@@ -47,7 +60,8 @@ class TorchBackend(TensorCache):
 
     def __init__(self, shape: KVShape) -> None:
         self._shape = shape
-        self._buckets: dict[int, list[_Bucket]] = {}
+        self._buckets: dict[tuple[int, int | None], list[_Bucket]] = {}
+        """By the part's id and a layer's window."""
 
     def _cache_size(self, num_blocks: int) -> tuple[int, ...]:
         shape = self._shape
@@ -58,7 +72,11 @@ class TorchBackend(TensorCache):
         self._staging = layout.staging or DirectStaging(self._shape.device)
         self._layout = layout  # keeps the parts alive: _buckets is keyed by their ids
         parts = layout.parts if layout.prefix is None else (*layout.parts, layout.prefix)
-        self._buckets = {id(part): self._make_buckets(part) for part in parts}
+        self._buckets = {
+            (id(part), window): self._make_buckets(part, tokens_after(layout, part), window)
+            for part in parts
+            for window in self._shape.windows
+        }
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
         shape = self._shape
@@ -79,9 +97,10 @@ class TorchBackend(TensorCache):
     ) -> tuple[Tensor, Tensor]:
         output = output_of(query, part, output)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        for bucket in self._buckets[id(part)]:
+        scores = self._shape.scores_of(layer_index)
+        for bucket in self._buckets[id(part), scores.window]:
             rows = bucket.rows.flatten()[bucket.valid]
-            bucket_output, bucket_lse = self._attend_bucket(query[bucket.rows], layer_index, bucket)
+            bucket_output, bucket_lse = self._attend_bucket(query[bucket.rows], layer_index, bucket, scores)
             output[rows] = bucket_output.flatten(0, 1)[bucket.valid].to(output.dtype)
             lse[rows] = bucket_lse.flatten(0, 1)[bucket.valid]
         return output, lse
@@ -93,7 +112,7 @@ class TorchBackend(TensorCache):
             return triton_kernels.merge_partial(first, second, output)
         return merge_partial(first, second, output)
 
-    def _attend_bucket(self, query: Tensor, layer_index: int, bucket: _Bucket) -> tuple[Tensor, Tensor]:
+    def _attend_bucket(self, query: Tensor, layer_index: int, bucket: _Bucket, how: Scores) -> tuple[Tensor, Tensor]:
         """query [S, Q, H, D] -> output [S, Q, H, D] and lse [S, Q, H], both float32."""
         num_segments, num_rows, num_heads, head_dim = query.shape
         num_kv_heads = self._shape.num_kv_heads
@@ -106,13 +125,19 @@ class TorchBackend(TensorCache):
         grouped = query.view(num_segments, num_rows, num_kv_heads, group, head_dim).permute(2, 0, 3, 1, 4)
         grouped = grouped.reshape(num_kv_heads * num_segments, group * num_rows, head_dim)
         # [K * S, G * Q, L]. Scaled in float32: D ** -0.5 is exact in bfloat16 only where D is a power of 4.
-        scores = _bmm_in_float32(grouped, key.to(query.dtype).transpose(1, 2)).mul_(head_dim**-0.5)
+        scores = _bmm_in_float32(grouped, key.to(query.dtype).transpose(1, 2)).mul_(how.scale)
+        if how.softcap is not None:
+            scores.div_(how.softcap).tanh_().mul_(how.softcap)
         positions = torch.arange(key.shape[1], device=query.device)
         hidden = positions >= bucket.visible.unsqueeze(-1)  # [S, Q, L]
+        if bucket.first is not None:
+            hidden |= positions < bucket.first.unsqueeze(-1)
         scores = scores.view(num_kv_heads, num_segments, group, num_rows, -1)
         scores.masked_fill_(hidden.unsqueeze(1).unsqueeze(0), -torch.inf)
         lse = scores.logsumexp(dim=-1)  # [K, S, G, Q]
-        weights = scores.sub_(lse.unsqueeze(-1)).exp_().view(*grouped.shape[:2], -1)
+        # The clamp is for rows that see no token: their weights are 0, not NaN.
+        lowest = torch.finfo(torch.float32).min
+        weights = scores.sub_(lse.clamp_min(lowest).unsqueeze(-1)).exp_().view(*grouped.shape[:2], -1)
         output = _bmm_in_float32(weights, value.to(query.dtype))
         output = output.view(num_kv_heads, num_segments, group, num_rows, head_dim)
         return (
@@ -120,11 +145,16 @@ class TorchBackend(TensorCache):
             lse.permute(1, 3, 0, 2).reshape(num_segments, num_rows, num_heads),
         )
 
-    def _make_buckets(self, part: PagedPart) -> list[_Bucket]:
-        """Sort segments by length, longest first; a bucket's shortest is at least half as long as its longest."""
+    def _make_buckets(self, part: PagedPart, after: Tensor, window: int | None) -> list[_Bucket]:
+        """Sort segments by length, longest first; a bucket's shortest is at least half as long as its longest.
+
+        after: as of tokens_after. window: segments are as long as their rows' windows together."""
         starts = part.query_starts.tolist()
         lengths = part.kv_lengths.tolist()
         num_rows = [end - start for start, end in itertools.pairwise(starts)]
+        if window is not None:
+            page_size = self._shape.page_size  # a window begins anywhere in a block
+            lengths = [min(length, window + rows + page_size) for length, rows in zip(lengths, num_rows, strict=True)]
         order = sorted(range(len(lengths)), key=lambda segment: (num_rows[segment], lengths[segment]), reverse=True)
         buckets: list[_Bucket] = []
         members: list[int] = []
@@ -135,12 +165,12 @@ class TorchBackend(TensorCache):
                 longest, shortest = max(longest, length), min(shortest, length)
                 is_similar = 2 * rows >= max_rows and longest <= 2 * shortest
                 if not is_similar or not self._fits((len(members) + 1) * longest, max_rows):
-                    buckets += self._pad(part, members, starts, lengths)
+                    buckets += self._pad(part, members, starts, lengths, after, window)
                     members = []
             if not members:
                 max_rows, longest, shortest = rows, length, length
             members.append(segment)
-        return buckets + self._pad(part, members, starts, lengths)
+        return buckets + self._pad(part, members, starts, lengths, after, window)
 
     def _fits(self, num_tokens: int, num_rows: int) -> bool:
         """num_tokens: of KV in a bucket, with padding. num_rows: of each of its segments."""
@@ -148,7 +178,15 @@ class TorchBackend(TensorCache):
         gathered = num_tokens * self._shape.num_kv_heads * self._shape.head_dim
         return scores <= _MAX_SCORES and gathered <= _MAX_GATHERED
 
-    def _pad(self, part: PagedPart, members: list[int], starts: list[int], lengths: list[int]) -> list[_Bucket]:
+    def _pad(
+        self,
+        part: PagedPart,
+        members: list[int],
+        starts: list[int],
+        lengths: list[int],
+        after: Tensor,
+        window: int | None,
+    ) -> list[_Bucket]:
         """One bucket of these segments, or several of consecutive rows if one segment alone has too many scores."""
         staging = self._staging
         index = torch.tensor(members)
@@ -164,13 +202,22 @@ class TorchBackend(TensorCache):
             visible = part.kv_lengths[index].long().unsqueeze(1).expand(-1, len(offsets))
             if part.causal:
                 visible = visible - (count.unsqueeze(1) - 1 - offsets)
+            rows = (first.unsqueeze(1) + offsets).masked_fill(~is_row, 0)
+            first_blocks = seen_from = None
+            if window is not None:
+                begin = (visible + after[rows] - window).clamp_min(0)
+                # Of the first row, which is no padding if any is; it has at least one block.
+                first_blocks = torch.minimum(begin[:, 0], visible[:, 0] - 1).clamp_min(0) // self._shape.page_size
+                visible = visible - first_blocks.unsqueeze(1) * self._shape.page_size
+                begin = (begin - first_blocks.unsqueeze(1) * self._shape.page_size).masked_fill(~is_row, 0)
+                seen_from = staging.to_device(begin.numpy())
             # A padding row sees one token, so that its softmax is finite; its result is dropped.
             visible = visible.masked_fill(~is_row, 1)
             num_blocks = -(-int(visible.max()) // self._shape.page_size)  # early rows of a long prefill see few tokens
-            table = padded_tables(part, index, num_blocks, staging)
-            rows = (first.unsqueeze(1) + offsets).masked_fill(~is_row, 0)
+            table = padded_tables(part, index, num_blocks, staging, first_blocks)
             valid = is_row.flatten().nonzero().squeeze(1)
-            buckets.append(_Bucket(table, *(staging.to_device(x.numpy()) for x in (rows, valid, visible))))
+            on_device = [staging.to_device(x.numpy()) for x in (rows, valid, visible)]
+            buckets.append(_Bucket(table, *on_device, seen_from))  # type: ignore[call-arg]
         return buckets
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tokasaurus.checkpoint.block_types import dequantize_rows, inputs_of_row
+from tokasaurus.checkpoint.spec import LayerSpec
 from tokasaurus.model.cpu.bindings import (
     ACTIVATION_DTYPES,
     BLOCK_TYPES,
@@ -254,6 +255,11 @@ class PackedLayer:
 
 class PackedLayers:
     """The layers of a pipeline stage. Without tensor parallelism, which would have to sum over ranks between gemms."""
+
+    @staticmethod
+    def computes(layer: LayerSpec) -> bool:
+        """Whether the kernels compute such a layer; all of a stage must have one rotary table and one eps."""
+        return layer.is_plain
 
     def __init__(
         self,

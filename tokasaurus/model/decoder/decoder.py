@@ -1,35 +1,38 @@
-"""The decoder that all model families share, with its attention layer and rotary embedding; a family is a
-`DecoderOptions` (see families)."""
+"""The decoder that all model families share, with its attention layer and rotary embedding; what a layer computes is
+its `LayerSpec` (see checkpoint/spec)."""
 
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from tokasaurus.checkpoint import ModelInfo, RopeInfo
-from tokasaurus.checkpoint.info import EMBEDDING, HEAD
+from tokasaurus.checkpoint.info import EMBEDDING, HEAD, HEAD_BIAS
+from tokasaurus.checkpoint.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
 from tokasaurus.checkpoint.weight_files import is_old_buffer
 from tokasaurus.model.attention.row_split import Attends
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
 from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedLayer, PackedLayers
 from tokasaurus.model.decoder.compile import Compiler
-from tokasaurus.model.decoder.families import DecoderOptions, options_of
 from tokasaurus.model.decoder.layers import (
+    MLP,
     PLAIN,
     FusedColumnLinear,
-    GatedMLP,
     Linear,
+    Norm,
     OutputShard,
-    RMSNorm,
     RowLinear,
     VocabShard,
 )
 from tokasaurus.model.decoder.quantize import Packing
-from tokasaurus.model.decoder.weights import WeightShard, allocate_parameters, whole
+from tokasaurus.model.decoder.stored_tensors import as_stored
+from tokasaurus.model.decoder.weights import WeightShard, allocate_parameters
+from tokasaurus.model.parallel.collectives import sum_in_float32
 from tokasaurus.model.parallel.mesh import Mesh
 
 # T tokens in this forward, R rows whose logits are wanted, E hidden size, H query heads, K key/value heads, D head size
@@ -52,29 +55,29 @@ class Attention(nn.Module):
     layer_index: counted within this pipeline stage, as in the KV cache.
     """
 
-    def __init__(
-        self, info: ModelInfo, mesh: Mesh, layer_index: int, qkv_bias: bool, qk_norm: bool, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, hidden_size: int, mesh: Mesh, layer_index: int, dtype: torch.dtype) -> None:
         super().__init__()
+        self.spec = spec
         self.layer_index = layer_index
-        self.head_dim = info.head_dim
-        head_start, self.num_heads = mesh.shard(info.num_heads, "attention heads")
-        kv_start, self.num_kv_heads = mesh.kv_head_shard(info.num_kv_heads)
-        query_size = info.num_heads * info.head_dim
-        query_shard = (head_start * info.head_dim, self.num_heads * info.head_dim)
-        kv_size = info.num_kv_heads * info.head_dim
-        kv_shard = (kv_start * info.head_dim, self.num_kv_heads * info.head_dim)
+        self.head_dim = head_dim = spec.head_dim
+        head_start, self.num_heads = mesh.shard(spec.num_heads, "attention heads")
+        kv_start, self.num_kv_heads = mesh.kv_head_shard(spec.num_kv_heads)
+        query_size, kv_size = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
+        query_shard = (head_start * head_dim, self.num_heads * head_dim)
+        kv_shard = (kv_start * head_dim, self.num_kv_heads * head_dim)
         outputs = [
             OutputShard("q_proj", query_size, *query_shard),
             OutputShard("k_proj", kv_size, *kv_shard),
             OutputShard("v_proj", kv_size, *kv_shard),
         ]
-        self.qkv = FusedColumnLinear(info.hidden_size, outputs, qkv_bias, dtype)
-        self.out = RowLinear("o_proj", query_size, query_shard, info.hidden_size, mesh, dtype)
-        self.query_norm = RMSNorm(info.head_dim, info.norm_eps, dtype) if qk_norm else None
-        self.key_norm = RMSNorm(info.head_dim, info.norm_eps, dtype) if qk_norm else None
+        self.qkv = FusedColumnLinear(hidden_size, outputs, spec.has_qkv_bias, dtype)
+        self.out = RowLinear("o_proj", query_size, query_shard, hidden_size, mesh, dtype, spec.has_out_bias)
+        self.query_norm, self.key_norm = (
+            None if spec.query_key_norm is None else HeadNorm(spec, spec.query_key_norm, size, *shard, mesh, dtype)
+            for size, shard in ((query_size, query_shard), (kv_size, kv_shard))
+        )
 
-    def project(self, x: Tensor, norm: RMSNorm, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, norm: Norm | None, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, E], normalised by `norm` -> query [T, H, D], key and value [T, K, D]; query and key are rotated."""
         return self.split_heads(self.heads(self.qkv(x, norm)), cos_sin)
 
@@ -84,20 +87,65 @@ class Attention(nn.Module):
 
     def split_heads(self, heads: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """heads [T, H + 2K, D] -> query [T, H, D], key and value [T, K, D]; query and key are rotated."""
+        spec = self.spec
+        if spec.clip is not None:
+            heads = heads.clamp(-spec.clip, spec.clip)
         num_rotated = self.num_heads + self.num_kv_heads
         rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
-            rotated = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
-        rotated = rotate(rotated, cos_sin)
+        if not spec.norms_after_rotary:
+            rotated = self._normed(rotated)
+        if spec.rotary is not None:
+            rotated = rotate(rotated, cos_sin)
+        if spec.norms_after_rotary:
+            rotated = self._normed(rotated)
         return rotated[:, : self.num_heads], rotated[:, self.num_heads :], value
+
+    def _normed(self, rotated: Tensor) -> Tensor:
+        """[T, H + K, D] of queries and keys -> the same, normalised where the layer does so."""
+        if self.query_norm is None or self.key_norm is None:
+            return rotated
+        query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+        return torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         shards = self.qkv.weight_shards(prefix) + self.out.weight_shards(prefix)
         if self.query_norm is not None and self.key_norm is not None:
-            shards.append(whole(f"{prefix}q_norm.weight", self.query_norm.weight, self.query_norm.write))
-            shards.append(whole(f"{prefix}k_norm.weight", self.key_norm.weight, self.key_norm.write))
+            shards += self.query_norm.weight_shards(f"{prefix}q_norm")
+            shards += self.key_norm.weight_shards(f"{prefix}k_norm")
         return shards
+
+
+class HeadNorm(Norm):
+    """A norm of the heads [T, heads, D] of this rank's queries or keys: of each head by itself, or of all ranks' heads
+    together."""
+
+    def __init__(
+        self, spec: AttentionSpec, norm: NormSpec, size: int, start: int, length: int, mesh: Mesh, dtype: torch.dtype
+    ) -> None:
+        """size: numbers of all heads; this rank has `length` from `start` on."""
+        is_whole = spec.norm_over == "width"
+        num_heads = length // spec.head_dim if spec.norm_by_head else None
+        super().__init__(norm, length if is_whole else spec.head_dim, dtype, num_heads)
+        self._mesh = mesh
+        self._shard = (size, slice(start, start + length)) if is_whole or spec.norm_by_head else None
+        self._is_whole = is_whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._is_whole:
+            return super().forward(x)
+        if self._mesh.tp_size == 1:
+            return super().forward(x.flatten(1)).view(x.shape)
+        numbers = x.flatten(1).float()
+        # Ranks may have the same key heads: each then counts equally often.
+        mean = sum_in_float32(numbers.square().mean(-1, keepdim=True), self._mesh) / self._mesh.tp_size
+        normed = numbers * torch.rsqrt(mean + self.eps)
+        return (normed if self.weight is None else normed * self.weight.float()).to(x.dtype).view(x.shape)
+
+    def weight_shards(self, prefix: str) -> list[WeightShard]:
+        if self._shard is None:
+            return super().weight_shards(prefix)
+        size, part = self._shard
+        return [replace(shard, shape=(size,), shard=(part,)) for shard in super().weight_shards(prefix)]
 
 
 def zero_nonfinite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,20 +157,30 @@ def zero_nonfinite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class DecoderLayer(nn.Module):
-    """hidden [T, E] -> [T, E]: attention, then feed-forward, each applied to the normed input and added to it.
+    """hidden [T, E] -> [T, E]: attention, then feed-forward, each applied to the normed input and added to it, or what
+    else the spec says.
 
     Split into two methods: the attention backend is called between them (see execution/executors).
     """
 
-    def __init__(
-        self, info: ModelInfo, options: DecoderOptions, mesh: Mesh, layer_index: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, spec: LayerSpec, model: ModelSpec, mesh: Mesh, layer_index: int, dtype: torch.dtype) -> None:
         super().__init__()
+        self.spec = spec
         self.mesh = mesh
-        self.attention_norm = RMSNorm(info.hidden_size, info.norm_eps, dtype)
-        self.attention = Attention(info, mesh, layer_index, options.qkv_bias, options.qk_norm, dtype)
-        self.mlp_norm = RMSNorm(info.hidden_size, info.norm_eps, dtype)
-        self.mlp = GatedMLP(info, mesh, dtype)
+        self.table_index = model.table_of(spec)
+        """Of its rotary table."""
+        self._has_tables = model.num_rotary_tables > 1
+        size = model.hidden_size
+        norms = spec.attention_norm, spec.mlp_norm, spec.attention_out_norm, spec.mlp_out_norm
+        self.attention_norm, self.mlp_norm, self.attention_out_norm, self.mlp_out_norm = (
+            None if norm is None else Norm(norm, size, dtype) for norm in norms
+        )
+        self.attention = Attention(spec.attention, size, mesh, layer_index, dtype)
+        self.mlp = MLP(spec.mlp, size, mesh, dtype)
+
+    def table(self, cos_sin: Tensor) -> Tensor:
+        """cos_sin [T, tables, D] -> the layer's, [T, 1, D]."""
+        return cos_sin[:, self.table_index : self.table_index + 1] if self._has_tables else cos_sin
 
     def before_attention(self, hidden: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """hidden [T, E] -> query [T, H, D], key and value [T, K, D], rotated; and hidden for after_attention.
@@ -130,36 +188,57 @@ class DecoderLayer(nn.Module):
         The KV cache stays finite, because attention multiplies values of tokens that a row does not see by 0: tokens
         whose key or value is not finite get zeros for both. Their hidden state becomes NaN and stays so to the end.
         """
-        query, key, value = self.attention.project(hidden, self.attention_norm, cos_sin)
+        query, key, value = self.attention.project(hidden, self.attention_norm, self.table(cos_sin))
         key, value, is_finite = zero_nonfinite(key, value)
         return query, key, value, torch.where(is_finite[:, None], hidden, torch.nan)
 
     def after_attention(self, attended: Tensor, hidden: Tensor) -> Tensor:
         """attended [T, H, D], hidden [T, E] from before_attention -> hidden [T, E] for the next layer."""
         attention_out: Tensor = self.attention.out(attended.flatten(1))
-        hidden = hidden + attention_out
-        fed: Tensor = self.mlp(hidden, self.mlp_norm)
-        return hidden + fed
+        added = self._added(attention_out, self.attention_out_norm)
+        if self.spec.is_parallel:
+            fed: Tensor = self.mlp(hidden, self.mlp_norm or self.attention_norm)
+            return hidden + added + self._added(fed, self.mlp_out_norm)
+        hidden = hidden + added
+        fed = self.mlp(hidden, self.mlp_norm)
+        return hidden + self._added(fed, self.mlp_out_norm)
+
+    def _added(self, output: Tensor, norm: Norm | None) -> Tensor:
+        """What is added to the hidden states for the output of attention or MLP."""
+        output = output if norm is None else norm(output)
+        return output if self.spec.residual_multiplier == 1 else output * self.spec.residual_multiplier
+
+    def norms(self) -> Iterator[Norm]:
+        return (module for module in self.modules() if isinstance(module, Norm))
 
     def packed(self) -> PackedLayer | None:
-        """This layer's weights for the kernels; None unless all its linear layers are packed for them."""
+        """This layer's weights for the kernels; None unless all its linear layers are packed for them, and they compute
+        such a layer."""
         attention, mlp = self.attention, self.mlp
+        if not PackedLayers.computes(self.spec):
+            return None
         qkv, out, gate_up, down = (linear.packed for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down))
         if qkv is None or out is None or gate_up is None or down is None:
             return None
         query_norm, key_norm = (
             None if norm is None else norm.float_weight for norm in (attention.query_norm, attention.key_norm)
         )
+        assert self.attention_norm is not None
+        assert self.mlp_norm is not None
         norms = (self.attention_norm.float_weight, self.mlp_norm.float_weight, query_norm, key_norm)
         return PackedLayer(qkv, out, gate_up, down, *norms)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
-        return [
-            whole(f"{prefix}input_layernorm.weight", self.attention_norm.weight, self.attention_norm.write),
-            *self.attention.weight_shards(f"{prefix}self_attn."),
-            whole(f"{prefix}post_attention_layernorm.weight", self.mlp_norm.weight, self.mlp_norm.write),
-            *self.mlp.weight_shards(f"{prefix}mlp."),
-        ]
+        norms = {
+            "input_layernorm": self.attention_norm,
+            "post_attention_layernorm": self.mlp_norm,
+            "attention_out_norm": self.attention_out_norm,
+            "mlp_out_norm": self.mlp_out_norm,
+        }
+        shards = self.attention.weight_shards(f"{prefix}self_attn.") + self.mlp.weight_shards(f"{prefix}mlp.")
+        for name, norm in norms.items():
+            shards += [] if norm is None else norm.weight_shards(f"{prefix}{name}")
+        return shards
 
 
 class Decoder(nn.Module):
@@ -168,7 +247,7 @@ class Decoder(nn.Module):
     Parameters are created on the meta device: call `materialize`, fill `weight_shards`, then call `pack`.
     """
 
-    def __init__(self, info: ModelInfo, options: DecoderOptions, mesh: Mesh, dtype: torch.dtype) -> None:
+    def __init__(self, info: ModelInfo, mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
         self._info = info
         self._mesh = mesh
@@ -178,21 +257,27 @@ class Decoder(nn.Module):
         self.packed_layers: PackedLayers | None = None
         """All layers as the CPU kernels read them; None unless they are all packed."""
         self.gemm_choice = ALWAYS_KERNELS
-        stage = mesh.stage_layers(info)
+        stage, spec = mesh.stage_layers(info), info.spec
+        scale = torch.tensor(spec.embedding_scale, dtype=dtype)
+        self._embedding_scale = float(scale)
         with torch.device("meta"):
             needs_embedding = mesh.is_first_stage or (mesh.is_last_stage and info.tie_embeddings)
-            self.embedding = VocabShard(info, mesh, dtype) if needs_embedding else None
-            self.layers = nn.ModuleList(
-                DecoderLayer(info, options, mesh, layer_index, dtype) for layer_index in range(len(stage))
+            has_bias = spec.has_head_bias and mesh.is_last_stage
+            self.embedding = (
+                VocabShard(info, mesh, dtype, has_bias and info.tie_embeddings) if needs_embedding else None
             )
-            self.final_norm = RMSNorm(info.hidden_size, info.norm_eps, dtype) if mesh.is_last_stage else None
+            self.layers = nn.ModuleList(
+                DecoderLayer(spec.layers[number], spec, mesh, layer_index, dtype)
+                for layer_index, number in enumerate(stage)
+            )
+            self.final_norm = Norm(spec.final_norm, info.hidden_size, dtype) if mesh.is_last_stage else None
             needs_head = mesh.is_last_stage and not info.tie_embeddings
-            self.lm_head = VocabShard(info, mesh, dtype) if needs_head else None
+            self.lm_head = VocabShard(info, mesh, dtype, has_bias) if needs_head else None
 
     def materialize(self, device: torch.device, num_positions: int) -> None:
         """Allocate uninitialised parameters on `device`, and the rotary table for num_positions positions."""
         allocate_parameters(self, device)
-        self._rotary = RotaryTable(self._info.rope, self._info.head_dim, num_positions, device)
+        self._rotary = RotaryTable(self._info.spec, self._info.head_dim, num_positions, device)
 
     def pack(
         self,
@@ -257,6 +342,11 @@ class Decoder(nn.Module):
             self.packed_layers = self._pack_layers(self._layer_kernels)
 
     @property
+    def spec(self) -> ModelSpec:
+        """Of the whole model."""
+        return self._info.spec
+
+    @property
     def vocab_size(self) -> int:
         return self._info.vocab_size
 
@@ -299,12 +389,15 @@ class Decoder(nn.Module):
             self.head.reserve(num_logit_rows)
 
     def _pack_layers(self, kernels: LayerKernels) -> PackedLayers | None:
+        eps = {norm.eps for layer in self.decoder_layers() for norm in layer.norms()}
+        if self.spec.num_rotary_tables > 1 or len(eps) > 1:
+            return None
         packed = [layer.packed() for layer in self.decoder_layers()]
         whole_layers = [layer for layer in packed if layer is not None]
         if not packed or len(whole_layers) < len(packed):
             return None
         info = self._info
-        return PackedLayers(kernels, whole_layers, info.num_heads, info.num_kv_heads, info.head_dim, info.norm_eps)
+        return PackedLayers(kernels, whole_layers, info.num_heads, info.num_kv_heads, info.head_dim, eps.pop())
 
     @property
     def head(self) -> VocabShard | None:
@@ -321,7 +414,10 @@ class Decoder(nn.Module):
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] -> what enters the first stage, [T, E]."""
         assert self.embedding is not None, "only the first stage embeds"
-        return self.embedding.embed(token_ids).to(self.activation_dtype)
+        rows = self.embedding.embed(token_ids)
+        if self._embedding_scale != 1:
+            rows = rows * self._embedding_scale
+        return rows.to(self.activation_dtype)
 
     def forward(
         self,
@@ -346,7 +442,12 @@ class Decoder(nn.Module):
         head = self.head
         assert head is not None, "the last stage has an LM head"
         assert self.final_norm is not None
-        return head.logits(hidden, self.final_norm)
+        logits, spec = head.logits(hidden, self.final_norm), self._info.spec
+        if spec.logit_scale != 1:
+            logits = logits * spec.logit_scale
+        if spec.logit_softcap is not None:
+            logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
+        return logits
 
     @property
     def saved_bytes(self) -> int:
@@ -390,8 +491,11 @@ class Decoder(nn.Module):
     def weight_shards(self) -> list[WeightShard]:
         """Every tensor of the checkpoint, with a target if this stage has it."""
         info, mesh = self._info, self._mesh
-        stage = mesh.stage_layers(info)
+        stage, spec = mesh.stage_layers(info), info.spec
         shards: list[WeightShard] = []
+        elsewhere = {spec.layers[index] for index in range(info.num_layers) if index not in stage}
+        with torch.device("meta"):
+            templates = {layer: DecoderLayer(layer, spec, Mesh(), 0, self._dtype) for layer in elsewhere}
         for index in range(info.num_layers):
             prefix = f"model.layers.{index}."
             if index in stage:
@@ -399,18 +503,21 @@ class Decoder(nn.Module):
                 assert isinstance(layer, DecoderLayer)
                 shards += layer.weight_shards(prefix)
             else:
-                template = self.layers[0]
-                assert isinstance(template, DecoderLayer)
-                shards += map(_without_target, template.weight_shards(prefix))
+                shards += map(_without_target, templates[spec.layers[index]].weight_shards(prefix))
         vocab_shape = (info.vocab_size, info.hidden_size)
         shards += _vocab_shards(self.embedding, info.embedding_tensor, vocab_shape)
         if not info.tie_embeddings:
             shards += _vocab_shards(self.lm_head, HEAD, vocab_shape)
+        if spec.has_head_bias:
+            own = [] if self.head is None else self.head.bias_shards(HEAD_BIAS)
+            shards += own or [WeightShard(HEAD_BIAS, vocab_shape[:1], (), None)]
         if self.final_norm is not None:
-            shards.append(whole("model.norm.weight", self.final_norm.weight, self.final_norm.write))
+            shards += self.final_norm.weight_shards("model.norm")
         else:
-            shards.append(WeightShard("model.norm.weight", (info.hidden_size,), (), None))
-        return shards
+            with torch.device("meta"):
+                norm = Norm(spec.final_norm, info.hidden_size, self._dtype)
+            shards += map(_without_target, norm.weight_shards("model.norm"))
+        return as_stored(shards, info)
 
     def ignores(self, source: str) -> bool:
         """Whether to skip this checkpoint tensor, which the model does not use.
@@ -432,6 +539,8 @@ def _vocab_shards(shard: VocabShard | None, source: str, shape: tuple[int, ...])
 
 def inverse_frequencies(rope: RopeInfo, head_dim: int) -> Tensor:
     """float32 [D / 2]: radians per position of each pair of channels. Source: arXiv 2104.09864.
+
+    head_dim D: channels of a head that are rotated.
 
     Each scaling divides frequencies by `factor`: "linear" all of them; "llama3" those whose wavelength is long relative
     to the original context, keeps the high ones, and interpolates between (source: the Llama 3.1 model card); "yarn"
@@ -473,15 +582,27 @@ def _yarn_ramp(rope: RopeInfo, head_dim: int) -> Tensor:
 class RotaryTable:
     """Cosines and sines of every position; looked up once per forward for all layers."""
 
-    def __init__(self, rope: RopeInfo, head_dim: int, num_positions: int, device: torch.device) -> None:
-        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequencies(rope, head_dim))
-        cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
-        self.cos_sin = cos_sin.to(device)
-        """float32 [num_positions, D]: D / 2 cosines, then D / 2 sines."""
+    def __init__(self, spec: ModelSpec, head_dim: int, num_positions: int, device: torch.device) -> None:
+        tables = [_table(rope, head_dim, num_positions) for rope in spec.rotary]
+        if len(tables) < spec.num_rotary_tables:
+            ones = torch.ones(num_positions, head_dim // 2)
+            tables.append(torch.cat((ones, torch.zeros_like(ones)), dim=-1))
+        self.cos_sin = (tables[0] if len(tables) == 1 else torch.cat(tables, dim=-1)).to(device)
+        """float32 [num_positions, tables * D]: of each table D / 2 cosines, then D / 2 sines."""
+        self._head_dim = head_dim
 
     def at(self, positions: Tensor) -> Tensor:
-        """positions [T] -> float32 [T, 1, D]: D / 2 cosines, then D / 2 sines."""
-        return self.cos_sin[positions].unsqueeze(1)
+        """positions [T] -> float32 [T, tables, D]: D / 2 cosines, then D / 2 sines."""
+        return self.cos_sin[positions].view(len(positions), -1, self._head_dim)
+
+
+def _table(rope: RopeInfo, head_dim: int, num_positions: int) -> Tensor:
+    """float32 [num_positions, D]. Channels that stay have the angle 0."""
+    num_rotated = rope.num_rotated(head_dim)
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequencies(rope, num_rotated))
+    ones = torch.ones(num_positions, (head_dim - num_rotated) // 2)
+    factor = rope.attention_factor
+    return torch.cat((angles.cos() * factor, ones, angles.sin() * factor, torch.zeros_like(ones)), dim=-1)
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
@@ -492,5 +613,5 @@ def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def build_decoder(info: ModelInfo, mesh: Mesh, dtype: torch.dtype) -> Decoder:
-    """This rank's part of the model, on the meta device. Raises CheckpointError for an unregistered family."""
-    return Decoder(info, options_of(info), mesh, dtype)
+    """This rank's part of the model, on the meta device."""
+    return Decoder(info, mesh, dtype)

@@ -1,21 +1,23 @@
-"""The layers that a decoder is made of, as torch modules: norms, linear layers, the gated feed-forward, embedding and
+"""The layers that a decoder is made of, as torch modules: norms, linear layers, the feed-forward, embedding and
 LM head. All are sharded over the tensor-parallel ranks, and fused where they share an input. Attention is in `decoder`.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.checkpoint.spec import Activation, MLPSpec, NormSpec
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice, TorchGemm
 from tokasaurus.model.cpu.layer_executor import BlockRows, BlockWeight, LayerKernels, PackedWeights, takes
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.quantize import Packing, quantized
-from tokasaurus.model.decoder.weights import WeightShard
+from tokasaurus.model.decoder.weights import WeightShard, whole
 from tokasaurus.model.parallel.collectives import sum_over_shards
 from tokasaurus.model.parallel.mesh import Mesh
 
@@ -25,30 +27,69 @@ PLAIN = Packing()
 # T tokens, R rows whose logits are wanted, E hidden size
 
 
-class RMSNorm(nn.Module):
-    """Scales x [..., size] to unit mean square, then by a weight per channel. Source: arXiv 1910.07467."""
+class Norm(nn.Module):
+    """Normalises x [..., size], then scales it by a weight per channel and adds a bias, where the spec has them.
+    Sources: arXiv 1910.07467 (RMS), 1607.06450 (layer)."""
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+    def __init__(self, spec: NormSpec, size: int, dtype: torch.dtype, num_heads: int | None = None) -> None:
+        """num_heads: x is [..., num_heads, size], and each head has its own weights; None: all have the same."""
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
+        self.spec = spec
+        self.eps = spec.eps
         self._size = size
-        self.eps = eps
+        self._shape = (size,) if num_heads is None else (num_heads, size)
+        dtype = torch.float32 if spec.in_float32 else dtype
+        self.weight, self.bias = (
+            nn.Parameter(torch.empty(prod(self._shape), dtype=dtype), requires_grad=False) if is_there else None
+            for is_there in (spec.has_weight, spec.has_bias)
+        )
         self._float_weight: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, (self._size,), self.weight.to(x.dtype), self.eps)
+        if self.spec.is_plain and len(self._shape) == 1:
+            return functional.rms_norm(x, (self._size,), self.own_weight.to(x.dtype), self.eps)
+        numbers = x.float()
+        if self.spec.kind == "layer":
+            numbers = functional.layer_norm(numbers, (self._size,), eps=self.eps)
+        else:
+            numbers = functional.rms_norm(numbers, (self._size,), eps=self.eps)
+        if self.weight is not None:
+            numbers = numbers * self.weight.float().view(self._shape)
+        if self.bias is not None:
+            numbers = numbers + self.bias.float().view(self._shape)
+        return numbers.to(x.dtype)
 
     def write(self, values: Tensor) -> None:
         """Replace the weight. values [size]."""
-        self.weight.data.copy_(values)
+        self.own_weight.data.copy_(values)
         if self._float_weight is not None:  # kernels have its address
-            self._float_weight.copy_(self.weight.data)
+            self._float_weight.copy_(self.own_weight.data)
+
+    def write_bias(self, values: Tensor) -> None:
+        """Replace the bias. values [size]."""
+        assert self.bias is not None
+        self.bias.data.copy_(values)
+
+    def weight_shards(self, prefix: str) -> list[WeightShard]:
+        """Of a norm that every rank has."""
+        shards = []
+        if self.weight is not None:
+            shards.append(whole(f"{prefix}.weight", self.weight, self.write))
+        if self.bias is not None:
+            shards.append(whole(f"{prefix}.bias", self.bias, self.write_bias))
+        return shards
+
+    @property
+    def own_weight(self) -> Tensor:
+        """The weight of a norm that has one."""
+        assert self.weight is not None
+        return self.weight
 
     @property
     def float_weight(self) -> Tensor:
         """The loaded weight in float32, as the CPU kernels read it; created at the first call."""
         if self._float_weight is None:
-            self._float_weight = self.weight.data.float()
+            self._float_weight = self.own_weight.data.float()
         return self._float_weight
 
 
@@ -98,9 +139,11 @@ class Linear(nn.Module):
         """Whether rows of the weight have come as blocks, which are not packed yet."""
         return bool(self._blocks)
 
-    def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+    def forward(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """norm: applied to x first."""
         if self.packed is not None and self.runs_on_kernels(x.shape[0]):
+            if norm is not None and not norm.spec.is_plain:
+                x, norm = norm(x), None
             return self.packed.multiply(x, None if norm is None else (norm.float_weight, norm.eps))
         return self._multiply_by_torch(x if norm is None else norm(x))
 
@@ -270,58 +313,100 @@ class GatedLinear(FusedColumnLinear):
 
 
 class RowLinear(Linear):
-    """x [T, in / tp_size] -> [T, out]: sharded by input features, summed over the ranks."""
+    """x [T, in / tp_size] -> [T, out]: sharded by input features, summed over the ranks. The first one has the bias."""
 
     def __init__(
-        self, source: str, in_size: int, shard: tuple[int, int], out_size: int, mesh: Mesh, dtype: torch.dtype
+        self,
+        source: str,
+        in_size: int,
+        shard: tuple[int, int],
+        out_size: int,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        bias: bool = False,
     ):
-        super().__init__(shard[1], out_size, bias=False, dtype=dtype)
+        super().__init__(shard[1], out_size, bias and mesh.tp_rank == 0, dtype)
+        self._has_bias = bias
         self._source = source
         self._in_size, self._out_size = in_size, out_size
         self._columns = slice(shard[0], sum(shard))
         self._mesh = mesh
 
-    def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+    def forward(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         return sum_over_shards(super().forward(x, norm), self._mesh)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         source, shape = f"{prefix}{self._source}.weight", (self._out_size, self._in_size)
         functions = partial(self.write_weight, 0), partial(self.take_blocks, 0)
-        return [WeightShard(source, shape, (slice(None), self._columns), self.weight, *functions)]
+        shards = [WeightShard(source, shape, (slice(None), self._columns), self.weight, *functions)]
+        if self.bias is not None:
+            shards.append(whole(f"{prefix}{self._source}.bias", self.bias, partial(self.write_bias, 0)))
+        elif self._has_bias:
+            shards.append(WeightShard(f"{prefix}{self._source}.bias", (self._out_size,), (), None))
+        return shards
 
 
-class GatedMLP(nn.Module):
-    """x [T, E] -> [T, E]: down(silu(gate(x)) * up(x)). Source: arXiv 2002.05202 (SwiGLU)."""
+class MLP(nn.Module):
+    """x [T, E] -> [T, E]: down(activation(gate(x)) * up(x)), or down(activation(up(x))). Source: arXiv 2002.05202."""
 
-    def __init__(self, info: ModelInfo, mesh: Mesh, dtype: torch.dtype) -> None:
+    def __init__(self, spec: MLPSpec, hidden_size: int, mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
-        size = info.intermediate_size
-        start, length = mesh.shard(size, "intermediate_size")
-        gate, up = (OutputShard(name, size, start, length) for name in ("gate_proj", "up_proj"))
-        self.gate_up = GatedLinear(info.hidden_size, gate, up, dtype)
-        self.down = RowLinear("down_proj", size, (start, length), info.hidden_size, mesh, dtype)
+        start, length = mesh.shard(spec.width, "intermediate_size")
+        outputs = [OutputShard(name, spec.width, start, length) for name in ("gate_proj", "up_proj")]
+        if spec == MLPSpec(spec.width):
+            self.gate_up: FusedColumnLinear = GatedLinear(hidden_size, outputs[0], outputs[1], dtype)
+            self._activate: Callable[[Tensor], Tensor] | None = None
+        else:
+            outputs = outputs if spec.is_gated else outputs[1:]
+            self.gate_up = FusedColumnLinear(hidden_size, outputs, spec.has_bias, dtype)
+            self._activate = partial(_activate, ACTIVATIONS[spec.activation], spec.is_gated)
+        self.down = RowLinear("down_proj", spec.width, (start, length), hidden_size, mesh, dtype, spec.has_bias)
 
-    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
+    def forward(self, x: Tensor, norm: Norm | None) -> Tensor:
         """norm: applied to x first."""
-        down: Tensor = self.down(self.gate_up(x, norm))
+        features = self.gate_up(x, norm)
+        down: Tensor = self.down(features if self._activate is None else self._activate(features))
         return down
+
+    @property
+    def gated(self) -> GatedLinear:
+        """Gate and up, of a gated silu without biases."""
+        assert isinstance(self.gate_up, GatedLinear)
+        return self.gate_up
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         return self.gate_up.weight_shards(prefix) + self.down.weight_shards(prefix)
 
 
+def _activate(function: Callable[[Tensor], Tensor], is_gated: bool, features: Tensor) -> Tensor:
+    """features [T, width], or [T, 2 * width] of gate and up -> [T, width]."""
+    if not is_gated:
+        return function(features)
+    gate, up = features.chunk(2, dim=-1)
+    return function(gate) * up
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu2": lambda x: functional.relu(x).square(),
+}
+
+
 class VocabShard(Linear):
     """Rows of a [vocab, E] matrix for this rank's range of token ids; serves as embedding, as LM head, or as both."""
 
-    def __init__(self, info: ModelInfo, mesh: Mesh, dtype: torch.dtype) -> None:
+    def __init__(self, info: ModelInfo, mesh: Mesh, dtype: torch.dtype, bias: bool = False) -> None:
+        """bias: of logits; rows of an embedding have none."""
         start, length = mesh.vocab_shard(info.vocab_size)
-        super().__init__(info.hidden_size, length, bias=False, dtype=dtype)
+        super().__init__(info.hidden_size, length, bias, dtype)
         self._start = start
         self._length = length
         self._mesh = mesh
         self._shape = (info.vocab_size, info.hidden_size)
         self._logits: Tensor | None = None
-        self._product: Callable[[Linear, Tensor, RMSNorm], Tensor] = Linear.__call__
+        self._product: Callable[[Linear, Tensor, Norm], Tensor] = Linear.__call__
 
     def compile_product(self, compiler: Compiler) -> None:
         """Compile norm and gemm, for any number of rows, unless they have been packed."""
@@ -345,11 +430,13 @@ class VocabShard(Linear):
         if self.packed is not None:
             self._logits = torch.zeros((num_rows, self._length), dtype=self.packed.activation_dtype)
 
-    def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+    def logits(self, hidden: Tensor, norm: Norm) -> Tensor:
         """hidden [R, E], normalised by `norm` -> logits of this rank's token ids, [R, v], in its dtype. The next
         call may overwrite them."""
         if self.packed is None or not self.runs_on_kernels(hidden.shape[0]):
             return self._product(self, hidden, norm)
+        if not norm.spec.is_plain:
+            return self.packed.multiply(norm(hidden), None, self.logits_memory(len(hidden)))
         return self.packed.multiply(hidden, (norm.float_weight, norm.eps), self.logits_memory(len(hidden)))
 
     def logits_memory(self, num_rows: int) -> Tensor:
@@ -365,3 +452,9 @@ class VocabShard(Linear):
         rows = slice(self._start, self._start + self._length)
         functions = partial(self.write_weight, 0), partial(self.take_blocks, 0)
         return [WeightShard(source, self._shape, (rows, slice(None)), self.weight, *functions)]
+
+    def bias_shards(self, source: str) -> list[WeightShard]:
+        if self.bias is None:
+            return []
+        rows = slice(self._start, self._start + self._length)
+        return [WeightShard(source, self._shape[:1], (rows,), self.bias, partial(self.write_bias, 0))]

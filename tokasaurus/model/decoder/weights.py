@@ -43,6 +43,27 @@ class WeightShard:
     take_blocks: Callable[[BlockRows], None] | None = None
     """Takes the shard's quantised rows in place of a target that is filled; None where that is not possible."""
 
+    order: Tensor | None = None
+    """int64, on the host: which of the stored shard's rows each of the target's is; None: the same."""
+
+    added: float = 0.0
+    """What is added to each stored number."""
+
+    is_flattened: bool = False
+    """The stored shard is a matrix, and the target is all of its numbers in one row."""
+
+    def arranged(self, data: Tensor) -> Tensor:
+        """The stored shard as the target has it."""
+        if self.is_flattened:
+            data = data.flatten()
+        if self.order is not None:
+            data = data[self.order]
+        return data.float() + self.added if self.added else data
+
+    @property
+    def is_rearranged(self) -> bool:
+        return self.order is not None or self.added != 0 or self.is_flattened
+
 
 def whole(source: str, target: Tensor, write: Callable[[Tensor], None]) -> WeightShard:
     """The whole tensor, which every rank has."""
@@ -164,7 +185,7 @@ def write_update(
             _fill(shard, file, name, uploads)
         else:
             assert shard.write is not None
-            shard.write(read_shard(file, name, shard.shard))
+            shard.write(shard.arranged(read_shard(file, name, shard.shard)))
 
 
 def _shards_in(
@@ -183,6 +204,9 @@ def _fill(shard: WeightShard, file: TensorFile, name: str, uploads: Uploads | No
     assert shard.target is not None
     copy = Tensor.copy_ if uploads is None else uploads.copy
     with torch.no_grad():
+        if shard.is_rearranged:
+            copy(shard.target, shard.arranged(read_shard(file, name, shard.shard)))
+            return
         for indices, part in file.parts(name, shard.shard):
             copy(shard.target[indices], part)  # by all torch threads; each reads its part of the file
 
@@ -253,6 +277,8 @@ def _load_file(
             blocks = file.shard_blocks(name, shard.shard) if may_keep_blocks and shard.take_blocks is not None else None
             if blocks is not None:
                 assert shard.take_blocks is not None
+                if shard.order is not None:
+                    blocks = BlockRows(blocks.type, blocks.blocks[shard.order])
                 shard.take_blocks(blocks)
                 on_bytes(blocks.blocks.nbytes)
                 on_filled(shard.target)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tokasaurus.checkpoint.spec import LayerSpec
 from tokasaurus.model.attention.backend import AttentionBackend
 from tokasaurus.model.attention.row_split import Attends, attend
 from tokasaurus.model.decoder.compile import Compiler
@@ -44,6 +45,11 @@ class AsyncTPExecutor:
         self._threshold = threshold
         self._by_shards = CompiledExecutor(model, backend, compiler, plain, run_layers, FUSE_WITH_GEMMS)
 
+    @staticmethod
+    def computes(layer: LayerSpec) -> bool:
+        """Whether the halves below compute such a layer."""
+        return layer.is_plain
+
     def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
         if len(hidden) < self._threshold:
             return self._plain.run(hidden, cos_sin, attends)
@@ -65,21 +71,23 @@ def before_attention(layer: DecoderLayer, hidden: Tensor, cos_sin: Tensor) -> tu
     """hidden [S, E], cos_sin [T, 1, D] -> query [T, H, D], key and value [T, K, D]; bool [T], whether keys and values
     are finite on this rank. Keys and values that are not finite become zeros."""
     attention, mesh = layer.attention, layer.mesh
+    assert layer.attention_norm is not None
     # The compiler does not relate the sizes of two arguments by itself.
     torch._check(cos_sin.shape[0] == hidden.shape[0] * mesh.tp_size)  # type: ignore[no-untyped-call]
     heads = attention.heads(gather_matmul(layer.attention_norm(hidden), attention.qkv.weight, mesh))
     if attention.qkv.bias is not None:
         heads = heads + attention.heads(attention.qkv.bias)
-    query, key, value = attention.split_heads(heads, cos_sin)
+    query, key, value = attention.split_heads(heads, layer.table(cos_sin))
     return query, *zero_nonfinite(key, value)
 
 
 def after_attention(layer: DecoderLayer, attended: Tensor, is_finite: Tensor, hidden: Tensor) -> Tensor:
     """attended [T, H, D], is_finite [T] from before_attention, hidden [S, E] -> hidden [S, E] for the next layer."""
     attention, mlp, mesh = layer.attention, layer.mlp, layer.mesh
+    assert layer.mlp_norm is not None
     torch._check(attended.shape[0] == hidden.shape[0] * mesh.tp_size)  # type: ignore[no-untyped-call]
     # Only this rank may have seen that a token is not finite, and another rank has its hidden state: the sum tells it.
     features = torch.where(is_finite[:, None], attended.flatten(1), torch.nan)
     hidden = hidden + matmul_scatter(features, attention.out.weight, mesh)
     gate_up = gather_matmul(layer.mlp_norm(hidden), mlp.gate_up.weight, mesh)
-    return hidden + matmul_scatter(mlp.gate_up.activate(gate_up), mlp.down.weight, mesh)
+    return hidden + matmul_scatter(mlp.gated.activate(gate_up), mlp.down.weight, mesh)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokasaurus.checkpoint.spec import LayerSpec
 from tokasaurus.model.attention.backend import AttentionBackend
 from tokasaurus.model.attention.cpu import CpuBackend
 from tokasaurus.model.attention.row_split import Attends, attend, attending
@@ -48,19 +49,31 @@ class FusedExecutor:
         from tokasaurus.model.decoder import triton_layers
 
         self._layers = list(model.decoder_layers())
+        self._num_tables = model.spec.num_rotary_tables
         self._kernels = triton_layers
+
+    @staticmethod
+    def computes(layer: LayerSpec) -> bool:
+        """Whether there are kernels for such a layer."""
+        return layer.is_plain
 
     def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
         """Overwrites `hidden`."""
         kernels = self._kernels
         fed: Tensor | None = None
+        if self._num_tables > 1:  # kernels read a table as one piece of memory
+            by_table = cos_sin.transpose(0, 1).contiguous().unsqueeze(2)
         for layer in self._layers:
             attention, mlp = layer.attention, layer.mlp
-            normed = kernels.add_norm(hidden, fed, layer.attention_norm.weight, layer.attention_norm.eps)
+            assert layer.attention_norm is not None
+            assert layer.mlp_norm is not None
+            if self._num_tables > 1:
+                cos_sin = by_table[layer.table_index]
+            normed = kernels.add_norm(hidden, fed, layer.attention_norm.own_weight, layer.attention_norm.eps)
             query, key, value, poison = self._rotate(layer, attention.qkv(normed), cos_sin)
             attended = attention.out(attends(query, key, value, attention.layer_index).flatten(1))
-            normed = kernels.add_norm(hidden, attended, layer.mlp_norm.weight, layer.mlp_norm.eps, poison)
-            fed = mlp.down(kernels.silu_mul(mlp.gate_up.features(normed)))
+            normed = kernels.add_norm(hidden, attended, layer.mlp_norm.own_weight, layer.mlp_norm.eps, poison)
+            fed = mlp.down(kernels.silu_mul(mlp.gated.features(normed)))
         return hidden if fed is None else hidden.add_(fed)
 
     def _rotate(self, layer: DecoderLayer, features: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -69,7 +82,7 @@ class FusedExecutor:
         heads = attention.num_heads, attention.num_kv_heads
         if query_norm is None or key_norm is None:
             return self._kernels.rotate_heads(features, cos_sin, *heads)
-        weights = query_norm.weight, key_norm.weight
+        weights = query_norm.own_weight, key_norm.own_weight
         return self._kernels.rotate_heads(features, cos_sin, *heads, weights, query_norm.eps)
 
 
@@ -149,7 +162,8 @@ def choose_executor(model: Decoder, backend: AttentionBackend, compiler: Compile
 
     A start has checked the layers' Triton kernels by now, and switched them off on all ranks if they fail on one."""
     modules = ModuleExecutor(model)
-    fused = FusedExecutor(model) if uses_triton(model.device, "layers") else None
+    has_kernels = all(FusedExecutor.computes(layer.spec) for layer in model.decoder_layers())
+    fused = FusedExecutor(model) if has_kernels and uses_triton(model.device, "layers") else None
     if compiler is not None:
         return CompiledExecutor(model, backend, compiler, fused or modules)
     if fused is not None:

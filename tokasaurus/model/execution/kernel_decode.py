@@ -69,7 +69,7 @@ class KernelDecode:
     ) -> "KernelDecode | None":
         """None if every decode step needs more than the kernels, whatever its number of rows."""
         head, embedding = model.head, model.embedding
-        if head is None or head.packed is None or embedding is None:
+        if head is None or head.packed is None or embedding is None or not model.spec.has_plain_ends:
             return None
         if embedding.packed is None and embedding.weight.dtype != model.weight_dtype:
             return None

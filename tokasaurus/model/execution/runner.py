@@ -207,8 +207,9 @@ class ModelRunner:
             from tokasaurus.model.execution.async_tp_executor import AsyncTPExecutor  # torch's part is slow to import
 
             assert compiler is not None, "only compiled layers overlap gemms and collectives"
-            self._executor = AsyncTPExecutor(model, backend, self._executor, mesh, compiler, async_tp_threshold)
-            self._token_multiple = mesh.tp_size
+            if all(AsyncTPExecutor.computes(layer.spec) for layer in model.decoder_layers()):
+                self._executor = AsyncTPExecutor(model, backend, self._executor, mesh, compiler, async_tp_threshold)
+                self._token_multiple = mesh.tp_size
         self._mesh = mesh
         self._shard = VocabularyShard.of(mesh, model.vocab_size)
         assert (links is not None) == (mesh.pp_size > 1)

@@ -133,6 +133,13 @@ def sum_over_shards(partial: Tensor, mesh: Mesh) -> Tensor:
     return partial
 
 
+def sum_in_float32(partial: Tensor, mesh: Mesh) -> Tensor:
+    """As sum_over_shards, for a few float32 numbers of each token, which only the process group adds."""
+    if mesh.tp_size > 1:
+        torch.distributed.all_reduce(partial, group=mesh.tp_group)
+    return partial
+
+
 def whole_rows(own: Tensor, num_rows: Sequence[int], widths: Sequence[int], mesh: Mesh) -> Tensor:
     """own [R, v], this rank's columns of all rows -> [r, V], all columns of this rank's rows.
 

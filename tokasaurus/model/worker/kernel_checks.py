@@ -19,6 +19,7 @@ from tokasaurus.model.attention.block_lists import fill_lists_by_torch, lists_in
 from tokasaurus.model.attention.row_split import merge_partial
 from tokasaurus.model.buffer_sizes import num_mask_words
 from tokasaurus.model.decoder.decoder import Decoder, zero_nonfinite
+from tokasaurus.model.execution.executors import FusedExecutor
 from tokasaurus.model.execution.recorded_inputs import RecordedInputs, SlotState, StagedRows, fill_inputs_by_torch
 from tokasaurus.model.sampling.finish import finish_by_torch
 from tokasaurus.model.sampling.rules import (
@@ -229,7 +230,9 @@ def compare_layers(model: Decoder) -> Iterator[Measured]:
 
     layer = next(iter(model.decoder_layers()))
     attention, norm, mlp_norm = layer.attention, layer.attention_norm, layer.mlp_norm
-    dtype = norm.weight.dtype
+    if not FusedExecutor.computes(layer.spec) or norm is None or mlp_norm is None:
+        return
+    dtype = norm.own_weight.dtype
     tolerance = TOLERANCES[dtype]
     random = SeededNumbers(model.device)
     heads = attention.num_heads, attention.num_kv_heads
@@ -239,7 +242,7 @@ def compare_layers(model: Decoder) -> Iterator[Measured]:
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
     weights, eps = None, 0.0
     if attention.query_norm is not None and attention.key_norm is not None:
-        weights, eps = (attention.query_norm.weight, attention.key_norm.weight), attention.query_norm.eps
+        weights, eps = (attention.query_norm.own_weight, attention.key_norm.own_weight), attention.query_norm.eps
     *found, poison = triton_layers.rotate_heads(features, cos_sin, *heads, weights, eps)
     query, key, value = attention.split_heads(attention.heads(features), cos_sin)
     key, value, is_finite = zero_nonfinite(key, value)
@@ -249,17 +252,17 @@ def compare_layers(model: Decoder) -> Iterator[Measured]:
     yield compared("rotate_heads (poison)", poison, expected_poison, 0)
 
     hidden, addend = (random.normal((4, model.hidden_size), dtype) for _ in range(2))
-    yield compared("add_norm", triton_layers.add_norm(hidden, None, norm.weight, norm.eps), norm(hidden), tolerance)
+    yield compared("add_norm", triton_layers.add_norm(hidden, None, norm.own_weight, norm.eps), norm(hidden), tolerance)
     for given in (None, expected_poison):
         total = hidden.clone()
-        normed = triton_layers.add_norm(total, addend, mlp_norm.weight, mlp_norm.eps, given)
+        normed = triton_layers.add_norm(total, addend, mlp_norm.own_weight, mlp_norm.eps, given)
         expected = hidden + addend
         if given is not None:
             expected = torch.where(is_finite[:, None], expected, torch.nan)
         yield compared("add_norm (sum)", total, expected, tolerance)
         yield compared("add_norm (norm)", normed, mlp_norm(expected), tolerance)
-    gate_up = random.normal((4, 2 * layer.mlp.gate_up.length), dtype)
-    yield compared("silu_mul", triton_layers.silu_mul(gate_up), layer.mlp.gate_up.activate(gate_up), tolerance)
+    gate_up = random.normal((4, 2 * layer.mlp.gated.length), dtype)
+    yield compared("silu_mul", triton_layers.silu_mul(gate_up), layer.mlp.gated.activate(gate_up), tolerance)
 
 
 def compare_inputs(shape: KVShape) -> Iterator[Measured]:

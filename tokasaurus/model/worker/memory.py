@@ -110,6 +110,7 @@ def kv_shape(
         dtype=kv_cache_dtype,
         device=device,
         activation_dtype=activation_dtype,
+        layers=tuple(info.spec.layers[index].attention for index in mesh.stage_layers(info)),
     )
 
 

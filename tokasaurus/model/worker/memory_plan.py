@@ -33,7 +33,7 @@ from tokasaurus.model.buffer_sizes import (
     sizes_for,
     workspace_bytes,
 )
-from tokasaurus.model.decoder.families import num_parameters
+from tokasaurus.model.decoder.parameters import num_parameters
 from tokasaurus.model.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -274,8 +274,8 @@ def _weights(rank: _Rank) -> Planned:
 
 
 def _rotary(rank: _Rank) -> Planned:
-    num_positions, head_dim = rank.sizes.context_length, rank.info.head_dim
-    return num_positions * head_dim * 4, f"{num_positions:,} positions x {head_dim} x 4 B"
+    num_positions, num_numbers = rank.sizes.context_length, rank.info.head_dim * rank.info.spec.num_rotary_tables
+    return num_positions * num_numbers * 4, f"{num_positions:,} positions x {num_numbers} x 4 B"
 
 
 def _slots(rank: _Rank) -> Planned:

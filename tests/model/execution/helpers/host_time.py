@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.plain_info import plain_info
 from tests.model.attention.helpers import flashinfer_real
 from tests.model.attention.helpers.flashinfer_planner import NUM_PROCESSORS, HostPlanner
 from tests.model.helpers.pretend_device import HostTransfers
-from tokasaurus.checkpoint import ModelInfo, RopeInfo
+from tokasaurus.checkpoint import RopeInfo
 from tokasaurus.messages.forward import ForwardInput, SlotChanges, SlotOpens
 from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.messages.sampling import SamplingParams
@@ -153,7 +154,7 @@ def without_kernels() -> None:
 
 def make_runner(flashinfer: Any, num_layers: int, max_rows: int) -> ModelRunner:
     rope = RopeInfo(theta=10000.0)
-    info = ModelInfo(
+    info = plain_info(
         *("llama", num_layers, HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, 2 * HIDDEN, VOCAB, CONTEXT, 1e-5, rope),
         tie_embeddings=True,
         eos_ids=(),

@@ -6,17 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.plain_info import with_layers
 from tests.helpers.tiny_model import FAMILIES, save_tiny_model
 from tokasaurus.checkpoint import read_model_info
 from tokasaurus.model.decoder.decoder import build_decoder
-from tokasaurus.model.decoder.families import num_parameters
+from tokasaurus.model.decoder.parameters import num_parameters
 from tokasaurus.model.parallel.mesh import Mesh
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_rank_has_the_parameters_that_are_counted(family: str, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, family)
-    stored = replace(read_model_info(tmp_path), num_layers=5)
+    stored = with_layers(read_model_info(tmp_path), 5)
     for tied in (True, False):
         info = replace(stored, tie_embeddings=tied)
         for pp_size, tp_size in ((1, 1), (1, 2), (2, 1), (3, 2)):

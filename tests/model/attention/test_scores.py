@@ -1,0 +1,133 @@
+"""Scales, windows and caps of the scores, layer by layer, against attention in float64 over each row's own tokens."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from tests.helpers.examples import few
+from tests.model.helpers.paged_problems import Segment, make_part, scattered_tables
+from tokasaurus.checkpoint.spec import AttentionSpec
+from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
+from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.attention.row_split import attend_rows
+from tokasaurus.model.attention.torch_backend import TorchBackend
+from tokasaurus.model.cpu.bindings import load_kernels
+
+CPU = torch.device("cpu")
+H, K, D, P = 4, 2, 16, 16
+
+
+def random_layer(rng: random.Random) -> AttentionSpec:
+    scale = rng.choice([D**-0.5, 0.1, 0.7])
+    window = rng.choice([None, 1, 5, 16, 33, 100])
+    return AttentionSpec(H, K, D, scale, window=window, softcap=rng.choice([None, 2.0, 30.0]))
+
+
+def expected(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: AttentionSpec) -> torch.Tensor:
+    """query [H, D] of the last of L tokens, key and value [L, K, D] -> [H, D], in float64."""
+    length = len(key)
+    out = []
+    for head in range(H):
+        seen = range(max(0, length - (layer.window or length)), length)
+        scores = [float(query[head].double() @ key[token, head * K // H].double()) * layer.scale for token in seen]
+        if layer.softcap is not None:
+            scores = [layer.softcap * math.tanh(score / layer.softcap) for score in scores]
+        weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
+        out.append(weights @ value[seen.start :, head * K // H].double())
+    return torch.stack(out)
+
+
+def filled(name: str, layers: list[AttentionSpec], segments: list[Segment], seed: int) -> tuple[AttentionBackend, list]:  # type: ignore[type-arg]
+    """A backend whose cache has seeded random keys and values of the segments, with these and the segments' tables."""
+    shape = KVShape(len(layers), H, K, D, P, torch.float32, CPU, layers=tuple(layers))
+    backend = make_backend(name, shape, None)
+    tables, num_blocks = scattered_tables(segments, P, seed)
+    backend.allocate(num_blocks)
+    generator = torch.Generator().manual_seed(seed)
+    contents = []
+    for segment, table in zip(segments, tables, strict=True):
+        indices = torch.tensor([table[t // P] * P + t % P for t in range(segment.kv_length)])
+        key, value = torch.randn((2, segment.kv_length, K, D), generator=generator)
+        backend.plan(PagedLayout(indices, ()))
+        for layer in range(len(layers)):
+            backend.write(key, value, layer)
+        contents.append((key, value))
+    return backend, [contents, tables]
+
+
+@pytest.mark.parametrize("name", ["torch", "reference"])
+@few(6, "seed", range(12))
+def test_rows_see_their_windows_with_capped_and_scaled_scores(name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    layers = [random_layer(rng) for _ in range(3)]
+    lengths = [rng.choice([1, 16, 17, 40, 150]) for _ in range(5)]
+    segments = [Segment(rng.randint(1, min(length, 40)), length) for length in lengths]
+    backend, (contents, tables) = filled(name, layers, segments, seed)
+    part = make_part(segments, tables, 0, True, False)
+    layout = PagedLayout(torch.zeros(0, dtype=torch.int64), (part,))
+    backend.plan(layout)
+    query = 3 * torch.randn((part.num_rows, H, D), generator=torch.Generator().manual_seed(seed))
+    for index, layer in enumerate(layers):
+        found = attend_rows(backend, query, index, layout)
+        row = 0
+        for segment, (key, value) in zip(segments, contents, strict=True):
+            for visible in range(segment.kv_length - segment.num_rows + 1, segment.kv_length + 1):
+                own = expected(query[row], key[:visible], value[:visible], layer)
+                torch.testing.assert_close(found[row].double(), own, atol=1e-5, rtol=1e-5)
+                row += 1
+
+
+@pytest.mark.parametrize("name", ["torch", "reference"])
+@few(6, "seed", range(12))
+def test_a_window_of_a_prefix_group_begins_in_the_prefix_or_behind_it(name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    layers = [random_layer(rng) for _ in range(4)]
+    num_shared = P * rng.randint(1, 4)
+    own_lengths = [rng.choice([1, 3, 16, 40, 120]) for _ in range(4)]
+    segments = [Segment(1, num_shared + own) for own in own_lengths]
+    backend, (contents, tables) = filled(name, layers, segments, seed)
+    # All rows see the first one's prefix.
+    contents = [
+        tuple(torch.cat((contents[0][each][:num_shared], content[each][num_shared:])) for each in (0, 1))
+        for content in contents
+    ]
+    num_blocks = num_shared // P
+    count = len(segments)
+    suffix = make_part(
+        [Segment(1, own) for own in own_lengths], [table[num_blocks:] for table in tables], 0, True, True
+    )
+    prefix = PagedPart(
+        *(0, count, torch.tensor([0, count], dtype=torch.int32)),
+        torch.tensor([tables[0][:num_blocks]], dtype=torch.int32),
+        *(torch.tensor([num_shared], dtype=torch.int32), False, True),
+    )
+    layout = PagedLayout(torch.zeros(0, dtype=torch.int64), (suffix,), prefix)
+    backend.plan(layout)
+    query = 3 * torch.randn((count, H, D), generator=torch.Generator().manual_seed(seed))
+    for index, layer in enumerate(layers):
+        found = attend_rows(backend, query, index, layout)
+        for row, (key, value) in enumerate(contents):
+            own = expected(query[row], key, value, layer)
+            torch.testing.assert_close(found[row].double(), own, atol=1e-5, rtol=1e-5)
+
+
+def test_a_window_reads_only_the_blocks_that_it_touches() -> None:
+    layers = [AttentionSpec(H, K, D, D**-0.5, window=20), AttentionSpec(H, K, D, D**-0.5)]
+    segments = [Segment(1, 500), Segment(1, 180)]
+    backend, (_, tables) = filled("torch", layers, segments, 0)
+    assert isinstance(backend, TorchBackend)
+    part = make_part(segments, tables, 0, True, False)
+    backend.plan(PagedLayout(torch.zeros(0, dtype=torch.int64), (part,)))
+    read = {window: sum(len(b.block_table) for b in backend._buckets[id(part), window]) for window in (20, None)}
+    assert read[20] <= 2 * 3
+    assert read[None] >= 500 // P
+
+
+def test_backends_that_compute_only_usual_scores_are_refused_by_name() -> None:
+    layers = (AttentionSpec(H, K, D, 0.1, window=20, softcap=2.0),)
+    shape = KVShape(1, H, K, D, P, torch.float32, CPU, layers=layers)
+    assert isinstance(make_backend(None, shape, load_kernels()), TorchBackend)
+    with pytest.raises(ValueError, match="attention with a window and a cap of the scores and a scale of its own"):
+        make_backend("cpu", shape, load_kernels())

@@ -1,0 +1,180 @@
+"""What a family states: its config.json as a ModelSpec, its keys, and how its tensors are stored."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from tokasaurus.checkpoint.json_files import CheckpointError, Fields, flag, positive_float, positive_int
+from tokasaurus.checkpoint.rope import MAX_CONTEXT, RopeInfo, parse_rope
+from tokasaurus.checkpoint.spec import Activation, AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec
+
+# Far above every published model. They keep the products of sizes below 2**63, and refuse a damaged or hostile file
+# before memory is allocated for it.
+_MAX_LAYERS = 10_000
+_MAX_HEADS = 1 << 16
+_MAX_HEAD_DIM = 1 << 14
+_MAX_WIDTH = 1 << 24  # of hidden states, of the MLP, and of the vocabulary
+_MAX_FACTOR = 1e6
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+_LAYER_TYPES = {FULL: FULL, "attention": FULL, SLIDING: SLIDING}
+"""Names in layer_types."""
+
+_ACTIVATIONS: dict[str, Activation] = {
+    **{"silu": "silu", "swish": "silu", "gelu": "gelu", "relu2": "relu2"},
+    **{"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensors:
+    """How a family's checkpoint has the tensors of Llama's layer."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Name of a module here -> in the checkpoint, where they differ; within "model.layers.0." or at the top. Modules
+    are named as Llama's, and the norms of outputs "attention_out_norm" and "mlp_out_norm"."""
+    fused: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Name of a module in the checkpoint -> modules here whose outputs it has, one after another."""
+    adds_one: bool = False
+    """Norms scale by 1 + the stored weight."""
+    is_interleaved: bool = False
+    """Rotary embedding turns adjacent channels, (0, 1), (2, 3), and so on, not those half a head apart."""
+    norms_by_head: bool = False
+    """Weights of the norms of queries and keys are stored by head, [heads, head size]."""
+
+    def name(self, module: str) -> str:
+        """Of a module here -> in the checkpoint."""
+        return self.names.get(module, module)
+
+    def place(self, module: str) -> tuple[str, list[str]]:
+        """The checkpoint's module that has this one, and the modules here whose outputs come before it."""
+        for fused, parts in self.fused.items():
+            if module in parts:
+                return fused, list(parts[: parts.index(module)])
+        return self.name(module), []
+
+
+class Settings:
+    """One config.json, as the families read it. Errors are CheckpointError, and name the field."""
+
+    def __init__(self, fields: Fields, family: "Family") -> None:
+        self.family = family
+        self.fields = {**family.defaults, **fields}
+        self.hidden_size = positive_int(self.fields, "hidden_size", _MAX_WIDTH)
+        self.num_layers = positive_int(self.fields, "num_hidden_layers", _MAX_LAYERS)
+        self.num_heads = positive_int(self.fields, "num_attention_heads", _MAX_HEADS)
+        default = self.num_heads if family.is_kv_heads_optional else None
+        self.num_kv_heads = positive_int(self.fields, "num_key_value_heads", _MAX_HEADS, default)
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
+            )
+        default_head_dim = self.hidden_size // self.num_heads
+        self.head_dim = default_head_dim
+        if not family.ignores_head_dim:
+            self.head_dim = positive_int(self.fields, "head_dim", _MAX_HEAD_DIM, default_head_dim)
+        if self.head_dim % 2:
+            raise CheckpointError(f"head_dim {self.head_dim} is odd, which rotary embedding does not allow")
+        self.vocab_size = positive_int(self.fields, "vocab_size", _MAX_WIDTH)
+        self.width = positive_int(self.fields, "intermediate_size", _MAX_WIDTH)
+        self.max_positions = positive_int(self.fields, "max_position_embeddings", MAX_CONTEXT)
+
+    def flag(self, name: str) -> bool:
+        return flag(self.fields, name)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        return positive_float(self.fields, name, _MAX_FACTOR, default)
+
+    def optional(self, name: str) -> float | None:
+        """None if the field is absent or null."""
+        return None if self.fields.get(name) is None else self.number(name)
+
+    def count(self, name: str) -> int:
+        value = self.fields.get(name)
+        if type(value) is not int or value < 0:
+            raise CheckpointError(f"{name} must be a whole number, not {value!r}")
+        return value
+
+    def norm(self, key: str = "rms_norm_eps", **options: Any) -> NormSpec:
+        """key: of eps. options: fields of NormSpec."""
+        return NormSpec(positive_float(self.fields, key, 1.0, default=1e-6), **options)
+
+    def attention(self, **options: Any) -> AttentionSpec:
+        """options: fields of AttentionSpec, whose heads and head size are those of config.json."""
+        return AttentionSpec(
+            *(self.num_heads, self.num_kv_heads, self.head_dim), **{"scale": self.head_dim**-0.5, **options}
+        )
+
+    def mlp(self, activation_key: str = "hidden_act", **options: Any) -> MLPSpec:
+        """options: fields of MLPSpec, whose width and activation are those of config.json."""
+        name = self.fields.get(activation_key, "silu")
+        if name not in _ACTIVATIONS:
+            allowed = ", ".join(map(repr, _ACTIVATIONS))
+            raise CheckpointError(f"{activation_key} {name!r} is not supported, only {allowed}")
+        return MLPSpec(self.width, **{"activation": _ACTIVATIONS[name], **options})
+
+    @cached_property
+    def rope(self) -> RopeInfo:
+        """The rotary setting of a model that has one."""
+        return parse_rope(self.fields, self.max_positions, self.family.has_partial_rotary)
+
+    def layer_types(self, default: Callable[[int], bool] | None = None) -> list[str]:
+        """FULL or SLIDING for each layer. default: whether a layer has a window where the field is absent."""
+        types = self.fields.get("layer_types") or []
+        allowed = _LAYER_TYPES if default is not None else {name for name in _LAYER_TYPES if name != SLIDING}
+        if not isinstance(types, list) or any(not isinstance(each, str) or each not in allowed for each in types):
+            raise CheckpointError(f"layer_types {types!r} is not supported, only {', '.join(map(repr, allowed))}")
+        if types and len(types) != self.num_layers:
+            raise CheckpointError(f"layer_types has {len(types)} entries for num_hidden_layers {self.num_layers}")
+        if types:
+            return [_LAYER_TYPES[each] for each in types]
+        return [SLIDING if default is not None and default(index) else FULL for index in range(self.num_layers)]
+
+    def windows(self, default: Callable[[int], bool] = lambda _: False) -> list[int | None]:
+        """The window of each layer; None: it sees all. default: as of layer_types."""
+        types = self.layer_types(default)
+        if SLIDING not in types:
+            return [None] * self.num_layers
+        window = positive_int(self.fields, "sliding_window", MAX_CONTEXT)
+        return [window if each == SLIDING else None for each in types]
+
+    def no_windows(self) -> list[None]:
+        """None for each layer, once layer_types is known to agree."""
+        self.layer_types()
+        return [None] * self.num_layers
+
+    def model(self, layers: LayerSpec | Sequence[LayerSpec], final_norm: NormSpec, **options: Any) -> ModelSpec:
+        """layers: one for all, or each. options: fields of ModelSpec."""
+        if isinstance(layers, LayerSpec):
+            layers = [layers for _ in self.no_windows()]
+        if "rotary" not in options:
+            options["rotary"] = (self.rope,)
+        return ModelSpec(tuple(layers), self.hidden_size, self.vocab_size, final_norm, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One model_type of config.json."""
+
+    architecture: str
+    """The only accepted class name in `architectures`."""
+    spec_of: Callable[[Settings], ModelSpec]
+    applied: tuple[str, ...] = ()
+    """Keys of config.json that spec_of reads, beyond those of every family (config_keys)."""
+    refused: tuple[str, ...] = ()
+    """Keys of features that are not computed: a checkpoint that sets one is refused, by name."""
+    without_effect: tuple[str, ...] = ()
+    """Keys that change no token, here and in transformers, beyond those of every family."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of absent keys, as of its class in transformers."""
+    stored: StoredTensors = field(default_factory=StoredTensors)
+    is_kv_heads_optional: bool = False
+    """Without num_key_value_heads, there are as many as query heads."""
+    ignores_head_dim: bool = False
+    """Heads always divide the hidden size."""
+    has_partial_rotary: bool = False
+    """partial_rotary_factor counts."""
+    gguf_names: Mapping[str, str] | None = None
+    """Names of layers' tensors in GGUF files, beyond those that all have -> in the checkpoint. None: GGUF files of this
+    architecture are not read."""

@@ -1,0 +1,74 @@
+"""From the tensors that the layers have to those that a family's checkpoint stores: other names, fused tensors, norms
+by 1 + weight, and another order of the channels of queries and keys.
+
+The scores are products of queries and keys, so that both may have their channels in any order. Rotary embedding here
+turns channels half a head apart, all of them: where a family turns adjacent ones, or only the first ones of each head,
+the rows of both projections change places, and the channels that stay have the frequency 0.
+"""
+
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.checkpoint.families import FAMILIES, StoredTensors
+from tokasaurus.checkpoint.spec import AttentionSpec
+from tokasaurus.model.decoder.weights import WeightShard
+
+_ROTATED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm")
+
+
+def as_stored(shards: list[WeightShard], info: ModelInfo) -> list[WeightShard]:
+    """shards: with the names of modules here."""
+    stored = FAMILIES[info.family].stored
+    if stored == StoredTensors() and all(rope.partial_factor == 1 for rope in info.spec.rotary):
+        return shards
+    return [_as_stored(shard, stored, info) for shard in shards]
+
+
+def _as_stored(shard: WeightShard, stored: StoredTensors, info: ModelInfo) -> WeightShard:
+    path, _, kind = shard.source.rpartition(".")
+    prefix, module, layer = "", path, 0
+    if path.startswith("model.layers."):
+        _, _, index, module = path.split(".", 3)
+        prefix, layer = f"model.layers.{index}.", int(index)
+    name, before = stored.place(module)
+    attention = info.spec.layers[layer].attention
+    shape, part = shard.shape, shard.shard
+    if name in stored.fused:
+        sizes = info.spec.layers[layer].output_sizes
+        offset, total = sum(sizes[each] for each in before), sum(sizes[each] for each in stored.fused[name])
+        shape = (total, *shape[1:])
+        if part:
+            part = (slice(part[0].start + offset, part[0].stop + offset), *part[1:])
+    elif stored.norms_by_head and module in ("self_attn.q_norm", "self_attn.k_norm"):
+        shape = (prod(shape) // attention.head_dim, attention.head_dim)
+        if part:
+            part = (slice(part[0].start // attention.head_dim, part[0].stop // attention.head_dim), slice(None))
+    order = None
+    if module in _ROTATED and attention.rotary is not None and shard.target is not None:
+        channels = channel_order(attention, info.spec.rotary[attention.rotary].num_rotated(attention.head_dim), stored)
+        num_rows = len(shard.target)
+        heads = torch.arange(0, num_rows, attention.head_dim).unsqueeze(1)
+        order = None if channels is None else (heads + channels).flatten()
+    is_norm = len(shard.shape) == 1 and "_proj" not in module and kind == "weight"
+    return replace(
+        shard,
+        source=f"{prefix}{name}.{kind}",
+        shape=shape,
+        shard=part,
+        order=order,
+        added=1.0 if stored.adds_one and is_norm else 0.0,
+        is_flattened=shape != shard.shape and len(shape) != len(shard.shape),
+    )
+
+
+def channel_order(attention: AttentionSpec, num_rotated: int, stored: StoredTensors) -> Tensor | None:
+    """int64 [D]: which of a stored head's channels each channel here is; None if they are the same."""
+    channels, rest = torch.arange(num_rotated), torch.arange(num_rotated, attention.head_dim)
+    pairs = channels.view(-1, 2) if stored.is_interleaved else channels.view(2, -1).T
+    unturned = rest.view(2, -1)
+    order = torch.cat((pairs[:, 0], unturned[0], pairs[:, 1], unturned[1]))
+    return None if torch.equal(order, torch.arange(attention.head_dim)) else order
