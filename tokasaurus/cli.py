@@ -154,7 +154,7 @@ def _run_server(words: list[str], is_any_word: bool) -> int:
 def _command_main(
     name: str, args: list[str] | None = None, run: "Callable[[Any, list[str]], int] | None" = None
 ) -> int:
-    """A sub-command. args: by default those of the command line. run: in place of the command's function."""
+    """A sub-command. args: by default the command line's. run: in place of the command's function."""
     if args is None:
         put_right()
     command = _COMMANDS[name]
@@ -237,7 +237,7 @@ def _run(
     is_any_word: bool = True,
     needs_directory: bool = True,
 ) -> int:
-    """Reads the words in `args`, by default those of the command line, with the environment, and calls `run` with the
+    """Reads the words in `args`, by default the command line's, with the environment, and calls `run` with the
     config and the words that say the same; or prints help or the config.
 
     positional, is_any_word: see command_line.read. needs_directory: whether it may read files, or start processes."""

@@ -286,7 +286,7 @@ class FlagConfig(Config):
         self._check([], {})
 
     def values(self) -> dict[str, Any]:
-        """Every flag's value, and those of dropped flags that became constants."""
+        """Every flag's value, also of dropped flags that became constants."""
         constants = (name for name in self.retired if hasattr(self, name))
         return {name: getattr(self, name) for name in (*self.flags, *constants)}
 

@@ -64,7 +64,7 @@ class StartupReport:
     """Most tokens of a sequence, by the model and the flag max_num_tokens_per_request."""
     drain_seconds: int = 0
     shows_details: bool = True
-    """Every phase gets a line; otherwise those that say what is served, and those that take long."""
+    """Every phase gets a line; otherwise only phases that say what is served, or take long."""
     started: float = field(default_factory=_start_of_process)
     num_replicas: int = 1
     limits: EngineLimits | None = None

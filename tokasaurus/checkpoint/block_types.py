@@ -1,4 +1,4 @@
-"""Rows of quantised weights in blocks: those of GGUF files, named as there, and blocks of integers with a scale.
+"""Rows of quantised weights in blocks: GGUF's, named as there, and blocks of integers with a scale.
 
 A block of I4_64 has 64 adjacent inputs: their scale and min, float32, then 32 bytes, each with the code of an input in
 the low bits and of the next one in the high bits; weight = scale * code + min. A block of I8 has all inputs of an

@@ -157,7 +157,7 @@ class Ready:
     process: str
     limits: EngineLimits | None = None
     updates: tuple[UpdateWeights, ...] = ()
-    """What leads from the checkpoint's weights to those that a manager's workers have."""
+    """The updates that lead from the checkpoint's weights to a manager's workers' weights."""
     is_paused: bool = False
     """The engine is paused: a server that has died had paused it."""
 

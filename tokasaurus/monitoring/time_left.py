@@ -21,7 +21,7 @@ from typing import NamedTuple
 from tokasaurus.messages.status import StepCost, TimeLeft
 
 MAX_WINDOW_S = 60.0
-"""The speed is that of the last half of the work's time, but at most of this time."""
+"""The speed is measured over the last half of the work's time, at most over this time."""
 MIN_WINDOW_S = 2.0
 _NUM_QUANTILES = 64
 _CERTAIN_HAZARD = 32.0
@@ -110,7 +110,7 @@ class Pace:
 
 
 class Lengths:
-    """How long completions become, by those that have ended and those that run, which have not ended yet.
+    """How long completions become, by ended and running ones.
 
     The ended ones alone are the shortest. Beyond the longest known, ends are as frequent as they were before it.
     Source: Kaplan and Meier, J. Amer. Statist. Assoc. 53 (1958), 457-481."""

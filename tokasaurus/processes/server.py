@@ -91,7 +91,7 @@ class ServerProcess(Restarted):
         return describe_failure(self.children, failed)
 
     def read_status(self, report: StartupReport) -> list[Failed]:
-        """Take its messages; those that say why it ends."""
+        """Take its messages; returns the ones that say why it ends."""
         failed: list[Failed] = []
         for child in self.children:
             for message in child.status.drain():

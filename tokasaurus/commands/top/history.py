@@ -162,7 +162,7 @@ class History:
         return latest
 
     def _last(self, seconds: float, with_past: bool = False) -> list[Sample]:
-        """Samples of the last seconds, at least two if there are. with_past: those that the server remembers too."""
+        """Samples of the last seconds, at least two if there are. with_past: also samples that the server remembers."""
         found: list[Sample] = []
         for sample in reversed(self.samples):
             if sample["is_past"] and not with_past:

@@ -154,7 +154,7 @@ class _View:
     look: Look
 
     def body(self, height: int) -> list[Text]:
-        """Sections in order; where the screen is too low, those of higher ranks are left out first."""
+        """Sections in order; where the screen is too low, sections of higher ranks are left out first."""
         sample, frame = self.sample, self.frame
         replica, sections = self.history.replica(frame.replica), list[tuple[int, list[Text]]]()
         sections += [(0, self._throughput()), (4, [self._quarter()]), (2, [self._requests()])]

@@ -50,7 +50,7 @@ class MapKeywords(ChatOptions, total=False):
 
 
 class StoredMapKeywords(MapKeywords, total=False):
-    """Also those that need an output directory."""
+    """Also keywords that need an output directory."""
 
     format: str | None
     overwrite: bool

@@ -91,7 +91,7 @@ class SequenceQueues:
         self._queue_of(samples).remove_samples(samples)
 
     def first_waiting(self, max_sequences: int) -> list[Sequence]:
-        """Up to `max_sequences` waiting sequences, in admission order. Creates those that do not exist yet."""
+        """Up to `max_sequences` waiting sequences, in admission order. Creates missing ones."""
         return list(islice(self._in_order(), max_sequences))
 
     def _in_order(self) -> Iterator[Sequence]:

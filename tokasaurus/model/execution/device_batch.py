@@ -285,7 +285,7 @@ class _LayoutBuilder:
         self.is_in_memory = (
             memory is not None and slots.on_device is not None and step.groups is None and len(memory.blocks) > 0
         )
-        """Whether the only part's lists are those of `memory`, which the caller fills."""
+        """Whether the only part's lists are in `memory`, which the caller fills."""
 
     def build(self, kv_indices: Tensor) -> PagedLayout:
         """Parts, each omitted if empty: grouped decode rows over the tokens after their prefix; the other decode rows;

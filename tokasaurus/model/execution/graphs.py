@@ -162,7 +162,7 @@ class _Recording:
     pieces: Sequence[_Piece]
     """Empty if attention is included."""
     last: Graph
-    """The launches after the last attention; those of the logits too if attention is included."""
+    """The launches after the last attention; if attention is included, the logits' launches too."""
     head: Graph | None
     """The launches of the logits, if they are not in `last`."""
     sampling: Graph | None

@@ -73,7 +73,7 @@ def joined(mesh: Mesh, rendezvous: Path | None, device: torch.device) -> Iterato
 
 
 def with_groups(mesh: Mesh, on_nccl: bool) -> Mesh:
-    """The mesh with its groups. Every rank must make every group, also those of others.
+    """The mesh with its groups. Every rank must make every group, also groups of other ranks.
 
     Each link between two stages has a group of its own, in which messages go one way: NCCL runs the transfers of a
     group one after another, so that a receive which was posted early would hold up every later send of its group.

@@ -70,7 +70,7 @@ def best_of_ranks(
 
 
 def largest_of_ranks(ids: Tensor, values: Tensor, count: int, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """The largest logits of all ranks, given those of this rank: `count`, or V if that is less.
+    """The largest logits of all ranks, given this rank's: `count`, or V if that is less.
 
     ids: [r, n], of this rank's shard, and values: float32 [r, n], in descending order; n is `count`, or v if that is
     less -> ids of the whole vocabulary, int64, and values, float64, in descending order.

@@ -53,7 +53,7 @@ _GRAPH_BYTES = 256 << 10
 _NUM_PROCESSORS = 132
 """Multiprocessors of an H100 or H200, on which the size of FlashInfer's workspace depends."""
 _NUM_WRAPPERS = 15
-"""FlashInfer's wrappers that FlashInferBackend keeps, those of "fa3" included, each with a buffer for its plan."""
+"""FlashInfer's wrappers that FlashInferBackend keeps, "fa3" included, each with a buffer for its plan."""
 
 CUDA_FRACTION = 0.95
 """Fraction of the device memory left after weights and the largest forward: the rest covers fragmentation."""

@@ -120,7 +120,7 @@ class EngineControl:
         on_broken: Callable[[Exception], None],
         tell_held: Callable[[Held], None],
     ) -> None:
-        """The arguments are those of EngineClient. commands: to the replicas."""
+        """Arguments: see EngineClient. commands: to the replicas."""
         self._replicas = replicas
         self._commands = commands
         self._requests = requests

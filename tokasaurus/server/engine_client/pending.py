@@ -17,7 +17,7 @@ from tokasaurus.server.engine_client.replicas import Replica
 MAX_SAMPLES = 1024
 """Completions of a job whose lengths are remembered; of more, every second one is, then every fourth, and so on."""
 _NUM_WAITING = 256
-"""Lengths that stand for those of all completions that have not begun."""
+"""A sample of lengths that stands for all completions that have not begun."""
 _ERROR_OF_EXPECTATION = 0.7
 """Relative error of the manager's expectation, which is all that is known before a completion of the job has ended."""
 _KEPT_AT_ONCE = 0.9
@@ -54,7 +54,7 @@ class PendingRequest:
     num_finished_tokens: int = 0
     """Tokens of its finished sequences, unless they are streamed."""
     num_received_tokens: int = field(init=False)
-    """Tokens of all its deltas, without those that an earlier server has sampled."""
+    """Tokens of all its deltas, without tokens that an earlier server has sampled."""
     progress: dict[int, SequenceProgress] = field(default_factory=dict)
     """The last report on each of its unfinished sequences, by index; of requests of jobs."""
     job: JobPace | None = None
@@ -135,7 +135,7 @@ class JobPace:
         self._ended = Done(0.0)
         self._num_asked_of_ended = 0.0
         self._asked_pace = Pace()
-        """Prompt tokens of completions that have ended, and those of them that were computed."""
+        """Prompt tokens of ended completions, and how many of them were computed."""
         self._pace = Pace()
         self._num_at_once = self._num_steps = self._num_tokens = 0.0
         self._num_running = 0

@@ -1,4 +1,4 @@
-"""The open bulk requests and those that have ended lately, for whoever watches the server."""
+"""Open bulk requests and recently ended ones, for whoever watches the server."""
 
 import time
 from collections import deque

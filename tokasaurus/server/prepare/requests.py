@@ -345,7 +345,7 @@ def _sampling(body: SamplingFields, model: ServedModel) -> SamplingParams:
 
 
 def asked_sampling(body: SamplingFields, model: ServedModel) -> SamplingParams:
-    """The body's sampling parameters, with the model's defaults for those that it lacks."""
+    """The body's sampling parameters, with the model's defaults for missing ones."""
     defaults = model.default_sampling
     given = [getattr(body, name) for name in SamplingParams._fields]
     return SamplingParams._make(

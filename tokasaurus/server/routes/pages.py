@@ -38,7 +38,7 @@ def content_policy(page: bytes, other_scripts: str = "", styles: str = "'unsafe-
 
 
 def page_headers(page: bytes, other_scripts: str = "", styles: str = "'unsafe-inline'") -> dict[str, str]:
-    """Headers of this page. The arguments are those of `content_policy`."""
+    """Headers of this page. Arguments: see `content_policy`."""
     return {
         "Content-Security-Policy": content_policy(page, other_scripts, styles),
         "Cache-Control": "no-cache",

@@ -103,7 +103,7 @@ class RequestTemplates:
         continue_final_message: bool = False,
         template_variables: Mapping[str, Any] | None = None,
     ) -> TemplateText:
-        """The prompt by a template of the request; the other arguments are those of Tokenizer.render_chat.
+        """The prompt by a template of the request; other arguments: see Tokenizer.render_chat.
 
         Raises ChatTemplateError and TemplateRendererFailed."""
         arguments = {
