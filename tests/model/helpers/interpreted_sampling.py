@@ -203,7 +203,7 @@ def check_parts(row_counts: tuple[int, ...]) -> None:
 
     def draw_in(num_processors: int, *arguments: Any) -> tuple[torch.Tensor, ...]:
         with (
-            unittest.mock.patch.object(triton_rows, "_BLOCK", 16),
+            unittest.mock.patch.object(triton_rows, "_BLOCK", 16 if len(arguments[0]) < 20 else 128),
             unittest.mock.patch.object(triton_sample, "_num_processors", return_value=num_processors),
         ):
             several.add(triton_sample._draw_parts(*arguments).shape[1])
@@ -219,11 +219,12 @@ def check_parts(row_counts: tuple[int, ...]) -> None:
         bits = staged_masks(allowed)
         masks = bits.rows.index_of_row(num_rows), bits.bits
         shard = logits[:, 100:230]
-        for some, keys, mask in (
+        cases = [
             (logits, rows.noise_keys, None),
             (logits, rows.noise_keys, masks),
             (shard, keys_of_shard(rows.noise_keys, 100), None),
-        ):
+        ]
+        for some, keys, mask in cases if num_rows < 20 else cases[:1]:  # the interpreter is slow
             arguments = some, slice(0, num_rows), rows.device_params, keys, None, mask
             tokens, chosen, normalizers = draw_in(0, *arguments)
             again, chosen_again, others = draw_in(132, *arguments)
@@ -350,7 +351,7 @@ def main() -> None:
     check_top()
     check_uniforms()
     check_skipped_noise()
-    check_parts((1, 2, 17, 64, 200))
+    check_parts((1, 2, 17, 150))
     check_finish(1, 33, torch.float32)
     check_finish(14, 2500, torch.bfloat16)
     check_device(logits, rows)
