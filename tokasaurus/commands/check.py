@@ -25,8 +25,8 @@ from tokasaurus.startup_report import StartupReport
 if TYPE_CHECKING:  # the functions that need torch import it: the flags are read without it
     from tokasaurus.model.decoder.decoder import Decoder
     from tokasaurus.model.decoder.weights import FilledModules
-    from tokasaurus.model.worker.entry import LoadedWorker, Phases
     from tokasaurus.model.worker.self_check import Result
+    from tokasaurus.model.worker.start import Start
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +57,13 @@ def check(config: CheckConfig, _words: list[str]) -> int:
     fetched, 2 if it cannot be read, or a flag asks for what does not work here."""
     from tokasaurus.model.cpu.build import kernels_built_ahead
     from tokasaurus.model.parallel.mesh import Mesh
-    from tokasaurus.model.worker.entry import Phases, load_worker
+    from tokasaurus.model.worker.entry import load_worker
     from tokasaurus.model.worker.self_check import Checks, Result
+    from tokasaurus.model.worker.start import PhaseLog
 
     setup_logging(config, "check", has_terminal=True)
     report = StartupReport()
-    phases = Phases(partial(_show_phase, report), partial(report.note_progress, "check"))
+    log = PhaseLog(partial(_show_phase, report), partial(report.note_progress, "check"))
     if config.json:
         _print_json({"device": _device_name(config)})
     code, checks = 0, Checks(is_thorough=True, on_result=_print_result if config.json else lambda _: None)
@@ -72,8 +73,7 @@ def check(config: CheckConfig, _words: list[str]) -> int:
         with kernels_built_ahead(
             config, lambda line: print(f"toka check: {line}", file=sys.stderr), report.show_kernels
         ):
-            loaded = load_worker(config, checkpoint, Mesh(), 0, phases, None if has_weights else _fill, checks)
-            _check_the_rest(config, loaded, phases)
+            _check_the_rest(load_worker(config, checkpoint, Mesh(), 0, log, None if has_weights else _fill, checks))
     except KeyboardInterrupt:
         print("toka check: stopped", file=sys.stderr)
         return 1
@@ -130,50 +130,53 @@ def _fill(model: "Decoder", filled: "FilledModules") -> None:
     fill_randomly(iter(model.weight_shards()), filled.note)
 
 
-def _check_the_rest(config: ServerConfig, loaded: "LoadedWorker", phases: "Phases") -> None:
+def _check_the_rest(start: "Start") -> None:
     """What the start of a server checks later than its loading, and what it takes for granted."""
-    from tokasaurus.model.worker.entry import check_layers, chunk_sizes_of, graph_sizes_of, record_graphs
+    from tokasaurus.model.worker.entry import check_layers, record_graphs
     from tokasaurus.model.worker.kernel_checks import check_each_kernel, compare_sampling
     from tokasaurus.model.worker.self_check import NUM_SEQUENCES, measure_one_call_decode
 
-    checks, runner = loaded.checks, loaded.runner
-    if loaded.device.type == "cuda":
-        with phases("each kernel"):
-            check_each_kernel(loaded.shape, loaded.model, checks)
-    if loaded.compiler is None:  # else its layers were checked
-        with phases("layers"):
-            check_layers(loaded)
-    kernels = loaded.kernels
+    checks, runner, model, kernels = start.checks, start.runner, start.model, start.kernels
+    if start.on_cuda:
+        with start.log("each kernel"):
+            check_each_kernel(start.shape, model, checks)
+    if start.compiler is None:  # else its layers were checked
+        with start.log("layers"):
+            check_layers(start)
     if kernels is not None:
-        with phases("sampling"):
+        with start.log("sampling"):
             from tokasaurus.model.sampling.sample import sample
 
-            vocab_size, dtype = loaded.model.vocab_size, loaded.model.activation_dtype
             checks.describe_wrong(
                 "sampling",
                 lambda: compare_sampling(
-                    vocab_size, dtype, loaded.device, lambda logits, rows: sample(logits, rows, kernels)
+                    model.vocab_size,
+                    model.activation_dtype,
+                    start.device,
+                    lambda logits, rows: sample(logits, rows, kernels),
                 ),
             )
     if runner.decodes_in_one_call:
-        with phases("decode steps"):
+        with start.log("decode steps"):
             num_blocks = NUM_SEQUENCES + 1  # one is shared
-            _allocate(config, loaded, num_blocks)
-            sizes = config.page_size, num_blocks, loaded.limits
+            _allocate(start, num_blocks)
+            sizes = start.config.page_size, num_blocks, start.limits
             checks.describe_wrong("decode steps", partial(measure_one_call_decode, runner, *sizes))
-    graph_sizes = graph_sizes_of(config, loaded.device)
-    if graph_sizes:
-        num_blocks = graph_sizes[0] + 1
-        _allocate(config, loaded, num_blocks)
-        ends = sorted({graph_sizes[0], graph_sizes[-1]}, reverse=True)
-        record_graphs(config, loaded, ends, chunk_sizes_of(config, graph_sizes)[:1], num_blocks, phases)
+    if start.graph_sizes:
+        with start.log("CUDA graphs") as details:
+            largest, smallest = start.graph_sizes[0], start.graph_sizes[-1]
+            _allocate(start, largest + 1)
+            start.graph_sizes = sorted({largest, smallest}, reverse=True)
+            start.chunk_sizes = start.chunk_sizes[:1]
+            details.append(record_graphs(start))
         runner.drop_graphs()
 
 
-def _allocate(config: ServerConfig, loaded: "LoadedWorker", num_blocks: int) -> None:
+def _allocate(start: "Start", num_blocks: int) -> None:
     """A KV cache for steps. num_blocks: without the padding block."""
-    loaded.backend.allocate(num_blocks + 1)
-    loaded.slots.rules.allocate((num_blocks + 1) * config.page_size)
+    start.num_blocks = num_blocks
+    start.backend.allocate(num_blocks + 1)
+    start.slots.rules.allocate((num_blocks + 1) * start.config.page_size)
 
 
 def _show_phase(report: StartupReport, phase: PhaseDone) -> None:

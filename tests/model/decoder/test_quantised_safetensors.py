@@ -23,7 +23,8 @@ from tokasaurus.messages.status import FlagRefused, PhaseDone
 from tokasaurus.model.decoder.tensor_files import open_files, read_shard
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.worker.entry import LoadedWorker, Phases, load_worker
+from tokasaurus.model.worker.entry import load_worker
+from tokasaurus.model.worker.start import PhaseLog, Start
 
 FORMATS = [
     Format("awq"),
@@ -307,11 +308,11 @@ def test_zeros_of_the_first_gptq_format_are_one_number_for_a_word(tmp_path: Path
 W8A8 = Format("int-quantized", num_bits=8, group_size=None, is_symmetric=True, quantizes_activations=True)
 
 
-def start(directory: Path, *flags: str) -> tuple[LoadedWorker, str]:
+def start(directory: Path, *flags: str) -> tuple[Start, str]:
     """A worker's model, and what it reports of its weights."""
     reports: list[PhaseDone] = []
     config = ServerConfig.parse(["device=cpu", "dtype=float32", "kv_cache_num_tokens=4096", *flags])
-    loaded = load_worker(config, resolve_checkpoint(str(directory)), Mesh(), 0, Phases(reports.append))
+    loaded = load_worker(config, resolve_checkpoint(str(directory)), Mesh(), 0, PhaseLog(reports.append))
     return loaded, next(report.detail for report in reports if report.phase == "weights")
 
 

@@ -19,7 +19,8 @@ from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.quantize import CannotQuantize, Packing
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker import entry
-from tokasaurus.model.worker.entry import Phases, load_worker
+from tokasaurus.model.worker.entry import load_worker
+from tokasaurus.model.worker.start import PhaseLog
 from tokasaurus.model.worker.weight_update import WeightUpdates
 
 PROMPT = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(0))
@@ -113,7 +114,7 @@ def start(directory: Path, *flags: str) -> list[PhaseDone]:
     """Load a worker's model -> what it reports."""
     reports: list[PhaseDone] = []
     config = ServerConfig.parse(["device=cpu", "dtype=float32", "kv_cache_num_tokens=4096", *flags])
-    load_worker(config, resolve_checkpoint(str(directory)), Mesh(), 0, Phases(reports.append))
+    load_worker(config, resolve_checkpoint(str(directory)), Mesh(), 0, PhaseLog(reports.append))
     return reports
 
 
@@ -160,5 +161,5 @@ def test_flags_of_the_cpu_kernels_are_refused_on_other_devices(
     monkeypatch.setattr(entry, "choose_device", lambda *_: torch.device("cuda"))
     config = ServerConfig.parse(["max_tokens_per_forward=64", flag])
     with pytest.raises(FlagRefused) as refused:
-        load_worker(config, resolve_checkpoint(str(tmp_path)), Mesh(), 0, Phases(lambda _: None))
+        load_worker(config, resolve_checkpoint(str(tmp_path)), Mesh(), 0, PhaseLog(lambda _: None))
     assert str(refused.value) == f"{flag}: only device=cpu allows it, not device=cuda"

@@ -23,7 +23,8 @@ from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker import all_reduce_start, entry
 from tokasaurus.model.worker.all_reduce_start import choose_all_reduce, fastest_up_to, is_tried
-from tokasaurus.model.worker.entry import Phases, load_worker
+from tokasaurus.model.worker.entry import load_worker
+from tokasaurus.model.worker.start import PhaseLog
 
 KIB = 1 << 10
 NUM_BYTES = 64 * KIB  # sizes of 8, 32 and 64 KiB are measured
@@ -203,7 +204,7 @@ def run_worker_rank(rank: int, num_ranks: int, rendezvous: Path, answers: Connec
                 patch.object(entry, "is_tried", lambda *_: True),
                 patch.object(all_reduce_start, "make_stopwatch", lambda _device, stopwatch=stopwatch: stopwatch),
             ):
-                worker = load_worker(config, checkpoint, mesh, rank, Phases(phases.append))
+                worker = load_worker(config, checkpoint, mesh, rank, PhaseLog(phases.append))
                 worker.backend.allocate(201)
                 worker.slots.rules.allocate(201 * 16)
                 (said,) = (phase.detail for phase in phases if phase.phase == "all-reduce")

@@ -125,7 +125,7 @@ def test_graphs_are_freed_before_the_group_of_ranks_is_left(tmp_path: Path, monk
             return graph
 
     @contextmanager
-    def joined(_config: Any, mesh: Mesh, *_: Any) -> Iterator[Mesh]:
+    def joined(mesh: Mesh, *_: Any) -> Iterator[Mesh]:
         yield mesh
         at_end.append(sum(graph() is not None for graph in graphs))
 

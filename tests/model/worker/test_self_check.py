@@ -43,7 +43,7 @@ from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker import entry
-from tokasaurus.model.worker.entry import Phases, StartedWorker, check_layers, load_worker, start_worker
+from tokasaurus.model.worker.entry import StartedWorker, check_layers, load_worker, start_worker
 from tokasaurus.model.worker.self_check import (
     Checks,
     Measured,
@@ -52,6 +52,7 @@ from tokasaurus.model.worker.self_check import (
     measure_graphs,
     measure_one_call_decode,
 )
+from tokasaurus.model.worker.start import PhaseLog
 from tokasaurus.model.worker.warmup import ForwardLimits
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -369,7 +370,7 @@ def test_right_layers_pass_in_every_family_and_dtype(family: str, dtype: str, tm
     config = ServerConfig.parse([*FLAGS, f"dtype={dtype}"])
     checkpoint = resolve_checkpoint(str(tmp_path))
     for fill in (None, lambda model, filled: fill_randomly(iter(model.weight_shards()), filled.note)):
-        loaded = load_worker(config, checkpoint, Mesh(), 0, Phases(lambda _: None), fill, Checks(is_thorough=True))
+        loaded = load_worker(config, checkpoint, Mesh(), 0, PhaseLog(lambda _: None), fill, Checks(is_thorough=True))
         assert check_layers(loaded)
         names = [result.measured.name for result in loaded.checks.results if result.feature == "layers"]
         assert names == [
@@ -384,7 +385,7 @@ def test_wrong_layers_of_the_cpu_kernels_are_found(fault: str, tmp_path: Path, m
     save_tiny_model(tmp_path, "llama")
     checkpoint = resolve_checkpoint(str(tmp_path))
     config, checks = ServerConfig.parse(FLAGS), Checks(is_thorough=True)
-    loaded = load_worker(config, checkpoint, Mesh(), 0, Phases(lambda _: None), checks=checks)
+    loaded = load_worker(config, checkpoint, Mesh(), 0, PhaseLog(lambda _: None), checks=checks)
 
     def run(hidden: torch.Tensor, *_: Any) -> torch.Tensor:
         if fault == "raises":
@@ -685,7 +686,7 @@ def load_with_wrong_logits_on_one_rank(rank: int, num_ranks: int, rendezvous: Pa
         unittest.mock.patch.object(Compiler, "_compile_graph", lambda _self, graph, *_, **__: graph),
         unittest.mock.patch.object(Decoder, "logits", wrong),
     ):
-        loaded = load_worker(config, checkpoint, mesh, rank, Phases(lambda _: None))
+        loaded = load_worker(config, checkpoint, mesh, rank, PhaseLog(lambda _: None))
         answers.send(loaded.checks.switched_off)
 
 

@@ -163,6 +163,10 @@ class Checks:
         """Time of all comparisons, with the compilations and recordings that they began."""
         return sum(result.seconds for result in self.results)
 
+    def describe(self) -> str:
+        """How many there were and how long they took, for the user."""
+        return f"{len(self.results)} comparisons in {self.seconds:.1f} s"
+
     def add(self, result: Result) -> None:
         self.results.append(result)
         self._on_result(result)

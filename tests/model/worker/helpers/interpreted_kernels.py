@@ -13,6 +13,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -88,7 +89,11 @@ def check(
 
 def check_as_a_start(shape: KVShape, model: Decoder, checks: Checks) -> None:
     backend = entry._choose_backend(ServerConfig.parse([]), shape, None, 0, checks)
-    entry._check_triton(shape, model, Mesh(), backend, 64, checks)
+    limits = SimpleNamespace(context_length=64)
+    start: Any = SimpleNamespace(
+        model=model, shape=shape, backend=backend, mesh=Mesh(), limits=limits, device=shape.device, checks=checks
+    )
+    entry.check_triton(start)
 
 
 def left() -> set[str]:
