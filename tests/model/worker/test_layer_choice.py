@@ -13,6 +13,7 @@ from tests.helpers.tiny_model import save_tiny_model
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.steps import StepDriver, one_thread
 from tokasaurus.checkpoint import resolve_checkpoint
+from tokasaurus.checkpoint.spec import LayerSpec
 from tokasaurus.config import ServerConfig
 from tokasaurus.model import triton_choice
 from tokasaurus.model.decoder.compile import Compiler
@@ -82,6 +83,10 @@ class Own(ModuleExecutor):
 
     factor = 1.0
     num_runs = 0
+
+    @staticmethod
+    def computes(_layer: LayerSpec) -> bool:
+        return True
 
     def run(self, hidden: Tensor, *others: Any) -> Tensor:
         Own.num_runs += 1

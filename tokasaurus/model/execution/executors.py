@@ -156,14 +156,18 @@ class KernelExecutor:
         return hidden
 
 
+def has_fused_layers(model: Decoder) -> bool:
+    """Whether FusedExecutor computes all layers, where its kernels are in use."""
+    return all(FusedExecutor.computes(layer.spec) for layer in model.decoder_layers())
+
+
 def choose_executor(model: Decoder, backend: AttentionBackend, compiler: Compiler | None = None) -> LayerExecutor:
     """The fastest executor for a loaded and packed model with this backend; the compiler's, if there is one, which a
     start compares with its `plain` (worker/layer_choice).
 
     A start has checked the layers' Triton kernels by now, and switched them off on all ranks if they fail on one."""
     modules = ModuleExecutor(model)
-    has_kernels = all(FusedExecutor.computes(layer.spec) for layer in model.decoder_layers())
-    fused = FusedExecutor(model) if has_kernels and uses_triton(model.device, "layers") else None
+    fused = FusedExecutor(model) if has_fused_layers(model) and uses_triton(model.device, "layers") else None
     if compiler is not None:
         return CompiledExecutor(model, backend, compiler, fused or modules)
     if fused is not None:

@@ -36,7 +36,7 @@ from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend, has
 from tokasaurus.model.buffer_sizes import buffer_bytes, padded_count, sizes_for
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.decoder.compile import Compiler
-from tokasaurus.model.execution.executors import CompiledExecutor, FusedExecutor
+from tokasaurus.model.execution.executors import CompiledExecutor, FusedExecutor, has_fused_layers
 from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
@@ -398,6 +398,8 @@ def check_triton(start: Start) -> str:
         "sampling": partial(compare_sampler, model.vocab_size, model.activation_dtype, shape.device),
         "layers": lambda: measure_layers(FusedExecutor(model), *own_layers),
     }
+    if not has_fused_layers(model):
+        del measures["layers"]
     for group in groups_in_use(start.device, *measures):
         start.checks.check_kernels(group, measures[group])
     return ""
