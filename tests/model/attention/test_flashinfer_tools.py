@@ -4,14 +4,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 import torch
 
+from tests.end_to_end.helpers.toka_process import wait_for
+from tests.model.attention.helpers.kernel_spec import KernelSpec
 from tokasaurus.messages.status import describe_error
 from tokasaurus.model.attention import choose, flashinfer_tools
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.flashinfer_tools import (
+    FA3,
     failed_build,
     find_cuda,
     missing_tools,
@@ -249,3 +255,63 @@ def test_a_start_does_not_build_again_what_failed_unless_it_is_asked_to(monkeypa
 )
 def test_the_line_says_what_is_wrong(output: str, line: str) -> None:
     assert describe_error(RuntimeError(output)) == line
+
+
+def compile_in_another_process(spec: KernelSpec) -> subprocess.Popen[bytes]:
+    """A process that lets the spec be compiled beside it, and lives until it is killed."""
+    script = (
+        "import time\n"
+        "from pathlib import Path\n"
+        "from tests.model.attention.helpers.kernel_spec import KernelSpec\n"
+        "from tokasaurus.model.attention.flashinfer_tools import compile_beside\n"
+        f"compile_beside(KernelSpec(Path({str(spec.directory)!r}), {spec.outcome!r}))\n"
+        "time.sleep(600)\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", script])
+
+
+def test_a_kernel_is_compiled_beside_a_server(tmp_path: Path) -> None:
+    with compile_in_another_process(spec := KernelSpec(tmp_path, "compiles")) as process:
+        wait_for(lambda: spec.is_compiled, 60)
+        process.kill()
+
+
+def test_a_compilation_ends_with_its_server(tmp_path: Path) -> None:
+    with compile_in_another_process(KernelSpec(tmp_path, "hangs")) as process:
+        wait_for((tmp_path / "pid").exists, 60)
+        compiler = psutil.Process(int((tmp_path / "pid").read_text()))
+        assert compiler.nice() == 19
+        process.kill()
+    wait_for(lambda: not compiler.is_running() or compiler.status() == psutil.STATUS_ZOMBIE, 60)
+    assert not (tmp_path / "kernel.so").exists()
+
+
+def test_a_kernel_that_cannot_be_compiled_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with compile_in_another_process(KernelSpec(tmp_path, "fails")) as process:
+        wait_for(lambda: failed_build(os.environ, FA3) is not None, 60)
+        process.kill()
+    assert failed_build(os.environ) is None, "FlashInfer itself can be built"
+
+
+@pytest.mark.parametrize(
+    ("is_compiled", "has_failed", "started"), [(True, False, 0), (False, False, 1), (False, True, 0)]
+)
+def test_a_start_loads_what_is_compiled_and_waits_for_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_compiled: bool, has_failed: bool, started: int
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    spec, compiled = KernelSpec(tmp_path, "compiles"), []
+    monkeypatch.setitem(sys.modules, "flashinfer.jit.core", SimpleNamespace(JitSpec=KernelSpec))
+    monkeypatch.setattr(choose, "compile_beside", compiled.append)
+    prepared = []
+    backend: Any = SimpleNamespace(prepare_fa3=lambda: prepared.append(spec.build_and_load()))
+    if is_compiled:
+        spec.build()
+    if has_failed:
+        note_failed_build(os.environ, RuntimeError("Ninja build failed. Ninja output:\nptxas died"), FA3)
+    assert choose.has_compiled_fa3(backend) is is_compiled
+    assert prepared == ["loaded"] * is_compiled
+    assert len(compiled) == started
+    assert spec.is_compiled is is_compiled
+    assert spec.build_and_load() == "loaded", "FlashInfer compiles again as before"

@@ -96,8 +96,8 @@ def test_fa3_that_is_not_clearly_faster_is_freed(fa3_s: float, monkeypatch: pyte
 def test_the_slowest_rank_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = make_backend(monkeypatch)
     take_times(monkeypatch, backend, fa2_s=0.003, fa3_s=0.002)
-    others_ns = iter([-1, -4_000_000] * 2)  # another rank's fa3, with its sign turned
-    monkeypatch.setattr(prefill_choice, "least_of_ranks", lambda value, *_: min(value, next(others_ns)))
+    others = iter([1, *[-1, -4_000_000] * 2])  # another rank has fa3 compiled; its times, with their signs turned
+    monkeypatch.setattr(prefill_choice, "least_of_ranks", lambda value, *_: min(value, next(others)))
     assert choose_prefill(backend, SHAPE, Mesh(), Checks()) == "prompts take fa2: 3 ms a layer by fa2, 4 by fa3"
     assert not backend.uses_fa3
 
@@ -174,3 +174,13 @@ def test_fa3_is_for_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: next(given))
     assert [has_fa3(torch.device("cuda", 0)) for _ in range(3)] == [False, True, False]
     assert not has_fa3(CPU)
+
+
+def test_a_rank_that_has_not_compiled_fa3_lets_all_take_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = make_backend(monkeypatch)
+    monkeypatch.setattr(prefill_choice, "least_of_ranks", lambda _value, *_: 0)
+    line = choose_prefill(backend, SHAPE, Mesh(), checks := Checks())
+    assert line.startswith("prompts take fa2; fa3 is compiled for later starts")
+    assert not backend.uses_fa3
+    assert checks.switched_off == []
+    attend_prompts(backend)

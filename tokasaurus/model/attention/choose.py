@@ -5,12 +5,15 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.cpu import CpuBackend, why_unfit
 from tokasaurus.model.attention.flashinfer_tools import (
     BUILD_FAILED,
+    FA3,
+    compile_beside,
     failed_build,
     missing_tools,
     note_failed_build,
@@ -22,7 +25,9 @@ from tokasaurus.model.cpu.bindings import Kernels
 
 logger = logging.getLogger(__name__)
 
-_FA3 = "fa3"
+
+class _NotCompiled(Exception):
+    """FlashInfer would have to compile a kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +113,46 @@ def _build_flashinfer(shape: KVShape, max_graph_rows: int, is_asked_for: bool) -
         raise
 
 
+def has_compiled_fa3(backend: flashinfer_backend.FlashInferBackend) -> bool:
+    """Whether "fa3" can be loaded at once. If not, its kernel is compiled for later starts while this process serves:
+    that takes minutes, for which prompts have fa2."""
+    try:
+        from flashinfer.jit.core import JitSpec
+    except ImportError:
+        return True
+    build_and_load, missing = JitSpec.build_and_load, []
+
+    def load_only(spec: Any) -> Any:
+        if not spec.is_compiled:
+            missing.append(spec)
+            raise _NotCompiled
+        return build_and_load(spec)
+
+    JitSpec.build_and_load = load_only
+    try:
+        backend.prepare_fa3()
+    except Exception:
+        logger.debug("fa3 was not prepared", exc_info=True)  # the check of attention says why
+    finally:
+        JitSpec.build_and_load = build_and_load
+    if not missing:
+        return True
+    if failed_build(os.environ, FA3) is None:
+        compile_beside(missing[0])
+    return False
+
+
 def prepare_fa3(backend: flashinfer_backend.FlashInferBackend) -> None:
     """Let prompts take FlashInfer's "fa3", whose kernel may have to be compiled. Raises what FlashInfer raises, also if
     it could not be built at an earlier start."""
-    if (failed := failed_build(os.environ, _FA3)) is not None:
+    if (failed := failed_build(os.environ, FA3)) is not None:
         reason, place = failed
         raise RuntimeError(f"{reason} (found at an earlier start; it is tried again without the file {place})")
     try:
         backend.prepare_fa3()
     except RuntimeError as error:
         if str(error).startswith(BUILD_FAILED):
-            note_failed_build(os.environ, error, _FA3)
+            note_failed_build(os.environ, error, FA3)
         raise
 
 

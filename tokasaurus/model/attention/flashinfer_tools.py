@@ -1,22 +1,29 @@
-"""What FlashInfer compiles and links its kernels with: CUDA's toolkit, ninja, and libraries that linkers find; and
-which builds have failed on this machine."""
+"""What FlashInfer compiles and links its kernels with: CUDA's toolkit, ninja, and libraries that linkers find; which
+builds have failed on this machine; and compiling beside a server."""
 
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
+import pickle
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from tokasaurus.checkpoint import CheckpointError, cache_directory
+from tokasaurus.inherited import module_command
 from tokasaurus.messages.status import describe_error
+
+FA3 = "fa3"
 
 _TOOLKITS = Path("/usr/local")
 """Where CUDA's toolkits are installed."""
@@ -184,3 +191,44 @@ def _place_of_failure(environment: Mapping[str, str], kernels: str) -> Path | No
         return cache_directory() / "flashinfer-failures" / f"{key}.json"
     except CheckpointError:
         return None
+
+
+_compiling: list[subprocess.Popen[bytes]] = []
+"""Their standard input stays open as long as this process lives."""
+
+
+def compile_beside(spec: Any) -> None:
+    """Compile a kernel with the lowest priority, in a process that ends with this one. FlashInfer keeps what is done.
+
+    spec: FlashInfer's JitSpec."""
+    nowhere = subprocess.DEVNULL
+    command = module_command("tokasaurus.model.attention.flashinfer_tools")
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True)
+    assert process.stdin is not None
+    process.stdin.write(pickle.dumps(spec))
+    process.stdin.flush()
+    _compiling.append(process)
+
+
+def main() -> None:
+    """Of that process."""
+    from filelock import FileLock
+
+    os.nice(19)
+    spec = pickle.load(sys.stdin.buffer)
+
+    def end_with_parent() -> None:
+        sys.stdin.buffer.read()
+        os.killpg(0, signal.SIGKILL)  # the compilers too
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    try:
+        with FileLock(spec.lock_path, thread_local=False):
+            spec.build()
+    except RuntimeError as error:
+        if str(error).startswith(BUILD_FAILED):
+            note_failed_build(os.environ, error, FA3)
+
+
+if __name__ == "__main__":
+    main()

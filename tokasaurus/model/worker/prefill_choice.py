@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart
-from tokasaurus.model.attention.choose import prepare_fa3
+from tokasaurus.model.attention.choose import has_compiled_fa3, prepare_fa3
 from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend
 from tokasaurus.model.parallel.collectives import least_of_ranks
 from tokasaurus.model.parallel.mesh import Mesh
@@ -27,6 +27,10 @@ _MARGIN = 0.02
 def choose_prefill(backend: FlashInferBackend, shape: KVShape, mesh: Mesh, checks: Checks) -> str:
     """Let prompts take "fa3" if that is right and faster on all ranks, all of which must call this. Replaces the
     backend's cache. -> one line for the user."""
+
+    if not least_of_ranks(int(has_compiled_fa3(backend)), mesh, shape.device):
+        backend.drop_fa3()
+        return "prompts take fa2; fa3 is compiled for later starts, unless it has failed to"
 
     def measure() -> Iterator[Measured]:
         prepare_fa3(backend)
