@@ -133,8 +133,8 @@ def _fill(model: "Decoder", filled: "FilledModules") -> None:
 def _check_the_rest(start: "Start") -> None:
     """What the start of a server checks later than its loading, and what it takes for granted."""
     from tokasaurus.model.worker.entry import check_layers, record_graphs
-    from tokasaurus.model.worker.kernel_checks import check_each_kernel, compare_sampling
-    from tokasaurus.model.worker.self_check import NUM_SEQUENCES, measure_one_call_decode
+    from tokasaurus.model.worker.kernel_checks import check_each_kernel, compare_sampling, measure_one_call_decode
+    from tokasaurus.model.worker.self_check import NUM_SEQUENCES
 
     checks, runner, model, kernels = start.checks, start.runner, start.model, start.kernels
     if start.on_cuda:

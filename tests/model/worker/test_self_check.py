@@ -44,13 +44,13 @@ from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker import entry
 from tokasaurus.model.worker.entry import StartedWorker, check_layers, load_worker, start_worker
+from tokasaurus.model.worker.kernel_checks import measure_one_call_decode
 from tokasaurus.model.worker.self_check import (
     Checks,
     Measured,
     compared,
     measure_attention,
     measure_graphs,
-    measure_one_call_decode,
 )
 from tokasaurus.model.worker.start import PhaseLog
 from tokasaurus.model.worker.warmup import ForwardLimits

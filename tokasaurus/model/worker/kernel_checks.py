@@ -1,4 +1,5 @@
-"""Each Triton kernel by itself against plain torch, at the sizes of a model: for `toka check` and the GPU tests.
+"""Each Triton kernel by itself against plain torch, at the sizes of a model: for `toka check` and the GPU tests. And
+decode steps that the CPU kernels compute in one call, against the same steps taken apart, which draw the same tokens.
 
 A start checks what the kernels compute together (self_check.py), and takes the comparison of sampling alone from here.
 Inputs are small, but have the sizes of the model: they compile the variants that steps launch.
@@ -10,6 +11,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tokasaurus.messages.generation import SAMPLING_DTYPE
@@ -21,6 +23,7 @@ from tokasaurus.model.buffer_sizes import num_mask_words
 from tokasaurus.model.decoder.decoder import Decoder, zero_nonfinite
 from tokasaurus.model.execution.executors import FusedExecutor
 from tokasaurus.model.execution.recorded_inputs import RecordedInputs, SlotState, StagedRows, fill_inputs_by_torch
+from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.sampling.finish import finish_by_torch
 from tokasaurus.model.sampling.rules import (
     DeviceMasks,
@@ -34,13 +37,16 @@ from tokasaurus.model.sampling.sample import Sampled, SamplingRows, TopRows, sam
 from tokasaurus.model.staging.staging import DirectStaging
 from tokasaurus.model.triton_choice import KernelGroup, uses_triton
 from tokasaurus.model.worker.self_check import (
+    NUM_SEQUENCES,
     TOLERANCES,
     Checks,
     Measure,
     Measured,
+    Prompts,
     SeededNumbers,
     compared,
 )
+from tokasaurus.model.worker.warmup import ForwardLimits
 
 # T tokens in this forward, H query heads, D head size
 
@@ -303,3 +309,26 @@ def _empty_lists(kv_lengths: Tensor, starts: list[int]) -> BlockLists:
     host_starts = torch.tensor(starts, dtype=torch.int32)
     query_starts = torch.arange(len(starts), dtype=torch.int32, device=kv_lengths.device)
     return BlockLists(host_starts, query_starts=query_starts, kv_lengths=kv_lengths, **empty)
+
+
+@torch.inference_mode()
+def measure_one_call_decode(
+    runner: ModelRunner, page_size: int, num_blocks: int, limits: ForwardLimits
+) -> Iterator[Measured]:
+    """Tokens of decode steps of one row and of several, each followed by a step that reads what it has stored, against
+    the tokens of the same steps in separate calls.
+
+    Overwrites blocks of the KV cache. num_blocks: without the padding block."""
+    prompts = Prompts(page_size, num_blocks, limits)
+    if (first := prompts.prefill()) is not None:
+        runner.compute_alone(first, None, None)
+    for num_rows in dict.fromkeys((1, min(NUM_SEQUENCES, limits.max_seqs))):
+        at_once, apart = list[NDArray[np.int32]](), list[NDArray[np.int32]]()
+        for turn in (0, 1):
+            step = prompts.decode(num_rows, has_groups=False, turn=turn)
+            token_ids = torch.from_numpy((prompts.sequences(num_rows, turn) * 7 + turn) % limits.vocab_size)
+            at_once.append(runner.decode_alone(step, token_ids, prompts.num_decodes))
+            with runner.launching():
+                apart.append(runner.decode_alone(step, token_ids, prompts.num_decodes))
+        share = float(np.mean(np.concatenate(at_once) != np.concatenate(apart)))
+        yield Measured(f"decode of {num_rows} rows in one call: share of tokens", share, 0.0)

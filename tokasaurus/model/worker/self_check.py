@@ -7,7 +7,6 @@ off what differs or raises. Each check yields what it measured; `toka check` sho
   launched steps. Both sides round differently, and a deep model may magnify one rounding of its input to the size of
   the result. So each difference is compared with what such a rounding does: the same step is also launched with a
   perturbed input.
-- Decode steps that the CPU kernels compute in one call, against the same steps taken apart, which draw the same tokens.
 
 Triton kernels take part in these by groups. What differs or raises is computed once more without each of its groups: if
 that is right, the group is switched off alone. kernel_checks.py compares each kernel by itself.
@@ -24,9 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokasaurus.messages.forward import ForwardInput, PrefixGroups, SlotChanges, SlotOpens
-from tokasaurus.messages.generation import SAMPLING_DTYPE
-from tokasaurus.messages.sampling import SamplingParams
+from tokasaurus.messages.forward import ForwardInput, PrefixGroups, SlotChanges
 from tokasaurus.messages.status import FlagRefused, UserError, describe_error
 from tokasaurus.model.attention.backend import (
     AttentionBackend,
@@ -46,7 +43,7 @@ from tokasaurus.model.execution.executors import ModuleExecutor
 from tokasaurus.model.execution.runner import ComputedStep, ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.triton_choice import KernelGroup, switch_off, switched_off
-from tokasaurus.model.worker.warmup import ForwardLimits
+from tokasaurus.model.worker.warmup import ForwardLimits, plain_opens
 
 # T tokens in this forward, R rows that sample or decode, E hidden size, H query heads, K key/value heads, D head size,
 # V vocabulary
@@ -464,7 +461,7 @@ def measure_graphs(
 
     Overwrites blocks of the KV cache. num_blocks: without the padding block."""
     sizes, all_sizes = runner.graph_sizes, runner.all_graph_sizes
-    prompts = _Prompts(page_size, num_blocks, limits)
+    prompts = Prompts(page_size, num_blocks, limits)
     if (first := prompts.prefill()) is not None:
         hidden = None if model.is_first_stage else first_hidden(len(first.prompt_ids), model, seed=2)
         runner.compute_alone(first, None, hidden)
@@ -520,29 +517,6 @@ def _compare_graph(
         yield Measured(f"{name}: share of tokens", float(is_other.double().mean()), 0.0)
 
 
-@torch.inference_mode()
-def measure_one_call_decode(
-    runner: ModelRunner, page_size: int, num_blocks: int, limits: ForwardLimits
-) -> Iterator[Measured]:
-    """Tokens of decode steps of one row and of several, each followed by a step that reads what it has stored, against
-    the tokens of the same steps in separate calls.
-
-    Overwrites blocks of the KV cache. num_blocks: without the padding block."""
-    prompts = _Prompts(page_size, num_blocks, limits)
-    if (first := prompts.prefill()) is not None:
-        runner.compute_alone(first, None, None)
-    for num_rows in dict.fromkeys((1, min(NUM_SEQUENCES, limits.max_seqs))):
-        at_once, apart = list[NDArray[np.int32]](), list[NDArray[np.int32]]()
-        for turn in (0, 1):
-            step = prompts.decode(num_rows, has_groups=False, turn=turn)
-            token_ids = torch.from_numpy((prompts.sequences(num_rows, turn) * 7 + turn) % limits.vocab_size)
-            at_once.append(runner.decode_alone(step, token_ids, prompts.num_decodes))
-            with runner.launching():
-                apart.append(runner.decode_alone(step, token_ids, prompts.num_decodes))
-        share = float(np.mean(np.concatenate(at_once) != np.concatenate(apart)))
-        yield Measured(f"decode of {num_rows} rows in one call: share of tokens", share, 0.0)
-
-
 def _layer_forwards(page_size: int) -> tuple[int, list[SmallForward]]:
     """The number of blocks with the padding block, and the forwards; each goes on with the sequences of the one
     before."""
@@ -570,7 +544,7 @@ def _layer_forwards(page_size: int) -> tuple[int, list[SmallForward]]:
     return next_block, forwards
 
 
-class _Prompts:
+class Prompts:
     """Short sequences with one or no shared block, and one block of their own each."""
 
     def __init__(self, page_size: int, num_blocks: int, limits: ForwardLimits) -> None:
@@ -653,18 +627,9 @@ class _Prompts:
         self, sequences: NDArray[np.int64], prompts: NDArray[np.int32], first_positions: NDArray[np.int32]
     ) -> SlotChanges:
         """A slot for each, from 1 on. prompts: tokens of each prompt."""
-        count = len(sequences)
-        slots = np.arange(1, 1 + count, dtype=np.int32)
-        opened = SlotOpens(
-            slots=slots,
-            num_prompt_tokens=prompts,
-            first_positions=first_positions,
-            sampling=np.array([SamplingParams()] * count, SAMPLING_DTYPE),
-            seeds=np.arange(count, dtype=np.uint64),
-            sample_indices=np.zeros(count, np.uint32),
-            want_logprobs=np.zeros(count, np.bool_),
-        )
+        slots = np.arange(1, 1 + len(sequences), dtype=np.int32)
         tables = self._tables[sequences]
+        opened = plain_opens(slots, prompts, first_positions)
         return SlotChanges(slots, opened, np.repeat(slots, tables.shape[1]), tables.ravel())
 
 

@@ -221,17 +221,12 @@ def warm_up_small(
     runner: ModelRunner, limits: ForwardLimits, page_size: int, on_forward: OnForward = _ignore_forward
 ) -> WarmUpTimes:
     """Run the small forwards and read their results as the step loop does. Leaves slots open, as `warm_up` does."""
-    num_forwards, num_done = _num_small(limits, page_size), 0
-    per_token = single = inf
-    for step in small_forwards(limits, page_size):
-        per_token = min(per_token, _seconds_per_token(runner, step))
-        num_done += 1
-        on_forward(num_done, num_forwards)
-    for _ in range(_NUM_SINGLE):
-        single = min(single, _seconds_per_token(runner, single_token(limits)))
-        num_done += 1
-        on_forward(num_done, num_forwards)
-    return WarmUpTimes(min(per_token, single), single, _seconds_per_pair(runner, limits))
+    num_forwards, seconds = _num_small(limits, page_size), list[float]()
+    singles = (single_token(limits) for _ in range(_NUM_SINGLE))
+    for step in itertools.chain(small_forwards(limits, page_size), singles):
+        seconds.append(_seconds_per_token(runner, step))
+        on_forward(len(seconds), num_forwards)
+    return WarmUpTimes(min(seconds), min(seconds[-_NUM_SINGLE:]), _seconds_per_pair(runner, limits))
 
 
 def _seconds_per_pair(runner: ModelRunner, limits: ForwardLimits) -> float:
@@ -306,24 +301,36 @@ def _first_step(
             for name in names:
                 sampling[name][:count] = CLIENT_PARAMETERS[name].weak
     sampling["temperature"][:1] = 0
-    opened = SlotOpens(
-        slots=slots,
-        num_prompt_tokens=first_positions + num_tokens,
-        first_positions=first_positions,
-        sampling=sampling,
-        seeds=np.arange(num_rows, dtype=np.uint64),
-        sample_indices=np.zeros(num_rows, np.uint32),
-        want_logprobs=np.full(num_rows, not is_plain),
-        rules=None if is_plain else _rules(ruled),
-        num_top_logprobs=None if is_plain else np.full(num_rows, min(_NUM_TOP, limits.vocab_size), np.int32),
-        logprobs_as_sampled=None if is_plain else np.isin(slots, masked),
-    )
+    opened = plain_opens(slots, first_positions + num_tokens, first_positions)
+    opened = replace(opened, sampling=sampling, want_logprobs=np.full(num_rows, not is_plain))
+    if not is_plain:
+        opened = replace(
+            opened,
+            rules=_rules(ruled),
+            num_top_logprobs=np.full(num_rows, min(_NUM_TOP, limits.vocab_size), np.int32),
+            logprobs_as_sampled=np.isin(slots, masked),
+        )
     changes = SlotChanges(closed=_NOTHING, opened=opened, block_slots=_NOTHING, block_ids=_NOTHING)
     prompt_ids = np.zeros(int(num_tokens.sum()), np.int32)
     # Allow the whole vocabulary, and set the unused bits after its end too.
     bits = np.full((len(masked), num_mask_words(limits.vocab_size)), np.iinfo(np.uint32).max, np.uint32)
     masks = None if is_plain else TokenMasks(np.arange(len(masked), dtype=np.int32), bits)
     return ForwardInput(0, slots, num_tokens, 0, prompt_ids, changes, masks=masks)
+
+
+def plain_opens(
+    slots: NDArray[np.int32], num_prompt_tokens: NDArray[np.int32], first_positions: NDArray[np.int32]
+) -> SlotOpens:
+    """Each slot [n] samples, with a seed of its own, and without any other feature."""
+    return SlotOpens(
+        slots=slots,
+        num_prompt_tokens=num_prompt_tokens,
+        first_positions=first_positions,
+        sampling=np.array([SamplingParams()] * len(slots), SAMPLING_DTYPE),
+        seeds=np.arange(len(slots), dtype=np.uint64),
+        sample_indices=np.zeros(len(slots), np.uint32),
+        want_logprobs=np.zeros(len(slots), np.bool_),
+    )
 
 
 def _rules(slots: NDArray[np.int32]) -> LogitRules:
@@ -402,18 +409,9 @@ def _step_of(rows: _Rows, first_position: int = 0) -> ForwardInput:
     slots = np.arange(1, rows.num_rows + 1, dtype=np.int32)
     counts = np.array([count for count, _ in rows.prefill], np.int32)
     lengths = first_position + counts + np.array([not is_end for _, is_end in rows.prefill], np.int32)
-    num_opened = len(rows.prefill)
     opened = None
-    if num_opened:
-        opened = SlotOpens(
-            slots=slots[rows.num_decode :],
-            num_prompt_tokens=lengths.astype(np.int32),
-            first_positions=np.full(num_opened, first_position, np.int32),
-            sampling=np.array([SamplingParams()] * num_opened, SAMPLING_DTYPE),
-            seeds=np.arange(num_opened, dtype=np.uint64),
-            sample_indices=np.zeros(num_opened, np.uint32),
-            want_logprobs=np.zeros(num_opened, np.bool_),
-        )
+    if rows.prefill:
+        opened = plain_opens(slots[rows.num_decode :], lengths.astype(np.int32), np.full_like(counts, first_position))
     groups = None
     if rows.is_grouped:
         groups = PrefixGroups(np.array([rows.num_decode], np.int32), np.ones(1, np.int32))
