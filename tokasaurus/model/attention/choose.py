@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
@@ -24,10 +23,6 @@ from tokasaurus.model.attention.torch_backend import TorchBackend
 from tokasaurus.model.cpu.bindings import Kernels
 
 logger = logging.getLogger(__name__)
-
-
-class _NotCompiled(Exception):
-    """FlashInfer would have to compile a kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,25 +111,11 @@ def _build_flashinfer(shape: KVShape, max_graph_rows: int, is_asked_for: bool) -
 def has_compiled_fa3(backend: flashinfer_backend.FlashInferBackend) -> bool:
     """Whether "fa3" can be loaded at once. If not, its kernel is compiled for later starts while this process serves:
     that takes minutes, for which prompts have fa2."""
-    try:
-        from flashinfer.jit.core import JitSpec
-    except ImportError:
-        return True
-    build_and_load, missing = JitSpec.build_and_load, []
-
-    def load_only(spec: Any) -> Any:
-        if not spec.is_compiled:
-            missing.append(spec)
-            raise _NotCompiled
-        return build_and_load(spec)
-
-    JitSpec.build_and_load = load_only
-    try:
-        backend.prepare_fa3()
-    except Exception:
-        logger.debug("fa3 was not prepared", exc_info=True)  # the check of attention says why
-    finally:
-        JitSpec.build_and_load = build_and_load
+    with flashinfer_backend.compiling_nothing() as missing:
+        try:
+            backend.prepare_fa3()
+        except Exception:
+            logger.debug("fa3 was not prepared", exc_info=True)  # the check of attention says why
     if not missing:
         return True
     if failed_build(os.environ, FA3) is None:
