@@ -461,7 +461,7 @@ def test_a_start_with_graphs_tells_the_manager_the_price(
     monkeypatch.setattr(Decoder, "pack_module", lambda *_: None)  # a tape reads no packed weights
     monkeypatch.setattr(entry, "graph_sizes_of", lambda *_: sizes)
     monkeypatch.setattr(entry, "CudaRecorder", lambda _device: LaunchTape())
-    monkeypatch.setattr(entry, "find_costs", lambda *_: HydragenCosts())
+    monkeypatch.setattr(hydragen_costs, "find_costs", lambda *_: HydragenCosts())
     measured = list[float]()
 
     def measure(*args: Any) -> float:

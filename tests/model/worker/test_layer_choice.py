@@ -20,7 +20,7 @@ from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.execution import executors
 from tokasaurus.model.execution.executors import ModuleExecutor
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.worker import entry, layer_choice
+from tokasaurus.model.worker import device, entry, layer_choice
 from tokasaurus.model.worker.entry import StartedWorker, start_worker
 from tokasaurus.model.worker.layer_choice import LayerTimes, describe_choice, takes_own_kernels, time_layers
 
@@ -103,16 +103,16 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
         assert compiled.plain is own
         return [LayerTimes(64, seconds["compiled"], seconds["own"])]
 
-    monkeypatch.setattr(entry, "is_compiled", lambda flag, _device: flag is not False)
+    monkeypatch.setattr(device, "is_compiled", lambda flag, _device: flag is not False)
     monkeypatch.setattr(Compiler, "_compile_graph", lambda _self, graph, *_, **__: graph)
     monkeypatch.setattr(triton_choice, "_switched_off", set())
     monkeypatch.setattr(executors, "uses_triton", lambda _device, group: group not in triton_choice._switched_off)
     monkeypatch.setattr(
         entry, "groups_in_use", lambda _device, *groups: [group for group in groups if group == "layers"]
     )
-    for module in (executors, entry):
+    for module in (executors, entry, layer_choice):
         monkeypatch.setattr(module, "FusedExecutor", Own)
-    monkeypatch.setattr(entry, "time_layers", timed)
+    monkeypatch.setattr(layer_choice, "time_layers", timed)
     with one_thread():
         yield seconds
 
@@ -163,7 +163,7 @@ def test_own_kernels_that_compute_wrongly_are_never_taken(
 
 def test_a_start_on_a_cpu_compares_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_model(tmp_path, "llama")
-    monkeypatch.setattr(entry, "time_layers", None)
+    monkeypatch.setattr(layer_choice, "time_layers", None)
     _, described, _ = start(tmp_path)
     assert described == ""
 

@@ -42,9 +42,10 @@ from tokasaurus.model.execution.recorded_inputs import fill_inputs_by_torch
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.worker import entry
-from tokasaurus.model.worker.entry import StartedWorker, check_layers, load_worker, start_worker
+from tokasaurus.model.worker import attention_choice, device, entry
+from tokasaurus.model.worker.entry import StartedWorker, load_worker, start_worker
 from tokasaurus.model.worker.kernel_checks import measure_one_call_decode
+from tokasaurus.model.worker.layer_choice import check_layers
 from tokasaurus.model.worker.self_check import (
     Checks,
     Measured,
@@ -149,10 +150,10 @@ def test_what_fails_is_left_out_with_one_line_or_refused_by_name(
     def measure(backend: AttentionBackend, _shape: KVShape) -> Iterator[Measured]:
         return measure_attention(backend, shape_of(torch.float32)) if isinstance(backend, Wrong) else iter(())
 
-    monkeypatch.setattr(entry, "measure_attention", measure)
+    monkeypatch.setattr(attention_choice, "measure_attention", measure)
     checks = Checks()
     with caplog.at_level(logging.WARNING):
-        chosen = entry._choose_backend(ServerConfig.parse([]), on_cuda, None, 0, checks)
+        chosen = attention_choice.choose_backend(ServerConfig.parse([]), on_cuda, None, 0, checks)
     assert isinstance(chosen, TorchBackend)
     assert checks.switched_off == ["attention_backend=flashinfer"]
     reason = next(result.failure for result in checks.results if result.failure is not None)
@@ -163,7 +164,7 @@ def test_what_fails_is_left_out_with_one_line_or_refused_by_name(
     assert ("static assertion failed" in line) == (fault == "is built by a compiler that fails")
     named = ServerConfig.parse(["attention_backend=flashinfer"])
     with pytest.raises(FlagRefused, match=r"^attention_backend=flashinfer: "):
-        entry._choose_backend(named, on_cuda, None, 0, checks)
+        attention_choice.choose_backend(named, on_cuda, None, 0, checks)
 
 
 def test_ranks_choose_alike() -> None:
@@ -172,10 +173,10 @@ def test_ranks_choose_alike() -> None:
     kernels = load_kernels()
     assert kernels is not None
     checks = Checks(all_agree=lambda _works: next(answers))
-    assert isinstance(entry._choose_backend(ServerConfig.parse([]), shape, kernels, 0, checks), TorchBackend)
+    assert isinstance(attention_choice.choose_backend(ServerConfig.parse([]), shape, kernels, 0, checks), TorchBackend)
     named = ServerConfig.parse(["attention_backend=cpu"])
     with pytest.raises(FlagRefused, match=r"^attention_backend=cpu: it fails on another rank$"):
-        entry._choose_backend(named, shape, kernels, 0, Checks(all_agree=lambda _works: False))
+        attention_choice.choose_backend(named, shape, kernels, 0, Checks(all_agree=lambda _works: False))
 
 
 def test_a_backend_asked_for_by_name_that_fails_is_a_refused_flag(
@@ -343,7 +344,7 @@ def test_layers_that_are_compiled_wrongly_run_uncompiled(
 ) -> None:
     save_tiny_model(tmp_path, "qwen2")
     expected = tokens_of(start(tmp_path, "torch_compile=F"))
-    monkeypatch.setattr(entry, "is_compiled", lambda flag, _device: flag is not False)  # as on CUDA
+    monkeypatch.setattr(device, "is_compiled", lambda flag, _device: flag is not False)  # as on CUDA
     with unittest.mock.patch.object(Compiler, "_compile_graph", compiled_wrongly(fault)):
         worker = start(tmp_path)
         assert tokens_of(worker) == expected
@@ -357,7 +358,7 @@ def test_layers_that_are_compiled_wrongly_run_uncompiled(
 
 def test_layers_that_do_not_compile_count_as_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_model(tmp_path, "llama")
-    monkeypatch.setattr(entry, "is_compiled", lambda flag, _device: flag is not False)  # as on CUDA
+    monkeypatch.setattr(device, "is_compiled", lambda flag, _device: flag is not False)  # as on CUDA
     with unittest.mock.patch.object(Compiler, "_compile_graph", side_effect=RuntimeError("no Triton")):
         assert start(tmp_path).limits.switched_off == ("torch_compile",)
 
@@ -682,7 +683,7 @@ def load_with_wrong_logits_on_one_rank(rank: int, num_ranks: int, rendezvous: Pa
 
     with (
         joined(Mesh(tp_rank=rank, tp_size=num_ranks), rendezvous, CPU) as mesh,
-        unittest.mock.patch.object(entry, "is_compiled", return_value=True),
+        unittest.mock.patch.object(device, "is_compiled", return_value=True),
         unittest.mock.patch.object(Compiler, "_compile_graph", lambda _self, graph, *_, **__: graph),
         unittest.mock.patch.object(Decoder, "logits", wrong),
     ):

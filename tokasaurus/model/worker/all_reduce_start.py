@@ -3,6 +3,8 @@
 The ways of symmetric memory are compared with NCCL's sums, and measured beside them, before the model is built.
 """
 
+from __future__ import annotations
+
 import itertools
 import logging
 import statistics
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed
@@ -18,6 +21,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from tokasaurus.messages.status import FlagRefused, UserError, first_line
+from tokasaurus.model.buffer_sizes import buffer_bytes
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.symmetric_all_reduce import (
     DTYPES,
@@ -28,8 +32,12 @@ from tokasaurus.model.parallel.symmetric_all_reduce import (
     unreadable_device,
 )
 from tokasaurus.model.worker.device import Stopwatch, make_stopwatch
+from tokasaurus.model.worker.memory import dtype_name
 from tokasaurus.model.worker.memory_plan import show_size
 from tokasaurus.model.worker.self_check import TOLERANCES
+
+if TYPE_CHECKING:
+    from tokasaurus.model.worker.start import Start
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +59,17 @@ def is_tried(symmetric_all_reduce: bool | None, mesh: Mesh, device: torch.device
     if symmetric_all_reduce is True and device.type != "cuda":
         raise FlagRefused(f"symmetric_all_reduce=T: needs GPUs, not device={device.type}")
     return symmetric_all_reduce is not False and mesh.tp_size > 1 and device.type == "cuda"
+
+
+def choose_sums(start: Start) -> str:
+    """How ranks add up, for each size of sums."""
+    hidden_size, dtype = start.info.hidden_size, start.activation_dtype
+    num_bytes = buffer_bytes(start.config.max_tokens_per_forward, hidden_size, dtype_name(dtype))
+    start.mesh, described = choose_all_reduce(
+        *(start.config.symmetric_all_reduce, start.mesh, start.device, dtype, num_bytes, start.first_device),
+        on_left_out=partial(start.checks.leave_out, "symmetric_all_reduce"),
+    )
+    return described
 
 
 def choose_all_reduce(

@@ -1,18 +1,25 @@
 """What a worker computes on: its device, its dtypes, its threads on a CPU, and a stopwatch for calls on the device."""
 
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from tokasaurus.messages.status import FlagRefused, first_line
-from tokasaurus.model.cpu.bindings import Kernels
+from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.cpu.build import LibraryUnavailable, machine_sets
+from tokasaurus.model.decoder.compile import Compiler
+from tokasaurus.model.worker.memory import MemoryTable, dtype_name
 from tokasaurus.monitoring.cores import available_cores
 from tokasaurus.monitoring.cuda_devices import cuda_devices, describe_driver
+
+if TYPE_CHECKING:
+    from tokasaurus.model.worker.start import Start
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -23,6 +30,41 @@ compute threads, for which the others then wait. With fewer cores, a whole core 
 _NUM_FILLING_GEMMS = 16
 _FILLING_SIZE = 4096
 """Gemms of 4,096 cubed keep the fastest GPUs busy for 0.2 ms each, and the launch of one takes about 0.01 ms."""
+
+
+def choose_platform(start: Start) -> str:
+    """In which formats the device computes, and by which code; plans the memory. Raises FlagRefused."""
+    config, device = start.config, start.device
+    for name in ("cpu_isa", "quantization", "quantized_compute"):
+        value = getattr(config, name)
+        if device.type != "cpu" and value is not None:
+            raise FlagRefused(f"{name}={value}: only device=cpu allows it, not device={device.type}")
+    if config.async_tp_threshold is not None:
+        from tokasaurus.model.parallel.async_tp import enable_fused_gemms  # slow to import
+
+        enable_fused_gemms(config.async_tp_threshold, start.mesh, device, start.first_device)
+    kernels = start.kernels = load_kernels(config.cpu_isa) if device.type == "cpu" else None
+    compiles = is_compiled(config.torch_compile, device)
+    start.compiler = Compiler(is_required=config.torch_compile is True) if compiles else None
+    start.dtype = choose_dtype(config.dtype, device, kernels, compiles)
+    start.activation_dtype = choose_activation_dtype(start.dtype, kernels, compiles)
+    start.kv_cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, start.dtype, start.activation_dtype)
+    start.memory = MemoryTable(config, start.info, start.mesh, device, start.dtype, start.kv_cache_dtype)
+    described = f"{device}, {_describe_dtypes(start.dtype, start.activation_dtype, start.kv_cache_dtype)}"
+    if device.type != "cpu":
+        return described
+    num_threads = set_worker_threads(config.dp_size * config.pp_size * config.tp_size)
+    if kernels is not None:
+        kernels.set_num_threads(num_threads)
+    return f"{described}, {num_threads} threads"
+
+
+def _describe_dtypes(*dtypes: torch.dtype) -> str:
+    """dtypes: of weights, activations and KV cache -> text for the user."""
+    weights, activations, kv_cache = map(dtype_name, dtypes)
+    if weights == activations == kv_cache:
+        return weights
+    return f"{weights} weights, {activations} activations, {kv_cache} KV cache"
 
 
 def choose_device(name: str | None, index: int) -> torch.device:

@@ -30,13 +30,9 @@ from tokasaurus.messages.status import (
     first_line,
     longest_sequence,
 )
-from tokasaurus.model.attention.backend import AttentionBackend, KVShape
-from tokasaurus.model.attention.choose import Candidate, install_advice, make_backend
-from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend, has_fa3
-from tokasaurus.model.buffer_sizes import buffer_bytes, padded_count, sizes_for
-from tokasaurus.model.cpu.bindings import Kernels, load_kernels
-from tokasaurus.model.decoder.compile import Compiler
-from tokasaurus.model.execution.executors import CompiledExecutor, FusedExecutor, has_fused_layers
+from tokasaurus.model.buffer_sizes import padded_count, sizes_for
+from tokasaurus.model.cpu.bindings import Kernels
+from tokasaurus.model.execution.executors import FusedExecutor, has_fused_layers
 from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
@@ -44,26 +40,17 @@ from tokasaurus.model.parallel.collectives import is_about_another_rank, joined
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.stage_links import StageLinks
 from tokasaurus.model.triton_choice import KernelGroup, groups_in_use
-from tokasaurus.model.worker.all_reduce_start import choose_all_reduce, is_tried
-from tokasaurus.model.worker.device import (
-    choose_activation_dtype,
-    choose_device,
-    choose_dtype,
-    choose_kv_cache_dtype,
-    is_compiled,
-    leave_threads_to,
-    set_worker_threads,
-)
-from tokasaurus.model.worker.hydragen_costs import describe_savings, find_costs, with_step_price
+from tokasaurus.model.worker.all_reduce_start import choose_sums, is_tried
+from tokasaurus.model.worker.attention_choice import choose_attention
+from tokasaurus.model.worker.device import choose_device, choose_platform, leave_threads_to
+from tokasaurus.model.worker.hydragen_costs import asks_for_prefix_costs, measure_prefix_groups
 from tokasaurus.model.worker.kernel_checks import compare_sampler
-from tokasaurus.model.worker.layer_choice import describe_choice, takes_own_kernels, time_layers
+from tokasaurus.model.worker.layer_choice import compile_layers
 from tokasaurus.model.worker.load_model import choose_gemms, has_gemm_choice, load_model
 from tokasaurus.model.worker.loop import run_steps
 from tokasaurus.model.worker.memory import (
-    MemoryTable,
     dtype_name,
     graph_bytes,
-    kv_shape,
     largest_forward,
     reserve,
     size_kv_cache,
@@ -79,12 +66,10 @@ from tokasaurus.model.worker.memory_plan import (
     sizes_of_chunks,
     sizes_of_graphs,
 )
-from tokasaurus.model.worker.prefill_choice import choose_prefill
 from tokasaurus.model.worker.self_check import (
     Checks,
     Measure,
     Measured,
-    measure_attention,
     measure_graphs,
     measure_layers,
 )
@@ -289,43 +274,6 @@ def check_files(start: Start) -> str:
     return ""
 
 
-def choose_platform(start: Start) -> str:
-    """In which formats the device computes, and by which code; plans the memory. Raises FlagRefused."""
-    config, device = start.config, start.device
-    for name in ("cpu_isa", "quantization", "quantized_compute"):
-        value = getattr(config, name)
-        if device.type != "cpu" and value is not None:
-            raise FlagRefused(f"{name}={value}: only device=cpu allows it, not device={device.type}")
-    if config.async_tp_threshold is not None:
-        from tokasaurus.model.parallel.async_tp import enable_fused_gemms  # slow to import
-
-        enable_fused_gemms(config.async_tp_threshold, start.mesh, device, start.first_device)
-    kernels = start.kernels = load_kernels(config.cpu_isa) if device.type == "cpu" else None
-    compiles = is_compiled(config.torch_compile, device)
-    start.compiler = Compiler(is_required=config.torch_compile is True) if compiles else None
-    start.dtype = choose_dtype(config.dtype, device, kernels, compiles)
-    start.activation_dtype = choose_activation_dtype(start.dtype, kernels, compiles)
-    start.kv_cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, start.dtype, start.activation_dtype)
-    start.memory = MemoryTable(config, start.info, start.mesh, device, start.dtype, start.kv_cache_dtype)
-    start.graph_sizes = graph_sizes_of(config, device)
-    start.chunk_sizes = chunk_sizes_of(config, start.graph_sizes)
-    described = f"{device}, {_describe_dtypes(start.dtype, start.activation_dtype, start.kv_cache_dtype)}"
-    if device.type != "cpu":
-        return described
-    num_threads = set_worker_threads(config.dp_size * config.pp_size * config.tp_size)
-    if kernels is not None:
-        kernels.set_num_threads(num_threads)
-    return f"{described}, {num_threads} threads"
-
-
-def _describe_dtypes(*dtypes: torch.dtype) -> str:
-    """dtypes: of weights, activations and KV cache -> text for the user."""
-    weights, activations, kv_cache = map(dtype_name, dtypes)
-    if weights == activations == kv_cache:
-        return weights
-    return f"{weights} weights, {activations} activations, {kv_cache} KV cache"
-
-
 def graph_sizes_of(config: ServerConfig, device: torch.device) -> list[int]:
     """Sizes of the graphs in sequences, largest first; none if no graphs are wanted."""
     return _recordable(config, sizes_of_graphs(config) if device.type == "cuda" else [])
@@ -339,55 +287,6 @@ def chunk_sizes_of(config: ServerConfig, sizes: list[int]) -> list[int]:
 def _recordable(config: ServerConfig, sizes: list[int]) -> list[int]:
     # From the threshold on, forwards need a multiple of tp_size tokens, and collectives that were never recorded.
     return [size for size in sizes if config.async_tp_threshold is None or size < config.async_tp_threshold]
-
-
-def choose_sums(start: Start) -> str:
-    """How ranks add up, for each size of sums."""
-    hidden_size, dtype = start.info.hidden_size, start.activation_dtype
-    num_bytes = buffer_bytes(start.config.max_tokens_per_forward, hidden_size, dtype_name(dtype))
-    start.mesh, described = choose_all_reduce(
-        *(start.config.symmetric_all_reduce, start.mesh, start.device, dtype, num_bytes, start.first_device),
-        on_left_out=partial(start.checks.leave_out, "symmetric_all_reduce"),
-    )
-    return described
-
-
-def choose_attention(start: Start) -> str:
-    """The fastest attention backend that computes rightly here; FlashInfer's may compile for minutes."""
-    config, formats = start.config, (start.kv_cache_dtype, start.activation_dtype)
-    start.shape = kv_shape(start.info, start.mesh, config.page_size, *formats, start.device)
-    max_graph_rows = max(sizes_of_graphs(config), default=0) if start.on_cuda else 0
-    start.backend = _choose_backend(config, start.shape, start.kernels, max_graph_rows, start.checks)
-    if start.on_cuda and isinstance(start.backend, FlashInferBackend) and has_fa3(start.device):
-        return choose_prefill(start.backend, start.shape, start.mesh, start.checks)
-    return ""
-
-
-def _choose_backend(
-    config: ServerConfig, shape: KVShape, kernels: Kernels | None, max_graph_rows: int, checks: Checks
-) -> AttentionBackend:
-    """The fastest backend that works here. max_graph_rows: as in make_backend. Raises FlagRefused."""
-    is_checked = shape.device.type == "cuda" or checks.is_thorough
-
-    def attempt(candidate: Candidate) -> AttentionBackend | None:
-        built: list[AttentionBackend] = []
-
-        def measure() -> Iterator[Measured]:
-            built.clear()
-            built.append(candidate.build())
-            if is_checked:
-                yield from measure_attention(built[-1], shape)
-
-        flag = f"attention_backend={candidate.name}"
-        without = f"others are slower{install_advice(candidate.name)}"
-        asked_for = None if config.attention_backend is None else flag
-        groups = groups_in_use(shape.device, "attention")
-        return built[-1] if checks.passes(flag, measure, f"{flag} is", without, asked_for, groups) else None
-
-    try:
-        return make_backend(config.attention_backend, shape, kernels, max_graph_rows, attempt)
-    except ValueError as error:
-        raise FlagRefused(str(error)) from error
 
 
 def check_triton(start: Start) -> str:
@@ -425,6 +324,8 @@ def link_stages(start: Start) -> str:
 def make_runner(start: Start) -> str:
     """What runs steps, and the bound of its largest forward where that is known."""
     config, limits, model = start.config, start.limits, start.model
+    start.graph_sizes = graph_sizes_of(config, start.device)
+    start.chunk_sizes = chunk_sizes_of(config, start.graph_sizes)
     start.runner = ModelRunner(
         *(model, start.backend, start.slots, config.page_size, start.device, start.kernels, start.compiler),
         mesh=start.mesh,
@@ -438,35 +339,6 @@ def make_runner(start: Start) -> str:
             *(start.info, limits, config.page_size, model.activation_dtype.itemsize),
             *(torch.get_num_threads(), config.max_topk_logprobs, model.is_int8),
         )
-    return ""
-
-
-def check_layers(start: Start, flag: str | None = None) -> bool:
-    """Whether all layers, compiled or not, compute what torch's modules do. flag: as in Checks.passes."""
-    measure = partial(
-        measure_layers,
-        *(start.runner.executor, start.model, start.backend, start.shape, start.mesh, start.compiler),
-        *(start.runner.token_multiple, start.limits.context_length),
-    )
-    if start.compiler is None:
-        return start.checks.describe_wrong("layers", measure) is None
-    what, without = "torch_compile is", "the layers run uncompiled, which is slower"
-    return start.checks.passes("torch_compile", measure, what, without, flag)
-
-
-def compile_layers(start: Start) -> str:
-    """Compile the layers; switch the compiler off if it fails, which it logs itself, or if they compute wrongly. Unless
-    they are asked for, our kernels compute the layers where they are faster; both have been checked then."""
-    compiler, executor, is_asked_for = start.compiler, start.runner.executor, start.config.torch_compile
-    assert compiler is not None
-    if not check_layers(start, "torch_compile=T" if is_asked_for else None):
-        compiler.switch_off()
-    elif compiler.has_failed:
-        start.checks.leave_out("torch_compile", "it does not compile here")
-    elif not is_asked_for and isinstance(executor, CompiledExecutor) and isinstance(executor.plain, FusedExecutor):
-        times = time_layers(executor, executor.plain, start.model, start.mesh, start.limits.max_tokens)
-        executor.is_slower = takes_own_kernels(times)
-        return describe_choice(times)
     return ""
 
 
@@ -577,20 +449,3 @@ def _graphs_pass(start: Start, measure: Measure) -> bool:
     groups = groups_in_use(start.device, "steps")
     what, without = "use_cudagraphs is", "steps are slower without"
     return start.checks.passes("use_cudagraphs", measure, what, without, flag, groups)
-
-
-def asks_for_prefix_costs(start: Start) -> bool:
-    """Whether some flag leaves it to a measurement which sequences share their prefix's attention."""
-    config = start.config
-    return config.use_hydragen is not False and None in (config.hydragen_min_group_size, config.hydragen_min_prefix_len)
-
-
-@torch.inference_mode()
-def measure_prefix_groups(start: Start) -> str:
-    """What prefix groups cost here."""
-    shape, num_blocks = start.shape, start.num_blocks
-    costs = find_costs(start.backend, shape, num_blocks, start.config.max_seqs_per_forward, start.kernels)
-    details = [describe_savings(costs)]
-    trial = start.runner, start.backend, shape, num_blocks, start.limits, start.info.num_layers
-    start.hydragen = with_step_price(costs, *trial, details)
-    return ", ".join(details)

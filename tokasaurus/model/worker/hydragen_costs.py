@@ -5,6 +5,8 @@ With CUDA graphs, a step without groups replays one graph. A step with groups re
 host launches attention between them: one after another, where the device may have to wait for the host.
 """
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 import json
@@ -15,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,6 +37,9 @@ from tokasaurus.model.cpu.build import LibraryUnavailable, processor_features
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.worker.device import make_stopwatch
 from tokasaurus.model.worker.warmup import ForwardLimits, decode_after, rows_after_a_block
+
+if TYPE_CHECKING:
+    from tokasaurus.model.worker.start import Start
 
 _NUM_ROWS = (512, 256, 128, 64, 32, 16, 8, 4, 2)
 """Rows of a trial: for each size of groups, the first number for which the cache has room."""
@@ -75,6 +81,23 @@ _Plan = tuple[dict[int, int], list[int]]
 Times = dict[tuple[int, int, bool], list[float]]
 """(rows of each group, tokens of its prefix, whether the rows attend in groups): seconds of the _NUM_KEPT shortest
 rounds, shortest first. Other work of the machine only makes a round longer."""
+
+
+def asks_for_prefix_costs(start: Start) -> bool:
+    """Whether some flag leaves it to a measurement which sequences share their prefix's attention."""
+    config = start.config
+    return config.use_hydragen is not False and None in (config.hydragen_min_group_size, config.hydragen_min_prefix_len)
+
+
+@torch.inference_mode()
+def measure_prefix_groups(start: Start) -> str:
+    """What prefix groups cost here."""
+    shape, num_blocks = start.shape, start.num_blocks
+    costs = find_costs(start.backend, shape, num_blocks, start.config.max_seqs_per_forward, start.kernels)
+    details = [describe_savings(costs)]
+    trial = start.runner, start.backend, shape, num_blocks, start.limits, start.info.num_layers
+    start.hydragen = with_step_price(costs, *trial, details)
+    return ", ".join(details)
 
 
 def find_costs(

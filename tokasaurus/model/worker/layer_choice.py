@@ -3,18 +3,25 @@
 It depends on the model, the device and the compiler's version, and nothing but a measurement tells.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
+from tokasaurus.model.execution.executors import CompiledExecutor, FusedExecutor
 from tokasaurus.model.execution.graphs import no_attention
 from tokasaurus.model.parallel.collectives import least_of_ranks
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.device import make_stopwatch
-from tokasaurus.model.worker.self_check import first_hidden
+from tokasaurus.model.worker.self_check import first_hidden, measure_layers
+
+if TYPE_CHECKING:
+    from tokasaurus.model.worker.start import Start
 
 _NUM_TOKENS = (64, 1024)
 """Tokens of the forwards that are timed: of a decode step, and of one with a prompt."""
@@ -25,6 +32,35 @@ _NUM_ROUNDS = 3
 _MARGIN = 0.02
 """Our kernels are taken if they are faster by more than this: else starts of one server might choose differently, and
 the two round differently."""
+
+
+def check_layers(start: Start, flag: str | None = None) -> bool:
+    """Whether all layers, compiled or not, compute what torch's modules do. flag: as in Checks.passes."""
+    measure = partial(
+        measure_layers,
+        *(start.runner.executor, start.model, start.backend, start.shape, start.mesh, start.compiler),
+        *(start.runner.token_multiple, start.limits.context_length),
+    )
+    if start.compiler is None:
+        return start.checks.describe_wrong("layers", measure) is None
+    what, without = "torch_compile is", "the layers run uncompiled, which is slower"
+    return start.checks.passes("torch_compile", measure, what, without, flag)
+
+
+def compile_layers(start: Start) -> str:
+    """Compile the layers; switch the compiler off if it fails, which it logs itself, or if they compute wrongly. Unless
+    they are asked for, our kernels compute the layers where they are faster; both have been checked then."""
+    compiler, executor, is_asked_for = start.compiler, start.runner.executor, start.config.torch_compile
+    assert compiler is not None
+    if not check_layers(start, "torch_compile=T" if is_asked_for else None):
+        compiler.switch_off()
+    elif compiler.has_failed:
+        start.checks.leave_out("torch_compile", "it does not compile here")
+    elif not is_asked_for and isinstance(executor, CompiledExecutor) and isinstance(executor.plain, FusedExecutor):
+        times = time_layers(executor, executor.plain, start.model, start.mesh, start.limits.max_tokens)
+        executor.is_slower = takes_own_kernels(times)
+        return describe_choice(times)
+    return ""
 
 
 class LayerTimes(NamedTuple):

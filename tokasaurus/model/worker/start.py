@@ -103,12 +103,7 @@ class Start:
     """Of the weights."""
     activation_dtype: torch.dtype = field(init=False)
     kv_cache_dtype: torch.dtype = field(init=False)
-    # memory
     memory: MemoryTable = field(init=False)
-    graph_sizes: list[int] = field(init=False)
-    """Sequences of the decode steps to record, largest first; none if no graphs are wanted, or can be recorded."""
-    chunk_sizes: list[int] = field(init=False)
-    """Tokens of the larger steps to record, largest first."""
     # model
     gemm: GemmChoice = ALWAYS_KERNELS
     model: Decoder = field(init=False)
@@ -119,6 +114,10 @@ class Start:
     trace: Trace = field(init=False)
     links: StageLinks | None = None
     runner: ModelRunner = field(init=False)
+    graph_sizes: list[int] = field(init=False)
+    """Sequences of the decode steps to record, largest first; none if no graphs are wanted, or can be recorded."""
+    chunk_sizes: list[int] = field(init=False)
+    """Tokens of the larger steps to record, largest first."""
     # KV cache and warm-up
     updates: WeightUpdates = field(init=False)
     num_blocks: int = field(init=False)

@@ -1,17 +1,35 @@
-"""FlashInfer's "fa2" or "fa3" for prompts, whichever is right and faster: a start on Hopper times both."""
+"""The fastest attention that computes rightly: a backend, and on Hopper FlashInfer's "fa2" or "fa3" for prompts."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
-from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart
-from tokasaurus.model.attention.choose import has_compiled_fa3, prepare_fa3
-from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend
+from tokasaurus.messages.status import FlagRefused
+from tokasaurus.model.attention.backend import AttentionBackend, BlockLists, KVShape, PagedLayout, PagedPart
+from tokasaurus.model.attention.choose import (
+    Candidate,
+    has_compiled_fa3,
+    install_advice,
+    make_backend,
+    prepare_fa3,
+)
+from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend, has_fa3
+from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.parallel.collectives import least_of_ranks
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.triton_choice import groups_in_use
 from tokasaurus.model.worker.device import make_stopwatch
+from tokasaurus.model.worker.memory import kv_shape
+from tokasaurus.model.worker.memory_plan import sizes_of_graphs
 from tokasaurus.model.worker.self_check import Checks, Measured, measure_attention
+
+if TYPE_CHECKING:
+    from tokasaurus.config import ServerConfig
+    from tokasaurus.model.worker.start import Start
 
 _PROMPTS = ((2048,), (2048, 4096), (64,) * 32)
 """Tokens of each prompt that are attended to, by forward: one prompt, the second half of a longer one beside it, many
@@ -22,6 +40,44 @@ _NUM_ROUNDS = 3
 
 _MARGIN = 0.02
 """fa3 is taken if it is faster by more than this: else starts of one server might choose differently."""
+
+
+def choose_attention(start: Start) -> str:
+    """The fastest attention backend that computes rightly here; FlashInfer's may compile for minutes."""
+    config, formats = start.config, (start.kv_cache_dtype, start.activation_dtype)
+    start.shape = kv_shape(start.info, start.mesh, config.page_size, *formats, start.device)
+    max_graph_rows = max(sizes_of_graphs(config), default=0) if start.on_cuda else 0
+    start.backend = choose_backend(config, start.shape, start.kernels, max_graph_rows, start.checks)
+    if start.on_cuda and isinstance(start.backend, FlashInferBackend) and has_fa3(start.device):
+        return choose_prefill(start.backend, start.shape, start.mesh, start.checks)
+    return ""
+
+
+def choose_backend(
+    config: ServerConfig, shape: KVShape, kernels: Kernels | None, max_graph_rows: int, checks: Checks
+) -> AttentionBackend:
+    """The fastest backend that works here. max_graph_rows: as in make_backend. Raises FlagRefused."""
+    is_checked = shape.device.type == "cuda" or checks.is_thorough
+
+    def attempt(candidate: Candidate) -> AttentionBackend | None:
+        built: list[AttentionBackend] = []
+
+        def measure() -> Iterator[Measured]:
+            built.clear()
+            built.append(candidate.build())
+            if is_checked:
+                yield from measure_attention(built[-1], shape)
+
+        flag = f"attention_backend={candidate.name}"
+        without = f"others are slower{install_advice(candidate.name)}"
+        asked_for = None if config.attention_backend is None else flag
+        groups = groups_in_use(shape.device, "attention")
+        return built[-1] if checks.passes(flag, measure, f"{flag} is", without, asked_for, groups) else None
+
+    try:
+        return make_backend(config.attention_backend, shape, kernels, max_graph_rows, attempt)
+    except ValueError as error:
+        raise FlagRefused(str(error)) from error
 
 
 def choose_prefill(backend: FlashInferBackend, shape: KVShape, mesh: Mesh, checks: Checks) -> str:

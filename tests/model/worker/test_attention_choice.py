@@ -17,8 +17,8 @@ from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend, has
 from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.buffer_sizes import fa3_plan_bytes, plan_bytes
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.worker import prefill_choice
-from tokasaurus.model.worker.prefill_choice import choose_prefill
+from tokasaurus.model.worker import attention_choice
+from tokasaurus.model.worker.attention_choice import choose_prefill
 from tokasaurus.model.worker.self_check import Checks
 
 pytestmark = pytest.mark.cuda_path
@@ -42,8 +42,8 @@ def take_times(monkeypatch: pytest.MonkeyPatch, backend: FlashInferBackend, fa2_
         is_first = runs[backend.uses_fa3] % 4 == 1
         return 9.0 if is_first else fa3_s if backend.uses_fa3 else fa2_s
 
-    monkeypatch.setattr(prefill_choice, "_PROMPTS", ((64,), (64, 128)))
-    monkeypatch.setattr(prefill_choice, "make_stopwatch", lambda _device: SimpleNamespace(seconds=seconds))
+    monkeypatch.setattr(attention_choice, "_PROMPTS", ((64,), (64, 128)))
+    monkeypatch.setattr(attention_choice, "make_stopwatch", lambda _device: SimpleNamespace(seconds=seconds))
 
 
 def attend_prompts(backend: FlashInferBackend, num_prompts: int = 2) -> torch.Tensor:
@@ -97,7 +97,7 @@ def test_the_slowest_rank_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = make_backend(monkeypatch)
     take_times(monkeypatch, backend, fa2_s=0.003, fa3_s=0.002)
     others = iter([1, *[-1, -4_000_000] * 2])  # another rank has fa3 compiled; its times, with their signs turned
-    monkeypatch.setattr(prefill_choice, "least_of_ranks", lambda value, *_: min(value, next(others)))
+    monkeypatch.setattr(attention_choice, "least_of_ranks", lambda value, *_: min(value, next(others)))
     assert choose_prefill(backend, SHAPE, Mesh(), Checks()) == "prompts take fa2: 3 ms a layer by fa2, 4 by fa3"
     assert not backend.uses_fa3
 
@@ -178,7 +178,7 @@ def test_fa3_is_for_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_that_has_not_compiled_fa3_lets_all_take_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = make_backend(monkeypatch)
-    monkeypatch.setattr(prefill_choice, "least_of_ranks", lambda _value, *_: 0)
+    monkeypatch.setattr(attention_choice, "least_of_ranks", lambda _value, *_: 0)
     line = choose_prefill(backend, SHAPE, Mesh(), checks := Checks())
     assert line.startswith("prompts take fa2; fa3 is compiled for later starts")
     assert not backend.uses_fa3
