@@ -1,6 +1,7 @@
 """The lists of understood keys, held against the source of transformers, and each key's use against what is read."""
 
 import ast
+import importlib
 import inspect
 import json
 import textwrap
@@ -11,20 +12,15 @@ from typing import Any
 
 import pytest
 from transformers import (
+    CONFIG_MAPPING,
     GenerationConfig,
-    LlamaConfig,
     PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
     cache_utils,
     configuration_utils,
     masking_utils,
     modeling_rope_utils,
     modeling_utils,
 )
-from transformers.models.llama import modeling_llama
-from transformers.models.qwen2 import modeling_qwen2
-from transformers.models.qwen3 import modeling_qwen3
 
 from tests.checkpoint.helpers.configs import BASE, write
 from tokasaurus.checkpoint import CheckpointError, read_model_info
@@ -35,15 +31,14 @@ from tokasaurus.checkpoint.info import notes_on_settings, read_sampling_defaults
 from tokasaurus.checkpoint.rope import ROPE_KEYS, ROPE_TYPES
 from tokasaurus.messages.sampling import SamplingParams
 
-CLASSES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-MODELING = {"llama": modeling_llama, "qwen2": modeling_qwen2, "qwen3": modeling_qwen3}
-
 NOT_IN_FILES = {
     # What transformers sets itself.
     *("_attn_implementation_internal", "_experts_implementation_internal", "_output_attentions", "__class__"),
     *("sub_configs", "sub_configs_defaults", "is_heterogeneous", "_post_init_done"),
     *("base_model_tp_plan", "base_model_pp_plan", "attribute_map"),
     # Of classes, which the supported families leave as they are.
+    # Of models with images in the same file.
+    *("text_config", "vision_config", "mm_tokens_per_image", "image_token_id"),
     *("default_theta", "default_rope_type", "ignore_keys_at_rope_validation", "_rope_type_labels"),
 }
 
@@ -80,10 +75,13 @@ def keys_of(source: str, owners: tuple[str, ...]) -> Iterator[str]:
 def test_every_key_that_transformers_reads_is_listed(family: str) -> None:
     """By the fields of its class, its keyword arguments, and attributes that the model, its masks and cache read."""
     owners = ("config", "self.config", "layer_config", "decoder_config", "effective_config")
-    found = {field.name for field in fields(CLASSES[family])}
-    found |= set(names_read(inspect.getsource(MODELING[family]), owners))
+    config_class = CONFIG_MAPPING[family]
+    modeling = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
+    found = {field.name for field in fields(config_class)}
+    found |= set(names_read(inspect.getsource(modeling), owners))
+    found |= set(keys_of(inspect.getsource(config_class), ("kwargs",)))
     shared = [masking_utils.create_causal_mask, cache_utils.get_layer_types_and_kwargs, cache_utils.DynamicCache]
-    if family != "llama":
+    if "sliding_window" in FAMILIES[family].applied:
         shared.append(masking_utils.create_sliding_window_causal_mask)
     for function in (*shared, *modeling_rope_utils.ROPE_INIT_FUNCTIONS.values()):
         found |= set(names_read(inspect.getsource(function), owners))
@@ -105,7 +103,7 @@ def test_every_generation_key_of_transformers_is_listed() -> None:
 
 
 def test_every_rotary_key_and_type_of_transformers_is_listed() -> None:
-    refused = {"dynamic", "longrope", "proportional"}
+    refused = {"dynamic", "proportional"}
     assert set(ROPE_TYPES) | refused == {"default", *modeling_rope_utils.ROPE_INIT_FUNCTIONS}
     assert set(modeling_rope_utils.RopeParameters.__annotations__) - set(ROPE_KEYS) == set()
     for rope_type in ROPE_TYPES[1:]:
@@ -134,7 +132,7 @@ def test_a_refused_key_is_named_and_its_neutral_values_are_accepted(family: str,
     refused = {name for name, use in keys_of_family(FAMILIES[family]).items() if use is Use.REFUSED}
     base = {"model_type": family, **BASE}
     plain = read_model_info(write(tmp_path, base))
-    for name in refused:
+    for name in sorted(refused):
         with pytest.raises(CheckpointError, match=name):
             read_model_info(write(tmp_path, {**base, name: REFUSED_VALUES.get(name, True)}))
         neutral = {"is_causal": True, "partial_rotary_factor": 1.0}.get(name)
@@ -146,20 +144,30 @@ def test_a_refused_key_is_named_and_its_neutral_values_are_accepted(family: str,
 APPLIED_VALUES: dict[str, Any] = {
     **{"dtype": "float16", "torch_dtype": "bfloat16", "num_hidden_layers": 5, "hidden_size": 128, "head_dim": 16},
     **{"intermediate_size": 32, "vocab_size": 999, "num_attention_heads": 4, "num_key_value_heads": 4},
-    **{"max_position_embeddings": 64, "rms_norm_eps": 0.1, "rope_theta": 5e5, "eos_token_id": 7},
+    **{"max_position_embeddings": 64, "rms_norm_eps": 0.1, "rope_theta": 7e5, "eos_token_id": 7},
     **{"tie_word_embeddings": True, "rope_scaling": {"type": "linear", "factor": 2}},
     **{"rope_parameters": {"rope_theta": 77.0}, "original_max_position_embeddings": 100},
     **{"attention_bias": True, "mlp_bias": True, "use_sliding_window": True, "sliding_window": 8},
-    **{"max_window_layers": 1},
+    **{"max_window_layers": 1, "no_rope_layers": [0, 1, 1], "no_rope_layer_interval": 2, "clip_qkv": 3.0},
+    **dict.fromkeys(("layer_norm_eps", "norm_epsilon", "norm_eps"), 0.1),
+    **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 7.0),
+    **dict.fromkeys(("qk_layernorm", "use_qk_norm", "use_bias", "attention_out_bias"), True),
+    **{"query_pre_attn_scalar": 77, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0},
+    **{"hidden_activation": "silu", "sliding_window_pattern": 2, "rope_local_base_freq": 77.0, "logit_scale": 3.0},
+    "partial_rotary_factor": 0.25,
     "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128},
     "compression_config": {"quant_method": "gptq", "bits": 4, "group_size": 128},
 }
 
 
+OF_PHI3 = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+"""The only type that it has."""
+
 NEEDED: dict[str, dict[str, Any]] = {
     "original_max_position_embeddings": {"rope_scaling": {"type": "yarn", "factor": 2.0}},
-    "use_sliding_window": {"max_window_layers": 1},
-    "sliding_window": {"use_sliding_window": True, "max_window_layers": 1},
+    "rope_theta": {"rope_parameters": {"rope_type": "default"}},
+    "use_sliding_window": {"max_window_layers": 1, "sliding_window": 9, "no_rope_layers": [1, 0, 1]},
+    "sliding_window": {"use_sliding_window": True, "max_window_layers": 1, "no_rope_layers": [1, 0, 1]},
     "max_window_layers": {"use_sliding_window": True},
 }
 """Without these keys, the key has no effect."""
@@ -170,10 +178,18 @@ def test_each_applied_key_changes_what_is_read_and_the_others_change_nothing(fam
     checked = {"model_type", "architectures", "hidden_act", "layer_types"}  # one value each; see test_info
     base = {"model_type": family, **BASE}
     for name, use in keys_of_family(FAMILIES[family]).items():
-        needed = NEEDED.get(name, {})
+        uses = keys_of_family(FAMILIES[family])
+        needed = NEEDED.get(name, {}) if use is Use.APPLIED else {}
+        needed = {key: value for key, value in needed.items() if uses.get(key) is Use.APPLIED}
+        if family == "phi3" and "rope_scaling" in needed:
+            needed = {"rope_scaling": OF_PHI3}
         plain = read_model_info(write(tmp_path, {**base, **needed}))
         if use is Use.APPLIED and name not in checked:
-            assert read_model_info(write(tmp_path, {**base, **needed, name: APPLIED_VALUES[name]})) != plain, name
+            values = (False, True) if isinstance(APPLIED_VALUES[name], bool) else (APPLIED_VALUES[name],)
+            if family == "phi3" and name == "rope_scaling":
+                values = (OF_PHI3,)
+            changed = [read_model_info(write(tmp_path, {**base, **needed, name: value})) for value in values]
+            assert any(info != plain for info in changed), name
         if use is Use.NO_EFFECT:
             assert read_model_info(write(tmp_path, {**base, name: 3})) == plain, name
 

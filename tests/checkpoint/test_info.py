@@ -107,7 +107,7 @@ def test_eos_ids_are_the_union_of_both_files(
 @pytest.mark.parametrize(
     ("family", "extra", "message"),
     [
-        ("gemma", {}, "model_type 'gemma' is not supported; supported are llama, qwen2, qwen3"),
+        ("bert", {}, "model_type 'bert' is not supported; supported are llama, qwen2, qwen3, "),
         ("llama", {"attention_bias": "yes"}, "attention_bias"),
         ("llama", {"mlp_bias": 1}, "mlp_bias"),
         ("llama", {"sliding_window": 64}, "sliding_window"),
@@ -117,7 +117,7 @@ def test_eos_ids_are_the_union_of_both_files(
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "'fp8'"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
-        ("qwen2", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope type 'longrope'"),
+        ("qwen2", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "short_factor must be a list"),
         ("qwen2", {"rope_scaling": {"rope_type": "mrope", "factor": 4.0}}, "rope type 'mrope'"),
         ("llama", {"rope_scaling": {"rope_type": None, "factor": 4.0}}, "rope type None"),
         ("llama", {"rope_scaling": {"type": "yarn"}}, "factor is missing, which rope type 'yarn' needs"),

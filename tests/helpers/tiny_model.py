@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
@@ -16,6 +18,8 @@ from transformers import (
 )
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
+ONE_PLUS = ("gemma", "gemma2", "gemma3_text", "nemotron")
+"""Families whose norms scale by 1 + weight."""
 VOCAB_SIZE = 272
 EOS_ID = 256
 SPECIAL_TOKENS = ["<|eos|>", "<|start|>"]
@@ -43,6 +47,26 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+
+_YARN_SIZES = {"factor": 4.0, "original_max_position_embeddings": 128, "attention_factor": 1.2}
+_PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+LONGROPE = {
+    **{"rope_type": "longrope", "rope_theta": 1e4},
+    **{"short_factor": [1 + 0.1 * i for i in range(8)], "long_factor": [2.0 + i for i in range(8)]},
+}
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "llama": [{"attention_bias": True, "mlp_bias": True}],
+    "qwen2": [{"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}],
+    "qwen3": [{"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2, "attention_bias": True}],
+}
+"""By family, what its configurations have beside the sizes: all of its options in one of them or another."""
+
+
+def option_config(family: str, number: int, tied: bool = False, **sizes: Any) -> PretrainedConfig:
+    """The family's configuration with the options of this number."""
+    fields = {**_SIZES, "num_hidden_layers": 3, "tie_word_embeddings": tied, **OPTIONS[family][number], **sizes}
+    return AutoConfig.for_model(family, **fields)
 
 
 def family_config(
@@ -84,8 +108,10 @@ def save_random_model(
         for name, parameter in model.named_parameters():
             # Norm weights of 1 and biases of 0, transformers' initial values, would hide a missing norm or bias. The
             # matrices are larger than at initialisation, so that greedy text does not settle on one token.
-            if name.endswith("norm.weight"):
+            if name.endswith("norm.weight") and (model.config.model_type not in ONE_PLUS):
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith("norm.weight"):
+                parameter.uniform_(-0.5, 0.5)
             else:
                 parameter.normal_(0, 0.15)
     model.save_pretrained(directory, max_shard_size=max_shard_size)

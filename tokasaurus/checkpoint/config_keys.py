@@ -91,6 +91,8 @@ _CHANGES_NOTHING = {"is_causal": (True,)}
 def keys_of(family: Family) -> dict[str, Use]:
     """Keys of config.json, for one family."""
     own = _keys(Use.APPLIED, *family.applied) | _keys(Use.REFUSED, *family.refused)
+    if family.has_partial_rotary:
+        own["partial_rotary_factor"] = Use.APPLIED
     return {**CONFIG_KEYS, **own, **_keys(Use.NO_EFFECT, *family.without_effect)}
 
 

@@ -15,31 +15,31 @@ MAX_CONTEXT = 1 << 22
 _MAX_THETA = 1e15
 _DEFAULT_THETA = 10_000.0
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""The types that are applied. transformers' other types are refused: dynamic and longrope change with the length of
-each batch's longest sequence."""
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+"""The types that are applied. transformers' other types are refused: dynamic changes with the length of each batch's
+longest sequence. So does longrope there; here the longest sequence that the server takes decides for all."""
 
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "rope_type": ROPE_TYPES,
     "type": ROPE_TYPES,
     "rope_theta": ROPE_TYPES,
-    "factor": ("linear", "llama3", "yarn"),
-    "original_max_position_embeddings": ("llama3", "yarn"),
+    "factor": ("linear", "llama3", "yarn", "longrope"),
+    "original_max_position_embeddings": ("llama3", "yarn", "longrope"),
     "low_freq_factor": ("llama3",),
     "high_freq_factor": ("llama3",),
-    "attention_factor": ("yarn",),
+    "attention_factor": ("yarn", "longrope"),
     "beta_fast": ("yarn",),
     "beta_slow": ("yarn",),
     "mscale": ("yarn",),
     "mscale_all_dim": ("yarn",),
     "truncate": ("yarn",),
     "partial_rotary_factor": (),
-    "short_factor": (),
-    "long_factor": (),
+    "short_factor": ("longrope",),
+    "long_factor": ("longrope",),
     "mrope_section": (),
 }
-"""Keys of a rotary setting -> the types that apply them. partial_rotary_factor is refused unless it is 1; the last
-three belong to refused types or to models with images, and have no effect on others in transformers."""
+"""Keys of a rotary setting -> the types that apply them. partial_rotary_factor is refused unless it is 1 or the family
+applies it; the last one belongs to models with images, and has no effect on others in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,11 @@ class RopeInfo:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
-    """Factor of the cosines and sines; 1 but for "yarn"."""
+    """Factor of the cosines and sines; 1 but for "yarn" and "longrope"."""
+    short_factors: tuple[float, ...] = ()
+    """Of "longrope", the divisor of each frequency if no sequence is longer than original_context_length."""
+    long_factors: tuple[float, ...] = ()
+    """The same if sequences may be longer."""
     partial_factor: float = 1.0
     """The part of each head's channels that is rotated."""
 
@@ -83,11 +87,13 @@ def _parse(fields: Fields, context_length: int) -> RopeInfo:
         raise CheckpointError(f"rope_theta must be greater than 1, not {theta!r}")
     if rope_type == "default":
         return RopeInfo(theta)
+    original = positive_int(fields, "original_max_position_embeddings", MAX_CONTEXT, default=context_length)
+    if rope_type == "longrope":
+        return _parse_longrope(fields, theta, original, context_length)
     if "factor" not in fields:
         raise CheckpointError(f"factor is missing, which rope type {rope_type!r} needs")
     if rope_type == "linear":
         return RopeInfo(theta, "linear", factor=positive_float(fields, "factor", _MAX_THETA))
-    original = positive_int(fields, "original_max_position_embeddings", MAX_CONTEXT, default=context_length)
     if rope_type == "llama3":
         return _parse_llama3(fields, theta, original)
     return _parse_yarn(fields, theta, original, context_length)
@@ -96,7 +102,11 @@ def _parse(fields: Fields, context_length: int) -> RopeInfo:
 def extended_context_length(config: Fields, rope: RopeInfo, context_length: int) -> int:
     """Tokens of the longest sequence. YaRN is used to go beyond max_position_embeddings, which people leave as it is:
     where the original length is stated, `factor` times as long."""
-    if rope.scaling_type != "yarn" or _merged(config).get("original_max_position_embeddings") is None:
+    if rope.scaling_type != "yarn":
+        return context_length
+    of_full = json_object(config, "rope_parameters").get("full_attention")
+    fields = of_full if isinstance(of_full, dict) else _merged(config)
+    if fields.get("original_max_position_embeddings") is None:
         return context_length
     return min(max(context_length, int(rope.original_context_length * rope.factor)), MAX_CONTEXT)
 
@@ -199,6 +209,27 @@ def _parse_yarn(fields: Fields, theta: float, original: int, context_length: int
         truncate="truncate" not in fields or flag(fields, "truncate"),
         attention_factor=attention_factor,
     )
+
+
+def _parse_longrope(fields: Fields, theta: float, original: int, context_length: int) -> RopeInfo:
+    factor = positive_float(fields, "factor", _MAX_THETA, default=context_length / original)
+    own = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return RopeInfo(
+        theta,
+        "longrope",
+        factor=factor,
+        original_context_length=original,
+        attention_factor=positive_float(fields, "attention_factor", _MAX_THETA, default=own),
+        short_factors=_factors(fields, "short_factor"),
+        long_factors=_factors(fields, "long_factor"),
+    )
+
+
+def _factors(fields: Fields, name: str) -> tuple[float, ...]:
+    values = fields.get(name)
+    if not isinstance(values, list) or not all(type(each) in (int, float) and each > 0 for each in values):
+        raise CheckpointError(f"{name} must be a list of positive numbers, not {values!r}")
+    return tuple(float(each) for each in values)
 
 
 def _magnitude(factor: float, scale: float) -> float:

@@ -7,17 +7,21 @@ import pytest
 import torch
 
 from tests.helpers.plain_info import with_layers
-from tests.helpers.tiny_model import FAMILIES, save_tiny_model
-from tokasaurus.checkpoint import read_model_info
+from tests.helpers.tiny_model import OPTIONS, option_config
+from tokasaurus.checkpoint import ModelInfo, read_model_info
 from tokasaurus.model.decoder.decoder import build_decoder
 from tokasaurus.model.decoder.parameters import num_parameters
 from tokasaurus.model.parallel.mesh import Mesh
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OPTIONS)
 def test_each_rank_has_the_parameters_that_are_counted(family: str, tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, family)
-    stored = with_layers(read_model_info(tmp_path), 5)
+    for number in range(len(OPTIONS[family])):
+        option_config(family, number).save_pretrained(tmp_path)
+        _check_counts(with_layers(read_model_info(tmp_path), 5))
+
+
+def _check_counts(stored: ModelInfo) -> None:
     for tied in (True, False):
         info = replace(stored, tie_embeddings=tied)
         for pp_size, tp_size in ((1, 1), (1, 2), (2, 1), (3, 2)):

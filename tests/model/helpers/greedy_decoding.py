@@ -77,14 +77,14 @@ def greedy_in_a_mixed_batch(
 def assert_equals_oracle(
     directory: Path,
     oracle: PreTrainedModel,
-    backend: str,
+    backend: str | None,
     seed: int,
     device: torch.device = CPU,
     vocab_size: int = VOCAB_SIZE,
 ) -> None:
     rng = random.Random(seed)
     prompts = [[rng.randrange(vocab_size) for _ in range(rng.choice([1, 2, 15, 16, 17, 33, 90]))] for _ in range(6)]
-    model, model_info = load(directory, device=device, packed=backend == "cpu")
+    model, model_info = load(directory, device=device, packed=backend in ("cpu", None))
     driver = StepDriver(make_runner(model, model_info, backend, device=device), seed=seed)
     tokens, logprobs = greedy_in_a_mixed_batch(driver, prompts, 20, rng)
     for prompt, got_tokens, got_logprobs in zip(prompts, tokens, logprobs, strict=True):

@@ -6,7 +6,9 @@ Knows the keys of each family's config.json and the names of its stored tensors.
 from tokasaurus.checkpoint.families import llama
 from tokasaurus.checkpoint.families.family import Family, Settings, StoredTensors
 
-FAMILIES: dict[str, Family] = {**llama.FAMILIES}
+_GROUPS = (llama,)
+
+FAMILIES: dict[str, Family] = {name: family for group in _GROUPS for name, family in group.FAMILIES.items()}
 """By model_type in config.json."""
 
 __all__ = ["FAMILIES", "Family", "Settings", "StoredTensors"]

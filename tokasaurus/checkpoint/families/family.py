@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from tokasaurus.checkpoint.json_files import CheckpointError, Fields, flag, positive_float, positive_int
+from tokasaurus.checkpoint.json_files import CheckpointError, Fields, flag, json_object, positive_float, positive_int
 from tokasaurus.checkpoint.rope import MAX_CONTEXT, RopeInfo, parse_rope
 from tokasaurus.checkpoint.spec import Activation, AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec
 
@@ -117,7 +117,33 @@ class Settings:
     @cached_property
     def rope(self) -> RopeInfo:
         """The rotary setting of a model that has one."""
-        return parse_rope(self.fields, self.max_positions, self.family.has_partial_rotary)
+        return self._checked(parse_rope(self.fields, self.max_positions, self.family.has_partial_rotary))
+
+    def _checked(self, rope: RopeInfo) -> RopeInfo:
+        num_rotated = rope.num_rotated(self.head_dim)
+        if num_rotated < 2 or num_rotated % 2:
+            raise CheckpointError(f"partial_rotary_factor {rope.partial_factor:g} makes {num_rotated} channels rotate")
+        for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
+            if rope.scaling_type == "longrope" and len(factors) != num_rotated // 2:
+                raise CheckpointError(f"{name} has {len(factors)} numbers for {num_rotated // 2} frequencies")
+        return rope
+
+    def rotary_by_type(self, theta_of_windows: str) -> tuple[RopeInfo, RopeInfo]:
+        """The rotary settings of layers that see all tokens, and of those with a window, which have no scaling unless
+        rope_parameters give them one. theta_of_windows: key of their rope_theta beside these."""
+        parameters = json_object(self.fields, "rope_parameters")
+        by_type = parameters if any(isinstance(each, dict) for each in parameters.values()) else {}
+        # One setting for all is that of the flag rope_scaling=, which leaves windows as they are.
+        settings = [dict(json_object(by_type, FULL) if by_type else parameters), dict(json_object(by_type, SLIDING))]
+        settings[0].update(json_object(self.fields, "rope_scaling"))
+        for setting, key in zip(settings, ("rope_theta", theta_of_windows), strict=True):
+            setting.setdefault("rope_theta", self.fields[key])
+        names = ("original_max_position_embeddings", "partial_rotary_factor")
+        beside = {name: self.fields[name] for name in names if name in self.fields}
+        full, sliding = (
+            self._checked(parse_rope({**beside, "rope_parameters": each}, self.max_positions)) for each in settings
+        )
+        return full, sliding
 
     def layer_types(self, default: Callable[[int], bool] | None = None) -> list[str]:
         """FULL or SLIDING for each layer. default: whether a layer has a window where the field is absent."""
@@ -138,6 +164,13 @@ class Settings:
             return [None] * self.num_layers
         window = positive_int(self.fields, "sliding_window", MAX_CONTEXT)
         return [window if each == SLIDING else None for each in types]
+
+    @property
+    def window(self) -> int | None:
+        """That of all layers, of a family that has no others."""
+        self.no_windows()
+        name = "sliding_window"
+        return None if self.fields.get(name) is None else positive_int(self.fields, name, MAX_CONTEXT)
 
     def no_windows(self) -> list[None]:
         """None for each layer, once layer_types is known to agree."""

@@ -537,20 +537,23 @@ def _vocab_shards(shard: VocabShard | None, source: str, shape: tuple[int, ...])
     return [WeightShard(source, shape, (), None)] if shard is None else shard.weight_shards(source)
 
 
-def inverse_frequencies(rope: RopeInfo, head_dim: int) -> Tensor:
+def inverse_frequencies(rope: RopeInfo, head_dim: int, num_positions: int) -> Tensor:
     """float32 [D / 2]: radians per position of each pair of channels. Source: arXiv 2104.09864.
 
-    head_dim D: channels of a head that are rotated.
+    head_dim D: channels of a head that are rotated. num_positions: tokens of the longest sequence.
 
     Each scaling divides frequencies by `factor`: "linear" all of them; "llama3" those whose wavelength is long relative
     to the original context, keeps the high ones, and interpolates between (source: the Llama 3.1 model card); "yarn"
-    likewise, but interpolates by channel (source: arXiv 2309.00071).
+    likewise, but interpolates by channel (source: arXiv 2309.00071). "longrope" has a factor for each (2402.13753).
     """
     frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.scaling_type == "default":
         return frequencies
     if rope.scaling_type == "linear":
         return frequencies / rope.factor
+    if rope.scaling_type == "longrope":
+        is_long = num_positions > rope.original_context_length
+        return frequencies / torch.tensor(rope.long_factors if is_long else rope.short_factors)
     if rope.scaling_type == "yarn":
         kept = 1 - _yarn_ramp(rope, head_dim)
     else:
@@ -599,7 +602,8 @@ class RotaryTable:
 def _table(rope: RopeInfo, head_dim: int, num_positions: int) -> Tensor:
     """float32 [num_positions, D]. Channels that stay have the angle 0."""
     num_rotated = rope.num_rotated(head_dim)
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequencies(rope, num_rotated))
+    frequencies = inverse_frequencies(rope, num_rotated, num_positions)
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     ones = torch.ones(num_positions, (head_dim - num_rotated) // 2)
     factor = rope.attention_factor
     return torch.cat((angles.cos() * factor, ones, angles.sin() * factor, torch.zeros_like(ones)), dim=-1)
