@@ -59,6 +59,14 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "llama": [{"attention_bias": True, "mlp_bias": True}],
     "qwen2": [{"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}],
     "qwen3": [{"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2, "attention_bias": True}],
+    "mistral": [{"sliding_window": None}, {"sliding_window": 11, "head_dim": 32}],
+    "ministral": [
+        {
+            "head_dim": 16,
+            "sliding_window": 11,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        }
+    ],
 }
 """By family, what its configurations have beside the sizes: all of its options in one of them or another."""
 
