@@ -67,6 +67,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         }
     ],
+    "smollm3": [
+        {"num_hidden_layers": 4},
+        {"no_rope_layers": [1, 0, 0], "use_sliding_window": True, "sliding_window": 10, "attention_bias": True},
+    ],
 }
 """By family, what its configurations have beside the sizes: all of its options in one of them or another."""
 
