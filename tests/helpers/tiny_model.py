@@ -71,6 +71,19 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"num_hidden_layers": 4},
         {"no_rope_layers": [1, 0, 0], "use_sliding_window": True, "sliding_window": 10, "attention_bias": True},
     ],
+    "olmo": [{}, {"clip_qkv": 1.5, "attention_bias": True}],
+    "olmo2": [{}, {"attention_bias": True}],
+    "olmo3": [
+        {"num_hidden_layers": 4, "sliding_window": 10},
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 7,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, **_YARN_SIZES},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ],
 }
 """By family, what its configurations have beside the sizes: all of its options in one of them or another."""
 
