@@ -84,6 +84,23 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
             },
         },
     ],
+    "gemma": [{"head_dim": 32}],
+    "gemma2": [
+        {"head_dim": 32, "sliding_window": 10, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0},
+        {"head_dim": 16, "sliding_window": 5, "final_logit_softcapping": 2.0},
+    ],
+    "gemma3_text": [
+        {"head_dim": 32, "sliding_window": 9, "query_pre_attn_scalar": 24, "num_hidden_layers": 6},
+        {
+            "head_dim": 16,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ],
 }
 """By family, what its configurations have beside the sizes: all of its options in one of them or another."""
 
