@@ -101,6 +101,12 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
             },
         },
     ],
+    "phi": [{}, {"qk_layernorm": True, "num_key_value_heads": 4}],
+    "phi3": [
+        {},
+        {"max_position_embeddings": 256, "original_max_position_embeddings": 256, "rope_parameters": LONGROPE},
+        {"sliding_window": 11, "rope_parameters": {**_PARTIAL, "partial_rotary_factor": 0.75}},
+    ],
 }
 """By family, what its configurations have beside the sizes: all of its options in one of them or another."""
 
