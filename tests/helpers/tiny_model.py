@@ -107,6 +107,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"max_position_embeddings": 256, "original_max_position_embeddings": 256, "rope_parameters": LONGROPE},
         {"sliding_window": 11, "rope_parameters": {**_PARTIAL, "partial_rotary_factor": 0.75}},
     ],
+    "granite": [
+        {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.4, "logits_scaling": 3.0},
+        {"attention_bias": True, "mlp_bias": True},
+    ],
 }
 """By family, what its configurations have beside the sizes: all of its options in one of them or another."""
 
