@@ -111,6 +111,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.4, "logits_scaling": 3.0},
         {"attention_bias": True, "mlp_bias": True},
     ],
+    "glm": [{"head_dim": 32}],
+    "glm4": [{"head_dim": 16, "attention_bias": False}, {"head_dim": 16}],
 }
 """By family, what its configurations have beside the sizes: all of its options in one of them or another."""
 
