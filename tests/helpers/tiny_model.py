@@ -113,6 +113,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "glm": [{"head_dim": 32}],
     "glm4": [{"head_dim": 16, "attention_bias": False}, {"head_dim": 16}],
+    "exaone4": [
+        {"num_hidden_layers": 4, "sliding_window": 9},
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ],
 }
 """By family, what its configurations have beside the sizes: all of its options in one of them or another."""
 
