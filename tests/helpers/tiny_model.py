@@ -117,6 +117,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"num_hidden_layers": 4, "sliding_window": 9},
         {"sliding_window": None, "layer_types": ["full_attention"] * 3},
     ],
+    "cohere": [{}, {"use_qk_norm": True, "attention_bias": True}],
+    "cohere2": [{"num_hidden_layers": 4, "sliding_window": 9}],
 }
 """By family, what its configurations have beside the sizes: all of its options in one of them or another."""
 
