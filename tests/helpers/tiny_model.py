@@ -119,6 +119,9 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "cohere": [{}, {"use_qk_norm": True, "attention_bias": True}],
     "cohere2": [{"num_hidden_layers": 4, "sliding_window": 9}],
+    "starcoder2": [{}, {"sliding_window": 9, "use_bias": False, "hidden_act": "gelu"}],
+    "nemotron": [{}, {"attention_bias": True, "mlp_bias": True}],
+    "arcee": [{}, {"attention_bias": True, "mlp_bias": True}],
 }
 """By family, what its configurations have beside the sizes: all of its options in one of them or another."""
 

@@ -3,10 +3,22 @@
 Knows the keys of each family's config.json and the names of its stored tensors. Does not know how a layer is computed.
 """
 
-from tokasaurus.checkpoint.families import cohere, exaone, gemma, glm, granite, llama, mistral, olmo, phi, smollm
+from tokasaurus.checkpoint.families import (
+    cohere,
+    exaone,
+    gemma,
+    glm,
+    granite,
+    llama,
+    mistral,
+    olmo,
+    phi,
+    plain_mlps,
+    smollm,
+)
 from tokasaurus.checkpoint.families.family import Family, Settings, StoredTensors
 
-_GROUPS = llama, mistral, smollm, olmo, gemma, phi, granite, glm, exaone, cohere
+_GROUPS = llama, mistral, smollm, olmo, gemma, phi, granite, glm, exaone, cohere, plain_mlps
 
 FAMILIES: dict[str, Family] = {name: family for group in _GROUPS for name, family in group.FAMILIES.items()}
 """By model_type in config.json."""

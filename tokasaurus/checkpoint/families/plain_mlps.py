@@ -1,0 +1,55 @@
+"""Families with a plain MLP: StarCoder 2, Nemotron and Arcee."""
+
+from tokasaurus.checkpoint.families.family import Family, Settings, StoredTensors
+from tokasaurus.checkpoint.spec import LayerSpec, ModelSpec
+
+
+def _starcoder2(config: Settings) -> ModelSpec:
+    norm, bias = config.norm("norm_epsilon", kind="layer", has_bias=True), config.flag("use_bias")
+    attention = config.attention(window=config.window, has_qkv_bias=bias, has_out_bias=bias)
+    return config.model(LayerSpec(attention, config.mlp(is_gated=False, has_bias=bias), norm, norm), norm)
+
+
+def _nemotron(config: Settings) -> ModelSpec:
+    norm, bias = config.norm("norm_eps", kind="layer", has_bias=True), config.flag("attention_bias")
+    attention = config.attention(has_qkv_bias=bias, has_out_bias=bias)
+    mlp = config.mlp(is_gated=False, has_bias=config.flag("mlp_bias"))
+    return config.model(LayerSpec(attention, mlp, norm, norm), norm)
+
+
+def _arcee(config: Settings) -> ModelSpec:
+    norm, bias = config.norm(), config.flag("attention_bias")
+    attention = config.attention(has_qkv_bias=bias, has_out_bias=bias)
+    mlp = config.mlp(is_gated=False, has_bias=config.flag("mlp_bias"))
+    return config.model(LayerSpec(attention, mlp, norm, norm), norm)
+
+
+FAMILIES = {
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM",
+        _starcoder2,
+        applied=("norm_epsilon", "use_bias", "sliding_window"),
+        without_effect=("rms_norm_eps", "residual_dropout", "embedding_dropout"),
+        defaults={
+            **{"norm_epsilon": 1e-5, "use_bias": True, "hidden_act": "gelu_pytorch_tanh"},
+            "tie_word_embeddings": True,
+        },
+        stored=StoredTensors({"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}),
+    ),
+    "nemotron": Family(
+        "NemotronForCausalLM",
+        _nemotron,
+        applied=("norm_eps", "attention_bias", "mlp_bias"),
+        without_effect=("rms_norm_eps",),
+        defaults={"norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
+        stored=StoredTensors(adds_one=True),
+        has_partial_rotary=True,
+    ),
+    "arcee": Family(
+        "ArceeForCausalLM",
+        _arcee,
+        applied=("attention_bias", "mlp_bias"),
+        defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
+        is_kv_heads_optional=True,
+    ),
+}
