@@ -122,6 +122,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "starcoder2": [{}, {"sliding_window": 9, "use_bias": False, "hidden_act": "gelu"}],
     "nemotron": [{}, {"attention_bias": True, "mlp_bias": True}],
     "arcee": [{}, {"attention_bias": True, "mlp_bias": True}],
+    "ernie4_5": [{"head_dim": 32}, {"use_bias": True, "head_dim": 16}],
+    "helium": [{"head_dim": 16, "attention_bias": True}],
+    "seed_oss": [{"head_dim": 32}, {"attention_out_bias": True, "mlp_bias": True, "head_dim": 16}],
+    "cwm": [{"bos_token_id": 1, "sliding_window": 9, "head_dim": 16, "rope_parameters": _LLAMA3_ROPE}],
 }
 """By family, what its configurations have beside the sizes: all of its options in one of them or another."""
 

@@ -4,6 +4,7 @@ Knows the keys of each family's config.json and the names of its stored tensors.
 """
 
 from tokasaurus.checkpoint.families import (
+    biases,
     cohere,
     exaone,
     gemma,
@@ -18,7 +19,7 @@ from tokasaurus.checkpoint.families import (
 )
 from tokasaurus.checkpoint.families.family import Family, Settings, StoredTensors
 
-_GROUPS = llama, mistral, smollm, olmo, gemma, phi, granite, glm, exaone, cohere, plain_mlps
+_GROUPS = llama, mistral, smollm, olmo, gemma, phi, granite, glm, exaone, cohere, plain_mlps, biases
 
 FAMILIES: dict[str, Family] = {name: family for group in _GROUPS for name, family in group.FAMILIES.items()}
 """By model_type in config.json."""

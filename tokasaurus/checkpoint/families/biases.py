@@ -1,0 +1,72 @@
+"""Families that are Llama's but for biases and the order of rotated channels: ERNIE 4.5, Helium, Seed-OSS, and CWM with
+windows."""
+
+from tokasaurus.checkpoint.families.family import Family, Settings, StoredTensors
+from tokasaurus.checkpoint.spec import LayerSpec, ModelSpec
+
+
+def _layer(config: Settings, qkv: str, out: str | None, mlp: str) -> LayerSpec:
+    """qkv, out, mlp: the keys that say whether there are biases."""
+    norm = config.norm()
+    attention = config.attention(has_qkv_bias=config.flag(qkv), has_out_bias=out is not None and config.flag(out))
+    return LayerSpec(attention, config.mlp(has_bias=config.flag(mlp)), norm, norm)
+
+
+def _ernie(config: Settings) -> ModelSpec:
+    return config.model(_layer(config, "use_bias", "use_bias", "use_bias"), config.norm())
+
+
+def _helium(config: Settings) -> ModelSpec:
+    return config.model(_layer(config, "attention_bias", None, "mlp_bias"), config.norm())
+
+
+def _seed_oss(config: Settings) -> ModelSpec:
+    return config.model(_layer(config, "attention_bias", "attention_out_bias", "mlp_bias"), config.norm())
+
+
+def _cwm(config: Settings) -> ModelSpec:
+    norm = config.norm()
+    layers = [
+        LayerSpec(config.attention(window=window), config.mlp(), norm, norm)
+        for window in config.windows(lambda index: index % 4 != 0)
+    ]
+    return config.model(layers, norm)
+
+
+FAMILIES = {
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM",
+        _ernie,
+        applied=("use_bias",),
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "head_dim": 128, "tie_word_embeddings": True},
+        stored=StoredTensors(is_interleaved=True),
+        is_kv_heads_optional=True,
+    ),
+    "helium": Family(
+        "HeliumForCausalLM",
+        _helium,
+        applied=("attention_bias", "mlp_bias"),
+        defaults={"rms_norm_eps": 1e-8, "head_dim": 128},
+        stored=StoredTensors(is_interleaved=True),
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        _seed_oss,
+        applied=("attention_bias", "attention_out_bias", "mlp_bias"),
+        without_effect=("residual_dropout",),
+        defaults={"attention_bias": True, "head_dim": 128},
+        is_kv_heads_optional=True,
+    ),
+    "cwm": Family(
+        "CwmForCausalLM",
+        _cwm,
+        applied=("sliding_window",),
+        defaults={
+            **{"rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": 8192},
+            "rope_parameters": {
+                **{"rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0},
+                **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+            },
+        },
+    ),
+}
