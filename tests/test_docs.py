@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import http_page, library_page, reference_pages
+from tokasaurus.checkpoint.families import FAMILIES
 from tokasaurus.commands.batch.config import RunConfig, StoredConfig
 from tokasaurus.commands.bench.config import BenchConfig
 from tokasaurus.commands.map import MapConfig
@@ -102,6 +103,14 @@ def test_source_files_that_the_pages_name_exist() -> None:
     for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"):
         named = re.findall(r"`(?:\.\./)*([\w./-]+\.(?:py|cpp|h))`", page.read_text())
         assert [name for name in named if not any(source.endswith(f"/{name}") for source in sources)] == [], page.name
+
+
+def test_the_page_of_checkpoints_names_every_family() -> None:
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    (named,) = re.findall(
+        r"\*\*Families\*\*, by `model_type` in config\.json: (.*?)\. The first three", page, flags=re.DOTALL
+    )
+    assert set(re.findall(r"`(\w+)`", named)) == set(FAMILIES)
 
 
 def test_modules_that_the_pages_run_exist() -> None:
