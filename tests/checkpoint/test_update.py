@@ -166,6 +166,7 @@ def test_every_fact_of_config_json_is_compared(saved: Path, tmp_path: Path) -> N
 ROPES = [
     {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "beta_fast": 32.0, "truncate": True},
+    {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
 ]
 ROPE_EDITS: dict[str, Any] = {
     "theta": (0, "rope_theta", 2e4),
@@ -177,6 +178,8 @@ ROPE_EDITS: dict[str, Any] = {
     "beta_slow": (1, "beta_slow", 2.0),
     "truncate": (1, "truncate", False),
     "attention_factor": (1, "attention_factor", 1.5),
+    "short_factors": (2, "short_factor", [1.5] * 8),
+    "long_factors": (2, "long_factor", [3.0] * 8),
 }
 
 
@@ -194,7 +197,8 @@ def test_every_rotary_setting_is_compared(saved: Path, tmp_path: Path) -> None:
         shutil.copytree(tmp_path / str(number), new)
         assert refusal(servers[number], new) == ""
         change_json(new / "config.json", lambda c, k=key, v=value: c["rope_parameters"].update({k: v}))  # type: ignore[misc]
-        assert f"rotary setting {name} is {value}, not" in refusal(servers[number], new), name
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+        assert f"rotary setting {name} is {shown}, not" in refusal(servers[number], new), name
 
 
 def test_a_flag_that_replaces_the_models_rotary_scaling_replaces_an_updates_too(saved: Path, tmp_path: Path) -> None:
