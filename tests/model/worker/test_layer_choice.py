@@ -20,7 +20,7 @@ from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.execution import executors
 from tokasaurus.model.execution.executors import ModuleExecutor
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.worker import device, entry, layer_choice
+from tokasaurus.model.worker import device, entry, kernel_checks, layer_choice
 from tokasaurus.model.worker.entry import StartedWorker, start_worker
 from tokasaurus.model.worker.layer_choice import LayerTimes, describe_choice, takes_own_kernels, time_layers
 
@@ -107,10 +107,9 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
     monkeypatch.setattr(Compiler, "_compile_graph", lambda _self, graph, *_, **__: graph)
     monkeypatch.setattr(triton_choice, "_switched_off", set())
     monkeypatch.setattr(executors, "uses_triton", lambda _device, group: group not in triton_choice._switched_off)
-    monkeypatch.setattr(
-        entry, "groups_in_use", lambda _device, *groups: [group for group in groups if group == "layers"]
-    )
-    for module in (executors, entry, layer_choice):
+    for module in (entry, kernel_checks):
+        monkeypatch.setattr(module, "groups_in_use", lambda _, *groups: [one for one in groups if one == "layers"])
+    for module in (executors, kernel_checks, layer_choice):
         monkeypatch.setattr(module, "FusedExecutor", Own)
     monkeypatch.setattr(layer_choice, "time_layers", timed)
     with one_thread():

@@ -10,13 +10,7 @@ import torch
 
 from tokasaurus.messages.status import FlagRefused
 from tokasaurus.model.attention.backend import AttentionBackend, BlockLists, KVShape, PagedLayout, PagedPart
-from tokasaurus.model.attention.choose import (
-    Candidate,
-    has_compiled_fa3,
-    install_advice,
-    make_backend,
-    prepare_fa3,
-)
+from tokasaurus.model.attention.choose import Candidate, has_compiled_fa3, install_advice, make_backend, prepare_fa3
 from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend, has_fa3
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.parallel.collectives import least_of_ranks

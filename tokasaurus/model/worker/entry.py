@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -32,29 +31,22 @@ from tokasaurus.messages.status import (
 )
 from tokasaurus.model.buffer_sizes import padded_count, sizes_for
 from tokasaurus.model.cpu.bindings import Kernels
-from tokasaurus.model.execution.executors import FusedExecutor, has_fused_layers
 from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.collectives import is_about_another_rank, joined
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.stage_links import StageLinks
-from tokasaurus.model.triton_choice import KernelGroup, groups_in_use
+from tokasaurus.model.triton_choice import groups_in_use
 from tokasaurus.model.worker.all_reduce_start import choose_sums, is_tried
 from tokasaurus.model.worker.attention_choice import choose_attention
 from tokasaurus.model.worker.device import choose_device, choose_platform, leave_threads_to
 from tokasaurus.model.worker.hydragen_costs import asks_for_prefix_costs, measure_prefix_groups
-from tokasaurus.model.worker.kernel_checks import compare_sampler
+from tokasaurus.model.worker.kernel_checks import check_triton
 from tokasaurus.model.worker.layer_choice import compile_layers
 from tokasaurus.model.worker.load_model import choose_gemms, has_gemm_choice, load_model
 from tokasaurus.model.worker.loop import run_steps
-from tokasaurus.model.worker.memory import (
-    dtype_name,
-    graph_bytes,
-    largest_forward,
-    reserve,
-    size_kv_cache,
-)
+from tokasaurus.model.worker.memory import dtype_name, graph_bytes, largest_forward, reserve, size_kv_cache
 from tokasaurus.model.worker.memory_plan import (
     INPUTS,
     ROTARY,
@@ -66,13 +58,7 @@ from tokasaurus.model.worker.memory_plan import (
     sizes_of_chunks,
     sizes_of_graphs,
 )
-from tokasaurus.model.worker.self_check import (
-    Checks,
-    Measure,
-    Measured,
-    measure_graphs,
-    measure_layers,
-)
+from tokasaurus.model.worker.self_check import Checks, Measure, Measured, measure_graphs
 from tokasaurus.model.worker.sleep import Sleeper
 from tokasaurus.model.worker.start import PROCESS, Fill, Phase, PhaseLog, Start, ignore_progress, run_phases
 from tokasaurus.model.worker.warmup import WarmUpTimes, warm_up, warm_up_small
@@ -82,8 +68,6 @@ from tokasaurus.monitoring.trace import Trace
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
-
-logger = logging.getLogger(__name__)
 
 CAUSE_SECONDS = 1.0
 """Seconds that the launcher has to learn the cause of another rank's failure."""
@@ -279,29 +263,9 @@ def graph_sizes_of(config: ServerConfig, device: torch.device) -> list[int]:
     return _recordable(config, sizes_of_graphs(config) if device.type == "cuda" else [])
 
 
-def chunk_sizes_of(config: ServerConfig, sizes: list[int]) -> list[int]:
-    """Tokens of the graphs beyond the decode steps of `sizes`, largest first; none if these are none."""
-    return _recordable(config, sizes_of_chunks(config, sizes))
-
-
 def _recordable(config: ServerConfig, sizes: list[int]) -> list[int]:
     # From the threshold on, forwards need a multiple of tp_size tokens, and collectives that were never recorded.
     return [size for size in sizes if config.async_tp_threshold is None or size < config.async_tp_threshold]
-
-
-def check_triton(start: Start) -> str:
-    """Check the Triton kernels of sampling and of layers. Those of attention and steps are checked with these."""
-    model, shape = start.model, start.shape
-    own_layers = model, start.backend, shape, start.mesh, None, 1, start.limits.context_length
-    measures: dict[KernelGroup, Measure] = {
-        "sampling": partial(compare_sampler, model.vocab_size, model.activation_dtype, shape.device),
-        "layers": lambda: measure_layers(FusedExecutor(model), *own_layers),
-    }
-    if not has_fused_layers(model):
-        del measures["layers"]
-    for group in groups_in_use(start.device, *measures):
-        start.checks.check_kernels(group, measures[group])
-    return ""
 
 
 def make_slots(start: Start) -> str:
@@ -325,7 +289,7 @@ def make_runner(start: Start) -> str:
     """What runs steps, and the bound of its largest forward where that is known."""
     config, limits, model = start.config, start.limits, start.model
     start.graph_sizes = graph_sizes_of(config, start.device)
-    start.chunk_sizes = chunk_sizes_of(config, start.graph_sizes)
+    start.chunk_sizes = _recordable(config, sizes_of_chunks(config, start.graph_sizes))
     start.runner = ModelRunner(
         *(model, start.backend, start.slots, config.page_size, start.device, start.kernels, start.compiler),
         mesh=start.mesh,

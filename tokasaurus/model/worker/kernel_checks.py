@@ -5,9 +5,12 @@ A start checks what the kernels compute together (self_check.py), and takes the 
 Inputs are small, but have the sizes of the model: they compile the variants that steps launch.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,7 +24,7 @@ from tokasaurus.model.attention.block_lists import fill_lists_by_torch, lists_in
 from tokasaurus.model.attention.row_split import merge_partial
 from tokasaurus.model.buffer_sizes import num_mask_words
 from tokasaurus.model.decoder.decoder import Decoder, zero_nonfinite
-from tokasaurus.model.execution.executors import FusedExecutor
+from tokasaurus.model.execution.executors import FusedExecutor, has_fused_layers
 from tokasaurus.model.execution.recorded_inputs import RecordedInputs, SlotState, StagedRows, fill_inputs_by_torch
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.sampling.finish import finish_by_torch
@@ -35,7 +38,7 @@ from tokasaurus.model.sampling.rules import (
 )
 from tokasaurus.model.sampling.sample import Sampled, SamplingRows, TopRows, sample_by_torch, sample_by_triton
 from tokasaurus.model.staging.staging import DirectStaging
-from tokasaurus.model.triton_choice import KernelGroup, uses_triton
+from tokasaurus.model.triton_choice import KernelGroup, groups_in_use, uses_triton
 from tokasaurus.model.worker.self_check import (
     NUM_SEQUENCES,
     TOLERANCES,
@@ -45,8 +48,12 @@ from tokasaurus.model.worker.self_check import (
     Prompts,
     SeededNumbers,
     compared,
+    measure_layers,
 )
 from tokasaurus.model.worker.warmup import ForwardLimits
+
+if TYPE_CHECKING:
+    from tokasaurus.model.worker.start import Start
 
 # T tokens in this forward, H query heads, D head size
 
@@ -60,6 +67,21 @@ _OPTIONS = (
 _ROWS_PER_OPTION = 4
 _NUM_TOP = 5
 _CONTEXT_TOKENS = 20
+
+
+def check_triton(start: Start) -> str:
+    """Check the Triton kernels of sampling and of layers. Those of attention and steps are checked with these."""
+    model, shape = start.model, start.shape
+    own_layers = model, start.backend, shape, start.mesh, None, 1, start.limits.context_length
+    measures: dict[KernelGroup, Measure] = {
+        "sampling": partial(compare_sampler, model.vocab_size, model.activation_dtype, shape.device),
+        "layers": lambda: measure_layers(FusedExecutor(model), *own_layers),
+    }
+    if not has_fused_layers(model):
+        del measures["layers"]
+    for group in groups_in_use(start.device, *measures):
+        start.checks.check_kernels(group, measures[group])
+    return ""
 
 
 def check_each_kernel(shape: KVShape, model: Decoder, checks: Checks) -> None:

@@ -62,7 +62,12 @@ def load_model(start: Start) -> str:
     if model.block_types:
         start.memory.replan(WEIGHTS, -model.saved_bytes)
     elif config.quantized_compute == "int8":
-        raise FlagRefused(f"quantized_compute=int8: {_why_no_blocks(start, dequantised)}")
+        reason = "the checkpoint's weights are not quantised; quantization=int8 quantises them"
+        if start.compiler is not None or config.rl:
+            reason = _why_all_plain(start)
+        elif dequantised:
+            reason = f"the weights, {', '.join(sorted(dequantised))}, are dequantised here"
+        raise FlagRefused(f"quantized_compute=int8: {reason}")
     return _describe_blocks(start, dequantised, may_keep_blocks)
 
 
@@ -128,11 +133,3 @@ def _why_all_plain(start: Start) -> str:
     if start.compiler is not None:
         return "compiled layers have plain weights: torch_compile=F"
     return "with rl=T, all weights are plain numbers" if start.config.rl else "only the CPU kernels multiply by blocks"
-
-
-def _why_no_blocks(start: Start, dequantised: Counter[str]) -> str:
-    if start.compiler is not None or start.config.rl:
-        return _why_all_plain(start)
-    if dequantised:
-        return f"the weights, {', '.join(sorted(dequantised))}, are dequantised here"
-    return "the checkpoint's weights are not quantised; quantization=int8 quantises them"

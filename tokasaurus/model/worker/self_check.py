@@ -155,14 +155,9 @@ class Checks:
         self.switched_off: list[str] = []
         """Features, in the order in which they were found."""
 
-    @property
-    def seconds(self) -> float:
-        """Time of all comparisons, with the compilations and recordings that they began."""
-        return sum(result.seconds for result in self.results)
-
     def describe(self) -> str:
-        """How many there were and how long they took, for the user."""
-        return f"{len(self.results)} comparisons in {self.seconds:.1f} s"
+        """How many comparisons there were, and their time with all that they compiled and recorded, for the user."""
+        return f"{len(self.results)} comparisons in {sum(result.seconds for result in self.results):.1f} s"
 
     def add(self, result: Result) -> None:
         self.results.append(result)
@@ -217,9 +212,13 @@ class Checks:
     def describe_wrong(self, feature: str, measure: Measure) -> str | None:
         """One line on the first result beyond its tolerance, or on what was raised; None if all is right."""
         failures: list[str] = []
+        began_s = time.perf_counter()
         try:
-            # All of them, also after a wrong one: other ranks wait for this one in the check's collectives.
-            failures += [_describe(measured) for measured in self.noting(feature, measure) if not measured.is_right]
+            for measured in measure():  # all: also after a wrong one, other ranks wait for this one in its collectives
+                failure = None if measured.is_right else _describe(measured)
+                failures += [] if failure is None else [failure]
+                self.add(Result(feature, measured, failure, time.perf_counter() - began_s))
+                began_s = time.perf_counter()
         except (torch.OutOfMemoryError, UserError):
             raise
         except Exception as error:  # of a library, its compilers or a driver, which have errors of many classes
@@ -227,16 +226,6 @@ class Checks:
             failures.append(describe_error(error))
             self.add(Result(feature, None, failures[-1], 0.0))
         return next(iter(failures), None)
-
-    def noting(self, feature: str, measure: Measure) -> Iterator[Measured]:
-        """What `measure` yields, which is added to the results."""
-        began_s = time.perf_counter()
-        for measured in measure():
-            ended_s = time.perf_counter()
-            failure = None if measured.is_right else _describe(measured)
-            self.add(Result(feature, measured, failure, ended_s - began_s))
-            yield measured
-            began_s = time.perf_counter()
 
     def leave_out(self, feature: str, reason: str) -> None:
         """Note a feature that is switched off, which the caller has logged."""

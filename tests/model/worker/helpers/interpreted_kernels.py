@@ -36,7 +36,7 @@ from tokasaurus.model.execution import device_batch, executors, triton_inputs
 from tokasaurus.model.execution.executors import FusedExecutor, ModuleExecutor
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.sampling import sample, triton_rows, triton_sample
-from tokasaurus.model.worker import attention_choice, entry, kernel_checks, self_check
+from tokasaurus.model.worker import attention_choice, kernel_checks, self_check
 from tokasaurus.model.worker.self_check import Checks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -93,7 +93,7 @@ def check_as_a_start(shape: KVShape, model: Decoder, checks: Checks) -> None:
     start: Any = SimpleNamespace(
         model=model, shape=shape, backend=backend, mesh=Mesh(), limits=limits, device=shape.device, checks=checks
     )
-    entry.check_triton(start)
+    kernel_checks.check_triton(start)
 
 
 def left() -> set[str]:
