@@ -205,8 +205,14 @@ def test_a_server_killed_while_it_drains_ends_all_in_order(tmp_path: Path) -> No
     flags = (f"model={tmp_path / 'model'}", *FLAGS, f"data_dir={tmp_path / 'data'}")
     with running_toka(*flags) as toka, ThreadPoolExecutor(1) as pool:
         children = toka.children()
-        pool.submit(complete, toka.port, make_body(1, n=8, max_tokens=450))
-        wait_for(lambda: toka.gauge("toka_requests_running") > 0, 60)
+        asked = [pool.submit(complete, toka.port, make_body(1, n=8, max_tokens=450))]
+
+        def is_seen_to_run() -> bool:
+            if asked[-1].done():
+                asked.append(pool.submit(complete, toka.port, make_body(1, n=8, max_tokens=450)))
+            return toka.gauge("toka_requests_running") > 0
+
+        wait_for(is_seen_to_run, 60)
         os.kill(children["toka-worker-0"], signal.SIGSTOP)  # so that the drain waits for the answer
         toka.process.send_signal(signal.SIGTERM)
         wait_for(lambda: any(line.startswith("stopping") for line in toka.lines), 60)

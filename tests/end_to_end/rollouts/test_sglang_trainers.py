@@ -187,7 +187,9 @@ def test_verl_aborts_one_request_by_its_id(server: RolloutServer) -> None:
     bodies = [{"input_ids": [number, 2], "rid": f"rid-{number}", "sampling_params": sampling} for number in range(3)]
     with ThreadPoolExecutor(3) as pool:
         asked = [pool.submit(server.post, "/generate", body) for body in bodies]
-        wait_for(lambda: loads(server)[0]["num_running_reqs"] == 3, 60)
+        while loads(server)[0]["num_running_reqs"] < 3:
+            if all(one.done() for one in asked):  # before they were seen
+                asked = [pool.submit(server.post, "/generate", body) for body in bodies]
         server.post("/abort_request", {"rid": "rid-1", "abort_all": False})
         server.post("/abort_request", {"rid": "rid-9"})
         server.post("/abort_request", {"rid": ""})

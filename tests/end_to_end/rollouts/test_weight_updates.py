@@ -74,7 +74,7 @@ def test_new_weights_give_the_texts_of_a_fresh_server_and_no_request_is_lost(
 
 def test_a_pause_that_aborts_does_not_wait_behind_one_that_waits(server: RolloutServer) -> None:
     """A trainer's second attempt, after a pause that took too long."""
-    with ThreadPoolExecutor(1) as pool, server.in_flight(PROMPTS[:8], 470) as answers:
+    with ThreadPoolExecutor(1) as pool, server.in_flight(PROMPTS * 3, 470) as answers:
         waits = pool.submit(server.post, "/pause", mode="wait")
         wait_for(lambda: server.http.get("/is_paused").json()["is_paused"], 60)
         server.post("/pause", mode="abort")
