@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import orjson
 import pytest
+import uvloop
 
 from tests.helpers.limits import read_line
 from tests.server.helpers.grammar_checks import DEEP_REFERENCES, SLOW_REGEX, is_alive, refusal, run, source
@@ -222,6 +223,27 @@ def test_killed_process_is_replaced_and_close_leaves_no_process(served_model: Se
     run(served_model, kill_one)
     assert len(pids) == 2
     assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_process_that_is_killed_just_before_it_is_asked_is_replaced(served_model: ServedModel) -> None:
+    async def ask() -> None:
+        checker = GrammarChecker(served_model)
+        take = checker._take_process
+
+        async def take_and_kill(must_be_new: bool) -> asyncio.subprocess.Process | None:
+            process = await take(must_be_new)
+            if not must_be_new:
+                assert process is not None
+                process.kill()
+                await process.wait()
+                await asyncio.sleep(0.01)
+            return process
+
+        checker._take_process = take_and_kill  # type: ignore[method-assign]
+        assert await checker.check(source("regex", "a"))
+        await checker.close()
+
+    uvloop.run(ask())  # as the server does: its pipes have errors of their own
 
 
 def test_grammar_is_refused_if_the_tokenizer_does_not_support_grammars(

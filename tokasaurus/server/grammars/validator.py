@@ -254,7 +254,10 @@ def _cpu_time_s(process: Process) -> float:
 
 async def _ask(process: Process, question: bytes) -> bytes:
     assert process.stdin is not None
-    process.stdin.write(question + b"\n")
+    try:
+        process.stdin.write(question + b"\n")
+    except RuntimeError as error:  # uvloop's, if the process has ended
+        raise ConnectionResetError(str(error)) from None
     await process.stdin.drain()
     return await _read(process)
 
