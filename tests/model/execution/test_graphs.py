@@ -298,6 +298,29 @@ def test_sampling_is_replayed_with_the_rows_parameters_and_noise(
     assert of_graphs == 7 + 4 + 2, "prompts, and the steps with more than the graphs compute"
 
 
+def test_a_prompt_of_one_token_that_fills_a_size_is_sampled_by_its_own_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tokens of the step sample, as in a decode step, but what recorded sampling reads is of a step before."""
+    save_tiny_model(tmp_path, "llama")
+    with one_thread():
+        model, info = load(tmp_path)
+        eager = make_runner(model, info, "torch", num_blocks=NUM_BLOCKS, num_slots=NUM_SLOTS)
+        monkeypatch.setattr(runner_module, "uses_triton", lambda *_: True)
+        monkeypatch.setattr(runner_module, "draw_and_finish", finish_on_device)
+        runner, _, _ = make_taped(tmp_path, "torch")
+        results = []
+        for each in (runner, eager):
+            driver = StepDriver(each, num_blocks=NUM_BLOCKS)
+            for slot in (1, 2, 3):
+                driver.open(slot, [slot, 4, 9], temperature=1.0, seed=slot)
+            driver.open(4, [7], temperature=1.0, seed=4)
+            steps = [driver.run([], [(slot, 3) for slot in (1, 2, 3)]), driver.run([1, 2, 3], [])]
+            results.append([*steps, driver.run([3, 1, 2], [(4, 1)]), driver.run([1, 2, 3, 4], [])])
+        assert runner.graph_sizes[0] == 4
+        assert_same(*results)
+
+
 def test_only_decode_steps_above_the_largest_size_miss_all_graphs(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     runner, _, _ = make_taped(tmp_path, "torch")

@@ -251,9 +251,12 @@ class StepGraphs:
         """Whether `step` only decodes, but has more rows than logits and sampling are recorded for."""
         return step.num_decode == len(step.slots) > self._sizes[-1]
 
-    def run(self, batch: DeviceBatch, attends: Attends | None, hidden: Tensor | None = None) -> DecodeOutput:
+    def run(
+        self, batch: DeviceBatch, attends: Attends | None, is_decode: bool, hidden: Tensor | None = None
+    ) -> DecodeOutput:
         """Run a padded step in `inputs`, whose number of tokens is a recorded size. attends: None if recorded attention
-        is planned. hidden: [n, E], as in Decoder.forward, of the tokens before the padding; None on the first stage."""
+        is planned. is_decode: as from `is_decode`; for other steps, `inputs` has nothing that sampling reads. hidden:
+        [n, E], as in Decoder.forward, of the tokens before the padding; None on the first stage."""
         size = len(batch.token_ids)
         recording = self._recordings[size, attends is None]
         if self._entering is not None:
@@ -266,7 +269,7 @@ class StepGraphs:
             attends(piece.query, piece.key, piece.value, piece.layer_index, piece.output)
         recording.last.replay()
         output, rows = recording.output, batch.sampling
-        if batch.num_sampled < size:
+        if not is_decode:
             return DecodeOutput(output.hidden, None)
         if recording.head is not None:
             recording.head.replay()

@@ -510,12 +510,12 @@ class ModelRunner:
         if is_decode and self._recordable is not None and batch.layout.prefix is None:
             self._recordable.plan_recorded(batch.layout)
             self._staging.send()
-            return batch, graphs.run(batch, None, self._receive(step, entering))
+            return batch, graphs.run(batch, None, is_decode, self._receive(step, entering))
         backend.plan(batch.layout)
         self._staging.send()
         # Tokens of padding compute whatever was in memory: no other token reads it.
         attends = attends_over(backend, batch.layout, fills_padding=False, writes=not graphs.stores_kv)
-        return batch, graphs.run(batch, attends, self._receive(step, entering))
+        return batch, graphs.run(batch, attends, is_decode, self._receive(step, entering))
 
     def _receive(self, step: ForwardInput, entering: Tensor | None, num_padded: int = 0) -> Tensor | None:
         """What the stage before this one has computed of the step, or `entering`: [n, E], padded to num_padded tokens
