@@ -263,8 +263,10 @@ def compile_in_another_process(spec: KernelSpec) -> subprocess.Popen[bytes]:
         "import time\n"
         "from pathlib import Path\n"
         "from tests.model.attention.helpers.kernel_spec import KernelSpec\n"
-        "from tokasaurus.model.attention.flashinfer_tools import compile_beside\n"
-        f"compile_beside(KernelSpec(Path({str(spec.directory)!r}), {spec.outcome!r}))\n"
+        "from tokasaurus.model.attention import flashinfer_tools\n"
+        f"flashinfer_tools.compile_beside(KernelSpec(Path({str(spec.directory)!r}), {spec.outcome!r}))\n"
+        "(compilation,) = flashinfer_tools._compiling\n"
+        f"Path({str(spec.directory / 'ended')!r}).write_text(str(compilation.wait()))\n"
         "time.sleep(600)\n"
     )
     return subprocess.Popen([sys.executable, "-c", script])
@@ -273,6 +275,7 @@ def compile_in_another_process(spec: KernelSpec) -> subprocess.Popen[bytes]:
 def test_a_kernel_is_compiled_beside_a_server(tmp_path: Path) -> None:
     with compile_in_another_process(spec := KernelSpec(tmp_path, "compiles")) as process:
         wait_for(lambda: spec.is_compiled, 60)
+        wait_for(lambda: (ended := tmp_path / "ended").exists() and ended.read_text() == "0", 60)
         process.kill()
 
 

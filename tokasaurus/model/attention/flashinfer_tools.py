@@ -218,7 +218,7 @@ def main() -> None:
     spec = pickle.load(sys.stdin.buffer)
 
     def end_with_parent() -> None:
-        sys.stdin.buffer.read()
+        os.read(sys.stdin.fileno(), 1)  # a buffer that a thread is reading cannot be closed: exit would abort
         os.killpg(0, signal.SIGKILL)  # the compilers too
 
     threading.Thread(target=end_with_parent, daemon=True).start()
