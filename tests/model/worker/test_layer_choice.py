@@ -23,6 +23,7 @@ from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker import device, entry, kernel_checks, layer_choice
 from tokasaurus.model.worker.entry import StartedWorker, start_worker
 from tokasaurus.model.worker.layer_choice import LayerTimes, describe_choice, takes_own_kernels, time_layers
+from tokasaurus.model.worker.self_check import Checks
 
 FLAGS = [
     *("kv_cache_num_tokens=1024", "use_hydragen=F", "max_tokens_per_forward=256", "max_seqs_per_forward=16"),
@@ -158,6 +159,23 @@ def test_own_kernels_that_compute_wrongly_are_never_taken(
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert line.startswith("the Triton kernels of layers are switched off: layers (")
     assert type(worker.runner.executor.plain) is ModuleExecutor, "for forwards that are too large for compiled layers"
+
+
+def test_a_compiler_that_fails_on_another_rank_fails_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are compared in collectives: a rank that took part alone would wait for ever."""
+    compiler, checks = Compiler(is_required=False), Checks()
+    monkeypatch.setattr(layer_choice, "check_layers", lambda *_: True)
+    monkeypatch.setattr(layer_choice, "time_layers", None)
+    start: Any = SimpleNamespace(
+        compiler=compiler,
+        checks=checks,
+        runner=SimpleNamespace(executor=None),
+        config=SimpleNamespace(torch_compile=None),
+        least=lambda value: min(value, 0),
+    )
+    assert layer_choice.compile_layers(start) == ""
+    assert compiler.has_failed
+    assert checks.switched_off == ["torch_compile"]
 
 
 def test_a_start_on_a_cpu_compares_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,8 +157,9 @@ class KernelExecutor:
 
 
 def has_fused_layers(model: Decoder) -> bool:
-    """Whether FusedExecutor computes all layers, where its kernels are in use."""
-    return all(FusedExecutor.computes(layer.spec) for layer in model.decoder_layers())
+    """Whether FusedExecutor computes all layers, where its kernels are in use: of all stages, which check and time them
+    together."""
+    return all(map(FusedExecutor.computes, model.spec.layers))
 
 
 def choose_executor(model: Decoder, backend: AttentionBackend, compiler: Compiler | None = None) -> LayerExecutor:

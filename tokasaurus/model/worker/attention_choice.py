@@ -42,7 +42,7 @@ def choose_attention(start: Start) -> str:
     start.shape = kv_shape(start.info, start.mesh, config.page_size, *formats, start.device)
     max_graph_rows = max(sizes_of_graphs(config), default=0) if start.on_cuda else 0
     start.backend = choose_backend(config, start.shape, start.kernels, max_graph_rows, start.checks)
-    if start.on_cuda and isinstance(start.backend, FlashInferBackend) and has_fa3(start.device):
+    if start.on_cuda and isinstance(start.backend, FlashInferBackend) and start.least(int(has_fa3(start.device))):
         return choose_prefill(start.backend, start.shape, start.mesh, start.checks)
     return ""
 

@@ -54,7 +54,8 @@ def compile_layers(start: Start) -> str:
     assert compiler is not None
     if not check_layers(start, "torch_compile=T" if is_asked_for else None):
         compiler.switch_off()
-    elif compiler.has_failed:
+    elif not start.least(int(not compiler.has_failed)):  # all ranks time their layers, or none
+        compiler.switch_off()
         start.checks.leave_out("torch_compile", "it does not compile here")
     elif not is_asked_for and isinstance(executor, CompiledExecutor) and isinstance(executor.plain, FusedExecutor):
         times = time_layers(executor, executor.plain, start.model, start.mesh, start.limits.max_tokens)
