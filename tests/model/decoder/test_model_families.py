@@ -7,8 +7,11 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.helpers.tiny_model import LONGROPE, OPTIONS, VOCAB_SIZE, option_config, save_random_model
-from tests.model.helpers.greedy_decoding import assert_equals_oracle, run_stages
+from tests.model.helpers.greedy_decoding import assert_equals_oracle, load, run_stages, run_whole_prompt
+from tests.model.helpers.prefix_samples import Samples
+from tests.model.helpers.steps import StepDriver, make_runner, one_thread
 from tokasaurus.checkpoint.families import FAMILIES
+from tokasaurus.model.parallel.mesh import Mesh
 
 CASES = [(family, number) for family, options in OPTIONS.items() for number in range(len(options))]
 
@@ -40,3 +43,53 @@ def test_stages_and_mixed_batches_equal_transformers(family: str, number: int, t
     oracle = save_random_model(tmp_path, config, seed=number)
     assert_logits_equal(tmp_path, oracle)
     assert_equals_oracle(tmp_path, oracle, None, seed=number)
+
+
+IN_SHARDS = [
+    *(("olmo2", 1), ("cohere", 1), ("phi", 0), ("phi3", 0), ("gemma3_text", 0), ("glm4", 1), ("starcoder2", 0)),
+    *(("granite", 1), ("nemotron", 1)),
+]
+"""Norms over all ranks' heads, or by head; biases that are added once; fused tensors; interleaved channels."""
+
+
+def run_shards(rank: int, directory: Path) -> None:
+    """In a process of its own: saves the logits of its token ids, of each model."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=2
+    )
+    mesh = Mesh(tp_rank=rank, tp_size=2, tp_group=torch.distributed.group.WORLD)
+    for family, _ in IN_SHARDS:
+        model, model_info = load(directory / family, mesh, packed=True)
+        logits = run_whole_prompt(model, model_info, mesh, None, torch.arange(40) * 5)
+        torch.save(logits, directory / f"{family}{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_tensor_parallel_processes_equal_transformers(tmp_path: Path) -> None:
+    expected = {}
+    for family, number in IN_SHARDS:
+        (tmp_path / family).mkdir()
+        oracle = save_random_model(tmp_path / family, option_config(family, number), seed=number)
+        with torch.inference_mode():
+            expected[family] = oracle(torch.arange(40).unsqueeze(0) * 5).logits[0]
+    torch.multiprocessing.spawn(run_shards, args=(tmp_path,), nprocs=2)
+    for family, logits in expected.items():
+        found = torch.cat([torch.load(tmp_path / f"{family}{rank}.pt") for rank in range(2)], dim=1)
+        torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4, msg=lambda text, name=family: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(("family", "number"), [("gemma2", 0), ("olmo3", 0), ("cohere2", 0), ("mistral", 1)])
+def test_windows_in_prefix_groups_change_nothing(family: str, number: int, tmp_path: Path) -> None:
+    save_random_model(tmp_path, option_config(family, number))
+    model, info = load(tmp_path, packed=True)
+    runs = []
+    for grouped in (False, True):
+        samples = Samples(StepDriver(make_runner(model, info, None, 16), 16), 16, seed=number)
+        with one_thread():
+            samples.run(15, grouped)
+        runs.append(samples.sampled)
+        assert (samples.num_grouped > 30) is grouped
+    for alone, together in zip(*(run.values() for run in runs), strict=True):
+        assert [token for token, _ in together] == [token for token, _ in alone]
+        assert [logprob for _, logprob in together] == pytest.approx([logprob for _, logprob in alone], abs=1e-4)
