@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokasaurus.checkpoint.config_keys import left_to_requests, refuse_keys, sampling_defaults_of
-from tokasaurus.checkpoint.families import FAMILIES, Settings
+from tokasaurus.checkpoint.families import FAMILIES, Settings, text_fields
 from tokasaurus.checkpoint.json_files import CheckpointError, Fields, flag, read_json
 from tokasaurus.checkpoint.quantized.config import Quantization, parse_quantization, quantization_beside
 from tokasaurus.checkpoint.rope import dropped_theta, extended_context_length, with_rope_scaling
@@ -121,7 +121,11 @@ def read_config(
     """Parse one config.json, with the files of SETTINGS_FILES beside it. Raises as read_model_info does.
 
     generation: the content of generation_config.json."""
-    config: Fields = read_json(path)
+    whole = read_json(path)
+    try:
+        config = text_fields(whole)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
     if rope_scaling is not None:
         try:
             config = with_rope_scaling(config, rope_scaling)
@@ -146,7 +150,7 @@ def read_sampling_defaults(directory: Path) -> SamplingParams:
 def notes_on_settings(directory: Path, rope_scaling: Fields | None = None, applies_sampling: bool = False) -> list[str]:
     """Lines for the user about settings that read_model_info accepts, but that may surprise. applies_sampling: requests
     have the values of read_sampling_defaults."""
-    config = read_json(directory / "config.json")
+    config = text_fields(read_json(directory / "config.json"))
     lines = [dropped_theta(config) if rope_scaling is None else None]
     if config.get("auto_map"):
         family = config.get("model_type")

@@ -19,3 +19,5 @@ class StoredTensor:
     interleaved_head: int = 0
     """Rows of an attention head, if the file has the rows of each head interleaved as `gguf.blocks.unpermuted_rows`
     says; 0 if the rows are in order."""
+    name_in_file: str = ""
+    """Where it is another one than here; else empty."""

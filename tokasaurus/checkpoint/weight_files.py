@@ -39,6 +39,13 @@ _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16
 """Bytes of a number, for the dtypes that checkpoints of the supported families contain. The size of others is not
 checked."""
 
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+"""Begin the names of a text model's tensors in checkpoints with a model for images -> without it."""
+
 _CHUNK_BYTES = 1 << 24
 _GGUF_BYTES = 1 << 20
 """Bytes of a GGUF file's beginning that file_states hashes: enough metadata to tell files with the same time apart."""
@@ -185,7 +192,21 @@ def read_tensors(files: Sequence[Path], quantization: Quantization | None = None
         if twice := sorted(tensors.keys() & found.keys()):
             raise CheckpointError(f"tensor {twice[0]} is in the checkpoint twice, the second time in {file.name}")
         tensors |= found
+    tensors = _of_text(tensors)
     return tensors if quantization is None else join_tensors(tensors, quantization)
+
+
+def _of_text(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """All tensors; of a checkpoint with a model for images, those of its text model, by the names of one without."""
+    if not any(name.startswith(tuple(_TEXT_PREFIXES)) for name in tensors):
+        return tensors
+    found = {}
+    for name, tensor in tensors.items():
+        for prefix, short in {**_TEXT_PREFIXES, "lm_head.": "lm_head."}.items():
+            if name.startswith(prefix):
+                found[short + name.removeprefix(prefix)] = replace(tensor, name_in_file=name)
+                break
+    return found
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
@@ -245,6 +266,9 @@ def fit_to_tensors(
                 logger.warning("%s differs from the embedding and is used, although tie_word_embeddings is true", HEAD)
                 info = replace(info, tie_embeddings=False)
     check_tensor_sizes(tensors, info)
+    if any(tensor.name_in_file for tensor in tensors.values()):
+        others = sum(len(_read_header(file)) for file in files) - len(tensors)
+        logger.warning("%d tensors of other parts than the text model are passed over", others)
     if buffers := [name for name in tensors if is_old_buffer(name)]:
         logger.warning("buffers of an old checkpoint are passed over: %d, such as %s", len(buffers), buffers[0])
     return info

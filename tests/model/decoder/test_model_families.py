@@ -1,10 +1,12 @@
 """Every family and each of its options against transformers' own class, in float32."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, Gemma3TextConfig, PreTrainedModel
 
 from tests.helpers.tiny_model import LONGROPE, OPTIONS, VOCAB_SIZE, option_config, save_random_model
 from tests.model.helpers.greedy_decoding import assert_equals_oracle, load, run_stages, run_whole_prompt
@@ -93,3 +95,51 @@ def test_windows_in_prefix_groups_change_nothing(family: str, number: int, tmp_p
     for alone, together in zip(*(run.values() for run in runs), strict=True):
         assert [token for token, _ in together] == [token for token, _ in alone]
         assert [logprob for _, logprob in together] == pytest.approx([logprob for _, logprob in alone], abs=1e-4)
+
+
+VISION = {
+    **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"image_size": 28, "patch_size": 14},
+}
+
+
+def save_with_images(directory: Path, family: str, vision: dict[str, Any]) -> PreTrainedModel:
+    """A checkpoint of the family's text model beside one for images, with small random weights."""
+    outer, _ = FAMILIES[family].with_images or ("", "")
+    text = option_config(family, 0, max_position_embeddings=131_072).to_dict()
+    config = AutoConfig.for_model(outer, text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    oracle = AutoModelForImageTextToText.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in oracle.parameters():
+            parameter.normal_(0, 0.15)
+    oracle.save_pretrained(directory)
+    return oracle
+
+
+def assert_text_is_served(directory: Path, oracle: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING")
+    assert_logits_equal(directory, oracle)
+    (line,) = {record.message for record in caplog.records if "passed over" in record.message}
+    names = [name for name, _ in oracle.named_parameters()]
+    assert line.split()[0] == str(sum("language_model" not in name and "lm_head" not in name for name in names))
+
+
+@pytest.mark.parametrize(("family", "vision"), [("gemma3_text", VISION), ("mistral", {**VISION, "head_dim": 16})])
+def test_the_text_model_of_a_checkpoint_with_images_is_served(
+    family: str, vision: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_type = {"model_type": "pixtral"} if family == "mistral" else {}
+    assert_text_is_served(tmp_path, save_with_images(tmp_path, family, {**vision, **model_type}), caplog)
+
+
+def test_keys_that_a_text_config_lacks_have_its_classs_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in the published files of Gemma 3."""
+    oracle = save_with_images(tmp_path, "gemma3_text", VISION)
+    path, default = tmp_path / "config.json", Gemma3TextConfig().to_dict()
+    content = json.loads(path.read_text())
+    text = content["text_config"]
+    content["text_config"] = {key: text[key] for key in text if key == "model_type" or text[key] != default.get(key)}
+    assert "max_position_embeddings" not in content["text_config"]
+    path.write_text(json.dumps(content))
+    assert_text_is_served(tmp_path, oracle, caplog)

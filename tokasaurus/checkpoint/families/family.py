@@ -208,6 +208,8 @@ class Family:
     """Heads always divide the hidden size."""
     has_partial_rotary: bool = False
     """partial_rotary_factor counts."""
+    with_images: tuple[str, str] | None = None
+    """model_type and architecture of checkpoints that have this text model, in text_config, beside one for images."""
     gguf_names: Mapping[str, str] | None = None
     """Names of layers' tensors in GGUF files, beyond those that all have -> in the checkpoint. None: GGUF files of this
     architecture are not read."""

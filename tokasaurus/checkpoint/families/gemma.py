@@ -96,7 +96,13 @@ FAMILIES = {
         ),
         refused=("use_bidirectional_attention",),
         without_effect=("hidden_act", "attn_logit_softcapping"),
-        defaults={**_LATER_DEFAULTS, "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        defaults={
+            **{**_LATER_DEFAULTS, "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+            # text_config has only what differs from these.
+            **{"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208},
+            "max_position_embeddings": 131_072,
+        },
         stored=_FOUR_NORMS,
+        with_images=("gemma3", "Gemma3ForConditionalGeneration"),
     ),
 }

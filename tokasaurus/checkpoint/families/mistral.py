@@ -21,6 +21,12 @@ def _ministral(config: Settings) -> ModelSpec:
 _WINDOW = {"sliding_window": 4096}
 
 FAMILIES = {
-    "mistral": Family("MistralForCausalLM", _mistral, applied=("sliding_window",), defaults=_WINDOW),
+    "mistral": Family(
+        "MistralForCausalLM",
+        _mistral,
+        applied=("sliding_window",),
+        defaults=_WINDOW,
+        with_images=("mistral3", "Mistral3ForConditionalGeneration"),
+    ),
     "ministral": Family("MinistralForCausalLM", _ministral, applied=("sliding_window",), defaults=_WINDOW),
 }

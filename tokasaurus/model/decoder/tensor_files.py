@@ -130,7 +130,7 @@ class _SafetensorsFile:
                 yield indices, torch.from_numpy(self._reader.dequantized(name, tensor, some, columns))
             return
         with _readable(self.path):
-            data = self._content.get_slice(name)[shard]  # stays in the file until it is used
+            data = self._content.get_slice(tensor.name_in_file or name)[shard]  # stays in the file until it is used
         yield slice(None), data
 
     def shard_blocks(self, name: str, shard: tuple[slice, ...]) -> BlockRows | None:
