@@ -318,3 +318,15 @@ def test_a_start_loads_what_is_compiled_and_waits_for_nothing_else(
     assert len(compiled) == started
     assert spec.is_compiled is is_compiled
     assert spec.build_and_load() == "loaded", "FlashInfer compiles again as before"
+
+
+def test_a_start_goes_on_where_nothing_can_be_compiled_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    spec = KernelSpec(tmp_path, "compiles")
+    spec.callback = lambda: None  # type: ignore[attr-defined]  (which pickle refuses)
+    monkeypatch.setitem(sys.modules, "flashinfer.jit.core", SimpleNamespace(JitSpec=KernelSpec))
+    backend: Any = SimpleNamespace(prepare_fa3=lambda: spec.build_and_load())
+    assert choose.has_compiled_fa3(backend) is False
+    assert "fa3 is not compiled for later starts" in caplog.text

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from tokasaurus.messages.status import describe_error
 from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.cpu import CpuBackend, why_unfit
@@ -119,7 +120,10 @@ def has_compiled_fa3(backend: flashinfer_backend.FlashInferBackend) -> bool:
     if not missing:
         return True
     if failed_build(os.environ, FA3) is None:
-        compile_beside(missing[0])
+        try:
+            compile_beside(missing[0])
+        except Exception as error:  # prompts have fa2
+            logger.warning("FlashInfer's fa3 is not compiled for later starts: %s", describe_error(error))
     return False
 
 

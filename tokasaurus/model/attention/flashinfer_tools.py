@@ -201,11 +201,11 @@ def compile_beside(spec: Any) -> None:
     """Compile a kernel with the lowest priority, in a process that ends with this one. FlashInfer keeps what is done.
 
     spec: FlashInfer's JitSpec."""
-    nowhere = subprocess.DEVNULL
+    nowhere, pickled = subprocess.DEVNULL, pickle.dumps(spec)
     command = module_command("tokasaurus.model.attention.flashinfer_tools")
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True)
     assert process.stdin is not None
-    process.stdin.write(pickle.dumps(spec))
+    process.stdin.write(pickled)
     process.stdin.flush()
     _compiling.append(process)
 
