@@ -12,7 +12,9 @@ from tests.helpers.tiny_model import LONGROPE, OPTIONS, VOCAB_SIZE, option_confi
 from tests.model.helpers.greedy_decoding import assert_equals_oracle, load, run_stages, run_whole_prompt
 from tests.model.helpers.prefix_samples import Samples
 from tests.model.helpers.steps import StepDriver, make_runner, one_thread
+from tokasaurus.checkpoint import weight_files
 from tokasaurus.checkpoint.families import FAMILIES
+from tokasaurus.model.decoder.weights import write_update
 from tokasaurus.model.parallel.mesh import Mesh
 
 CASES = [(family, number) for family, options in OPTIONS.items() for number in range(len(options))]
@@ -143,3 +145,18 @@ def test_keys_that_a_text_config_lacks_have_its_classs_values(tmp_path: Path, ca
     assert "max_position_embeddings" not in content["text_config"]
     path.write_text(json.dumps(content))
     assert_text_is_served(tmp_path, oracle, caplog)
+
+
+@pytest.mark.parametrize(("family", "number"), IN_SHARDS)
+@pytest.mark.parametrize("packed", [True, False])
+def test_new_weights_replace_the_old_ones(family: str, number: int, packed: bool, tmp_path: Path) -> None:
+    for name, seed in (("old", 1), ("new", 2)):
+        (tmp_path / name).mkdir()
+        oracle = save_random_model(tmp_path / name, option_config(family, number), seed=seed)
+    model, info = load(tmp_path / "old", packed=packed)
+    write_update(weight_files(tmp_path / "new"), model.weight_shards())
+    token_ids = torch.arange(40) * 5
+    with torch.inference_mode():
+        expected = oracle(token_ids.unsqueeze(0)).logits[0]
+    logits = run_whole_prompt(model, info, Mesh(), None, token_ids)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

@@ -50,7 +50,7 @@ def _as_stored(shard: WeightShard, stored: StoredTensors, info: ModelInfo) -> We
     order = None
     if module in _ROTATED and attention.rotary is not None and shard.target is not None:
         channels = channel_order(attention, info.spec.rotary[attention.rotary].num_rotated(attention.head_dim), stored)
-        num_rows = len(shard.target)
+        num_rows = len(range(*shard.shard[0].indices(shard.shape[0])))  # a packed weight's target is empty
         heads = torch.arange(0, num_rows, attention.head_dim).unsqueeze(1)
         order = None if channels is None else (heads + channels).flatten()
     is_norm = len(shard.shape) == 1 and "_proj" not in module and kind == "weight"
