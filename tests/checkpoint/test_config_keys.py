@@ -151,7 +151,7 @@ APPLIED_VALUES: dict[str, Any] = {
     **{"max_window_layers": 1, "no_rope_layers": [0, 1, 1], "no_rope_layer_interval": 2, "clip_qkv": 3.0},
     **dict.fromkeys(("layer_norm_eps", "norm_epsilon", "norm_eps"), 0.1),
     **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 7.0),
-    **dict.fromkeys(("qk_layernorm", "use_qk_norm", "use_bias", "attention_out_bias"), True),
+    **dict.fromkeys(("qk_layernorm", "use_qk_norm", "use_bias", "attention_out_bias", "use_post_norm"), True),
     **{"query_pre_attn_scalar": 77, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0},
     **{"hidden_activation": "silu", "sliding_window_pattern": 2, "rope_local_base_freq": 77.0, "logit_scale": 3.0},
     "partial_rotary_factor": 0.25,

@@ -121,6 +121,15 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "cohere2": [{"num_hidden_layers": 4, "sliding_window": 9}],
     "starcoder2": [{}, {"sliding_window": 9, "use_bias": False, "hidden_act": "gelu"}],
     "nemotron": [{}, {"attention_bias": True, "mlp_bias": True}],
+    "jais2": [{}, {"attention_bias": False, "mlp_bias": False}],
+    "hyperclovax": [
+        {"embedding_multiplier": 9.0, "logits_scaling": 0.3, "residual_multiplier": 0.4, "attention_multiplier": 0.2},
+        {"use_post_norm": False, "attention_bias": True, "mlp_bias": True},
+    ],
+    "hunyuan_v1_dense": [
+        {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "rope_theta": 1e4, "factor": 1.0}},
+        {"head_dim": 32, "attention_bias": True},
+    ],
     "arcee": [{}, {"attention_bias": True, "mlp_bias": True}],
     "ernie4_5": [{"head_dim": 32}, {"use_bias": True, "head_dim": 16}],
     "helium": [{"head_dim": 16, "attention_bias": True}],

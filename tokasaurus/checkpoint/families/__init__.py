@@ -10,6 +10,8 @@ from tokasaurus.checkpoint.families import (
     gemma,
     glm,
     granite,
+    hunyuan,
+    hyperclova,
     llama,
     mistral,
     olmo,
@@ -21,7 +23,22 @@ from tokasaurus.checkpoint.families.family import Family, Settings, StoredTensor
 from tokasaurus.checkpoint.json_files import CheckpointError, Fields, json_object
 from tokasaurus.checkpoint.quantized.config import QUANTIZATION_KEYS
 
-_GROUPS = llama, mistral, smollm, olmo, gemma, phi, granite, glm, exaone, cohere, plain_mlps, biases
+_GROUPS = (
+    llama,
+    mistral,
+    smollm,
+    olmo,
+    gemma,
+    phi,
+    granite,
+    glm,
+    exaone,
+    cohere,
+    plain_mlps,
+    biases,
+    hyperclova,
+    hunyuan,
+)
 
 FAMILIES: dict[str, Family] = {name: family for group in _GROUPS for name, family in group.FAMILIES.items()}
 """By model_type in config.json."""

@@ -1,4 +1,4 @@
-"""Families with a plain MLP: StarCoder 2, Nemotron and Arcee."""
+"""Families with a plain MLP: StarCoder 2, Nemotron, Arcee and Jais 2."""
 
 from tokasaurus.checkpoint.families.family import Family, Settings, StoredTensors
 from tokasaurus.checkpoint.spec import LayerSpec, ModelSpec
@@ -24,7 +24,22 @@ def _arcee(config: Settings) -> ModelSpec:
     return config.model(LayerSpec(attention, mlp, norm, norm), norm)
 
 
+def _jais2(config: Settings) -> ModelSpec:
+    norm, bias = config.norm("layer_norm_eps", kind="layer", has_bias=True), config.flag("attention_bias")
+    attention = config.attention(has_qkv_bias=bias, has_out_bias=bias)
+    mlp = config.mlp(is_gated=False, has_bias=config.flag("mlp_bias"))
+    return config.model(LayerSpec(attention, mlp, norm, norm), norm)
+
+
 FAMILIES = {
+    "jais2": Family(
+        "Jais2ForCausalLM",
+        _jais2,
+        applied=("layer_norm_eps", "attention_bias", "mlp_bias"),
+        without_effect=("rms_norm_eps",),
+        defaults={"layer_norm_eps": 1e-5, "hidden_act": "relu2", "attention_bias": True, "mlp_bias": True},
+        is_kv_heads_optional=True,
+    ),
     "starcoder2": Family(
         "Starcoder2ForCausalLM",
         _starcoder2,
