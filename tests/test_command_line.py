@@ -114,6 +114,12 @@ def test_there_are_habits_of_every_program() -> None:
         ),
         (["dtype=fp16", "kv_cache_dtype=float"], ["dtype=float16", "kv_cache_dtype=float32"]),
         (["demo"], ["model=demo"]),
+        (["--any-model", "org/name"], ["model_aliases=*", "model=org/name"]),
+        (["--any-model", "--rl"], ["model_aliases=*", "rl=T"]),
+        (["--any-model", "false", "org/name"], ["model=org/name"]),
+        (["any_model=F"], []),
+        (["--enable-chosen-logprobs", "org/name"], ["model=org/name"]),
+        (["--uvicorn-log-level", "debug", "org/name"], ["model=org/name"]),
     ],
 )
 def test_our_flags_are_understood_as_options_too(words: list[str], same: list[str]) -> None:
@@ -152,6 +158,7 @@ def test_our_flags_are_understood_as_options_too(words: list[str], same: list[st
         (["--zzz"], ["--zzz: unknown flag, --help-all lists those there are"]),
         (["--api-kye", "secret"], ["--api-kye: unknown flag, did you mean api_key=?"]),
         (["--max-num-seqs"], ["--max-num-seqs: needs a value, max_seqs_per_forward=..."]),
+        (["any_model=org/name"], ["any_model=org/name: must be T or F"]),
     ],
 )
 def test_what_is_not_understood_is_told(words: list[str], lines: list[str]) -> None:
@@ -245,6 +252,8 @@ def test_a_file_of_flags(tmp_path: Path) -> None:
     assert given(environment={"TOKA_CONFIG": str(path)}).config.__dict__ == expected.__dict__
     other = read(PingConfig, ["prompt=x", f"config={path}"], {})
     assert other.config.model == "on", "the served name; other flags of the server are passed over"
+    path.write_text("any_model: no\n")
+    assert given("--config", str(path)).config.model_aliases is None
 
 
 def test_errors_in_a_file_name_the_line(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def _one(name: str, value: str | None, before: str, rest: list[str], config_type
     plain = plain_name(name) if before[0] == "-" or "-" in name else name
     habit = OPTIONS.get(plain)
     if plain.removeprefix("no_") in config_type.retired:
-        if value is None and rest and _is_value(rest[0]) and "=" not in rest[0]:
+        if value is None and rest and not looks_like_model(rest[0]) and _is_value(rest[0]) and "=" not in rest[0]:
             value = rest.pop(0)
         yield Typed(plain.removeprefix("no_"), value or "", before)
         return
@@ -163,6 +163,8 @@ def _one(name: str, value: str | None, before: str, rest: list[str], config_type
             raise FlagError(not_understood(name))
         yield Typed(plain, value or "", before)  # unknown, as reading it says
         return
+    if habit.is_truth_value and value is None:
+        value = rest.pop(0) if rest and rest[0] in _TRUTH_VALUES else "T"
     if habit.takes_value and value is None:
         value = rest.pop(0) if rest and _is_value(rest[0]) else None
     if habit.refusal:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokasaurus.config import ServerConfig
-from tokasaurus.flags import number_with_suffix
+from tokasaurus.flags import FlagError, number_with_suffix
 
 
 def plain_name(option: str) -> str:
@@ -36,7 +36,9 @@ def _tool_format(text: str) -> str:
 
 
 def _aliases(text: str) -> str:
-    return "None" if text in ("F", "False", "false") else "*"
+    if text.lower() not in ("t", "true", "yes", "on", "f", "false", "no", "off"):
+        raise FlagError(f"any_model={text}: must be T or F")
+    return "*" if text.lower() in ("t", "true", "yes", "on") else "None"
 
 
 def _list_of_words(text: str) -> str:
@@ -69,16 +71,34 @@ class Habit:
     refusal: str = ""
     """What to do instead."""
     takes_value: bool = False
+    is_truth_value: bool = False
+    """The value is T or F, and T if it is left out."""
 
 
 def _names(example: str, also: str) -> tuple[str, ...]:
     return tuple(plain_name(option) for option in [re.split("[ =]", example)[0], *also.split()])
 
 
-def _value(program: str, example: str, means: str, also: str = "", convert: Callable[[str], str] = _same) -> Habit:
+def _value(
+    program: str,
+    example: str,
+    means: str,
+    also: str = "",
+    convert: Callable[[str], str] = _same,
+    is_truth_value: bool = False,
+) -> Habit:
     """An option whose value one of our flags takes. also: other names."""
     names, flag = _names(example, also), means.partition("=")[0]
-    return Habit(program, example, means, names, flag=flag, convert=convert, takes_value=True)
+    return Habit(
+        program,
+        example,
+        means,
+        names,
+        flag=flag,
+        convert=convert,
+        takes_value=True,
+        is_truth_value=is_truth_value,
+    )
 
 
 def _switch(program: str, example: str, means: str = "", also: str = "") -> Habit:
@@ -134,7 +154,7 @@ HABITS = (
         "limits one sequence",
         "--ctx-size",
     ),
-    _value("tokasaurus", "any_model=T", "model_aliases=*", convert=_aliases),
+    _value("tokasaurus", "any_model=T", "model_aliases=*", convert=_aliases, is_truth_value=True),
     _value("vLLM, SGLang", "--tensor-parallel-size 2", "tp_size=2", "-tp"),
     _value("vLLM, SGLang", "--pipeline-parallel-size 2", "pp_size=2", "-pp"),
     _value("vLLM, SGLang", "--data-parallel-size 2", "dp_size=2", "-dp"),
