@@ -17,7 +17,7 @@ import pytest
 
 from tests.gpu import quarter
 from tests.gpu.parts import PARTS
-from tests.gpu.quarter import Journal, Step, read_rows
+from tests.gpu.quarter import Ended, Journal, Step, read_rows
 
 pytestmark = pytest.mark.cuda_path
 
@@ -169,6 +169,17 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert [row.get("step", row.get("feature")) for row in rows] == ["check", "a", "check"]
 
 
+def test_a_step_that_outlives_its_call_writes_nothing_among_the_rows_of_the_next(journal: Journal) -> None:
+    journal.write("check")
+    with journal.rows_path.open("a") as of_the_step:
+        following = Journal("first", journal.output, journal.deadline_s)
+        print('{"switched_off": []}', file=of_the_step)
+    following.write("machine")
+    assert [row["step"] for row in read_rows(following.rows_path)] == ["machine"]
+    before = read_rows(journal.output / "first.jsonl.before")
+    assert [next(iter(row)) for row in before] == ["step", "switched_off"]
+
+
 def test_a_step_ends_at_its_limit_with_what_it_has_started(journal: Journal) -> None:
     program = """
 import subprocess, sys
@@ -207,10 +218,12 @@ def test_after_four_minutes_the_first_check_and_profile_are_over() -> None:
 
 def test_a_check_that_found_something_or_was_cut_asks_for_tests() -> None:
     right, wrong = ({"feature": name, "name": None, "failure": why} for name, why in (("a", None), ("b", "differs")))
-    assert quarter.find_wrong([{"device": "x"}, right, {"switched_off": []}]) == []
-    assert quarter.find_wrong([right, wrong, {"switched_off": ["c"]}]) == ["b", "c"]
-    assert quarter.find_wrong([right]) == ["start"]
-    assert quarter.find_wrong([]) == ["start"]
+    end: dict[str, Any] = {"switched_off": []}
+    assert quarter.find_wrong(Ended(0, [{"device": "x"}, right, end])) == []
+    assert quarter.find_wrong(Ended(1, [right, wrong, {"switched_off": ["c"]}])) == ["b", "c"]
+    assert quarter.find_wrong(Ended(124, [right])) == ["start"]
+    assert quarter.find_wrong(Ended(None, [])) == ["start"]
+    assert quarter.find_wrong(Ended(2, [{"device": "x"}, end])) == ["start"], "a flag or the model was refused"
 
 
 @pytest.mark.parametrize("feature", [*quarter.TESTS_OF, "start"])

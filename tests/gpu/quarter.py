@@ -111,11 +111,15 @@ class Journal:
     processes write to standard error."""
 
     def __init__(self, call: str, output: Path, deadline_s: float) -> None:
-        """Replaces the files of an earlier call of this name. deadline_s: by time.monotonic()."""
+        """Files of an earlier call of this name are renamed: a step that outlived it may be writing to them still.
+
+        deadline_s: by time.monotonic()."""
         self.output, self.deadline_s = output, deadline_s
         self.rows_path, self.log_path = output / f"{call}.jsonl", output / f"{call}.log"
-        self.rows_path.write_text("")
-        self.log_path.write_text("")
+        for path in (self.rows_path, self.log_path):
+            if path.exists():
+                path.replace(path.with_name(f"{path.name}.before"))
+            path.touch()
         self._began_s = time.monotonic()
         self.num_failed = 0
 
@@ -227,7 +231,7 @@ def note_machine(journal: Journal) -> None:
 def writing_weights(directory: Path, shape: ModelShape, journal: Journal) -> Iterator[None]:
     """Write the checkpoint while the block runs; the end waits for it."""
     shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)  # a call that was killed may be writing still
     process = multiprocessing.get_context("spawn").Process(target=write_model, args=(directory, shape), daemon=True)
     began_s = time.monotonic()
     process.start()
@@ -251,7 +255,7 @@ def run_first(journal: Journal, work: Path, is_dry_run: bool, flags: Sequence[st
         check = ("-m", "tokasaurus", "check", f"model={config}", device, *flags, "--json")
         with writing_weights(weights, model.shape, journal):
             ended = journal.run(Step(f"check-{model.name}", check, model.check_s))
-        wrong |= dict.fromkeys(find_wrong(ended.rows))
+        wrong |= dict.fromkeys(find_wrong(ended))
         wrong_path.write_text(json.dumps(list(wrong)))
         for profile in model.profiles:
             name = f"{model.name}-{profile.name}"
@@ -273,11 +277,12 @@ def tiny(model: Model) -> Model:
     return replace(model, shape=TINY, profiles=(replace(model.profiles[0], rows=TINY_ROWS),))
 
 
-def find_wrong(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Features that a check has found wrong or switched off; "start" if it did not come to its end."""
-    found = [row["feature"] for row in rows if row.get("failure") is not None]
-    ends = [row["switched_off"] for row in rows if "switched_off" in row]
-    return [*found, *(ends[0] if ends else ["start"])]
+def find_wrong(check: Ended) -> list[str]:
+    """Features that a check has found wrong or switched off; "start" if it did not come to its end, or was refused."""
+    found = [row["feature"] for row in check.rows if row.get("failure") is not None]
+    ends = [row["switched_off"] for row in check.rows if "switched_off" in row]
+    found += ends[0] if ends else ["start"]
+    return found or ["start"] * bool(check.exit_code)
 
 
 def pack(folder: Path, archive: Path) -> None:
