@@ -8,7 +8,7 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,8 @@ WRITE_TIMEOUT_S = 5
 NUM_HELD = 5000
 """Connections that each hold nearly as many headers as are allowed."""
 FLAGS = (f"api_key={KEY}", "dtype=float32", "kv_cache_num_tokens=65536", "max_seqs_per_forward=256")
-SMALL_ANSWERS = ("max_answer_values=10000", f"write_timeout_seconds={WRITE_TIMEOUT_S}")
+CONSTANTS = {"max_answer_values": 10_000, "write_timeout_seconds": WRITE_TIMEOUT_S}
+"""So that little is enough to reach them."""
 SHORT_QUEUE = ("max_queued_sequences=1000",)
 UNREAD_SAMPLES, UNREAD_TOKENS = 1024, 400
 
@@ -156,7 +157,7 @@ LOADS = [
     Load("/tokenize with 20 MB", long_text_to_tokenize, "400"),
     Load("a stop string of 1,000,000 characters", long_stop_string, "400"),
     Load("a stream of 409,600 tokens with 20 logprobs each, never read", unread_stream, "closed"),
-    Load("n=65,536 with max_answer_values=10,000", too_large_answer, "400"),
+    Load("n=65,536 where an answer may have 10,000 values", too_large_answer, "400"),
 ]
 QUEUE_LOADS = [
     Load("n=65,536 with max_queued_sequences=1,000", too_many_samples, "400"),
@@ -184,8 +185,10 @@ def _warm_up(toka: TokaProcess) -> None:
         assert status_of(exchange(toka.port, [request])) == 200
 
 
-def _run_loads(model: Path, flags: tuple[str, ...], loads: list[Load], rows: list[Row]) -> None:
-    with running_toka(f"model={model}", *FLAGS, *flags) as toka:
+def _run_loads(
+    model: Path, flags: tuple[str, ...], loads: list[Load], rows: list[Row], constants: Mapping[str, int]
+) -> None:
+    with running_toka(f"model={model}", *FLAGS, *flags, **constants) as toka:
         _warm_up(toka)
         server = toka.children()["toka-server"]
         base_bytes = rss_bytes(server)
@@ -212,8 +215,8 @@ def run_limits() -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory)
         save_tiny_model(model, "llama")
-        _run_loads(model, SMALL_ANSWERS, LOADS, rows)
-        _run_loads(model, SHORT_QUEUE, QUEUE_LOADS, rows)
+        _run_loads(model, (), LOADS, rows, CONSTANTS)
+        _run_loads(model, SHORT_QUEUE, QUEUE_LOADS, rows, {})
     return rows
 
 

@@ -89,18 +89,34 @@ def not_ready(launcher: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
+_WITH_CONSTANTS = """
+import sys
+from tokasaurus.cli import main
+from tokasaurus.config import ServerConfig
+made = ServerConfig.__init__
+def make(self, *arguments):
+    made(self, *arguments)
+    vars(self).update({constants})
+ServerConfig.__init__ = make
+sys.exit(main())
+"""
+
+
 @contextmanager
-def running_toka(*flags: str) -> Iterator[TokaProcess]:
-    """Starts `toka` and waits until it is ready; kills it at the end if the test has not stopped it."""
-    with starting_toka(free_port(), *flags) as toka:
+def running_toka(*flags: str, **constants: int) -> Iterator[TokaProcess]:
+    """Starts `toka` and waits until it is ready; kills it at the end if the test has not stopped it.
+
+    constants: other values of constants of ServerConfig."""
+    program = ("-c", _WITH_CONSTANTS.format(constants=constants)) if constants else ("-m", "tokasaurus")
+    with starting_toka(free_port(), *flags, program=program) as toka:
         toka.wait_until_ready()
         yield toka
 
 
 @contextmanager
-def starting_toka(port: int, *flags: str) -> Iterator[TokaProcess]:
+def starting_toka(port: int, *flags: str, program: tuple[str, ...] = ("-m", "tokasaurus")) -> Iterator[TokaProcess]:
     """Starts `toka`; kills it at the end if the test has not stopped it."""
-    command = [sys.executable, "-m", "tokasaurus", f"port={port}", *flags]
+    command = [sys.executable, *program, f"port={port}", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     toka = TokaProcess(process, port)
 
