@@ -17,7 +17,7 @@ import torch
 
 from tests.helpers.examples import few
 from tests.helpers.installed_triton import needs_interpreter, needs_triton, run_python
-from tests.helpers.tiny_model import FAMILIES, save_tiny_model
+from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
 from tests.model.attention.helpers import flashinfer_double
 from tests.model.execution.helpers.decode_steps import (
     MAX_ROWS,
@@ -32,6 +32,7 @@ from tests.model.execution.helpers.device_sampling import finish_on_device
 from tests.model.execution.helpers.launch_tape import LaunchTape, TapedCompiler, TapedGraph, address
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.prefix_samples import Samples
+from tests.model.helpers.pretend_device import HostTransfers
 from tests.model.helpers.steps import CPU, StepDriver, make_runner, one_thread
 from tokasaurus.checkpoint import fit_to_tensors, read_model_info, weight_files
 from tokasaurus.model.buffer_sizes import MAX_GRAPH_TOKENS, chunk_sizes, graph_sizes
@@ -41,6 +42,7 @@ from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.execution import runner as runner_module
 from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
+from tokasaurus.model.execution.slot_table import DeviceSlots
 from tokasaurus.model.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.cuda_path
@@ -319,6 +321,71 @@ def test_a_prompt_of_one_token_that_fills_a_size_is_sampled_by_its_own_parameter
             results.append([*steps, driver.run([3, 1, 2], [(4, 1)]), driver.run([1, 2, 3, 4], [])])
         assert runner.graph_sizes[0] == 4
         assert_same(*results)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    *({}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.0, "top_k": 3}),
+    *({"num_top": 3}, {"temperature": 0.7, "logprobs_as_sampled": True}, {"num_prompt_top": 2}),
+]
+
+
+def run_at_random(runner: ModelRunner, seed: int) -> list[tuple[Any, ...]]:
+    """Sequences come and go. Prompts of one token up to some blocks, in chunks; shared blocks, of which some tokens are
+    computed again; prefix groups. -> all results of each step."""
+    rng, driver, results = random.Random(seed), StepDriver(runner, num_blocks=NUM_BLOCKS), list[tuple[Any, ...]]()
+    decoding, prefilling, prompts = list[int](), list[int](), dict[int, list[int]]()
+    free = list(range(1, MAX_ROWS + 3))
+    for _ in range(40):
+        while free and len(decoding) + len(prefilling) < rng.choice([1, 4, 5, 8, 11, 13]):
+            slot, shares = free.pop(0), None
+            prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 1, 2, 15, 16, 17, 30]))]
+            shared = prompts[rng.choice(decoding)] if decoding and rng.random() < 0.5 else []
+            if num_shared := len(shared) // 16:
+                shares = next(other for other in decoding if prompts[other] is shared), num_shared
+                prompt = shared[: 16 * num_shared] + prompt
+            again = rng.choice([0, 3]) if num_shared else 0
+            driver.open(slot, prompt, seed=slot, shares=shares, num_recomputed=again, **rng.choice(OPTIONS))
+            prompts[slot] = prompt
+            prefilling.append(slot)
+        decode = rng.sample(decoding, rng.choice([len(decoding), rng.randint(0, len(decoding))]))
+        num_grouped = rng.randint(2, len(decode)) if len(decode) > 1 else 0
+        num_blocks = driver.num_shared_blocks(decode[:num_grouped]) if num_grouped else 0
+        prefill = []
+        for slot in rng.sample(prefilling, rng.randint(0, len(prefilling))):
+            remaining = driver.remaining(slot)
+            prefill.append((slot, rng.choice([remaining, rng.randint(1, remaining)])))
+        if decode or prefill:
+            groups = [(num_grouped, num_blocks)] if num_blocks else None
+            results.append((driver.run(decode, prefill, groups), driver.top, driver.logprobs_by_slot))
+        for slot in [slot for slot in prefilling if not driver.remaining(slot)]:
+            prefilling.remove(slot)
+            decoding.append(slot)
+        if decode and rng.random() < 0.3:
+            decoding.remove(decode[0])
+            driver.close(decode[0])
+            free.append(decode[0])
+    return results
+
+
+@few(2, "seed", range(8))
+def test_random_steps_with_all_that_is_recorded_equal_launched_ones(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention, sampling and inputs as on CUDA, where slots have a copy and new blocks come with the inputs."""
+    flashinfer_double.install(monkeypatch, any_dtype=True)  # the model is in float32
+    save_tiny_model(tmp_path, "llama")
+    sizes = {"num_blocks": NUM_BLOCKS, "num_slots": NUM_SLOTS}
+    with one_thread():
+        model, info = load(tmp_path)
+        expected = run_at_random(make_runner(model, info, "torch", **sizes), seed)
+        monkeypatch.setattr(runner_module, "uses_triton", lambda *_: True)
+        monkeypatch.setattr(runner_module, "draw_and_finish", finish_on_device)
+        runner = make_runner(model, info, "flashinfer", transfers=HostTransfers(), **sizes)
+        runner._slots.on_device = DeviceSlots(*runner._slots.block_tables.shape, CPU)
+        runner.record_graphs(LaunchTape(), graph_sizes(MAX_ROWS, STEP), chunk_sizes=CHUNK_SIZES)
+        found = run_at_random(runner, seed)
+    assert_same([step for step, *_ in found], [step for step, *_ in expected])
+    np.testing.assert_allclose(numbers_in(found), numbers_in(expected), atol=1e-3)
 
 
 def test_only_decode_steps_above_the_largest_size_miss_all_graphs(tmp_path: Path) -> None:
