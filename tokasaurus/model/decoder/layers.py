@@ -34,8 +34,10 @@ class Norm(nn.Module):
     def __init__(self, spec: NormSpec, size: int, dtype: torch.dtype, num_heads: int | None = None) -> None:
         """num_heads: x is [..., num_heads, size], and each head has its own weights; None: all have the same."""
         super().__init__()
-        self.spec = spec
+        self.is_plain = spec.is_plain and num_heads is None
+        """Whether it is an RMS norm that scales by a weight for each channel, the only one that kernels compute."""
         self.eps = spec.eps
+        self._is_rms = spec.kind == "rms"
         self._size = size
         self._shape = (size,) if num_heads is None else (num_heads, size)
         dtype = torch.float32 if spec.in_float32 else dtype
@@ -46,13 +48,11 @@ class Norm(nn.Module):
         self._float_weight: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.spec.is_plain and len(self._shape) == 1:
+        if self.is_plain:
             return functional.rms_norm(x, (self._size,), self.own_weight.to(x.dtype), self.eps)
         numbers = x.float()
-        if self.spec.kind == "layer":
-            numbers = functional.layer_norm(numbers, (self._size,), eps=self.eps)
-        else:
-            numbers = functional.rms_norm(numbers, (self._size,), eps=self.eps)
+        normalise = functional.rms_norm if self._is_rms else functional.layer_norm
+        numbers = normalise(numbers, (self._size,), eps=self.eps)
         if self.weight is not None:
             numbers = numbers * self.weight.float().view(self._shape)
         if self.bias is not None:
@@ -142,7 +142,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """norm: applied to x first."""
         if self.packed is not None and self.runs_on_kernels(x.shape[0]):
-            if norm is not None and not norm.spec.is_plain:
+            if norm is not None and not norm.is_plain:
                 x, norm = norm(x), None
             return self.packed.multiply(x, None if norm is None else (norm.float_weight, norm.eps))
         return self._multiply_by_torch(x if norm is None else norm(x))
@@ -435,7 +435,7 @@ class VocabShard(Linear):
         call may overwrite them."""
         if self.packed is None or not self.runs_on_kernels(hidden.shape[0]):
             return self._product(self, hidden, norm)
-        if not norm.spec.is_plain:
+        if not norm.is_plain:
             return self.packed.multiply(norm(hidden), None, self.logits_memory(len(hidden)))
         return self.packed.multiply(hidden, (norm.float_weight, norm.eps), self.logits_memory(len(hidden)))
 
