@@ -1,6 +1,6 @@
-"""Benchmarks the CPU attention backends: speed relative to the machine's best, and speed-up from shared prefixes.
+"""Benchmarks the CPU attention backends: speed relative to the machine's best, speed-up from shared prefixes, windows.
 
-`python -m benchmarks.kernels.attention [decode|prefix|shared|all]`
+`python -m benchmarks.kernels.attention [decode|prefix|window|shared|all]`
 """
 
 import argparse
@@ -17,9 +17,10 @@ from benchmarks.kernels.line_plot import write_line_plot
 from benchmarks.results import Check, add_result_arguments, at_least, begin_results, end_results, make_console
 from tokasaurus.commands.bench.results import machine_facts
 
-PARTS = ("decode", "prefix", "shared")
+PARTS = ("decode", "prefix", "window", "shared")
 MIN_SHARE_OF_READ = 0.5
 MIN_SHARE_OF_GEMM = 0.5
+MIN_SHARE_OF_SHORT = 0.9
 FLEX = "flex"
 
 
@@ -28,19 +29,19 @@ class Rate:
     """Speed of one backend in one layer, or the machine's best speed, against which the backends are compared."""
 
     part: str
-    """"decode" or "prefix"."""
+    """"decode", "prefix" or "window"."""
     backend: str
     """Name of the backend; for the machine's best, "read" in decode and "gemm" in prefix."""
     num_rows: int
-    """Query rows: one per sequence in decode, all rows of the prefix group in prefix; 0 for "read"."""
+    """Query rows: one per sequence in decode and window, all rows of the prefix group in prefix; 0 for "read"."""
     num_tokens: int
-    """Tokens that each row attends to; 0 for the machine's best."""
+    """Tokens of each row's context; 0 for the machine's best."""
     ms: float
     """Milliseconds per layer; 0 for the machine's best."""
     amount: float
-    """GB/s of keys and values in decode, GFLOP/s in prefix."""
+    """GB/s of keys and values in decode, GFLOP/s in prefix, layers per second in window."""
     share: float
-    """`amount` divided by the machine's best, measured in the same rounds."""
+    """`amount` divided by the machine's best, or by that of the shortest context in window, in the same rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,24 @@ def measure_prefix(args: argparse.Namespace) -> list[Rate]:
     return rates
 
 
+def measure_window(args: argparse.Namespace) -> list[Rate]:
+    from benchmarks.kernels import attention_cases as cases
+
+    candidates = {
+        (name, context): cases.windowed(name, args.window_sequences, context, max(args.contexts), args.window)
+        for name in args.backends
+        for context in args.contexts
+    }
+    seconds = cases.time_interleaved(candidates, args.rounds)
+    return [
+        Rate(
+            *("window", name, args.window_sequences, context, taken * 1e3),
+            *(1 / taken, seconds[name, min(args.contexts)] / taken),
+        )
+        for (name, context), taken in seconds.items()
+    ]
+
+
 def measure_shared(args: argparse.Namespace) -> list[SpeedUp]:
     from benchmarks.kernels import attention_cases as cases
 
@@ -152,6 +171,8 @@ def check_rates(rates: Sequence[Rate]) -> list[Check]:
             continue
         if rate.part == "decode":
             checks.append(at_least("decode: KV bandwidth over read bandwidth", rate.share, MIN_SHARE_OF_READ))
+        elif rate.part == "window":
+            checks.append(at_least("window: speed over that of the shortest context", rate.share, MIN_SHARE_OF_SHORT))
         elif rate.num_rows == max(other.num_rows for other in rates):
             checks.append(at_least("prefix part: GFLOP/s over gemm GFLOP/s", rate.share, MIN_SHARE_OF_GEMM))
     return checks
@@ -178,6 +199,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     prefix = parser.add_argument_group("prefix")
     prefix.add_argument("--rows", type=int, nargs="+", default=[8, 32, 128, 512], metavar="N")
     prefix.add_argument("--prefix", type=int, default=1024, metavar="N", help="tokens of the prefix (default: 1024)")
+    window = parser.add_argument_group("window")
+    window.add_argument("--window", type=int, default=512, metavar="N", help="tokens of the window (default: 512)")
+    window.add_argument("--window-sequences", type=int, default=8, metavar="N")
+    window.add_argument("--contexts", type=int, nargs="+", default=[1000, 8000, 32000], metavar="N")
     shared = parser.add_argument_group("shared")
     shared.add_argument("--groups", type=int, nargs="+", default=[2, 4, 8, 32, 128], metavar="N")
     shared.add_argument("--prefixes", type=int, nargs="+", default=[64, 256, 1024, 4096], metavar="N")
@@ -205,6 +230,11 @@ def main(argv: Sequence[str]) -> int:
     if "prefix" in parts:
         found["prefix"] = rates = measure_prefix(args)
         print_rates("Rows of a prefix group attending to their shared prefix", "GFLOP/s", rates, console)
+        checks += check_rates(rates)
+    if "window" in parts:
+        found["window"] = rates = measure_window(args)
+        title = f"Decode in layers with a window of {args.window:,} tokens"
+        print_rates(title, "layers/s", rates, console)
         checks += check_rates(rates)
     if "shared" in parts:
         found["shared"] = speed_ups = measure_shared(args)

@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
+from tokasaurus.checkpoint.spec import AttentionSpec
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.row_split import attend_rows
@@ -19,6 +20,7 @@ from tokasaurus.model.cpu.bindings import load_kernels
 HIDDEN_SIZE = 576
 MLP_SIZE = 1536
 NUM_LAYERS = 30
+WINDOW_LAYERS = 4
 NUM_HEADS = 9
 NUM_KV_HEADS = 3
 HEAD_DIM = 64
@@ -61,9 +63,13 @@ def gemms(num_rows: int) -> tuple[Calls, int]:
     return [multiply(weight) for weight in weights], 2 * num_rows * HIDDEN_SIZE * 2 * MLP_SIZE
 
 
-def make_filled(name: str, num_layers: int, num_blocks: int) -> AttentionBackend:
-    """A backend whose KV cache is full of random keys and values, the same in every layer and every backend."""
-    shape = KVShape(num_layers, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, DTYPE, torch.device("cpu"))
+def make_filled(name: str, num_layers: int, num_blocks: int, window: int | None = None) -> AttentionBackend:
+    """A backend whose KV cache is full of random keys and values, the same in every layer and every backend.
+
+    window: of all layers."""
+    spec = AttentionSpec(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, window=window)
+    sizes = (num_layers, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE)
+    shape = KVShape(*sizes, DTYPE, torch.device("cpu"), layers=(spec,) * num_layers)
     backend = make_backend(name, shape, load_kernels())
     backend.allocate(num_blocks)
     num_tokens = num_blocks * PAGE_SIZE
@@ -101,7 +107,19 @@ def decode(name: str, num_sequences: int, num_tokens: int) -> tuple[Calls, int]:
     backend = make_filled(name, NUM_LAYERS, len(blocks) + 1)
     part = make_part(blocks.view(num_sequences, blocks_each).unbind(), 1, num_tokens, causal=True, is_partial=False)
     num_bytes = 2 * num_sequences * num_tokens * NUM_KV_HEADS * HEAD_DIM * DTYPE.itemsize
-    return _through_layers(backend, part), num_bytes
+    return _through_layers(backend, part, NUM_LAYERS), num_bytes
+
+
+def windowed(name: str, num_sequences: int, num_tokens: int, max_tokens: int, window: int) -> Calls:
+    """One query row per sequence in layers with a window, through the KV caches of WINDOW_LAYERS layers.
+
+    max_tokens: contexts of this size fit the cache: as in a server, its size does not depend on num_tokens."""
+    blocks_each = -(-num_tokens // PAGE_SIZE)
+    blocks = scattered_blocks(num_sequences * -(-max_tokens // PAGE_SIZE))
+    backend = make_filled(name, WINDOW_LAYERS, len(blocks) + 1, window)
+    blocks = blocks[: num_sequences * blocks_each]
+    part = make_part(blocks.view(num_sequences, blocks_each).unbind(), 1, num_tokens, causal=True, is_partial=False)
+    return _through_layers(backend, part, WINDOW_LAYERS)
 
 
 def prefix_part(name: str, num_rows: int, num_tokens: int) -> tuple[Calls, int]:
@@ -109,14 +127,14 @@ def prefix_part(name: str, num_rows: int, num_tokens: int) -> tuple[Calls, int]:
     blocks = scattered_blocks(-(-num_tokens // PAGE_SIZE))
     backend = make_filled(name, 8, len(blocks) + 1)
     part = make_part([blocks], num_rows, num_tokens, causal=False, is_partial=False)
-    return _through_layers(backend, part), 4 * num_rows * num_tokens * NUM_HEADS * HEAD_DIM
+    return _through_layers(backend, part, 8), 4 * num_rows * num_tokens * NUM_HEADS * HEAD_DIM
 
 
-def _through_layers(backend: AttentionBackend, part: PagedPart) -> Calls:
+def _through_layers(backend: AttentionBackend, part: PagedPart, num_layers: int) -> Calls:
     layout = PagedLayout(torch.zeros(0, dtype=torch.int64), (part,))
     backend.plan(layout)
     query = torch.randn(part.num_rows, NUM_HEADS, HEAD_DIM).to(DTYPE)
-    return [partial(attend_rows, backend, query, layer, layout) for layer in range(NUM_LAYERS if part.causal else 8)]
+    return [partial(attend_rows, backend, query, layer, layout) for layer in range(num_layers)]
 
 
 @dataclass(frozen=True, slots=True)

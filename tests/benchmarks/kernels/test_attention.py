@@ -11,6 +11,7 @@ from benchmarks.kernels import attention, attention_cases
 
 SMALL = ["--sequences", "3", "--tokens", "40", "--rows", "2", "5", "--prefix", "64", "--groups", "2", "3"]
 SMALL += ["--prefixes", "32", "64", "--suffix", "20", "--rounds", "1"]
+SMALL += ["--window", "20", "--window-sequences", "2", "--contexts", "30", "100"]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -70,6 +71,10 @@ def test_it_runs_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[s
     decode, prefix = rates["decode", "cpu", 3], rates["prefix", "cpu", 5]
     assert decode["amount"] * decode["ms"] == pytest.approx(3 * 40 * 768 / 1e6)
     assert prefix["amount"] * prefix["ms"] == pytest.approx(4 * 5 * 64 * 9 * 64 / 1e6)
+    assert [(rate["backend"], rate["num_tokens"]) for rate in found["window"]] == [
+        *(("cpu", 30), ("cpu", 100), ("torch", 30), ("torch", 100))
+    ]
+    assert [rate["share"] == 1 for rate in found["window"]] == [True, False] * 2
     assert len(found["shared"]) == 2 * 2 * 2
     assert "cpu: speed-up of a prefix group" in capsys.readouterr().out
     names = [text.text for text in ElementTree.parse(tmp_path / "a.svg").iter(f"{SVG}text")]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.examples import examples
 from tests.model.helpers.paged_problems import CPU, Segment, attend_all, fill, make_part
+from tokasaurus.checkpoint.spec import AttentionSpec
 from tokasaurus.model.attention import torch_backend
 from tokasaurus.model.attention.backend import KVShape, PagedLayout
 from tokasaurus.model.attention.choose import make_backend
@@ -18,11 +19,22 @@ from tokasaurus.model.cpu.bindings import load_kernels
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[KVShape, list[Segment], bool, int]:
     num_kv_heads = draw(st.sampled_from([1, 2, 3]))
+    num_heads = num_kv_heads * draw(st.sampled_from([1, 2, 3, 5, 7, 8, 32]))
+    head_dim = draw(st.sampled_from([16, 32, 64, 80, 128, 256]))
+    layer = st.builds(
+        lambda factor, window, softcap: AttentionSpec(
+            num_heads, num_kv_heads, head_dim, factor * head_dim**-0.5, window=window, softcap=softcap
+        ),
+        st.sampled_from([1, 0.5, 2]),
+        st.one_of(st.none(), st.integers(1, 400)),
+        st.sampled_from([None, 1, 50]),
+    )
     shape = KVShape(
         num_layers=2,
-        num_heads=num_kv_heads * draw(st.sampled_from([1, 2, 3, 5, 7, 8, 32])),
+        num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=draw(st.sampled_from([16, 32, 64, 80, 128, 256])),
+        head_dim=head_dim,
+        layers=draw(st.one_of(st.just(()), st.tuples(layer, layer))),
         page_size=draw(st.sampled_from([16, 32, 48])),
         dtype=torch.float32,
         device=CPU,

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tests.helpers.examples import few
-from tests.model.helpers.paged_problems import Segment, make_part, scattered_tables
+from tests.model.helpers.paged_problems import Segment, attend_all, make_part, scattered_tables
 from tokasaurus.checkpoint.spec import AttentionSpec
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.attention.cpu import CpuBackend
 from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.attention.torch_backend import TorchBackend
 from tokasaurus.model.cpu.bindings import load_kernels
@@ -42,7 +43,7 @@ def expected(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer:
 def filled(name: str, layers: list[AttentionSpec], segments: list[Segment], seed: int) -> tuple[AttentionBackend, list]:  # type: ignore[type-arg]
     """A backend whose cache has seeded random keys and values of the segments, with these and the segments' tables."""
     shape = KVShape(len(layers), H, K, D, P, torch.float32, CPU, layers=tuple(layers))
-    backend = make_backend(name, shape, None)
+    backend = make_backend(name, shape, load_kernels())
     tables, num_blocks = scattered_tables(segments, P, seed)
     backend.allocate(num_blocks)
     generator = torch.Generator().manual_seed(seed)
@@ -57,7 +58,7 @@ def filled(name: str, layers: list[AttentionSpec], segments: list[Segment], seed
     return backend, [contents, tables]
 
 
-@pytest.mark.parametrize("name", ["torch", "reference"])
+@pytest.mark.parametrize("name", ["cpu", "torch", "reference"])
 @few(6, "seed", range(12))
 def test_rows_see_their_windows_with_capped_and_scaled_scores(name: str, seed: int) -> None:
     rng = random.Random(seed)
@@ -79,7 +80,7 @@ def test_rows_see_their_windows_with_capped_and_scaled_scores(name: str, seed: i
                 row += 1
 
 
-@pytest.mark.parametrize("name", ["torch", "reference"])
+@pytest.mark.parametrize("name", ["cpu", "torch", "reference"])
 @few(6, "seed", range(12))
 def test_a_window_of_a_prefix_group_begins_in_the_prefix_or_behind_it(name: str, seed: int) -> None:
     rng = random.Random(seed)
@@ -125,9 +126,46 @@ def test_a_window_reads_only_the_blocks_that_it_touches() -> None:
     assert read[None] >= 500 // P
 
 
+@pytest.mark.parametrize("num_rows", [1, 3, 40])
+def test_the_kernels_read_no_block_before_a_window(num_rows: int) -> None:
+    """These blocks are NaN, which a weight of 0 would keep."""
+    layers = [AttentionSpec(H, K, D, D**-0.5, window=20), AttentionSpec(H, K, D, D**-0.5)]
+    segments = [Segment(num_rows, 500), Segment(num_rows, 181)]
+    backend, (contents, tables) = filled("cpu", layers, segments, 0)
+    for segment, table in zip(segments, tables, strict=True):
+        first_seen = segment.kv_length - num_rows + 1 - 20
+        for cache in backend.caches:
+            cache[:, table[: first_seen // P]] = torch.nan
+    part = make_part(segments, tables, 0, True, False)
+    layout = PagedLayout(torch.zeros(0, dtype=torch.int64), (part,))
+    backend.plan(layout)
+    query = torch.randn((part.num_rows, H, D), generator=torch.Generator().manual_seed(0))
+    found = attend_rows(backend, query, 0, layout)
+    for row, ((key, value), segment) in enumerate(zip(contents, segments, strict=True)):
+        last = (row + 1) * num_rows - 1
+        own = expected(query[last], key, value, layers[0])
+        torch.testing.assert_close(found[last].double(), own, atol=1e-5, rtol=1e-5)
+        assert found[last - segment.num_rows + 1].isfinite().all()
+    assert attend_rows(backend, query, 1, layout).isnan().all(), "all blocks are read without a window"
+
+
+@pytest.mark.parametrize("window", [7, 128, 1000, 2999, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_kind_of_cache_in_contexts_that_threads_share(dtype: torch.dtype, window: int) -> None:
+    layer = AttentionSpec(6, 2, 64, 0.3, window=window, softcap=5.0)
+    shape = KVShape(1, 6, 2, 64, 32, dtype, CPU, torch.float32 if dtype == torch.float16 else None, (layer,))
+    segments = [Segment(1, 3000), Segment(70, 1500), Segment(2, 33)]
+    found = attend_all("cpu", shape, segments, True, 0, 1)
+    wanted = attend_all("reference", shape, segments, True, 0, 1)
+    # With bfloat16 dot products, weights are rounded too.
+    error = 2**-6 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found, wanted, atol=error, rtol=error)
+
+
 def test_backends_that_compute_only_usual_scores_are_refused_by_name() -> None:
     layers = (AttentionSpec(H, K, D, 0.1, window=20, softcap=2.0),)
     shape = KVShape(1, H, K, D, P, torch.float32, CPU, layers=layers)
-    assert isinstance(make_backend(None, shape, load_kernels()), TorchBackend)
+    assert isinstance(make_backend(None, shape, load_kernels()), CpuBackend)
+    on_gpu = KVShape(1, H, K, 64, P, torch.bfloat16, torch.device("cuda"), layers=layers)
     with pytest.raises(ValueError, match="attention with a window and a cap of the scores and a scale of its own"):
-        make_backend("cpu", shape, load_kernels())
+        make_backend("flashinfer", on_gpu, None)

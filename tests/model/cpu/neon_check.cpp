@@ -33,7 +33,7 @@ void toka_write_kv(int64_t activation_type, int64_t cache_type, const void* key,
                    int64_t num_kv_heads, int64_t head_dim, int64_t page_size);
 void toka_attend(int64_t activation_type, int64_t cache_type, const void* query, int64_t query_row_stride, void* output,
                  float* lse, const void* cache, const PagedPart* part, int64_t num_heads, int64_t num_kv_heads,
-                 int64_t head_dim, int64_t page_size);
+                 int64_t head_dim, int64_t page_size, const LayerScores* scores);
 void toka_merge(int64_t output_type, const float* first, const float* first_lse, const float* second,
                 const float* second_lse, void* output, int64_t count, int64_t head_dim);
 void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward* forward, int64_t num_rows,
@@ -249,23 +249,28 @@ void check_blocks() {
 
 constexpr int64_t kHeads = 6, kKvHeads = 2, kHeadDim = 32, kPage = 16;
 
+const LayerScores kUsualScores{1 / std::sqrt(double(kHeadDim)), 0, 0}, kLimitedScores{0.4, 2, 21};
+
 // Attention of one query [kHeads, kHeadDim] over the first `length` keys and values, each [tokens, kKvHeads, kHeadDim].
-void attend_plainly(const double* query, const double* key, const double* value, int64_t length, double* output,
-                    double* lse) {
+void attend_plainly(const double* query, const double* key, const double* value, int64_t length,
+                    const LayerScores& scores, double* output, double* lse) {
+  const int64_t first = scores.window == 0 ? 0 : std::max<int64_t>(0, length - scores.window);
   for (int64_t head = 0; head < kHeads; ++head) {
     const int64_t kv_head = head / (kHeads / kKvHeads);
     vector<double> weights(length);
     double total = 0;
-    for (int64_t token = 0; token < length; ++token) {
+    for (int64_t token = first; token < length; ++token) {
       double score = 0;
       for (int64_t d = 0; d < kHeadDim; ++d)
         score += query[head * kHeadDim + d] * key[(token * kKvHeads + kv_head) * kHeadDim + d];
-      total += weights[token] = std::exp(score / std::sqrt(double(kHeadDim)));
+      score *= scores.scale;
+      if (scores.softcap != 0) score = scores.softcap * std::tanh(score / scores.softcap);
+      total += weights[token] = std::exp(score);
     }
     lse[head] = std::log(total);
     for (int64_t d = 0; d < kHeadDim; ++d) {
       double sum = 0;
-      for (int64_t token = 0; token < length; ++token)
+      for (int64_t token = first; token < length; ++token)
         sum += weights[token] * value[(token * kKvHeads + kv_head) * kHeadDim + d];
       output[head * kHeadDim + d] = sum / total;
     }
@@ -274,7 +279,7 @@ void attend_plainly(const double* query, const double* key, const double* value,
 
 // Each sequence has one row, or several, at its end; its blocks are in arbitrary order.
 template <typename Stored, typename Element>
-void check_attention() {
+void check_attention(const LayerScores& scores) {
   const vector<int32_t> lengths = {300, 37, 70, 1}, num_rows = {1, 5, 40, 1};
   constexpr int64_t kTableWidth = 19;
   vector<int32_t> table(lengths.size() * kTableWidth), starts = {0};
@@ -293,21 +298,21 @@ void check_attention() {
       const vector<double> query = random_values(kHeads * kHeadDim);
       queries.insert(queries.end(), query.begin(), query.end());
       vector<double> output(query.size()), lse(kHeads);
-      attend_plainly(query.data(), key.data(), value.data(), length - num_rows[segment] + 1 + row, output.data(),
-                     lse.data());
+      attend_plainly(query.data(), key.data(), value.data(), length - num_rows[segment] + 1 + row, scores,
+                     output.data(), lse.data());
       expected.insert(expected.end(), output.begin(), output.end());
       expected_lse.insert(expected_lse.end(), lse.begin(), lse.end());
     }
     starts.push_back(starts.back() + num_rows[segment]);
   }
   const int64_t total = starts.back(), num_segments = lengths.size();
-  const PagedPart part{0, total, num_segments, starts.data(), table.data(), kTableWidth, lengths.data(), 1, 0};
+  const PagedPart part{0, total, num_segments, starts.data(), table.data(), kTableWidth, lengths.data(), 1, 0, nullptr};
   vector<Element> output(expected.size());
   vector<float> lse(expected_lse.size());
   toka_attend(kElementType<Element>, kElementType<Stored>, as<Element>(queries).data(), kHeads * kHeadDim,
-              output.data(), lse.data(), cache.data(), &part, kHeads, kKvHeads, kHeadDim, kPage);
-  const std::string name =
-      std::string("attention of ") + kNames[kElementType<Element>] + " to " + kNames[kElementType<Stored>];
+              output.data(), lse.data(), cache.data(), &part, kHeads, kKvHeads, kHeadDim, kPage, &scores);
+  const std::string name = std::string(scores.window == 0 ? "attention of " : "attention in a window of ") +
+                           kNames[kElementType<Element>] + " to " + kNames[kElementType<Stored>];
   compare(name, output, expected, std::max(kTolerance<Element>, kTolerance<Activation<Stored>>));
   compare(name + ", lse", lse, expected_lse, kTolerance<Activation<Stored>>);
 }
@@ -383,7 +388,8 @@ void check_layer() {
   const vector<double> value = columns(heads, kRow, kQuery + kKv, kRow);
   vector<double> attended(kRows * kQuery), lse(kHeads);
   for (int64_t row = 0; row < kRows; ++row)
-    attend_plainly(&query[row * kQuery], key.data(), value.data(), row + 1, &attended[row * kQuery], lse.data());
+    attend_plainly(&query[row * kQuery], key.data(), value.data(), row + 1, kLimitedScores, &attended[row * kQuery],
+                   lse.data());
   const vector<double> middle = sum(hidden, out.times(attended));
   const vector<double> expected = sum(middle, down.times(gate_up.times(normed(middle, mlp_norm, kEps))));
 
@@ -391,9 +397,10 @@ void check_layer() {
   const vector<int32_t> table = {3, 1}, starts = {0, kRows}, lengths = {kRows};
   vector<int64_t> kv_indices;
   for (int64_t row = 0; row < kRows; ++row) kv_indices.push_back(table[row / kPage] * kPage + row % kPage);
-  const PagedPart part{0, kRows, 1, starts.data(), table.data(), 2, lengths.data(), 1, 0};
+  const PagedPart part{0, kRows, 1, starts.data(), table.data(), 2, lengths.data(), 1, 0, nullptr};
   const PagedForward forward{
-      kElementType<Stored>, cache.data(), int64_t(cache.size()), kPage, kv_indices.data(), &part, 1, nullptr};
+      kElementType<Stored>, cache.data(), int64_t(cache.size()), kPage, kv_indices.data(), &part, 1, nullptr,
+      &kLimitedScores};
   const vector<float> norms[] = {as<float>(norm), as<float>(mlp_norm), as<float>(query_norm), as<float>(key_norm)};
   const PackedLayer layer{qkv.packed,      out.packed,      gate_up.packed,  down.packed,
                           norms[0].data(), norms[1].data(), norms[2].data(), norms[3].data(),
@@ -465,10 +472,12 @@ int main() {
   check_gemm<bfloat16>();
   check_blocks<float>();
   check_blocks<bfloat16>();
-  check_attention<float, float>();
-  check_attention<bfloat16, float>();
-  check_attention<float16, float>();
-  check_attention<bfloat16, bfloat16>();
+  for (const LayerScores& scores : {kUsualScores, kLimitedScores}) {
+    check_attention<float, float>(scores);
+    check_attention<bfloat16, float>(scores);
+    check_attention<float16, float>(scores);
+    check_attention<bfloat16, bfloat16>(scores);
+  }
   check_merge<float>();
   check_merge<bfloat16>();
   check_layer<float, float>();

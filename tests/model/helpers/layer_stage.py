@@ -66,7 +66,7 @@ def run_stage(case: Case, options: dict[str, Any], kernels: Kernels, by_kernels:
     """-> hidden states [T, HIDDEN_SIZE] of the case's step, without padding."""
     made = CaseStep(case)
     step = made.step if grouped else replace(made.step, groups=None)
-    shape = replace(case.shape, num_layers=NUM_LAYERS)
+    shape = case.shape_of(NUM_LAYERS)
     backend: AttentionBackend = make_backend("cpu" if by_kernels else "reference", shape, kernels)
     backend.allocate(made.num_blocks)
     backend.plan(PagedLayout(torch.arange(len(made.key)), ()))

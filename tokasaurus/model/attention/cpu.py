@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
+from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, tokens_after
 from tokasaurus.model.cpu.bindings import (
     ACTIVATION_DTYPES,
     KV_CACHE_DTYPES,
     Kernels,
+    LayerScoresStruct,
     PagedForwardStruct,
     PagedPartStruct,
     allocate_huge_pages,
@@ -35,7 +36,7 @@ def why_unfit(shape: KVShape, kernels: Kernels) -> str | None:
         return f"{shape.num_heads // shape.num_kv_heads} query heads per KV head (at most {kernels.max_group})"
     if shape.page_size % 16:
         return f"page_size={shape.page_size} (a multiple of 16)"
-    return shape.unusual_scores
+    return None
 
 
 class CpuBackend:
@@ -47,6 +48,10 @@ class CpuBackend:
             raise ValueError(f"the CPU kernels do not support {unfit}")
         self._shape = shape
         self._kernels = kernels
+        self._scores = (LayerScoresStruct * shape.num_layers)()
+        for index in range(shape.num_layers):
+            layer = shape.scores_of(index)
+            self._scores[index] = LayerScoresStruct(layer.scale, layer.softcap or 0, layer.window or 0)
 
     @property
     def caches(self) -> list[Tensor]:
@@ -71,8 +76,11 @@ class CpuBackend:
 
     def plan(self, layout: PagedLayout) -> None:
         self._layout = layout  # owns what the structs point to
-        parts = (PagedPartStruct * len(layout.parts))(*map(_struct, layout.parts))
-        prefix = None if layout.prefix is None else ctypes.pointer(_struct(layout.prefix))
+        self._after_prefix = None
+        if layout.prefix is not None and self._shape.windows != {None}:
+            self._after_prefix = tokens_after(layout, layout.prefix).int()
+        parts = (PagedPartStruct * len(layout.parts))(*map(self._struct, layout.parts))
+        prefix = None if layout.prefix is None else ctypes.pointer(self._struct(layout.prefix))
         self._paged = self.paged_forward(layout.kv_indices.data_ptr(), parts, prefix)
 
     def paged_forward(
@@ -81,7 +89,7 @@ class CpuBackend:
         """The kernels' description of a forward over the cache as allocated now. kv_indices: address of int64 [T]."""
         return PagedForwardStruct(
             *(cache_code(self._cache), self._cache.data_ptr(), self._cache[0].numel()),
-            *(self._shape.page_size, kv_indices, parts, len(parts), prefix),
+            *(self._shape.page_size, kv_indices, parts, len(parts), prefix, self._scores),
         )
 
     @property
@@ -95,8 +103,10 @@ class CpuBackend:
     def attend(
         self, query: Tensor, layer_index: int, part: PagedPart, output: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        cache = self._cache[layer_index]
-        attended, lse = self._kernels.attend(query, cache, _struct(part), part.is_partial, self._shape.page_size)
+        attended, lse = self._kernels.attend(
+            *(query, self._cache[layer_index], self._struct(part), part.is_partial),
+            *(self._shape.page_size, self._scores[layer_index]),
+        )
         return attended if output is None else output.copy_(attended), lse
 
     def attend_layout(self, query: Tensor, layer_index: int, layout: PagedLayout) -> Tensor:
@@ -106,11 +116,12 @@ class CpuBackend:
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
         return self._kernels.merge(first, second, output)
 
-
-def _struct(part: PagedPart) -> PagedPartStruct:
-    table = part.block_table
-    assert table is not None, "a CPU reads tables on the host"
-    return PagedPartStruct(
-        *(part.first_row, part.num_rows, table.shape[0], part.query_starts.data_ptr()),
-        *(table.data_ptr(), table.stride(0), part.kv_lengths.data_ptr(), part.causal, part.is_partial),
-    )
+    def _struct(self, part: PagedPart) -> PagedPartStruct:
+        table = part.block_table
+        assert table is not None, "a CPU reads tables on the host"
+        after = self._after_prefix if part is self._layout.prefix else None
+        return PagedPartStruct(
+            *(part.first_row, part.num_rows, table.shape[0], part.query_starts.data_ptr()),
+            *(table.data_ptr(), table.stride(0), part.kv_lengths.data_ptr(), part.causal, part.is_partial),
+            None if after is None else after.data_ptr(),
+        )

@@ -206,8 +206,9 @@ class TorchBackend(TensorCache):
             first_blocks = seen_from = None
             if window is not None:
                 begin = (visible + after[rows] - window).clamp_min(0)
-                # Of the first row, which is no padding if any is; it has at least one block.
-                first_blocks = torch.minimum(begin[:, 0], visible[:, 0] - 1).clamp_min(0) // self._shape.page_size
+                # Rows of a prefix begin in any order. A segment has at least one block.
+                earliest = begin.masked_fill(~is_row, torch.iinfo(begin.dtype).max).amin(1)
+                first_blocks = torch.minimum(earliest, visible[:, 0] - 1).clamp_min(0) // self._shape.page_size
                 visible = visible - first_blocks.unsqueeze(1) * self._shape.page_size
                 begin = (begin - first_blocks.unsqueeze(1) * self._shape.page_size).masked_fill(~is_row, 0)
                 seen_from = staging.to_device(begin.numpy())

@@ -84,7 +84,14 @@ class PagedPartStruct(ctypes.Structure):
         ("table_stride", ctypes.c_int64),
         ("kv_lengths", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("is_causal", "is_partial")),
+        ("tokens_after", ctypes.c_void_p),
     )
+
+
+class LayerScoresStruct(ctypes.Structure):
+    """The struct LayerScores of attention_partition.h."""
+
+    _fields_ = (("scale", ctypes.c_double), ("softcap", ctypes.c_double), ("window", ctypes.c_int64))
 
 
 class PagedForwardStruct(ctypes.Structure):
@@ -98,6 +105,7 @@ class PagedForwardStruct(ctypes.Structure):
         ("parts", ctypes.POINTER(PagedPartStruct)),
         ("num_parts", ctypes.c_int64),
         ("prefix", ctypes.POINTER(PagedPartStruct)),
+        ("scores", ctypes.POINTER(LayerScoresStruct)),
     )
 
 
@@ -154,6 +162,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "PackedLayer": PackedLayerStruct,
     "PagedPart": PagedPartStruct,
     "PagedForward": PagedForwardStruct,
+    "LayerScores": LayerScoresStruct,
     "SamplingParams": SamplingParamsStruct,
     "LogitRules": LogitRulesStruct,
     "TokenMasks": TokenMasksStruct,
@@ -209,7 +218,7 @@ class Kernels:
         self.set_num_threads(torch.get_num_threads())
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         self._library.toka_attend.argtypes = [
-            *(integer, integer, pointer, integer, pointer, pointer, pointer, pointer, *(integer,) * 4)
+            *(integer, integer, pointer, integer, pointer, pointer, pointer, pointer, *(integer,) * 4, pointer)
         ]
         self._library.toka_attend_layout.argtypes = [
             *(integer, pointer, integer, pointer, pointer, integer, integer, integer, integer, integer)
@@ -235,7 +244,13 @@ class Kernels:
         self._library.toka_set_num_threads(ctypes.c_int64(num_threads))
 
     def attend(
-        self, query: Tensor, cache: Tensor, part: PagedPartStruct, is_partial: bool, page_size: int
+        self,
+        query: Tensor,
+        cache: Tensor,
+        part: PagedPartStruct,
+        is_partial: bool,
+        page_size: int,
+        scores: LayerScoresStruct,
     ) -> tuple[Tensor, Tensor]:
         """Attention of one part -> output [rows, H, D], float32 if partial, and LSE, float32 [rows, H].
 
@@ -249,7 +264,7 @@ class Kernels:
         self._library.toka_attend(
             *(activation_code(query), cache_code(cache), query.data_ptr(), query.stride(0)),
             *(output.data_ptr(), lse.data_ptr(), cache.data_ptr(), ctypes.addressof(part)),
-            *(num_heads, cache.shape[1], head_dim, page_size),
+            *(num_heads, cache.shape[1], head_dim, page_size, ctypes.addressof(scores)),
         )
         return output, lse
 

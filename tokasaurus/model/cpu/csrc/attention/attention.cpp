@@ -7,20 +7,22 @@
 
 TOKA_STRUCT_SIZE(PagedPart)
 TOKA_STRUCT_SIZE(PagedForward)
+TOKA_STRUCT_SIZE(LayerScores)
 
 // Limits of the kernels: the largest head size (head sizes are multiples of 16) and the most query heads per KV head.
 TOKA_EXPORT int64_t toka_max_head_dim() { return kMaxHeadDim; }
 TOKA_EXPORT int64_t toka_max_group() { return kMaxGroup; }
 
-// Attention of one part. query is of activation_type, and so is the output unless the part is partial: then it is
-// float32.
+// Attention of one part in a layer. query is of activation_type, and so is the output unless the part is partial: then
+// it is float32.
 TOKA_EXPORT void toka_attend(int64_t activation_type, int64_t cache_type, const void* query, int64_t query_row_stride,
                              void* output, float* lse, const void* cache, const PagedPart* part, int64_t num_heads,
-                             int64_t num_kv_heads, int64_t head_dim, int64_t page_size) {
+                             int64_t num_kv_heads, int64_t head_dim, int64_t page_size, const LayerScores* scores) {
   const Shape shape{num_heads, num_kv_heads, head_dim, page_size};
   dispatch_cache_type(cache_type, [&](auto cache_tag) {
     typedef TypeOf<decltype(cache_tag)> Stored;
-    attend_part<Stored>({shape, *part, activation_type, query, query_row_stride, output, lse, (const Stored*)cache});
+    attend_part<Stored>({shape, *part, activation_type, query, query_row_stride, output, lse, (const Stored*)cache,
+                         nullptr, nullptr, *scores});
   });
 }
 

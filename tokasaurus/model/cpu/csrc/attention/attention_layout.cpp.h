@@ -16,7 +16,6 @@ LayoutAttention<Stored>::LayoutAttention(const PagedForward& forward, const Shap
   const auto plan = [&](const PagedPart& part, void* output, float* lse) {
     const void* query = (const char*)heads + part.first_row * row_size * element_size;
     problems_.push_back({shape, part, activation_type, query, row_size, output, lse, nullptr});
-    work_.push_back(partition_work(problems_.back()));
   };
   if (forward.prefix != nullptr) {
     prefix_output_.resize(forward.prefix->num_rows * query_size);
@@ -36,10 +35,15 @@ LayoutAttention<Stored>::LayoutAttention(const PagedForward& forward, const Shap
 
 template <typename Stored>
 void LayoutAttention<Stored>::run(int64_t layer) {
+  const LayerScores& scores = forward_.scores[layer];
+  for (Problem<Stored>& problem : problems_) problem.scores = scores;
+  std::vector<Work>& work = work_[scores.window];
+  if (work.empty())
+    for (const Problem<Stored>& problem : problems_) work.push_back(partition_work(problem));
   for (size_t i = 0; i < problems_.size(); ++i) {
     const PhaseTimer timer(i == 0 && forward_.prefix != nullptr ? kPrefixAttention : kAttention);
     problems_[i].cache = (const Stored*)forward_.cache + layer * forward_.layer_size;
-    attend(problems_[i], work_[i], partial_);
+    attend(problems_[i], work[i], partial_);
   }
 }
 

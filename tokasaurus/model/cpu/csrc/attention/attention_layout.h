@@ -2,6 +2,8 @@
 // at a time. The definitions are in attention_layout.cpp.h and are compiled once per cache type.
 #pragma once
 
+#include <map>
+
 #include "attention/attention_work.h"
 
 // The KV cache, and where a forward's tokens are stored in it. Filled by Python: structs.PagedForwardStruct,
@@ -13,10 +15,11 @@ struct PagedForward {
   const int64_t* kv_indices;
   const PagedPart* parts;
   int64_t num_parts;
-  const PagedPart* prefix;  // null if no rows share a prefix
+  const PagedPart* prefix;    // null if no rows share a prefix
+  const LayerScores* scores;  // [layers]
 };
 
-// Attention of all rows of a forward, planned once and run for each layer: layers differ only in their cache. It runs
+// Attention of all rows of a forward, planned once for each window that layers have, and run for each layer. It runs
 // part by part. Rows in a prefix group attend to the shared prefix first; that result is then merged with attention
 // over their own tokens.
 template <typename Stored>
@@ -35,7 +38,8 @@ class LayoutAttention {
   const PagedForward& forward_;
   int64_t num_rows_ = 0;
   std::vector<Problem<Stored>> problems_;  // the prefix first, if there is one
-  std::vector<Work> work_;
+  // By window: the work of each problem.
+  std::map<int64_t, std::vector<Work>> work_;
   std::vector<float> lse_, prefix_output_, prefix_lse_;
   PartialResults partial_;
 };

@@ -52,7 +52,20 @@ struct PagedPart {
   int64_t table_stride;
   const int32_t* kv_lengths;
   int64_t is_causal, is_partial;
+  const int32_t* tokens_after;  // [rows]: how many tokens each sees after the part's, in another part; null for none
 };
+
+// How a layer makes scores of queries and keys. Filled by Python: LayerScoresStruct, from backend.Scores.
+struct LayerScores {
+  double scale, softcap;  // softcap: 0 for none
+  int64_t window;         // 0 for none
+};
+
+// scores[0..count) -> softcap * tanh(scale * score / softcap). count: a multiple of kGroup.
+TOKA_NOINLINE static void cap_scores(float* scores, int count, const LayerScores& how) {
+  const float inner = float(how.scale / how.softcap), softcap = float(how.softcap);
+  for (int i = 0; i < count; i += kLanes) store(scores + i, tanh(load(scores + i) * inner) * softcap);
+}
 
 // Attention of one part. The type of queries and outputs is independent of the cache's.
 template <typename Stored>
@@ -68,6 +81,7 @@ struct Problem {
   // Result of the same queries over another part, [rows, H, D] and [rows, H], to be merged with this one; or null.
   const float* other_output = nullptr;
   const float* other_lse = nullptr;
+  LayerScores scores{};
 
   int group() const { return int(shape.num_heads / shape.num_kv_heads); }
 
@@ -75,6 +89,13 @@ struct Problem {
   int visible_to(int segment, int row) const {
     const int32_t length = part.kv_lengths[segment];
     return part.is_causal ? length - (part.query_starts[segment + 1] - 1 - row) : length;
+  }
+
+  // The first of the segment's tokens that a row attends to; not before visible_to if the row's window begins later.
+  int first_seen_by(int segment, int row) const {
+    if (scores.window == 0) return 0;
+    const int visible = visible_to(segment, row), after = part.tokens_after == nullptr ? 0 : part.tokens_after[row];
+    return int(std::clamp<int64_t>(visible + after - scores.window, 0, std::max(visible, 0)));
   }
 
   // Queries of a partition; `query` is an index into them.
@@ -123,23 +144,29 @@ struct Problem {
     return chunk;
   }
 
-  // Factor of the attention scores: D^-1/2 times log2(e), because weights are powers of 2.
-  float scale() const { return kLog2E / std::sqrt(float(shape.head_dim)); }
+  // Factor of scores in the softmax, times log2(e), because weights are powers of 2. Capped scores are scaled already.
+  float scale() const { return scores.softcap != 0 ? kLog2E : kLog2E * float(scores.scale); }
+
+  // Caps the scores of a query that a softmax reads, if the layer has a cap.
+  void cap(float* of_query, int num_scores) const {
+    if (__builtin_expect(scores.softcap != 0, 0)) cap_scores(of_query, num_scores, scores);
+  }
 
   // Elements of one KV head in a block, keys and values.
   int64_t head_size() const { return 2 * shape.page_size * shape.head_dim; }
 };
 
-// Online softmax: turns scores[0..padded) of one query into weights 2^(scale * (score - reference)). Only the first
-// `visible` tokens get a weight. If the reference changes, the sum and output so far are rescaled. The reference need
-// not be the largest score, as long as weights stay within 2^8.
+// Online softmax: turns scores[0..padded) of one query into weights 2^(scale * (score - reference)). Only tokens from
+// `first` on and before `visible` get a weight. If the reference changes, the sum and output so far are rescaled. The
+// reference need not be the largest score, as long as weights stay within 2^8.
 template <typename Stored>
-static inline void update_online_softmax(Scratch<Stored>& scratch, int query, float* scores, int visible, int padded,
-                                         float scale, int64_t head_dim, Activation<Stored>* weights) {
-  if (visible <= 0) {
+static inline void update_online_softmax(Scratch<Stored>& scratch, int query, float* scores, int first, int visible,
+                                         int padded, float scale, int64_t head_dim, Activation<Stored>* weights) {
+  if (std::max(first, 0) >= std::min(visible, padded)) {
     std::memset(weights, 0, padded * sizeof *weights);
     return;
   }
+  for (int token = 0; token < first; ++token) scores[token] = -1e30f;
   for (int token = visible; token < padded; ++token) scores[token] = -1e30f;
   Floats largest = load(scores);
   for (int token = kLanes; token < padded; token += kLanes) largest = max(largest, load(scores + token));
@@ -289,8 +316,11 @@ static void attend_rows(const Problem<Stored>& problem, const Partition& partiti
       score_chunk<kScoreQueries, Multiplied<Stored>>(set_size, scratch.query + first * head_dim, multiplied,
                                                      *to_prefetch, num_groups, num_steps, scratch.scores);
       for (int i = 0; i < set_size; ++i) {
-        const int visible = problem.visible_to(partition.segment, problem.row_of(partition, first + i)) - start;
-        update_online_softmax(scratch, first + i, scratch.scores + i * kChunk, visible, num_groups * kGroup,
+        const int row = problem.row_of(partition, first + i);
+        const int first_seen = problem.first_seen_by(partition.segment, row) - start;
+        const int visible = problem.visible_to(partition.segment, row) - start;
+        problem.cap(scratch.scores + i * kChunk, num_groups * kGroup);
+        update_online_softmax(scratch, first + i, scratch.scores + i * kChunk, first_seen, visible, num_groups * kGroup,
                               problem.scale(), head_dim, scratch.weights + i * kChunk);
       }
       for (int i = 0; i < set_size; i += kValueQueries)

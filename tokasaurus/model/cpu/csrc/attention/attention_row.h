@@ -68,6 +68,7 @@ static void attend_row_of(const Problem<Stored>& problem, const Partition& parti
   const int64_t head_dim = problem.shape.head_dim, num_steps = head_dim / kPair<Stored>;
   const float scale = problem.scale();
   const int visible = problem.visible_to(partition.segment, partition.first_row);
+  const int first_seen = problem.first_seen_by(partition.segment, partition.first_row);
   load_queries(problem, partition, N, scratch);
   UnitIterator<Stored> unit(problem, partition), ahead = unit;
   const auto advance_ahead = [&] {
@@ -89,9 +90,12 @@ static void attend_row_of(const Problem<Stored>& problem, const Partition& parti
     const int first = unit.head() * N;
     score_groups<N, 1, kParts, Stored>(scratch.query + first * head_dim, groups.keys, next.keys, num_steps,
                                        scratch.scores);
-    for (int i = 0; i < N; ++i)
-      update_online_softmax(scratch, first + i, scratch.scores + i * kChunk, std::min(visible - unit.token(), kGroup),
-                            kGroup, scale, head_dim, scratch.weights + i * kChunk);
+    for (int i = 0; i < N; ++i) {
+      problem.cap(scratch.scores + i * kChunk, kGroup);
+      update_online_softmax(scratch, first + i, scratch.scores + i * kChunk, first_seen - unit.token(),
+                            std::min(visible - unit.token(), kGroup), kGroup, scale, head_dim,
+                            scratch.weights + i * kChunk);
+    }
     for (int i = 0; i < N; i += kValueQueries)
       add_weighted_values<std::min(N, kValueQueries), Stored>(std::min(kValueQueries, N - i),
                                                               scratch.output + (first + i) * head_dim,

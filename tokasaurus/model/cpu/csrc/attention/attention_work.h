@@ -41,10 +41,23 @@ struct Work {
 // queries.
 static inline int64_t cost(const Partition& tile, const Shape& shape) {
   const int64_t num_queries = tile.num_rows * shape.num_heads / shape.num_kv_heads;
-  return int64_t(tile.kv_end) * (num_queries + 8) * tile.num_kv_heads * shape.head_dim;
+  return int64_t(tile.kv_end - tile.kv_begin) * (num_queries + 8) * tile.num_kv_heads * shape.head_dim;
 }
 
-// Divides a problem's segments into partitions. The result stays valid if the queries, the cache and the output change.
+// The tokens that rows [first, end) of a segment read: a layer with a window reads from the first group of tokens that
+// any of the rows sees.
+template <typename Stored>
+static std::pair<int32_t, int32_t> tokens_read(const Problem<Stored>& problem, int segment, int first, int end) {
+  const int32_t num_tokens = problem.visible_to(segment, end - 1);
+  if (problem.scores.window == 0) return {0, num_tokens};
+  int32_t begin = num_tokens;
+  for (int row = first; row < end; ++row) begin = std::min(begin, problem.first_seen_by(segment, row));
+  if (begin >= num_tokens) return {0, 0};  // all windows begin after the part
+  return {begin / kGroup * kGroup, num_tokens};
+}
+
+// Divides a problem's segments into partitions. The result stays valid if the queries, the cache and the output change,
+// and for all layers with the same window.
 template <typename Stored>
 static Work partition_work(const Problem<Stored>& problem) {
   const int group = problem.group(), tile_rows = kTileQueries / group, num_kv_heads = int(problem.shape.num_kv_heads);
@@ -58,11 +71,11 @@ static Work partition_work(const Problem<Stored>& problem) {
     // Last rows first: they attend to the most tokens, and long tiles at the end would leave threads idle.
     for (int32_t tile_end = end; tile_end > begin; tile_end -= tile_rows) {
       const int32_t first = std::max(begin, tile_end - tile_rows);
-      const int32_t num_tokens = problem.visible_to(segment, tile_end - 1);
+      const auto [kv_begin, kv_end] = tokens_read(problem, segment, first, tile_end);
       const int heads = tile_end - first == 1 ? row_heads : 1;
       for (int32_t head = 0; head < num_kv_heads; head += heads) {
         tiles.push_back(
-            {segment, head, std::min(heads, num_kv_heads - head), first, tile_end - first, 0, num_tokens, -1});
+            {segment, head, std::min(heads, num_kv_heads - head), first, tile_end - first, kv_begin, kv_end, -1});
         total += cost(tiles.back(), problem.shape);
       }
     }
@@ -72,12 +85,13 @@ static Work partition_work(const Problem<Stored>& problem) {
   const int64_t max_cost = work.num_threads == 1 ? total : total / (work.num_threads * kPartitionsPerThread);
   for (const Partition& tile : tiles) {
     const int64_t wanted = cost(tile, problem.shape) / (max_cost + 1) + 1;
-    const int num_partitions = int(std::min<int64_t>(wanted, tile.kv_end / kMinPartitionTokens));
+    const int tile_tokens = tile.kv_end - tile.kv_begin;
+    const int num_partitions = int(std::min<int64_t>(wanted, tile_tokens / kMinPartitionTokens));
     if (num_partitions <= 1) {
       work.partitions.push_back(tile);
       continue;
     }
-    const int num_tokens = ((tile.kv_end + num_partitions - 1) / num_partitions + kChunk - 1) / kChunk * kChunk;
+    const int num_tokens = ((tile_tokens + num_partitions - 1) / num_partitions + kChunk - 1) / kChunk * kChunk;
     work.splits.push_back({work.partitions.size(), 0, problem.num_queries(tile)});
     for (Partition partition = tile; partition.kv_begin < tile.kv_end; partition.kv_begin += num_tokens) {
       partition.kv_end = std::min(tile.kv_end, partition.kv_begin + num_tokens);

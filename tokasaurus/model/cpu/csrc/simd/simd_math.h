@@ -1,4 +1,4 @@
-// Exponentials and logarithms of vectors.
+// Exponentials, logarithms and hyperbolic tangents of vectors.
 #pragma once
 
 #include "simd/simd.h"
@@ -31,6 +31,18 @@ static TOKA_INLINE Floats exp_nonpositive(Floats x) {
   const Ints exponent = __builtin_convertvector(n, Ints) << 23;
   const Floats value = (Floats)((Ints)p + exponent);
   return x < broadcast(-87.0f) ? Floats{} : value;
+}
+
+// tanh x to a relative error of 4e-7. Below 1, where 1 - e^-2|x| would lose digits, by a convergent of its continued
+// fraction x / (1 + x^2 / (3 + x^2 / (5 + ...))).
+static TOKA_INLINE Floats tanh(Floats x) {
+  const Floats size = max(x, -x), square = x * x, power = exp_nonpositive(size * -2.0f);
+  const Floats small_above = ((square + 1260.0f / 21) * square * 21.0f + 10395.0f) * size;
+  const Floats small_below = ((square + 210.0f) * square + 4725.0f) * square + 10395.0f;
+  const auto is_small = size < broadcast(1.0f);
+  const Floats above = is_small ? small_above : 1.0f - power, below = is_small ? small_below : 1.0f + power;
+  const Floats value = above / below;
+  return x < Floats{} ? -value : value;
 }
 
 // 2^x for x below 128 to a relative error of 2e-7; if 2^x is below the normal numbers, so is the result.
