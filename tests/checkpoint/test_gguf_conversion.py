@@ -11,7 +11,16 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.checkpoint.helpers.gguf_files import HEAD_DIM, HEADS, HIDDEN, LAYERS, VOCAB, random_weights, write_gguf
+from tests.checkpoint.helpers.gguf_files import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    LAYER_NAMES,
+    LAYERS,
+    VOCAB,
+    random_weights,
+    write_gguf,
+)
 from tests.helpers.damage import DAMAGE
 from tokasaurus.checkpoint import CheckpointError, read_model_info, resolve_checkpoint, with_safetensors
 from tokasaurus.checkpoint.rope import RopeInfo
@@ -137,7 +146,8 @@ def test_rope_factors_of_another_scaling_are_refused(tmp_path: Path) -> None:
         ({"split.count": 3}, "split.no is 0 and split.count 3"),
         ({"tokenizer.ggml.pre": "default"}, "pre-tokenizer 'default'"),
         ({"tokenizer.ggml.pre": None}, "pre-tokenizer None"),
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer model 'llama'"),
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer model 't5'"),
+        ({"tokenizer.ggml.model": "llama"}, "tokens have not each a score"),
     ],
 )
 def test_an_unsupported_field_is_refused_by_name(tmp_path: Path, fields: dict[str, object], message: str) -> None:
@@ -149,13 +159,14 @@ def test_an_unsupported_field_is_refused_by_name(tmp_path: Path, fields: dict[st
     assert not list((tmp_path / "cache" / "converted").glob("[!.]*"))
 
 
-def test_unknown_tensors_and_architectures_are_refused(tmp_path: Path) -> None:
+def test_unknown_tensors_and_architectures_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tiny.gguf"
+    monkeypatch.setitem(LAYER_NAMES, "self_attn.q_proj.bias", "attn_sinks.weight")
     write_gguf(path, "llama", random_weights("qwen2", True), Kind.F32)
-    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_q\.bias does not belong in a llama model"):
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_sinks\.weight does not belong in a llama model"):
         resolve_checkpoint(str(path))
-    write_gguf(path, "gemma3", random_weights("llama", True), Kind.F32)
-    with pytest.raises(CheckpointError, match="architecture 'gemma3'"):
+    write_gguf(path, "mamba", random_weights("llama", True), Kind.F32)
+    with pytest.raises(CheckpointError, match="architecture 'mamba'"):
         resolve_checkpoint(str(path))
 
 

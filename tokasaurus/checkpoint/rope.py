@@ -145,8 +145,10 @@ def with_rope_scaling(config: Fields, scaling: Fields) -> Fields:
 def dropped_theta(config: Fields) -> str | None:
     """One line for the user if rope_scaling replaces rope_parameters with another rope_theta, as in transformers."""
     replaced = json_object(config, "rope_parameters").get("rope_theta")
+    if not json_object(config, "rope_scaling") or replaced is None:
+        return None
     used = _merged(config).get("rope_theta", _DEFAULT_THETA)
-    if not json_object(config, "rope_scaling") or replaced is None or replaced == used:
+    if replaced == used:
         return None
     return f"rope_scaling replaces rope_parameters: rope_theta is {used!r}, not {replaced!r}, as in transformers"
 

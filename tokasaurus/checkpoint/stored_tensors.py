@@ -21,3 +21,5 @@ class StoredTensor:
     says; 0 if the rows are in order."""
     name_in_file: str = ""
     """Where it is another one than here; else empty."""
+    added: float = 0.0
+    """What the file has added to each number, of float32."""

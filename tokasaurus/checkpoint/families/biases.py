@@ -1,7 +1,7 @@
 """Families that are Llama's but for biases and the order of rotated channels: ERNIE 4.5, Helium, Seed-OSS, and CWM with
 windows."""
 
-from tokasaurus.checkpoint.families.family import Family, Settings, StoredTensors
+from tokasaurus.checkpoint.families.family import Family, GGUFFiles, Settings, StoredTensors
 from tokasaurus.checkpoint.spec import LayerSpec, ModelSpec
 
 
@@ -41,6 +41,7 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "head_dim": 128, "tie_word_embeddings": True},
         stored=StoredTensors(is_interleaved=True),
         is_kv_heads_optional=True,
+        gguf=GGUFFiles("ernie4_5"),
     ),
     "helium": Family(
         "HeliumForCausalLM",
@@ -56,6 +57,7 @@ FAMILIES = {
         without_effect=("residual_dropout",),
         defaults={"attention_bias": True, "head_dim": 128},
         is_kv_heads_optional=True,
+        gguf=GGUFFiles("seed_oss", modules={"post_attention_norm": "post_attention_layernorm"}),
     ),
     "cwm": Family(
         "CwmForCausalLM",

@@ -1,6 +1,6 @@
 """Command R: attention and MLP side by side, LayerNorm without bias, scaled logits."""
 
-from tokasaurus.checkpoint.families.family import Family, Settings, StoredTensors
+from tokasaurus.checkpoint.families.family import Family, GGUFFiles, Settings, StoredTensors
 from tokasaurus.checkpoint.spec import LayerSpec, ModelSpec
 
 
@@ -38,6 +38,7 @@ FAMILIES = {
         defaults={**_DEFAULTS, "rope_theta": 5e5},
         stored=StoredTensors(is_interleaved=True, norms_by_head=True),
         is_kv_heads_optional=True,
+        gguf=GGUFFiles("command-r"),
     ),
     "cohere2": Family(
         "Cohere2ForCausalLM",
@@ -48,5 +49,6 @@ FAMILIES = {
         stored=StoredTensors(is_interleaved=True),
         is_kv_heads_optional=True,
         ignores_head_dim=True,
+        gguf=GGUFFiles("cohere2"),
     ),
 }

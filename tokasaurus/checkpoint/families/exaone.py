@@ -1,6 +1,6 @@
 """EXAONE 4: norms of what attention and MLP give, and windows; layers that see all tokens have no rotary embedding."""
 
-from tokasaurus.checkpoint.families.family import Family, Settings, StoredTensors
+from tokasaurus.checkpoint.families.family import Family, GGUFFiles, Settings, StoredTensors
 from tokasaurus.checkpoint.spec import LayerSpec, ModelSpec
 
 
@@ -28,5 +28,6 @@ FAMILIES = {
         stored=StoredTensors(
             {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
         ),
+        gguf=GGUFFiles("exaone4"),
     ),
 }

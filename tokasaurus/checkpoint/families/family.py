@@ -55,6 +55,24 @@ class StoredTensors:
         return self.name(module), []
 
 
+@dataclass(frozen=True, slots=True)
+class GGUFFiles:
+    """How llama.cpp writes a family's models. Norms that scale by 1 + weight have the 1 in their weights there."""
+
+    architecture: str
+    """general.architecture; of families that share one, the last whose `needed` keys a file has is meant."""
+    needed: tuple[str, ...] = ()
+    """Keys of the metadata, without the architecture."""
+    is_permuted: bool = False
+    """The rows of queries and keys have another order than in the checkpoint: see gguf.blocks.unpermuted_rows."""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Name of a layer's tensor in files, without "weight" -> of the module here, where it is not the usual one."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Of config.json, where the metadata lack a key."""
+    ignored: tuple[str, ...] = ()
+    """Keys of the metadata whose value the family always has."""
+
+
 class Settings:
     """One config.json, as the families read it. Errors are CheckpointError, and name the field."""
 
@@ -210,6 +228,5 @@ class Family:
     """partial_rotary_factor counts."""
     with_images: tuple[str, str] | None = None
     """model_type and architecture of checkpoints that have this text model, in text_config, beside one for images."""
-    gguf_names: Mapping[str, str] | None = None
-    """Names of layers' tensors in GGUF files, beyond those that all have -> in the checkpoint. None: GGUF files of this
-    architecture are not read."""
+    gguf: GGUFFiles | None = None
+    """None: GGUF files of it are not read."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tokasaurus.checkpoint.families.family import Family, Settings, StoredTensors
+from tokasaurus.checkpoint.families.family import Family, GGUFFiles, Settings, StoredTensors
 from tokasaurus.checkpoint.rope import RopeInfo
 from tokasaurus.checkpoint.spec import LayerSpec, ModelSpec
 
@@ -74,6 +74,7 @@ FAMILIES = {
         refused=("use_bidirectional_attention",),
         defaults={**_DEFAULTS, "hidden_act": _ACTIVATION},
         stored=StoredTensors(adds_one=True),
+        gguf=GGUFFiles("gemma"),
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -86,6 +87,7 @@ FAMILIES = {
         without_effect=("hidden_act",),
         defaults={**_LATER_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         stored=_FOUR_NORMS,
+        gguf=GGUFFiles("gemma2", fields={"sliding_window": 4096}),
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -104,5 +106,6 @@ FAMILIES = {
         },
         stored=_FOUR_NORMS,
         with_images=("gemma3", "Gemma3ForConditionalGeneration"),
+        gguf=GGUFFiles("gemma3"),
     ),
 }

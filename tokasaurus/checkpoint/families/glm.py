@@ -1,6 +1,6 @@
 """GLM: half of each head is rotated, adjacent channels together; GLM 4 has four norms a layer."""
 
-from tokasaurus.checkpoint.families.family import Family, Settings, StoredTensors
+from tokasaurus.checkpoint.families.family import Family, GGUFFiles, Settings, StoredTensors
 from tokasaurus.checkpoint.spec import AttentionSpec, LayerSpec, ModelSpec
 
 
@@ -41,5 +41,6 @@ FAMILIES = {
             is_interleaved=True,
         ),
         has_partial_rotary=True,
+        gguf=GGUFFiles("glm4"),
     ),
 }

@@ -1,6 +1,6 @@
 """Granite: Llama's layer with multipliers."""
 
-from tokasaurus.checkpoint.families.family import Family, Settings
+from tokasaurus.checkpoint.families.family import Family, GGUFFiles, Settings
 from tokasaurus.checkpoint.spec import LayerSpec, ModelSpec
 
 
@@ -29,5 +29,6 @@ FAMILIES = {
         applied=("attention_bias", "mlp_bias", *_MULTIPLIERS),
         defaults=dict.fromkeys(_MULTIPLIERS, 1.0),
         is_kv_heads_optional=True,
+        gguf=GGUFFiles("granite", is_permuted=True),
     ),
 }

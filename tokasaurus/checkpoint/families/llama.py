@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tokasaurus.checkpoint.families.family import Family, Settings
+from tokasaurus.checkpoint.families.family import Family, GGUFFiles, Settings
 from tokasaurus.checkpoint.spec import AttentionSpec, LayerSpec, ModelSpec
 
 
@@ -39,7 +39,7 @@ FAMILIES = {
         applied=("attention_bias", "mlp_bias"),
         refused=("sliding_window",),
         is_kv_heads_optional=True,
-        gguf_names={},
+        gguf=GGUFFiles("llama", is_permuted=True),
     ),
     # Qwen 2 and 2.5
     "qwen2": Family(
@@ -47,7 +47,7 @@ FAMILIES = {
         _qwen2,
         applied=("use_sliding_window", "sliding_window", "max_window_layers"),
         defaults=_QWEN_WINDOWS,
-        gguf_names={f"attn_{each}.bias": f"self_attn.{each}_proj.bias" for each in "qkv"},
+        gguf=GGUFFiles("qwen2"),
     ),
     # Qwen 3, the dense models
     "qwen3": Family(
@@ -55,6 +55,6 @@ FAMILIES = {
         _qwen3,
         applied=("attention_bias", "use_sliding_window", "sliding_window", "max_window_layers"),
         defaults={**_QWEN_WINDOWS, "head_dim": 128},
-        gguf_names={f"attn_{each}_norm.weight": f"self_attn.{each}_norm.weight" for each in "qk"},
+        gguf=GGUFFiles("qwen3"),
     ),
 }

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tokasaurus.checkpoint.families.family import Family, Settings, StoredTensors
+from tokasaurus.checkpoint.families.family import Family, GGUFFiles, Settings, StoredTensors
 from tokasaurus.checkpoint.spec import LayerSpec, ModelSpec, NormSpec
 
 
@@ -42,6 +42,7 @@ FAMILIES = {
         applied=("attention_bias", "clip_qkv"),
         without_effect=("rms_norm_eps",),
         is_kv_heads_optional=True,
+        gguf=GGUFFiles("olmo", is_permuted=True, ignored=("attention.layer_norm_epsilon",)),
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
@@ -51,6 +52,7 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5},
         stored=_LATE_NORMS,
         is_kv_heads_optional=True,
+        gguf=GGUFFiles("olmo2"),
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
@@ -59,5 +61,6 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
         stored=_LATE_NORMS,
         is_kv_heads_optional=True,
+        gguf=GGUFFiles("olmo2", needed=("attention.sliding_window",)),
     ),
 }

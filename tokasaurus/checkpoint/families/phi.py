@@ -1,6 +1,6 @@
 """Phi 1 and 2: attention and MLP side by side. Phi 3 and 4: Llama's layer, with fused tensors and partial rotary."""
 
-from tokasaurus.checkpoint.families.family import Family, Settings, StoredTensors
+from tokasaurus.checkpoint.families.family import Family, GGUFFiles, Settings, StoredTensors
 from tokasaurus.checkpoint.json_files import json_object
 from tokasaurus.checkpoint.spec import LayerSpec, ModelSpec
 
@@ -43,6 +43,7 @@ FAMILIES = {
         ),
         is_kv_heads_optional=True,
         has_partial_rotary=True,
+        gguf=GGUFFiles("phi2"),
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -58,5 +59,6 @@ FAMILIES = {
         ),
         is_kv_heads_optional=True,
         has_partial_rotary=True,
+        gguf=GGUFFiles("phi3"),
     ),
 }

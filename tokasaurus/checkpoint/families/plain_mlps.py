@@ -1,6 +1,6 @@
 """Families with a plain MLP: StarCoder 2, Nemotron, Arcee and Jais 2."""
 
-from tokasaurus.checkpoint.families.family import Family, Settings, StoredTensors
+from tokasaurus.checkpoint.families.family import Family, GGUFFiles, Settings, StoredTensors
 from tokasaurus.checkpoint.spec import LayerSpec, ModelSpec
 
 
@@ -50,6 +50,7 @@ FAMILIES = {
             "tie_word_embeddings": True,
         },
         stored=StoredTensors({"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}),
+        gguf=GGUFFiles("starcoder2"),
     ),
     "nemotron": Family(
         "NemotronForCausalLM",
@@ -59,6 +60,7 @@ FAMILIES = {
         defaults={"norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
         stored=StoredTensors(adds_one=True),
         has_partial_rotary=True,
+        gguf=GGUFFiles("nemotron"),
     ),
     "arcee": Family(
         "ArceeForCausalLM",
@@ -66,5 +68,6 @@ FAMILIES = {
         applied=("attention_bias", "mlp_bias"),
         defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
         is_kv_heads_optional=True,
+        gguf=GGUFFiles("arcee", is_permuted=True),
     ),
 }

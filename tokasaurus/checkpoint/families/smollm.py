@@ -1,6 +1,6 @@
 """SmolLM3: Llama's layer, without rotary embedding in each fourth layer."""
 
-from tokasaurus.checkpoint.families.family import Family, Settings
+from tokasaurus.checkpoint.families.family import Family, GGUFFiles, Settings
 from tokasaurus.checkpoint.json_files import CheckpointError
 from tokasaurus.checkpoint.spec import LayerSpec, ModelSpec
 
@@ -36,5 +36,6 @@ FAMILIES = {
             *("use_sliding_window", "sliding_window"),
         ),
         defaults={"no_rope_layer_interval": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
+        gguf=GGUFFiles("smollm3", is_permuted=True),
     ),
 }

@@ -56,9 +56,14 @@ class MappedTensors:
         tensor = self._tensors[name]
         num_rows = prod(tensor.shape[:-1])
         stored = self._content[tensor.begin : tensor.end].reshape(num_rows, -1)
+        if tensor.added:
+            stored = (stored.view(np.float32) - np.float32(tensor.added)).view(np.uint8)
         if tensor.interleaved_head:
-            reordered: NDArray[np.uint8] = stored[unpermuted_rows(num_rows, tensor.interleaved_head)[rows]]
-            return reordered
+            is_vector = len(tensor.shape) == 1  # of as many rows as it has numbers, in the file's order
+            order = unpermuted_rows(tensor.shape[0], tensor.interleaved_head)
+            if not is_vector:
+                return np.asarray(stored[order[rows]])
+            stored = stored.reshape(len(order), -1)[order].reshape(1, -1)
         return stored[rows]
 
     def blocks(self, name: str, rows: slice) -> NDArray[np.uint8]:

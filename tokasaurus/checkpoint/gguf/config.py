@@ -1,14 +1,16 @@
 """Converts a GGUF file's metadata to config.json and generation_config.json."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.checkpoint.config_keys import OTHER_SAMPLING
-from tokasaurus.checkpoint.gguf.model import ARCHITECTURES
+from tokasaurus.checkpoint.families import FAMILIES, Family
+from tokasaurus.checkpoint.families.family import FULL, SLIDING
+from tokasaurus.checkpoint.gguf.model import ARCHITECTURES, ROPE_FACTORS
 from tokasaurus.checkpoint.json_files import CheckpointError
 
 Metadata = Mapping[str, Any]
@@ -24,13 +26,38 @@ _READ = {
     "attention.head_count_kv",
     "attention.key_length",
     "attention.value_length",
-    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window_pattern",
     "rope.freq_base",
     "rope.dimension_count",
     "rope.scaling.type",
     "rope.scaling.factor",
     "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor",
 }
+_BY_FAMILY = {
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon", "norm_eps"),
+    "attention.sliding_window": ("sliding_window",),
+    "attention.scale": ("attention_multiplier",),
+    "attention.clamp_kqv": ("clip_qkv",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "rope.freq_base_swa": ("rope_local_base_freq",),
+    "embedding_scale": ("embedding_multiplier",),
+    "residual_scale": ("residual_multiplier",),
+    "logit_scale": ("logit_scale", "logits_scaling"),
+}
+"""Keys, and the field of config.json that each is, by its name in one family or another."""
+_EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+_FLAGS = {
+    "attention_bias": "self_attn.q_proj.bias",
+    "use_bias": "self_attn.q_proj.bias",
+    "attention_out_bias": "self_attn.o_proj.bias",
+    "mlp_bias": "mlp.up_proj.bias",
+    "qk_layernorm": "self_attn.q_norm.weight",
+    "use_qk_norm": "self_attn.q_norm.weight",
+}
+"""Fields that say whether there is a tensor, which the metadata leave to the tensors."""
 _HARMLESS = {"vocab_size", "rope.scaling.finetuned"}
 # Keys of unsupported features, each accepted only with the value that switches the feature off.
 _OFF = {
@@ -38,7 +65,13 @@ _OFF = {
     "expert_used_count": 0,
     "attention.causal": True,
     "attention.sliding_window": 0,
+    "attn_logit_softcapping": 0.0,
+    "final_logit_softcapping": 0.0,
+    "rope.scaling.attn_factor": 1.0,
 }
+# Layers of the models whose scores are scaled by the heads' part of the hidden size, and not by their own size: Gemma 2
+# and 3 with 27B parameters. llama.cpp knows them by this too.
+_SCALED_BY_HIDDEN_SIZE = (46, 62)
 
 _SAMPLING_NAMES = {
     f"{OTHER_SAMPLING}temp": "temperature",
@@ -69,52 +102,108 @@ def model_config(
     architecture: str,
     metadata: Metadata,
     vocab_size: int,
-    tied: bool,
+    names: Container[str],
     dtype: str,
-    rope_factors: NDArray[np.float32] | None,
+    rope_factors: Mapping[str, NDArray[np.float32]],
 ) -> dict[str, Any]:
     """The content of config.json.
 
-    architecture: one of ARCHITECTURES. vocab_size: rows of the embedding. tied: the LM head shares the embedding's
-    weights. dtype: of the weights, such as "float32". rope_factors: float32 [head size / 2], multipliers of the rotary
-    wavelengths, from the file's rope_freqs.weight; None if the file has no such tensor. Raises CheckpointError.
+    architecture: one of ARCHITECTURES. vocab_size: rows of the embedding. names: of the tensors, in Hugging Face
+    format. dtype: of the weights, such as "float32". rope_factors: float32 [rotated channels / 2], multipliers of the
+    rotary wavelengths, by the names of ROPE_FACTORS. Raises CheckpointError.
     """
     fields = {
         key.removeprefix(f"{architecture}."): value
         for key, value in metadata.items()
         if key.startswith(f"{architecture}.")
     }
-    _refuse_unknown(architecture, fields)
+    name = [each for each in ARCHITECTURES[architecture] if _needed(FAMILIES[each]) <= fields.keys()][-1]
+    family = FAMILIES[name]
+    assert family.gguf is not None
     num_heads = _number(architecture, fields, "attention.head_count")
     hidden_size = _number(architecture, fields, "embedding_length")
+    num_layers = _number(architecture, fields, "block_count")
     head_dim = fields.get("attention.key_length", hidden_size // num_heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if fields.get(key, head_dim) != head_dim:
-            raise CheckpointError(f"{architecture}.{key} = {fields[key]} differs from the head size {head_dim}")
-    theta = _shortest(fields.get("rope.freq_base", 10000.0))
-    scaling = _scaling(architecture, fields)
-    if rope_factors is not None:
-        if scaling["rope_type"] != "default":
-            raise CheckpointError(f"{architecture}.rope.scaling.type and rope_freqs.weight are not supported together")
-        scaling = _llama3_scaling(theta, head_dim, rope_factors)
-    return {
-        "architectures": [ARCHITECTURES[architecture]],
-        "model_type": architecture,
+    config = {
+        "architectures": [family.architecture],
+        "model_type": name,
         "hidden_size": hidden_size,
         "intermediate_size": _number(architecture, fields, "feed_forward_length"),
-        "num_hidden_layers": _number(architecture, fields, "block_count"),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": fields.get("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "hidden_act": "silu",
         "max_position_embeddings": _number(architecture, fields, "context_length"),
-        "rms_norm_eps": _shortest(_number(architecture, fields, "attention.layer_norm_rms_epsilon")),
-        "rope_parameters": {"rope_theta": theta, **scaling},
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": "lm_head.weight" not in names,
         "vocab_size": vocab_size,
         "dtype": dtype,
+        **_by_family(architecture, family, fields),
         **_token_ids(metadata),
     }
+    for flag, tensor in _FLAGS.items():
+        if flag in family.applied:
+            module, _, kind = tensor.rpartition(".")
+            config[flag] = f"model.layers.0.{family.stored.name(module)}.{kind}" in names
+    if "query_pre_attn_scalar" in family.applied:
+        is_large = num_layers in _SCALED_BY_HIDDEN_SIZE
+        config["query_pre_attn_scalar"] = hidden_size // num_heads if is_large else head_dim
+    if "sliding_window" in family.applied and "attention.sliding_window_pattern" in fields:
+        config["layer_types"] = _layer_types(fields["attention.sliding_window_pattern"], num_layers)
+    num_rotated = fields.get("rope.dimension_count", head_dim)
+    for key, value in (("attention.value_length", fields.get("attention.value_length", head_dim)),) + (
+        () if family.has_partial_rotary else (("rope.dimension_count", num_rotated),)
+    ):
+        if value != head_dim:
+            raise CheckpointError(f"{architecture}.{key} = {value} differs from the head size {head_dim}")
+    theta = _shortest(fields.get("rope.freq_base", 10000.0))
+    rope = {"rope_theta": theta, **_scaling(architecture, fields, num_rotated, rope_factors)}
+    if family.has_partial_rotary:
+        rope["partial_rotary_factor"] = num_rotated / head_dim
+    by_type = "rope_local_base_freq" in family.applied
+    local = {"rope_type": "default", "rope_theta": config.pop("rope_local_base_freq", 10000.0)}
+    return {
+        **config,
+        "rope_theta": theta,
+        "rope_parameters": {FULL: rope, SLIDING: local} if by_type else rope,
+    }
+
+
+def _needed(family: Family) -> set[str]:
+    assert family.gguf is not None
+    return set(family.gguf.needed)
+
+
+def _by_family(architecture: str, family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that not every family has. Raises CheckpointError for a key that is not applied."""
+    assert family.gguf is not None
+    found: dict[str, Any] = {"sliding_window": None} if "sliding_window" in family.applied else {}
+    found.update(family.gguf.fields)
+    if "use_sliding_window" in family.applied:  # a window then needs more keys than there are
+        found.pop("sliding_window", None)
+    applied = {*family.applied, *found, "rms_norm_eps"}
+    if "use_sliding_window" in family.applied:
+        applied -= {"sliding_window"}
+    for key, value in fields.items():
+        if isinstance(value, list) and key != "attention.sliding_window_pattern":
+            raise CheckpointError(f"{architecture}.{key} differs by layer, which is not supported")
+        target = next((field for field in _BY_FAMILY.get(key, ()) if field in applied), None)
+        if target is not None:
+            is_off = key in _OFF and value == _OFF[key]
+            found[target] = None if is_off else _shortest(value) if isinstance(value, float) else value
+        elif not (key in _READ | _HARMLESS or key in family.gguf.ignored or (key in _OFF and value == _OFF[key])):
+            raise CheckpointError(f"{architecture}.{key} = {value!r} is not supported")
+    if not any(isinstance(fields.get(key), float) for key in _EPSILONS):
+        raise CheckpointError(f"{architecture}.{_EPSILONS[0]} is missing")
+    return found
+
+
+def _layer_types(pattern: Any, num_layers: int) -> list[str]:
+    """pattern: whether each layer has a window, or each how many layers one has none."""
+    if type(pattern) is int and pattern > 0:
+        pattern = [(index + 1) % pattern != 0 for index in range(num_layers)]
+    if not isinstance(pattern, list) or len(pattern) < num_layers:
+        raise CheckpointError(f"attention.sliding_window_pattern = {pattern!r} is not supported")
+    return [SLIDING if each else FULL for each in pattern[:num_layers]]
 
 
 def generation_config(metadata: Metadata) -> dict[str, Any]:
@@ -137,25 +226,35 @@ def _token_ids(metadata: Metadata) -> dict[str, Any]:
     return ids
 
 
-def _refuse_unknown(architecture: str, fields: Mapping[str, Any]) -> None:
-    for key, value in fields.items():
-        if isinstance(value, list):
-            raise CheckpointError(f"{architecture}.{key} differs by layer, which is not supported")
-        if key in _READ or key in _HARMLESS or (key in _OFF and value == _OFF[key]):
-            continue
-        raise CheckpointError(f"{architecture}.{key} = {value!r} is not supported")
-
-
-def _scaling(architecture: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary scaling that the metadata state; llama.cpp computes linear and YaRN as transformers does."""
-    scaling_type = fields.get("rope.scaling.type", "none")
+def _scaling(
+    architecture: str, fields: Mapping[str, Any], num_rotated: int, factors: Mapping[str, NDArray[np.float32]]
+) -> dict[str, Any]:
+    """The rotary scaling that metadata and tensors state; llama.cpp computes linear and YaRN as transformers does."""
+    plain, short, long = (factors.get(name) for name in ROPE_FACTORS)
+    scaling_type, key = fields.get("rope.scaling.type", "none"), "rope.scaling.original_context_length"
+    attention_factor = fields.get("rope.scaling.attn_factor", 1.0)
+    if (short is None) != (long is None) or (plain is not None and short is not None):
+        raise CheckpointError(f"of {', '.join(ROPE_FACTORS)}, a model has the first alone, or both others")
+    if short is not None and long is not None and scaling_type in ("none", "longrope"):
+        return {
+            "rope_type": "longrope",
+            "short_factor": [_shortest(each) for each in short],
+            "long_factor": [_shortest(each) for each in long],
+            "original_max_position_embeddings": _number(architecture, fields, key),
+            "attention_factor": _shortest(attention_factor),
+        }
+    if attention_factor != 1:
+        raise CheckpointError(f"{architecture}.rope.scaling.attn_factor = {attention_factor!r} is not supported")
+    if scaling_type == "none" and plain is not None:
+        return _llama3_scaling(_shortest(fields.get("rope.freq_base", 10000.0)), num_rotated, plain)
+    if plain is not None or short is not None:
+        raise CheckpointError(f"{architecture}.rope.scaling.type and rotary factors are not supported together")
     if scaling_type == "none":
         return {"rope_type": "default"}
     if scaling_type not in ("linear", "yarn"):
         raise CheckpointError(f"{architecture}.rope.scaling.type = {scaling_type!r} is not supported")
     scaling = {"rope_type": scaling_type, "factor": _shortest(_number(architecture, fields, "rope.scaling.factor"))}
     if scaling_type == "yarn":
-        key = "rope.scaling.original_context_length"
         scaling["original_max_position_embeddings"] = _number(architecture, fields, key)
     return scaling
 

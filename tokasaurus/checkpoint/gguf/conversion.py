@@ -33,7 +33,7 @@ def write_hf_directory(files: Sequence[Path], directory: Path) -> None:
             model.architecture,
             model.metadata,
             vocab_size=embedding.shape[0],
-            tied="lm_head.weight" not in model.tensors,
+            names=model.tensors,
             dtype=_main_dtype(model),
             rope_factors=_rope_factors(model),
         )
@@ -55,10 +55,11 @@ def _main_dtype(model: GGUFModel) -> str:
     return counts.most_common(1)[0][0]
 
 
-def _rope_factors(model: GGUFModel) -> NDArray[np.float32] | None:
-    tensor = model.rope_factors
-    if tensor is None:
-        return None
-    if tensor.dtype != "F32":
-        raise CheckpointError(f"rope_freqs.weight has type {tensor.dtype}, not F32")
-    return np.fromfile(tensor.file, np.float32, prod(tensor.shape), offset=tensor.begin).reshape(tensor.shape)
+def _rope_factors(model: GGUFModel) -> dict[str, NDArray[np.float32]]:
+    found = {}
+    for name, tensor in model.rope_factors.items():
+        if tensor.dtype != "F32":
+            raise CheckpointError(f"{name} has type {tensor.dtype}, not F32")
+        numbers = np.fromfile(tensor.file, np.float32, prod(tensor.shape), offset=tensor.begin)
+        found[name] = numbers.reshape(tensor.shape)
+    return found

@@ -6,39 +6,44 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokasaurus.checkpoint.families import FAMILIES
+from tokasaurus.checkpoint.families import FAMILIES, Family
 from tokasaurus.checkpoint.gguf.header import Header, TensorEntry, read_header
 from tokasaurus.checkpoint.json_files import CheckpointError, unreadable
 from tokasaurus.checkpoint.stored_tensors import StoredTensor
 
 SUFFIX = ".gguf"
-ARCHITECTURES = {name: family.architecture for name, family in FAMILIES.items() if family.gguf_names is not None}
-"""The class in transformers of each architecture that is read."""
+ARCHITECTURES: dict[str, list[str]] = {}
+"""The families, by model_type in config.json, of each architecture that is read."""
+for _name, _family in FAMILIES.items():
+    if _family.gguf is not None:
+        ARCHITECTURES.setdefault(_family.gguf.architecture, []).append(_name)
 
 # The table of the gguf library goes the other way, from up to a dozen spellings of a tensor in checkpoints to its name
 # in a file. So it cannot say which spelling our models have; a test compares these names with it.
-_TOP_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
+_TOP_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_MODULES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "attention_out_norm",
+    "post_ffw_norm": "mlp_out_norm",
 }
-_LAYER_NAMES = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-}
+"""Modules that every family may have, by their names in `families`."""
 _IN_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(.+)")
-_INTERLEAVED = ("attn_q.weight", "attn_k.weight")
-"""Matrices of the architecture llama, whose rows are for another order of rotary dimensions."""
+_PERMUTED = ("self_attn.q_proj", "self_attn.k_proj")
 NOT_WEIGHTS = ("Q8_1", "Q8_K", "Q1_0", "I8", "I16", "I32", "I64", "F64")
 """Types of intermediate results and of tables, and types that the gguf library cannot dequantise."""
-_ROPE_FACTORS = "rope_freqs.weight"
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""Multipliers of the rotary wavelengths, which Hugging Face format has in config.json."""
 
 _PART_NAME = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 _MAX_PARTS = 1000
@@ -56,8 +61,8 @@ class GGUFModel:
     """Metadata of the first file."""
     tensors: dict[str, StoredTensor]
     """The tensors by their names in Hugging Face format, in the files' order."""
-    rope_factors: StoredTensor | None
-    """Multipliers of the rotary wavelengths, which Hugging Face format has in config.json."""
+    rope_factors: dict[str, StoredTensor]
+    """Those of ROPE_FACTORS that it has."""
 
 
 def is_gguf(path: Path) -> bool:
@@ -111,31 +116,37 @@ def read_model(files: Sequence[Path], wanted: Callable[[str], bool] | None = Non
         if type(num_layers) is not int:
             raise CheckpointError(f"{architecture}.block_count is missing")
         head_size = _head_size(architecture, metadata)
+        family = FAMILIES[ARCHITECTURES[architecture][0]]  # those of an architecture store the same tensors
         tensors: dict[str, StoredTensor] = {}
-        rope_factors: StoredTensor | None = None
+        rope_factors: dict[str, StoredTensor] = {}
         for file, header in zip(files, headers, strict=True):
             for entry in header.tensors:
-                if entry.name == _ROPE_FACTORS:
-                    rope_factors = _stored(file, entry)
+                if entry.name in ROPE_FACTORS:
+                    rope_factors[entry.name] = _stored(file, entry)
                     continue
-                name = _hf_name(architecture, num_layers, entry.name)
-                if name is None:
+                place = _place(family, num_layers, entry.name)
+                if place is None:
                     raise CheckpointError(f"tensor {entry.name} does not belong in a {architecture} model")
+                prefix, module, kind = place
+                name = f"{prefix}{family.stored.name(module)}.{kind}"
                 if name in tensors:
                     raise CheckpointError(f"tensor {entry.name} is in {tensors[name].file.name} and {file.name}")
                 if entry.type_name in NOT_WEIGHTS:
                     raise CheckpointError(f"tensor {entry.name} has type {entry.type_name}, which is not supported")
-                is_interleaved = architecture == "llama" and entry.name.endswith(_INTERLEAVED)
+                added = float(family.stored.adds_one and kind == "weight" and module.endswith("norm"))
+                if added and entry.type_name != "F32":
+                    raise CheckpointError(f"tensor {entry.name} has type {entry.type_name}, not F32")
+                is_interleaved = family.gguf is not None and family.gguf.is_permuted and module in _PERMUTED
                 if is_interleaved and (head_size < 1 or entry.shape[0] % head_size or head_size % 2):
                     raise CheckpointError(f"tensor {entry.name} has {entry.shape[0]} rows, but heads have {head_size}")
-                tensors[name] = _stored(file, entry, head_size if is_interleaved else 0)
+                tensors[name] = _stored(file, entry, head_size if is_interleaved else 0, added)
     except CheckpointError as error:
         raise CheckpointError(f"{files[0]}: {error}") from None
     return GGUFModel(architecture, metadata, tensors, rope_factors)
 
 
-def _stored(file: Path, entry: TensorEntry, interleaved_head: int = 0) -> StoredTensor:
-    return StoredTensor(file, entry.type_name, entry.shape, entry.begin, entry.end, interleaved_head)
+def _stored(file: Path, entry: TensorEntry, interleaved_head: int = 0, added: float = 0.0) -> StoredTensor:
+    return StoredTensor(file, entry.type_name, entry.shape, entry.begin, entry.end, interleaved_head, added=added)
 
 
 def _says_what_tensors_are(key: str) -> bool:
@@ -175,10 +186,17 @@ def _head_size(architecture: str, metadata: dict[str, Any]) -> int:
     return hidden_size // num_heads
 
 
-def _hf_name(architecture: str, num_layers: int, name: str) -> str | None:
-    """None if such a model has no such tensor."""
-    in_layer = _IN_LAYER.fullmatch(name)
-    if in_layer is None:
-        return _TOP_NAMES.get(name)
-    found = {**_LAYER_NAMES, **(FAMILIES[architecture].gguf_names or {})}.get(in_layer[2])
-    return None if found is None or int(in_layer[1]) >= num_layers else f"model.layers.{in_layer[1]}.{found}"
+def _place(family: Family, num_layers: int, name: str) -> tuple[str, str, str] | None:
+    """Prefix of the layer, module as of Llama's checkpoints, and "weight" or "bias"; None if no model has such a
+    tensor. A module that the family has not is found when the weights are loaded."""
+    assert family.gguf is not None
+    path, _, kind = name.rpartition(".")
+    in_layer = _IN_LAYER.fullmatch(path)
+    found = _TOP_MODULES.get(path) if in_layer is None else None
+    prefix = ""
+    if in_layer is not None and int(in_layer[1]) < num_layers:
+        prefix = f"model.layers.{in_layer[1]}."
+        found = {**_LAYER_MODULES, **family.gguf.modules}.get(in_layer[2])
+        fused = [each for each, parts in family.stored.fused.items() if found in parts and each.startswith("mlp.")]
+        found = fused[0] if fused else found  # the first part has the place of the fused tensor
+    return None if found is None or kind not in ("weight", "bias") else (prefix, found, kind)

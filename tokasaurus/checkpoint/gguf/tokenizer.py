@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tokasaurus.checkpoint.gguf.config import CONTROL_TOKEN
+from tokasaurus.checkpoint.gguf.sentencepiece import sentencepiece_tokenizer, template_of, texts
 from tokasaurus.checkpoint.gguf.split_rules import MISSING, RULES, SplitRule
 from tokasaurus.checkpoint.json_files import CheckpointError, write_json
 
@@ -28,10 +29,23 @@ def write_tokenizer(metadata: Metadata, directory: Path) -> None:
 
 
 def build_tokenizer(metadata: Metadata) -> Tokenizer:
-    """The byte-level BPE tokenizer that the metadata describe. Raises CheckpointError."""
+    """The tokenizer that the metadata describe, byte-level BPE or SentencePiece's BPE. Raises CheckpointError."""
+    is_sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
+    tokenizer = sentencepiece_tokenizer(metadata) if is_sentencepiece else _byte_level_tokenizer(metadata)
+    tokens, types = texts(metadata, "tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type", ())
+    added = [
+        AddedToken(token, special=token_type == CONTROL_TOKEN, normalized=False)
+        for token, token_type in zip(tokens, types, strict=False)
+        if token_type in (CONTROL_TOKEN, _USER_DEFINED)
+    ]
+    tokenizer.add_tokens(added)
+    return tokenizer
+
+
+def _byte_level_tokenizer(metadata: Metadata) -> Tokenizer:
     rule = _rule(metadata)
-    tokens = _texts(metadata, "tokenizer.ggml.tokens")
-    pairs = [merge.split(" ") for merge in _texts(metadata, "tokenizer.ggml.merges")]
+    tokens = texts(metadata, "tokenizer.ggml.tokens")
+    pairs = [merge.split(" ") for merge in texts(metadata, "tokenizer.ggml.merges")]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     if not pairs or any(len(pair) != 2 for pair in pairs) or len(vocabulary) != len(tokens):
         raise CheckpointError("the tokenizer's merges are missing or malformed, or a token occurs twice")
@@ -45,17 +59,15 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _pre_tokenizer(rule)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = _post_processor(metadata, rule, tokens)
-    types = metadata.get("tokenizer.ggml.token_type", ())
-    for token, token_type in zip(tokens, types, strict=False):
-        if token_type in (CONTROL_TOKEN, _USER_DEFINED):
-            tokenizer.add_tokens([AddedToken(token, special=token_type == CONTROL_TOKEN, normalized=False)])
+    trims_nothing = processors.ByteLevel(trim_offsets=False)
+    template = template_of(metadata, rule.adds_bos, tokens)
+    tokenizer.post_processor = trims_nothing if template is None else processors.Sequence([trims_nothing, template])
     return tokenizer
 
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     """The content of tokenizer_config.json: the named special tokens and the chat template."""
-    tokens = _texts(metadata, "tokenizer.ggml.tokens")
+    tokens = texts(metadata, "tokenizer.ggml.tokens")
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
@@ -66,18 +78,10 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     return config
 
 
-def _texts(metadata: Metadata, key: str) -> list[str]:
-    """The strings in an array, which may be absent."""
-    values = metadata.get(key, [])
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise CheckpointError(f"{key} is not an array of strings")
-    return values
-
-
 def _rule(metadata: Metadata) -> SplitRule:
     model = metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
-        raise CheckpointError(f"tokenizer model {model!r} is not supported, only 'gpt2' (byte-level BPE)")
+        raise CheckpointError(f"tokenizer model {model!r} is not supported, only 'gpt2' and 'llama'")
     name = metadata.get("tokenizer.ggml.pre")
     if name in RULES:
         return RULES[name]
@@ -88,23 +92,3 @@ def _rule(metadata: Metadata) -> SplitRule:
 def _pre_tokenizer(rule: SplitRule) -> pre_tokenizers.PreTokenizer:
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rule.patterns]
     return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-def _post_processor(metadata: Metadata, rule: SplitRule, tokens: list[str]) -> processors.PostProcessor:
-    """Adds bos before and eos after the text if the metadata, or for bos the rule, say so."""
-    wanted = {
-        "bos": metadata.get("tokenizer.ggml.add_bos_token", rule.adds_bos),
-        "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
-    }
-    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in wanted if wanted[name]}
-    specials = {name: (tokens[token_id], token_id) for name, token_id in ids.items() if token_id is not None}
-    if not specials:
-        return processors.ByteLevel(trim_offsets=False)
-    before = [specials["bos"][0]] if "bos" in specials else []
-    after = [specials["eos"][0]] if "eos" in specials else []
-    template = processors.TemplateProcessing(
-        single=[*before, "$A", *after],
-        pair=[*before, "$A", *after, *before, "$B:1", *after],
-        special_tokens=list(specials.values()),
-    )
-    return processors.Sequence([processors.ByteLevel(trim_offsets=False), template])

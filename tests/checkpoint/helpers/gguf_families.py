@@ -1,0 +1,122 @@
+"""GGUF files of every family, as llama.cpp's converter writes them from a checkpoint of transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter, get_tensor_name_map
+from gguf.constants import RopeScalingType
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from tests.checkpoint.helpers.gguf_files import byte_tokenizer
+
+_ARCHITECTURES = {
+    **{"mistral": MODEL_ARCH.LLAMA, "gemma3_text": MODEL_ARCH.GEMMA3, "olmo3": MODEL_ARCH.OLMO2},
+    **{"phi": MODEL_ARCH.PHI2, "cohere": MODEL_ARCH.COMMAND_R},
+}
+"""Those that are not named as the family."""
+_PERMUTED = ("llama", "mistral", "smollm3", "olmo", "granite", "arcee")
+_ONE_PLUS = ("gemma", "gemma2", "gemma3_text", "nemotron")
+
+
+def write_family_gguf(path: Path, model: PreTrainedModel) -> None:
+    """In float32, with a tokenizer of a few tokens."""
+    config = model.config
+    family, num_layers = config.model_type, config.num_hidden_layers
+    architecture = _ARCHITECTURES.get(family) or MODEL_ARCH[family.upper()]
+    writer = GGUFWriter(path, MODEL_ARCH_NAMES[architecture])
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    _add_sizes(writer, config, head_dim)
+    _add_options(writer, config)
+    _add_rotary(writer, config, head_dim)
+    for key, value in byte_tokenizer().items():
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        else:
+            writer.add_array(key, value)
+    names = get_tensor_name_map(architecture, num_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        stored = tensor.numpy()
+        if family in _PERMUTED and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+            stored = _interleaved(stored, head_dim)
+        if family in _ONE_PLUS and name.endswith("norm.weight"):
+            stored = stored + np.float32(1)
+        if name.endswith(("q_norm.weight", "k_norm.weight")) and stored.ndim == 1 and family == "cohere":
+            stored = stored.reshape(-1, head_dim)
+        written = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert written is not None, name
+        writer.add_tensor(written, np.ascontiguousarray(stored))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_sizes(writer: GGUFWriter, config: Any, head_dim: int) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    for name in ("layer_norm_eps", "norm_epsilon", "norm_eps"):
+        if hasattr(config, name):
+            writer.add_layer_norm_eps(getattr(config, name))
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    elif config.model_type == "olmo":
+        writer.add_layer_norm_eps(1e-5)
+
+
+def _add_options(writer: GGUFWriter, config: Any) -> None:
+    written = {
+        "sliding_window": writer.add_sliding_window,
+        "clip_qkv": writer.add_clamp_kqv,
+        "attn_logit_softcapping": writer.add_attn_logit_softcapping,
+        "final_logit_softcapping": writer.add_final_logit_softcapping,
+        "embedding_multiplier": writer.add_embedding_scale,
+        "residual_multiplier": writer.add_residual_scale,
+        "attention_multiplier": writer.add_attention_scale,
+        "logits_scaling": writer.add_logit_scale,
+        "logit_scale": writer.add_logit_scale,
+    }
+    for name, add in written.items():
+        value = getattr(config, name, None)
+        if value is not None and not (name == "sliding_window" and config.model_type == "smollm3"):
+            add(value)
+    if config.model_type in ("olmo3", "exaone4", "gemma3_text") and config.sliding_window is not None:
+        writer.add_sliding_window_pattern([each == "sliding_attention" for each in config.layer_types])
+
+
+def _add_rotary(writer: GGUFWriter, config: Any, head_dim: int) -> None:
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    partial = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None) or 1.0)
+    writer.add_rope_dimension_count(int(head_dim * partial))
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_attn_factors(1.0)
+        for name in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
+
+
+def _interleaved(stored: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
+    """In each head, number i and number i + half become neighbours. stored: [heads * head size, ...]."""
+    rows = [
+        stored[start + offset]
+        for start in range(0, len(stored), head_dim)
+        for i in range(head_dim // 2)
+        for offset in (i, i + head_dim // 2)
+    ]
+    return np.stack(rows)

@@ -1,0 +1,75 @@
+"""A family's GGUF file is the same model as its checkpoint: the same layers, and the same tensors."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from tests.checkpoint.helpers.gguf_families import write_family_gguf
+from tests.helpers.tiny_model import LONGROPE, option_config, save_random_model
+from tokasaurus.checkpoint import read_model_info, resolve_checkpoint, with_safetensors
+from tokasaurus.checkpoint.families import FAMILIES
+
+# Where llama.cpp has no key for an option, the value that it takes to be every model's.
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    ("llama", 0, {}),
+    ("mistral", 0, {}),
+    ("smollm3", 0, {}),
+    ("olmo", 0, {}),
+    ("olmo", 1, {"attention_bias": False}),
+    ("olmo2", 0, {}),
+    ("olmo3", 0, {}),
+    ("gemma", 0, {}),
+    ("gemma2", 0, {"query_pre_attn_scalar": 32}),
+    ("gemma2", 1, {"query_pre_attn_scalar": 16}),
+    ("gemma3_text", 0, {"query_pre_attn_scalar": 32}),
+    ("gemma3_text", 1, {"query_pre_attn_scalar": 16}),
+    ("phi", 0, {}),
+    ("phi3", 0, {}),
+    ("phi3", 1, {"rope_parameters": {**LONGROPE, "short_factor": [1 + i / 8 for i in range(8)]}}),
+    ("phi3", 2, {}),
+    ("granite", 0, {}),
+    ("granite", 1, {}),
+    ("glm4", 0, {}),
+    ("glm4", 1, {}),
+    ("exaone4", 0, {}),
+    ("exaone4", 1, {}),
+    ("cohere", 0, {}),
+    ("cohere", 1, {"attention_bias": False}),
+    ("cohere2", 0, {}),
+    ("starcoder2", 0, {}),
+    ("nemotron", 0, {}),
+    ("nemotron", 1, {}),
+    ("arcee", 0, {}),
+    ("ernie4_5", 0, {}),
+    ("ernie4_5", 1, {}),
+    ("seed_oss", 0, {}),
+]
+
+
+def test_every_architecture_is_tested() -> None:
+    assert {family for family, _, _ in CASES} | {"qwen2", "qwen3"} >= {
+        name for name, family in FAMILIES.items() if family.gguf is not None
+    }
+
+
+@pytest.mark.parametrize(("family", "number", "sizes"), CASES)
+def test_layers_and_tensors_are_those_of_the_checkpoint(
+    family: str, number: int, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
+    model = save_random_model(tmp_path / "saved", option_config(family, number, tied=family != "phi", **sizes))
+    write_family_gguf(tmp_path / "model.gguf", model)
+    found = resolve_checkpoint(str(tmp_path / "model.gguf"))
+    expected = read_model_info(tmp_path / "saved")
+    assert found.info.spec == expected.spec
+    assert (found.info.context_length, found.info.tie_embeddings) == (expected.context_length, expected.tie_embeddings)
+    tensors = load_file(with_safetensors(found.directory) / "model.safetensors")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert tensors.keys() == saved.keys()
+    # Adding 1 to a norm's weight rounds it.
+    tolerance = 1e-7 if FAMILIES[family].stored.adds_one else 0.0
+    for name, tensor in saved.items():
+        np.testing.assert_allclose(tensors[name].numpy(), tensor.numpy(), rtol=0, atol=tolerance, err_msg=name)
