@@ -168,29 +168,34 @@ def send_load(toka: TokaProcess) -> Sent:
     sent.samples.append(2)
     sent.reasons["cancelled"] += 2
 
-    with pytest.raises(httpx.ReadTimeout):  # eight at once, whose steps are longer than one's
+    worker = toka.children()["toka-worker-0"]
+    os.kill(worker, signal.SIGSTOP)  # else they might end before the client leaves
+    with pytest.raises(httpx.ReadTimeout):
         httpx.post(
-            f"{toka.url}/v1/completions", json=body("Left", max_tokens=LONG, n=8), timeout=httpx.Timeout(60, read=0.1)
+            f"{toka.url}/v1/completions", json=body("Left", max_tokens=LONG, n=8), timeout=httpx.Timeout(60, read=0.5)
         )
     wait_for(lambda: scrape(toka.url).value("toka_http_answers_total", status="499") > 0, 60)
+    os.kill(worker, signal.SIGCONT)
     note("/v1/completions", 499)
     sent.prompts.append(4)
     sent.samples.append(8)
     sent.reasons["cancelled"] += 8
 
-    worker = toka.children()["toka-worker-0"]
-    with ThreadPoolExecutor(2) as pool:
-        future = pool.submit(post, toka, body("End", max_tokens=LONG, n=2))
-        wait_for(lambda: toka.gauge("toka_requests_running") == 2, 60)
+    streamed_body = body("End", max_tokens=LONG, n=2, stream=True, stream_options={"include_usage": True})
+    with (
+        ThreadPoolExecutor(1) as pool,
+        httpx.stream("POST", f"{toka.url}/v1/completions", json=streamed_body, timeout=120) as stream,
+    ):
+        lines = stream.iter_lines()
+        next(lines)
         os.kill(worker, signal.SIGSTOP)  # else they might end before they are aborted
         aborted = pool.submit(post, toka, {"abort_all": True}, "/abort_request")
         time.sleep(0.2)
         os.kill(worker, signal.SIGCONT)
         assert aborted.result().status_code == 200
-        usage = future.result()
+        ended = json.loads([line for line in lines if line.startswith("data: {")][-1].removeprefix("data: "))
     note("/v1/completions", 200)
     note("/abort_request", 200)
-    ended = usage.json()
     assert ended["usage"]["completion_tokens"] < 2 * LONG, "it was aborted"
     sent.lengths.extend(_two_lengths(ended))
     sent.prompts.append(ended["usage"]["prompt_tokens"])
