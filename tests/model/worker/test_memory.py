@@ -238,7 +238,7 @@ def size(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KVCachePlan]:
 def test_the_graphs_memory_is_estimated_from_the_first_and_the_last_of_each_kind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those of chunks come first. Each of the others takes what the last of its kind took."""
+    """Chunks come first. Each further graph is expected to take what the last of its kind took."""
     taken = {2048: 300, 1088: 5, 1024: 200, 16: 7}
     free = 1000
 

@@ -185,7 +185,7 @@ class Settings:
 
     @property
     def window(self) -> int | None:
-        """That of all layers, of a family that has no others."""
+        """The one window of a family whose layers are all alike; None: they see all tokens."""
         self.no_windows()
         name = "sliding_window"
         return None if self.fields.get(name) is None else positive_int(self.fields, name, MAX_CONTEXT)

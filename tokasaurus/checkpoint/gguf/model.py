@@ -62,7 +62,7 @@ class GGUFModel:
     tensors: dict[str, StoredTensor]
     """The tensors by their names in Hugging Face format, in the files' order."""
     rope_factors: dict[str, StoredTensor]
-    """Those of ROPE_FACTORS that it has."""
+    """The tensors named in ROPE_FACTORS, if the files have them."""
 
 
 def is_gguf(path: Path) -> bool:

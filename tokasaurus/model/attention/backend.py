@@ -51,7 +51,7 @@ class KVShape(KVSizes):
 
     @property
     def windows(self) -> set[int | None]:
-        """Those of all layers."""
+        """The different windows of its layers; None: a layer sees all tokens."""
         return {self.scores_of(index).window for index in range(self.num_layers)}
 
     @property

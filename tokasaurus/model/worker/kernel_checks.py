@@ -70,7 +70,7 @@ _CONTEXT_TOKENS = 20
 
 
 def check_triton(start: Start) -> str:
-    """Check the Triton kernels of sampling and of layers. Those of attention and steps are checked with these."""
+    """Check the Triton kernels of sampling and of layers. Kernels of attention and of steps are checked on the way."""
     model, shape = start.model, start.shape
     own_layers = model, start.backend, shape, start.mesh, None, 1, start.limits.context_length
     measures: dict[KernelGroup, Measure] = {
