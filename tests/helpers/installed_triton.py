@@ -33,12 +33,17 @@ _COMPILE = """
 import importlib
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
+from triton.runtime.jit import create_function_from_signature
 
 kernel = getattr(importlib.import_module({module!r}), {kernel!r})
 pointers, constants = {pointers!r}, {constants!r}
 signature = {{name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}}
 indexed = {{(kernel.arg_names.index(name),): value for name, value in constants.items()}}
+bind = create_function_from_signature(kernel.signature, kernel.params, CUDABackend)
+arguments = dict.fromkeys(kernel.arg_names, 7)
+assert bind(**arguments)[0] == arguments, "a launch binds arguments by a function whose own names they must not have"
 source = ASTSource(fn=kernel, signature=signature, constexprs=indexed)
 for architecture in {architectures}:
     target = GPUTarget("cuda", architecture, 32)

@@ -38,7 +38,7 @@ KERNELS = (
 _LONG = ("slots", "positions", "kv_indices", "noise_keys", "last_tokens", "own_slots", "own_token_ids")
 POINTERS = {
     **dict.fromkeys((*_LONG, "own_positions", "own_kv_indices", "own_noise_keys"), "*i64"),
-    **dict.fromkeys(("kv_lengths", "tokens", "params", "tables", "own_params"), "*i32"),
+    **dict.fromkeys(("kv_lengths", "tokens", "row_params", "tables", "own_params"), "*i32"),
     **dict.fromkeys(("starts", "blocks", "last_lengths", "new_blocks"), "*i32"),
 }
 

@@ -9,7 +9,7 @@ from tokasaurus.model.buffer_sizes import parts_of_rows
 pytestmark = [needs_triton, pytest.mark.cuda_path]
 
 ROWS = {
-    **{"logits": "*bf16", "params": "*i32", "changed_index": "*i32", "changed_logits": "*fp32"},
+    **{"logits": "*bf16", "row_params": "*i32", "changed_index": "*i32", "changed_logits": "*fp32"},
     **{"mask_index": "*i32", "mask_bits": "*i32", "least_of_row": "*fp32"},
 }
 DRAW = {**ROWS, "noise_keys": "*i64", "parts": "*i32"}
@@ -24,7 +24,7 @@ LIMIT_CONSTANTS = {**{name.upper(): COLUMN[name] for name in ("temperature", *LI
 CHANGE_CONSTANTS = {**{name.partition("_")[0].upper(): COLUMN[name] for name in PENALTIES}, "BLOCK": 2048}
 COUNT = {"counts": "*i32", "tokens": "*i32", "tables": "*i32", "lengths": "*i32", "num_request_tokens": "*i32"}
 BIAS = {"changed": "*fp32", "starts": "*i64", "bias_ids": "*i32", "bias_values": "*fp32"}
-CHANGE = {"logits": "*bf16", "rows": "*i64", "params": "*i32", "counts": "*i32", "changed": "*fp32"}
+CHANGE = {"logits": "*bf16", "rows": "*i64", "row_params": "*i32", "counts": "*i32", "changed": "*fp32"}
 PARTS = {"logits": "*bf16", "rows": "*i64", "candidates": "*i64"}
 CANDIDATES = {"candidates": "*i64", "token_ids": "*i32", "values": "*fp32"}
 

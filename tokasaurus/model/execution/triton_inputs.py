@@ -32,10 +32,10 @@ def fill_inputs(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _fill_row(
-    slots, positions, kv_indices, noise_keys, new_blocks, kv_lengths, last_tokens, tokens, params, tables, table_stride,
-    own_slots, own_token_ids, own_positions, own_kv_indices, own_noise_keys, own_params, starts, blocks, last_lengths,
-    num_rows, HAS_LISTS: tl.constexpr, NUM_PARAMS: tl.constexpr, PARAMS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    slots, positions, kv_indices, noise_keys, new_blocks, kv_lengths, last_tokens, tokens, row_params, tables,
+    table_stride, own_slots, own_token_ids, own_positions, own_kv_indices, own_noise_keys, own_params, starts, blocks,
+    last_lengths, num_rows, HAS_LISTS: tl.constexpr, NUM_PARAMS: tl.constexpr, PARAMS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row, and with lists one for the end of the last."""
     row = tl.program_id(0)
@@ -54,7 +54,7 @@ def _fill_row(
         pair = 2 * row + tl.arange(0, 2)
         tl.store(own_noise_keys + pair, tl.load(noise_keys + pair))
         fields = tl.arange(0, PARAMS)
-        own_fields = tl.load(params + slot * NUM_PARAMS + fields, mask=fields < NUM_PARAMS)
+        own_fields = tl.load(row_params + slot * NUM_PARAMS + fields, mask=fields < NUM_PARAMS)
         tl.store(own_params + row * NUM_PARAMS + fields, own_fields, mask=fields < NUM_PARAMS)
         if HAS_LISTS:
             new_block = tl.load(new_blocks + row)

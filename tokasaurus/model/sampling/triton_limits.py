@@ -269,13 +269,13 @@ def _least_inside(
 
 @triton.jit(do_not_specialize=["first"])
 def _find_least(
-    first, logits, row_stride, vocab_size, params, params_stride, changed_index, changed_logits, mask_index, mask_bits,
-    num_words, least_of_row, HAS_CHANGED: tl.constexpr, HAS_MASKS: tl.constexpr,
+    first, logits, row_stride, vocab_size, row_params, params_stride, changed_index, changed_logits, mask_index,
+    mask_bits, num_words, least_of_row, HAS_CHANGED: tl.constexpr, HAS_MASKS: tl.constexpr,
     TEMPERATURE: tl.constexpr, TOP_P: tl.constexpr, TOP_K: tl.constexpr, MIN_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     own = tl.program_id(0).to(tl.int64)
     index = first + own
-    own_params = params + index * params_stride
+    own_params = row_params + index * params_stride
     top_p = tl.load(own_params + TOP_P).to(tl.float32, bitcast=True)
     top_k = tl.load(own_params + TOP_K)
     min_p = tl.load(own_params + MIN_P).to(tl.float32, bitcast=True)
@@ -283,7 +283,7 @@ def _find_least(
     least = tl.full((), float("-inf"), tl.float32)
     if ((top_p < 1.0) | (top_k > 0) | (min_p > 0.0)) & (asked > 0.0):
         row = open_row(
-            index, logits, row_stride, vocab_size, params, params_stride, changed_index, changed_logits, mask_index,
+            index, logits, row_stride, vocab_size, row_params, params_stride, changed_index, changed_logits, mask_index,
             mask_bits, num_words, TEMPERATURE, HAS_CHANGED, HAS_MASKS,
         )  # fmt: skip
         least = _least_inside(row, top_p, top_k, min_p, HAS_CHANGED, HAS_MASKS, BLOCK)

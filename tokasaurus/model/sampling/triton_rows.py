@@ -52,12 +52,12 @@ def row_arguments(
 
 @triton.jit
 def open_row(
-    index, logits, row_stride, vocab_size, params, params_stride, changed_index, changed_logits, mask_index, mask_bits,
-    num_words, TEMPERATURE: tl.constexpr, HAS_CHANGED: tl.constexpr, HAS_MASKS: tl.constexpr,
+    index, logits, row_stride, vocab_size, row_params, params_stride, changed_index, changed_logits, mask_index,
+    mask_bits, num_words, TEMPERATURE: tl.constexpr, HAS_CHANGED: tl.constexpr, HAS_MASKS: tl.constexpr,
 ):  # fmt: skip
     """(pointer to the row's logits, V, pointer to its changed logits, their number: V or 0, pointer to the words of its
     mask, the number of tokens with a bit: V or 0, the temperature: 1 if it is greedy)"""
-    asked = tl.load(params + index * params_stride + TEMPERATURE).to(tl.float32, bitcast=True)
+    asked = tl.load(row_params + index * params_stride + TEMPERATURE).to(tl.float32, bitcast=True)
     changed_size = 0
     changed_row = changed_logits
     if HAS_CHANGED:
@@ -166,7 +166,7 @@ def _add_biases(first, changed, vocab_size, starts, bias_ids, bias_values, BLOCK
 
 @triton.jit(do_not_specialize=["first"])
 def _change_rows(
-    first, logits, row_stride, vocab_size, rows, params, params_stride, counts, changed,
+    first, logits, row_stride, vocab_size, rows, row_params, params_stride, counts, changed,
     PRESENCE: tl.constexpr, FREQUENCY: tl.constexpr, REPETITION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program for each row and BLOCK tokens. changed: biases before, changed logits after."""
@@ -174,7 +174,7 @@ def _change_rows(
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_row = offsets < vocab_size
     row = tl.load(rows + first + index)
-    own_params = params + row * params_stride
+    own_params = row_params + row * params_stride
     presence = tl.load(own_params + PRESENCE).to(tl.float32, bitcast=True)
     frequency = tl.load(own_params + FREQUENCY).to(tl.float32, bitcast=True)
     repetition = tl.load(own_params + REPETITION).to(tl.float32, bitcast=True)

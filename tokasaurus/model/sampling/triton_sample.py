@@ -176,8 +176,8 @@ def _gumbel(uniform):
 
 @triton.jit(do_not_specialize=["first", "part_size"])
 def _draw_part(
-    first, logits, row_stride, vocab_size, params, params_stride, changed_index, changed_logits, mask_index, mask_bits,
-    num_words, noise_keys, least_of_row, part_size, parts,
+    first, logits, row_stride, vocab_size, row_params, params_stride, changed_index, changed_logits, mask_index,
+    mask_bits, num_words, noise_keys, least_of_row, part_size, parts,
     HAS_CHANGED: tl.constexpr, HAS_MASKS: tl.constexpr, TEMPERATURE: tl.constexpr,
     NO_TOKEN: tl.constexpr, LARGEST_NOISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -185,10 +185,10 @@ def _draw_part(
     own = tl.program_id(0).to(tl.int64)
     index = first + own
     row = open_row(
-        index, logits, row_stride, vocab_size, params, params_stride, changed_index, changed_logits, mask_index,
+        index, logits, row_stride, vocab_size, row_params, params_stride, changed_index, changed_logits, mask_index,
         mask_bits, num_words, TEMPERATURE, HAS_CHANGED, HAS_MASKS,
     )  # fmt: skip
-    is_greedy = tl.load(params + index * params_stride + TEMPERATURE).to(tl.float32, bitcast=True) == 0.0
+    is_greedy = tl.load(row_params + index * params_stride + TEMPERATURE).to(tl.float32, bitcast=True) == 0.0
     first_key = tl.load(noise_keys + 2 * index).to(tl.uint32)
     second_key = tl.load(noise_keys + 2 * index + 1).to(tl.uint32)
     least = tl.load(least_of_row + own)
