@@ -157,19 +157,22 @@ def send_load(toka: TokaProcess) -> Sent:
     assert httpx.get(f"{toka.url}/models/tiny").status_code == 200
     note("/v1/models/{name}", 200, method="GET")
 
+    worker = toka.children()["toka-worker-0"]
     with httpx.stream(
         "POST", f"{toka.url}/v1/completions", json=body("Gone", max_tokens=LONG, n=2, stream=True)
     ) as gone:
         assert gone.status_code == 200
         next(gone.iter_lines())
+        os.kill(worker, signal.SIGSTOP)  # else they might end before the client has left
+    time.sleep(0.3)
+    os.kill(worker, signal.SIGCONT)
     note("/v1/completions", 200)
     wait_for(lambda: toka.gauge("toka_requests_running") == 0, 60)
     sent.prompts.append(4)
     sent.samples.append(2)
     sent.reasons["cancelled"] += 2
 
-    worker = toka.children()["toka-worker-0"]
-    os.kill(worker, signal.SIGSTOP)  # else they might end before the client leaves
+    os.kill(worker, signal.SIGSTOP)  # likewise
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(
             f"{toka.url}/v1/completions", json=body("Left", max_tokens=LONG, n=8), timeout=httpx.Timeout(60, read=0.5)

@@ -302,7 +302,7 @@ def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_server_that_starts_too_slowly_is_ended(tmp_path: Path) -> None:
     write_model(tmp_path, TINY)
-    with pytest.raises(ServerError, match="did not start"), own_server([f"model={tmp_path}", "device=cpu"], 0.5):
+    with pytest.raises(ServerError, match="did not start"), own_server([f"model={tmp_path}", "device=cpu"], 0.01):
         pass
 
 

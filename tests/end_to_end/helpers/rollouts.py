@@ -41,7 +41,8 @@ class RolloutServer:
 
     def __init__(self, toka: TokaProcess) -> None:
         self.toka = toka
-        limits = httpx.Limits(max_connections=None)
+        # One thread may close an idle connection that another has just been given.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self.http = httpx.Client(base_url=toka.url, timeout=240, limits=limits)
 
     def post(self, path: str, json: object = None, **params: str) -> Any:

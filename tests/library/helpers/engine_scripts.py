@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.helpers.leftovers import SHARED_MEMORY, shared_memory
 from tests.helpers.limits import killed_after, read_line
 from tests.helpers.processes import is_running
 from tests.library.helpers.stub_entry import use_entries
@@ -23,7 +24,6 @@ from tokasaurus.processes.launch import Entries
 ROOT = Path(__file__).parents[3]
 STUBS = "tests.processes.helpers.launch_stubs"
 MODEL = "TOKA_TEST_MODEL"
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 def stub_entries(worker: str = "run_worker") -> Entries:
@@ -64,7 +64,7 @@ class Script:
     def __init__(self, text: str, model: Path, temporary: Path, *arguments: str) -> None:
         """arguments: of Python, in place of -c and the text; the text goes to standard input."""
         self._temporary = temporary
-        self._shared_before = _shared_memory()
+        self._shared_before = shared_memory()
         self.process = subprocess.Popen(
             [sys.executable, *(arguments or ("-c", text))],
             stdin=subprocess.PIPE,
@@ -104,7 +104,7 @@ class Script:
     def _left(self, pids: list[int]) -> list[str]:
         left = [f"process {pid}" for pid in pids if is_running(pid)]
         left += [str(path) for path in self._temporary.iterdir()]
-        return left + [f"{_SHARED_MEMORY}/{name}" for name in _shared_memory() - self._shared_before]
+        return left + [f"{SHARED_MEMORY}/{name}" for name in shared_memory() - self._shared_before]
 
     def end(self) -> None:
         self.process.kill()
@@ -125,7 +125,3 @@ def running_script(text: str, model: Path, *arguments: str) -> Iterator[Script]:
             yield script
         finally:
             script.end()
-
-
-def _shared_memory() -> set[str]:
-    return {path.name for path in _SHARED_MEMORY.iterdir()} if _SHARED_MEMORY.exists() else set()
