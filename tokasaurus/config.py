@@ -183,8 +183,8 @@ class ServerConfig(FlagConfig):
 
     torch_compile: bool | None = flag(
         None,
-        "compile the layers with torch.compile; auto is on for CUDA, where the start goes on without if that "
-        "fails or our Triton kernels are faster; on CPU this replaces our own kernels, which are faster",
+        "compile the layers with torch.compile, which replaces our own kernels and is slower; auto compiles on CUDA "
+        "where our Triton kernels do not compute the model's layers, and goes on without if that fails",
         none_means="auto",
         heading="compile",
     )

@@ -133,8 +133,12 @@ def _fill(model: "Decoder", filled: "FilledModules") -> None:
 def _check_the_rest(start: "Start") -> None:
     """What the start of a server checks later than its loading, and what it takes for granted."""
     from tokasaurus.model.worker.entry import record_graphs
-    from tokasaurus.model.worker.kernel_checks import check_each_kernel, compare_sampling, measure_one_call_decode
-    from tokasaurus.model.worker.layer_choice import check_layers
+    from tokasaurus.model.worker.kernel_checks import (
+        check_each_kernel,
+        check_layers,
+        compare_sampling,
+        measure_one_call_decode,
+    )
     from tokasaurus.model.worker.self_check import NUM_SEQUENCES
 
     checks, runner, model, kernels = start.checks, start.runner, start.model, start.kernels

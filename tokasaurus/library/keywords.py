@@ -68,8 +68,8 @@ class EngineFlags(TypedDict, total=False):
     max_num_tokens_per_request: int | None
     """Maximum tokens of one sequence, prompt and completion together."""
     torch_compile: bool | None
-    """Compile the layers with torch.compile; auto is on for CUDA, where the start goes on without if that fails or our
-    Triton kernels are faster; on CPU this replaces our own kernels, which are faster."""
+    """Compile the layers with torch.compile, which replaces our own kernels and is slower; auto compiles on CUDA where
+    our Triton kernels do not compute the model's layers, and goes on without if that fails."""
     use_cudagraphs: bool | None
     """Steps replay CUDA graphs; auto is on for CUDA devices."""
     attention_backend: Literal["torch", "cpu", "flashinfer", "reference"] | None

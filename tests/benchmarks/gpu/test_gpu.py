@@ -33,7 +33,7 @@ MEASURED = {
     ],
     "8b": [(name, PLAIN) for name in ("start", "steps", "monkeys", "sharegpt")],
 }
-"""By part of the program, what its dry run measures with which flags. `torch_compile=F` is the default on a CPU."""
+"""By part of the program, what its dry run measures with which flags."""
 
 
 @pytest.mark.long
@@ -115,9 +115,9 @@ CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 def test_a_dry_run_starts_no_server_twice() -> None:
-    assert [run.flags for run in gpu.MODEL_PARTS["steps"]] == [(), ("torch_compile=F",), ("attention_backend=torch",)]
+    assert [run.flags for run in gpu.MODEL_PARTS["steps"]] == [(), ("torch_compile=T",), ("attention_backend=torch",)]
     assert [run.flags for run in gpu.tiny(gpu.MODEL_PARTS["steps"])] == [(), ("attention_backend=torch",)]
-    assert [run.flags for run in gpu.MODEL_PARTS["profile"]] == [(), ("torch_compile=F",)]
+    assert [run.flags for run in gpu.MODEL_PARTS["profile"]] == [(), ("torch_compile=T",)]
 
 
 def test_without_a_name_all_parts_run_each_with_time_of_its_own(

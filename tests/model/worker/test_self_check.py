@@ -44,8 +44,7 @@ from tokasaurus.model.parallel.collectives import joined
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker import attention_choice, device, entry
 from tokasaurus.model.worker.entry import StartedWorker, load_worker, start_worker
-from tokasaurus.model.worker.kernel_checks import measure_one_call_decode
-from tokasaurus.model.worker.layer_choice import check_layers
+from tokasaurus.model.worker.kernel_checks import check_layers, measure_one_call_decode
 from tokasaurus.model.worker.self_check import (
     Checks,
     Measured,
@@ -344,7 +343,7 @@ def test_layers_that_are_compiled_wrongly_run_uncompiled(
 ) -> None:
     save_tiny_model(tmp_path, "qwen2")
     expected = tokens_of(start(tmp_path, "torch_compile=F"))
-    monkeypatch.setattr(device, "is_compiled", lambda flag, _device: flag is not False)  # as on CUDA
+    monkeypatch.setattr(device, "is_compiled", lambda flag, *_: flag is not False)  # as on CUDA
     with unittest.mock.patch.object(Compiler, "_compile_graph", compiled_wrongly(fault)):
         worker = start(tmp_path)
         assert tokens_of(worker) == expected
@@ -358,7 +357,7 @@ def test_layers_that_are_compiled_wrongly_run_uncompiled(
 
 def test_layers_that_do_not_compile_count_as_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_model(tmp_path, "llama")
-    monkeypatch.setattr(device, "is_compiled", lambda flag, _device: flag is not False)  # as on CUDA
+    monkeypatch.setattr(device, "is_compiled", lambda flag, *_: flag is not False)  # as on CUDA
     with unittest.mock.patch.object(Compiler, "_compile_graph", side_effect=RuntimeError("no Triton")):
         assert start(tmp_path).limits.switched_off == ("torch_compile",)
 

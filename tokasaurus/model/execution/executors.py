@@ -103,8 +103,8 @@ def run_layers(layers: Sequence[DecoderLayer], hidden: Tensor, cos_sin: Tensor, 
 
 
 class CompiledExecutor:
-    """Runs all layers as one compiled function, which leaves attention whole; once the compiler has failed, or `plain`
-    is known to be faster, runs that."""
+    """Runs all layers as one compiled function, which leaves attention whole; once the compiler has failed, runs
+    `plain`."""
 
     always_on_kernels = False
 
@@ -122,12 +122,10 @@ class CompiledExecutor:
         self._backend = backend
         self._compiler = compiler
         self.plain = plain
-        self.is_slower = False
-        """Whether `plain` is faster, as far as known."""
         self._run = compiler.compile(run, options)
 
     def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
-        if self.is_slower or self._compiler.has_failed or len(cos_sin) > MAX_COMPILED_TOKENS:
+        if self._compiler.has_failed or len(cos_sin) > MAX_COMPILED_TOKENS:
             return self.plain.run(hidden, cos_sin, attends)
         with attending(attends):
             # Their storage changes. Views of one element have the same shape before and after the cache gets its size.
@@ -156,19 +154,19 @@ class KernelExecutor:
         return hidden
 
 
-def has_fused_layers(model: Decoder) -> bool:
-    """Whether FusedExecutor computes all layers, where its kernels are in use: of all stages, which check and time them
+def has_fused_layers(layers: Sequence[LayerSpec]) -> bool:
+    """Whether FusedExecutor computes all layers, where its kernels are in use. layers: of all stages, which check them
     together."""
-    return all(map(FusedExecutor.computes, model.spec.layers))
+    return all(map(FusedExecutor.computes, layers))
 
 
 def choose_executor(model: Decoder, backend: AttentionBackend, compiler: Compiler | None = None) -> LayerExecutor:
-    """The fastest executor for a loaded and packed model with this backend; the compiler's, if there is one, which a
-    start compares with its `plain` (worker/layer_choice).
+    """The fastest executor for a loaded and packed model with this backend; the compiler's, if there is one.
 
     A start has checked the layers' Triton kernels by now, and switched them off on all ranks if they fail on one."""
     modules = ModuleExecutor(model)
-    fused = FusedExecutor(model) if has_fused_layers(model) and uses_triton(model.device, "layers") else None
+    has_fused = uses_triton(model.device, "layers") and has_fused_layers(model.spec.layers)
+    fused = FusedExecutor(model) if has_fused else None
     if compiler is not None:
         return CompiledExecutor(model, backend, compiler, fused or modules)
     if fused is not None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from tokasaurus.checkpoint.spec import LayerSpec
 from tokasaurus.messages.status import FlagRefused, first_line
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.cpu.build import LibraryUnavailable, machine_sets
 from tokasaurus.model.decoder.compile import Compiler
+from tokasaurus.model.execution.executors import has_fused_layers
+from tokasaurus.model.triton_choice import uses_triton
 from tokasaurus.model.worker.memory import MemoryTable, dtype_name
 from tokasaurus.monitoring.cores import available_cores
 from tokasaurus.monitoring.cuda_devices import cuda_devices, describe_driver
@@ -44,7 +47,7 @@ def choose_platform(start: Start) -> str:
 
         enable_fused_gemms(config.async_tp_threshold, start.mesh, device, start.first_device)
     kernels = start.kernels = load_kernels(config.cpu_isa) if device.type == "cpu" else None
-    compiles = is_compiled(config.torch_compile, device)
+    compiles = is_compiled(config.torch_compile, device, start.info.spec.layers)
     start.compiler = Compiler(is_required=config.torch_compile is True) if compiles else None
     start.dtype = choose_dtype(config.dtype, device, kernels, compiles)
     start.activation_dtype = choose_activation_dtype(start.dtype, kernels, compiles)
@@ -104,9 +107,12 @@ def _why_torch_sees_none(num_devices: int) -> str:
     return f"this machine has {number} ({driver}), but {torch_build} cannot use them: {reason}"
 
 
-def is_compiled(torch_compile: bool | None, device: torch.device) -> bool:
-    """Whether torch compiles the layers. torch_compile: the flag; None: on CUDA, where it is faster."""
-    return device.type == "cuda" if torch_compile is None else torch_compile
+def is_compiled(torch_compile: bool | None, device: torch.device, layers: Sequence[LayerSpec]) -> bool:
+    """Whether torch compiles the layers. torch_compile: the flag; None: on CUDA, unless our Triton kernels compute all
+    layers: they are faster (docs/gpu.md), and nothing waits for a compiler."""
+    if torch_compile is not None:
+        return torch_compile
+    return device.type == "cuda" and not (uses_triton(device, "layers") and has_fused_layers(layers))
 
 
 def choose_dtype(name: str | None, device: torch.device, kernels: Kernels | None, is_compiled: bool) -> torch.dtype:

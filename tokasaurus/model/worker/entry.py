@@ -42,8 +42,7 @@ from tokasaurus.model.worker.all_reduce_start import choose_sums, is_tried
 from tokasaurus.model.worker.attention_choice import choose_attention
 from tokasaurus.model.worker.device import choose_device, choose_platform, leave_threads_to
 from tokasaurus.model.worker.hydragen_costs import asks_for_prefix_costs, measure_prefix_groups
-from tokasaurus.model.worker.kernel_checks import check_triton
-from tokasaurus.model.worker.layer_choice import compile_layers
+from tokasaurus.model.worker.kernel_checks import check_triton, compile_layers
 from tokasaurus.model.worker.load_model import choose_gemms, has_gemm_choice, load_model
 from tokasaurus.model.worker.loop import run_steps
 from tokasaurus.model.worker.memory import dtype_name, graph_bytes, largest_forward, reserve, size_kv_cache

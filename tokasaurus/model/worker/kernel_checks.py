@@ -1,5 +1,6 @@
-"""Each Triton kernel by itself against plain torch, at the sizes of a model: for `toka check` and the GPU tests. And
-decode steps that the CPU kernels compute in one call, against the same steps taken apart, which draw the same tokens.
+"""All layers against torch's modules; each Triton kernel by itself against plain torch, at the sizes of a model, for
+`toka check` and the GPU tests; decode steps that the CPU kernels compute in one call, against the same steps taken
+apart, which draw the same tokens.
 
 A start checks what the kernels compute together (self_check.py), and takes the comparison of sampling alone from here.
 Inputs are small, but have the sizes of the model: they compile the variants that steps launch.
@@ -77,10 +78,36 @@ def check_triton(start: Start) -> str:
         "sampling": partial(compare_sampler, model.vocab_size, model.activation_dtype, shape.device),
         "layers": lambda: measure_layers(FusedExecutor(model), *own_layers),
     }
-    if not has_fused_layers(model):
+    if not has_fused_layers(model.spec.layers):
         del measures["layers"]
     for group in groups_in_use(start.device, *measures):
         start.checks.check_kernels(group, measures[group])
+    return ""
+
+
+def check_layers(start: Start, flag: str | None = None) -> bool:
+    """Whether all layers, compiled or not, compute what torch's modules do. flag: as in Checks.passes."""
+    measure = partial(
+        measure_layers,
+        *(start.runner.executor, start.model, start.backend, start.shape, start.mesh, start.compiler),
+        *(start.runner.token_multiple, start.limits.context_length),
+    )
+    if start.compiler is None:
+        return start.checks.describe_wrong("layers", measure) is None
+    what, without = "torch_compile is", "the layers run uncompiled, which is slower"
+    return start.checks.passes("torch_compile", measure, what, without, flag)
+
+
+def compile_layers(start: Start) -> str:
+    """Compile the layers; switch the compiler off on all ranks if it fails, which it logs itself, or if they compute
+    wrongly."""
+    compiler = start.compiler
+    assert compiler is not None
+    if not check_layers(start, "torch_compile=T" if start.config.torch_compile else None):
+        compiler.switch_off()
+    elif not start.least(int(not compiler.has_failed)):
+        compiler.switch_off()
+        start.checks.leave_out("torch_compile", "it does not compile here")
     return ""
 
 

@@ -64,7 +64,7 @@ _SHARED_BLOCKS = 2
 _LOST: dict[KernelGroup, str] = {
     "attention": "KV writes, merging of shared prefixes and block lists take several launches each",
     "sampling": "tokens are drawn by plain torch, which sorts the vocabulary for limits and is not in CUDA graphs",
-    "layers": "layers that are not compiled take over 25 launches instead of eight",
+    "layers": "layers take over 25 launches instead of eight, unless torch_compile=T compiles them",
     "steps": "a recorded decode step takes up to twenty launches beside its graphs instead of one",
 }
 
