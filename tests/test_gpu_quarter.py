@@ -210,8 +210,8 @@ def test_a_step_that_no_time_is_left_for_is_named(tmp_path: Path) -> None:
 
 def test_after_four_minutes_the_first_check_and_profile_are_over() -> None:
     first, _ = quarter.MODELS
-    assert first.check_s + first.profiles[0].limit_s <= 240 - 30
-    assert first.profiles[0].rows == (1, 64, 256, 1024)
+    assert first.check_s + first.profile_s <= 240 - 30
+    assert first.rows == (1, 64, 256, 1024)
     assert quarter.SECONDS["first"] <= 500
     assert quarter.SECONDS["second"] <= 200
 

@@ -4,7 +4,8 @@ python -m benchmarks.gpu.profile_steps DIRECTORY --rows 1 64 1024 [--context 512
 
 It starts a worker by the server's own code, without a server, and runs decode steps as the worker's loop does: one step
 is launched while the one before it computes. torch's profiler then records some of them. The keys and values of the
-contexts are zeros. Afterwards it times steps of the same rows beside a prompt of some tokens, a new one in each step.
+contexts are zeros. Afterwards it does the same with steps of the same rows as one prefix group over whole contexts, and
+with steps of the rows beside a prompt of some tokens, a new one in each step.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import ServerConfig
-from tokasaurus.messages.forward import ForwardInput, SlotChanges, SlotOpens
+from tokasaurus.messages.forward import ForwardInput, PrefixGroups, SlotChanges, SlotOpens
 from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.messages.status import PhaseDone
@@ -36,7 +38,7 @@ from tokasaurus.model.worker.entry import start_worker
 from tokasaurus.monitoring.log_writer import log_writer, setup_logging
 
 _NUM_WARM, _NUM_TIMED, _NUM_PROFILED = 4, 32, 8
-_NUM_STEPS = 2 + 2 * (_NUM_WARM + _NUM_TIMED) + _NUM_PROFILED
+_NUM_STEPS = 2 + 3 * (_NUM_WARM + _NUM_TIMED + 1 + _NUM_PROFILED)
 NUM_LONGEST = 10
 """Kernels that are shown, those that take most time."""
 _NUM_GAPS = 5
@@ -190,6 +192,25 @@ def measure(
     runner.run(opening)
     changes = SlotChanges(closed=_NOTHING, opened=None, block_slots=_NOTHING, block_ids=_NOTHING)
     step = ForwardInput(0, opening.slots, opening.num_tokens, num_rows, _NOTHING, changes)
+    found = {"num_rows": num_rows, "num_context": num_context, **_timed(runner, step, path, num_layers)}
+    num_shared = num_context // page_size
+    if num_rows > 1 and num_shared:
+        groups = PrefixGroups(np.full(1, num_rows, np.int32), np.full(1, num_shared, np.int32))
+        of_groups = _timed(runner, replace(step, groups=groups), _beside(path, "groups"), num_layers)
+        found["with_groups"] = {"num_tokens": num_shared * page_size, **of_groups}
+    if num_prompt:
+        mixed = step_with_prompt(step, num_prompt, num_blocks, page_size)
+        of_mixed = _timed(runner, mixed, _beside(path, "prompt"), num_layers)
+        found["with_prompt"] = {"num_tokens": num_prompt, **of_mixed}
+    return found
+
+
+def _beside(path: Path, name: str) -> Path:
+    return path.with_name(f"{name}-{path.name}")
+
+
+def _timed(runner: ModelRunner, step: ForwardInput, path: Path, num_layers: int) -> dict[str, Any]:
+    """path: of the trace."""
     _run(runner, step, _NUM_WARM)
     step_ms, host_ms = _run(runner, step, _NUM_TIMED)
     activities = [ProfilerActivity.CPU]
@@ -200,13 +221,7 @@ def measure(
     with profile(activities=activities) as profiler:
         _run(runner, step, _NUM_PROFILED)
     profiler.export_chrome_trace(str(path))
-    summary = summarize(read_trace(path), _NUM_PROFILED, num_layers)
-    if num_prompt:
-        mixed = step_with_prompt(step, num_prompt, num_blocks, page_size)
-        _run(runner, mixed, _NUM_WARM)
-        of_mixed = dict(zip(("step_ms", "host_ms"), _run(runner, mixed, _NUM_TIMED), strict=True))
-        summary["with_prompt"] = {"num_tokens": num_prompt, **of_mixed}
-    return {"num_rows": num_rows, "num_context": num_context, "step_ms": step_ms, "host_ms": host_ms, **summary}
+    return {"step_ms": step_ms, "host_ms": host_ms, **summarize(read_trace(path), _NUM_PROFILED, num_layers)}
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:

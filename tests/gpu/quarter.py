@@ -17,9 +17,9 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,40 +62,21 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
-    """Decode steps of a model."""
-
-    name: str
-    rows: tuple[int, ...]
-    flags: tuple[str, ...]
-    limit_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Model:
-    """A model of the first call: its check, during which its weights are written, and its profiles."""
+    """A model of the first call: its check, and a profile of its decode steps."""
 
     name: str
     shape: ModelShape
     check_s: float
-    profiles: tuple[Profile, ...]
+    rows: tuple[int, ...]
+    """Of each step of the profile."""
+    profile_s: float
 
 
-_COMPILED = ("torch_compile=T",)
 # With 30 s for the kit, the first check and the first profile end within four minutes.
 MODELS = (
-    Model(
-        "1b",
-        LLAMA_1B,
-        130,
-        (Profile("default", (1, 64, 256, 1024), (), 80), Profile("compiled", (1, 64, 256, 1024), _COMPILED, 100)),
-    ),
-    Model(
-        "8b",
-        LLAMA_8B,
-        120,
-        (Profile("default", (1, 64, 256), (), 110), Profile("compiled", (1, 64, 256), _COMPILED, 110)),
-    ),
+    Model("1b", LLAMA_1B, 110, (1, 64, 256, 1024), 100),
+    Model("8b", LLAMA_8B, 120, (1, 64, 256), 110),
 )
 CONTEXT = 1000
 """Tokens of each row of a profile, as in the estimates."""
@@ -180,9 +161,11 @@ def read_rows(path: Path, begin: int = 0) -> list[dict[str, Any]]:
 def describe(row: dict[str, Any]) -> str:
     """One line, or none for a row that is as it should be and has no figure of interest."""
     if "step_ms" in row:
-        return (
-            f"{row['num_rows']} rows: {row['step_ms']:.2f} ms, {row['host_ms']:.2f} of the host,"
-            f" {row['idle_ms']:.2f} idle; {row['kernels_per_step']:.0f} kernels, {row['kernels_per_layer']} a layer"
+        parts = {"": row, **{name: row[name] for name in ("with_groups", "with_prompt") if name in row}}
+        return f"{row['num_rows']} rows: " + "; ".join(
+            f"{name.replace('_', ' ')} {one['step_ms']:.2f} ms, {one['host_ms']:.2f} of the host,"
+            f" {one['idle_ms']:.2f} idle, {one['kernels_per_step']:.0f} kernels".strip()
+            for name, one in parts.items()
         )
     if row.get("failure") is not None:
         return f"{row['feature']} {row['name'] or ''}: {row['failure']}"
@@ -232,18 +215,13 @@ def note_machine(journal: Journal) -> None:
     journal.write("machine", **facts, python=sys.version, cores=os.cpu_count())
 
 
-@contextmanager
-def writing_weights(directory: Path, shape: ModelShape, journal: Journal) -> Iterator[None]:
-    """Write the checkpoint while the block runs; the end waits for it."""
+def start_writing(directory: Path, shape: ModelShape) -> SpawnProcess:
+    """A process that writes the checkpoint."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True, exist_ok=True)  # a call that was killed may be writing still
     process = multiprocessing.get_context("spawn").Process(target=write_model, args=(directory, shape), daemon=True)
-    began_s = time.monotonic()
     process.start()
-    yield
-    process.join(max(1.0, journal.left_s()))
-    seconds = round(time.monotonic() - began_s, 1)
-    journal.write(f"weights-{directory.name}", exit_code=process.exitcode, at_most_s=seconds)
+    return process
 
 
 def run_first(journal: Journal, work: Path, is_dry_run: bool, flags: Sequence[str]) -> None:
@@ -253,33 +231,28 @@ def run_first(journal: Journal, work: Path, is_dry_run: bool, flags: Sequence[st
     wrong: dict[str, None] = {}
     device = "device=cpu" if is_dry_run else "device=cuda"
     flags = ["log_level=debug", *flags]
-    for model in map(tiny, MODELS) if is_dry_run else MODELS:
+    models = list(map(tiny, MODELS)) if is_dry_run else MODELS
+    writers = [start_writing(work / model.name, model.shape) for model in models]
+    for model, writer in zip(models, writers, strict=True):
         config, weights = work / f"config-{model.name}", work / model.name
         config.mkdir(exist_ok=True)
         write_config(config, model.shape)
         check = ("-m", "tokasaurus", "check", f"model={config}", device, *flags, "--json")
-        with writing_weights(weights, model.shape, journal):
-            ended = journal.run(Step(f"check-{model.name}", check, model.check_s))
+        ended = journal.run(Step(f"check-{model.name}", check, model.check_s))
         wrong |= dict.fromkeys(find_wrong(ended))
         wrong_path.write_text(json.dumps(list(wrong)))
-        for profile in model.profiles:
-            name = f"{model.name}-{profile.name}"
-            command = ["-m", "benchmarks.gpu.profile_steps", str(weights), "--rows", *map(str, profile.rows)]
-            command += [
-                f"--context={CONTEXT}",
-                "--traces",
-                str(traces / name),
-                *(_ON_CPU if is_dry_run else [device]),
-                *flags,
-                *profile.flags,
-            ]
-            journal.run(Step(f"profile-{name}", tuple(command), profile.limit_s))
-            pack(traces, journal.output / "traces.tar")
+        writer.join(max(1.0, journal.left_s()))
+        journal.write(f"weights-{model.name}", exit_code=writer.exitcode)
+        command = ["-m", "benchmarks.gpu.profile_steps", str(weights), "--rows", *map(str, model.rows)]
+        command += [f"--context={CONTEXT}", "--traces", str(traces / model.name)]
+        command += [*(_ON_CPU if is_dry_run else [device]), *flags]
+        journal.run(Step(f"profile-{model.name}", tuple(command), model.profile_s))
+        pack(traces, journal.output / "traces.tar")
 
 
 def tiny(model: Model) -> Model:
-    """For a CPU, where the model's later profiles would be the same."""
-    return replace(model, shape=TINY, profiles=(replace(model.profiles[0], rows=TINY_ROWS),))
+    """For a CPU."""
+    return replace(model, shape=TINY, rows=TINY_ROWS)
 
 
 def find_wrong(check: Ended) -> list[str]:

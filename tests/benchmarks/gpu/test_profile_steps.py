@@ -83,6 +83,7 @@ def test_each_layer_of_plain_torch_has_its_operations(tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
     found = measure(worker.runner, 2, 40, *sizes, TINY.num_layers, path, num_prompt=20)
     assert found["with_prompt"]["num_tokens"] == 20
+    assert found["with_groups"]["num_tokens"] == 32
     assert 0 < found["with_prompt"]["host_ms"] <= found["with_prompt"]["step_ms"] * 1.5
     assert found["kernels_per_layer"] >= 25
     assert found["kernels_per_layer"] * TINY.num_layers <= found["kernels_per_step"]
