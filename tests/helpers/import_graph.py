@@ -1,4 +1,4 @@
-"""Modules of the package, the tests and the benchmarks, and what each imports."""
+"""Modules of the repository, and what each imports."""
 
 import ast
 from functools import cache
@@ -16,6 +16,9 @@ def _modules(folder: str) -> dict[str, Path]:
 
 MODULES = _modules("tokasaurus")
 TESTS = _modules("tests")
+FILES = MODULES | TESTS
+for _folder in ("benchmarks", "docs_site", "examples", "release", "torture"):
+    FILES |= _modules(_folder)
 
 
 @cache
@@ -33,10 +36,9 @@ def imported_modules(path: Path) -> frozenset[str]:
 
 
 def importers() -> dict[str, set[str]]:
-    """Each module of the package, the tests and the benchmarks -> those that import it themselves."""
-    everything = MODULES | TESTS | _modules("benchmarks")
-    found: dict[str, set[str]] = {name: set() for name in everything}
-    for name, path in everything.items():
-        for imported in imported_modules(path) & everything.keys():
+    """Each module -> those that import it themselves."""
+    found: dict[str, set[str]] = {name: set() for name in FILES}
+    for name, path in FILES.items():
+        for imported in imported_modules(path) & FILES.keys():
             found[imported].add(name)
     return found
