@@ -154,6 +154,7 @@ APPLIED_VALUES: dict[str, Any] = {
     **dict.fromkeys(("qk_layernorm", "use_qk_norm", "use_bias", "attention_out_bias", "use_post_norm"), True),
     **{"query_pre_attn_scalar": 77, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0},
     **{"hidden_activation": "silu", "sliding_window_pattern": 2, "rope_local_base_freq": 77.0, "logit_scale": 3.0},
+    "layer_rope_theta": [0, 1e4, 7e5],
     "partial_rotary_factor": 0.25,
     "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128},
     "compression_config": {"quant_method": "gptq", "bits": 4, "group_size": 128},

@@ -111,6 +111,16 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.4, "logits_scaling": 3.0},
         {"attention_bias": True, "mlp_bias": True},
     ],
+    "granite_swa": [
+        {"num_hidden_layers": 4, "sliding_window": 9, "attention_multiplier": 0.2, "residual_multiplier": 0.4},
+        {
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "layer_rope_theta": [0, 1e4, 5e5],
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ],
     "glm": [{"head_dim": 32}],
     "glm4": [{"head_dim": 16, "attention_bias": False}, {"head_dim": 16}],
     "exaone4": [

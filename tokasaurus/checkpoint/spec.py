@@ -58,6 +58,8 @@ class AttentionSpec:
     norms_after_rotary: bool = False
     has_qkv_bias: bool = False
     has_out_bias: bool = False
+    has_sinks: bool = False
+    """Each query head has a learned score, its sink, beside the tokens' scores; the sink's value is zero."""
     clip: float | None = None
     """Queries, keys and values are clamped to this magnitude, before any norm; None: they are not."""
 

@@ -35,6 +35,7 @@ def problems(draw: st.DrawFn) -> tuple[KVShape, list[Segment], bool, int]:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         layers=draw(st.one_of(st.just(()), st.tuples(layer, layer))),
+        sinks=draw(st.sampled_from([(), (None, torch.linspace(-2, 3, num_heads))])),
         page_size=draw(st.sampled_from([16, 32, 48])),
         dtype=torch.float32,
         device=CPU,

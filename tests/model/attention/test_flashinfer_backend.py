@@ -271,6 +271,7 @@ def check_equal(sampled: dict[int, list], expected: dict[int, list]) -> None:
         (KVShape(1, 4, 2, 64, 16, torch.float32, CUDA), "not float32 and float32"),
         (KVShape(1, 4, 2, 64, 16, torch.float16, CUDA, torch.bfloat16), "not bfloat16 and float16"),
         (KVShape(1, 4, 2, 80, 16, torch.bfloat16, CUDA), "head size 80"),
+        (KVShape(1, 4, 2, 64, 16, torch.bfloat16, CUDA, sinks=(torch.zeros(4),)), "attention with sinks"),
         (KVShape(1, 4, 2, 64, 16, torch.bfloat16, CUDA), "pip install flashinfer-python"),
     ],
 )

@@ -47,7 +47,7 @@ def test_kernels_for_other_processors_equal_the_reference(
         AttentionSpec(9, 3, head_dim, scale, window=window, softcap=softcap)
         for scale, window, softcap in ((head_dim**-0.5, None, None), (0.2, 50, None), (0.5, 17, 3.0))
     )
-    shape = KVShape(3, 9, 3, head_dim, 16, dtype, CPU, layers=layers)
+    shape = KVShape(3, 9, 3, head_dim, 16, dtype, CPU, layers=layers, sinks=(None, torch.linspace(-2, 3, 9), None))
     for layer in range(3):
         check_equal(shape, causal, layer, kernels)
 
@@ -64,5 +64,5 @@ def check_equal(shape: KVShape, causal: bool, layer: int, kernels: Kernels) -> N
 @pytest.mark.parametrize("case", NAMED_CASES[2:])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_for_other_processors_equal_torch_layers(kernels: Kernels, dtype: torch.dtype, case: Case) -> None:
-    limited = dataclasses.replace(case, dtype=dtype, window=30, softcap=4.0)
+    limited = dataclasses.replace(case, dtype=dtype, window=30, softcap=4.0, has_sinks=True)
     check_stage(limited, {"query_key_norm": NormSpec(1e-5)}, kernels)

@@ -101,7 +101,7 @@ def run_whole_prompt(
     num_kv_heads = mesh.kv_head_shard(model_info.num_kv_heads)[1]
     layers = tuple(layer.spec.attention for layer in model.decoder_layers())
     sizes = len(model.layers), num_heads, num_kv_heads, model_info.head_dim, 16
-    shape = KVShape(*sizes, torch.float32, CPU, layers=layers)
+    shape = KVShape(*sizes, torch.float32, CPU, layers=layers, sinks=model.sinks)
     backend = make_backend("reference", shape, None)
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // 16)

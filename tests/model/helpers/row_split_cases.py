@@ -56,19 +56,22 @@ class Case:
     dtype: torch.dtype = torch.float32
     window: int | None = None
     softcap: float | None = None
+    has_sinks: bool = False
 
     @property
     def shape(self) -> KVShape:
         return self.shape_of(1)
 
     def shape_of(self, num_layers: int) -> KVShape:
-        """Every second layer has the window and the softcap, from the first on, as in Gemma."""
+        """Every second layer has the window, the softcap and sinks, from the first on."""
         num_heads = self.num_kv_heads * self.heads_per_kv_head
         usual = AttentionSpec(num_heads, self.num_kv_heads, self.head_dim, self.head_dim**-0.5)
         limited = dataclasses.replace(usual, window=self.window, softcap=self.softcap)
         layers = tuple(usual if index % 2 else limited for index in range(num_layers))
         sizes = (num_layers, num_heads, self.num_kv_heads, self.head_dim, self.page_size)
-        return KVShape(*sizes, self.dtype, CPU, layers=layers)
+        sinks = torch.linspace(-1, 4, num_heads) if self.has_sinks else None
+        by_layer = tuple(None if index % 2 else sinks for index in range(num_layers))
+        return KVShape(*sizes, self.dtype, CPU, layers=layers, sinks=by_layer)
 
 
 @st.composite
@@ -92,6 +95,7 @@ def cases(draw: st.DrawFn, page_sizes: list[int]) -> Case:
         head_dim=draw(st.sampled_from([16, 64, 80])),
         window=draw(st.one_of(st.none(), st.integers(1, 200))),
         softcap=draw(st.sampled_from([None, 2.0])),
+        has_sinks=draw(st.booleans()),
     )
 
 
@@ -185,8 +189,9 @@ NAMED_CASES = [
     Case(16, 0, (ONE_TOKEN_EACH,)),
     Case(16, 0, (Group(1, ((16, 0), (17, 0))),), (), (Other(0, 0, 40),)),
     Case(16, 2, (Group(0, ((5, 0),)), Group(7, ((33, 2),) * 9), ONE_TOKEN_EACH), (Other(1, 40, 1),), (Other(1, 0, 9),)),
-    Case(16, 0, (Group(4, LONG),), window=40, softcap=3.0),
+    Case(16, 0, (Group(4, LONG),), window=40, softcap=3.0, has_sinks=True),
 ]
 """In order: one group whose rows have very different lengths; rows right after a block border; rows around a block
 border beside a prompt; three groups, one with only the common prefix and one with nested prefixes, and rows in no group
-that share a group's blocks; a group whose first row's window begins behind the prefix, and the others' in it."""
+that share a group's blocks; a group whose first row's window begins behind the prefix, and the others' in it, beside
+sinks."""

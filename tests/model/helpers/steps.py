@@ -60,6 +60,7 @@ def make_runner(
     shape = KVShape(
         *(info.num_layers, num_heads, num_kv_heads, info.head_dim, page_size, dtype, device, model.activation_dtype),
         layers=tuple(layer.attention for layer in info.spec.layers),
+        sinks=model.sinks,
     )
     kernels = load_kernels()
     chosen = make_backend(backend, shape, kernels, max_graph_rows)

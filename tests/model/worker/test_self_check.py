@@ -5,6 +5,7 @@ import logging
 import random
 import unittest.mock
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.model.helpers.greedy_decoding import greedy_in_a_mixed_batch, load
 from tests.model.helpers.steps import CPU, StepDriver, load_runner, make_runner, one_thread
 from tests.model.sampling.helpers.shard_ranks import run_ranks
 from tokasaurus.checkpoint import resolve_checkpoint
+from tokasaurus.checkpoint.spec import AttentionSpec
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import FlagRefused
 from tokasaurus.model import triton_choice
@@ -85,6 +87,13 @@ def test_right_backends_are_far_within_the_tolerance(
     assert names[4:] == (["(recorded decode)"] * 2 if name == "flashinfer" else [])
     for what, error, tolerance in measured:
         assert error < tolerance / 2, what
+
+
+def test_layers_that_differ_are_compared_with_the_same_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = AttentionSpec(8, 2, 64, 0.125)
+    layers, sinks = (usual, replace(usual, window=5, softcap=1.0)), (None, torch.linspace(0, 9, 8))
+    shape = replace(shape_of(torch.float32), layers=layers, sinks=sinks)
+    check_attention(build("torch", shape, monkeypatch), shape)
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 256])

@@ -1,23 +1,43 @@
-"""Granite: Llama's layer with multipliers."""
+"""Granite: Llama's layer with multipliers; Granite SWA has windows and sinks, and a rotary base for each layer."""
+
+from dataclasses import replace
 
 from tokasaurus.checkpoint.families.family import Family, GGUFFiles, Settings
+from tokasaurus.checkpoint.json_files import CheckpointError
 from tokasaurus.checkpoint.spec import LayerSpec, ModelSpec
 
 
 def _granite(config: Settings) -> ModelSpec:
-    norm, bias = config.norm(), config.flag("attention_bias")
-    layer = LayerSpec(
-        config.attention(scale=config.number("attention_multiplier"), has_qkv_bias=bias, has_out_bias=bias),
-        config.mlp(has_bias=config.flag("mlp_bias")),
-        norm,
-        norm,
-        residual_multiplier=config.number("residual_multiplier"),
-    )
-    scales = {
-        "embedding_scale": config.number("embedding_multiplier"),
-        "logit_scale": 1 / config.number("logits_scaling"),
-    }
-    return config.model(layer, norm, **scales)
+    return config.model(_layer(config), config.norm(), **_scales(config))
+
+
+def _granite_swa(config: Settings) -> ModelSpec:
+    plain, thetas = _layer(config, has_sinks=True), config.fields.get("layer_rope_theta")
+    thetas = [config.rope.theta] * config.num_layers if thetas is None else thetas
+    if not isinstance(thetas, list) or any(type(theta) not in (int, float) for theta in thetas):
+        raise CheckpointError(f"layer_rope_theta must be a list of numbers, not {thetas!r}")
+    if len(thetas) != config.num_layers or any(theta <= 1 and theta != 0 for theta in thetas):
+        raise CheckpointError(f"layer_rope_theta {thetas!r} must have {config.num_layers} numbers, 0 or greater than 1")
+    bases = sorted({theta for theta in thetas if theta})
+    rotary = tuple(replace(config.rope, theta=float(theta)) for theta in bases)
+    windows = config.windows(lambda index: index % 4 != 0)
+    layers = [
+        replace(plain, attention=replace(plain.attention, window=window, rotary=bases.index(theta) if theta else None))
+        for window, theta in zip(windows, thetas, strict=True)
+    ]
+    return config.model(layers, config.norm(), rotary=rotary or (config.rope,), **_scales(config))
+
+
+def _layer(config: Settings, has_sinks: bool = False) -> LayerSpec:
+    norm, bias, scale = config.norm(), config.flag("attention_bias"), config.number("attention_multiplier")
+    attention = config.attention(scale=scale, has_qkv_bias=bias, has_out_bias=bias, has_sinks=has_sinks)
+    mlp = config.mlp(has_bias=config.flag("mlp_bias"))
+    return LayerSpec(attention, mlp, norm, norm, residual_multiplier=config.number("residual_multiplier"))
+
+
+def _scales(config: Settings) -> dict[str, float]:
+    embedding_scale, logits_scaling = config.number("embedding_multiplier"), config.number("logits_scaling")
+    return {"embedding_scale": embedding_scale, "logit_scale": 1 / logits_scaling}
 
 
 _MULTIPLIERS = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
@@ -30,5 +50,15 @@ FAMILIES = {
         defaults=dict.fromkeys(_MULTIPLIERS, 1.0),
         is_kv_heads_optional=True,
         gguf=GGUFFiles("granite", is_permuted=True),
+    ),
+    "granite_swa": Family(
+        "GraniteSWAForCausalLM",
+        _granite_swa,
+        applied=("attention_bias", "mlp_bias", "sliding_window", "layer_rope_theta", *_MULTIPLIERS),
+        defaults={
+            **dict.fromkeys(_MULTIPLIERS, 1.0),
+            **{"rms_norm_eps": 1e-5, "sliding_window": 128, "tie_word_embeddings": True},
+        },
+        is_kv_heads_optional=True,
     ),
 }

@@ -26,6 +26,8 @@ class Scores(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
+    sinks: Tensor | None
+    """float32 [H]; None: the layer has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +43,17 @@ class KVShape(KVSizes):
 
     layers: tuple[AttentionSpec, ...] = ()
     """How each of the worker's layers makes its scores; empty: all as usual."""
+    sinks: tuple[Tensor | None, ...] = ()
+    """Of each of these layers: float32 [H], on the device, which new weights are written into; or None. Empty: no layer
+    has any."""
 
     def scores_of(self, layer_index: int) -> "Scores":
-        """Scale, window and softcap of a layer."""
+        """How a layer makes its scores."""
+        sinks = self.sinks[layer_index] if self.sinks else None
         if not self.layers:
-            return Scores(self.head_dim**-0.5, None, None)
+            return Scores(self.head_dim**-0.5, None, None, sinks)
         layer = self.layers[layer_index]
-        return Scores(layer.scale, layer.window, layer.softcap)
+        return Scores(layer.scale, layer.window, layer.softcap, sinks)
 
     @property
     def windows(self) -> set[int | None]:
@@ -61,6 +67,7 @@ class KVShape(KVSizes):
         names = [
             *(["a window"] if any(each.window is not None for each in found) else []),
             *(["a cap of the scores"] if any(each.softcap is not None for each in found) else []),
+            *(["sinks"] if any(each.sinks is not None for each in found) else []),
             *(["a scale of its own"] if any(each.scale != self.head_dim**-0.5 for each in found) else []),
         ]
         return f"attention with {' and '.join(names)}" if names else None
@@ -221,8 +228,8 @@ class AttentionBackend(Protocol):
         dtype, to be filled and returned; None for memory of the backend's choice, as for every partial part. The
         output of a partial part has the query's dtype or a wider one. The LSE is the logarithm of the sum of
         exponentiated scores, natural or in the base that this backend's `merge` expects; it may be None for a part that
-        is not partial. Scores are those of KVShape.scores_of. A row whose window has no token of the part gets 0, and
-        the LSE -inf.
+        is not partial. Scores are those of KVShape.scores_of; sinks count with every part but the layout's prefix. A
+        row whose window has no token of the part gets 0, and without sinks the LSE -inf.
         """
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor) -> Tensor:

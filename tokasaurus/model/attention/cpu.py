@@ -51,7 +51,8 @@ class CpuBackend:
         self._scores = (LayerScoresStruct * shape.num_layers)()
         for index in range(shape.num_layers):
             layer = shape.scores_of(index)
-            self._scores[index] = LayerScoresStruct(layer.scale, layer.softcap or 0, layer.window or 0)
+            sinks = None if layer.sinks is None else layer.sinks.data_ptr()
+            self._scores[index] = LayerScoresStruct(layer.scale, layer.softcap or 0, layer.window or 0, sinks)
 
     @property
     def caches(self) -> list[Tensor]:
@@ -103,9 +104,11 @@ class CpuBackend:
     def attend(
         self, query: Tensor, layer_index: int, part: PagedPart, output: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        scores = self._scores[layer_index]
+        if part is self._layout.prefix:  # sinks count once
+            scores = LayerScoresStruct(scores.scale, scores.softcap, scores.window, None)
         attended, lse = self._kernels.attend(
-            *(query, self._cache[layer_index], self._struct(part), part.is_partial),
-            *(self._shape.page_size, self._scores[layer_index]),
+            *(query, self._cache[layer_index], self._struct(part), part.is_partial, self._shape.page_size, scores)
         )
         return attended if output is None else output.copy_(attended), lse
 

@@ -42,6 +42,8 @@ class ReferenceBackend(TensorCache):
         output = output_of(query, part, output)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         scores, after = self._shape.scores_of(layer_index), tokens_after(self._layout, part)
+        if part is self._layout.prefix:  # sinks count once
+            scores = scores._replace(sinks=None)
         for segment in range(len(part.kv_lengths)):
             start, end = part.query_starts[segment : segment + 2].tolist()
             kv_length = int(part.kv_lengths[segment])
@@ -72,7 +74,10 @@ class ReferenceBackend(TensorCache):
         scores = torch.einsum("hd,lhd->hl", query.float(), key) * how.scale
         if how.softcap is not None:
             scores = how.softcap * torch.tanh(scores / how.softcap)
-        return torch.einsum("hl,lhd->hd", scores.softmax(dim=-1), value), scores.logsumexp(dim=-1)
+        if how.sinks is not None:
+            scores = torch.cat((scores, how.sinks.to(scores.device).unsqueeze(1)), dim=1)
+        weights = scores.softmax(dim=-1)[:, : len(key)]
+        return torch.einsum("hl,lhd->hd", weights, value), scores.logsumexp(dim=-1)
 
 
 def _blocks_of(part: PagedPart, segment: int) -> Tensor:

@@ -98,6 +98,8 @@ class TorchBackend(TensorCache):
         output = output_of(query, part, output)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         scores = self._shape.scores_of(layer_index)
+        if part is self._layout.prefix:  # sinks count once
+            scores = scores._replace(sinks=None)
         for bucket in self._buckets[id(part), scores.window]:
             rows = bucket.rows.flatten()[bucket.valid]
             bucket_output, bucket_lse = self._attend_bucket(query[bucket.rows], layer_index, bucket, scores)
@@ -135,6 +137,8 @@ class TorchBackend(TensorCache):
         scores = scores.view(num_kv_heads, num_segments, group, num_rows, -1)
         scores.masked_fill_(hidden.unsqueeze(1).unsqueeze(0), -torch.inf)
         lse = scores.logsumexp(dim=-1)  # [K, S, G, Q]
+        if how.sinks is not None:
+            lse = torch.logaddexp(lse, how.sinks.view(num_kv_heads, 1, group, 1))
         # The clamp is for rows that see no token: their weights are 0, not NaN.
         lowest = torch.finfo(torch.float32).min
         weights = scores.sub_(lse.clamp_min(lowest).unsqueeze(-1)).exp_().view(*grouped.shape[:2], -1)

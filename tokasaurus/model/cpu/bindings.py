@@ -91,7 +91,10 @@ class PagedPartStruct(ctypes.Structure):
 class LayerScoresStruct(ctypes.Structure):
     """The struct LayerScores of attention_partition.h."""
 
-    _fields_ = (("scale", ctypes.c_double), ("softcap", ctypes.c_double), ("window", ctypes.c_int64))
+    _fields_ = (
+        *(("scale", ctypes.c_double), ("softcap", ctypes.c_double), ("window", ctypes.c_int64)),
+        ("sinks", ctypes.c_void_p),
+    )
 
 
 class PagedForwardStruct(ctypes.Structure):

@@ -76,6 +76,10 @@ class Attention(nn.Module):
             None if spec.query_key_norm is None else HeadNorm(spec, spec.query_key_norm, size, *shard, mesh, dtype)
             for size, shard in ((query_size, query_shard), (kv_size, kv_shard))
         )
+        self.sinks = None
+        if spec.has_sinks:
+            self.sinks = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32), requires_grad=False)
+        self._head_start = head_start
 
     def project(self, x: Tensor, norm: Norm | None, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, E], normalised by `norm` -> query [T, H, D], key and value [T, K, D]; query and key are rotated."""
@@ -112,7 +116,15 @@ class Attention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             shards += self.query_norm.weight_shards(f"{prefix}q_norm")
             shards += self.key_norm.weight_shards(f"{prefix}k_norm")
+        if self.sinks is not None:
+            heads = slice(self._head_start, self._head_start + self.num_heads)
+            size = (self.spec.num_heads,)
+            shards.append(WeightShard(f"{prefix}sinks", size, (heads,), self.sinks, self._write_sinks))
         return shards
+
+    def _write_sinks(self, values: Tensor) -> None:
+        assert self.sinks is not None
+        self.sinks.data.copy_(values)  # attention backends have its address
 
 
 class HeadNorm(Norm):
@@ -410,6 +422,13 @@ class Decoder(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             yield layer
+
+    @property
+    def sinks(self) -> tuple[Tensor | None, ...]:
+        """Of each of this stage's layers, which attention backends read: float32 [H], or None."""
+        return tuple(
+            None if layer.attention.sinks is None else layer.attention.sinks.data for layer in self.decoder_layers()
+        )
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] -> what enters the first stage, [T, E]."""

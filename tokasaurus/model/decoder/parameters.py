@@ -25,7 +25,7 @@ def _of_layer(layer: LayerSpec, hidden_size: int, mesh: Mesh) -> int:
     normed = 2 * attention.head_dim
     if attention.norm_over == "width" or attention.norm_by_head:
         normed = query + key
-    count += _of_norm(attention.query_key_norm, normed)
+    count += _of_norm(attention.query_key_norm, normed) + attention.has_sinks * query // attention.head_dim
     width = mesh.shard(mlp.width, "intermediate_size")[1]
     inputs = 1 + mlp.is_gated
     count += (inputs + 1) * hidden_size * width + inputs * width * mlp.has_bias

@@ -39,7 +39,7 @@ _MARGIN = 0.02
 def choose_attention(start: Start) -> str:
     """The fastest attention backend that computes rightly here; FlashInfer's may compile for minutes."""
     config, formats = start.config, (start.kv_cache_dtype, start.activation_dtype)
-    start.shape = kv_shape(start.info, start.mesh, config.page_size, *formats, start.device)
+    start.shape = kv_shape(start.info, start.mesh, config.page_size, *formats, start.device, start.model.sinks)
     max_graph_rows = max(sizes_of_graphs(config), default=0) if start.on_cuda else 0
     start.backend = choose_backend(config, start.shape, start.kernels, max_graph_rows, start.checks)
     if start.on_cuda and isinstance(start.backend, FlashInferBackend) and start.least(int(has_fa3(start.device))):

@@ -150,7 +150,7 @@ def _key(backend: AttentionBackend, shape: KVShape, plan: _Plan, kernels: Kernel
     else:
         device = processor_features()
         device += [] if kernels is None else kernels.path.parts[-2:]
-    of_shape = str(replace(shape, device=torch.device("cpu")))
+    of_shape = str(replace(shape, device=torch.device("cpu"), sinks=()))
     parts = (type(backend).__name__, *device, torch.__version__, of_shape, plan)
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:20]
     return f"{shape.device.type}-{torch.get_num_threads()}-{digest}"

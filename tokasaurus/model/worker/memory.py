@@ -98,8 +98,10 @@ def kv_shape(
     kv_cache_dtype: torch.dtype,
     activation_dtype: torch.dtype,
     device: torch.device,
+    sinks: tuple[torch.Tensor | None, ...] = (),
 ) -> KVShape:
-    """This rank's KV cache. Raises ValueError for a tp_size or pp_size by which the model cannot be divided."""
+    """This rank's KV cache. sinks: as in KVShape. Raises ValueError for a tp_size or pp_size by which the model cannot
+    be divided."""
     sizes = kv_sizes(info, mesh, page_size)
     return KVShape(
         num_layers=sizes.num_layers,
@@ -111,6 +113,7 @@ def kv_shape(
         device=device,
         activation_dtype=activation_dtype,
         layers=tuple(info.spec.layers[index].attention for index in mesh.stage_layers(info)),
+        sinks=sinks,
     )
 
 

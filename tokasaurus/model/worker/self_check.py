@@ -267,9 +267,8 @@ class SmallForward:
 def measure_attention(backend: AttentionBackend, shape: KVShape) -> Iterator[Measured]:
     """One result of each kind of forward. Replaces the backend's cache by one of a few blocks."""
     tolerance = max(TOLERANCES[shape.dtype], TOLERANCES[shape.query_dtype])
-    oracle = ReferenceBackend(
-        replace(shape, num_layers=1, dtype=torch.float32, activation_dtype=torch.float32, device=_CPU)
-    )
+    one_layer = replace(shape, num_layers=1, layers=shape.layers[-1:], sinks=shape.sinks[-1:])
+    oracle = ReferenceBackend(replace(one_layer, dtype=torch.float32, activation_dtype=torch.float32, device=_CPU))
     num_blocks, forwards = _attention_forwards(shape.page_size, isinstance(backend, RecordableBackend))
     random = SeededNumbers(_CPU)
     backend.allocate(num_blocks)

@@ -37,6 +37,7 @@ template <typename Stored>
 void LayoutAttention<Stored>::run(int64_t layer) {
   const LayerScores& scores = forward_.scores[layer];
   for (Problem<Stored>& problem : problems_) problem.scores = scores;
+  if (forward_.prefix != nullptr) problems_[0].scores.sinks = nullptr;  // they count once
   std::vector<Work>& work = work_[scores.window];
   if (work.empty())
     for (const Problem<Stored>& problem : problems_) work.push_back(partition_work(problem));

@@ -59,6 +59,7 @@ struct PagedPart {
 struct LayerScores {
   double scale, softcap;  // softcap: 0 for none
   int64_t window;         // 0 for none
+  const float* sinks;     // [H], a score of each query head whose value is zero; null for none
 };
 
 // scores[0..count) -> softcap * tanh(scale * score / softcap). count: a multiple of kGroup.
@@ -111,8 +112,15 @@ struct Problem {
     return int64_t(row_of(partition, query)) * shape.num_heads + head_of(partition, query);
   }
 
-  // Stores a query's output [D] and lse, merged with the other part's result if there is one. index: in [rows, H].
-  void store_result(int64_t index, const float* result, float result_lse) const {
+  // Stores a query's output [D] and lse, with the sink, merged with the other part's result if there is one. index: in
+  // [rows, H]. Overwrites result.
+  void store_result(int64_t index, float* result, float result_lse) const {
+    if (__builtin_expect(scores.sinks != nullptr, 0)) {
+      const float sink = scores.sinks[index % shape.num_heads], largest = std::max(result_lse, sink);
+      const float weight = std::exp(result_lse - largest), total = weight + std::exp(sink - largest);
+      for (int64_t d = 0; d < shape.head_dim; d += kLanes) store(result + d, load(result + d) * (weight / total));
+      result_lse = largest + std::log(total);
+    }
     dispatch_activation_type(part.is_partial && other_output == nullptr ? kFloat32 : activation_type, [&](auto tag) {
       store_result_as(index, result, result_lse, (TypeOf<decltype(tag)>*)output + index * shape.head_dim);
     });
