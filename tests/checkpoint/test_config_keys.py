@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     GenerationConfig,
     PretrainedConfig,
     cache_utils,
@@ -76,7 +77,7 @@ def test_every_key_that_transformers_reads_is_listed(family: str) -> None:
     """By the fields of its class, its keyword arguments, and attributes that the model, its masks and cache read."""
     owners = ("config", "self.config", "layer_config", "decoder_config", "effective_config")
     config_class = CONFIG_MAPPING[family]
-    modeling = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
+    modeling = importlib.import_module(MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__module__)
     found = {field.name for field in fields(config_class)}
     found |= set(names_read(inspect.getsource(modeling), owners))
     found |= set(keys_of(inspect.getsource(config_class), ("kwargs",)))
@@ -103,7 +104,7 @@ def test_every_generation_key_of_transformers_is_listed() -> None:
 
 
 def test_every_rotary_key_and_type_of_transformers_is_listed() -> None:
-    refused = {"dynamic", "proportional"}
+    refused = {"proportional"}
     assert set(ROPE_TYPES) | refused == {"default", *modeling_rope_utils.ROPE_INIT_FUNCTIONS}
     assert set(modeling_rope_utils.RopeParameters.__annotations__) - set(ROPE_KEYS) == set()
     for rope_type in ROPE_TYPES[1:]:
@@ -152,6 +153,7 @@ APPLIED_VALUES: dict[str, Any] = {
     **dict.fromkeys(("layer_norm_eps", "norm_epsilon", "norm_eps"), 0.1),
     **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 7.0),
     **dict.fromkeys(("qk_layernorm", "use_qk_norm", "use_bias", "attention_out_bias", "use_post_norm"), True),
+    **dict.fromkeys(("qkv_bias", "bias"), True),
     **{"query_pre_attn_scalar": 77, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0},
     **{"hidden_activation": "silu", "sliding_window_pattern": 2, "rope_local_base_freq": 77.0, "logit_scale": 3.0},
     "layer_rope_theta": [0, 1e4, 7e5],

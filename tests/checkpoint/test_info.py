@@ -116,7 +116,8 @@ def test_eos_ids_are_the_union_of_both_files(
         ("llama", {"hidden_act": "mish"}, "hidden_act 'mish'"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "'fp8'"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ("llama", {"rope_scaling": {"type": "proportional", "factor": 2.0}}, "rope type 'proportional'"),
+        ("llama", {"rope_scaling": {"type": "dynamic"}}, "factor is missing, which rope type 'dynamic' needs"),
         ("qwen2", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "short_factor must be a list"),
         ("qwen2", {"rope_scaling": {"rope_type": "mrope", "factor": 4.0}}, "rope type 'mrope'"),
         ("llama", {"rope_scaling": {"rope_type": None, "factor": 4.0}}, "rope type None"),
@@ -185,7 +186,8 @@ def test_missing_and_malformed_files_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scaling", "reason"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "rope type 'dynamic' is not supported, only "),
+        ({"rope_type": "dynamic", "factor": 2.0}, "rope type 'dynamic' changes with each sequence's length"),
+        ({"rope_type": "proportional", "factor": 2.0}, "rope type 'proportional' is not supported, only "),
         ({"rope_type": "yarn"}, "factor is missing"),
         ({"rope_type": "linear", "factor": "2"}, "factor must be a positive number"),
         ({"rope_type": "linear", "factor": 2, "beta_fast": 3}, "beta_fast is not a setting of rope type 'linear'"),
@@ -205,6 +207,6 @@ def test_a_wrong_rope_scaling_flag_is_refused_by_name(scaling: dict[str, Any], r
 
 
 def test_rope_scaling_makes_a_checkpoint_of_a_refused_type_readable(tmp_path: Path) -> None:
-    write(tmp_path, {"model_type": "qwen2", **BASE, "rope_scaling": {"type": "dynamic", "factor": 2.0}})
+    write(tmp_path, {"model_type": "qwen2", **BASE, "rope_scaling": {"type": "proportional", "factor": 2.0}})
     info = read_model_info(tmp_path, {"rope_type": "linear", "factor": 2})
     assert (info.spec.rotary[0], info.context_length) == (RopeInfo(1e4, "linear", factor=2.0), 1024)

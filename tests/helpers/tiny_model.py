@@ -67,6 +67,22 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         }
     ],
+    "ministral3": [
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 8},
+                **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+            },
+        },
+        {
+            **{"head_dim": 32, "sliding_window": 11},
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": 16},
+                "llama_4_scaling_beta": 0.2,
+            },
+        },
+    ],
     "smollm3": [
         {"num_hidden_layers": 4},
         {"no_rope_layers": [1, 0, 0], "use_sliding_window": True, "sliding_window": 10, "attention_bias": True},
@@ -141,6 +157,11 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"head_dim": 32, "attention_bias": True},
     ],
     "arcee": [{}, {"attention_bias": True, "mlp_bias": True}],
+    "apertus": [{}, {"attention_bias": True, "hidden_act": "relu2"}],
+    "internlm3": [
+        {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 6.0, "rope_theta": 5e5}},
+        {"head_dim": 32, "qkv_bias": True, "bias": True},
+    ],
     "ernie4_5": [{"head_dim": 32}, {"use_bias": True, "head_dim": 16}],
     "helium": [{"head_dim": 16, "attention_bias": True}],
     "seed_oss": [{"head_dim": 32}, {"attention_out_bias": True, "mlp_bias": True, "head_dim": 16}],

@@ -171,7 +171,7 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelInf
         raise CheckpointError(f"model_type {name!r} is not supported; supported are {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     architectures = config.get("architectures") or [family.architecture]
-    if architectures != [family.architecture]:
+    if architectures not in [[each] for each in (family.architecture, *family.other_architectures)]:
         raise CheckpointError(f"architectures {architectures} is not supported; {name} is {family.architecture}")
     refuse_keys(config, family, name)
     settings = Settings(config, family)

@@ -10,20 +10,23 @@ from typing import Any
 
 from tokasaurus.checkpoint.json_files import CheckpointError, Fields, flag, json_object, positive_float, positive_int
 
+_KEPT = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta")
+"""Keys of a model's rotary setting that the flag rope_scaling= leaves as they are."""
 MAX_CONTEXT = 1 << 22
 """Far above every published model; the rotary table takes about 2 GB then."""
 _MAX_THETA = 1e15
 _DEFAULT_THETA = 10_000.0
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
-"""The types that are applied. transformers' other types are refused: dynamic changes with the length of each batch's
-longest sequence. So does longrope there; here the longest sequence that the server takes decides for all."""
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+"""The types that are applied. dynamic scales nothing in sequences of up to max_position_embeddings, and none is longer
+here. In transformers longrope changes with each batch's longest sequence; here the longest sequence that the server
+takes decides for all."""
 
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "rope_type": ROPE_TYPES,
     "type": ROPE_TYPES,
     "rope_theta": ROPE_TYPES,
-    "factor": ("linear", "llama3", "yarn", "longrope"),
+    "factor": ("linear", "dynamic", "llama3", "yarn", "longrope"),
     "original_max_position_embeddings": ("llama3", "yarn", "longrope"),
     "low_freq_factor": ("llama3",),
     "high_freq_factor": ("llama3",),
@@ -64,6 +67,8 @@ class RopeInfo:
     """The same if sequences may be longer."""
     partial_factor: float = 1.0
     """The part of each head's channels that is rotated."""
+    position_scale: float = 0.0
+    """Cosines and sines are multiplied by 1 + position_scale * log(1 + position // original_context_length)."""
 
     def num_rotated(self, head_dim: int) -> int:
         """Channels of a head that are rotated."""
@@ -73,7 +78,7 @@ class RopeInfo:
 def parse_rope(config: Fields, context_length: int, has_partial: bool = False) -> RopeInfo:
     """context_length: max_position_embeddings. has_partial: the family applies partial_rotary_factor. Raises
     CheckpointError, naming the field."""
-    fields = _merged(config)
+    fields = rope_setting(config)
     factor = positive_float(fields, "partial_rotary_factor", 1.0, default=1.0)
     if factor != 1 and not has_partial:
         raise CheckpointError(f"partial_rotary_factor {factor!r} is not supported, only 1")
@@ -92,6 +97,8 @@ def _parse(fields: Fields, context_length: int) -> RopeInfo:
         return _parse_longrope(fields, theta, original, context_length)
     if "factor" not in fields:
         raise CheckpointError(f"factor is missing, which rope type {rope_type!r} needs")
+    if rope_type == "dynamic":
+        return RopeInfo(theta)
     if rope_type == "linear":
         return RopeInfo(theta, "linear", factor=positive_float(fields, "factor", _MAX_THETA))
     if rope_type == "llama3":
@@ -105,7 +112,7 @@ def extended_context_length(config: Fields, rope: RopeInfo, context_length: int)
     if rope.scaling_type != "yarn":
         return context_length
     of_full = json_object(config, "rope_parameters").get("full_attention")
-    fields = of_full if isinstance(of_full, dict) else _merged(config)
+    fields = of_full if isinstance(of_full, dict) else rope_setting(config)
     if fields.get("original_max_position_embeddings") is None:
         return context_length
     return min(max(context_length, int(rope.original_context_length * rope.factor)), MAX_CONTEXT)
@@ -119,14 +126,16 @@ def with_rope_scaling(config: Fields, scaling: Fields) -> Fields:
     Raises CheckpointError, naming the key.
     """
     rope_type = _type_of(scaling)
+    if rope_type == "dynamic":
+        raise CheckpointError("rope type 'dynamic' changes with each sequence's length, which is not supported")
     for key in scaling:
         if rope_type not in ROPE_KEYS.get(key, ()):
             raise CheckpointError(f"{key} is not a setting of rope type {rope_type!r}")
-    own = _merged(config)
+    own = rope_setting(config)
     stated = positive_int(config, "max_position_embeddings", MAX_CONTEXT)
     own_original = positive_int(own, "original_max_position_embeddings", MAX_CONTEXT, default=stated)
     original = positive_int(scaling, "original_max_position_embeddings", MAX_CONTEXT, default=own_original)
-    kept: dict[str, Any] = {name: own[name] for name in ("rope_theta", "partial_rotary_factor") if name in own}
+    kept: dict[str, Any] = {name: own[name] for name in _KEPT if name in own}
     parameters: dict[str, Any] = {**kept, **scaling}
     factor = 1.0 if rope_type == "default" else positive_float(scaling, "factor", _MAX_THETA)
     longest = min(int(original * factor), MAX_CONTEXT)
@@ -147,7 +156,7 @@ def dropped_theta(config: Fields) -> str | None:
     replaced = json_object(config, "rope_parameters").get("rope_theta")
     if not json_object(config, "rope_scaling") or replaced is None:
         return None
-    used = _merged(config).get("rope_theta", _DEFAULT_THETA)
+    used = rope_setting(config).get("rope_theta", _DEFAULT_THETA)
     if replaced == used:
         return None
     return f"rope_scaling replaces rope_parameters: rope_theta is {used!r}, not {replaced!r}, as in transformers"
@@ -161,7 +170,7 @@ def _type_of(fields: Fields) -> str:
     return str(rope_type)
 
 
-def _merged(config: Fields) -> dict[str, Any]:
+def rope_setting(config: Fields) -> dict[str, Any]:
     """One rotary setting; keys beside it fill in what it lacks, or replace it in one case."""
     parameters = json_object(config, "rope_parameters")
     fields = dict(json_object(config, "rope_scaling") or parameters)

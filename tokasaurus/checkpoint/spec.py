@@ -9,7 +9,7 @@ from typing import Literal
 
 from tokasaurus.checkpoint.rope import RopeInfo
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "xielu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ class AttentionSpec:
     """Scores become softcap * tanh(score / softcap); None: they stay."""
     rotary: int | None = 0
     """Index of the rotary table in ModelSpec.rotary; None: queries and keys are not rotated."""
+    query_rotary: int | None = None
+    """Index of the table of queries; None: they have the table of keys."""
     query_key_norm: NormSpec | None = None
     """Norm of queries and keys, each with its own weights."""
     norm_over: Literal["head", "width"] = "head"
@@ -116,6 +118,7 @@ class LayerSpec:
             and self.residual_multiplier == 1
             and (norm is None or (norm.is_plain and attention.norm_over == "head" and not attention.norm_by_head))
             and not attention.norms_after_rotary
+            and attention.query_rotary is None
             and not attention.has_out_bias
             and attention.clip is None
             and self.mlp == MLPSpec(self.mlp.width)

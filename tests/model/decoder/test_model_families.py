@@ -127,12 +127,16 @@ def assert_text_is_served(directory: Path, oracle: PreTrainedModel, caplog: pyte
     assert line.split()[0] == str(sum("language_model" not in name and "lm_head" not in name for name in names))
 
 
-@pytest.mark.parametrize(("family", "vision"), [("gemma3_text", VISION), ("mistral", {**VISION, "head_dim": 16})])
+OF_MISTRAL = {**VISION, "head_dim": 16, "model_type": "pixtral"}
+
+
+@pytest.mark.parametrize(
+    ("family", "vision"), [("gemma3_text", VISION), ("mistral", OF_MISTRAL), ("ministral3", OF_MISTRAL)]
+)
 def test_the_text_model_of_a_checkpoint_with_images_is_served(
     family: str, vision: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model_type = {"model_type": "pixtral"} if family == "mistral" else {}
-    assert_text_is_served(tmp_path, save_with_images(tmp_path, family, {**vision, **model_type}), caplog)
+    assert_text_is_served(tmp_path, save_with_images(tmp_path, family, vision), caplog)
 
 
 def test_keys_that_a_text_config_lacks_have_its_classs_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

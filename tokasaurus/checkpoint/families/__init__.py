@@ -50,17 +50,20 @@ _BESIDE_TEXT = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", *
 def text_fields(config: Fields) -> Fields:
     """config.json of a checkpoint's text model: the whole file, or its text_config where the checkpoint has a model for
     images too. Raises CheckpointError."""
-    for name, family in FAMILIES.items():
-        if family.with_images is not None and config.get("model_type") == family.with_images[0]:
-            text = json_object(config, "text_config")
-            whole = config.get("architectures") or [family.with_images[1]]
-            if whole != [family.with_images[1]] or text.get("model_type", name) != name:
-                raise CheckpointError(
-                    f"architectures {whole} with a text model of model_type {text.get('model_type')!r} is not supported"
-                )
-            beside = {key: config[key] for key in _BESIDE_TEXT if config.get(key) is not None}
-            return {**text, **beside, "model_type": name, "architectures": [family.architecture]}
-    return config
+    outer = config.get("model_type")
+    with_images = {name: family.with_images for name, family in FAMILIES.items() if family.with_images is not None}
+    served = {name: architecture for name, (each, architecture) in with_images.items() if each == outer}
+    if not served:
+        return config
+    text = json_object(config, "text_config")
+    name = str(text.get("model_type", next(iter(served))))
+    architectures = config.get("architectures")
+    if name not in served or architectures not in (None, [], [served[name]]):
+        raise CheckpointError(
+            f"architectures {architectures} with a text model of model_type {name!r} is not supported"
+        )
+    beside = {key: config[key] for key in _BESIDE_TEXT if config.get(key) is not None}
+    return {**text, **beside, "model_type": name, "architectures": [FAMILIES[name].architecture]}
 
 
 __all__ = ["FAMILIES", "Family", "Settings", "StoredTensors", "text_fields"]

@@ -1,5 +1,5 @@
-"""Families that are Llama's but for biases and the order of rotated channels: ERNIE 4.5, Helium, Seed-OSS, and CWM with
-windows."""
+"""Families that are Llama's but for biases and the order of rotated channels: ERNIE 4.5, Helium, InternLM 3, Seed-OSS,
+and CWM with windows."""
 
 from tokasaurus.checkpoint.families.family import Family, GGUFFiles, Settings, StoredTensors
 from tokasaurus.checkpoint.spec import LayerSpec, ModelSpec
@@ -18,6 +18,13 @@ def _ernie(config: Settings) -> ModelSpec:
 
 def _helium(config: Settings) -> ModelSpec:
     return config.model(_layer(config, "attention_bias", None, "mlp_bias"), config.norm())
+
+
+def _internlm3(config: Settings) -> ModelSpec:
+    norm, qkv_bias = config.norm(), config.flag("attention_bias") or config.flag("qkv_bias")
+    bias = config.flag("mlp_bias") or config.flag("bias")
+    attention = config.attention(has_qkv_bias=qkv_bias, has_out_bias=bias)
+    return config.model(LayerSpec(attention, config.mlp(has_bias=bias), norm, norm), norm)
 
 
 def _seed_oss(config: Settings) -> ModelSpec:
@@ -49,6 +56,14 @@ FAMILIES = {
         applied=("attention_bias", "mlp_bias"),
         defaults={"rms_norm_eps": 1e-8, "head_dim": 128},
         stored=StoredTensors(is_interleaved=True),
+    ),
+    "internlm3": Family(
+        "InternLM3ForCausalLM",
+        _internlm3,
+        applied=("attention_bias", "mlp_bias", "qkv_bias", "bias"),
+        defaults={"rms_norm_eps": 1e-5, "head_dim": 128},
+        is_kv_heads_optional=True,
+        other_architectures=("LlamaForCausalLM",),
     ),
     "seed_oss": Family(
         "SeedOssForCausalLM",

@@ -24,6 +24,7 @@ _LAYER_TYPES = {FULL: FULL, "attention": FULL, SLIDING: SLIDING}
 _ACTIVATIONS: dict[str, Activation] = {
     **{"silu": "silu", "swish": "silu", "gelu": "gelu", "relu2": "relu2"},
     **{"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"},
+    "xielu": "xielu",
 }
 
 
@@ -209,7 +210,7 @@ class Family:
     """One model_type of config.json."""
 
     architecture: str
-    """The only accepted class name in `architectures`."""
+    """The class name in `architectures`, or one of `other_architectures`; no other is accepted."""
     spec_of: Callable[[Settings], ModelSpec]
     applied: tuple[str, ...] = ()
     """Keys of config.json that spec_of reads, beyond those of every family (config_keys)."""
@@ -228,5 +229,6 @@ class Family:
     """partial_rotary_factor counts."""
     with_images: tuple[str, str] | None = None
     """model_type and architecture of checkpoints that have this text model, in text_config, beside one for images."""
+    other_architectures: tuple[str, ...] = ()
     gguf: GGUFFiles | None = None
     """None: GGUF files of it are not read."""

@@ -1,4 +1,4 @@
-"""Families with a plain MLP: StarCoder 2, Nemotron, Arcee and Jais 2."""
+"""Families with a plain MLP: StarCoder 2, Nemotron, Arcee, Apertus and Jais 2."""
 
 from tokasaurus.checkpoint.families.family import Family, GGUFFiles, Settings, StoredTensors
 from tokasaurus.checkpoint.spec import LayerSpec, ModelSpec
@@ -31,7 +31,29 @@ def _jais2(config: Settings) -> ModelSpec:
     return config.model(LayerSpec(attention, mlp, norm, norm), norm)
 
 
+def _apertus(config: Settings) -> ModelSpec:
+    norm, bias = config.norm(), config.flag("attention_bias")
+    attention = config.attention(has_qkv_bias=bias, has_out_bias=bias, query_key_norm=norm)
+    return config.model(LayerSpec(attention, config.mlp(is_gated=False), norm, norm), norm)
+
+
 FAMILIES = {
+    "apertus": Family(
+        "ApertusForCausalLM",
+        _apertus,
+        applied=("attention_bias",),
+        defaults={
+            **{"rms_norm_eps": 1e-5, "hidden_act": "xielu"},
+            "rope_parameters": {
+                **{"rope_type": "llama3", "rope_theta": 1.2e7, "factor": 8.0, "low_freq_factor": 1.0},
+                **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+            },
+        },
+        stored=StoredTensors(
+            {"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"}
+        ),
+        is_kv_heads_optional=True,
+    ),
     "jais2": Family(
         "Jais2ForCausalLM",
         _jais2,

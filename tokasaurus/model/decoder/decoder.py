@@ -98,7 +98,10 @@ class Attention(nn.Module):
         rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
         if not spec.norms_after_rotary:
             rotated = self._normed(rotated)
-        if spec.rotary is not None:
+        if spec.query_rotary is not None:
+            query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+            rotated = torch.cat((rotate(query, cos_sin[:, :1]), rotate(key, cos_sin[:, 1:])), dim=1)
+        elif spec.rotary is not None:
             rotated = rotate(rotated, cos_sin)
         if spec.norms_after_rotary:
             rotated = self._normed(rotated)
@@ -191,7 +194,9 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(spec.mlp, size, mesh, dtype)
 
     def table(self, cos_sin: Tensor) -> Tensor:
-        """cos_sin [T, tables, D] -> the layer's, [T, 1, D]."""
+        """cos_sin [T, tables, D] -> the layer's, [T, 1, D]; or the one of queries and the one of keys, [T, 2, D]."""
+        if self.spec.attention.query_rotary is not None:
+            return cos_sin[:, [self.spec.attention.query_rotary, self.table_index]]
         return cos_sin[:, self.table_index : self.table_index + 1] if self._has_tables else cos_sin
 
     def before_attention(self, hidden: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -624,7 +629,10 @@ def _table(rope: RopeInfo, head_dim: int, num_positions: int) -> Tensor:
     frequencies = inverse_frequencies(rope, num_rotated, num_positions)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     ones = torch.ones(num_positions, (head_dim - num_rotated) // 2)
-    factor = rope.attention_factor
+    factor: float | Tensor = rope.attention_factor
+    if rope.position_scale:
+        positions = torch.arange(num_positions).unsqueeze(1)
+        factor = factor * (1 + rope.position_scale * (1 + positions // rope.original_context_length).log())
     return torch.cat((angles.cos() * factor, ones, angles.sin() * factor, torch.zeros_like(ones)), dim=-1)
 
 

@@ -355,11 +355,13 @@ class MLP(nn.Module):
         outputs = [OutputShard(name, spec.width, start, length) for name in ("gate_proj", "up_proj")]
         if spec == MLPSpec(spec.width):
             self.gate_up: FusedColumnLinear = GatedLinear(hidden_size, outputs[0], outputs[1], dtype)
+            self.xielu: XIELU | None = None
             self._activate: Callable[[Tensor], Tensor] | None = None
         else:
             outputs = outputs if spec.is_gated else outputs[1:]
             self.gate_up = FusedColumnLinear(hidden_size, outputs, spec.has_bias, dtype)
-            self._activate = partial(_activate, ACTIVATIONS[spec.activation], spec.is_gated)
+            self.xielu = XIELU() if spec.activation == "xielu" else None
+            self._activate = partial(_activate, self.xielu or ACTIVATIONS[spec.activation], spec.is_gated)
         self.down = RowLinear("down_proj", spec.width, (start, length), hidden_size, mesh, dtype, spec.has_bias)
 
     def forward(self, x: Tensor, norm: Norm | None) -> Tensor:
@@ -375,7 +377,39 @@ class MLP(nn.Module):
         return self.gate_up
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
-        return self.gate_up.weight_shards(prefix) + self.down.weight_shards(prefix)
+        own = [] if self.xielu is None else self.xielu.weight_shards(f"{prefix}act_fn.")
+        return self.gate_up.weight_shards(prefix) + self.down.weight_shards(prefix) + own
+
+
+class XIELU(nn.Module):
+    """x -> alpha_p x^2 + beta x for x > 0, else alpha_n (e^min(x, eps) - 1 - x) + beta x. Source: arXiv 2411.13010."""
+
+    _NAMES = ("alpha_p", "alpha_n", "beta", "eps")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = nn.Parameter(torch.empty(4, dtype=torch.float32), requires_grad=False)
+        """As they are stored; the alphas are softplus of theirs, and alpha_n is beta larger."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        stored_p, stored_n, beta, eps = self.numbers
+        alpha_p, alpha_n = functional.softplus(stored_p), beta + functional.softplus(stored_n)
+        number = x.float()
+        negative = alpha_n * (torch.expm1(torch.minimum(number, eps)) - number)
+        result: Tensor = torch.where(number > 0, alpha_p * number * number, negative) + beta * number
+        return result.to(x.dtype)
+
+    def weight_shards(self, prefix: str) -> list[WeightShard]:
+        shards = []
+        for index, name in enumerate(self._NAMES):
+            shape = (1,) if name.startswith("alpha") else ()
+            own, write = self.numbers[index : index + 1], partial(self._write, index)
+            everything = tuple(slice(None) for _ in shape)
+            shards.append(WeightShard(f"{prefix}{name}", shape, everything, own, write, is_flattened=True))
+        return shards
+
+    def _write(self, index: int, value: Tensor) -> None:
+        self.numbers.data[index] = value.item()
 
 
 def _activate(function: Callable[[Tensor], Tensor], is_gated: bool, features: Tensor) -> Tensor:

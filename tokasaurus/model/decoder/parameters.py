@@ -30,6 +30,7 @@ def _of_layer(layer: LayerSpec, hidden_size: int, mesh: Mesh) -> int:
     inputs = 1 + mlp.is_gated
     count += (inputs + 1) * hidden_size * width + inputs * width * mlp.has_bias
     count += is_first * hidden_size * (attention.has_out_bias + mlp.has_bias)  # added once, by the first rank
+    count += 4 * (mlp.activation == "xielu")
     norms = layer.attention_norm, layer.mlp_norm, layer.attention_out_norm, layer.mlp_out_norm
     return count + sum(_of_norm(norm, hidden_size) for norm in norms)
 
