@@ -92,6 +92,19 @@ def test_the_planner_of_fa3_gets_the_length_of_each_prompt(over_real_wrappers: d
     assert over_real_wrappers["fa3"] == [40, 3, 200]
 
 
+@pytest.mark.parametrize("heads", HEADS)
+def test_compiled_functions_are_given_the_same_without_the_wrappers(
+    heads: tuple[int, int, int], over_real_wrappers: dict[str, Any]
+) -> None:
+    """By address, shape and value, of each planned and run part."""
+    compared = over_real_wrappers["/".join(map(str, heads)) + " calls"]
+    assert compared == {
+        f"{name}, {kernels}": 2 * num_parts
+        for name, num_parts in (("decode and prompts", 2), ("groups and prompts", 4), ("one row", 1))
+        for kernels in ("fa3", "fa2")
+    }
+
+
 @pytest.mark.parametrize("num_rows", PROMPT_ROWS)
 @pytest.mark.parametrize("heads", HEADS)
 def test_plans_of_prompts_fit_in_the_memory_of_their_wrappers(

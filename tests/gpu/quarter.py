@@ -38,6 +38,7 @@ _GRACE_S = 10
 """A step that does not end at its limit by SIGTERM gets SIGKILL so much later."""
 TESTS_OF = {
     "attention_backend=flashinfer": ("flashinfer",),
+    "flashinfer_calls": ("flashinfer",),
     "flashinfer_fa3": ("flashinfer",),
     "triton_attention": ("triton_kernels",),
     "triton_sampling": ("triton_sample",),

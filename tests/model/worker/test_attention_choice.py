@@ -18,7 +18,7 @@ from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.buffer_sizes import fa3_plan_bytes, plan_bytes
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker import attention_choice
-from tokasaurus.model.worker.attention_choice import choose_prefill
+from tokasaurus.model.worker.attention_choice import choose_calls, choose_prefill
 from tokasaurus.model.worker.self_check import Checks
 
 pytestmark = pytest.mark.cuda_path
@@ -146,6 +146,26 @@ def test_fa3_that_fails_or_computes_wrongly_is_switched_off(
     is_tried_again = fault is wrong_results
     assert backend.uses_fa3 is is_tried_again, "a build that failed is not tried at each start"
     assert choose.failed_build({}) is None, "FlashInfer itself can be built"
+
+
+def test_calls_that_cannot_be_learnt_or_compute_wrongly_leave_the_wrappers_in_use(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = make_backend(monkeypatch)
+    expected = attend_prompts(backend)
+
+    def prepare_wrong() -> None:
+        wrong = SimpleNamespace(run=lambda _query, _kv_cache, output, _lse: output.zero_())
+        backend._calls = dict.fromkeys(("decode", "fa2"), SimpleNamespace(plan=lambda *_: wrong))  # type: ignore[arg-type]
+
+    for prepare in (backend.prepare_calls, prepare_wrong):  # the double has no compiled functions
+        caplog.clear()
+        monkeypatch.setattr(backend, "prepare_calls", prepare)
+        choose_calls(backend, SHAPE, checks := Checks())
+        assert checks.switched_off == ["flashinfer_calls"]
+        (line,) = caplog.messages
+        assert line.startswith("calling FlashInfer without its wrappers is switched off: ")
+        torch.testing.assert_close(attend_prompts(backend), expected, atol=0, rtol=0)
 
 
 def test_plans_that_are_too_large_are_left_to_fa2(monkeypatch: pytest.MonkeyPatch) -> None:

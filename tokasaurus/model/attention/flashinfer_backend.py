@@ -26,6 +26,7 @@ from tokasaurus.model.attention.backend import (
     TensorCache,
     as_stored,
 )
+from tokasaurus.model.attention.flashinfer_calls import Call, PartCalls, PlannedCall, learn_calls, learn_plan
 from tokasaurus.model.attention.flashinfer_tools import provide_tools
 from tokasaurus.model.attention.row_split import merge_partial
 from tokasaurus.model.buffer_sizes import (
@@ -55,6 +56,9 @@ class Wrapper(Protocol):
     ) -> Tensor | tuple[Tensor, Tensor]: ...
 
     def reset_workspace_buffer(self, workspace: Tensor, plans: Tensor) -> None: ...
+
+    _plan_info: Any
+    """What the planner of its functions has returned."""
 
 
 class DecodeModule(Protocol):
@@ -156,6 +160,8 @@ class FixedMemory:
         """Events after the copies of a wrapper's last plan, which read its host memory, by number of rows."""
         self.planned: set[int] = set()
         """Numbers of rows whose wrapper has been planned."""
+        self.planners: dict[int, Call] = {}
+        """What calls FlashInfer's planner without the wrapper, by number of rows."""
 
     def wrapper(self, num_rows: int) -> Any:
         """The wrapper for this number of rows S; made at its first use, which must not be recorded."""
@@ -196,6 +202,9 @@ class FlashInferBackend(TensorCache):
             self._make_plan_memory(wrappers, plan_bytes(0))
         self._next_set = 0
         self._planned: dict[int, Wrapper] = {}
+        self._calls: dict[str, PartCalls] = {}
+        """How to plan and run parts without wrappers, by kind of wrapper; empty if that is not in use."""
+        self._planned_calls: dict[int, PlannedCall] = {}
         self._fixed: FixedMemory | None = None
         self.uses_fa3 = False
         """Whether prompts take "fa3"; may be changed once it is prepared."""
@@ -216,6 +225,7 @@ class FlashInferBackend(TensorCache):
         self._kv_indices = layout.kv_indices
         self._layout = layout  # keeps the parts alive: _planned is keyed by their ids
         self._planned = {}
+        self._planned_calls = {}
         parts = layout.parts if layout.prefix is None else (*layout.parts, layout.prefix)
         if not parts:
             return
@@ -229,24 +239,49 @@ class FlashInferBackend(TensorCache):
                 if num_decode == len(wrappers.decode):
                     wrappers.decode.append(self._new_decode())
                     wrappers.plan_bytes = 0
-                wrapper = wrappers.decode[num_decode]
-                plans.append(partial(self._plan_decode, wrapper, part))
+                kind, wrapper = "decode", wrappers.decode[num_decode]
+                plan = partial(self._plan_decode, wrapper, part)
                 num_decode += 1
             elif self.uses_fa3 and wrappers.fa3 is not None and self._fits_fa3(part, wrappers):
-                wrapper = wrappers.fa3
-                plans.append(partial(self._plan_prefill, wrapper, part, part.kv_lengths))
+                kind, wrapper = "fa3", wrappers.fa3
+                plan = partial(self._plan_prefill, wrapper, part, part.kv_lengths)
             else:
                 if num_prefill == len(wrappers.prefill):
                     wrappers.prefill.append(self._new_prefill())
                     wrappers.plan_bytes = 0
-                wrapper = wrappers.prefill[num_prefill]
-                plans.append(partial(self._plan_prefill, wrapper, part, _longest(part)))
+                kind, wrapper = "fa2", wrappers.prefill[num_prefill]
+                plan = partial(self._plan_prefill, wrapper, part, _longest(part))
                 num_prefill += 1
+            calls = self._calls.get(kind)
+            if calls is not None and part.lists is not None:
+                plan = partial(self._plan_call, calls, wrapper, part)
+            plans.append(plan)
             self._planned[id(part)] = wrapper
         needed = max(plan_bytes(part.num_rows) for part in parts)
         if needed > wrappers.plan_bytes:
             self._make_plan_memory(wrappers, needed)
         staging.then(partial(self._run_plans, wrappers, plans))
+
+    def prepare_calls(self) -> None:
+        """Plan and run parts by FlashInfer's functions, without its wrappers, from now on. Replaces the cache. Raises
+        UnknownCallError, or what FlashInfer raises."""
+        self.allocate(1)
+        wrappers = self._sets[0]
+        # Both have the same longest segment, which wrappers hand on but "fa2" and "fa3" do not read.
+        prompts, rows = (self._example((1, 2), True), self._example((2, 1, 2), False)), (1, 1, 1)
+        learn = partial(learn_calls, kv_cache=self._by_layer[0], shape=self._shape)
+        decodes = self._example(rows[:2], True), self._example(rows, True)
+        calls = {"decode": learn(wrappers.decode[0], partial(self._plan_decode, wrappers.decode[0]), decodes)}
+        kinds = {"fa2": wrappers.prefill[0]} | ({} if wrappers.fa3 is None else {"fa3": wrappers.fa3})
+        for kind, wrapper in kinds.items():
+            calls[kind] = learn(wrapper, partial(self._plan_lengths, wrapper), prompts)
+        self._calls = calls
+
+    def drop_calls(self) -> None:
+        """Plan and run by the wrappers."""
+        self._calls = {}
+        if self._fixed is not None:
+            self._fixed.planners.clear()
 
     def prepare_fa3(self) -> None:
         """Let prompts take "fa3". Compiles its kernel, which may take minutes. Raises what FlashInfer raises."""
@@ -254,11 +289,15 @@ class FlashInferBackend(TensorCache):
             wrappers.fa3 = self._new_prefill("fa3")
             self._make_plan_memory(wrappers, wrappers.plan_bytes)
         self.uses_fa3 = True
-        self._run_once((2,))
+        if self._calls:
+            self.prepare_calls()
+        else:
+            self._run_once((2,))
 
     def drop_fa3(self) -> None:
         """Free its wrappers."""
         self.uses_fa3 = False
+        self._calls.pop("fa3", None)
         for wrappers in self._sets:
             wrappers.fa3 = None
 
@@ -292,7 +331,12 @@ class FlashInferBackend(TensorCache):
         if copied is not None:
             # Not long: its copies ran before the step that is running now, at the latest.
             copied.synchronize()
-        if part.lists is not None and part.num_rows in fixed.planned:
+        planner = fixed.planners.get(part.num_rows)
+        if part.lists is not None and planner is not None:
+            wrapper._plan_info = planner.function(*planner.filled(part.causal, kv_starts=part.lists.host_starts))
+        elif part.lists is not None and self._calls:
+            fixed.planners[part.num_rows] = learn_plan(wrapper, partial(self._plan_decode, wrapper), part)
+        elif part.lists is not None and part.num_rows in fixed.planned:
             # The wrapper's own plan would fill the lists again, by three copies.
             self._plan_rows(partial(self._library.decode.fast_decode_plan, wrapper), part)
         else:
@@ -317,6 +361,15 @@ class FlashInferBackend(TensorCache):
         self, query: Tensor, layer_index: int, part: PagedPart, output: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         # FlashInfer reads the query's strides, but neither reads nor checks the output's.
+        planned = self._planned_calls.get(id(part))
+        if planned is not None:
+            lse = None
+            if part.is_partial:
+                lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+            if output is None:
+                output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+            planned.run(query, self._by_layer[layer_index], output, lse)
+            return output, lse
         assert query.stride(2) == 1
         assert output is None or output.is_contiguous()
         result = self._planned[id(part)].run(query, self._by_layer[layer_index], out=output, return_lse=part.is_partial)
@@ -359,6 +412,12 @@ class FlashInferBackend(TensorCache):
             if wrappers.copied is None:
                 wrappers.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             wrappers.copied.record()
+
+    def _plan_call(self, calls: PartCalls, wrapper: Wrapper, part: PagedPart) -> None:
+        self._planned_calls[id(part)] = calls.plan(wrapper, part)
+
+    def _plan_lengths(self, wrapper: Wrapper, part: PagedPart) -> None:
+        self._plan_prefill(wrapper, part, part.kv_lengths)
 
     def _plan_prefill(self, wrapper: Wrapper, part: PagedPart, lengths: Tensor) -> None:
         """lengths: for `seq_lens`."""
@@ -420,19 +479,28 @@ class FlashInferBackend(TensorCache):
         """Run a kernel once on the padding block, which compiles it. With and without LSE it is the same kernel.
 
         row_counts: 1 is decode, 2 is prefill."""
-        shape = self._shape
         self.allocate(1)
-        length = torch.ones(1, dtype=torch.int32)
-        block = torch.zeros(1, dtype=torch.int32, device=shape.device)
-        starts = torch.tensor([0, 1], dtype=torch.int32)
-        lists = BlockLists(starts, starts, block, length, starts, length)
+        shape = self._shape
         query = torch.zeros((2, shape.num_heads, shape.head_dim), dtype=shape.query_dtype, device=shape.device)
         no_tokens = torch.zeros(0, dtype=torch.int64, device=shape.device)
         for num_rows in row_counts:
-            rows = torch.tensor([0, num_rows], dtype=torch.int32)
-            part = PagedPart(0, num_rows, rows, None, length, causal=False, lists=lists)
+            part = self._example((num_rows,), causal=False, is_run_alone=False)
             self.plan(PagedLayout(no_tokens, (part,)))
             self.attend(query[:num_rows], 0, part)
+
+    def _example(self, row_counts: Sequence[int], causal: bool, is_run_alone: bool = True) -> PagedPart:
+        """Segments of so many rows, in turn with two full blocks of context and with one token more than a block; all
+        blocks are the padding block. is_run_alone: without a wrapper, which reads all but the blocks on the host."""
+        page_size, device = self._shape.page_size, self._shape.device
+        lengths = torch.tensor([(2 * page_size, page_size + 1)[i % 2] for i in range(len(row_counts))])
+        query_starts = torch.tensor([0, *row_counts]).cumsum(0)
+        starts = 2 * torch.arange(len(row_counts) + 1)
+        starts, query_starts, lengths = (x.to(torch.int32) for x in (starts, query_starts, lengths))
+        blocks = torch.zeros(int(starts[-1]), dtype=torch.int32, device=device)
+        others = starts, lengths - page_size, query_starts, lengths
+        own_starts, last_lengths, *own = (x.to(device) for x in others) if is_run_alone else others
+        lists = BlockLists(starts, own_starts, blocks, last_lengths, *own)
+        return PagedPart(0, int(query_starts[-1]), query_starts, None, lengths, causal, lists=lists)
 
 
 def _longest(part: PagedPart) -> Tensor:

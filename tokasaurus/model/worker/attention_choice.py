@@ -42,9 +42,12 @@ def choose_attention(start: Start) -> str:
     start.shape = kv_shape(start.info, start.mesh, config.page_size, *formats, start.device, start.model.sinks)
     max_graph_rows = max(sizes_of_graphs(config), default=0) if start.on_cuda else 0
     start.backend = choose_backend(config, start.shape, start.kernels, max_graph_rows, start.checks)
-    if start.on_cuda and isinstance(start.backend, FlashInferBackend) and start.least(int(has_fa3(start.device))):
-        return choose_prefill(start.backend, start.shape, start.mesh, start.checks)
-    return ""
+    if not start.on_cuda or not isinstance(start.backend, FlashInferBackend):
+        return ""
+    choose_calls(start.backend, start.shape, start.checks)
+    if not start.least(int(has_fa3(start.device))):
+        return ""
+    return choose_prefill(start.backend, start.shape, start.mesh, start.checks)
 
 
 def choose_backend(
@@ -72,6 +75,19 @@ def choose_backend(
         return make_backend(config.attention_backend, shape, kernels, max_graph_rows, attempt)
     except ValueError as error:
         raise FlagRefused(str(error)) from error
+
+
+def choose_calls(backend: FlashInferBackend, shape: KVShape, checks: Checks) -> None:
+    """Let steps call FlashInfer's functions without its wrappers if that is right on all ranks, all of which must call
+    this. Replaces the backend's cache."""
+
+    def measure() -> Iterator[Measured]:
+        backend.prepare_calls()
+        yield from measure_attention(backend, shape)
+
+    what, without = "calling FlashInfer without its wrappers is", "steps with prompts take the host longer"
+    if not checks.passes("flashinfer_calls", measure, what, without):
+        backend.drop_calls()
 
 
 def choose_prefill(backend: FlashInferBackend, shape: KVShape, mesh: Mesh, checks: Checks) -> str:

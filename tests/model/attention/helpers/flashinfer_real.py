@@ -57,7 +57,9 @@ def prefix_part(num_rows: int) -> PagedPart:
     """All rows behind one prefix."""
     part = decode_part(1, seed=9, is_partial=True)
     rows = torch.tensor([0, num_rows], dtype=torch.int32)
-    return PagedPart(0, num_rows, rows, None, part.kv_lengths, causal=False, is_partial=True, lists=part.lists)
+    assert part.lists is not None
+    lists = replace(part.lists, query_starts=rows)
+    return PagedPart(0, num_rows, rows, None, part.kv_lengths, causal=False, is_partial=True, lists=lists)
 
 
 def prompts_part(lengths: list[int]) -> PagedPart:
@@ -90,22 +92,36 @@ def plan_fa3(*args: Any) -> list[int]:
     return [0] * 9
 
 
-def stub_modules(flashinfer: Any, planner: HostPlanner, on_run: Callable[[], object] = lambda: None) -> None:
-    from flashinfer.jit import attention
+def stub_modules(
+    flashinfer: Any,
+    planner: HostPlanner,
+    on_run: Callable[..., object] = lambda *_: None,
+    on_plan: Callable[..., object] = lambda *_: None,
+) -> None:
+    """In the place of the compiled modules; FlashInfer's Python around these stays. on_run, on_plan: called with the
+    arguments of each."""
 
-    def prefill_module(backend: str, *args: Any) -> Any:
-        attention.get_batch_prefill_uri(backend, *args)
-        plan = plan_fa3 if backend == "fa3" else planner.plan
-        return SimpleNamespace(plan=plan, paged_run=lambda *_args: on_run())
+    def noted(plan: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            on_plan(*args)
+            return plan(*args)
 
-    def decode_module(*args: Any) -> Any:
-        attention.get_batch_decode_uri(*args)
-        return SimpleNamespace(plan=planner.plan_decode, run=lambda *_args: on_run())
+        return call
 
-    for module in (flashinfer.decode, flashinfer.prefill):
-        module.get_batch_prefill_module = prefill_module
-        if hasattr(module, "get_batch_decode_module"):
-            module.get_batch_decode_module = decode_module
+    def prefill_module(backend: str, *_args: Any) -> Any:
+        plan = noted(plan_fa3 if backend == "fa3" else planner.plan)
+        module = SimpleNamespace(plan=plan, paged_run=on_run, ragged_run=None)
+        return SimpleNamespace(build_and_load=lambda: module)
+
+    def decode_module(*_args: Any) -> Any:
+        module = SimpleNamespace(plan=noted(planner.plan_decode), run=on_run)
+        return SimpleNamespace(build_and_load=lambda: module)
+
+    flashinfer.decode.gen_batch_decode_module = decode_module
+    for name in ("gen_batch_prefill_module", "_gen_batch_prefill_primary_module"):
+        if hasattr(flashinfer.prefill, name):
+            setattr(flashinfer.prefill, name, prefill_module)
+    flashinfer.prefill._gen_batch_prefill_independent_paged_module = lambda *_args: None
 
 
 def check_prompts(backend: Any, planner: HostPlanner, num_rows: int) -> dict[str, Any]:
@@ -178,6 +194,7 @@ def time_groups(backend: Any, shape: KVShape, num_rows: int) -> dict[str, float]
 
 def check(shape: KVShape, num_rows: int, flashinfer: Any, planner: HostPlanner) -> dict[str, Any]:
     backend = flashinfer_backend.FlashInferBackend(shape, flashinfer, max_graph_rows=num_rows)
+    backend.prepare_calls()
     backend.allocate(2)
     query = torch.zeros((num_rows, shape.num_heads, shape.head_dim), dtype=shape.query_dtype)
     kv_indices = torch.zeros(num_rows, dtype=torch.int64)
@@ -231,6 +248,58 @@ def fa3_lengths(flashinfer: Any, shape: KVShape, lengths: list[int]) -> list[int
     return fa3_plans[-1]
 
 
+def plain(argument: Any, addresses: dict[int, str]) -> Any:
+    """An argument of a compiled function, as what the same function is given by another way can be compared with.
+
+    addresses: names of memory that the kernels write."""
+    if not isinstance(argument, Tensor):
+        return argument if isinstance(argument, list) else (type(argument).__name__, argument)
+    if argument.dtype == torch.int32:
+        return argument.tolist()
+    return addresses.get(argument.data_ptr(), argument.data_ptr()), argument.dtype, argument.shape, argument.stride()
+
+
+def calls_by_both_ways(flashinfer: Any, shape: KVShape, heard: list[Any]) -> dict[str, int]:
+    """Compares what the compiled functions are given by the wrappers and without them -> number of compared calls, by
+    kind of part. heard: what the stubs are given is added here."""
+    backend: Any = flashinfer_backend.FlashInferBackend(shape, flashinfer, max_graph_rows=16)
+    backend.prepare_fa3()
+    backend.prepare_calls()
+    backend.allocate(2)
+    calls, compared, none = backend._calls, dict[str, int](), dict[str, Any]()
+    grouped = PagedLayout(torch.zeros(0), (decode_part(5, seed=3, is_partial=True),), prefix_part(5))
+    layouts = {
+        "decode and prompts": PagedLayout(torch.zeros(0), (decode_part(7, seed=1), prompts_part([40, 3, 200]))),
+        "groups and prompts": replace(grouped, parts=(*grouped.parts, decode_part(2, seed=4), prompts_part([90]))),
+        "one row": PagedLayout(torch.zeros(0), (decode_part(1, seed=2),)),
+    }
+    for name, layout in layouts.items():
+        for uses_fa3 in (True, False):
+            backend.uses_fa3 = uses_fa3
+            found = []
+            for chosen in (none, calls):
+                backend._calls, backend._next_set = chosen, 0
+                heard.clear()
+                backend.plan(layout)
+                for part in (*layout.parts, *([] if layout.prefix is None else [layout.prefix])):
+                    query = torch.zeros(part.num_rows, shape.num_heads, shape.head_dim, dtype=shape.dtype)
+                    output = None if part.is_partial else torch.zeros_like(query)
+                    output, lse = backend.attend(query, 0, part, output)
+                    named = {"query": query, "output": output, "lse": lse}
+                    addresses = {x.data_ptr(): key for key, x in named.items() if x is not None}
+                    heard[-1] = [plain(argument, addresses) for argument in heard[-1]]
+                    assert (lse is not None) == part.is_partial
+                found.append([call if isinstance(call, list) else [plain(x, {}) for x in call] for call in heard])
+            for by_wrapper, alone in zip(*found, strict=True):
+                # fa2's planner does not read the lengths, of which it gets the longest from us.
+                is_plan = len(by_wrapper) in (19, 20)
+                assert len(by_wrapper) == len(alone)
+                for place, pair in enumerate(zip(by_wrapper, alone, strict=True)):
+                    assert pair[0] == pair[1] or (is_plan and place == 5), f"{name}, argument {place}: {pair}"
+            compared[f"{name}, {'fa3' if uses_fa3 else 'fa2'}"] = len(found[0])
+    return compared
+
+
 def refused_output(flashinfer: Any, shape: KVShape) -> str:
     """What the stubs do with the output in float32 that partial parts once asked for."""
     backend = flashinfer_backend.FlashInferBackend(shape, flashinfer)
@@ -253,13 +322,16 @@ def main(package: str, needs: str) -> None:
     backend.workspace_bytes = lambda shape, _number, rows=0: real_bytes(shape, NUM_PROCESSORS, rows)
     with tempfile.TemporaryDirectory() as directory:
         planner = HostPlanner(Path(package), Path(directory))
-        stub_modules(flashinfer, planner)
+        heard: list[Any] = []
+        stub_modules(flashinfer, planner, *[lambda *args: heard.append(args)] * 2)
         found: dict[str, Any] = {}
         for heads in HEADS:
             for num_rows in ROWS:
                 planner.sizes = [0, 0]
                 shape = KVShape(1, *heads, PAGE_SIZE, torch.bfloat16, CPU)
                 found["/".join(map(str, heads)) + f" {num_rows}"] = check(shape, num_rows, flashinfer, planner)
+                heard.clear()
+            found["/".join(map(str, heads)) + " calls"] = calls_by_both_ways(flashinfer, shape, heard)
         found["fa3"] = fa3_lengths(flashinfer, KVShape(1, *HEADS[0], PAGE_SIZE, torch.bfloat16, CPU), [40, 3, 200])
         found["refused"] = refused_output(flashinfer, KVShape(1, *HEADS[0], PAGE_SIZE, torch.bfloat16, CPU))
     print(json.dumps(found))

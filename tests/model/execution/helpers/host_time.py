@@ -164,6 +164,7 @@ def make_runner(flashinfer: Any, num_layers: int, max_rows: int) -> ModelRunner:
     model.materialize(CPU, CONTEXT)
     shape = KVShape(num_layers, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, torch.bfloat16, CPU, torch.bfloat16)
     backend = flashinfer_backend.FlashInferBackend(shape, flashinfer, max_graph_rows=max_rows)
+    backend.prepare_calls()
     backend.allocate(NUM_BLOCKS + 1)
     slots = SlotTable(SlotTableSize(max_rows + 3, CONTEXT // PAGE_SIZE), CPU)
     slots.on_device = DeviceSlots(max_rows + 3, CONTEXT // PAGE_SIZE, CPU)
@@ -245,7 +246,7 @@ def main() -> None:
     backend.workspace_bytes = lambda shape, _number, rows=0: real_bytes(shape, NUM_PROCESSORS, rows)
     with tempfile.TemporaryDirectory() as directory:
         planner = HostPlanner(Path(args.package), Path(directory))
-        flashinfer_real.stub_modules(flashinfer, planner, on_run=lambda: launches.update(["attention"]))
+        flashinfer_real.stub_modules(flashinfer, planner, on_run=_kernel("attention"))
         without_kernels()
         found: dict[str, Any] = {}
         runner = make_runner(flashinfer, args.num_layers, max_rows=128)
