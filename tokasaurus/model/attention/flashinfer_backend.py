@@ -322,6 +322,7 @@ class FlashInferBackend(TensorCache):
         wrapper = self._fixed.wrapper(part.num_rows)
         self._layout = layout  # keeps the part alive
         self._planned = {id(part): wrapper}
+        self._planned_calls = {}
         self._kv_indices = layout.kv_indices
         staging = layout.staging or DirectStaging(self._shape.device)
         staging.then(partial(self._run_recorded_plan, self._fixed, wrapper, part))

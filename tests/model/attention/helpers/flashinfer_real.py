@@ -154,6 +154,7 @@ def record(backend: Any, planner: HostPlanner, num_rows: int, query: Tensor, num
         backend.plan_recorded(layout)
         times_s.append(time.perf_counter() - began_s)
         wrapper: Any = next(iter(backend._planned.values()))
+        assert not backend._planned_calls, "they are of other parts, whose ids these may have"
         plans.append(list(wrapper._plan_info))
         asked = [max(pair) for pair in zip(asked, planner.sizes, strict=True)]
         assert part.lists is not None
