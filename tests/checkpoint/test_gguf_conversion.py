@@ -114,6 +114,22 @@ def test_llama3_scaling_is_derived_from_the_rope_factors(tmp_path: Path) -> None
             # 0.1 ln 4 + 1
             RopeInfo(500000.0, "yarn", 4.0, original_context_length=64, attention_factor=1.1386294361119891),
         ),
+        (
+            {
+                **{"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_attn_factor": 1.5},
+                **{"yarn_ext_factor": 1.0, "yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0},
+            },
+            RopeInfo(
+                500000.0, "yarn", 4.0, original_context_length=64, beta_fast=16.0, beta_slow=2.0, attention_factor=1.5
+            ),
+        ),
+        (
+            {
+                **{"type": "yarn", "factor": 4.0, "original_context_length": 64},
+                **{"yarn_log_multiplier": 1.0, "attn_factor": 0.5},
+            },
+            RopeInfo(500000.0, "yarn", 4.0, original_context_length=64, attention_factor=0.5),
+        ),
     ],
 )
 def test_rotary_scaling_of_the_metadata_is_kept(tmp_path: Path, fields: dict[str, object], expected: RopeInfo) -> None:
@@ -137,6 +153,9 @@ def test_rope_factors_of_another_scaling_are_refused(tmp_path: Path) -> None:
         ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.factor is missing"),
         ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type = 'longrope'"),
         ({"llama.rope.scaling.attn_factor": 0.5}, "rope.scaling.attn_factor"),
+        ({"llama.rope.scaling.yarn_beta_fast": 16.0}, "yarn_beta_fast = 16.0 is not supported with 'none'"),
+        ({"llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor = 0.5"),
+        ({"llama.attention.temperature_scale": 0.1}, "temperature_scale = 0.1"),
         ({"llama.attention.sliding_window": 128}, "sliding_window = 128"),
         ({"llama.expert_count": 8}, "expert_count = 8"),
         ({"llama.some_new_scale": 2.0}, "some_new_scale"),

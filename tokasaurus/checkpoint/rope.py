@@ -207,7 +207,7 @@ def _parse_yarn(fields: Fields, theta: float, original: int, context_length: int
         both = bool(fields.get("mscale") and fields.get("mscale_all_dim"))
         scale = positive_float(fields, "mscale", _MAX_THETA) if both else 1.0
         scale_all = positive_float(fields, "mscale_all_dim", _MAX_THETA) if both else 0.0
-        attention_factor = _magnitude(factor, scale) / _magnitude(factor, scale_all)
+        attention_factor = magnitude(factor, scale) / magnitude(factor, scale_all)
     return RopeInfo(
         theta,
         "yarn",
@@ -243,5 +243,6 @@ def _factors(fields: Fields, name: str) -> tuple[float, ...]:
     return tuple(float(each) for each in values)
 
 
-def _magnitude(factor: float, scale: float) -> float:
+def magnitude(factor: float, scale: float) -> float:
+    """YaRN's factor of cosines and sines, for a `scale` called mscale or mscale_all_dim."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

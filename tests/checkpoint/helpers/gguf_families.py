@@ -13,15 +13,16 @@ from tests.checkpoint.helpers.gguf_files import byte_tokenizer
 
 _ARCHITECTURES = {
     **{"mistral": MODEL_ARCH.LLAMA, "gemma3_text": MODEL_ARCH.GEMMA3, "olmo3": MODEL_ARCH.OLMO2},
-    **{"phi": MODEL_ARCH.PHI2, "cohere": MODEL_ARCH.COMMAND_R},
+    **{"phi": MODEL_ARCH.PHI2, "cohere": MODEL_ARCH.COMMAND_R, "ministral3": MODEL_ARCH.MISTRAL3},
+    **{"glm": MODEL_ARCH.CHATGLM, "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE},
 }
 """Those that are not named as the family."""
-_PERMUTED = ("llama", "mistral", "smollm3", "olmo", "granite", "arcee")
+_PERMUTED = ("llama", "mistral", "ministral3", "smollm3", "olmo", "granite", "arcee")
 _ONE_PLUS = ("gemma", "gemma2", "gemma3_text", "nemotron")
 
 
-def write_family_gguf(path: Path, model: PreTrainedModel) -> None:
-    """In float32, with a tokenizer of a few tokens."""
+def write_family_gguf(path: Path, model: PreTrainedModel, fuses_heads: bool = False) -> None:
+    """In float32, with a tokenizer of a few tokens. fuses_heads: queries, keys and values are one tensor."""
     config = model.config
     family, num_layers = config.model_type, config.num_hidden_layers
     architecture = _ARCHITECTURES.get(family) or MODEL_ARCH[family.upper()]
@@ -38,6 +39,7 @@ def write_family_gguf(path: Path, model: PreTrainedModel) -> None:
         else:
             writer.add_array(key, value)
     names = get_tensor_name_map(architecture, num_layers)
+    fused: list[NDArray[np.float32]] = []
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -48,6 +50,13 @@ def write_family_gguf(path: Path, model: PreTrainedModel) -> None:
             stored = stored + np.float32(1)
         if name.endswith(("q_norm.weight", "k_norm.weight")) and stored.ndim == 1 and family == "cohere":
             stored = stored.reshape(-1, head_dim)
+        if fuses_heads and name.rpartition(".")[0].endswith(("q_proj", "k_proj", "v_proj")):
+            fused.append(stored)  # weight and bias, in turn
+            if len(fused) == 6:
+                for kind, parts in (("weight", fused[::2]), ("bias", fused[1::2])):
+                    writer.add_tensor(f"blk.{name.split('.')[2]}.attn_qkv.{kind}", np.concatenate(parts))
+                fused.clear()
+            continue
         written = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert written is not None, name
         writer.add_tensor(written, np.ascontiguousarray(stored))
@@ -98,12 +107,32 @@ def _add_options(writer: GGUFWriter, config: Any) -> None:
 def _add_rotary(writer: GGUFWriter, config: Any, head_dim: int) -> None:
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
-    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "dynamic":  # of Hunyuan
+        writer.add_rope_freq_base(rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2)))
+        writer.add_rope_scaling_type(RopeScalingType.NONE)
+        writer.add_rope_scaling_factor(1)
+    else:
+        writer.add_rope_freq_base(rope["rope_theta"])
     partial = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None) or 1.0)
     writer.add_rope_dimension_count(int(head_dim * partial))
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        written = {
+            "attention_factor": writer.add_rope_scaling_yarn_attn_factor,
+            "beta_fast": writer.add_rope_scaling_yarn_beta_fast,
+            "beta_slow": writer.add_rope_scaling_yarn_beta_slow,
+        }
+        for name, add in written.items():
+            if rope.get(name) is not None:
+                add(rope[name])
+    if config.model_type == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope["rope_type"] == "longrope":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_attn_factors(1.0)

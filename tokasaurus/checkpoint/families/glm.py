@@ -29,6 +29,7 @@ FAMILIES = {
         defaults=_DEFAULTS,
         stored=StoredTensors(fused=_FUSED, is_interleaved=True),
         has_partial_rotary=True,
+        gguf=GGUFFiles("chatglm"),
     ),
     "glm4": Family(
         "Glm4ForCausalLM",

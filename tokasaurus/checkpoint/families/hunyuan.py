@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tokasaurus.checkpoint.families.family import Family, Settings, StoredTensors
+from tokasaurus.checkpoint.families.family import Family, GGUFFiles, Settings, StoredTensors
 from tokasaurus.checkpoint.json_files import json_object, positive_float
 from tokasaurus.checkpoint.spec import LayerSpec, ModelSpec
 
@@ -33,5 +33,6 @@ FAMILIES = {
             {f"self_attn.{short}_norm": f"self_attn.{name}_layernorm" for short, name in (("q", "query"), ("k", "key"))}
         ),
         is_kv_heads_optional=True,
+        gguf=GGUFFiles("hunyuan-dense"),
     ),
 }

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tokasaurus.checkpoint.families.family import Family, Settings
+from tokasaurus.checkpoint.families.family import Family, GGUFFiles, Settings
 from tokasaurus.checkpoint.json_files import positive_float, positive_int
 from tokasaurus.checkpoint.rope import MAX_CONTEXT, rope_setting
 from tokasaurus.checkpoint.spec import LayerSpec, ModelSpec
@@ -55,6 +55,7 @@ FAMILIES = {
             },
         },
         is_kv_heads_optional=True,
+        gguf=GGUFFiles("mistral3", is_permuted=True, fields={"llama_4_scaling_beta": None}),
         with_images=("mistral3", "Mistral3ForConditionalGeneration"),
     ),
 }

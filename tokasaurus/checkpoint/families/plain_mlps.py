@@ -61,6 +61,7 @@ FAMILIES = {
         without_effect=("rms_norm_eps",),
         defaults={"layer_norm_eps": 1e-5, "hidden_act": "relu2", "attention_bias": True, "mlp_bias": True},
         is_kv_heads_optional=True,
+        gguf=GGUFFiles("jais2"),
     ),
     "starcoder2": Family(
         "Starcoder2ForCausalLM",

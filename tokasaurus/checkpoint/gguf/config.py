@@ -12,6 +12,7 @@ from tokasaurus.checkpoint.families import FAMILIES, Family
 from tokasaurus.checkpoint.families.family import FULL, SLIDING
 from tokasaurus.checkpoint.gguf.model import ARCHITECTURES, ROPE_FACTORS
 from tokasaurus.checkpoint.json_files import CheckpointError
+from tokasaurus.checkpoint.rope import magnitude
 
 Metadata = Mapping[str, Any]
 
@@ -33,12 +34,24 @@ _READ = {
     "rope.scaling.factor",
     "rope.scaling.original_context_length",
     "rope.scaling.attn_factor",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_log_multiplier",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
 }
+_YARN = {
+    "rope.scaling.yarn_attn_factor": "attention_factor",
+    "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+"""Keys of YaRN, and the setting of config.json that each is."""
 _BY_FAMILY = {
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
     "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon", "norm_eps"),
     "attention.sliding_window": ("sliding_window",),
     "attention.scale": ("attention_multiplier",),
+    "attention.temperature_scale": ("llama_4_scaling_beta",),
     "attention.clamp_kqv": ("clip_qkv",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
@@ -67,7 +80,7 @@ _OFF = {
     "attention.sliding_window": 0,
     "attn_logit_softcapping": 0.0,
     "final_logit_softcapping": 0.0,
-    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
 }
 # Layers of the models whose scores are scaled by the heads' part of the hidden size, and not by their own size: Gemma 2
 # and 3 with 27B parameters. llama.cpp knows them by this too.
@@ -159,6 +172,8 @@ def model_config(
     rope = {"rope_theta": theta, **_scaling(architecture, fields, num_rotated, rope_factors)}
     if family.has_partial_rotary:
         rope["partial_rotary_factor"] = num_rotated / head_dim
+    if config.get("llama_4_scaling_beta") is not None:
+        rope["llama_4_scaling_beta"] = config.pop("llama_4_scaling_beta")
     by_type = "rope_local_base_freq" in family.applied
     local = {"rope_type": "default", "rope_theta": config.pop("rope_local_base_freq", 10000.0)}
     return {
@@ -233,6 +248,7 @@ def _scaling(
     plain, short, long = (factors.get(name) for name in ROPE_FACTORS)
     scaling_type, key = fields.get("rope.scaling.type", "none"), "rope.scaling.original_context_length"
     attention_factor = fields.get("rope.scaling.attn_factor", 1.0)
+    of_yarn = {name: _shortest(fields[each]) for each, name in _YARN.items() if each in fields}
     if (short is None) != (long is None) or (plain is not None and short is not None):
         raise CheckpointError(f"of {', '.join(ROPE_FACTORS)}, a model has the first alone, or both others")
     if short is not None and long is not None and scaling_type in ("none", "longrope"):
@@ -243,8 +259,9 @@ def _scaling(
             "original_max_position_embeddings": _number(architecture, fields, key),
             "attention_factor": _shortest(attention_factor),
         }
-    if attention_factor != 1:
-        raise CheckpointError(f"{architecture}.rope.scaling.attn_factor = {attention_factor!r} is not supported")
+    if scaling_type != "yarn" and (attention_factor != 1 or of_yarn):
+        wrong = next((each for each in _YARN if each in fields), "rope.scaling.attn_factor")
+        raise CheckpointError(f"{architecture}.{wrong} = {fields[wrong]!r} is not supported with {scaling_type!r}")
     if scaling_type == "none" and plain is not None:
         return _llama3_scaling(_shortest(fields.get("rope.freq_base", 10000.0)), num_rotated, plain)
     if plain is not None or short is not None:
@@ -256,6 +273,10 @@ def _scaling(
     scaling = {"rope_type": scaling_type, "factor": _shortest(_number(architecture, fields, "rope.scaling.factor"))}
     if scaling_type == "yarn":
         scaling["original_max_position_embeddings"] = _number(architecture, fields, key)
+        scaling.update({"mscale": 1.0, **of_yarn} if "mscale_all_dim" in of_yarn else of_yarn)
+        if attention_factor != 1:
+            own = magnitude(scaling["factor"], 1.0) / magnitude(scaling["factor"], of_yarn.get("mscale_all_dim", 0.0))
+            scaling["attention_factor"] = _shortest(attention_factor) * of_yarn.get("attention_factor", own)
     return scaling
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ _LAYER_MODULES = {
 }
 """Modules that every family may have, by their names in `families`."""
 _IN_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(.+)")
+_FUSED = "self_attn.qkv_proj"
 _PERMUTED = ("self_attn.q_proj", "self_attn.k_proj")
 NOT_WEIGHTS = ("Q8_1", "Q8_K", "Q1_0", "I8", "I16", "I32", "I64", "F64")
 """Types of intermediate results and of tables, and types that the gguf library cannot dequantise."""
@@ -48,7 +49,9 @@ ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 _PART_NAME = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 _MAX_PARTS = 1000
 
-_KEYS_OF_TENSORS = ("block_count", "embedding_length", "attention.head_count", "attention.key_length")
+_KEYS_OF_TENSORS = (
+    *("block_count", "embedding_length", "attention.head_count", "attention.head_count_kv", "attention.key_length"),
+)
 """Keys of the metadata, which follow the architecture's name and a dot."""
 
 
@@ -139,7 +142,12 @@ def read_model(files: Sequence[Path], wanted: Callable[[str], bool] | None = Non
                 is_interleaved = family.gguf is not None and family.gguf.is_permuted and module in _PERMUTED
                 if is_interleaved and (head_size < 1 or entry.shape[0] % head_size or head_size % 2):
                     raise CheckpointError(f"tensor {entry.name} has {entry.shape[0]} rows, but heads have {head_size}")
-                tensors[name] = _stored(file, entry, head_size if is_interleaved else 0, added)
+                stored = _stored(file, entry, head_size if is_interleaved else 0, added)
+                if module == _FUSED and _FUSED not in family.stored.fused:
+                    sizes = _rows_of_heads(architecture, metadata, head_size)
+                    tensors.update(_split(stored, f"{prefix}self_attn", kind, sizes))
+                else:
+                    tensors[name] = stored
     except CheckpointError as error:
         raise CheckpointError(f"{files[0]}: {error}") from None
     return GGUFModel(architecture, metadata, tensors, rope_factors)
@@ -147,6 +155,27 @@ def read_model(files: Sequence[Path], wanted: Callable[[str], bool] | None = Non
 
 def _stored(file: Path, entry: TensorEntry, interleaved_head: int = 0, added: float = 0.0) -> StoredTensor:
     return StoredTensor(file, entry.type_name, entry.shape, entry.begin, entry.end, interleaved_head, added=added)
+
+
+def _rows_of_heads(architecture: str, metadata: dict[str, Any], head_size: int) -> dict[str, int]:
+    """Rows of queries, keys and values."""
+    num_heads = metadata.get(f"{architecture}.attention.head_count")
+    num_kv_heads = metadata.get(f"{architecture}.attention.head_count_kv", num_heads)
+    if type(num_heads) is not int or type(num_kv_heads) is not int:
+        raise CheckpointError(f"{architecture}.attention.head_count or head_count_kv is not a number")
+    return {"q_proj": num_heads * head_size, "k_proj": num_kv_heads * head_size, "v_proj": num_kv_heads * head_size}
+
+
+def _split(stored: StoredTensor, prefix: str, kind: str, rows: dict[str, int]) -> dict[str, StoredTensor]:
+    """The tensors that one has, one after another. rows: of each, by its name."""
+    if sum(rows.values()) != stored.shape[0]:
+        raise CheckpointError(f"a tensor of queries, keys and values has {stored.shape[0]} rows, not {rows}")
+    row_bytes, begin, parts = (stored.end - stored.begin) // stored.shape[0], stored.begin, {}
+    for name, count in rows.items():
+        end = begin + count * row_bytes
+        parts[f"{prefix}.{name}.{kind}"] = replace(stored, shape=(count, *stored.shape[1:]), begin=begin, end=end)
+        begin = end
+    return parts
 
 
 def _says_what_tensors_are(key: str) -> bool:
