@@ -281,9 +281,9 @@ def test_a_plain_decode_step_launches_nothing_between_its_inputs_and_its_graph(
 def test_sampling_is_replayed_with_the_rows_parameters_and_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps with prompts launch theirs. Limits, temperatures and seeds differ by row and change with each step.
-    Penalties and top log-probabilities are not in the graph, nor log-probabilities of the distribution that is drawn
-    from, unless it is the model's own."""
+    """Steps with prompts replay that of a decode step. Limits, temperatures and seeds differ by row and change with
+    each step. Penalties and top log-probabilities are not in the graph, nor log-probabilities of the distribution that
+    is drawn from, unless it is the model's own."""
     save_tiny_model(tmp_path, "llama")
     with one_thread():
         model, info = load(tmp_path)
@@ -297,7 +297,7 @@ def test_sampling_is_replayed_with_the_rows_parameters_and_noise(
         assert_same(decode_with_every_option(runner), decode_with_every_option(eager))
     of_graphs, of_eager = num_sampled.count(runner), num_sampled.count(eager)
     assert of_eager == 7 + 20 + 4 + 4
-    assert of_graphs == 7 + 4 + 2, "prompts, and the steps with more than the graphs compute"
+    assert of_graphs == 2 + 4 + 2, "what the graphs do not compute of prompts' last tokens and of decode steps"
 
 
 def test_a_prompt_of_one_token_that_fills_a_size_is_sampled_by_its_own_parameters(

@@ -32,6 +32,7 @@ from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
 from tokasaurus.model.execution.device_batch import DeviceBatch
 from tokasaurus.model.execution.recorded_inputs import RecordedInputs
 from tokasaurus.model.sampling.finish import Finished
+from tokasaurus.model.sampling.sample import SamplingRows
 
 _NOTHING = np.zeros(0, np.int32)
 
@@ -273,11 +274,34 @@ class StepGraphs:
             return DecodeOutput(output.hidden, None)
         if recording.head is not None:
             recording.head.replay()
-        is_plain = all(part is None for part in (rows.rules, rows.masks, rows.top, rows.as_sampled))
-        if recording.sampling is None or not is_plain:
+        if recording.sampling is None or not _is_plain(rows):
             return output._replace(finished=None)
         recording.sampling.replay()
         return output
+
+    def sample(self, hidden: Tensor, slots: Tensor, rows: SamplingRows) -> Finished | None:
+        """Sample and finish R rows of a step that does not only decode, by what is recorded of a decode step. None if
+        that is not recorded for so many, or if they want more.
+
+        hidden: [R, E], in memory of its own. slots: int64 [R]. The result is as in DecodeOutput, with more rows."""
+        index = bisect.bisect_left(self._sizes, len(hidden))
+        if index == len(self._sizes) or not _is_plain(rows):
+            return None
+        recording = self._recordings[self._sizes[index], False]
+        if recording.head is None or recording.sampling is None:
+            return None
+        num_rows, inputs = len(hidden), self.inputs
+        inputs.slots[num_rows : self._sizes[index]] = 0
+        for own, given in (
+            (inputs.slots, slots),
+            (inputs.noise_keys, rows.noise_keys),
+            (inputs.device_params, rows.device_params),
+            (recording.output.hidden, hidden),
+        ):
+            own[:num_rows].copy_(given)
+        recording.head.replay()
+        recording.sampling.replay()
+        return recording.output.finished
 
     @property
     def stores_kv(self) -> bool:
@@ -356,6 +380,11 @@ class StepGraphs:
         assert self._sampler is not None
         inputs = self.inputs.cut(len(logits))
         return self._sampler(logits, inputs.device_params, inputs.noise_keys, hidden, inputs.slots)
+
+
+def _is_plain(rows: SamplingRows) -> bool:
+    """Whether the graphs compute all that the rows want."""
+    return all(part is None for part in (rows.rules, rows.masks, rows.top, rows.as_sampled))
 
 
 def no_attention(

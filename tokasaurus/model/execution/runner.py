@@ -58,10 +58,11 @@ class StepResult:
 
     step_id: int
     outputs: Fetched
-    """Of rows that were finished together, `packed` of Finished. Otherwise token_ids int32 [R]; is_finite bool [T],
-    whether a token's hidden state, and the logits computed from it, if any, are finite; logprobs float32 [R], if some
-    row asked for them; the fields of PromptLogprobsOutput, each with "prompt_" before its name, likewise. Of both,
-    top_ids and top_logprobs of Sampled."""
+    """Of rows that were finished together, `packed` of Finished; if the step has other tokens, is_finite too, of the
+    hidden states alone. Otherwise token_ids int32 [R]; is_finite bool [T], whether a token's hidden state, and the
+    logits computed from it, if any, are finite; logprobs float32 [R], if some row asked for them; the fields of
+    PromptLogprobsOutput, each with "prompt_" before its name, likewise. Of both, top_ids and top_logprobs of
+    Sampled."""
 
     want_logprobs: NDArray[np.bool_]
     """bool [R], rows that asked for logprobs."""
@@ -104,7 +105,12 @@ class StepResult:
         """The answer to the manager; waits as `wait`. seconds, idle_seconds: as in ForwardOutput."""
         arrays = self.outputs.arrays()
         if "packed" in arrays:
-            arrays = arrays | unpacked(arrays["packed"], bool(self.want_logprobs.any()))
+            of_rows = unpacked(arrays["packed"], bool(self.want_logprobs.any()))
+            if "is_finite" in arrays:
+                is_finite = arrays["is_finite"].copy()
+                is_finite[self.sampled_tokens] &= of_rows["is_finite"]
+                of_rows["is_finite"] = is_finite
+            arrays = arrays | of_rows
         logprobs = arrays.get("logprobs")
         prompt_logprobs = None
         if "prompt_logprobs" in arrays:
@@ -460,6 +466,12 @@ class ModelRunner:
         hidden, logits, finished = computed
         hidden = hidden[: len(batch.token_slots)]
         outputs: dict[str, Tensor] = {}
+        is_mixed = batch.num_sampled < len(hidden) and batch.prompt_logprobs is None
+        if self._graphs is not None and is_mixed and num_sampled:
+            outputs = {"is_finite": are_finite(hidden)}
+            # A copy: the graphs may use the memory of what they have computed.
+            rows = hidden.index_select(0, batch.logit_rows[:num_sampled])
+            finished = self._graphs.sample(rows, batch.sampled_slots, batch.sampling)
         if finished is None:
             sampled = self._sample(hidden, logits, batch)
             of_top = ("top_ids", sampled.top_ids), ("top_logprobs", sampled.top_logprobs)
