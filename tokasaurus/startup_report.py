@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokasaurus.config import ServerConfig
-from tokasaurus.messages.status import BatchTokens, EngineLimits, PhaseDone, PhaseProgress, Ready, ServerTotals
+from tokasaurus.messages.status import EngineLimits, PhaseDone, PhaseProgress, Ready, ServerTotals
 from tokasaurus.monitoring.log_lines import LogLine, StatusRow
 from tokasaurus.monitoring.log_writer import log_writer
 from tokasaurus.monitoring.progress import show_time
@@ -91,9 +91,6 @@ class StartupReport:
     def show_failure(self, failure: str, was_killed: bool = False) -> None:  # noqa: ARG002  # others tell it
         """Why the launcher ends: the last line. was_killed: a signal has ended one of its processes."""
         log_writer().put_line(LogLine(f"toka: {failure}", "error", PROCESS, fields={"event": "failure"}, indent=6))
-
-    def note_tokens(self, message: BatchTokens) -> None:
-        """How far the lines of a private server's batch are."""
 
     def show_progress(self, line: str) -> None:
         """What the launcher does now."""

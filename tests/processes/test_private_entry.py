@@ -13,7 +13,7 @@ SCRIPT = """
 import select, sys, time
 from tokasaurus.processes import launch, private_entry
 
-def serve(config, report, is_private):
+def serve(config, report):
     report.show_line("serving")
     {serve}
 

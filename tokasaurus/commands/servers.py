@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import psutil
 
 # What the launcher calls itself, see processes/launch.
-_TITLE = re.compile(r"toka model=(.+?)(?: (port|unix_socket)=(.+))?", re.DOTALL)
+_TITLE = re.compile(r"toka model=(.+?) (port|unix_socket)=(.+)", re.DOTALL)
 _ASK_S = 1.0
 
 
@@ -37,13 +37,11 @@ class FoundServer:
     """A server of this user on this machine."""
 
     address: str
-    """A URL, or `unix:` and the path of a socket; `port` and its number before the server listens; `none` of the server
-    of a `toka batch`."""
+    """A URL, or `unix:` and the path of a socket; `port` and its number before the server listens."""
     model: str
     """As the server was told."""
     state: str
-    """`ready`; `not ready`: it starts or ends; `silent`: it listens and does not answer; `private`: it has no
-    address."""
+    """`ready`; `not ready`: it starts or ends; `silent`: it listens and does not answer."""
     seconds: float
     """Time since its start."""
     pid: int
@@ -103,10 +101,7 @@ def find_servers() -> list[FoundServer]:
             if title is None:
                 continue
             model, kind, value = title.groups()
-            if kind == "port":
-                address = next(_listening_urls(process), f"port {value}")
-            else:
-                address = "none" if kind is None else f"unix:{value}"
+            address = next(_listening_urls(process), f"port {value}") if kind == "port" else f"unix:{value}"
             seconds = max(0.0, time.time() - process.create_time())
         except psutil.Error:  # it has ended meanwhile, or is hidden
             continue
@@ -124,8 +119,6 @@ def _listening_urls(launcher: "psutil.Process") -> Iterator[str]:
 
 
 def _state_of(address: str) -> str:
-    if address == "none":
-        return "private"
     if address.startswith("port "):
         return "not ready"
     unix_socket = address.removeprefix("unix:") if address.startswith("unix:") else None

@@ -233,20 +233,6 @@ class TimeLeft(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class BatchTokens:
-    """Output tokens of a batch whose lines run; tokens of unfinished lines count. The server of `toka batch` sends
-    it."""
-
-    num_generated: int
-    num_expected: int | None
-    """What `num_generated` is expected to be at the end; None while there is no basis."""
-    time_left: TimeLeft | None = None
-    """Until its end; None while there is no basis."""
-    problem: str = ""
-    """Why the batch cannot go on now; "" if it can."""
-
-
-@dataclass(frozen=True, slots=True)
 class Failed:
     """A process failed: the sender, or one that the sender saw hang. The traceback, if any, is in the log."""
 

@@ -31,7 +31,6 @@ from tokasaurus.messages.channel import Receiver, Sender, make_channel, wait
 from tokasaurus.messages.commands import Held
 from tokasaurus.messages.status import (
     Alive,
-    BatchTokens,
     Failed,
     PhaseDone,
     PhaseProgress,
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Status = PhaseDone | PhaseProgress | Ready | BatchTokens | Held | ServerTotals | Failed | Alive
+Status = PhaseDone | PhaseProgress | Ready | Held | ServerTotals | Failed | Alive
 """What a process tells the launcher."""
 
 # Time between SIGTERM and SIGKILL.

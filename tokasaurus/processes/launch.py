@@ -5,7 +5,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,17 +52,15 @@ def serve(
     config: ServerConfig,
     entries: Entries | None = None,
     report: StartupReport | None = None,
-    is_private: bool = False,
 ) -> int:
     """Serve until a stop signal or a final failure; returns the exit code. Call from the main thread.
 
-    report: None for lines on stderr. is_private: without a port; the server runs the batches in data_dir and leaves
-    their results in the ledger.
+    report: None for lines on stderr.
 
     0: stopped on request. 1: start failed or a process failed; one line on stderr says why. 2: a flag or the model was
     refused.
     """
-    set_title("toka", title_of(config, is_private))
+    set_title("toka", title_of(config))
     setup_logging(config, "launcher", has_terminal=True)
     if report is None:
         report = StartupReport(start_times=read_start_times())
@@ -79,7 +77,7 @@ def serve(
         devices = cuda_devices()
         check_devices(config, devices)
         with kernels_built_ahead(config, report.show_beginning, report.show_kernels):
-            return _serve(config, entries or Entries(), report, is_private, devices)
+            return _serve(config, entries or Entries(), report, devices)
     except KeyboardInterrupt:  # before there are other processes
         report.show_line("stopped before the start was complete", {"event": "stopped"})
         return 0
@@ -104,24 +102,18 @@ def _check_directory() -> None:
         raise NoDirectory(NO_DIRECTORY)
 
 
-def title_of(config: ServerConfig, is_private: bool) -> str:
+def title_of(config: ServerConfig) -> str:
     """The command, without what must not be seen by other users. `toka ps` reads it."""
-    words = ["toka", f"model={config.model or 'demo'}"]
-    if config.unix_socket is not None:
-        words.append(f"unix_socket={config.unix_socket}")
-    elif not is_private:
-        words.append(f"port={config.port}")
-    return " ".join(words)
+    socket_or_port = f"port={config.port}" if config.unix_socket is None else f"unix_socket={config.unix_socket}"
+    return f"toka model={config.model or 'demo'} {socket_or_port}"
 
 
-def _serve(
-    config: ServerConfig, entries: Entries, report: StartupReport, is_private: bool, devices: CudaDevices | None
-) -> int:
+def _serve(config: ServerConfig, entries: Entries, report: StartupReport, devices: CudaDevices | None) -> int:
     # The port first: if it is taken, this fails before the model is loaded.
-    with _bound(config, is_private) as listener, trace_file(config.trace):
+    with _bound(config) as listener, trace_file(config.trace):
         report.end_phase("imports")
         report.begin_phase("find model")
-        report.address = "" if listener is None else url_of(listener)
+        report.address = url_of(listener)
         checkpoint = resolve_checkpoint(
             config.model,
             config.tokenizer,
@@ -144,8 +136,7 @@ def _serve(
             for child in group.children:
                 report.begin_process(child.description.label)
             failure = _watch(processes, stop_signals, report)
-            if listener is not None:
-                listener.close()  # only the server's copy may stay open: clients must not wait for one that ends
+            listener.close()  # only the server's copy may stay open: clients must not wait for one that ends
             if report.is_ready:
                 write_start_times(report.start_times)
             if failure is not None:
@@ -170,10 +161,8 @@ def _serve(
             return 0
 
 
-def _bound(config: ServerConfig, is_private: bool) -> AbstractContextManager[socket.socket | None]:
+def _bound(config: ServerConfig) -> AbstractContextManager[socket.socket]:
     """The socket that the flags name. Raises UserError."""
-    if is_private:
-        return nullcontext()
     if config.unix_socket is not None:
         return listening_at(expand_home("unix_socket", config.unix_socket))
     return bind(config.host, config.port)
@@ -201,7 +190,7 @@ def describe_mesh(config: ServerConfig) -> str:
 
 
 def _start_all(
-    group: ProcessGroup, config: ServerConfig, checkpoint: Checkpoint, listener: socket.socket | None, entries: Entries
+    group: ProcessGroup, config: ServerConfig, checkpoint: Checkpoint, listener: socket.socket, entries: Entries
 ) -> _Processes:
     weights = WeightHistory()
     replicas = [

@@ -33,7 +33,7 @@ _ORPHAN_S = 60.0
 
 @ends_in_one_line
 def main(channel_fd: str, directory: str, *words: str) -> int:
-    """Serve on unix_socket, or run the batches of data_dir, until a signal; returns the exit code.
+    """Serve on unix_socket until a signal; returns the exit code.
 
     directory: for temporary files; removed if the parent dies. "" if there is none. words: flags."""
     from multiprocessing.connection import Connection
@@ -63,7 +63,7 @@ def main(channel_fd: str, directory: str, *words: str) -> int:
         except FlagError as error:
             channel.send(Failed("launcher", str(error)))
             return 2
-        return serve(config, report=_report_to(channel), is_private=config.unix_socket is None)
+        return serve(config, report=_report_to(channel))
     except Exception as error:
         shortage = describe_shortage(error, LESS_MEMORY)
         if shortage is None:
@@ -136,7 +136,7 @@ def _remove(directory: Path) -> None:
 
 def _report_to(channel: Connection) -> StartupReport:
     """Sends what the parent must know, and lines for the user as plain strings."""
-    from tokasaurus.messages.status import BatchTokens, Failed, PhaseDone, Ready, Serving
+    from tokasaurus.messages.status import Failed, PhaseDone, Ready, Serving
     from tokasaurus.startup_report import StartupReport
 
     class Report(StartupReport):
@@ -161,9 +161,6 @@ def _report_to(channel: Connection) -> StartupReport:
                 assert self.limits is not None, "a replica is ready"
                 tokens = self.limits.num_kv_blocks * self.limits.page_size * self.num_replicas
                 channel.send(Serving(self.model, tokens))
-
-        def note_tokens(self, message: BatchTokens) -> None:
-            channel.send(message)
 
         def show_summary(self) -> None:
             if self.totals is not None:

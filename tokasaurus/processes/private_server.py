@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from tokasaurus.inherited import python_command
-from tokasaurus.messages.status import BatchTokens, Failed, ServerTotals, Serving
+from tokasaurus.messages.status import Failed, ServerTotals, Serving
 from tokasaurus.monitoring.shortage import hint_at_memory
 
 ENTRY = "tokasaurus.processes.private_entry"
@@ -91,10 +91,9 @@ class PrivateServer:
         working_directory: str | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """words: flags; without unix_socket=, the server runs the batches in data_dir and serves no HTTP. show: shows
-        the user a line; another thread calls it for the processes' logs. directory: for temporary files; the server
-        removes it if this process dies. stop_s: time for an end in order. working_directory, environment: None for this
-        process's own."""
+        """words: flags, with unix_socket=. show: shows the user a line; another thread calls it for the processes'
+        logs. directory: for temporary files; the server removes it if this process dies. stop_s: time for an end in
+        order. working_directory, environment: None for this process's own."""
         self._words = words
         self._show = show
         self._directory = directory
@@ -112,8 +111,6 @@ class PrivateServer:
         """Name of the model that it serves; empty until it is ready."""
         self.kv_cache_tokens = 0
         """Tokens of the KV caches of all its replicas together; 0 until it is ready."""
-        self.tokens: BatchTokens | None = None
-        """How far the lines of its batches are; None until it has told."""
         self.totals: ServerTotals | None = None
         """What it has done, once it was stopped; None if it was killed."""
 
@@ -208,8 +205,6 @@ class PrivateServer:
                 self._show(message)
             case Serving():
                 self.model, self.kv_cache_tokens = message.model, message.kv_cache_tokens
-            case BatchTokens():
-                self.tokens = message
             case Failed():
                 self._failure = message
 

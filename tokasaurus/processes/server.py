@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from tokasaurus.messages.commands import NOTHING_HELD, Held
 from tokasaurus.messages.status import (
     STOP_AT_ONCE,
-    BatchTokens,
     Failed,
     PhaseDone,
     PhaseProgress,
@@ -39,7 +38,7 @@ class ServerProcess(Restarted):
         config: ServerConfig,
         checkpoint: Checkpoint,
         entry: str,
-        listener: socket.socket | None,
+        listener: socket.socket,
         replicas: Sequence[ReplicaProcesses],
         weights: WeightHistory,
     ) -> None:
@@ -111,8 +110,6 @@ class ServerProcess(Restarted):
                         if self.has_been_ready:
                             report.note_server_restart()
                         self._note_ready(report)
-                    case BatchTokens():
-                        report.note_tokens(message)
         return failed
 
     def terminate(self) -> None:

@@ -31,7 +31,6 @@ from tokasaurus.messages.commands import Held
 from tokasaurus.messages.generation import LogprobsMode
 from tokasaurus.messages.status import (
     STOP_AT_ONCE,
-    BatchTokens,
     Failed,
     PhaseDone,
     Predecessors,
@@ -66,9 +65,9 @@ from tokasaurus.server.engine_client.limits import QueueLimits
 from tokasaurus.server.errors import StorageFailed, StorageIsFull, add_error_handlers, error_response
 from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.jobs.open_bulk import OpenBulks
-from tokasaurus.server.jobs.service import BatchService, TellTokens
+from tokasaurus.server.jobs.service import BatchService
 from tokasaurus.server.jobs.store.data_dir import StorageFull, StoreError
-from tokasaurus.server.jobs.store.store import PRIVATE_OWNER, Store, opened_data_dir
+from tokasaurus.server.jobs.store.store import Store, opened_data_dir
 from tokasaurus.server.live import LiveFeed
 from tokasaurus.server.openapi import DescribedApp
 from tokasaurus.server.paths import PathMiddleware, paths_of
@@ -108,22 +107,20 @@ CORS_RULES: Mapping[str, Any] = {
 def run_server(
     config: ServerConfig,
     checkpoint: Checkpoint,
-    listener: socket.socket | None,
+    listener: socket.socket,
     launcher: socket.socket,
     predecessors: Predecessors,
-    status: Sender[PhaseDone | Ready | BatchTokens | Held | ServerTotals | Failed],
+    status: Sender[PhaseDone | Ready | Held | ServerTotals | Failed],
 ) -> None:
     """Entry of the server process: serve on the bound `listener` until SIGTERM. Call from the main thread.
 
-    listener: None for a private server, which has no port: it runs the batch in data_dir, leaves its results in the
-    ledger and sends BatchTokens. launcher: hands over the channels of each replica, see `EngineClient`. predecessors:
-    servers that have died, in whose place this one goes on; `status` gets what the next one will need. Sends
-    Ready("server") to `status` when every replica is up and the chat template is loaded; generation routes answer 503
-    until the replicas are up. SIGTERM drains (see `HttpServer`); at the end it sends ServerTotals. Raises UserError.
+    launcher: hands over the channels of each replica, see `EngineClient`. predecessors: servers that have died, in
+    whose place this one goes on; `status` gets what the next one will need. Sends Ready("server") to `status` when
+    every replica is up and the chat template is loaded; generation routes answer 503 until the replicas are up. SIGTERM
+    drains (see `HttpServer`); at the end it sends ServerTotals. Raises UserError.
     """
     api_keys = read_api_keys(config.api_key, config.api_keys_file)
-    if listener is not None:
-        _listen(listener, config)
+    _listen(listener, config)
     started = time.perf_counter()
     model = load_served_model(config, checkpoint)
     status.send(PhaseDone("server", "load tokenizer", time.perf_counter() - started))
@@ -133,8 +130,8 @@ def run_server(
         broken.append(error)
         http_server.should_exit = True
 
-    # What a client's first chat would wait for; a batch begins at once.
-    parts = {"engine"} if listener is None else {"engine", "chat template"}
+    parts = {"engine", "chat template"}
+    """What a client's first chat would wait for."""
     lock = threading.Lock()
 
     def note_part(part: str) -> None:
@@ -180,20 +177,11 @@ def run_server(
     collect_garbage_when_idle(lambda: engine.num_pending_requests == 0)
     with (
         opened_recording(config.record) as recording,
-        opened_data_dir(config, PRIVATE_OWNER if listener is None else url_of(listener)) as store,
+        opened_data_dir(config, url_of(listener)) as store,
     ):
-        app = create_app(
-            model,
-            engine,
-            api_keys,
-            hosts,
-            store,
-            status.send if listener is None else None,
-            config,
-            recording,
-        )
+        app = create_app(model, engine, api_keys, hosts, store, config, recording)
         http_server = HttpServer(http_config(app, connections), engine, connections)
-        http_server.run(sockets=[] if listener is None else [listener])
+        http_server.run(sockets=[listener])
     status.send(engine.calls.totals())
     status.flush(STATUS_S)
     if broken and isinstance(broken[0], UserError):
@@ -226,15 +214,14 @@ def create_app(
     api_keys: Sequence[ApiKey] = (),
     hosts: frozenset[str] | None = None,
     store: Store | None = None,
-    tell_tokens: TellTokens | None = None,
     config: ServerConfig | None = None,
     recording: Recording | None = None,
 ) -> ASGIApp:
     """The whole HTTP interface. During the app's lifespan, `engine` receives on the running event loop.
 
     api_keys: of which clients must send one; empty: no key. hosts: names that requests may be sent to; None: any.
-    store: for files and batches; None serves none. tell_tokens: as in `BatchService`. config: None for the defaults.
-    recording: gets the events of GET /live.
+    store: for files and batches; None serves none. config: None for the defaults. recording: gets the events
+    of GET /live.
     """
     config = config or ServerConfig()
     state = ServerState(
@@ -250,7 +237,7 @@ def create_app(
     endpoint = config.otel_endpoint
     operations = {path: one.operation for path, one in ENDPOINTS.items()}
     tracer = None if endpoint is None else RequestTracer(endpoint, model.name, __version__, operations)
-    batches = None if store is None else BatchService(state, store, batch_limits(config), tell_tokens)
+    batches = None if store is None else BatchService(state, store, batch_limits(config))
     bulks = OpenBulks()
     if len(names := {key.name for key in api_keys}) > 1:  # a single one tells no client from another
         engine.calls.tokens_by_key = dict.fromkeys(sorted(names), (0, 0))
@@ -258,8 +245,6 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        if batches is not None:
-            await batches.adopt()
         with engine.listening(), state.loop_lag.measuring():
             async with nullcontext() if batches is None else batches.running(), feed.running():
                 yield

@@ -18,7 +18,7 @@ def test_flags_of_the_server_are_checked_and_passed_on() -> None:
     server = ServerConfig.parse(server_words(config, words))
     assert (server.model, server.page_size, server.kv_cache_num_tokens) == ("org/name", 32, 4096)
     for name in ServerConfig.flags:
-        if name not in ("api_key", "host", "port", "data_dir"):
+        if name != "api_key" and name in RunConfig.flags:
             assert getattr(server, name) == getattr(config, name), name
 
 
@@ -33,7 +33,10 @@ def test_limits_against_clients_are_raised_unless_the_user_sets_them() -> None:
 
 
 def test_every_flag_of_the_server_is_one_of_a_run_or_set_by_it() -> None:
-    assert set(ServerConfig.flags) - set(RunConfig.flags) == {"host", "port", "unix_socket", "data_dir", "rl"}
+    assert set(ServerConfig.flags) - set(RunConfig.flags) == {
+        *("host", "port", "unix_socket", "data_dir", "rl"),
+        *("api_keys_file", "allowed_hosts", "cors_origins"),
+    }
 
 
 @pytest.mark.parametrize(
@@ -46,7 +49,7 @@ def test_every_flag_of_the_server_is_one_of_a_run_or_set_by_it() -> None:
         ([*FILES, "page_size=0"], "page_size=0: must be a whole number from 1 to 2147483647"),
         ([*FILES, "overwrite=3"], "overwrite=3: must be T or F"),
         ([*FILES, "port=80"], "port: toka batch sets it itself; base_url= names a running server"),
-        ([*FILES, "api_key=k"], "api_key: only with base_url=, since the server that is started has no port"),
+        ([*FILES, "api_key=k"], "api_key: only with base_url=, since the server that is started takes no key"),
         (
             [*FILES, URL, "model=m"],
             "model: a flag of the server, which runs already at base_url=http://localhost:1/v1",

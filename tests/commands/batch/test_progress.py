@@ -14,7 +14,7 @@ def view(
     status: str = "in_progress", total: int = 2000, completed: int = 100, failed: int = 3, **fields: Any
 ) -> BatchView:
     fields = {"num_generated": 5000, **fields}
-    return BatchView("batch_1", status, total, completed, failed, 5000, [], False, "24h", **fields)
+    return BatchView("batch_1", status, total, completed, failed, 5000, [], **fields)
 
 
 def told(num_generated: int, num_expected: int | None, left: tuple[float, float] | None = None) -> BatchView:

@@ -21,6 +21,7 @@ from tests.server.helpers.fake_engine import Reply, echo, never
 from tests.server.helpers.live_server import LiveServer
 from tokasaurus.cli import batch_main
 from tokasaurus.commands.batch import run as run_module
+from tokasaurus.commands.batch.run import ALL_FAILED
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.jobs.service import BatchService
 
@@ -51,6 +52,25 @@ def test_the_output_has_a_line_for_each_line_in_their_order(
     assert reason.startswith("failed: 8 x model_not_found: the model 'nobody' does not exist")
     assert last == f"the results are in {output}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "in.jsonl", "out.jsonl"]
+
+
+def test_the_exit_code_says_that_every_line_failed_also_if_the_run_was_killed_at_its_very_end(
+    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    words = [f"input={source}", f"output={output}", f"base_url={server.url}/v1", "overwrite=T"]
+    for models, code in ((["nobody", "nobody"], ALL_FAILED), (["nobody", "default"], 0)):
+        source.write_text("".join(request_line(f"c{n}", model=model) for n, model in enumerate(models)))
+        assert batch_main(words) == code
+        assert len(read_results(output)) == 2
+        with monkeypatch.context() as patch:
+            patch.setattr(run_module.StateFile, "remove", interrupt)
+            assert batch_main(words) == 130
+        assert batch_main(words) == code
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_an_existing_output_is_replaced_only_on_demand(
@@ -205,6 +225,21 @@ def test_a_second_command_on_the_same_output_is_refused(
     assert process.returncode == 128 + signal.SIGTERM
 
 
+def test_an_input_that_is_changed_meanwhile_ends_the_run(words: list[str], server: LiveServer, tmp_path: Path) -> None:
+    server.engine.script = never
+    source, other = tmp_path / "in.jsonl", tmp_path / "other.jsonl"
+    process = start(words)
+    wait_for_lines(server, 0, "in_progress")
+    other.write_bytes(source.read_bytes())
+    other.replace(source)  # as an editor saves a file: its content is the same
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=3)
+    source.write_bytes(source.read_bytes().replace(b"c7", b"d7"))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.endswith(f"toka batch: input={source}: was changed while the batch ran\n")
+
+
 def test_a_changed_input_says_what_to_delete(
     words: list[str], server: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,9 +265,6 @@ def test_a_changed_input_says_what_to_delete(
 def test_an_interruption_after_the_output_is_complete_is_a_success(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         patch.setattr(run_module.StateFile, "remove", interrupt)
         assert batch_main(words) == 128 + signal.SIGINT
@@ -247,9 +279,6 @@ def test_an_interruption_after_the_output_is_complete_is_a_success(
 def test_an_output_of_another_input_is_no_success(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         patch.setattr(run_module.StateFile, "remove", interrupt)
         assert batch_main(words) == 128 + signal.SIGINT

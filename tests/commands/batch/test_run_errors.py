@@ -120,8 +120,7 @@ def test_another_completion_window_than_the_batch_has_is_refused(
     process.communicate()
     assert batch_main([*words, "completion_window=3h"]) == 1
     err = capsys.readouterr().err
-    assert "completion_window=3h: batch_" in err
-    assert "was begun with 2h: leave the flag out to continue it, or delete " in err
+    assert "completion_window=3h: the batch was begun with 2h: leave the flag out to continue it, or delete " in err
 
 
 def test_an_output_that_appears_meanwhile_is_kept(

@@ -3,7 +3,6 @@
 import json
 import os
 import tempfile
-import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -15,10 +14,9 @@ from tests.commands.batch.helpers.request_lines import request_line, write_reque
 from tests.server.helpers.fake_engine import FakeEngine, never
 from tests.server.helpers.live_server import live_server
 from tokasaurus.cli import batch_main
-from tokasaurus.commands.batch import remote
+from tokasaurus.commands.batch import api
 from tokasaurus.server.jobs.store.database import MIGRATIONS, open_connection
-from tokasaurus.server.jobs.store.records import add_batch, new_batch
-from tokasaurus.server.jobs.store.store import PRIVATE_OWNER, default_data_dir, open_store
+from tokasaurus.server.jobs.store.store import default_data_dir
 from tokasaurus.server.served_model import ServedModel
 
 
@@ -92,7 +90,7 @@ def test_list_reads_a_servers_pages_up_to_its_limit(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(remote, "_MAX_PER_PAGE", 2)
+    monkeypatch.setattr(api, "_MAX_PER_PAGE", 2)
     source = write_requests(tmp_path / "in.jsonl", 1)
     with live_server(served_model, FakeEngine(script=never), data_dir=data_dir) as server:
         batches = [make_batch(server.url, source) for _ in range(5)][::-1]
@@ -135,38 +133,6 @@ def test_a_server_on_a_unix_socket_cancels_a_batch(
             assert output_of(["cancel", batch_id, f"data_dir={data_dir}"], capsys) == f"{batch_id} is cancelling\n"
             assert batch_main(["cancel", "batch_0", f"data_dir={data_dir}"]) == 1
             assert "has no batch batch_0; " in capsys.readouterr().err
-
-
-def test_beside_a_server_without_a_port_a_batch_is_cancelled_in_the_database(
-    served_model: ServedModel, tmp_path: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flag = f"data_dir={data_dir}"
-    with live_server(served_model, FakeEngine(script=never), data_dir=data_dir) as server:
-        batch_id = make_batch(server.url, write_requests(tmp_path / "in.jsonl", 5))
-        wait_for(data_dir, "in_progress")
-        (data_dir / "lock").write_text(PRIVATE_OWNER)
-        assert output_of(["cancel", batch_id, flag], capsys) == f"{batch_id} is cancelling\n"
-        assert server.http.get(f"/v1/batches/{batch_id}").json()["status"] == "cancelling"
-        assert batch_main(["cancel", "batch_0", flag]) == 1
-        assert "has no batch batch_0; " in capsys.readouterr().err
-
-
-def test_cancel_waits_for_what_a_server_without_a_port_writes(
-    data_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    is_writing = threading.Event()
-
-    def write_slowly(_: apsw.Connection) -> None:
-        is_writing.set()
-        time.sleep(0.5)
-
-    with open_store(data_dir, PRIVATE_OWNER) as store:
-        new = new_batch("/v1/completions", "file-1", "24h", 86_400)
-        batch = store.database.submit(lambda connection: add_batch(connection, new)).result()
-        written = store.database.submit(write_slowly)
-        assert is_writing.wait(60)
-        assert output_of(["cancel", batch.id, f"data_dir={data_dir}"], capsys) == f"{batch.id} is cancelling\n"
-        assert written.done()
 
 
 def test_show_names_the_bad_lines(

@@ -39,7 +39,7 @@ def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[t
     assert re.search(rf"^{NUM_LINES} lines completed {cut}, 0 failed, {num_tokens} tokens, ", output, re.MULTILINE)
     assert output.splitlines()[-1] == f"the results are in {command.output}"
     assert re.search(r"^ *toka +find model +[\d.]+ s", output, re.MULTILINE)
-    assert re.search(r"^ready: \S+; KV cache ", output, re.MULTILINE), "without an address"
+    assert re.search(r"^ready: unix:\S+ serves \S+; KV cache ", output, re.MULTILINE)
     assert sorted(path.name for path in directory.iterdir()) == ["in.jsonl", "out.jsonl"]
     return texts(command)
 

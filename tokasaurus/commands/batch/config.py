@@ -3,13 +3,13 @@
 import os
 from collections.abc import Iterator
 
-from tokasaurus.config import CommandConfig, ServerConfig
+from tokasaurus.config import FLAGS_OF_ACCESS, CommandConfig, ServerConfig
 from tokasaurus.flags import MAX_INT32, FlagConfig, are_missing, count, flag
 
 ACTIONS = ("list", "show", "cancel")
 
-# Flags of the server that a run sets for its own server.
-_SET_BY_THE_RUN = ("host", "port", "unix_socket", "data_dir", "rl")
+# Flags of the server that a run sets for its own server, or of what only others use. Lines may name aliases of a model.
+_SET_BY_THE_RUN = (*(name for name in FLAGS_OF_ACCESS if name != "model_aliases"), "rl")
 # Flags of the server with other defaults here: most protect it from its clients, and a run has only one, the user, who
 # sees its log beside the progress.
 _OWN_DEFAULTS = ("keep_days", "max_file_bytes", "max_batch_lines", "log_level")
@@ -60,7 +60,7 @@ class RunConfig(CommandConfig, without=_SET_BY_THE_RUN):
                 shown = f"completion_window={self.completion_window}"
                 yield f"{shown}: must be a whole number with s, m, h or d after it, such as 24h, at most 30d"
             if self.api_key is not None:
-                yield "api_key: only with base_url=, since the server that is started has no port"
+                yield "api_key: only with base_url=, since the server that is started takes no key"
 
 
 def _is_window(window: str) -> bool:

@@ -25,11 +25,10 @@ class BatchView:
     output_tokens: int
     errors: list[dict[str, Any]]
     """Errors of the input file: code, message, line (from 1), param."""
-    has_results: bool
-    completion_window: str | None
-    """None if the server does not say."""
     result_file_ids: Sequence[str] = ()
-    """On a server: ids of the output file and the error file, if they exist."""
+    """Ids of the output file and the error file, if they exist."""
+    model: str = ""
+    """The batch's; "" if the server does not say."""
     num_generated: int = 0
     """Output tokens; tokens of running lines count if the server tells them."""
     num_expected: int | None = None

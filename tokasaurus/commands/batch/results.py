@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 
 from tokasaurus.commands.batch.errors import CommandError, InputRefused, NothingToContinue
-from tokasaurus.commands.batch.input_file import fingerprint, show_errors
+from tokasaurus.commands.batch.input_file import custom_ids, fingerprint, show_errors
 from tokasaurus.commands.batch.progress import BatchView
 from tokasaurus.files import NewFile
 from tokasaurus.library.counts import Failures
+from tokasaurus.text.json_lines import escape_line_ends
 
 # Codes of our server for failures that the input did not cause.
 _NOT_THE_INPUTS = ("validation_failed", "input_file_missing")
 
 ReadResults = Callable[[int], Sequence[bytes]]
 """A function of a line's number: the results from that line on, up to a line without one; none if it has none now."""
+
+_Place = tuple[BinaryIO, int, int]
+"""(file, start, size) of a result."""
 
 
 class Outcome:
@@ -75,20 +80,6 @@ class OutputFile(NewFile):
             return False
 
 
-@contextmanager
-def temporary_output(name: Path, batch_id: str) -> Iterator[OutputFile]:
-    """A file that goes with the context unless it is committed. Raises OSError.
-
-    batch_id: makes the temporary name one that only this run uses, so that it replaces what a killed run of the same
-    batch has left."""
-    unique = hashlib.sha256(batch_id.encode()).hexdigest()[:16]
-    output = OutputFile(name.with_name(f"{name.name}.{unique}.part"))
-    try:
-        yield output
-    finally:
-        output.discard()
-
-
 class ResultsSoFar:
     """A file of the results that a running batch has, in the order of the input, up to the first line without one. It
     grows by whole lines, for whoever wants to read them."""
@@ -107,18 +98,17 @@ class ResultsSoFar:
             self._has_failed = True
             note(f"{self._path}: {error.strerror}; the results so far are not written")
 
-    def complete(self, read: ReadResults, num_lines: int) -> OutputFile:
-        """The file with the results of all lines, to be committed. Raises OSError, and CommandError if a line has no
-        result."""
+    def complete(self, results: Callable[[], Iterable[bytes]]) -> OutputFile:
+        """The file with all results, to be committed. results: gives all, in order. Raises OSError and CommandError."""
         for _ in range(2):  # again from the first line, if it could not be written or somebody has changed it
             if self._has_failed:
                 self.remove()
-            while self._num_lines < num_lines and self._write_some(read):
-                pass
-            if self._file is None or self._num_lines < num_lines:
-                raise CommandError(f"line {self._num_lines + 1} has no result")
-            if self._file.is_intact():
-                return self._file
+            for line in islice(results(), self._num_lines, None):
+                self._open().write(line)
+            file = self._open()
+            file.flush()
+            if file.is_intact():
+                return file
             self._has_failed = True
         raise CommandError(f"{self._path}: another program writes into it")
 
@@ -133,20 +123,81 @@ class ResultsSoFar:
     def _num_lines(self) -> int:
         return 0 if self._file is None else self._file.num_lines
 
-    def _write_some(self, read: ReadResults, note: Callable[[str], None] = lambda _: None) -> bool:
+    def _open(self) -> OutputFile:
+        """It replaces what an earlier run has left: the server has all of it. Raises OSError."""
+        if self._file is None:
+            self._file = OutputFile(self._path)
+        return self._file
+
+    def _write_some(self, read: ReadResults, note: Callable[[str], None]) -> bool:
         """Write the next results; false if there are none. Raises OSError."""
         lines = read(self._num_lines)
         if not lines:
             return False
-        if self._file is None:  # the first part replaces what an earlier run has left: the ledger has all of it
-            self._file = OutputFile(self._path)
+        is_first = self._file is None
+        file = self._open()
+        if is_first:
             note(f"results so far, in the order of the input: {self._path}")
         for line in lines:
-            self._file.write(line)
-        self._file.flush()
-        for reason in self._file.outcome.failures.new_reasons():
+            file.write(line)
+        file.flush()
+        for reason in file.outcome.failures.new_reasons():
             note(f"a line failed: {reason}")
         return True
+
+
+def merged(input_path: Path, files: Sequence[BinaryIO], is_complete: bool) -> Iterator[bytes]:
+    """The result of each line of the input, in its order. Files in the same order are read with little memory.
+
+    files: together they have a result of each line. is_complete: each line must have one. Raises CommandError if one
+    has none or two, and OSError."""
+    readers = (_read_places(file) for file in files)
+    heads = {reader: head for reader in readers if (head := next(reader, None)) is not None}
+    """The next result of each file."""
+    ahead: dict[str, _Place] = {}
+    """Results of later lines of the input."""
+    for custom_id in custom_ids(input_path):
+        while custom_id not in ahead and heads:
+            for reader in [reader for reader in heads if heads[reader][0] == custom_id] or [*heads]:
+                found, place = heads.pop(reader)
+                if found in ahead:
+                    raise CommandError(f"the server has two results of the line with the custom_id {found!r}")
+                ahead[found] = place
+                if (head := next(reader, None)) is not None:
+                    heads[reader] = head
+        if custom_id in ahead:
+            file, start, size = ahead.pop(custom_id)
+            file.seek(start)
+            yield escape_line_ends(file.read(size)) + b"\n"
+        elif is_complete:
+            raise CommandError(f"the server has no result of the line with the custom_id {custom_id!r}")
+    if left := [*ahead, *(found for found, _ in heads.values())]:
+        raise CommandError(f"the server has a result of {left[0]!r} that is of no line of the input, or a second one")
+
+
+def _read_places(file: BinaryIO) -> Iterator[tuple[str, _Place]]:
+    """(custom_id, place) of each result. Raises CommandError and OSError."""
+    start = 0
+    while True:
+        file.seek(start)
+        line = file.readline()
+        if not line:
+            return
+        if line.strip():
+            custom_id = find_custom_id(line)
+            if custom_id is None:
+                raise CommandError("a line of the server's results has no custom_id")
+            yield custom_id, (file, start, len(line.rstrip(b"\r\n")))
+        start += len(line)
+
+
+def find_custom_id(line: bytes) -> str | None:
+    """None if the line is no result."""
+    try:
+        custom_id = orjson.loads(line)["custom_id"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return None
+    return custom_id if isinstance(custom_id, str) else None
 
 
 def why_failed(batch: BatchView) -> NothingToContinue:

@@ -1,13 +1,16 @@
-"""`toka batch`: run a file of requests, with a server of its own or a running one; run again, it continues."""
+"""`toka batch`: run a file of requests on a running server, or on one that it starts; run again, it continues."""
 
 import os
 import sys
+import tempfile
 import time
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
+from tokasaurus.addresses import URL_OF_SOCKETS
+from tokasaurus.commands.batch.api import MAX_SILENCE_SECONDS, BatchApi
 from tokasaurus.commands.batch.config import RunConfig, server_words
 from tokasaurus.commands.batch.errors import CommandError, NothingToContinue, NotOnServer
 from tokasaurus.commands.batch.input_file import (
@@ -19,10 +22,9 @@ from tokasaurus.commands.batch.input_file import (
     fingerprint,
     is_stream,
 )
-from tokasaurus.commands.batch.own import INPUT_ID, OwnBatch, OwnServer, store_batch
+from tokasaurus.commands.batch.own_server import OwnServer
 from tokasaurus.commands.batch.progress import BatchView, Progress
-from tokasaurus.commands.batch.remote import MAX_SILENCE_SECONDS, BatchApi, RemoteBatch
-from tokasaurus.commands.batch.results import Outcome, OutputFile, ResultsSoFar, why_failed
+from tokasaurus.commands.batch.results import Outcome, ResultsSoFar, merged, why_failed
 from tokasaurus.commands.batch.state_file import (
     RunState,
     StateFile,
@@ -37,30 +39,23 @@ from tokasaurus.server.protocol.batches import LINE_URLS
 
 # Seconds between two looks at the batch. The first are quick, for a short batch.
 _FIRST_PAUSE_S = 0.1
+_MAX_PAUSE_S = 1.0
+# Of another kind of server, which has no progress of lines that run, and may count requests.
+_MAX_PAUSE_OF_OTHERS_S = 3.0
 
-
-class Batch(Protocol):
-    """The batch of a run. Methods raise CommandError."""
-
-    max_pause_s: float
-
-    def view(self) -> BatchView: ...
-
-    def wait(self, seconds: float) -> None: ...
-
-    def read_results(self, first: int) -> list[bytes]: ...
-
-    def results(self, batch: BatchView, so_far: ResultsSoFar, name: Path) -> AbstractContextManager[OutputFile]: ...
+ALL_FAILED = 3
+"""Exit code if the output is complete, and every line has failed."""
 
 
 def run_batch(config: RunConfig, words: list[str]) -> int:
-    """Run the batch to its end; call from the main thread. Returns the exit code: 128 + N if it is stopped by signal N.
+    """Run the batch to its end; call from the main thread. Returns the exit code: 0 or ALL_FAILED if the output is
+    complete, 128 + N if it is stopped by signal N.
 
     Raises CommandError if the output is not complete; its exit code is 2 if the server refused a flag or the model."""
     run = _Run(config, server_words(config, words))
     try:
         with signals_raise():
-            summary = run.run()
+            summary, exit_code = run.run()
     except Stopped as stopped:
         print(f"toka batch: stopped; {run.what_goes_on()}{run.how_to_continue()}", file=sys.stderr)
         return 128 + stopped.number
@@ -68,7 +63,7 @@ def run_batch(config: RunConfig, words: list[str]) -> int:
         print(summary, flush=True)
     except OSError:  # nobody reads it, but the output is complete
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return 0
+    return exit_code
 
 
 class _Run:
@@ -88,8 +83,8 @@ class _Run:
         """The batch as the server has last described it."""
         self._own_server: OwnServer | None = None
 
-    def run(self) -> str:
-        """The lines that sum up the complete run. Raises CommandError."""
+    def run(self) -> tuple[str, int]:
+        """(the lines that sum up the complete run, the exit code). Raises CommandError."""
         found = None if is_stream(self._input_name) else fingerprint(self._input)
         self._check_output()
         with ExitStack() as stack:
@@ -99,12 +94,13 @@ class _Run:
             if found is None:
                 found = self._copy_input(stored)
                 self._input = self._state_file.input_copy
-            new_state = RunState(found.num_bytes, found.sha256, base_url=self._config.base_url)
+            window = self._config.completion_window
+            new_state = RunState(found.num_bytes, found.sha256, self._config.base_url, window)
             self._state = new_state if stored is None or stored.file_id is None else stored
             self._check_state(new_state)
             if self._is_written():
                 self._remove_state()
-                return f"{self._output} is complete already"
+                return f"{self._output} is complete already", self._state.exit_code
             try:
                 summary = self._run_batch()
             except BaseException as error:
@@ -114,7 +110,7 @@ class _Run:
                     raise CommandError(f"{error}; {self._how_to_begin_again()}") from None
                 raise
             self._remove_state()
-        return summary
+        return summary, self._state.exit_code
 
     def _copy_input(self, stored: RunState | None) -> Fingerprint:
         """Copy an input that can be read only once: results are put in its order, and a later run can continue with it.
@@ -215,6 +211,12 @@ class _Run:
             raise CommandError(f"input={self._input}: was changed since its batch was begun; {again}")
         if self._state.base_url != new_state.base_url:
             raise CommandError(f"the batch was begun with base_url={self._state.base_url}; {again}")
+        begun, asked = self._state.completion_window, new_state.completion_window
+        if asked is not None and begun not in (None, asked):
+            raise CommandError(
+                f"completion_window={asked}: the batch was begun with {begun}: leave the flag out to continue it, "
+                f"or {again}"
+            )
 
     def _run_batch(self) -> str:
         """The summary; the output is complete, and the server that was started has ended. Raises CommandError."""
@@ -222,17 +224,18 @@ class _Run:
             is_continued = self._state.file_id is not None
             progress = Progress()
             stack.callback(progress.close)
-            open_batch = self._open_own if self._config.base_url is None else self._open_remote
-            batch: Batch = open_batch(stack, progress)
-            self._batch = view = batch.view()
+            api = self._connect(stack, progress)
+            self._batch = view = self._find_batch(api) or self._begin_batch(api)
+            self._save(replace(self._state, batch_id=view.id))
+            self._check_model(view)
             if is_continued:
                 progress.note(f"continuing {view.id}: {view.num_done:,} of {view.num_lines:,} lines are done already")
             started_s, tokens_before = time.monotonic(), view.output_tokens
-            view = self._wait_for_end(batch, progress)
+            view = self._wait_for_end(api, view.id, progress)
             seconds = time.monotonic() - started_s
             if view.status != "completed":
-                raise self._why_incomplete(batch, view)
-            outcome = self._write_results(batch, view, self._output)
+                raise self._why_incomplete(api, view)
+            outcome = self._write_results(api, view, self._output)
         rate = (view.output_tokens - tokens_before) / max(seconds, 1e-9)
         cut = f" ({outcome.num_cut:,} cut by length)" if outcome.num_cut else ""
         lines = "line" if view.num_completed == 1 else "lines"
@@ -240,81 +243,63 @@ class _Run:
         sums = f"{view.output_tokens:,} tokens, {seconds:.1f} s, {rate:,.1f} tokens/s"
         return "\n".join([f"{counts}, {sums}", *outcome.failures.lines(), f"the results are in {self._output}"])
 
-    def _open_own(self, stack: ExitStack, progress: Progress) -> OwnBatch:
-        """The batch in the run's own data directory, which is written down, and a server that runs it."""
-        config, root = self._config, directory_of_run(self._output)
-        is_new, batch_id = self._state.batch_id is None, self._state.batch_id
-        if batch_id is None:
-            self._so_far.remove()  # of a run whose state the user has deleted
-            limits = InputLimits(LINE_URLS, config.max_batch_lines, config.max_line_bytes)
-            window = config.completion_window or "30d"
-            batch_id = store_batch(root, self._input, self._input_name, limits, config.max_file_bytes, window)
-        batch = OwnBatch(root, batch_id, self._input, self._state.input)
-        stack.callback(batch.close)
-        if is_new:
-            self._save(replace(self._state, file_id=INPUT_ID, batch_id=batch_id))
-        view = batch.view()
-        self._check_window(view)
-        if view.status not in FINAL_STATUSES:
-            try:
-                server = OwnServer(self._server_words, root, config.drain_seconds, progress.note)
-                stack.enter_context(server)
-            except BaseException:
-                if is_new:  # nothing has run, so nothing is left behind
-                    self._state = replace(self._state, file_id=None)
-                raise
-            self._own_server = server
-            batch.run_by(server)
-            self._check_model(batch.record().model, server.model)
-        return batch
-
-    def _open_remote(self, stack: ExitStack, progress: Progress) -> RemoteBatch:
-        """The batch on the server at base_url, which is written down."""
+    def _connect(self, stack: ExitStack, progress: Progress) -> BatchApi:
+        """The server's API within the stack; a new input is checked before."""
         config = self._config
-        assert config.base_url is not None
-        if self._state.batch_id is None:
-            endpoint = find_endpoint(self._input)
-            check_input(self._input, endpoint, None, self._input_name)
-        api = BatchApi(config.base_url, config.api_key, progress.note, MAX_SILENCE_SECONDS, is_local=False)
-        stack.callback(api.close)
-        if self._state.batch_id is not None:
-            view: BatchView | None = api.retrieve(self._state.batch_id)
-        elif self._state.file_id is not None:  # the last run ended here: perhaps before it knew that the batch exists
-            view = api.find(self._state.file_id)
-        else:
-            view = None
+        if self._state.file_id is None:
             self._so_far.remove()  # of a run whose state the user has deleted
+            limits = None
+            if config.base_url is None:
+                limits = InputLimits(LINE_URLS, config.max_batch_lines, config.max_line_bytes)
+                if self._state.input_bytes > config.max_file_bytes:
+                    most = f"{config.max_file_bytes} bytes (max_file_bytes)"
+                    raise CommandError(f"input={self._input_name}: has more than {most}")
+            check_input(self._input, find_endpoint(self._input), limits, self._input_name)
+        if config.base_url is not None:
+            api = BatchApi(config.base_url, config.api_key, progress.note, MAX_SILENCE_SECONDS, is_local=False)
+        else:
+            root = directory_of_run(self._output)
+            server = OwnServer(self._server_words, root, config.drain_seconds, progress.note)
+            self._own_server = stack.enter_context(server)
+            api = BatchApi(
+                f"{URL_OF_SOCKETS}/v1",
+                None,
+                progress.note,
+                MAX_SILENCE_SECONDS,
+                is_local=True,
+                unix_socket=server.socket_path,
+                wait=server.wait,
+            )
+        stack.callback(api.close)
+        return api
+
+    def _find_batch(self, api: BatchApi) -> BatchView | None:
+        """The batch that the last run has begun, perhaps without knowing that it exists; None if it has not."""
+        if self._state.batch_id is not None:
+            return api.retrieve(self._state.batch_id)
+        return None if self._state.file_id is None else api.find(self._state.file_id)
+
+    def _begin_batch(self, api: BatchApi) -> BatchView:
+        """A new batch, of which each step is written down."""
+        window = self._state.completion_window or ("30d" if self._config.base_url is None else "24h")
+        file_id = self._state.file_id
+        if file_id is None:
             file_id = api.upload(self._input)
             self._check_input()  # before the state makes the upload count
-            self._save(replace(self._state, file_id=file_id))
-        if view is not None:
-            self._check_window(view)
-        else:
-            assert self._state.file_id is not None
-            view = api.create(self._state.file_id, endpoint, config.completion_window or "24h")
-        self._save(replace(self._state, batch_id=view.id))
-        return RemoteBatch(api, view, self._input)
+            self._save(replace(self._state, file_id=file_id, completion_window=window))
+        return api.create(file_id, find_endpoint(self._input), window)
 
     def _save(self, state: RunState) -> None:
         """Write down what is done. Raises CommandError."""
         self._state = state
         self._state_file.save(self._state)
 
-    def _check_model(self, begun_with: str | None, served: str) -> None:
+    def _check_model(self, view: BatchView) -> None:
         """A batch runs only with the model that it was begun with. Raises CommandError."""
-        if begun_with != served:
+        if self._own_server is not None and view.model != self._own_server.model:
             raise CommandError(
-                f"the batch was begun with the model {begun_with}, and this server serves {served}: name the same "
-                f"model=, or {self._how_to_begin_again()}"
-            )
-
-    def _check_window(self, batch: BatchView) -> None:
-        """Raises CommandError if the flag asks for another time than the batch has, which cannot be changed."""
-        asked = self._config.completion_window
-        if asked is not None and batch.completion_window not in (None, asked):
-            raise CommandError(
-                f"completion_window={asked}: {batch.id} was begun with {batch.completion_window}: leave the flag out "
-                f"to continue it, or {self._how_to_begin_again()}"
+                f"the batch was begun with the model {view.model}, and this server serves {self._own_server.model}: "
+                f"name the same model=, or {self._how_to_begin_again()}"
             )
 
     def _check_input(self) -> None:
@@ -322,30 +307,40 @@ class _Run:
         if fingerprint(self._input) != self._state.input:
             raise CommandError(f"input={self._input}: was changed while the batch ran")
 
-    def _wait_for_end(self, batch: Batch, progress: Progress) -> BatchView:
+    def _version_of_input(self) -> tuple[int, int, int]:
+        """(which file it is, its size, when it was changed last)"""
+        try:
+            status = self._input.stat()
+        except OSError as error:
+            raise CommandError(f"input={self._input}: {error.strerror}") from None
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
+    def _wait_for_end(self, api: BatchApi, batch_id: str, progress: Progress) -> BatchView:
         """The finished batch. Raises CommandError."""
-        pause_s = _FIRST_PAUSE_S
-        while (view := batch.view()).status not in FINAL_STATUSES:
+        pause_s, version = _FIRST_PAUSE_S, self._version_of_input()
+        while (view := api.retrieve(batch_id)).status not in FINAL_STATUSES:
             self._batch = view
             progress.update(view)
-            self._so_far.update(batch.read_results, view.num_done, progress.note)
-            batch.wait(pause_s)
-            pause_s = min(1.5 * pause_s, batch.max_pause_s)
+            self._so_far.update(partial(api.results_from, batch_id), view.num_done, progress.note)
+            api.wait(pause_s)
+            if version != (version := self._version_of_input()):
+                self._check_input()
+            pause_s = min(1.5 * pause_s, _MAX_PAUSE_S if view.tells_progress else _MAX_PAUSE_OF_OTHERS_S)
         self._batch = view
         progress.update(view)
         return view
 
-    def _why_incomplete(self, batch: Batch, view: BatchView) -> CommandError:
+    def _why_incomplete(self, api: BatchApi, view: BatchView) -> CommandError:
         """The error of a batch that has not completed; the results that it has are written beside the output."""
-        if view.status == "failed" and not view.has_results:
+        if view.status == "failed" and not view.result_file_ids:
             return why_failed(view)
         results = ""
-        if view.has_results:
-            partial = self._output.with_name(self._output.name + ".partial")
+        if view.result_file_ids:
+            beside = self._output.with_name(self._output.name + ".partial")
             try:
-                self._write_results(batch, view, partial)
+                self._write_results(api, view, beside)
                 self._so_far.remove()
-                results = f"its results are in {partial}; "
+                results = f"its results are in {beside}; "
             except CommandError as error:
                 results = f"its results cannot be written: {error}; "
         return CommandError(
@@ -353,17 +348,24 @@ class _Run:
             f"{results}{self._how_to_begin_again()}"
         )
 
-    def _write_results(self, batch: Batch, view: BatchView, name: Path) -> Outcome:
+    def _write_results(self, api: BatchApi, view: BatchView, name: Path) -> Outcome:
         """Write the results in the order of the input. Raises CommandError: then the file `name` is as it was."""
+        is_complete = view.status == "completed"
         try:
-            with batch.results(view, self._so_far, name) as output:
-                self._check_input()
-                # it may have appeared since the run began
-                if not self._config.overwrite and name.exists() and fingerprint(name, "output").sha256 != output.sha256:
-                    raise CommandError(f"{name} exists; overwrite=T replaces it")
-                if view.status == "completed":
-                    self._save(replace(self._state, output_sha256=output.sha256))
-                output.commit(name)
-                return output.outcome
+            with ExitStack() as stack:
+                files = []
+                for file_id in view.result_file_ids:
+                    files.append(stack.enter_context(tempfile.TemporaryFile(dir=name.parent)))
+                    api.download(file_id, files[-1])
+                output = self._so_far.complete(lambda: merged(self._input, files, is_complete))
+            self._check_input()
+            # it may have appeared since the run began
+            if not self._config.overwrite and name.exists() and fingerprint(name, "output").sha256 != output.sha256:
+                raise CommandError(f"{name} exists; overwrite=T replaces it")
+            if is_complete:
+                exit_code = ALL_FAILED if view.num_completed == 0 else 0
+                self._save(replace(self._state, output_sha256=output.sha256, exit_code=exit_code))
+            output.commit(name)
+            return output.outcome
         except OSError as error:
             raise CommandError(f"{name}: {error.strerror}") from None

@@ -29,12 +29,16 @@ class RunState:
     input_sha256: str
     base_url: str | None = None
     """None for a server of the run's own."""
+    completion_window: str | None = None
+    """The flag; once the input is uploaded, the batch's window."""
     file_id: str | None = None
-    """None until the input is uploaded, or stored for the run's own server."""
+    """None until the input is uploaded."""
     batch_id: str | None = None
-    """None until the server has confirmed the batch, or it is stored for the run's own."""
+    """None until the server has confirmed the batch."""
     output_sha256: str | None = None
     """Checksum of the complete output; None until it is written."""
+    exit_code: int = 0
+    """Of the run that has written the output."""
 
     @property
     def input(self) -> Fingerprint:

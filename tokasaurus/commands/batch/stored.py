@@ -13,14 +13,14 @@ import apsw
 import orjson
 
 from tokasaurus.addresses import URL_OF_SOCKETS, socket_of
+from tokasaurus.commands.batch.api import BatchApi
 from tokasaurus.commands.batch.config import StoredConfig, key_of_environment
 from tokasaurus.commands.batch.errors import CommandError, NotOnServer
-from tokasaurus.commands.batch.remote import BatchApi
 from tokasaurus.server.jobs.objects import batch_object, to_json
 from tokasaurus.server.jobs.store.data_dir import DataDir, DataDirInUse, StoreError
 from tokasaurus.server.jobs.store.database import MIGRATIONS, explain, open_connection
 from tokasaurus.server.jobs.store.records import BatchRecord, cancel_batch, get_batch, list_batches
-from tokasaurus.server.jobs.store.store import PRIVATE_OWNER, default_data_dir, open_store
+from tokasaurus.server.jobs.store.store import default_data_dir, open_store
 
 Result = TypeVar("Result")
 
@@ -217,22 +217,6 @@ def _cancel_in_database(root: Path, batch_id: str) -> str:
     return _require(status, root, batch_id)
 
 
-def _cancel_beside_server(root: Path, batch_id: str) -> str:
-    """The batch's status, in a directory whose server has no port, and looks into the database once a second. Raises
-    CommandError and StoreError."""
-    try:
-        connection = open_connection(DataDir(root).database, can_write=True)
-        try:
-            connection.execute("BEGIN IMMEDIATE")  # one that begins by reading does not wait for the server's writing
-            status = _cancel(connection, batch_id)
-            connection.execute("COMMIT")
-        finally:
-            connection.close()
-    except apsw.Error as error:
-        raise explain(error) from None
-    return _require(status, root, batch_id)
-
-
 def _cancel(connection: apsw.Connection, batch_id: str) -> str | None:
     """The batch's status; None if there is no such batch."""
     batch = get_batch(connection, batch_id)
@@ -248,8 +232,6 @@ def _require(status: str | None, root: Path, batch_id: str) -> str:
 def _cancel_on_directory(root: Path, config: StoredConfig, batch_id: str) -> str:
     """The status of a batch, cancelled by the server that runs on the directory. Raises CommandError and StoreError."""
     address = DataDir(root).read_owner()
-    if address == PRIVATE_OWNER:
-        return _cancel_beside_server(root, batch_id)
     unix_socket = socket_of(address)
     if unix_socket is not None:
         address = URL_OF_SOCKETS

@@ -56,21 +56,17 @@ _WHY_UNFINISHED = {
 }
 
 
-async def close_batch(store: Store, batch: BatchRecord, keep_seconds: int | None, now: int) -> BatchRecord:
+async def close_batch(store: Store, batch: BatchRecord, keep_seconds: int, now: int) -> BatchRecord:
     """The finished batch; it was finalizing or cancelling, and none of its lines runs any more.
 
-    keep_seconds: how long its output files are kept; None: there are none, the results stay in the ledger. Raises
-    StoreError: then call it again."""
+    keep_seconds: how long its output files are kept. Raises StoreError: then call it again."""
     batch = await store.database.read(lambda connection: read_batch(connection, batch.number))
     if batch.status in FINAL_STATUSES:  # by an earlier call; its ledger may have lost lines
-        if keep_seconds is not None:
-            await clear_ledger(store, batch.number)
+        await clear_ledger(store, batch.number)
         return batch
     await _answer_unfinished(store, batch)
-    files: list[FileRecord | None] = [None, None]
-    if keep_seconds is not None:
-        kinds = (("output", LineState.COMPLETED), ("error", LineState.FAILED))
-        files = [await _write_file(store, batch, kind, state, keep_seconds, now) for kind, state in kinds]
+    kinds = (("output", LineState.COMPLETED), ("error", LineState.FAILED))
+    files = [await _write_file(store, batch, kind, state, keep_seconds, now) for kind, state in kinds]
 
     def finish(connection: apsw.Connection) -> BatchRecord:
         for file in files:
@@ -80,8 +76,7 @@ async def close_batch(store: Store, batch: BatchRecord, keep_seconds: int | None
         return finish_batch(connection, batch.number, ids[0], ids[1], now)
 
     finished = await store.database.write(finish)
-    if keep_seconds is not None:
-        await clear_ledger(store, batch.number)
+    await clear_ledger(store, batch.number)
     return finished
 
 

@@ -131,10 +131,6 @@ class RunningBatch:
     """The input file."""
     work_before: WorkDone
     """Work that the server had done when the batch's lines began to run."""
-    is_in_place: bool = False
-    """The input file is the user's, who may change it: then no line is started any more."""
-    first_version: tuple[int, int] = field(init=False)
-    """(size, time of the last change) of the input file when it was opened."""
     first: int = 0
     """Lines before it do not wait, or are in `ahead`."""
     ahead: deque[tuple[PendingLine, bytes | None]] = field(default_factory=deque)
@@ -161,12 +157,7 @@ class RunningBatch:
     """Set when no line waits or runs."""
 
     def __post_init__(self) -> None:
-        self.first_version = self._version()
         self.pace = JobPace(self.record.num_lines - self.record.num_completed - self.record.num_failed)
-
-    def _version(self) -> tuple[int, int]:
-        status = os.fstat(self.content.fileno())
-        return status.st_size, status.st_mtime_ns
 
     @property
     def client(self) -> str:
@@ -203,8 +194,6 @@ class RunningBatch:
                 num_bytes += line.size
                 if num_bytes >= max_bytes:
                     break
-            if self.is_in_place and self._version() != self.first_version:
-                raise StoreError("the input file was changed")
             return lines
 
         try:

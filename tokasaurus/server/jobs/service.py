@@ -5,7 +5,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,6 @@ import orjson
 from fastapi import Request
 
 from tokasaurus.config import ServerConfig
-from tokasaurus.messages.status import BatchTokens, TimeLeft
 from tokasaurus.monitoring.metrics import BatchStats
 from tokasaurus.server.access import key_salt
 from tokasaurus.server.engine_client.pending import JobPace
@@ -32,7 +31,6 @@ from tokasaurus.server.jobs.store.records import (
     BatchRecord,
     NewLine,
     add_batch,
-    adopt_batches,
     begin_finalizing,
     cancel_batch,
     fail_batch,
@@ -51,10 +49,7 @@ from tokasaurus.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
-TellTokens = Callable[[BatchTokens], None]
-
 RETRY_SECONDS = 1.0
-SECONDS_BETWEEN_REPORTS = 1.0
 MAX_PAUSE_SECONDS = 60.0
 """Longest pause before a batch that failed because of a bug is tried again."""
 SECONDS_BETWEEN_LOOKS = 30.0
@@ -70,13 +65,8 @@ _PACKAGE_PARENT = Path(__file__).parents[3]
 class BatchService:
     """One per server. All methods run on the event loop's thread."""
 
-    def __init__(
-        self, state: ServerState, store: Store, limits: BatchLimits, tell_tokens: TellTokens | None = None
-    ) -> None:
-        """tell_tokens: only of a private server, which has one batch that another process has stored and reads:
-        called about once a second while lines run, and results stay in the ledger."""
+    def __init__(self, state: ServerState, store: Store, limits: BatchLimits) -> None:
         self.store = store
-        self._tell_tokens = tell_tokens
         self.config = state.config
         self._model_name = state.model.name
         self._engine = state.engine
@@ -91,12 +81,6 @@ class BatchService:
         self._validating = asyncio.Lock()
         self._places = asyncio.Semaphore(limits.max_running_batches)
 
-    async def adopt(self) -> None:
-        """Give this model to batches without one, on a private server. Call it before the server is ready: the other
-        process then looks which model its batch has. Raises StoreError."""
-        if self._tell_tokens is not None:
-            await self.store.database.write(lambda connection: adopt_batches(connection, self._model_name))
-
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the batches within the context. Raises StoreError."""
@@ -104,8 +88,6 @@ class BatchService:
             self._begin(batch)
         keep_seconds = self.config.keep_days * DAY_SECONDS
         works = [self._runner.run(), self._runner.drain(), keep_removing(self.store, keep_seconds)]
-        if self._tell_tokens is not None:
-            works.append(self._serve_other_process(self._tell_tokens))
         recording = asyncio.create_task(self._recorder.run())
         background = [asyncio.create_task(work) for work in works]
         try:
@@ -195,20 +177,6 @@ class BatchService:
             self._cancelled[batch.number].set()
         return batch
 
-    async def _serve_other_process(self, tell_tokens: TellTokens) -> None:
-        """Once a second: tell how far the batch is, and see whether another process has cancelled it."""
-        while True:
-            await asyncio.sleep(SECONDS_BETWEEN_REPORTS)
-            with suppress(StoreError):
-                for batch in await self.store.database.read(unfinished_batches):
-                    progress = self.progress(batch)
-                    if progress is not None:
-                        left = None if progress.seconds_left is None else TimeLeft(*progress.seconds_left)
-                        problem = self.problem(batch)
-                        tell_tokens(BatchTokens(progress.generated_tokens, progress.expected_tokens, left, problem))
-                    elif batch.status == "cancelling" and batch.number in self._cancelled:
-                        self._cancelled[batch.number].set()
-
     def _begin(self, batch: BatchRecord) -> None:
         task = asyncio.create_task(self._advance_to_end(batch), name=batch.id)
         self._tasks[batch.number] = task
@@ -251,9 +219,7 @@ class BatchService:
         if batch.in_progress_at is None:  # cancelled while it was validated: it may have a part of its lines
             await clear_ledger(self.store, batch.number)
         keep_seconds = batch.output_expires_after or self.config.keep_days * DAY_SECONDS
-        return await close_batch(
-            self.store, batch, keep_seconds if self._tell_tokens is None else None, int(time.time())
-        )
+        return await close_batch(self.store, batch, keep_seconds, int(time.time()))
 
     async def _until_cancelled(self, batch: BatchRecord, work: Coroutine[Any, Any, BatchRecord]) -> BatchRecord:
         """The result of `work`; if the batch is cancelled before its end, the cancelling batch."""
@@ -311,8 +277,7 @@ class BatchService:
             logger.error("%s fails: %s", batch.id, error)
             found = dump_errors([InputError("input_file_missing", str(error), param="input_file_id")])
             return await self._begin_finalizing(batch, "failed", found)
-        is_in_place = self._tell_tokens is not None
-        running = RunningBatch(batch, content, self._engine.work_done, is_in_place, kept_lines=kept)
+        running = RunningBatch(batch, content, self._engine.work_done, kept_lines=kept)
         try:
             with self._engine.running_job(running.client, running.pace):
                 self._runner.add(running)

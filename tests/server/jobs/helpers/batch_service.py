@@ -18,7 +18,7 @@ from tokasaurus.monitoring.metrics import LoopLag
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.engine_client.limits import NO_LIMITS, QueueLimits
 from tokasaurus.server.grammars.validator import GrammarChecker
-from tokasaurus.server.jobs.service import BatchService, TellTokens
+from tokasaurus.server.jobs.service import BatchService
 from tokasaurus.server.jobs.store.records import (
     FINAL_STATUSES,
     BatchRecord,
@@ -129,9 +129,8 @@ async def running_service(
     limits: BatchLimits | None = None,
     queue_limits: QueueLimits = NO_LIMITS,
     is_engine_up: bool = True,
-    tell_tokens: TellTokens | None = None,
 ) -> AsyncIterator[RunningService]:
-    """is_engine_up: false: the test starts the engine. tell_tokens: of a private server."""
+    """is_engine_up: false: the test starts the engine."""
     engine = engine or FakeEngine()
     client = EngineClient(hand_over(engine), queue_limits=queue_limits)
     shared = TextThreads(), BodyBytes(1 << 30), LoopLag()
@@ -139,8 +138,7 @@ async def running_service(
     running = None
     try:
         with open_store(data_dir, "a test") as store, client.listening():
-            service = BatchService(state, store, limits or batch_limits(state.config), tell_tokens)
-            await service.adopt()
+            service = BatchService(state, store, limits or batch_limits(state.config))
             if is_engine_up:
                 engine.start()
             running = RunningService(service, engine, client, store)

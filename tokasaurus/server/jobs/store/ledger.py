@@ -42,13 +42,10 @@ def free_space(connection: apsw.Connection, limit: int) -> int:
 
 
 def finished_ledgers(connection: apsw.Connection) -> list[int]:
-    """Numbers of the finished batches that have lines although their results are in files, or they never ran lines.
-
-    The ledger of a private server's batch, which has no files, is the only place of its results."""
+    """Numbers of the finished batches that have lines, although their results are in files."""
     marks = ", ".join("?" * len(FINAL_STATUSES))
     rows = connection.execute(
-        f"SELECT number FROM batches WHERE status IN ({marks}) "
-        "AND (in_progress_at IS NULL OR output_file_id IS NOT NULL OR error_file_id IS NOT NULL) AND EXISTS "
+        f"SELECT number FROM batches WHERE status IN ({marks}) AND EXISTS "
         "(SELECT 1 FROM lines WHERE key >= number << ? AND key < (number + 1) << ?)",
         (*FINAL_STATUSES, LINE_BITS, LINE_BITS),
     )

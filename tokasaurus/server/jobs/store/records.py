@@ -225,11 +225,6 @@ def finished_batches(connection: apsw.Connection, limit: int) -> list[BatchRecor
     return list(select(connection, BatchRecord, where, (*FINAL_STATUSES, limit)))
 
 
-def adopt_batches(connection: apsw.Connection, model: str) -> None:
-    """A batch without a model gets this one."""
-    connection.execute("UPDATE batches SET model = ? WHERE model IS NULL", (model,))
-
-
 def start_batch(connection: apsw.Connection, number: int, num_lines: int, now: int) -> BatchRecord:
     """A validated batch starts to run; one that is no longer validating is left as it is."""
     _set(

@@ -26,9 +26,6 @@ logger = logging.getLogger(__name__)
 
 _LINES_PER_STEP = 512
 
-PRIVATE_OWNER = "the server of a toka batch"
-"""Owner of a data directory whose server has no port: other processes write into the database."""
-
 
 @dataclass(frozen=True, slots=True)
 class Store:

@@ -1,36 +1,26 @@
-"""The batch of a run on a running server: OpenAI's Files and Batches API, and results in the order of the input."""
+"""A server's Files and Batches API, OpenAI's or our own with its extensions; while it is gone, calls are repeated."""
 
 import functools
 import re
 import socket
 import ssl
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import orjson
 
 from tokasaurus.addresses import proxy_variable
 from tokasaurus.commands.batch.errors import CommandError, InputRefused, NotOnServer
-from tokasaurus.commands.batch.input_file import custom_ids
 from tokasaurus.commands.batch.progress import BatchView
-from tokasaurus.commands.batch.results import OutputFile, ResultsSoFar, temporary_output
+from tokasaurus.commands.batch.results import find_custom_id
 from tokasaurus.commands.running_server import NotAnswered, Refused, check_status, http_client
 from tokasaurus.messages.status import TimeLeft
-from tokasaurus.text.json_lines import escape_line_ends
-
-if TYPE_CHECKING:
-    pass
 
 Answer = TypeVar("Answer")
 Value = TypeVar("Value")
-
-_Place = tuple[int, int, int]
-"""(index of the file, start, size) of a line."""
 
 MAX_SILENCE_SECONDS = 300.0
 """Longest time without an answer until a run ends."""
@@ -58,13 +48,16 @@ class BatchApi:
         max_silence_s: float,
         is_local: bool,
         unix_socket: str | None = None,
+        wait: Callable[[float], None] = time.sleep,
     ) -> None:
         """note: shows the user a line. max_silence_s: longest time without an answer. is_local: the server is on this
-        machine, so that no proxy is used. unix_socket: replaces host and port of base_url."""
+        machine, so that no proxy is used. unix_socket: replaces host and port of base_url. wait: for so many seconds;
+        may raise."""
         self._base_url = base_url if unix_socket is None else f"unix:{unix_socket}/v1"
         """Address of the server in messages."""
         self._note = note
         self._max_silence_s = max_silence_s
+        self.wait = wait
         self._has_answered = False
         try:
             self._client = http_client(base_url, api_key, unix_socket, is_local, _TIMEOUT_S)
@@ -141,7 +134,7 @@ class BatchApi:
         except (httpx.HTTPError, Refused):
             return []
         content = response.content
-        return list(takewhile(lambda line: _find_custom_id(line) is not None, content.splitlines(keepends=True)))
+        return list(takewhile(lambda line: find_custom_id(line) is not None, content.splitlines(keepends=True)))
 
     def download(self, file_id: str, into: BinaryIO) -> None:
         """Write a file's content, in the place of what was there."""
@@ -217,96 +210,8 @@ class BatchApi:
                 raise CommandError(message)
             if num_failures == 1:  # one may be a restart of the server
                 self._note(f"{message}; trying again for up to {self._max_silence_s:g} s")
-            time.sleep(_PAUSES_S[min(num_failures, len(_PAUSES_S) - 1)])
+            self.wait(_PAUSES_S[min(num_failures, len(_PAUSES_S) - 1)])
             num_failures += 1
-
-
-class RemoteBatch:
-    """A batch on a server. Methods raise CommandError."""
-
-    max_pause_s = 3.0
-    """Longest time between two looks at the batch."""
-
-    def __init__(self, api: BatchApi, batch: BatchView, input_path: Path) -> None:
-        self._api = api
-        self._id = batch.id
-        self._input = input_path
-
-    def view(self) -> BatchView:
-        """The batch as it is now."""
-        return self._api.retrieve(self._id)
-
-    def wait(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    def read_results(self, first: int) -> list[bytes]:
-        """Results from line `first` on; a `ReadResults`."""
-        return self._api.results_from(self._id, first)
-
-    @contextmanager
-    def results(self, batch: BatchView, _so_far: ResultsSoFar, name: Path) -> Iterator[OutputFile]:
-        """The results of a finished batch, which come in two files, in one in the order of the input. name: of the
-        file when it is committed. Raises OSError."""
-        with ExitStack() as stack:
-            files = []
-            for file_id in batch.result_file_ids:
-                files.append(stack.enter_context(tempfile.TemporaryFile(dir=name.parent)))
-                self._api.download(file_id, files[-1])
-            output = stack.enter_context(temporary_output(name, batch.id))
-            merge_results(self._input, files, output, batch.status == "completed")
-            yield output
-
-
-def merge_results(input_path: Path, results: Sequence[BinaryIO], output: OutputFile, is_complete: bool) -> None:
-    """Write the result of each line of the input.
-
-    is_complete: each line must have a result. Raises CommandError if one has none
-    or two, and OSError."""
-    places = _find_places(results)
-    for custom_id in custom_ids(input_path):
-        place = places.pop(custom_id, None)
-        if place is None and not is_complete:
-            continue
-        if place is None:
-            raise CommandError(f"the server has no result of the line with the custom_id {custom_id!r}")
-        index, start, size = place
-        results[index].seek(start)
-        output.write(escape_line_ends(results[index].read(size)) + b"\n")
-    if places:
-        raise CommandError(f"the server has a result of {next(iter(places))!r}, which is no custom_id of the input")
-
-
-def _find_places(results: Sequence[BinaryIO]) -> dict[str, _Place]:
-    """The place of each line, by custom_id. Raises CommandError."""
-    places: dict[str, _Place] = {}
-    for index, file in enumerate(results):
-        file.seek(0)
-        start = 0
-        for line in file:
-            if line.strip():
-                custom_id = _custom_id(line)
-                if custom_id in places:
-                    raise CommandError(f"the server has two results of the line with the custom_id {custom_id!r}")
-                places[custom_id] = index, start, len(line.rstrip(b"\r\n"))
-            start += len(line)
-    return places
-
-
-def _custom_id(line: bytes) -> str:
-    """Raises CommandError."""
-    custom_id = _find_custom_id(line)
-    if custom_id is None:
-        raise CommandError("a line of the server's results has no custom_id")
-    return custom_id
-
-
-def _find_custom_id(line: bytes) -> str | None:
-    """None if the line is no result."""
-    try:
-        custom_id = orjson.loads(line)["custom_id"]
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return None
-    return custom_id if isinstance(custom_id, str) else None
 
 
 def _will_not_pass(error: BaseException | None) -> bool:
@@ -373,9 +278,8 @@ def _read_view(fields: dict[str, Any]) -> BatchView:
         num_failed=_field(counts, "failed", int, 0),
         output_tokens=output_tokens,
         errors=_objects(_field(fields, "errors", dict, {})),
-        has_results=any(files),
         result_file_ids=[file_id for file_id in files if file_id],
-        completion_window=_field(fields, "completion_window", str, "") or None,
+        model=_field(fields, "model", str, ""),
         num_generated=_field(progress, "generated_tokens", int, output_tokens),
         num_expected=_field(progress, "expected_tokens", int, -1) if "expected_tokens" in progress else None,
         tells_progress=bool(progress),

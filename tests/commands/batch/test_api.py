@@ -3,18 +3,15 @@
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from tokasaurus.commands.batch import remote
+from tokasaurus.commands.batch.api import BatchApi
 from tokasaurus.commands.batch.errors import CommandError
-from tokasaurus.commands.batch.remote import BatchApi
 
 
 @contextmanager
@@ -75,10 +72,7 @@ def test_an_answer_of_another_kind_has_no_results_so_far(answer: object) -> None
 def test_only_the_id_and_the_status_of_a_batch_are_needed() -> None:
     with api_with_answers({"id": "batch_1", "status": "in_progress", "request_counts": None}) as api:
         batch = api.retrieve("batch_1")
-    assert (batch.id, batch.status, batch.num_lines, batch.errors, batch.completion_window) == (
-        *("batch_1", "in_progress", 0, []),
-        None,
-    )
+    assert (batch.id, batch.status, batch.num_lines, batch.errors) == ("batch_1", "in_progress", 0, [])
 
 
 def test_a_batch_is_found_on_a_later_page() -> None:
@@ -97,12 +91,8 @@ def test_a_batch_is_found_on_a_later_page() -> None:
         assert api.find("file-4") is None
 
 
-@pytest.fixture
-def no_second_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sleep(seconds: float) -> None:
-        raise AssertionError(f"it must not be tried again, as in {seconds} s")
-
-    monkeypatch.setattr(remote, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+def no_second_try(seconds: float) -> None:
+    raise AssertionError(f"it must not be tried again, as in {seconds} s")
 
 
 def refused_port() -> int:
@@ -121,21 +111,19 @@ def refused_port() -> int:
         ("http:///v1", "is the server running"),
     ],
 )
-@pytest.mark.usefixtures("no_second_try")
 def test_a_first_request_that_cannot_succeed_is_not_tried_again(url: str, message: str) -> None:
     url = url.replace("PORT", str(refused_port()))
-    api = BatchApi(url, None, print, max_silence_s=300, is_local=False)
+    api = BatchApi(url, None, print, max_silence_s=300, is_local=False, wait=no_second_try)
     with pytest.raises(CommandError, match=message) as refused:
         api.retrieve("m")
     assert "\n" not in str(refused.value)
     api.close()
 
 
-@pytest.mark.usefixtures("no_second_try")
 def test_tls_with_a_server_that_has_none_is_not_tried_again() -> None:
     with api_with_answers({"data": []}) as plain:
         url = plain._base_url.replace("http:", "https:")
-        api = BatchApi(url, None, print, max_silence_s=300, is_local=False)
+        api = BatchApi(url, None, print, max_silence_s=300, is_local=False, wait=no_second_try)
         with pytest.raises(CommandError, match=f"^no answer from {url}: "):
             api.retrieve("m")
         api.close()
