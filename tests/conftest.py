@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -110,3 +111,13 @@ def demo_model() -> Iterator[TokaProcess]:
     with running_toka("dtype=float32", *flags) as process:
         yield process
         assert process.stop() == 0
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a tiny Llama's checkpoint, shared by all files: no test changes it."""
+    from tests.helpers.tiny_model import save_tiny_model  # imports transformers
+
+    directory = tmp_path_factory.mktemp("checkpoint") / "tiny-llama"
+    save_tiny_model(directory, "llama")
+    return directory

@@ -27,19 +27,11 @@ from tests.deploy.helpers.files import (
 from tests.deploy.helpers.play import Probes, Stream, started
 from tests.end_to_end.helpers.toka_process import free_port, not_ready, wait_for
 from tests.helpers.processes import assert_all_end
-from tests.helpers.tiny_model import save_tiny_model
 
 TOKA = [sys.executable, "-m", "tokasaurus"]
 SMALL = {"dtype": "float32", "kv_cache_num_tokens": 4096, "max_tokens_per_forward": 256, "max_seqs_per_forward": 16}
 START_S = 120
 KEY = "secret-of-the-test"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    save_tiny_model(directory, "llama")
-    return directory
 
 
 def status(url: str) -> int:

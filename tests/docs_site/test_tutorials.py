@@ -14,7 +14,6 @@ import pytest
 
 from tests.docs_site.helpers.tutorial import ROOT, Tutorial, server_flags
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
-from tests.helpers.tiny_model import save_tiny_model
 from tokasaurus.checkpoint import resolve_checkpoint, with_safetensors
 
 SERVE = ROOT / "docs" / "tutorial_serve.md"
@@ -36,16 +35,9 @@ SAID_BY_DATASET = ("=  122 expected", "=  98 expected", "=  127 expected")
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny")
-    save_tiny_model(directory, "llama")
-    return directory
-
-
-@pytest.fixture(scope="module")
-def tiny_server(tiny: Path) -> Iterator[TokaProcess]:
+def tiny_server(model: Path) -> Iterator[TokaProcess]:
     """Shared by the pages: `rl=T` adds routes."""
-    with running_toka(f"model={tiny}", *FLAGS, *SMALL) as process:
+    with running_toka(f"model={model}", *FLAGS, *SMALL) as process:
         yield process
         assert process.stop() == 0
 
@@ -101,10 +93,10 @@ def test_a_data_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_rollouts_with_a_tiny_model(tiny: Path, tiny_server: TokaProcess, tmp_path: Path) -> None:
+def test_rollouts_with_a_tiny_model(model: Path, tiny_server: TokaProcess, tmp_path: Path) -> None:
     assert server_flags(ROLLOUTS) == set(FLAGS)
     run = tutorial(ROLLOUTS, tmp_path, tiny_server, ())
-    run.environment["MODEL"] = str(tiny)
+    run.environment["MODEL"] = str(model)
     run.run()
 
 

@@ -17,19 +17,11 @@ import pytest
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
 from tests.helpers.examples import IS_NIGHTLY
-from tests.helpers.tiny_model import save_tiny_model
 
 FLAGS = ("dtype=float32", "kv_cache_num_tokens=8192", "max_tokens_per_forward=256", "max_seqs_per_forward=8")
 NUM_REQUESTS = 6 if IS_NIGHTLY else 4
 LONG = 150 if IS_NIGHTLY else 60
 """Tokens of a request that is still running when the engine dies."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    save_tiny_model(directory, "llama")
-    return directory
 
 
 def body(number: int, **fields: object) -> dict[str, object]:

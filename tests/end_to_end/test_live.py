@@ -15,18 +15,10 @@ import pytest
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
 from tests.helpers.limits import join
-from tests.helpers.tiny_model import save_tiny_model
 
 KEY = "s3cret-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 FLAGS = ("dtype=float32", "max_tokens_per_forward=256", "max_seqs_per_forward=32", f"api_key={KEY}")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    save_tiny_model(directory, "llama")
-    return directory
 
 
 class Watcher(threading.Thread):

@@ -12,16 +12,8 @@ from tests.end_to_end.helpers.replica_kills import NUM_STREAMS, engine_processes
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
 from tests.helpers.leftovers import watched_leftovers
 from tests.helpers.processes import assert_all_end
-from tests.helpers.tiny_model import save_tiny_model
 
 FLAGS = ("dtype=float32", "kv_cache_num_tokens=32768", "max_tokens_per_forward=256", "max_seqs_per_forward=32")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    save_tiny_model(directory, "llama")
-    return directory
 
 
 @pytest.fixture(scope="module")

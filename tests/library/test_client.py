@@ -26,8 +26,7 @@ import pyarrow as pa
 import pytest
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from tests.end_to_end.helpers.toka_process import TokaProcess, free_port, running_toka
-from tests.helpers.tiny_model import save_tiny_model
+from tests.end_to_end.helpers.toka_process import TokaProcess, free_port
 from tests.library.helpers.cutting_proxy import cutting_proxy
 from tokasaurus import AsyncClient, Client, Result, RowsFailed, Sampling, ServerError
 from tokasaurus.library import bulk
@@ -36,21 +35,6 @@ from tokasaurus.server.protocol.sampling_fields import SamplingFields
 
 HTTP = httpx.Client(timeout=60)
 PROMPTS = [f"{number} {'ab' * (number % 7)}: the answer" for number in range(40)]
-
-
-@pytest.fixture(scope="module")
-def toka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokaProcess]:
-    directory: Path = tmp_path_factory.mktemp("model")
-    save_tiny_model(directory, "llama")
-    flags = ("dtype=float32", "device=cpu", "kv_cache_num_tokens=16384", "max_seqs_per_forward=32")
-    with running_toka(f"model={directory}", *flags) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def client(toka: TokaProcess) -> Iterator[Client]:
-    with Client(toka.url) as opened:
-        yield opened
 
 
 def ask(toka: TokaProcess, route: str = "completions", **body: Any) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import pytest
 
 from tests.helpers.limits import join
 from tests.helpers.processes import assert_all_end
-from tests.helpers.tiny_model import save_tiny_model
 from tests.library.helpers.engine_scripts import launcher_of, pids_of, running_script
 from tokasaurus import LLM, AsyncLLM, Sampling
 from tokasaurus.config import ServerConfig
@@ -28,13 +27,6 @@ GREEDY = Sampling(temperature=0, max_tokens=64, ignore_eos=True)
 PROMPTS = [f"{number}: a prompt" for number in range(200)]
 ENDED_S = 10.0
 """A free machine needs a tenth of it, and the start of an engine alone more."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("checkpoint") / "tiny-llama"
-    save_tiny_model(directory, "llama")
-    return directory
 
 
 def test_a_program_sees_warnings_alone_unless_it_wants_more() -> None:

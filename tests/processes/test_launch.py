@@ -18,7 +18,6 @@ import pytest
 
 from tests.helpers.examples import few
 from tests.helpers.processes import assert_all_end
-from tests.helpers.tiny_model import save_tiny_model
 from tokasaurus.monitoring.shortage import hint_at_memory
 from tokasaurus.processes.launch import read_start_times, write_start_times
 
@@ -30,23 +29,16 @@ LONG_GRACE_S = "600"
 """Much longer than `Launcher.exit_code` waits: no process ends in time because its grace period is over."""
 
 
-@pytest.fixture(scope="module")
-def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("checkpoint") / "tiny-llama"
-    save_tiny_model(directory, "llama", num_layers=1)
-    return directory
-
-
 class Launcher:
     """A launcher in a process of its own, and the lines that it and its children write to stderr."""
 
-    def __init__(self, model_directory: Path, worker: str, *flags: str) -> None:
+    def __init__(self, model: Path, worker: str, *flags: str) -> None:
         self.process = subprocess.Popen(
             [
                 sys.executable,
                 HELPERS / "stub_launcher.py",
                 worker,
-                f"model={model_directory}",
+                f"model={model}",
                 "port=0",
                 "cpu_isa=torch",
                 "log_level=debug",  # every phase gets a line
@@ -101,11 +93,11 @@ class Launcher:
 
 
 @pytest.fixture
-def launch(model_directory: Path):
+def launch(model: Path):
     launchers: list[Launcher] = []
 
     def start(worker: str = "run_worker", *flags: str) -> Launcher:
-        launchers.append(Launcher(model_directory, worker, *flags))
+        launchers.append(Launcher(model, worker, *flags))
         return launchers[-1]
 
     yield start

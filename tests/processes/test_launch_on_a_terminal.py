@@ -15,20 +15,12 @@ import psutil
 import pytest
 
 from tests.helpers.terminal import Terminal, on_terminal
-from tests.helpers.tiny_model import save_tiny_model
 
 HELPERS = Path(__file__).parent / "helpers"
 ROOT = Path(__file__).parents[2]
 CTRL_C = b"\x03"
 SAME_SIGNAL_S = 0.4
 """After this time, a second Ctrl-C counts."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("checkpoint") / "tiny-llama"
-    save_tiny_model(directory, "llama", num_layers=1)
-    return directory
 
 
 def command(worker: str, *flags: str) -> list[str]:

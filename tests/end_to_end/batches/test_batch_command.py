@@ -15,16 +15,8 @@ from tests.end_to_end.helpers.batch_command import FLAGS, BatchCommand, processe
 from tests.end_to_end.helpers.toka_process import running_toka
 from tests.helpers.examples import IS_NIGHTLY
 from tests.helpers.processes import assert_all_end
-from tests.helpers.tiny_model import save_tiny_model
 
 NUM_LINES, NUM_TOKENS = (60 if IS_NIGHTLY else 40), 40
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    save_tiny_model(directory, "llama")
-    return directory
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ from tests.end_to_end.helpers.batch_client import BatchClient
 from tests.end_to_end.helpers.batch_command import BatchCommand
 from tests.end_to_end.helpers.mixed_requests import GREEDY, PENALTIES, SEEDED
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
-from tests.helpers.tiny_model import save_tiny_model
 
 pytestmark = pytest.mark.long
 
@@ -57,13 +56,6 @@ NUM_CHATS = 44
 NUM_TOKENS = 150
 NUM_DONE = 30
 """Lines with results when the server is stopped."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    save_tiny_model(directory, "llama")
-    return directory
 
 
 @contextmanager

@@ -10,17 +10,9 @@ import pytest
 from tests.end_to_end.helpers.batch_client import BatchClient
 from tests.end_to_end.helpers.toka_process import running_toka
 from tests.helpers.examples import few
-from tests.helpers.tiny_model import save_tiny_model
 
 ROUTES = ("/v1/completions", "/v1/chat/completions")
 PROMPT = "a" * 20
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    save_tiny_model(directory, "llama")
-    return directory
 
 
 def body_of(route: str, **fields: Any) -> dict[str, Any]:

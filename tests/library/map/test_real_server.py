@@ -15,31 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import BaseModel
 
-from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
+from tests.end_to_end.helpers.toka_process import TokaProcess
 from tests.helpers.examples import few
 from tests.helpers.limits import join
-from tests.helpers.tiny_model import save_tiny_model
 from tests.library.map.helpers.finished import read_output
 from tokasaurus import Client, JobChanged, MapSummary, Sampling
 
 
 class Answer(BaseModel):
     yes: bool
-
-
-@pytest.fixture(scope="module")
-def toka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokaProcess]:
-    directory: Path = tmp_path_factory.mktemp("model")
-    save_tiny_model(directory, "llama")
-    flags = ("dtype=float32", "device=cpu", "kv_cache_num_tokens=16384", "max_seqs_per_forward=32")
-    with running_toka(f"model={directory}", *flags) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def client(toka: TokaProcess) -> Iterator[Client]:
-    with Client(toka.url) as opened:
-        yield opened
 
 
 def test_greedy_answers_equal_those_of_single_requests(client: Client, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokasaurus.messages.channel import (
     ChannelClosed,
@@ -20,6 +20,21 @@ from tokasaurus.messages.channel import (
     wait,
 )
 from tokasaurus.messages.status import Alive, EngineLimits, FlagRefused, PhaseDone, PhaseProgress, Ready, UserError
+
+_READY = Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64))
+
+
+class _Given(NamedTuple):
+    """What a worker's entry is called with."""
+
+    config: Any
+    checkpoint: Any
+    index: int
+    rendezvous: Any
+    inputs: Receiver[Any]
+    outputs: Sender[Any]
+    stages: Any
+    status: Sender[Any]
 
 
 def run_server(
@@ -75,35 +90,18 @@ def wait_for_end(inputs: Receiver[Any]) -> None:
             inputs.receive()
 
 
-def run_worker(
-    config: Any,
-    checkpoint: Any,
-    index: int,
-    rendezvous: Any,
-    inputs: Receiver[Any],
-    outputs: Sender[Any],
-    stages: Any,
-    status: Sender[Any],
-) -> None:
-    status.send(PhaseDone("worker", "load weights", 1.25, "7 of [7] layers"))
-    ready = Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64))
-    outputs.send(ready)
-    status.send(ready)
-    wait_for_end(inputs)
+def run_worker(*given: Any) -> None:
+    worker = _Given(*given)
+    worker.status.send(PhaseDone("worker", "load weights", 1.25, "7 of [7] layers"))
+    worker.outputs.send(_READY)
+    worker.status.send(_READY)
+    wait_for_end(worker.inputs)
 
 
-def run_worker_that_reports_its_index(
-    config: Any,
-    checkpoint: Any,
-    index: int,
-    rendezvous: Any,
-    inputs: Receiver[Any],
-    outputs: Sender[Any],
-    stages: Any,
-    status: Sender[Any],
-) -> None:
-    status.send(PhaseDone("worker", "index", 0.0, str(index)))
-    wait_for_end(inputs)
+def run_worker_that_reports_its_index(*given: Any) -> None:
+    worker = _Given(*given)
+    worker.status.send(PhaseDone("worker", "index", 0.0, str(worker.index)))
+    wait_for_end(worker.inputs)
 
 
 def run_worker_that_raises(*_given: Any) -> None:
@@ -131,79 +129,37 @@ def run_worker_that_returns(*_given: Any) -> None:
     pass
 
 
-def run_worker_that_returns_in_replica_1(
-    config: Any,
-    checkpoint: Any,
-    index: int,
-    rendezvous: Any,
-    inputs: Receiver[Any],
-    outputs: Sender[Any],
-    stages: Any,
-    status: Sender[Any],
-) -> None:
-    ready = Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64))
-    outputs.send(ready)
-    status.send(ready)
-    inputs.receive()  # the manager is ready, and the launcher has been told
-    if index == 0:
-        wait_for_end(inputs)
+def run_worker_that_returns_in_replica_1(*given: Any) -> None:
+    worker = _Given(*given)
+    worker.outputs.send(_READY)
+    worker.status.send(_READY)
+    worker.inputs.receive()  # the manager is ready, and the launcher has been told
+    if worker.index == 0:
+        wait_for_end(worker.inputs)
 
 
-def run_worker_that_never_starts(
-    config: Any,
-    checkpoint: Any,
-    index: int,
-    rendezvous: Any,
-    inputs: Receiver[Any],
-    outputs: Sender[Any],
-    stages: Any,
-    status: Sender[Any],
-) -> None:
-    status.send(PhaseDone("worker", "stuck", 0.0))
+def run_worker_that_never_starts(*given: Any) -> None:
+    worker = _Given(*given)
+    worker.status.send(PhaseDone("worker", "stuck", 0.0))
     threading.Event().wait()
 
 
-def run_worker_that_loads_for_ever(
-    config: Any,
-    checkpoint: Any,
-    index: int,
-    rendezvous: Any,
-    inputs: Receiver[Any],
-    outputs: Sender[Any],
-    stages: Any,
-    status: Sender[Any],
-) -> None:
-    status.send(PhaseDone("worker", "device", 0.5, "a detail of many words " * 9))
-    status.send(PhaseProgress("worker", "weights", 30_000_000, 120_000_000, "bytes"))
+def run_worker_that_loads_for_ever(*given: Any) -> None:
+    worker = _Given(*given)
+    worker.status.send(PhaseDone("worker", "device", 0.5, "a detail of many words " * 9))
+    worker.status.send(PhaseProgress("worker", "weights", 30_000_000, 120_000_000, "bytes"))
     threading.Event().wait()
 
 
-def run_worker_that_will_not_end(
-    config: Any,
-    checkpoint: Any,
-    index: int,
-    rendezvous: Any,
-    inputs: Receiver[Any],
-    outputs: Sender[Any],
-    stages: Any,
-    status: Sender[Any],
-) -> None:
+def run_worker_that_will_not_end(*given: Any) -> None:
+    worker = _Given(*given)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    ready = Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64))
-    outputs.send(ready)
-    status.send(ready)
+    worker.outputs.send(_READY)
+    worker.status.send(_READY)
     threading.Event().wait()
 
 
-def run_worker_that_returns_after_ready(
-    config: Any,
-    checkpoint: Any,
-    index: int,
-    rendezvous: Any,
-    inputs: Receiver[Any],
-    outputs: Sender[Any],
-    stages: Any,
-    status: Sender[Any],
-) -> None:
-    outputs.send(Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64)))
-    inputs.receive()  # the manager is ready, and the launcher has been told
+def run_worker_that_returns_after_ready(*given: Any) -> None:
+    worker = _Given(*given)
+    worker.outputs.send(_READY)
+    worker.inputs.receive()  # the manager is ready, and the launcher has been told
