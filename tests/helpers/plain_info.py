@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from tokasaurus.checkpoint import ModelInfo, RopeInfo
-from tokasaurus.checkpoint.spec import plain_model
+from tokasaurus.checkpoint.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec
 
 
 def plain_info(
@@ -23,8 +23,11 @@ def plain_info(
     eos_ids: tuple[int, ...],
     dtype: str,
 ) -> ModelInfo:
-    sizes = num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size
-    return ModelInfo(family, plain_model(*sizes, norm_eps, rope), context_length, tie_embeddings, eos_ids, dtype)
+    norm = NormSpec(norm_eps)
+    attention = AttentionSpec(num_heads, num_kv_heads, head_dim, head_dim**-0.5)
+    layer = LayerSpec(attention, MLPSpec(intermediate_size), norm, norm)
+    spec = ModelSpec((layer,) * num_layers, hidden_size, vocab_size, norm, (rope,))
+    return ModelInfo(family, spec, context_length, tie_embeddings, eos_ids, dtype)
 
 
 def with_layers(info: ModelInfo, num_layers: int | None = None, **changes: Any) -> ModelInfo:

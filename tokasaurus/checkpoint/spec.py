@@ -65,11 +65,6 @@ class AttentionSpec:
     clip: float | None = None
     """Queries, keys and values are clamped to this magnitude, before any norm; None: they are not."""
 
-    @property
-    def has_default_scores(self) -> bool:
-        """Whether scores are scaled by head_dim ** -0.5, not capped, and of all earlier tokens."""
-        return self.scale == self.head_dim**-0.5 and self.window is None and self.softcap is None
-
 
 @dataclass(frozen=True, slots=True)
 class MLPSpec:
@@ -164,21 +159,3 @@ class ModelSpec:
         """Whether embedding, final norm and logits are Llama's, and all layers have one rotary table."""
         ends = self.embedding_scale, self.logit_scale, self.logit_softcap, self.has_head_bias
         return ends == (1, 1, None, False) and self.final_norm.is_plain and self.num_rotary_tables == 1
-
-
-def plain_model(
-    num_layers: int,
-    hidden_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    intermediate_size: int,
-    vocab_size: int,
-    norm_eps: float,
-    rope: RopeInfo,
-) -> ModelSpec:
-    """Llama's model of these sizes."""
-    norm = NormSpec(norm_eps)
-    attention = AttentionSpec(num_heads, num_kv_heads, head_dim, head_dim**-0.5)
-    layer = LayerSpec(attention, MLPSpec(intermediate_size), norm, norm)
-    return ModelSpec((layer,) * num_layers, hidden_size, vocab_size, norm, (rope,))

@@ -22,11 +22,6 @@ class AvailableMemory:
     """The limit and where it was read, for messages: the file of a control group, or the machine."""
 
 
-def available_cpu_bytes(root: Path = Path("/")) -> int:
-    """`num_bytes` of `available_memory`."""
-    return available_memory(root).num_bytes
-
-
 def available_memory(root: Path = Path("/")) -> AvailableMemory:
     """The machine's available memory or, if less, what the process's control groups allow.
 

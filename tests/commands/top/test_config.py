@@ -1,7 +1,5 @@
 """The flags of `toka top`."""
 
-from pathlib import Path
-
 import pytest
 
 from tokasaurus.commands.top.config import TopConfig
@@ -27,7 +25,6 @@ def test_a_server_is_named_by_its_url_or_its_socket(words: list[str], url: str, 
     [
         (["base_url=localhost:10210"], "base_url=localhost:10210: must begin with http:// or https://"),
         (["base_url=http://h", "unix_socket=/s"], "unix_socket=/s: either it or base_url= names the server"),
-        (["replay=a", "record=b"], "record=b: a replay is a recording already"),
         (["speed=2"], "speed=2: only of a replay="),
         (["replay=a", "speed=0"], "speed=0: must be a number from 0.01 to 10000, or None"),
     ],
@@ -36,11 +33,3 @@ def test_flags_that_do_not_go_together_are_refused(words: list[str], message: st
     with pytest.raises(FlagError) as raised:
         TopConfig.parse(words)
     assert str(raised.value).startswith(message)
-
-
-def test_a_recording_is_never_overwritten(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    TopConfig.parse([f"record={path}"])
-    path.write_text("")
-    with pytest.raises(FlagError, match="exists; choose another name, or remove it"):
-        TopConfig.parse([f"record={path}"])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.commands.top.helpers.scripted_samples import START_S, line, sample
-from tokasaurus.commands.top.recording import Player, Recorder, Recording, RecordingError, positions_of
+from tokasaurus.commands.top.recording import Player, Recording, RecordingError, positions_of
 
 
 def write(path: Path, content: bytes) -> str:
@@ -16,17 +16,11 @@ def write(path: Path, content: bytes) -> str:
 
 
 def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
-    path = str(tmp_path / "run.jsonl")
-    recorder = Recorder(path)
     lines = [line(sample(second)).rstrip() for second in range(5)]
-    for one in lines:
-        recorder.write(one)
-    recording = Recording(path)
+    recording = Recording(write(tmp_path / "run.jsonl", b"\n".join(lines)))
     assert [recording.line(index) for index in range(len(recording.times))] == lines
     assert [recording.sample(index)["time"] for index in (4, 0)] == [START_S + 4, START_S]
     assert recording.num_left_out == 0
-    with pytest.raises(RecordingError, match="File exists"):
-        Recorder(path).write(lines[0])
 
 
 @pytest.mark.parametrize("num_cut", [1, 2, 100, 1000])

@@ -34,7 +34,7 @@ from tokasaurus.model.worker.memory import (
     size_kv_cache,
 )
 from tokasaurus.model.worker.memory_plan import CUDA_FRACTION
-from tokasaurus.monitoring.available_memory import available_cpu_bytes, available_memory
+from tokasaurus.monitoring.available_memory import available_memory
 
 MIB = 1024**2
 GIB = 1024**3
@@ -95,7 +95,7 @@ def test_memory_for_less_than_one_block_is_refused() -> None:
 
 def test_available_memory_is_positive_and_no_more_than_the_machine_has() -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 < available_cpu_bytes() <= total
+    assert 0 < available_memory().num_bytes <= total
 
 
 def write_files(root: Path, files: dict[str, str]) -> None:
@@ -110,7 +110,7 @@ def is_available_on_the_machine(num_bytes: int) -> bool:
 
 
 def test_without_cgroups_the_memory_of_the_machine_is_available(tmp_path: Path) -> None:
-    assert is_available_on_the_machine(available_cpu_bytes(tmp_path))
+    assert is_available_on_the_machine(available_memory(tmp_path).num_bytes)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert available_memory(tmp_path).limited_by == f"the machine's {total / GIB:,.1f} GiB"
 
@@ -145,17 +145,17 @@ def test_a_cgroup_makes_available_its_limit_minus_usage_outside_the_page_cache(
             f"{directory}/memory.stat": f"anon 5\n{prefix}inactive_file {4 * MIB}\n{prefix}active_file {MIB}\n",
         },
     )
-    assert available_cpu_bytes(tmp_path) == 6 * MIB
+    assert available_memory(tmp_path).num_bytes == 6 * MIB
     assert available_memory(tmp_path).limited_by == f"{tmp_path / directory / limit}, 0.0 GiB"
     (tmp_path / directory / limit).write_text("max\n" if limit == "memory.max" else "9223372036854771712\n")
-    assert is_available_on_the_machine(available_cpu_bytes(tmp_path))
+    assert is_available_on_the_machine(available_memory(tmp_path).num_bytes)
 
 
 def test_a_cgroup_over_its_limit_makes_nothing_available(tmp_path: Path) -> None:
     group = "sys/fs/cgroup"
     files = {"proc/self/cgroup": "0::/\n", f"{group}/memory.max": "100\n", f"{group}/memory.current": "300\n"}
     write_files(tmp_path, {**files, f"{group}/memory.stat": "inactive_file 50\n"})
-    assert available_cpu_bytes(tmp_path) == 0
+    assert available_memory(tmp_path).num_bytes == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

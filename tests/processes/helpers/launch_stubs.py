@@ -8,7 +8,8 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from tokasaurus.messages.channel import (
     ChannelClosed,
@@ -24,7 +25,8 @@ from tokasaurus.messages.status import Alive, EngineLimits, FlagRefused, PhaseDo
 _READY = Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64))
 
 
-class _Given(NamedTuple):
+@dataclass
+class _Given:
     """What a worker's entry is called with."""
 
     config: Any

@@ -1,7 +1,6 @@
 """The flags of `toka top`."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from tokasaurus.commands.running_server import AddressConfig, url_of_server
 from tokasaurus.flags import flag
@@ -12,12 +11,7 @@ class TopConfig(AddressConfig):
 
     base_url: str | None = flag(None, "URL of the server, with or without /v1, replaces host and port")
     json: bool = flag(False, "print the samples as they come, one JSON object per line", heading="output")
-    record: str | None = flag(
-        None,
-        "new file to which the samples are written meanwhile, one per line",
-        variables=("TOKA_TOP_RECORD",),  # TOKA_RECORD is the server's
-    )
-    replay: str | None = flag(None, "show this recording, of record= here or at the server, in place of a server")
+    replay: str | None = flag(None, "show this recording, of json=T or of the server's record=, in place of a server")
     speed: float | None = flag(
         None,
         "recorded seconds that a replay shows per second",
@@ -30,12 +24,8 @@ class TopConfig(AddressConfig):
         yield from super().further_errors()
         if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
             yield f"base_url={self.base_url}: must begin with http:// or https://"
-        if self.replay is not None and self.record is not None:
-            yield f"record={self.record}: a replay is a recording already"
         if self.replay is None and self.speed is not None:
             yield f"speed={self.speed:g}: only of a replay="
-        if self.record is not None and Path(self.record).exists():
-            yield f"record={self.record}: exists; choose another name, or remove it"
 
     @property
     def url(self) -> str:

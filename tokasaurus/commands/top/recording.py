@@ -1,4 +1,4 @@
-"""Files with one sample per line: written while watching, and read for a replay."""
+"""Files with one sample per line, read for a replay."""
 
 import itertools
 import os
@@ -23,21 +23,6 @@ class RecordingError(UserError):
     """One line says what is wrong with the file."""
 
 
-class Recorder:
-    """Writes samples to a new file, which is there from the first one on."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._file: BinaryIO | None = None
-
-    def write(self, line: bytes) -> None:
-        """Raises RecordingError, also if the file exists."""
-        with _named("record", self._path):
-            if self._file is None:
-                self._file = Path(self._path).open("xb", buffering=0)  # noqa: SIM115 (until the command ends)
-            self._file.write(line + b"\n")
-
-
 class Recording:
     """The samples of a file, read from it when they are asked for. Its last line may be cut, and lines that are no
     samples are left out: a server that was killed may have begun them."""
@@ -51,7 +36,7 @@ class Recording:
         self.num_left_out = 0
         """Lines that are no samples, without the last one."""
         why, offset = "", 0
-        with _named("replay", path):
+        with _named(path):
             self._file: BinaryIO = Path(path).open("rb")  # noqa: SIM115 (until the command ends)
             for number, line in enumerate(self._file, start=1):
                 try:
@@ -68,7 +53,7 @@ class Recording:
 
     def line(self, index: int) -> bytes:
         """The line as it was recorded, without its end. Raises RecordingError."""
-        with _named("replay", self._path):
+        with _named(self._path):
             self._file.seek(self._offsets[index], os.SEEK_SET)
             return self._file.readline().rstrip(b"\r\n")
 
@@ -134,8 +119,8 @@ def positions_of(times: Sequence[float]) -> list[float]:
 
 
 @contextmanager
-def _named(flag: str, path: str) -> Iterator[None]:
+def _named(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RecordingError(f"{flag}={path}: {error.strerror}") from None
+        raise RecordingError(f"replay={path}: {error.strerror}") from None

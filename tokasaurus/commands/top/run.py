@@ -22,7 +22,7 @@ from rich.live import Live
 from tokasaurus.commands.running_server import NotAnswered, Refused, check_status, events_of, http_client
 from tokasaurus.commands.top.config import TopConfig
 from tokasaurus.commands.top.history import History
-from tokasaurus.commands.top.recording import Player, Recorder, Recording, positions_of
+from tokasaurus.commands.top.recording import Player, Recording, positions_of
 from tokasaurus.commands.top.samples import NotASample, Sample, read_sample
 from tokasaurus.commands.top.view import Frame, Look, compact_line, screen_lines
 from tokasaurus.messages.status import UserError
@@ -104,7 +104,7 @@ def top(config: TopConfig, _words: list[str]) -> int:
                 return _show_recording(config, recording, events)
             return _print_events(config, _recorded(config, recording, events))
         threading.Thread(target=_follow, args=(config, events), daemon=True).start()
-        return _show_events(config, events) if has_screen else _print_events(config, iter(events.get, None))
+        return _show_events(events) if has_screen else _print_events(config, iter(events.get, None))
     except KeyboardInterrupt:  # before there is a handler of the signal
         return 0
 
@@ -112,11 +112,8 @@ def top(config: TopConfig, _words: list[str]) -> int:
 def _follow(config: TopConfig, events: Events) -> None:
     """Puts samples into the queue as they come, and what ends them: CannotWatch if the server refuses, is none that has
     samples, or was not there at first."""
-    recorder = None if config.record is None else Recorder(config.record)
     try:
         for event in _events(config):
-            if recorder is not None and isinstance(event, Received):
-                recorder.write(event.line)
             events.put(event)
     except Exception as error:
         events.put(error)
@@ -205,7 +202,7 @@ def _print_events(config: TopConfig, events: Iterable[Any]) -> int:
     return 0
 
 
-def _show_events(config: TopConfig, events: Events) -> int:
+def _show_events(events: Events) -> int:
     first = _all(events, _FIRST_S)
     for event in first:  # an error of the first moment is shown without a screen that comes and goes
         if isinstance(event, Exception):
@@ -228,8 +225,6 @@ def _show_events(config: TopConfig, events: Events) -> int:
             if lost is not None:
                 newest = held[-1] if held else view.history.latest
                 status, style = _since(lost, last_s, newest and newest["server"]["ended"]), "bold red"
-            elif config.record is not None:
-                status += ", recording"
             view.draw(terminal, Frame(status, style, LIVE_KEYS, is_old=lost is not None))
 
 
