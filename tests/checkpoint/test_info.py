@@ -210,3 +210,15 @@ def test_rope_scaling_makes_a_checkpoint_of_a_refused_type_readable(tmp_path: Pa
     write(tmp_path, {"model_type": "qwen2", **BASE, "rope_scaling": {"type": "proportional", "factor": 2.0}})
     info = read_model_info(tmp_path, {"rope_type": "linear", "factor": 2})
     assert (info.spec.rotary[0], info.context_length) == (RopeInfo(1e4, "linear", factor=2.0), 1024)
+
+
+def test_a_line_says_that_short_sequences_have_the_long_factors_of_longrope(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    scaling = {"rope_type": "longrope", "original_max_position_embeddings": 128, **factors}
+    write(tmp_path, {"model_type": "phi3", **BASE, "rope_scaling": scaling})
+    info = read_model_info(tmp_path)
+    assert "max_num_tokens_per_request=128 takes the short factors" in str(
+        info.spec.rotary[0].note(info.context_length)
+    )
+    assert info.spec.rotary[0].note(128) is None
+    assert RopeInfo(1e4).note(info.context_length) is None

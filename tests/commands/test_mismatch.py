@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType
 from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
 from tests.checkpoint.helpers.quantised_models import save_quantised_model
 from tests.checkpoint.helpers.quantised_weights import Format
-from tests.helpers.tiny_model import save_tiny_model
+from tests.helpers.tiny_model import OPTIONS, option_config, save_random_model, save_tiny_model
 from tokasaurus.checkpoint import resolve_checkpoint, with_safetensors
 from tokasaurus.cli import main
 from tokasaurus.commands.mismatch import MODES, POSITIONS_PER_PART, Compared, TransformersReference, figures_of
@@ -101,6 +101,17 @@ def test_a_float32_engine_differs_from_transformers_by_rounding(
     (mode,) = run(tmp_path)["modes"]
     assert 0 < mode["largest"] < 1e-4
     assert mode["num_tokens"] > 8 * 15
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", OPTIONS)
+def test_every_family_differs_from_transformers_by_rounding(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_random_model(tmp_path, option_config(family, 0))
+    monkeypatch.setattr("tokasaurus.commands.mismatch.MODES", MODES[:1])
+    (mode,) = run(tmp_path)["modes"]
+    assert 0 < mode["largest"] < 2e-4
 
 
 @pytest.mark.long

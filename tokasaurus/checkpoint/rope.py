@@ -74,6 +74,20 @@ class RopeInfo:
         """Channels of a head that are rotated."""
         return int(head_dim * self.partial_factor)
 
+    def has_long_factors(self, longest: int) -> bool:
+        """Whether the long factors apply. longest: tokens of the longest sequence that is served."""
+        return self.scaling_type == "longrope" and longest > self.original_context_length
+
+    def note(self, longest: int) -> str | None:
+        """One line for the user where short sequences have other factors than in transformers."""
+        if not self.has_long_factors(longest):
+            return None
+        original = self.original_context_length
+        return (
+            f"longrope's long factors, for sequences of up to {longest:,} tokens; if {original:,} are enough, "
+            f"max_num_tokens_per_request={original} takes the short factors, which are better for these"
+        )
+
 
 def parse_rope(config: Fields, context_length: int, has_partial: bool = False) -> RopeInfo:
     """context_length: max_position_embeddings. has_partial: the family applies partial_rotary_factor. Raises

@@ -13,7 +13,14 @@ from tests.end_to_end.helpers.one_process import (
     assert_requests_outlive_deaths,
 )
 from tests.end_to_end.helpers.toka_process import free_port, starting_toka
-from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
+from tests.helpers.tiny_model import (
+    FAMILIES,
+    OPTIONS,
+    VOCAB_SIZE,
+    option_config,
+    save_random_model,
+    save_tiny_model,
+)
 
 
 @pytest.mark.long
@@ -40,6 +47,15 @@ def test_two_replicas_of_two_ranks(tmp_path: Path) -> None:
 def test_every_family_equals_one_process(family: str, parallel: str, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, family, tied=family == "qwen3", vocab_size=VOCAB_SIZE + 1)
     assert_equals_one_process(tmp_path, *parallel.split())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "parallel"), [(each, f"{'tp' if i % 2 else 'pp'}_size=2") for i, each in enumerate(OPTIONS)]
+)
+def test_every_family_of_the_table_equals_one_process(family: str, parallel: str, tmp_path: Path) -> None:
+    save_random_model(tmp_path, option_config(family, 0, vocab_size=VOCAB_SIZE + 1))
+    assert_equals_one_process(tmp_path, parallel)
 
 
 @pytest.mark.long

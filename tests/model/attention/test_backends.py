@@ -1,5 +1,7 @@
 """The batched backends against the reference, which computes one row at a time; the reference against torch."""
 
+import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -199,3 +201,23 @@ def test_small_memory_bounds_split_batches_and_rows_without_changing_results(mon
     monkeypatch.setattr(torch_backend, "_MAX_GATHERED", 50_000)
     for result, reference in zip(attend_all("torch", shape, segments, True, 1, 4), expected, strict=True):
         torch.testing.assert_close(result, reference, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cpu", "torch"])
+@pytest.mark.parametrize("num_rows", [1, 100], ids=["decode", "prefill"])
+def test_time_of_a_layer_with_a_window_does_not_grow_with_the_context(name: str, num_rows: int) -> None:
+    """Without the window, the longest context takes 30 times as long. The shortest of some runs counts, in turns."""
+    layer = AttentionSpec(6, 2, 64, 0.125, window=256)
+    shape = KVShape(1, 6, 2, 64, 16, torch.float32, CPU, layers=(layer,))
+    backend = make_backend(name, shape, load_kernels())
+    backend.allocate(2001)
+    query, blocks = torch.randn(8 * num_rows, 6, 64), list(range(1, 2001))
+    seconds = dict.fromkeys((1000, 8000, 32000), math.inf)
+    for _ in range(6):
+        for length in seconds:
+            part = make_part([Segment(num_rows, length)] * 8, [blocks] * 8, 0, causal=True)
+            start = time.perf_counter()
+            backend.plan(PagedLayout(torch.zeros(0, dtype=torch.int64), (part,)))
+            backend.attend(query, 0, part)
+            seconds[length] = min(seconds[length], time.perf_counter() - start)
+    assert max(seconds.values()) < 4 * seconds[1000]

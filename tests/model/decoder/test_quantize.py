@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, family_config, save_random_model
 from tests.model.helpers.greedy_decoding import load, run_whole_prompt
+from tests.model.helpers.rounding import rounded
 from tokasaurus.checkpoint import ModelInfo, resolve_checkpoint
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.commands import UpdateWeights
@@ -40,17 +41,6 @@ def load_quantised(directory: Path, packing: Packing, choice: GemmChoice = ALWAY
 
 def logits_of(model: Decoder, info: ModelInfo) -> Tensor:
     return run_whole_prompt(model, info, Mesh(), None, PROMPT)
-
-
-def rounded(numbers: Tensor, made: str) -> Tensor:
-    """The weights [O, E], each as near as its scale allows."""
-    if made == "int8":
-        scale = numbers.abs().amax(1, keepdim=True) / 127
-        return (numbers / scale).round() * scale
-    groups = numbers.view(len(numbers), -1, 64)
-    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
-    scale = (high - low) / 15
-    return (((groups - low) / scale).round() * scale + low).view_as(numbers)
 
 
 def round_inputs(_: nn.Module, inputs: tuple[Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import dequantize
 from numpy.typing import NDArray
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
@@ -140,3 +141,9 @@ def test_the_copy_for_other_programs_has_the_same_weights(
         assert torch.equal(copied[name], weight)
     assert with_safetensors(copy) == copy
     assert copied.keys() == AutoModelForCausalLM.from_pretrained(copy).state_dict().keys()
+
+
+def test_a_single_number_is_a_vector_of_one(tmp_path: Path) -> None:
+    save_file({"beta": torch.tensor(0.5)}, tmp_path / "model.safetensors")
+    for file in open_files([tmp_path / "model.safetensors"]):
+        assert read_shard(file, "beta", ()).tolist() == [0.5]

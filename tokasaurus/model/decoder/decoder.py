@@ -576,8 +576,8 @@ def inverse_frequencies(rope: RopeInfo, head_dim: int, num_positions: int) -> Te
     if rope.scaling_type == "linear":
         return frequencies / rope.factor
     if rope.scaling_type == "longrope":
-        is_long = num_positions > rope.original_context_length
-        return frequencies / torch.tensor(rope.long_factors if is_long else rope.short_factors)
+        factors = rope.long_factors if rope.has_long_factors(num_positions) else rope.short_factors
+        return frequencies / torch.tensor(factors)
     if rope.scaling_type == "yarn":
         kept = 1 - _yarn_ramp(rope, head_dim)
     else:

@@ -405,7 +405,7 @@ class XIELU(nn.Module):
             shape = (1,) if name.startswith("alpha") else ()
             own, write = self.numbers[index : index + 1], partial(self._write, index)
             everything = tuple(slice(None) for _ in shape)
-            shards.append(WeightShard(f"{prefix}{name}", shape, everything, own, write, is_flattened=True))
+            shards.append(WeightShard(f"{prefix}{name}", shape, everything, own, write))
         return shards
 
     def _write(self, index: int, value: Tensor) -> None:

@@ -50,7 +50,8 @@ class TensorFile(Protocol):
         """Type of a quantised tensor's blocks, such as "Q4_1"; None if its numbers are plain."""
 
     def parts(self, name: str, shard: tuple[slice, ...]) -> Iterator[tuple[slice, Tensor]]:
-        """The shard in parts of bounded memory, each after the indices that it has in the shard's first dimension.
+        """The shard in parts of bounded memory, each after the indices that it has in the shard's first dimension. A
+        single number is a vector of one.
 
         Raises CheckpointError if a number of a quantised tensor is not finite."""
 
@@ -67,7 +68,7 @@ def has_quantized(files: Sequence[Path], quantization: Quantization | None) -> b
 
 def read_shard(file: TensorFile, name: str, shard: tuple[slice, ...]) -> Tensor:
     """The whole shard in one tensor."""
-    num_rows = len(range(*shard[0].indices(file.shape(name)[0])))
+    num_rows = len(range(*shard[0].indices(file.shape(name)[0]))) if shard else 1
     whole: Tensor | None = None
     for rows, part in file.parts(name, shard):
         if len(part) == num_rows:
@@ -131,7 +132,7 @@ class _SafetensorsFile:
             return
         with _readable(self.path):
             data = self._content.get_slice(tensor.name_in_file or name)[shard]  # stays in the file until it is used
-        yield slice(None), data
+        yield slice(None), data if shard else data.reshape(1)
 
     def shard_blocks(self, name: str, shard: tuple[slice, ...]) -> BlockRows | None:
         tensor = self._tensors[name]
