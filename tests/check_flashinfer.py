@@ -88,6 +88,21 @@ def test_eager_and_recorded_steps_run_over_the_real_wrappers(
     assert 0 < found["asked"][1] <= found["plan_memory"] == 1 << 20
 
 
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_recorded_steps_with_prefix_groups_run_over_the_real_wrappers(
+    heads: tuple[int, int, int], num_rows: int, over_real_wrappers: dict[str, Any]
+) -> None:
+    """Plans of the prefixes are the same for 40 numbers of groups, rows in them and lengths, and fit."""
+    every = over_real_wrappers["/".join(map(str, heads)) + f" {num_rows}"]
+    found = every["recorded_groups"]
+    print(f"heads {heads}, {num_rows} rows: {found['asked'][0]:,} of {every['workspace']:,}, {found['plan_ms']:.3f} ms")
+    assert found["same_plans"]
+    assert 0 < found["asked"][0] <= every["workspace"]
+    assert 0 < found["asked"][1] <= found["plan_memory"] == 1 << 20
+    assert found["plan_ms"] <= 2
+
+
 def test_the_planner_of_fa3_gets_the_length_of_each_prompt(over_real_wrappers: dict[str, Any]) -> None:
     assert over_real_wrappers["fa3"] == [40, 3, 200]
 

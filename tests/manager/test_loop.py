@@ -409,6 +409,9 @@ def test_the_worker_with_the_least_decides_for_each_limit() -> None:
         7, 4, 20, HydragenCosts(2.0, 0.6, 4.0, 0.1, 9.0), 0.3, 0.04, "max_num_tokens_per_request", 1e-7
     )
     assert common_limits(limits) == expected
+    recorded = [HydragenCosts(per_recorded_step=price, recorded_groups=num) for price, num in ((3.0, 16), (1.0, 128))]
+    both = [dataclasses.replace(limits[0], hydragen=costs) for costs in recorded]
+    assert common_limits(both).hydragen == HydragenCosts(per_recorded_step=3.0, recorded_groups=16)
 
 
 @pytest.mark.parametrize("message_seconds", [2e-5, 1e-3])

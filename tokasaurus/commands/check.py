@@ -173,6 +173,7 @@ def _check_the_rest(start: "Start") -> None:
             _allocate(start, largest + 1)
             start.graph_sizes = sorted({largest, smallest}, reverse=True)
             start.chunk_sizes = start.chunk_sizes[:1]
+            start.group_sizes = [size for size in start.group_sizes if size in (largest, smallest)]
             details.append(record_graphs(start))
         runner.drop_graphs()
 

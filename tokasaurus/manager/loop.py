@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -264,7 +264,8 @@ def common_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
     have blocks of the same size.
     """
     assert len({one.page_size for one in limits}) == 1
-    hydragen = HydragenCosts(*map(max, zip(*(astuple(one.hydragen) for one in limits), strict=True)))
+    highest = HydragenCosts(*map(max, zip(*(astuple(one.hydragen) for one in limits), strict=True)))
+    hydragen = replace(highest, recorded_groups=min(one.hydragen.recorded_groups for one in limits))
     shortest = min(limits, key=lambda one: one.max_tokens_per_sequence)
     return EngineLimits(
         num_kv_blocks=min(one.num_kv_blocks for one in limits),
@@ -462,7 +463,7 @@ def _hydragen_options(config: ServerConfig, limits: EngineLimits) -> HydragenOpt
     if size is not None and length is not None:
         return HydragenOptions(size, -(-length // limits.page_size), KV_READS)
     costs = limits.hydragen
-    if config.use_hydragen and costs.saved(_MANY_ROWS, _LONG_PREFIX) <= costs.per_step:
+    if config.use_hydragen and costs.saved(_MANY_ROWS, _LONG_PREFIX) <= costs.step_price(1):
         costs = DEFAULT_HYDRAGEN
     return HydragenOptions(
         min_group_size=2 if size is None else size,

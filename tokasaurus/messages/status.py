@@ -2,7 +2,7 @@
 
 import math
 import signal
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from tokasaurus.messages.commands import NOTHING_HELD, Held, UpdateWeights
@@ -15,7 +15,7 @@ class HydragenCosts:
 
         per_group + per_group_token * L + m * (per_row + per_row_token * L),
 
-    and the same rows alone take m * L. A decode step with any groups takes per_step more.
+    and the same rows alone take m * L. A decode step with any groups takes `step_price` more.
     """
 
     per_group: float = 0.0
@@ -29,14 +29,21 @@ class HydragenCosts:
     per_step: float = 0.0
     """With CUDA graphs: such a step replays a piece for each layer and launches attention between them, where one
     without groups replays one graph. Steps with prompts replay none, and so they do not take it."""
+    per_recorded_step: float = 0.0
+    """The same for a step of at most recorded_groups groups, which replays one graph too."""
+    recorded_groups: int = 0
 
     def scaled(self, factor: float) -> "HydragenCosts":
         """All costs times `factor`."""
-        costs = (self.per_group, self.per_group_token, self.per_row, self.per_row_token, self.per_step)
-        return HydragenCosts(*(factor * cost for cost in costs))
+        scaled = HydragenCosts(*(factor * cost for cost in astuple(self)))
+        return replace(scaled, recorded_groups=self.recorded_groups)
+
+    def step_price(self, num_groups: int) -> float:
+        """What a decode step with so many groups takes more than one without, whatever its attention saves."""
+        return self.per_recorded_step if 0 < num_groups <= self.recorded_groups else self.per_step
 
     def saved(self, num_rows: int, num_tokens: int) -> float:
-        """What a group saves, in tokens, apart from per_step; negative if its rows are faster alone."""
+        """What a group saves, in tokens, apart from step_price; negative if its rows are faster alone."""
         by_row = num_tokens * (1.0 - self.per_row_token) - self.per_row
         return num_rows * by_row - self.per_group - num_tokens * self.per_group_token
 

@@ -1,6 +1,7 @@
 """Sizes of the buffers that a worker allocates, in numbers alone: `toka plan` counts them without torch, and the
 modules that allocate them take them from here."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +33,24 @@ GRAPH_STEP = 16
 def graph_sizes(max_size: int, step: int = GRAPH_STEP) -> list[int]:
     """max_size and the multiples of `step` below it, largest first: the others then fit in the memory of the first."""
     return [max_size, *range((max_size - 1) // step * step, 0, -step)]
+
+
+def group_graph_sizes(sizes: Sequence[int]) -> list[int]:
+    """The decode steps of `sizes`, largest first, that are recorded with prefix groups too: the largest, and two in
+    each doubling. 12 of 64 sizes up to 1,024."""
+    return [
+        size
+        for size in sizes
+        if size > 1 and (size == sizes[0] or size % max(1, 1 << (size - 1).bit_length() >> 2) == 0)
+    ]
+
+
+def max_graph_groups(num_rows: int, max_graph_rows: int) -> int:
+    """Prefix groups of a recorded decode step with num_rows rows, padding included. max_graph_rows: of the largest.
+
+    With 1/8 of the rows of the largest step, prefixes need no more of FlashInfer's workspace than decode rows do, from
+    4 query heads a KV head on."""
+    return min(num_rows // 2, max(16, max_graph_rows // 8))
 
 
 MAX_GRAPH_TOKENS = 2048
@@ -212,7 +231,8 @@ def workspace_bytes(shape: KVSizes, num_processors: int, max_graph_rows: int = 0
 
     num_processors: multiprocessors of the device. max_graph_rows: of the largest recorded decode step; 0 without CUDA
     graphs. For a recording on tensor cores, FlashInfer's planner reserves a tile for each row, since it does not know
-    that a row is a segment of its own, and as many as would hold all rows together.
+    that a row is a segment of its own, and as many as would hold all rows together. With prefix groups, likewise for
+    each group.
     """
     tiles = -(-num_processors * _BLOCKS_PER_PROCESSOR // shape.num_kv_heads)
     rows = tiles * _PREFILL_TILE
@@ -220,6 +240,9 @@ def workspace_bytes(shape: KVSizes, num_processors: int, max_graph_rows: int = 0
     if max_graph_rows and group not in CUDA_CORE_GROUPS:
         tile = next(size for size in _TILES if group <= size or size == _PREFILL_TILE)
         rows = max(rows, (-(-max_graph_rows * group // tile) + max_graph_rows - 1) * tile)
+    if max_graph_rows:
+        num_groups = max_graph_groups(max_graph_rows, max_graph_rows)
+        rows = max(rows, (-(-max_graph_rows * group // _PREFILL_TILE) + num_groups - 1) * _PREFILL_TILE)
     needed = rows * shape.num_heads * (shape.head_dim + 1) * 4
     return max(_MIN_WORKSPACE, -(-needed // (1 << 20)) << 20)
 

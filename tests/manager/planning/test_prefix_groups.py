@@ -164,6 +164,15 @@ def test_few_rows_or_tokens_do_not_repay_a_step_in_pieces(num_rows: int, num_tok
     assert saved_by_step(sizes, num_blocks, unpriced, PAGE_SIZE) == pytest.approx(costs.saved(num_rows, num_tokens))
 
 
+def test_a_step_of_few_enough_groups_for_one_graph_has_a_price_of_its_own() -> None:
+    costs = HydragenCosts(per_row=2.0, per_step=50_000.0, per_recorded_step=3_000.0, recorded_groups=4).scaled(2.0)
+    of_group = costs.saved(8, 1024)
+    for num_groups, price in ((1, 6_000.0), (4, 6_000.0), (5, 100_000.0)):
+        sizes, num_blocks = (np.full(num_groups, number, np.int32) for number in (8, 1024 // PAGE_SIZE))
+        saved = saved_by_step(sizes, num_blocks, costs, PAGE_SIZE)
+        assert saved == pytest.approx(num_groups * of_group - price)
+
+
 def most_saved_by_any_nodes(tree: Tree, costs: HydragenCosts) -> float:
     """Tries every set of nodes with a group; each sequence joins the one that saves it most tokens, or none."""
 

@@ -35,7 +35,15 @@ from tests.model.helpers.prefix_samples import Samples
 from tests.model.helpers.pretend_device import HostTransfers
 from tests.model.helpers.steps import CPU, StepDriver, make_runner, one_thread
 from tokasaurus.checkpoint import fit_to_tensors, read_model_info, weight_files
-from tokasaurus.model.buffer_sizes import MAX_GRAPH_TOKENS, chunk_sizes, graph_sizes
+from tokasaurus.model.attention.backend import PagedLayout
+from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend
+from tokasaurus.model.buffer_sizes import (
+    MAX_GRAPH_TOKENS,
+    chunk_sizes,
+    graph_sizes,
+    group_graph_sizes,
+    max_graph_groups,
+)
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, build_decoder
 from tokasaurus.model.decoder.weights import load_weights
@@ -48,16 +56,19 @@ from tokasaurus.model.parallel.mesh import Mesh
 pytestmark = pytest.mark.cuda_path
 
 CHUNK_SIZES = [40, 24]
+GROUP_SIZES = [11, 4]
 NUM_PIECES = 3 + 2
 """Recordings around attention: of 11, 8 and 4 rows, which have a graph of the LM head besides, and of the chunks."""
 
 
-def make_taped(directory: Path, backend: str, compiled: bool = False) -> tuple[ModelRunner, Decoder, LaunchTape]:
+def make_taped(
+    directory: Path, backend: str, compiled: bool = False, max_rows: int = MAX_ROWS
+) -> tuple[ModelRunner, Decoder, LaunchTape]:
     tape = LaunchTape()
     compiler: Compiler | None = TapedCompiler(tape) if compiled else None
     model, info = load(directory)
     runner = make_runner(model, info, backend, num_blocks=NUM_BLOCKS, num_slots=NUM_SLOTS, compiler=compiler)
-    runner.record_graphs(tape, graph_sizes(MAX_ROWS, STEP), chunk_sizes=CHUNK_SIZES)
+    runner.record_graphs(tape, graph_sizes(max_rows, STEP), chunk_sizes=CHUNK_SIZES)
     return runner, model, tape
 
 
@@ -212,6 +223,22 @@ def test_sizes_for_prompts_go_on_where_those_of_decode_steps_end() -> None:
             assert size - below <= max(16 + 1, below / 16 + 64)
 
 
+def test_few_sizes_are_recorded_with_prefix_groups() -> None:
+    """A step is padded by less than half of its rows, and has room for groups of two rows each, or some number."""
+    assert group_graph_sizes(graph_sizes(1024)) == [1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 16]
+    assert group_graph_sizes(graph_sizes(1000))[:2] == [1000, 768]
+    assert group_graph_sizes(graph_sizes(100)) == [100, 96, 64, 48, 32, 16]
+    assert group_graph_sizes([2]) == [2]
+    assert group_graph_sizes([1]) == []
+    for largest in (1024, 4096):
+        sizes = group_graph_sizes(graph_sizes(largest))
+        assert len(sizes) <= 16
+        assert all(size <= 2 * below for size, below in pairwise(sizes))
+        assert all(size < 1.5 * (below + 1) for size, below in pairwise(sizes) if size > 32)
+    assert [max_graph_groups(size, 1024) for size in (1024, 256, 16)] == [128, 128, 8]
+    assert [max_graph_groups(size, 64) for size in (64, 32, 16)] == [16, 16, 8]
+
+
 @few(1, "compiled", [False, True])
 def test_steps_without_prefix_groups_replay_attention_too(
     compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -256,6 +283,76 @@ def test_recorded_attention_in_bfloat16_asks_for_what_flashinfer_has(
             assert samples.num_grouped > 10
             sampled.append(samples.sampled)
         assert_same(*([dict(enumerate(pairs)) for pairs in by_slot.values()] for by_slot in sampled))
+
+
+@few(1, "compiled", [False, True])
+def test_decode_steps_with_prefix_groups_replay_one_graph_with_attention(
+    compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers of groups and of rows in them change with every step; rows in no group come between steps in which
+    they were in one. FlashInfer's double reads what is planned from the buffers of its recordings alone."""
+    flashinfer_double.install(monkeypatch, any_dtype=True)  # the models are in float32
+    save_tiny_model(tmp_path, "qwen3")
+    model, info = load(tmp_path)
+    with one_thread():
+        runner, _, tape = make_taped(tmp_path, "flashinfer", compiled, max_rows=16)
+        num_before = len(tape.graphs)
+        runner.record_groups([16, 4])
+        assert len(tape.graphs) == num_before + 2
+        eager = make_runner(model, info, "torch", num_blocks=NUM_BLOCKS, num_slots=NUM_SLOTS)
+        planned = note_plans(monkeypatch)
+        sampled = []
+        for each in (runner, eager):
+            samples = Samples(StepDriver(each, 16, num_blocks=NUM_BLOCKS, seed=1), 16, seed=5)
+            samples.run(20, grouped=True)
+            assert samples.num_grouped > 20
+            sampled.append(samples.sampled)
+    assert_same(*([dict(enumerate(pairs)) for pairs in by_slot.values()] for by_slot in sampled))
+    num_groups = [sum(size > 0 for size in sizes) for sizes, _ in planned]
+    assert {len(sizes) for sizes, _ in planned} == {16 // 2, 4 // 2}, "a recording has a fixed number of groups"
+    assert len(set(num_groups)) > 1
+    assert {sum(sizes) < num_rows for sizes, num_rows in planned} == {False, True}, "all rows in groups, and some"
+
+
+def note_plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int]]:
+    """Of each step with prefix groups that replays one graph from now on: rows of each group, and rows of the step."""
+    planned: list[tuple[list[int], int]] = []
+    plan = FlashInferBackend.plan_recorded
+
+    def note(backend: FlashInferBackend, layout: PagedLayout) -> None:
+        if layout.prefix is not None:
+            planned.append((layout.prefix.query_starts.diff().tolist(), layout.parts[0].num_rows))
+        plan(backend, layout)
+
+    monkeypatch.setattr(FlashInferBackend, "plan_recorded", note)
+    return planned
+
+
+def test_more_prefix_groups_than_a_recording_has_room_for_take_the_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then fewer again; and steps of more rows than the largest recording with groups."""
+    flashinfer_double.install(monkeypatch, any_dtype=True)  # the models are in float32
+    monkeypatch.setattr(runner_module, "max_graph_groups", lambda num_rows, _: min(2, num_rows // 2))
+    save_tiny_model(tmp_path, "llama")
+    model, info = load(tmp_path)
+    results = []
+    with one_thread():
+        runner, _, _ = make_taped(tmp_path, "flashinfer")
+        runner.record_groups([8])
+        planned = note_plans(monkeypatch)
+        for each in (runner, make_runner(model, info, "torch", num_blocks=NUM_BLOCKS, num_slots=NUM_SLOTS)):
+            driver = StepDriver(each, num_blocks=NUM_BLOCKS)
+            for slot in range(1, 10):
+                shares = (slot - 1, 2) if slot % 2 == 0 else None
+                driver.open(slot, [slot // 2 * 2 + (shares is None)] * 2 + [7] * 33, shares=shares)
+                driver.run([], [(slot, driver.remaining(slot))])
+            slots = [1, 2, 3, 4, 5, 6, 7]
+            groups = [(2, 2)] * 3, [(2, 2)], [(2, 2)] * 2, [(2, 2)] * 3, [(2, 2)]
+            steps = [driver.run(slots, [], of_step) for of_step in groups[:-1]]
+            results.append([*steps, driver.run([*slots, 8, 9], [], groups[-1])])
+    assert_same(*results)
+    assert [sizes for sizes, _ in planned] == [[2, 0], [2, 2]]
 
 
 def test_a_plain_decode_step_launches_nothing_between_its_inputs_and_its_graph(
@@ -383,6 +480,7 @@ def test_random_steps_with_all_that_is_recorded_equal_launched_ones(
         runner = make_runner(model, info, "flashinfer", transfers=HostTransfers(), **sizes)
         runner._slots.on_device = DeviceSlots(*runner._slots.block_tables.shape, CPU)
         runner.record_graphs(LaunchTape(), graph_sizes(MAX_ROWS, STEP), chunk_sizes=CHUNK_SIZES)
+        runner.record_groups(GROUP_SIZES)
         found = run_at_random(runner, seed)
     assert_same([step for step, *_ in found], [step for step, *_ in expected])
     np.testing.assert_allclose(numbers_in(found), numbers_in(expected), atol=1e-3)
@@ -438,6 +536,8 @@ def test_dropped_graphs_are_freed_at_once_without_the_cyclic_collector(
     flashinfer_double.install(monkeypatch, any_dtype=True)  # the model is in float32
     save_tiny_model(tmp_path, "llama")
     runner, _, tape = make_taped(tmp_path, backend, compiled)
+    if runner.records_attention:
+        runner.record_groups(GROUP_SIZES)
     graphs = [weakref.ref(graph) for graph in tape.graphs]
     gc.collect()
     gc.disable()

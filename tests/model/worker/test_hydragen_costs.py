@@ -413,6 +413,43 @@ def test_the_price_is_in_tokens_of_attention_in_all_layers(tmp_path: Path, monke
     assert details == [f"a decode step with groups takes {price_s * 1e3:.2g} ms more ({num_tokens:,.0f} tokens)"]
 
 
+def test_a_step_in_one_graph_and_one_in_pieces_have_prices_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention in a graph takes no time of its own here."""
+    runner, limits, shape = make(tmp_path, monkeypatch)
+    details = list[str]()
+    with one_thread():
+        runner.record_graphs(LaunchTape(), [12, NUM_ROWS])
+        runner.record_groups([12, NUM_ROWS])
+        Clock(monkeypatch)
+        monkeypatch.setattr(hydragen_costs, "seconds_per_token", lambda *_: 0.125)
+        monkeypatch.setattr(TapedGraph, "replay", slower_with_prefixes(monkeypatch, 0.5))
+        found = with_step_price(HydragenCosts(), runner, runner._backend, shape, 300, limits, 1, details)
+    price_s = REPLAY_S + shape.num_layers * (REPLAY_S + 3 * ATTEND_S + MERGE_S)
+    assert found == HydragenCosts(
+        per_step=pytest.approx(price_s / 0.125), per_recorded_step=pytest.approx(0.5 / 0.125), recorded_groups=6
+    )
+    assert details == [
+        f"a decode step with groups takes 5e+02 ms more (4 tokens), with over 6 groups {price_s * 1e3:.2g} ms more "
+        f"({price_s / 0.125:,.0f} tokens)"
+    ]
+
+
+def slower_with_prefixes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Callable[[TapedGraph], None]:
+    """`TapedGraph.replay` that takes `seconds` more of the clock if the graph attends to prefixes."""
+    replay, clock = TapedGraph.replay, hydragen_costs.time.perf_counter
+
+    def call(graph: TapedGraph) -> None:
+        nonlocal extra_s
+        extra_s += seconds * any("run_prefix" in str(function) for function, *_ in graph.operations)
+        replay(graph)
+
+    extra_s = 0.0
+    monkeypatch.setattr(hydragen_costs, "time", SimpleNamespace(perf_counter=lambda: clock() + extra_s))
+    return call
+
+
 def test_without_graphs_or_room_for_a_shared_block_there_is_no_price(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

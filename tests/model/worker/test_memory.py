@@ -22,13 +22,14 @@ from tests.helpers.tiny_model import save_byte_tokenizer
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import UserError
 from tokasaurus.model.attention.backend import KVShape
-from tokasaurus.model.buffer_sizes import chunk_sizes, graph_sizes
+from tokasaurus.model.buffer_sizes import chunk_sizes, graph_sizes, group_graph_sizes
 from tokasaurus.model.worker import memory as memory_module
 from tokasaurus.model.worker.memory import (
     BlockBytes,
     KVCachePlan,
     available_to_all,
     graph_bytes,
+    group_graph_bytes,
     plan_auto,
     plan_fixed,
     size_kv_cache,
@@ -249,7 +250,14 @@ def test_the_graphs_memory_is_estimated_from_the_first_and_the_last_of_each_kind
         for size in progress(sorted([*sizes, *chunk_sizes], reverse=True)):
             free -= taken[size]
 
-    runner = SimpleNamespace(record_graphs=record_graphs, drop_graphs=lambda: None)
+    of_groups = {1024: 90, 16: 4}
+
+    def record_groups(sizes: list[int], progress: Callable[[list[int]], Iterable[int]]) -> None:
+        nonlocal free
+        for size in progress(sorted(sizes, reverse=True)):
+            free -= of_groups[size]
+
+    runner = SimpleNamespace(record_graphs=record_graphs, record_groups=record_groups)
     monkeypatch.setattr(memory_module, "CudaRecorder", lambda _device: None)
     monkeypatch.setattr(memory_module, "_free_bytes", lambda _device: free)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -261,7 +269,9 @@ def test_the_graphs_memory_is_estimated_from_the_first_and_the_last_of_each_kind
     assert estimate(rows, chunks) == 300 + (len(chunks) - 1) * 5 + 200 + (len(rows) - 1) * 7
     assert estimate(rows, []) == 200 + (len(rows) - 1) * 7
     assert estimate([1024], chunks[:1]) == 300 + 200
-    assert estimate([], []) == 0
+    groups = group_graph_sizes(rows)
+    assert group_graph_bytes(runner, groups, torch.device("cpu")) == 90 + (len(groups) - 1) * 4
+    assert group_graph_bytes(runner, [1024], torch.device("cpu")) == 90
 
 
 LEFT = (FREE - FORWARD - GRAPHS) // SHAPE.bytes_per_block

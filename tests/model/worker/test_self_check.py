@@ -53,6 +53,7 @@ from tokasaurus.model.worker.self_check import (
     compared,
     measure_attention,
     measure_graphs,
+    measure_group_graphs,
 )
 from tokasaurus.model.worker.start import PhaseLog
 from tokasaurus.model.worker.warmup import ForwardLimits
@@ -315,8 +316,9 @@ def own_compilations() -> Iterator[None]:
 
 
 def start(directory: Path, *flags: str) -> StartedWorker:
+    usual = [flag for flag in FLAGS if not any(flag.split("=")[0] == other.split("=")[0] for other in flags)]
     return start_worker(
-        ServerConfig.parse([*FLAGS, *flags]), resolve_checkpoint(str(directory)), Mesh(), 0, lambda _: None
+        ServerConfig.parse([*usual, *flags]), resolve_checkpoint(str(directory)), Mesh(), 0, lambda _: None
     )
 
 
@@ -507,6 +509,112 @@ def test_right_graphs_pass_where_there_is_little_room(
         measured = measure(recorded(tmp_path, monkeypatch, "flashinfer"), num_blocks, **limits)
     assert measured
     assert all(one.is_right for one in measured), measured
+
+
+@few(1, "compiled", [False, True])
+def test_right_graphs_with_prefix_groups_pass(compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny_model(tmp_path, "qwen3")
+    with one_thread():
+        runner = recorded(tmp_path, monkeypatch, "flashinfer", compiled)
+        runner.record_groups([11, 3])
+        measured = measure_groups(runner)
+        assert all(one.is_right for one in measured), measured
+        kinds = [*(f"{what}: {row} row" for what in ("", ", logits") for row in ("worst", "median"))]
+        names = [f"graph of {size} rows with prefix groups{kind}" for size in (3, 11) for kind in kinds]
+        assert [one.name for one in measured if "share" not in one.name] == names
+        assert not measure_groups(runner, context_length=1), "no step can have groups"
+
+
+GROUP_FAULTS = {
+    "no prefix": "the prefixes are empty",
+    "stale prefixes": "each step has the groups of the first",
+    "stale LSE": "rows that are in no group keep what they had in one",
+    "nothing is replayed": "",
+}
+
+
+@pytest.mark.parametrize("fault", GROUP_FAULTS)
+def test_wrong_graphs_with_prefix_groups_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny_model(tmp_path, "llama")
+    with one_thread():
+        runner = recorded(tmp_path, monkeypatch, "flashinfer")
+        runner.record_groups([11, 3])
+        backend = runner._backend
+        assert isinstance(backend, FlashInferBackend)
+        prefixes = backend._prefixes
+        assert prefixes is not None
+        match fault:
+            case "no prefix":
+                after_plans(monkeypatch, lambda _num_rows: prefixes._query_starts.zero_())
+            case "stale prefixes":
+                first = dict[int, torch.Tensor]()
+
+                def keep(num_rows: int) -> None:
+                    starts = prefixes._query_starts
+                    starts.copy_(first.setdefault(num_rows, starts.clone()))
+
+                after_plans(monkeypatch, keep)
+            case "stale LSE":
+                lse = torch.zeros_like(prefixes.lse)
+                after_plans(monkeypatch, lambda num_rows: prefixes.lse[:num_rows].copy_(lse[:num_rows]))
+            case "nothing is replayed":
+                monkeypatch.setattr(TapedGraph, "replay", lambda _graph: None)
+        wrong = [one.name for one in measure_groups(runner) if not one.is_right]
+    assert wrong
+
+
+def after_plans(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], object]) -> None:
+    """`call` gets the rows of each step with recorded prefixes, after its plan."""
+    plan = FlashInferBackend._run_prefix_plan
+
+    def plan_and_call(self: FlashInferBackend, *arguments: Any) -> None:
+        plan(self, *arguments)
+        call(arguments[-2].num_rows)
+
+    monkeypatch.setattr(FlashInferBackend, "_run_prefix_plan", plan_and_call)
+
+
+def measure_groups(runner: ModelRunner, **limits: int) -> list[Measured]:
+    return list(measure_group_graphs(runner, runner._model, 16, NUM_BLOCKS, limits_of(runner._model, limits)))
+
+
+@pytest.mark.parametrize("fault", ["", "raises", "no memory", "wrong"])
+def test_recordings_with_prefix_groups_that_fail_cost_nothing_else(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    flashinfer_double.install(monkeypatch)
+    save_tiny_model(tmp_path, "llama")
+    monkeypatch.setattr(Decoder, "pack_module", lambda *_: None)  # a tape reads no packed weights
+    monkeypatch.setattr(entry, "graph_sizes_of", lambda *_: [8, 4])
+    monkeypatch.setattr(entry, "CudaRecorder", lambda _device: LaunchTape())
+    of_groups = ["use_hydragen=T", "hydragen_min_group_size=2", "hydragen_min_prefix_len=16"]  # nothing is measured
+    sizes = ["max_tokens_per_forward=32", "max_seqs_per_forward=8"]
+    flags = ["cpu_isa=torch", "dtype=bfloat16", "attention_backend=flashinfer", *of_groups, *sizes]
+    if fault == "wrong":
+        monkeypatch.setattr(flashinfer_double.PrefillWrapper, "run_planned", lambda *_: None)
+    elif fault:
+        error = RuntimeError("no\nmore") if fault == "raises" else torch.OutOfMemoryError("no\nmore")
+
+        def fail(*_: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(FlashInferBackend, "prepare_groups", once(fail, FlashInferBackend.prepare_groups))
+    worker = start(tmp_path, *flags)
+    assert worker.runner.graph_sizes == [4, 8]
+    assert worker.runner.group_graph_sizes == ([] if fault else [4, 8])
+    assert worker.limits.switched_off == (("group_graphs",) if fault else ())
+    assert worker.runner.max_recorded_groups == (0 if fault else 4)
+    lines = [r.getMessage() for r in caplog.records if "prefix groups is switched off" in r.getMessage()]
+    assert len(lines) == bool(fault)
+    if fault and fault != "wrong":
+        what, without = "one graph for a decode step with prefix groups is switched off", "such steps replay pieces"
+        assert lines[0].startswith(f"{what}: RuntimeError: no; {without}")
+
+
+def once(first: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
+    """The first call is `first`'s, all others are `then`'s."""
+    calls = iter([first])
+    return lambda *arguments: next(calls, then)(*arguments)
 
 
 FAULTS: dict[str, str] = {

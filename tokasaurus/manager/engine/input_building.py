@@ -181,8 +181,10 @@ def _ordered(
 
 
 def _repay_their_step(groups: PrefixGroups, costs: HydragenCosts, page_size: int) -> bool:
-    """Whether a decode step should use the groups: if together they save more than costs.per_step, or if that is 0."""
-    return costs.per_step == 0 or saved_by_step(groups.sizes, groups.num_blocks, costs, page_size) > 0
+    """Whether a decode step should use the groups: if together they save more than its price, or if that is 0."""
+    return (
+        costs.step_price(len(groups.sizes)) == 0 or saved_by_step(groups.sizes, groups.num_blocks, costs, page_size) > 0
+    )
 
 
 def _in_groups(

@@ -96,7 +96,7 @@ def group_by_prefix(
 
         m * L - (costs.per_group + costs.per_group_token * L + m * (costs.per_row + costs.per_row_token * L)).
 
-    costs.per_step does not influence which groups are best; saved_by_step tells for each step whether it is repaid.
+    costs.step_price does not influence which groups are best; saved_by_step tells for each step whether it is repaid.
 
     The groups' total is the largest possible one, if no more than MAX_ANCESTORS candidates lie above any node and
     every group of that optimum has min_group_size sequences. A group that would get fewer is not formed, and its
@@ -127,7 +127,7 @@ def saved_by_step(sizes: Int32Array, num_blocks: Int32Array, costs: HydragenCost
     num_rows, num_tokens = sizes.astype(np.float64), num_blocks * float(page_size)
     by_row = num_tokens * (1.0 - costs.per_row_token) - costs.per_row
     by_group = num_rows * by_row - costs.per_group - num_tokens * costs.per_group_token
-    return float(by_group.sum()) - costs.per_step
+    return float(by_group.sum()) - costs.step_price(len(sizes))
 
 
 def _form_groups(

@@ -312,8 +312,8 @@ class RecordedMemory(NamedTuple):
 
 @runtime_checkable
 class RecordableBackend(Protocol):
-    """A backend whose write and attend can be recorded for decode steps without prefix groups, and replayed for others
-    of the same number of rows."""
+    """A backend whose write and attend can be recorded for decode steps, and replayed for others of the same number of
+    rows."""
 
     def prepare_recording(self, max_rows: int, max_blocks: int) -> RecordedMemory:
         """Allocate what recorded launches read.
@@ -321,12 +321,18 @@ class RecordableBackend(Protocol):
         max_blocks: of the longest sequence. Replaces what an earlier call allocated, and recordings that read it.
         """
 
+    def prepare_groups(self, max_groups: int) -> RecordedMemory:
+        """Allocate what recordings with prefix groups read besides, of each group's shared prefix. prepare_recording
+        comes first. Replaces what an earlier call allocated; 0 groups: there are no such recordings."""
+
     def plan_recorded(self, layout: PagedLayout) -> None:
         """Plan a decode step before it is recorded, or before a recording is replayed for it.
 
         layout: one part with as many rows as the recording, each row a segment of its own. The layout's kv indices and
         its block lists, if it has any, are in the memory that `prepare_recording` has returned; see
-        block_lists.in_recorded."""
+        block_lists.in_recorded. The lists of its prefix are in the memory of `prepare_groups`: a recording with prefix
+        groups has a fixed number of segments there, of which the last may have no rows and no tokens. The rows after
+        theirs are in no group; none are when a step is recorded."""
 
 
 def output_of(query: Tensor, part: PagedPart, output: Tensor | None) -> Tensor:

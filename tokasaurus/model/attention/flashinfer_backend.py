@@ -52,7 +52,13 @@ class Wrapper(Protocol):
     def plan(self, *args: Tensor, **options: Any) -> None: ...
 
     def run(
-        self, query: Tensor, kv_cache: tuple[Tensor, Tensor], *, out: Tensor | None, return_lse: bool
+        self,
+        query: Tensor,
+        kv_cache: tuple[Tensor, Tensor],
+        *,
+        out: Tensor | None,
+        lse: Tensor | None = None,
+        return_lse: bool,
     ) -> Tensor | tuple[Tensor, Tensor]: ...
 
     def reset_workspace_buffer(self, workspace: Tensor, plans: Tensor) -> None: ...
@@ -153,6 +159,7 @@ class FixedMemory:
         max_blocks: of the longest sequence."""
         self._new_wrapper = new_wrapper
         self._workspace = workspace
+        self.max_rows, self.max_blocks = max_rows, max_blocks
         self.lists = RecordedMemory.allocate(max_rows, max_blocks, workspace.device)
         self._plans = torch.zeros(plan_bytes(max_rows), dtype=torch.uint8, device=workspace.device)
         self._wrappers: dict[int, Any] = {}
@@ -174,6 +181,44 @@ class FixedMemory:
                 paged_kv_last_page_len_buffer=own.last_lengths,
             )
             wrapper.reset_workspace_buffer(self._workspace, self._plans)  # instead of one of its own for its plans
+            self._wrappers[num_rows] = wrapper
+        return self._wrappers[num_rows]
+
+
+class FixedPrefixes:
+    """What recorded launches read of shared prefixes, as FixedMemory, and the LSE that they write.
+
+    A wrapper is for one number of rows, and for one number of groups. Its kernels write nothing for the rows after
+    those of its groups: the plan of each step sets their LSE to -inf, and no layer changes it.
+    """
+
+    def __init__(
+        self, new_wrapper: Any, fixed: FixedMemory, workspace: Tensor, max_groups: int, num_heads: int
+    ) -> None:
+        """new_wrapper: makes a prefill wrapper with these options. The others are as in FixedMemory."""
+        self._new_wrapper = new_wrapper
+        self._workspace = workspace
+        self.lists = RecordedMemory.allocate(max_groups, fixed.max_blocks, workspace.device)
+        self.lse = torch.zeros((fixed.max_rows, num_heads), device=workspace.device)
+        self._query_starts = torch.zeros(max_groups + 1, dtype=torch.int32, device=workspace.device)
+        self._plans = torch.zeros(plan_bytes(fixed.max_rows), dtype=torch.uint8, device=workspace.device)
+        self._wrappers: dict[int, Any] = {}
+
+    def wrapper(self, num_rows: int, prefix: PagedPart) -> Any:
+        """The wrapper for this number of rows; made before the step that is recorded, whose prefix has all of them:
+        FlashInfer takes the rows of its first plan as the most."""
+        if num_rows not in self._wrappers:
+            assert prefix.num_rows == num_rows, "a recording comes first"
+            num_groups = len(prefix.kv_lengths)
+            own = self.lists.cut(num_groups)
+            wrapper = self._new_wrapper(
+                use_cuda_graph=True,
+                qo_indptr_buf=self._query_starts[: num_groups + 1],
+                paged_kv_indptr_buf=own.starts,
+                paged_kv_indices_buf=own.blocks,
+                paged_kv_last_page_len_buf=own.last_lengths,
+            )
+            wrapper.reset_workspace_buffer(self._workspace, self._plans)
             self._wrappers[num_rows] = wrapper
         return self._wrappers[num_rows]
 
@@ -206,6 +251,9 @@ class FlashInferBackend(TensorCache):
         """How to plan and run parts without wrappers, by kind of wrapper; empty if that is not in use."""
         self._planned_calls: dict[int, PlannedCall] = {}
         self._fixed: FixedMemory | None = None
+        self._prefixes: FixedPrefixes | None = None
+        self._recorded_prefix: PagedPart | None = None
+        """Of the planned layout, if a recording attends to it."""
         self.uses_fa3 = False
         """Whether prompts take "fa3"; may be changed once it is prepared."""
         self._run_once((1, 2))
@@ -226,6 +274,7 @@ class FlashInferBackend(TensorCache):
         self._layout = layout  # keeps the parts alive: _planned is keyed by their ids
         self._planned = {}
         self._planned_calls = {}
+        self._recorded_prefix = None
         parts = layout.parts if layout.prefix is None else (*layout.parts, layout.prefix)
         if not parts:
             return
@@ -312,20 +361,42 @@ class FlashInferBackend(TensorCache):
         needed = workspace_bytes(self._shape, self._num_processors, max_rows)
         assert needed <= len(self._workspace), f"max_graph_rows was less than {max_rows}"
         self._fixed = FixedMemory(self._new_decode, self._workspace, max_rows, max_blocks)
+        self._prefixes = None
         return self._fixed.lists
+
+    def prepare_groups(self, max_groups: int) -> RecordedMemory:
+        assert self._fixed is not None, "prepare_recording comes first"
+        self._prefixes = FixedPrefixes(
+            self._new_prefill, self._fixed, self._workspace, max_groups, self._shape.num_heads
+        )
+        return self._prefixes.lists
 
     def plan_recorded(self, layout: PagedLayout) -> None:
         assert self._fixed is not None, "prepare_recording comes first"
         (part,) = layout.parts
-        assert layout.prefix is None
         assert _is_decode(part)
         wrapper = self._fixed.wrapper(part.num_rows)
-        self._layout = layout  # keeps the part alive
+        self._layout = layout  # keeps the parts alive
         self._planned = {id(part): wrapper}
         self._planned_calls = {}
         self._kv_indices = layout.kv_indices
+        self._recorded_prefix = prefix = layout.prefix
         staging = layout.staging or DirectStaging(self._shape.device)
+        if prefix is not None:
+            assert self._prefixes is not None, "prepare_groups comes first"
+            of_prefix = self._planned[id(prefix)] = self._prefixes.wrapper(part.num_rows, prefix)
+            staging.then(partial(self._run_prefix_plan, self._fixed, self._prefixes, of_prefix, part, prefix))
         staging.then(partial(self._run_recorded_plan, self._fixed, wrapper, part))
+
+    def _run_prefix_plan(
+        self, fixed: FixedMemory, prefixes: FixedPrefixes, wrapper: Wrapper, part: PagedPart, prefix: PagedPart
+    ) -> None:
+        """part: the step's. The plan of its rows comes next, and records when the copies of both plans have run."""
+        copied = fixed.copied.get(part.num_rows)
+        if copied is not None:
+            copied.synchronize()
+        self._plan_prefill(wrapper, prefix, _longest(prefix))
+        prefixes.lse[: part.num_rows].fill_(-torch.inf)
 
     def _run_recorded_plan(self, fixed: FixedMemory, wrapper: Wrapper, part: PagedPart) -> None:
         copied = fixed.copied.get(part.num_rows)
@@ -361,6 +432,8 @@ class FlashInferBackend(TensorCache):
     def attend(
         self, query: Tensor, layer_index: int, part: PagedPart, output: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        if part is self._recorded_prefix:
+            return self._attend_recorded_prefix(query, layer_index, part)
         # FlashInfer reads the query's strides, but neither reads nor checks the output's.
         planned = self._planned_calls.get(id(part))
         if planned is not None:
@@ -378,6 +451,18 @@ class FlashInferBackend(TensorCache):
             return result, None
         return result
 
+    def _attend_recorded_prefix(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
+        """query: of all rows of the step, of which those after the groups' get no output, and the LSE -inf."""
+        assert self._prefixes is not None
+        assert query.stride(2) == 1
+        # The kernel that merges reads no output with the LSE -inf; plain torch multiplies it with 0.
+        make = torch.empty if uses_triton(self._shape.device, "attention") else torch.zeros
+        output = make(query.shape, dtype=query.dtype, device=query.device)
+        lse = self._prefixes.lse[: len(query)]
+        wrapper, kv_cache = self._planned[id(part)], self._by_layer[layer_index]
+        wrapper.run(query, kv_cache, out=output, lse=lse, return_lse=True)
+        return output, lse
+
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
         if uses_triton(self._shape.device, "attention"):
             from tokasaurus.model.attention import triton_kernels
@@ -385,9 +470,9 @@ class FlashInferBackend(TensorCache):
             return triton_kernels.merge_partial(first, second, output, True)
         return merge_partial(first, second, output, True)
 
-    def _new_prefill(self, kernels: str = "fa2") -> Wrapper:
+    def _new_prefill(self, kernels: str = "fa2", **options: Any) -> Wrapper:
         # Not "auto": on Hopper that is "fa3", which does not split long contexts of few segments.
-        return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=kernels)
+        return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=kernels, **options)
 
     def _new_decode(self, **options: Any) -> Wrapper:
         # Not "auto": since 0.7 that may be cuDNN, which has rules of its own for its lists and buffers.

@@ -89,6 +89,7 @@ def build_batch(
     is_padded: bool = True,
     token_multiple: int = 1,
     inputs: RecordedInputs | None = None,
+    prefixes: RecordedMemory | None = None,
 ) -> DeviceBatch:
     """The batch of `step`, whose device tensors are filled once `staging` has sent them. Advances the slots' positions
     past the step.
@@ -96,7 +97,8 @@ def build_batch(
     Precondition: the changes of `step` are already applied to `slots`.
     is_padded: pad tokens and logit rows to one of few counts; the number of tokens becomes a multiple of
     token_multiple. inputs: memory of a recorded size, to which the tokens are padded instead. If `step` only decodes,
-    in as many rows as it has, which all sample, what is read of the rows is there too.
+    in as many rows as it has, which all sample, what is read of the rows is there too. prefixes: memory of a recording
+    with prefix groups, for as many as it has; `step` has no more, and the layout is for that recording.
     """
     to_device = staging.to_device
     first_positions = slots.positions[step.slots]
@@ -154,7 +156,7 @@ def build_batch(
     rules = slots.rules.select(sampled_slots, kv_lengths[samples], first_blocks, page_size, staging)
     masks = None if step.masks is None else stage_masks(step.masks, staging)
     memory = inputs.memory if inputs is not None and are_rows_inside else None
-    builder = _LayoutBuilder(step, slots, starts, kv_lengths, page_size, staging, memory)
+    builder = _LayoutBuilder(step, slots, starts, kv_lengths, page_size, staging, memory, prefixes)
     if inputs is None or not are_rows_inside:
         layout, device_params = builder.build(all_kv_indices), slots.device_params(params, device_slots, staging)
     else:
@@ -263,6 +265,7 @@ class _LayoutBuilder:
 
     starts: int32 [S + 1], the first token of each row among the forward's tokens, and the end of the last.
     kv_lengths: int32 [S], tokens of each row's context, including the forward's. memory: of a recorded step's rows.
+    prefixes: as in build_batch.
     """
 
     def __init__(
@@ -274,6 +277,7 @@ class _LayoutBuilder:
         page_size: int,
         staging: Staging,
         memory: RecordedMemory | None,
+        prefixes: RecordedMemory | None,
     ) -> None:
         self._step = step
         self._slots = slots
@@ -282,6 +286,7 @@ class _LayoutBuilder:
         self._page_size = page_size
         self._staging = staging
         self._memory = memory
+        self._prefixes = prefixes
         self.is_in_memory = (
             memory is not None and slots.on_device is not None and step.groups is None and len(memory.blocks) > 0
         )
@@ -289,7 +294,8 @@ class _LayoutBuilder:
 
     def build(self, kv_indices: Tensor) -> PagedLayout:
         """Parts, each omitted if empty: grouped decode rows over the tokens after their prefix; the other decode rows;
-        the prefill rows. kv_indices: as in PagedLayout."""
+        the prefill rows. For a recording with prefix groups the first has all rows; those in no group have no prefix.
+        kv_indices: as in PagedLayout."""
         step, starts = self._step, self._starts
         num_grouped, prefix = 0, None
         skipped = np.zeros(len(step.slots), np.int32)  # blocks of each row that the prefix part covers
@@ -297,6 +303,8 @@ class _LayoutBuilder:
             num_grouped = int(step.groups.sizes.sum())
             skipped[:num_grouped] = np.repeat(step.groups.num_blocks, step.groups.sizes)
             prefix = self._prefix_part()
+        if self._prefixes is not None:
+            num_grouped = len(step.slots)
         parts = []
         for begin, end in ((0, num_grouped), (num_grouped, step.num_decode), (step.num_decode, len(step.slots))):
             if begin == end:
@@ -311,24 +319,31 @@ class _LayoutBuilder:
                     kv_lengths=self._kv_lengths[begin:end] - skipped[begin:end] * np.int32(self._page_size),
                     causal=True,
                     is_partial=is_partial,
+                    memory=None if self._prefixes is None else self._memory,
                 )
             )
         return PagedLayout(kv_indices, tuple(parts), prefix, self._staging)
 
     def _prefix_part(self) -> PagedPart:
-        """One segment per group; its blocks are the first blocks in the table of the group's first row."""
-        groups = self._step.groups
+        """One segment per group; its blocks are the first blocks in the table of the group's first row. In a recording,
+        segments without rows and tokens follow."""
+        groups, memory = self._step.groups, self._prefixes
         assert groups is not None
-        query_starts = np.zeros(len(groups.sizes) + 1, np.int32)
-        np.cumsum(groups.sizes, out=query_starts[1:])
+        sizes, num_blocks = groups.sizes, groups.num_blocks
+        if memory is not None:
+            padding = np.zeros(len(memory.last_lengths) - len(sizes), np.int32)
+            sizes, num_blocks = (np.concatenate((of_groups, padding)) for of_groups in (sizes, num_blocks))
+        query_starts = np.zeros(len(sizes) + 1, np.int32)
+        np.cumsum(sizes, out=query_starts[1:])
         return self._part(
             first_row=0,
-            row_slots=self._step.slots[query_starts[:-1]],
+            row_slots=self._step.slots[np.minimum(query_starts[:-1], len(self._step.slots) - 1)],
             first_blocks=None,
             query_starts=query_starts,
-            kv_lengths=groups.num_blocks * np.int32(self._page_size),
+            kv_lengths=num_blocks * np.int32(self._page_size),
             causal=False,
             is_partial=True,
+            memory=memory,
         )
 
     def _part(
@@ -340,9 +355,11 @@ class _LayoutBuilder:
         kv_lengths: NDArray[np.int32],
         causal: bool,
         is_partial: bool,
+        memory: RecordedMemory | None,
     ) -> PagedPart:
         """row_slots, first_blocks and kv_lengths: int32 [A]; the segments' blocks begin at first_blocks of the slots'
-        tables, or at 0 if this is None. query_starts: int32 [A + 1]."""
+        tables, or at 0 if this is None. query_starts: int32 [A + 1]. memory: for the lists; None: new memory, or where
+        the caller fills them."""
         on_device = self._slots.on_device is not None
         return PagedPart(
             first_row=first_row,
@@ -352,7 +369,7 @@ class _LayoutBuilder:
             kv_lengths=torch.from_numpy(kv_lengths),
             causal=causal,
             is_partial=is_partial,
-            lists=self._block_lists(row_slots, first_blocks, query_starts, kv_lengths) if on_device else None,
+            lists=self._block_lists(row_slots, first_blocks, query_starts, kv_lengths, memory) if on_device else None,
         )
 
     def _host_table(self, row_slots: NDArray[np.int32], first_blocks: NDArray[np.int32] | None, longest: int) -> Tensor:
@@ -371,6 +388,7 @@ class _LayoutBuilder:
         first_blocks: NDArray[np.int32] | None,
         query_starts: NDArray[np.int32],
         kv_lengths: NDArray[np.int32],
+        memory: RecordedMemory | None,
     ) -> BlockLists:
         assert self._slots.on_device is not None
         tables, to_device = self._slots.on_device.block_tables, self._staging.to_device
@@ -378,9 +396,9 @@ class _LayoutBuilder:
         starts = np.zeros(len(counts) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
         num_blocks = int(starts[-1])
-        if self.is_in_memory:
-            assert self._memory is not None
-            _, own_starts, own_blocks, last_lengths = self._memory
+        memory = self._memory if self.is_in_memory else memory
+        if memory is not None:
+            _, own_starts, own_blocks, last_lengths = memory
             own_blocks = own_blocks[:num_blocks]
         else:
             sizes = len(starts), num_blocks, len(counts)

@@ -9,7 +9,8 @@ In one recording of each size, attention is left out: what it launches depends o
 groups. All the rest, storing keys and values included, depends on the number of tokens alone. That recording is
 interrupted at each layer's attention, so that a forward replays one piece more than the model has layers; any step
 takes it. In another recording of the decode sizes, for backends that allow it and decode steps without prefix groups,
-attention is included.
+attention is included. A few of these sizes have a third recording, for decode steps with up to some number of prefix
+groups: it includes attention to the prefixes, to the tokens after them, and the merge.
 """
 
 # S size of a graph in tokens, E hidden size, V vocabulary, F sampling parameters of a row
@@ -19,7 +20,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -38,6 +39,10 @@ _NOTHING = np.zeros(0, np.int32)
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their size: NumPy, whose type names the interface below uses, has no bfloat16."""
+
+
+Kind = Literal["pieces", "whole", "groups"]
+"""Of a recording: without attention; with attention of rows alone; with attention of prefix groups."""
 
 
 class Graph(Protocol):
@@ -207,8 +212,8 @@ class StepGraphs:
         self._recorder = recorder
         self._sizes = sorted(sizes)
         self._all_sizes = self._sizes + sorted(chunk_sizes)
-        self._recordings: dict[tuple[int, bool], _Recording] = {}
-        """Recordings by size, and whether attention is included."""
+        self._recordings: dict[tuple[int, Kind], _Recording] = {}
+        self._group_sizes: list[int] = []
         self.inputs = inputs
         """What the graphs read of a step: of the largest sizes."""
         largest = self._all_sizes[-1]
@@ -221,13 +226,31 @@ class StepGraphs:
     def record(self, progress: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
         """Record all sizes. progress: wraps the iteration over them."""
         for size in progress(self._all_sizes[::-1]):
-            self._recordings[size, False] = self._record_around_attention(size)
+            self._recordings[size, "pieces"] = self._record_around_attention(size)
             if self._plan_whole is not None and size <= self._sizes[-1]:
-                attends = self._plan_whole(size)
-                with self._recorder.preparing():
-                    self._forward(size, attends)
-                    self._recorder.begin()
-                    self._recordings[size, True] = self._end_recording(size, attends, [])
+                self._recordings[size, "whole"] = self._record_whole(size, self._plan_whole(size))
+
+    def record_groups(
+        self,
+        sizes: Sequence[int],
+        plan_groups: Callable[[int], Attends],
+        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+    ) -> None:
+        """Record decode steps of these sizes with prefix groups. plan_groups: plans attention of padding alone, S rows
+        in a group. progress: wraps the iteration over the sizes."""
+        for size in progress(sorted(sizes, reverse=True)):
+            self._recordings[size, "groups"] = self._record_whole(size, plan_groups(size))
+        self._group_sizes = sorted(sizes)
+
+    def drop_groups(self) -> None:
+        """Free the recordings with prefix groups."""
+        self._group_sizes = []
+        self._recordings = {key: one for key, one in self._recordings.items() if key[1] != "groups"}
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """Sizes of the recordings with prefix groups in rows, smallest first."""
+        return self._group_sizes
 
     @property
     def sizes(self) -> list[int]:
@@ -256,10 +279,12 @@ class StepGraphs:
         self, batch: DeviceBatch, attends: Attends | None, is_decode: bool, hidden: Tensor | None = None
     ) -> DecodeOutput:
         """Run a padded step in `inputs`, whose number of tokens is a recorded size. attends: None if recorded attention
-        is planned. is_decode: as from `is_decode`; for other steps, `inputs` has nothing that sampling reads. hidden:
-        [n, E], as in Decoder.forward, of the tokens before the padding; None on the first stage."""
+        is planned, with prefix groups if the batch has some. is_decode: as from `is_decode`; for other steps, `inputs`
+        has nothing that sampling reads. hidden: [n, E], as in Decoder.forward, of the tokens before the padding; None
+        on the first stage."""
         size = len(batch.token_ids)
-        recording = self._recordings[size, attends is None]
+        kind: Kind = "pieces" if attends is not None else "whole" if batch.layout.prefix is None else "groups"
+        recording = self._recordings[size, kind]
         if self._entering is not None:
             assert hidden is not None, "an earlier stage sends it"
             self._entering[: len(hidden)].copy_(hidden)
@@ -307,6 +332,13 @@ class StepGraphs:
     def stores_kv(self) -> bool:
         """Whether the pieces around attention store keys and values, so that `run` is given attention alone."""
         return self._backend is not None
+
+    def _record_whole(self, size: int, attends: Attends) -> _Recording:
+        """With the planned attention."""
+        with self._recorder.preparing():
+            self._forward(size, attends)
+            self._recorder.begin()
+            return self._end_recording(size, attends, [])
 
     def _record_around_attention(self, size: int) -> _Recording:
         recorder, pieces, backend = self._recorder, list[_Piece](), self._backend

@@ -15,14 +15,15 @@ from tokasaurus.messages.forward import (
     ForwardInput,
     ForwardOutput,
     NonfiniteTokens,
+    PrefixGroups,
     PromptLogprobsOutput,
     SlotChanges,
     TopOfRows,
 )
 from tokasaurus.messages.stages import StageBoard
-from tokasaurus.model.attention.backend import AttentionBackend, RecordableBackend, TensorCache
+from tokasaurus.model.attention.backend import AttentionBackend, RecordableBackend, RecordedMemory, TensorCache
 from tokasaurus.model.attention.row_split import Attends, attends_over
-from tokasaurus.model.buffer_sizes import BufferSizes
+from tokasaurus.model.buffer_sizes import BufferSizes, max_graph_groups
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
@@ -224,6 +225,8 @@ class ModelRunner:
         """Times of this stage's steps; whoever calls `run` marks where each begins and ends."""
         self._num_recompiles = 0
         self._graphs: StepGraphs | None = None
+        self._prefixes: RecordedMemory | None = None
+        """What recordings with prefix groups read of the prefixes; None if there are no such recordings."""
         self._kernel_decode: KernelDecode | None = None
         if kernels is not None and links is None and isinstance(self._executor, KernelExecutor):
             self._kernel_decode = KernelDecode.of(model, self._executor, slots, page_size, kernels)
@@ -247,7 +250,7 @@ class ModelRunner:
     ) -> None:
         """Record steps of these sizes, in tokens; from now on, steps replay them. sizes: of decode steps. progress:
         wraps the iteration over all sizes. chunk_sizes: further ones, for steps of more tokens."""
-        self._graphs = None
+        self._graphs = self._prefixes = None
         has_logits = self._mesh.is_last_stage
         can_sample = has_logits and self._shard.is_whole and uses_triton(self.device, "sampling")
         plan_whole, memory, backend = None, None, self._recordable
@@ -263,24 +266,86 @@ class ModelRunner:
         graphs.record(progress)
         self._graphs = graphs
 
-    def _plan_padding(self, backend: RecordableBackend, inputs: RecordedInputs, size: int) -> Attends:
-        """Plan the attention of a step of padding alone, so that it can be recorded."""
+    @torch.inference_mode()
+    def record_groups(self, sizes: Sequence[int], progress: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
+        """Record decode steps of these sizes with prefix groups too, in one piece: some of the sizes of record_graphs,
+        which comes first. From now on, decode steps with no more groups than these have room for replay them. progress:
+        as there."""
+        graphs, backend = self._graphs, self._recordable
+        assert graphs is not None
+        assert backend is not None, "attention can be recorded"
+        self.drop_groups()
+        largest = graphs.sizes[-1]
+        memory = backend.prepare_groups(max_graph_groups(largest, largest))
+
+        def plan(size: int) -> Attends:
+            return self._plan_padding(backend, graphs.inputs, size, memory.cut(max_graph_groups(size, largest)))
+
+        graphs.record_groups(sizes, plan, progress)
+        self._prefixes = memory
+
+    def drop_groups(self) -> None:
+        """Free what record_groups has recorded: decode steps with prefix groups replay pieces."""
+        self._prefixes = None
+        if self._graphs is not None:
+            self._graphs.drop_groups()
+            if self._recordable is not None:
+                self._recordable.prepare_groups(0)
+
+    @property
+    def records_attention(self) -> bool:
+        """Whether graphs may include the backend's attention."""
+        return self._recordable is not None
+
+    @property
+    def max_recorded_groups(self) -> int:
+        """Most prefix groups of a decode step that replays one graph; 0 if none does."""
+        return 0 if self._prefixes is None else len(self._prefixes.last_lengths)
+
+    @property
+    def group_graph_sizes(self) -> list[int]:
+        """Sizes of the recorded decode steps with prefix groups, in sequences, smallest first."""
+        return [] if self._graphs is None or self._prefixes is None else self._graphs.group_sizes
+
+    @contextmanager
+    def groups_in_pieces(self) -> Iterator[None]:
+        """Inside, decode steps with prefix groups replay pieces."""
+        prefixes, self._prefixes = self._prefixes, None
+        try:
+            yield
+        finally:
+            self._prefixes = prefixes
+
+    def _plan_padding(
+        self, backend: RecordableBackend, inputs: RecordedInputs, size: int, prefixes: RecordedMemory | None = None
+    ) -> Attends:
+        """Plan the attention of a step of padding alone, so that it can be recorded. prefixes: of a recording with
+        prefix groups, the first of which has all rows, and no tokens."""
+        step = padding_alone(size)
+        if prefixes is not None:
+            step = replace(step, groups=PrefixGroups(np.array([size], np.int32), np.zeros(1, np.int32)))
         self._staging.begin()
-        batch = self._build(padding_alone(size), is_padded=False, inputs=inputs.cut(size))
+        batch = self._build(step, is_padded=False, inputs=inputs.cut(size), prefixes=prefixes)
         backend.plan_recorded(batch.layout)
         self._staging.send()
         self._staging.finish()
         return attends_over(self._backend, batch.layout)
 
-    def _build(self, step: ForwardInput, is_padded: bool, inputs: RecordedInputs | None = None) -> DeviceBatch:
+    def _build(
+        self,
+        step: ForwardInput,
+        is_padded: bool,
+        inputs: RecordedInputs | None = None,
+        prefixes: RecordedMemory | None = None,
+    ) -> DeviceBatch:
         places = self._slots, self._page_size, self._staging
-        batch = build_batch(step, *places, is_padded, self._token_multiple, inputs)
+        batch = build_batch(step, *places, is_padded, self._token_multiple, inputs, prefixes)
         self._slots.positions[0] = 0  # rows of padding have moved on
         return batch
 
     def drop_graphs(self) -> None:
         """Free them: later steps launch each operation."""
-        self._graphs = None
+        self._graphs = self._prefixes = None
         if self._recordable is not None:
             self._recordable.prepare_recording(0, 0)
 
@@ -517,9 +582,12 @@ class ModelRunner:
             attends, hidden = attends_over(backend, batch.layout), self._receive(step, entering, len(batch.token_ids))
             hidden = self._model(batch.token_ids, hidden, batch.positions, self._executor, attends)
             return batch, DecodeOutput(hidden, logits=None)
-        is_decode, inputs = graphs.is_decode(step), graphs.inputs.cut(size)
-        batch = self._build(padded(step, size) if is_decode else step, is_padded=not is_decode, inputs=inputs)
-        if is_decode and self._recordable is not None and batch.layout.prefix is None:
+        is_decode, prefixes = graphs.is_decode(step), None
+        if is_decode and step.groups is not None and (found := self._groups_for(graphs, step.groups, size)) is not None:
+            size, prefixes = found
+        inputs = graphs.inputs.cut(size)
+        batch = self._build(padded(step, size) if is_decode else step, not is_decode, inputs, prefixes)
+        if is_decode and self._recordable is not None and (step.groups is None or prefixes is not None):
             self._recordable.plan_recorded(batch.layout)
             self._staging.send()
             return batch, graphs.run(batch, None, is_decode, self._receive(step, entering))
@@ -528,6 +596,15 @@ class ModelRunner:
         # Tokens of padding compute whatever was in memory: no other token reads it.
         attends = attends_over(backend, batch.layout, fills_padding=False, writes=not graphs.stores_kv)
         return batch, graphs.run(batch, attends, is_decode, self._receive(step, entering))
+
+    def _groups_for(self, graphs: StepGraphs, groups: PrefixGroups, num_rows: int) -> tuple[int, RecordedMemory] | None:
+        """The size of the recording with prefix groups that a decode step of num_rows rows replays, and its memory;
+        None if none has room for it."""
+        size = next((size for size in graphs.group_sizes if size >= num_rows), None)
+        if size is None or self._prefixes is None:
+            return None
+        num_groups = max_graph_groups(size, graphs.sizes[-1])
+        return (size, self._prefixes.cut(num_groups)) if len(groups.sizes) <= num_groups else None
 
     def _receive(self, step: ForwardInput, entering: Tensor | None, num_padded: int = 0) -> Tensor | None:
         """What the stage before this one has computed of the step, or `entering`: [n, E], padded to num_padded tokens

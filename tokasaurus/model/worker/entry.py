@@ -45,7 +45,14 @@ from tokasaurus.model.worker.hydragen_costs import asks_for_prefix_costs, measur
 from tokasaurus.model.worker.kernel_checks import check_triton, compile_layers
 from tokasaurus.model.worker.load_model import choose_gemms, has_gemm_choice, load_model
 from tokasaurus.model.worker.loop import run_steps
-from tokasaurus.model.worker.memory import dtype_name, graph_bytes, largest_forward, reserve, size_kv_cache
+from tokasaurus.model.worker.memory import (
+    dtype_name,
+    graph_bytes,
+    group_graph_bytes,
+    largest_forward,
+    reserve,
+    size_kv_cache,
+)
 from tokasaurus.model.worker.memory_plan import (
     INPUTS,
     ROTARY,
@@ -56,8 +63,9 @@ from tokasaurus.model.worker.memory_plan import (
     WORKSPACES,
     sizes_of_chunks,
     sizes_of_graphs,
+    sizes_of_groups,
 )
-from tokasaurus.model.worker.self_check import Checks, Measure, Measured, measure_graphs
+from tokasaurus.model.worker.self_check import Checks, Measure, Measured, measure_graphs, measure_group_graphs
 from tokasaurus.model.worker.sleep import Sleeper
 from tokasaurus.model.worker.start import PROCESS, Fill, Phase, PhaseLog, Start, ignore_progress, run_phases
 from tokasaurus.model.worker.warmup import WarmUpTimes, warm_up, warm_up_small
@@ -245,7 +253,7 @@ def _ready(start: Start) -> StartedWorker:
     # Not earlier: it touches the cache, and the measurements of the start need an idle machine.
     sleeper = Sleeper(
         *(start.model, start.backend, start.updates, start.device, start.mesh, runner),
-        record_graphs=partial(_record, start),
+        record_graphs=partial(_record_again, start),
     )
     return StartedWorker(runner, limits, start.device, start.kernels if runner.always_on_kernels else None, sleeper)
 
@@ -297,6 +305,7 @@ def make_runner(start: Start) -> str:
         trace=start.trace,
         links=start.links,
     )
+    start.group_sizes = sizes_of_groups(config, start.graph_sizes) if start.runner.records_attention else []
     if start.runner.always_on_kernels:
         start.memory.forward_bound = largest_forward(
             *(start.info, limits, config.page_size, model.activation_dtype.itemsize),
@@ -382,8 +391,21 @@ def record_graphs(start: Start) -> str:
         described = f"{num_sizes} sizes, up to {sizes[0]:,} sequences and {most_tokens:,} tokens"
         yield from measure_graphs(start.runner, start.model, start.config.page_size, start.num_blocks, start.limits)
 
+    def record_and_measure_groups() -> Iterator[Measured]:
+        start.runner.record_groups(start.group_sizes)
+        yield from measure_group_graphs(
+            start.runner, start.model, start.config.page_size, start.num_blocks, start.limits
+        )
+
     if not _graphs_pass(start, record_and_measure):
         start.runner.drop_graphs()
+        start.group_sizes = []
+    elif start.group_sizes:
+        if _groups_pass(start, record_and_measure_groups):
+            described += f", {len(start.group_sizes)} with prefix groups"
+        else:
+            start.runner.drop_groups()
+            start.group_sizes = []
     return described
 
 
@@ -391,20 +413,49 @@ def _record(start: Start, progress: Callable[[Iterable[int]], Iterable[int]] = i
     start.runner.record_graphs(CudaRecorder(start.device), start.graph_sizes, progress, start.chunk_sizes)
 
 
+def _record_again(start: Start) -> None:
+    """What the start has recorded and found right."""
+    _record(start)
+    if start.group_sizes:
+        start.runner.record_groups(start.group_sizes)
+
+
 def _graph_bytes(start: Start) -> int:
     """Bytes that the graphs will take. Leaves no sizes if they cannot be recorded here."""
-    found = 0
+    if not start.graph_sizes:
+        return 0
+    runner, device, found = start.runner, start.device, [0, 0]
 
     def estimate() -> Iterator[Measured]:
-        nonlocal found
-        found = graph_bytes(start.runner, start.graph_sizes, start.chunk_sizes, start.device)
+        found[0] = graph_bytes(runner, start.graph_sizes, start.chunk_sizes, device)
         yield from ()
 
-    if start.graph_sizes and not _graphs_pass(start, estimate):
-        start.runner.drop_graphs()
-        start.graph_sizes = []
-        return 0
-    return found
+    def estimate_groups() -> Iterator[Measured]:
+        found[1] = group_graph_bytes(runner, start.group_sizes, device)
+        yield from ()
+
+    if not _graphs_pass(start, estimate):
+        start.graph_sizes = start.group_sizes = []
+        found = [0, 0]
+    elif start.group_sizes and not _groups_pass(start, estimate_groups):
+        start.group_sizes = []
+        found[1] = 0
+    runner.drop_graphs()
+    torch.cuda.empty_cache()
+    return sum(found)
+
+
+def _groups_pass(start: Start, measure: Measure) -> bool:
+    """As _graphs_pass, of the recordings with prefix groups alone. A lack of memory costs no more than these."""
+
+    def measured() -> Iterator[Measured]:
+        try:
+            yield from measure()
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(first_line(error)) from error
+
+    what, without = "one graph for a decode step with prefix groups is", "such steps replay pieces, which take longer"
+    return start.checks.passes("group_graphs", measured, what, without)
 
 
 def _graphs_pass(start: Start, measure: Measure) -> bool:

@@ -1,8 +1,9 @@
 """Measure what prefix groups cost on this device: their attention compared with its rows alone, and what a decode step
 with groups takes more than one without, whatever its attention saves.
 
-With CUDA graphs, a step without groups replays one graph. A step with groups replays a piece for each layer, and the
-host launches attention between them: one after another, where the device may have to wait for the host.
+With CUDA graphs, a step without groups replays one graph. A step with groups replays another one, or if there is none
+for it, a piece for each layer: the host launches attention between them, one after another, where the device may have
+to wait for the host.
 """
 
 from __future__ import annotations
@@ -292,21 +293,28 @@ def with_step_price(
     num_layers: int,
     details: list[str],
 ) -> HydragenCosts:
-    """The costs with per_step as it is measured; as they are without CUDA graphs.
+    """The costs with the prices of a step as they are measured; as they are without CUDA graphs.
 
     num_blocks: as for measure_costs. num_layers: of all pipeline stages, since a step's time is the time of all of
     them.
     details: gets a text for the user if there is a price.
     """
-    seconds = measure_step_price(runner, limits, shape.page_size)
-    if seconds == 0:
-        return costs
+    with runner.groups_in_pieces():
+        seconds = measure_step_price(runner, limits, shape.page_size)
+    recorded_groups = runner.max_recorded_groups
+    recorded_seconds = measure_step_price(runner, limits, shape.page_size) if recorded_groups else 0.0
+    if seconds == recorded_seconds == 0:
+        return replace(costs, recorded_groups=recorded_groups)
     token_seconds = seconds_per_token(backend, shape, num_blocks, limits.max_seqs)
     if token_seconds is None:
         return costs
-    num_tokens = seconds / (token_seconds * num_layers)
-    details.append(f"a decode step with groups takes {seconds * 1e3:.2g} ms more ({num_tokens:,.0f} tokens)")
-    return replace(costs, per_step=num_tokens)
+    num_tokens, recorded_tokens = (each / (token_seconds * num_layers) for each in (seconds, recorded_seconds))
+    in_pieces = f"{seconds * 1e3:.2g} ms more ({num_tokens:,.0f} tokens)"
+    if recorded_groups:
+        recorded = f"{recorded_seconds * 1e3:.2g} ms more ({recorded_tokens:,.0f} tokens)"
+        in_pieces = f"{recorded}, with over {recorded_groups} groups {in_pieces}"
+    details.append(f"a decode step with groups takes {in_pieces}")
+    return replace(costs, per_step=num_tokens, per_recorded_step=recorded_tokens, recorded_groups=recorded_groups)
 
 
 def measure_step_price(runner: ModelRunner, limits: ForwardLimits, page_size: int) -> float:

@@ -374,7 +374,7 @@ def measure_one_call_decode(
     for num_rows in dict.fromkeys((1, min(NUM_SEQUENCES, limits.max_seqs))):
         at_once, apart = list[NDArray[np.int32]](), list[NDArray[np.int32]]()
         for turn in (0, 1):
-            step = prompts.decode(num_rows, has_groups=False, turn=turn)
+            step = prompts.decode(num_rows, [], turn)
             token_ids = torch.from_numpy((prompts.sequences(num_rows, turn) * 7 + turn) % limits.vocab_size)
             at_once.append(runner.decode_alone(step, token_ids, prompts.num_decodes))
             with runner.launching():

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import psutil
@@ -335,27 +336,37 @@ def graph_bytes(runner: ModelRunner, sizes: Sequence[int], chunk_sizes: Sequence
     """Bytes that the graphs of these sizes, largest first, will take, estimated by recording the first and the last of
     both. chunk_sizes: as in ModelRunner.record_graphs.
 
-    The others need what the last does beyond the memory of the first. The graphs recorded here are dropped.
+    The others need what the last does beyond the memory of the first. The graphs recorded here stay.
     """
-    if not sizes:
-        return 0
     free: list[int] = [_free_bytes(device)]
-
-    def note(recorded: Iterable[int]) -> Iterator[int]:
-        for index, size in enumerate(recorded):
-            if index:
-                free.append(_free_bytes(device))
-            yield size
-        free.append(_free_bytes(device))
-
-    ends, chunk_ends = (sorted({*of_kind[:1], *of_kind[-1:]}) for of_kind in (sizes, chunk_sizes))
-    runner.record_graphs(CudaRecorder(device), ends, note, chunk_ends)
-    runner.drop_graphs()
-    torch.cuda.empty_cache()
+    ends, chunk_ends = (_ends(of_kind) for of_kind in (sizes, chunk_sizes))
+    runner.record_graphs(CudaRecorder(device), ends, partial(_note_free, free, device), chunk_ends)
     taken = [max(0, before - after) for before, after in itertools.pairwise(free)]  # chunks first
     num_others = len(chunk_sizes) - len(chunk_ends), len(sizes) - len(ends)
     last = taken[len(chunk_ends) - 1] if chunk_ends else 0, taken[-1]
     return sum(taken) + sum(number * of_one for number, of_one in zip(num_others, last, strict=True))
+
+
+def group_graph_bytes(runner: ModelRunner, sizes: Sequence[int], device: torch.device) -> int:
+    """Bytes that recordings with prefix groups of these sizes will take besides, estimated in the same way. The graphs
+    of graph_bytes exist, and have the first and the last size."""
+    free: list[int] = [_free_bytes(device)]
+    runner.record_groups(_ends(sizes), partial(_note_free, free, device))
+    taken = [max(0, before - after) for before, after in itertools.pairwise(free)]
+    return sum(taken) + (len(sizes) - len(taken)) * taken[-1]
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    return sorted({*sizes[:1], *sizes[-1:]})
+
+
+def _note_free(free: list[int], device: torch.device, recorded: Iterable[int]) -> Iterator[int]:
+    """Adds the free bytes after each recording to `free`."""
+    for index, size in enumerate(recorded):
+        if index:
+            free.append(_free_bytes(device))
+        yield size
+    free.append(_free_bytes(device))
 
 
 def _free_bytes(device: torch.device) -> int:

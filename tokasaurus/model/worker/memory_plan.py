@@ -26,6 +26,8 @@ from tokasaurus.model.buffer_sizes import (
     buffer_bytes,
     chunk_sizes,
     graph_sizes,
+    group_graph_sizes,
+    max_graph_groups,
     padded_count,
     plan_bytes,
     ruled_rows_at_once,
@@ -84,6 +86,8 @@ class Sizes:
     """Sequences of each decode step that is recorded, largest first; empty without CUDA graphs."""
     chunk_sizes: tuple[int, ...]
     """Tokens of each larger step that is recorded, largest first."""
+    group_sizes: tuple[int, ...]
+    """Those of graph_sizes that are recorded with prefix groups too."""
 
     @property
     def item(self) -> int:
@@ -106,6 +110,7 @@ def sizes_of(config: ServerConfig, info: ModelInfo, device_bytes: int, dtype: st
         has_symmetric_sums=config.symmetric_all_reduce is not False,
         graph_sizes=tuple(sizes_of_graphs(config)),
         chunk_sizes=tuple(sizes_of_chunks(config, sizes_of_graphs(config))),
+        group_sizes=tuple(sizes_of_groups(config, sizes_of_graphs(config))),
     )
 
 
@@ -119,6 +124,11 @@ def sizes_of_graphs(config: ServerConfig) -> list[int]:
 def sizes_of_chunks(config: ServerConfig, sizes: list[int]) -> list[int]:
     """Tokens of the recorded steps beyond the decode steps of `sizes`, largest first; none without CUDA graphs."""
     return chunk_sizes(sizes[0], GRAPH_STEP, config.max_tokens_per_forward) if sizes else []
+
+
+def sizes_of_groups(config: ServerConfig, sizes: list[int]) -> list[int]:
+    """Those of the recorded decode steps of `sizes` that are recorded with prefix groups too, largest first."""
+    return [] if config.use_hydragen is False else group_graph_sizes(sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +358,7 @@ def _workspaces(rank: _Rank) -> Planned:
 def _graphs(rank: _Rank) -> Planned:
     """All graphs share the memory of the largest, and those of decode steps that of the most logits. For each piece of
     a graph the driver keeps some more: a graph has one piece more than the stage has layers, and that of a decode step
-    twice as many where attention can be recorded too."""
+    twice as many where attention can be recorded too, or three times with prefix groups."""
     sizes, mesh = rank.sizes, rank.mesh
     if not sizes.graph_sizes:
         return None
@@ -368,8 +378,15 @@ def _graphs(rank: _Rank) -> Planned:
     reason += f" + {num_tokens:,} x {RECORDED_TOKEN_BYTES} B + {num_rows:,} x {RECORDED_ROW_BYTES} B of inputs"
     if rank.has_flashinfer:
         num_recordings += len(sizes.graph_sizes)
-        num_bytes += num_rows * rank.table_blocks * 4
-        reason += f" + {num_rows:,} x {rank.table_blocks:,} blocks x 4 B"
+        num_lists, of_plan = num_rows, 0
+        if sizes.group_sizes:
+            num_recordings += len(sizes.group_sizes)
+            num_lists += max_graph_groups(num_rows, num_rows)
+            of_plan = plan_bytes(num_rows) + num_rows * rank.shape.num_heads * 4
+        num_bytes += num_lists * rank.table_blocks * 4 + of_plan
+        reason += f" + {num_lists:,} x {rank.table_blocks:,} blocks x 4 B"
+        if of_plan:
+            reason += f" + {of_plan:,} B of prefixes"
     num_pieces = num_recordings * (rank.shape.num_layers + 1)
     num_bytes += num_pieces * _GRAPH_BYTES
     return num_bytes, f"{reason} + {num_pieces:,} pieces x {show_size(_GRAPH_BYTES)}"

@@ -14,7 +14,7 @@ that is right, the group is switched off alone. kernel_checks.py compares each k
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
@@ -36,7 +36,7 @@ from tokasaurus.model.attention.backend import (
 from tokasaurus.model.attention.block_lists import as_in_steps, in_recorded
 from tokasaurus.model.attention.reference import ReferenceBackend
 from tokasaurus.model.attention.row_split import attends_over
-from tokasaurus.model.buffer_sizes import padded_count
+from tokasaurus.model.buffer_sizes import max_graph_groups, padded_count
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
 from tokasaurus.model.execution.executors import ModuleExecutor
@@ -449,16 +449,14 @@ def measure_graphs(
 
     Overwrites blocks of the KV cache. num_blocks: without the padding block."""
     sizes, all_sizes = runner.graph_sizes, runner.all_graph_sizes
-    prompts = Prompts(page_size, num_blocks, limits)
-    if (first := prompts.prefill()) is not None:
-        hidden = None if model.is_first_stage else first_hidden(len(first.prompt_ids), model, seed=2)
-        runner.compute_alone(first, None, hidden)
+    prompts = _prefilled(runner, model, page_size, num_blocks, limits)
     for size in dict.fromkeys((sizes[0], sizes[-1])):
         num_padding = int(size - 1 not in (0, *sizes))  # one row, where that does not make it another size
         num_rows = size - num_padding
         for has_groups in dict.fromkeys((False, prompts.num_shared > 0)):
             name = f"graph of {size} rows{' in pieces' if has_groups else ''}"
-            decodes = (prompts.decode(num_rows, has_groups, turn) for turn in (0, 1))
+            groups = [num_rows] if has_groups else []
+            decodes = (prompts.decode(num_rows, groups, turn) for turn in (0, 1))
             # Rows of one sequence compute the same, since they write to the same place.
             places = (prompts.sequences(num_rows, turn) for turn in (0, 1))
             yield from _compare_graph(name, runner, model, zip(decodes, places, strict=True))
@@ -470,6 +468,37 @@ def measure_graphs(
             num_tokens = max(len(places) for _, places in found)
             fitting = min(each for each in all_sizes if each >= num_tokens)
             yield from _compare_graph(f"graph of {fitting} tokens with prompts", runner, model, found)
+
+
+@torch.inference_mode()
+def measure_group_graphs(
+    runner: ModelRunner, model: Decoder, page_size: int, num_blocks: int, limits: ForwardLimits
+) -> Iterator[Measured]:
+    """As measure_graphs, of the recordings with prefix groups: a step whose rows are all in one group, then one with as
+    many groups of two rows as there may be, and rows in none. Nothing where no step can have groups."""
+    prompts = _prefilled(runner, model, page_size, num_blocks, limits)
+    if not prompts.num_shared:
+        return
+    sizes = runner.group_graph_sizes
+    for size in dict.fromkeys((sizes[0], sizes[-1])):
+        num_rows = size - int(size - 1 not in (0, *sizes))  # with a row of padding
+        num_groups = min(max_graph_groups(size, runner.graph_sizes[-1]), (num_rows - 1) // 2)
+        decodes = (prompts.decode(num_rows, sizes, turn) for turn, sizes in enumerate(([num_rows], [2] * num_groups)))
+        places = (prompts.sequences(num_rows, turn) for turn in (0, 1))
+        yield from _compare_graph(
+            f"graph of {size} rows with prefix groups", runner, model, zip(decodes, places, strict=True)
+        )
+
+
+def _prefilled(
+    runner: ModelRunner, model: Decoder, page_size: int, num_blocks: int, limits: ForwardLimits
+) -> "Prompts":
+    """Prompts that are in the KV cache."""
+    prompts = Prompts(page_size, num_blocks, limits)
+    if (first := prompts.prefill()) is not None:
+        hidden = None if model.is_first_stage else first_hidden(len(first.prompt_ids), model, seed=2)
+        runner.compute_alone(first, None, hidden)
+    return prompts
 
 
 def _compare_graph(
@@ -572,15 +601,16 @@ class Prompts:
         slots = np.arange(1, 1 + len(sequences), dtype=np.int32)
         return ForwardInput(0, slots, lengths, 0, prompt_ids.astype(np.int32), changes)
 
-    def decode(self, num_rows: int, has_groups: bool, turn: int) -> ForwardInput:
-        """The next token of each row's sequence."""
+    def decode(self, num_rows: int, group_sizes: Sequence[int], turn: int) -> ForwardInput:
+        """The next token of each row's sequence. group_sizes: rows of each prefix group, which the first rows form."""
         sequences = self.sequences(num_rows, turn)
         lengths = self._lengths[sequences]
         changes = self._open(sequences, lengths, lengths)
         slots = np.arange(1, 1 + num_rows, dtype=np.int32)
         groups = None
-        if has_groups:
-            groups = PrefixGroups(np.array([num_rows], np.int32), np.array([self.num_shared], np.int32))
+        if len(group_sizes):
+            num_blocks = np.full(len(group_sizes), self.num_shared, np.int32)
+            groups = PrefixGroups(np.array(group_sizes, np.int32), num_blocks)
         return ForwardInput(0, slots, np.ones(num_rows, np.int32), num_rows, _NOTHING, changes, groups=groups)
 
     def mixed(self, num_tokens: int, turn: int) -> tuple[ForwardInput, NDArray[np.int64]] | None:
@@ -596,7 +626,7 @@ class Prompts:
         sequences = sequences[np.cumsum(own[sequences]) <= num_tokens - _NUM_MIXED_DECODES]
         if not len(sequences):
             return None
-        decode, counts = self.decode(_NUM_MIXED_DECODES, has_groups=False, turn=turn), own[sequences]
+        decode, counts = self.decode(_NUM_MIXED_DECODES, [], turn), own[sequences]
         decoding = self.sequences(_NUM_MIXED_DECODES, turn)
         rows = np.concatenate((decoding, sequences))
         starts = np.concatenate((self._lengths[decoding], np.full(len(sequences), first_positions, np.int32)))

@@ -118,6 +118,8 @@ class Start:
     """Sequences of the decode steps to record, largest first; none if no graphs are wanted, or can be recorded."""
     chunk_sizes: list[int] = field(init=False)
     """Tokens of the larger steps to record, largest first."""
+    group_sizes: list[int] = field(init=False)
+    """Some of graph_sizes: decode steps to record with prefix groups too, largest first."""
     # KV cache and warm-up
     updates: WeightUpdates = field(init=False)
     num_blocks: int = field(init=False)

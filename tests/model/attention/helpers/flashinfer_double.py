@@ -55,6 +55,8 @@ class _Wrapper:
         self._plan: _Plan | None = None
         self.plan_memory = 8 << 20
         self.num_plans = self.num_runs = 0
+        self.most_rows = 0
+        """Of a recorded prefill wrapper: the rows of its first plan."""
 
     def _bind(self, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         for version, signature in recorded_signatures(self.NAME, method).items():
@@ -98,11 +100,20 @@ class _Wrapper:
             for version, dtypes in recorded_dtypes(name).items():
                 assert self.any_dtype or options[name] in dtypes, f"{options[name]} as {name} in FlashInfer {version}"
         assert options["num_qo_heads"] % options["num_kv_heads"] == 0
-        # PrefillPlanImpl without a recording: tiles by the mean of the segments' rows.
-        packed = starts.diff() * (options["num_qo_heads"] // options["num_kv_heads"])
-        mean = packed.sum() // len(packed)
-        tiles = -(-packed // (16 if mean <= 16 else 64 if mean <= 64 else 128))
-        assert 13 * tiles.sum() + 4 * (len(starts) + starts[-1] + 3) <= self.plan_memory, "plan would fail"
+        # PrefillPlanImpl without a recording: tiles by the mean of the segments' rows. With one: by the most rows of a
+        # segment, and as many as any segments of so many rows need.
+        group = options["num_qo_heads"] // options["num_kv_heads"]
+        packed = starts.diff() * group
+        if self._init_options.get("use_cuda_graph"):
+            most_rows = self.most_rows or len(packed)
+            longest = (most_rows - len(packed) + 1) * group
+            tile = 16 if longest <= 16 else 64 if longest <= 64 else 128
+            num_tiles = max(264 // options["num_kv_heads"], -(-most_rows * group // tile) + len(packed) - 1)
+        else:
+            most_rows = int(starts[-1])
+            mean = packed.sum() // len(packed)
+            num_tiles = int((-(-packed // (16 if mean <= 16 else 64 if mean <= 64 else 128))).sum())
+        assert 13 * num_tiles + 4 * (len(starts) + most_rows + 3) <= self.plan_memory, "plan would fail"
         # The blocks are kept as they are: on a device they are filled after the plan.
         self._plan = _Plan(options, starts.tolist(), kv_starts.tolist(), blocks, last_lengths.tolist(), causal)
         self.num_plans += 1
@@ -149,6 +160,16 @@ class PrefillWrapper(_Wrapper):
     NAME = PREFILL
     KERNELS = ("fa2", "fa3")
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        names = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+        self._fixed: list[Any] = [options.get(f"{name}_buf") for name in names]
+        assert all(buffer is not None for buffer in self._fixed) == options.get("use_cuda_graph", False)
+        self._last_rows = 0
+        self._handle = len(_recordable_prefixes)
+        if options.get("use_cuda_graph"):
+            _recordable_prefixes.append(self)
+
     def plan(self, *args: Any, **options: Any) -> None:
         self._bind("plan", args, options)
         assert "max_sequence_kv" not in options, "with it, plan of 0.6.18 raises UnboundLocalError"
@@ -162,6 +183,8 @@ class PrefillWrapper(_Wrapper):
         self._note_plan(args, causal, options)
         lengths = (kv_starts.diff() - 1).clamp_min(0) * options["page_size"] + last_lengths
         assert not causal or (lengths >= starts.diff()).all(), "rows of a causal segment are its last tokens"
+        if self._init_options.get("use_cuda_graph"):
+            self._keep_fixed(args)
 
     def _check_fa3(self, starts: Tensor, kv_starts: Tensor, last_lengths: Tensor, options: dict[str, Any]) -> None:
         """PrefillSM90Plan: it reads the length of each segment, and its plan has entries for each head."""
@@ -178,6 +201,39 @@ class PrefillWrapper(_Wrapper):
     @property
     def is_fa3(self) -> bool:
         return bool(self._init_options["backend"] == "fa3")
+
+    def _keep_fixed(self, lists: tuple[Tensor, ...]) -> None:
+        """In CUDA-graph mode a plan is kept in the buffers, and a run reads these, as with decode."""
+        num_rows = int(lists[0][-1])
+        self.most_rows = self.most_rows or num_rows
+        assert 0 < num_rows <= self.most_rows, "the first plan has most rows; a kernel without rows would not wait"
+        self._last_rows = num_rows
+        for buffer, planned in zip(self._fixed, lists, strict=True):
+            buffer[: len(planned)].copy_(planned)
+        assert len(lists[0]) == len(self._fixed[0]), "the number of segments is that of the buffers"
+
+    def run(self, *args: Any, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+        if not self._init_options.get("use_cuda_graph"):
+            return super().run(*args, **options)
+        self._bind("run", args, options)
+        query, kv_cache = args
+        output, lse = options["out"], options["lse"]
+        assert options["return_lse"]
+        assert len(query) == self._last_rows, "while it is recorded, a plan has all rows"
+        assert (lse.dtype, lse.shape) == (torch.float32, query.shape[:2])
+        assert lse.is_contiguous()
+        _recordable_prefix_run(query, *kv_cache, output, lse, self._handle)
+        return output, lse
+
+    def run_planned(self, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, lse: Tensor) -> None:
+        """By what the buffers have now. Rows after the segments' are left as they are."""
+        assert self._plan is not None
+        starts, kv_starts, blocks, last_lengths = map(contents_of, self._fixed)
+        plan = self._plan
+        plan.starts, plan.kv_starts, plan.last_lengths = starts.tolist(), kv_starts.tolist(), last_lengths.tolist()
+        plan.blocks = blocks[: plan.kv_starts[-1]]
+        rows = slice(plan.starts[-1])
+        lse[rows] = self._run(query[rows], (keys, values), output[rows])[1]
 
 
 class DecodeWrapper(_Wrapper):
@@ -235,12 +291,20 @@ class DecodeWrapper(_Wrapper):
 
 
 _recordable: list[DecodeWrapper] = []
+_recordable_prefixes: list[PrefillWrapper] = []
 
 
 @torch.library.custom_op("flashinfer_double::run", mutates_args=("output",))
 def _recordable_run(query: Tensor, keys: Tensor, values: Tensor, output: Tensor, handle: int) -> Tensor:
     """One operation, as FlashInfer's launches are: a tape that replays it does not see what it computes inside."""
     return _recordable[handle].run_planned(query, keys, values, output)
+
+
+@torch.library.custom_op("flashinfer_double::run_prefix", mutates_args=("output", "lse"))
+def _recordable_prefix_run(
+    query: Tensor, keys: Tensor, values: Tensor, output: Tensor, lse: Tensor, handle: int
+) -> None:
+    _recordable_prefixes[handle].run_planned(query, keys, values, output, lse)
 
 
 class DecodeModule:

@@ -26,7 +26,7 @@ from tests.model.helpers.paged_problems import CPU
 from tokasaurus.model import buffer_sizes
 from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart
-from tokasaurus.model.attention.block_lists import in_recorded
+from tokasaurus.model.attention.block_lists import in_recorded, lists_in
 from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.worker.hydragen_costs import measure_costs
 
@@ -109,7 +109,7 @@ def stub_modules(
         return call
 
     def prefill_module(backend: str, *_args: Any) -> Any:
-        plan = noted(plan_fa3 if backend == "fa3" else planner.plan)
+        plan = noted(plan_fa3 if backend == "fa3" else lambda *args: planner.noted(*args))
         module = SimpleNamespace(plan=plan, paged_run=on_run, ragged_run=None)
         return SimpleNamespace(build_and_load=lambda: module)
 
@@ -165,6 +165,68 @@ def record(backend: Any, planner: HostPlanner, num_rows: int, query: Tensor, num
         assert recorded.data_ptr() == output.data_ptr()
     return {
         "same_plans": all(plan == plans[0] for plan in plans),
+        "asked": asked,
+        "plan_memory": len(wrapper._int_workspace_buffer),
+        "plan_ms": 1e3 * statistics.median(times_s[1:]),
+    }
+
+
+def prefixes_part(num_rows: int, num_segments: int, seed: int) -> PagedPart:
+    """As the part of a recording with prefix groups: of random groups, or one without tokens that has all rows."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes, counts = (torch.zeros(num_segments, dtype=torch.int32) for _ in range(2))
+    if seed == 0:
+        sizes[0] = num_rows
+    else:
+        num_groups = int(torch.randint(1, num_segments + 1, (1,), generator=generator))
+        ends = torch.randint(1, num_rows + 1, (num_groups,), generator=generator).sort().values
+        sizes[:num_groups] = ends.diff(prepend=torch.zeros(1))
+        counts[:num_groups] = torch.randint(1, MAX_BLOCKS, (num_groups,), generator=generator)
+    starts, rows = (torch.zeros(num_segments + 1, dtype=torch.int32) for _ in range(2))
+    starts[1:], rows[1:] = counts.cumsum(0), sizes.cumsum(0)
+    blocks, lengths = torch.ones(int(starts[-1]), dtype=torch.int32), counts * PAGE_SIZE
+    lists = BlockLists(starts, starts.clone(), blocks, torch.where(counts > 0, PAGE_SIZE, 0).int(), rows, lengths)
+    return PagedPart(0, int(rows[-1]), rows, None, lengths, causal=False, is_partial=True, lists=lists)
+
+
+def record_groups(backend: Any, planner: HostPlanner, num_rows: int, query: Tensor) -> dict[str, Any]:
+    """Steps of one recording with prefix groups. The first is the one that is recorded."""
+    memory = backend.prepare_recording(num_rows, MAX_BLOCKS)
+    num_groups = buffer_sizes.max_graph_groups(num_rows, num_rows)
+    prefixes = backend.prepare_groups(num_groups)
+    planned, plans, times_s, asked = planner.plan, list[list[int]](), list[float](), [0, 0]
+
+    def noted(*args: Any) -> list[int]:
+        nonlocal asked
+        plan = planned(*args)
+        if args[7] == num_groups:
+            plans.append(plan)
+        asked = [max(pair) for pair in zip(asked, planner.sizes, strict=True)]
+        return plan
+
+    planner.noted = noted
+    for seed in range(NUM_CONTEXTS):
+        part, prefix = decode_part(num_rows, seed, is_partial=True), prefixes_part(num_rows, num_groups, seed)
+        layout = in_recorded(PagedLayout(torch.zeros(num_rows, dtype=torch.int64), (part,), prefix), memory)
+        assert prefix.lists is not None
+        lists = lists_in(prefixes, prefix.lists)
+        for name in ("starts", "blocks", "last_lengths"):
+            getattr(lists, name).copy_(getattr(prefix.lists, name))
+        layout = replace(layout, prefix=replace(prefix, lists=lists))
+        began_s = time.process_time()
+        backend.plan_recorded(layout)
+        times_s.append(time.process_time() - began_s)
+        assert layout.prefix is not None
+        wrapper = backend._planned[id(layout.prefix)]
+        assert torch.equal(wrapper._qo_indptr_buf, prefix.query_starts)
+        assert torch.equal(wrapper._paged_kv_indptr_buf, prefix.lists.starts)
+        assert torch.equal(wrapper._paged_kv_last_page_len_buf, prefix.lists.last_lengths)
+        if seed == 0:
+            attended = attend_rows(backend, query, 0, layout)
+            assert attended.shape == query.shape
+    planner.noted = planned
+    return {
+        "same_plans": len(plans) == NUM_CONTEXTS and all(plan == plans[0] for plan in plans),
         "asked": asked,
         "plan_memory": len(wrapper._int_workspace_buffer),
         "plan_ms": 1e3 * statistics.median(times_s[1:]),
@@ -233,6 +295,7 @@ def check(shape: KVShape, num_rows: int, flashinfer: Any, planner: HostPlanner) 
         "eager_plan_ms": 1e3 * statistics.median(eager_s),
         "costs": asdict(costs),
         "groups": time_groups(backend, shape, num_rows),
+        "recorded_groups": record_groups(backend, planner, num_rows, query),
         "prompts": prompts,
     }
 
