@@ -1,9 +1,11 @@
 """Settings of all tests."""
 
 import atexit
+import functools
 import gc
 import os
 import signal
+import ssl
 import tempfile
 import threading
 from collections import Counter
@@ -44,6 +46,10 @@ hypothesis.settings.load_profile("toka")
 
 # Small torch operations take 100 times as long if their threads wait for a core.
 torch.set_num_threads(1)
+
+# Each client of httpx, so each call of `httpx.get`, reads the system's certificates for TLS, which takes 30 ms of CPU
+# time, 15 times as long as a request: they share one context.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 # Servers that tests start keep their files and batches apart from the user's.
 os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="toka-tests-")

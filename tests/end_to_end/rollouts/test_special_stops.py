@@ -1,11 +1,11 @@
 """Stop strings with the text of special tokens, against the same tokens without a stop string."""
 
+import itertools
 import json
 from typing import Any
 
-import pytest
-
 from tests.end_to_end.helpers.rollouts import RolloutServer
+from tests.helpers.examples import few
 from tests.helpers.tiny_model import EOS_ID
 
 A, B, START = 64, 65, EOS_ID + 1  # "a", "b", "<|start|>"
@@ -39,9 +39,12 @@ def complete(server: RolloutServer, route: str, **fields: Any) -> tuple[str, lis
     return whole
 
 
-@pytest.mark.parametrize("shows_special", [False, True])
-@pytest.mark.parametrize("keeps_stop", [False, True])
-@pytest.mark.parametrize("route", PROMPTS)
+CASES = [*itertools.product(PROMPTS, (False, True), (False, True))]
+CASES.sort(key=lambda case: (case[0] == "/v1/completions") ^ case[1] ^ case[2])
+"""The first half has every pair of values."""
+
+
+@few(4, ("route", "keeps_stop", "shows_special"), CASES)
 def test_generation_ends_at_the_token_that_completes_the_stop(
     server: RolloutServer, route: str, keeps_stop: bool, shows_special: bool
 ) -> None:
