@@ -9,7 +9,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.end_to_end.helpers.toka_process import running_toka
+from tests.end_to_end.helpers.toka_process import running_toka, wait_for
 from tests.helpers.examples import few
 from tests.helpers.tiny_model import save_tiny_model
 
@@ -121,20 +121,18 @@ def test_an_engine_that_dies_in_its_sleep_sleeps_when_it_is_started_again(http: 
     awake = touched_bytes(old)
     assert http.post("/sleep").status_code == 200
     old.kill()
-    deadline_s = time.monotonic() + 60
-    process = worker(http)
-    while http.get("/ready").json().get("status") != "ready" or process is None or process.pid == old.pid:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
+
+    def is_there_again() -> bool:
         process = worker(http)
-    while process.memory_info().rss > awake - 0.8 * CACHE_BYTES:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
+        return http.get("/ready").json().get("status") == "ready" and process is not None and process.pid != old.pid
+
+    wait_for(is_there_again, 240)
+    process = worker(http)
+    assert process is not None
+    wait_for(lambda: process.memory_info().rss <= awake - 0.8 * CACHE_BYTES, 60)
     assert http.get("/is_sleeping").json() == {"is_sleeping": True}
     assert http.post("/wake_up").status_code == 200
-    while process.memory_info().rss < awake - 0.2 * CACHE_BYTES:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
+    wait_for(lambda: process.memory_info().rss >= awake - 0.2 * CACHE_BYTES, 60)
     assert text_of(complete(http, "Once")) == before
 
 
