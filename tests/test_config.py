@@ -135,7 +135,7 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
         ("log_level=loud", "log_level=loud: must be error, warning, info or debug"),
         ("model=", "model=: must be some text, or None (demo)"),
         ("host=", "host=: must be some text"),
-        ("tool_call_format=T", "tool_call_format=T: must be hermes or llama3, or None (auto)"),
+        ("tool_call_format=T", "tool_call_format=T: must be hermes, mistral, mistral_args, "),
         (
             "early_stopping_init_mean=1.1",
             "early_stopping_init_mean=1.1: must be a number from 0 to 1, or None (none)",

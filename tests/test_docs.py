@@ -22,6 +22,7 @@ from tokasaurus.messages.sampling import CLIENT_PARAMETERS, SamplingParams
 from tokasaurus.server.app import ROLLOUT_ROUTES, SERVED_ROUTES
 from tokasaurus.server.openapi import DescribedApp
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
+from tokasaurus.server.tools.formats import FORMATS
 from torture.__main__ import PARTS
 
 ROOT = Path(__file__).parents[1]
@@ -137,6 +138,16 @@ def test_figures_of_the_comparison_are_those_of_the_benchmarks() -> None:
     assert len(figures) >= 20
     benchmarks = (ROOT / "benchmarks" / "README.md").read_text()
     assert [figure for figure in figures if figure not in benchmarks] == []
+
+
+def test_formats_of_tool_calls_are_those_of_the_table() -> None:
+    listed = (ROOT / "docs" / "api.md").read_text().partition("\n**Calls.**")[2].partition("\n\n")[2]
+    lines = []
+    for format_ in FORMATS.values():
+        beginning = " ".join(f"{format_.start}{format_.opening('f')}{format_.bracket}".split())
+        shown = f"`` {beginning} ``" if "`" in beginning else f"`{beginning}`"
+        lines.append(f"- `{format_.name}`: {format_.models}; {shown}")
+    assert listed.partition("\n\n")[0].splitlines() == lines
 
 
 def test_the_pages_are_no_longer_than_somebody_reads() -> None:

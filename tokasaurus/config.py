@@ -260,7 +260,26 @@ class ServerConfig(FlagConfig):
     tool_call_format: str | None = flag(
         None,
         "format of the model's tool calls; auto is the format of its chat template",
-        choices=("hermes", "llama3"),
+        choices=(
+            "hermes",
+            "mistral",
+            "mistral_args",
+            "phi4_mini",
+            "granite",
+            "command_r",
+            "command_r7b",
+            "nemotron",
+            "hunyuan",
+            "hyperclovax",
+            "apertus",
+            "function_tag",
+            "olmo3",
+            "lfm2",
+            "functiongemma",
+            "gemma4",
+            "glm4",
+            "llama3",
+        ),
         none_means="auto",
     )
 

@@ -32,7 +32,9 @@ def _sampling_defaults(text: str) -> str:
 
 
 def _tool_format(text: str) -> str:
-    return {"llama3_json": "llama3", "qwen": "hermes", "qwen25": "hermes"}.get(text, text)
+    # theirs for Mistral reads both of its formats
+    known = {"llama3_json": "llama3", "qwen": "hermes", "qwen25": "hermes", "phi4_mini_json": "phi4_mini"}
+    return {**known, "mistral": "None"}.get(text, text)
 
 
 def _aliases(text: str) -> str:

@@ -79,7 +79,7 @@ from tokasaurus.server.routes import model as model_routes
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import HeadMiddleware, ServerState
 from tokasaurus.server.templates.request_templates import RequestTemplates
-from tokasaurus.server.tools.formats import find_tool_support
+from tokasaurus.server.tools.support import find_tool_support
 from tokasaurus.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

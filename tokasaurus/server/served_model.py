@@ -8,7 +8,7 @@ from tokasaurus.messages.sampling import NEUTRAL, SamplingParams
 from tokasaurus.server.errors import ModelNotFound
 from tokasaurus.server.paths import squeeze_slashes
 from tokasaurus.server.templates.request_templates import ChatTemplate, RequestTemplates
-from tokasaurus.server.tools.formats import NO_TOOLS_IN_TEMPLATE, ToolSupport
+from tokasaurus.server.tools.support import NO_TOOLS_IN_TEMPLATE, ToolSupport
 from tokasaurus.text.tokenizer import Tokenizer
 
 # Also accepted as the served model's name. Hugging Face's clients send the last two where no model is named.

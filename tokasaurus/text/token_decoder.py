@@ -29,10 +29,22 @@ REASONING_MARKS: Mapping[str, str] = {
     "<reasoning>": "</reasoning>",
     "<seed:think>": "</seed:think>",
     "[THINK]": "[/THINK]",
+    "<|START_THINKING|>": "<|END_THINKING|>",
 }
 """Start of reasoning → its end."""
 
-SHOWN_MARKS = frozenset(("<tool_call>", "</tool_call>", *REASONING_MARKS, *REASONING_MARKS.values()))
+CALL_MARKS = frozenset(
+    (
+        *("<tool_call>", "</tool_call>", "<tool_calls>", "</tool_calls>", "<TOOLCALL>", "</TOOLCALL>"),
+        *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|START_ACTION|>", "<|END_ACTION|>"),
+        *("<|tool_call|>", "<|/tool_call|>", "<|tool_call_start|>", "<|tool_call_end|>"),
+        *("<|tools_prefix|>", "<|tools_suffix|>", "<function_calls>", "</function_calls>"),
+        *("<start_function_call>", "<end_function_call>", "<escape>", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    )
+)
+"""Texts that are single tokens of some models and begin, part or end tool calls."""
+
+SHOWN_MARKS = frozenset((*CALL_MARKS, *REASONING_MARKS, *REASONING_MARKS.values()))
 """Some models declare these as special tokens, but the readers of calls and of reasoning need them in the text."""
 
 PROMPT_TAIL_TOKENS = 64

@@ -18,7 +18,8 @@ from tests.server.helpers.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE
 from tokasaurus.messages.generation import FinishReason, GenerateRequest
 from tokasaurus.messages.status import EngineLimits
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.tools.formats import HERMES, LLAMA3, find_tool_support
+from tokasaurus.server.tools.formats import HERMES, LLAMA3
+from tokasaurus.server.tools.support import find_tool_support
 from tokasaurus.text.tokenizer import Tokenizer
 
 QUESTION: list[Any] = [{"role": "user", "content": "Warm there?"}]
@@ -39,9 +40,10 @@ LIMITS = EngineLimits(num_kv_blocks=512, page_size=16, max_tokens_per_sequence=4
 
 
 def tool_server(template: str, model: ServedModel, directory: Path) -> Any:
+    """template: the name of one of ours, or Jinja."""
     if template != "no template":
         templates = {"hermes": HERMES_TEMPLATE, "llama3": LLAMA3_TEMPLATE, "unknown format": OWN_WAY_TEMPLATE}
-        tokenizer = Tokenizer.load(save_tokenizer_with(templates[template], directory))
+        tokenizer = Tokenizer.load(save_tokenizer_with(templates.get(template, template), directory))
         support = find_tool_support(tokenizer, None)
         model = dataclasses.replace(model, tokenizer=tokenizer, find_tools=lambda: support)
     return live_server(model, FakeEngine(limits=LIMITS))

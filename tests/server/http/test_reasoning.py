@@ -29,7 +29,8 @@ from tests.server.helpers.response_events import (
 from tests.server.helpers.tool_answers import LIMITS, TOOLS, say
 from tests.server.helpers.tool_templates import HERMES_TEMPLATE, save_tokenizer_with
 from tests.server.jobs.helpers.uploads import upload
-from tokasaurus.server.tools.formats import HERMES, find_tool_support
+from tokasaurus.server.tools.formats import HERMES
+from tokasaurus.server.tools.support import find_tool_support
 
 QUESTION: list[Any] = [{"role": "user", "content": "Warm there?"}]
 THOUGHT = "<think>\nIs it?\n</think>\n\nYes."

@@ -24,7 +24,8 @@ from tests.server.helpers.tool_texts import FRAGMENTS as CALL_FRAGMENTS
 from tests.server.helpers.tool_texts import NAMES
 from tests.server.jobs.helpers.uploads import upload
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.tools.formats import HERMES, LLAMA3, find_tool_support
+from tokasaurus.server.tools.formats import HERMES, LLAMA3
+from tokasaurus.server.tools.support import find_tool_support
 
 QUESTION: list[Any] = [{"role": "user", "content": "Warm there?"}]
 NAMED_TOOLS = [{"type": "function", "function": {"name": name}} for name in sorted(NAMES)]

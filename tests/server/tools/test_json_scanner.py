@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.helpers.examples import examples
-from tokasaurus.server.tools.parser import JsonScanner
+from tokasaurus.server.tools.arguments import JsonScanner
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),

@@ -21,15 +21,9 @@ from tokasaurus.server.prepare.chat import encode_messages, reasoning_start
 from tokasaurus.server.protocol.chat import ChatCompletionRequest, ChatMessage
 from tokasaurus.server.protocol.tools import Tool
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.tools.formats import (
-    FORMATS,
-    HERMES,
-    LLAMA3,
-    NO_TOOLS_IN_TEMPLATE,
-    ToolSupport,
-    find_tool_support,
-)
+from tokasaurus.server.tools.formats import FORMATS, HERMES, LLAMA3
 from tokasaurus.server.tools.prompt import template_input
+from tokasaurus.server.tools.support import NO_TOOLS_IN_TEMPLATE, ToolSupport, find_tool_support
 from tokasaurus.text import tokenizer as tokenizer_module
 from tokasaurus.text.time_limit import TimeLimit
 from tokasaurus.text.token_decoder import REASONING_MARKS, TokenizerError

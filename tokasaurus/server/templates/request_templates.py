@@ -17,8 +17,8 @@ import orjson
 from tokasaurus.server.child_process import PACKAGE_PARENT
 from tokasaurus.server.errors import TemplateRendererFailed
 from tokasaurus.server.templates.render_process import ERRORS
-from tokasaurus.server.tools.formats import ToolSupport, tool_support_of
 from tokasaurus.server.tools.reasoning import marks_in
+from tokasaurus.server.tools.support import ToolSupport, tool_support_of
 from tokasaurus.text.exact_json import dumps
 from tokasaurus.text.template_text import TemplateText, restored_text
 from tokasaurus.text.tokenizer import (

@@ -1,159 +1,25 @@
 """The text of an answer, in fragments of any length → content and tool calls.
 
 The result never depends on where the fragments are cut: wherever a call may occur, the reader goes character by
-character. An object counts as a call as soon as the name of a known function and the start of its arguments have been
+character. Text counts as a call as soon as the name of a known function and the start of its arguments have been
 read; all that follows in the arguments belongs to the call, even if it is not valid JSON. Until then the text is
 buffered, so that text that turns out to be no call becomes content exactly as it was written.
 """
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from tokasaurus.server.tools.arguments import SPACE, ForeignArguments, GemmaArguments, JsonScanner, PythonArguments
 from tokasaurus.server.tools.formats import ToolCallFormat
 from tokasaurus.server.tools.reasoning import Marks
 from tokasaurus.text.stop_strings import buffered_length
 from tokasaurus.text.token_decoder import REASONING_MARKS
 
-_SPACE = " \t\n\r"
-_SCALAR_CHARACTERS = frozenset("-+.0123456789Eaeflnrstu")
-_SCALAR = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-_PLAIN = re.compile(r'[^"\\]*')
-_CLOSERS = {"{": "}", "[": "]"}
-
-
-# jiter's partial mode would cost promises: it refuses the line ends, does not say where an object ends or whether it is
-# still valid, and would read a call from its start for each delta.
-class JsonScanner:
-    """Follows the text of one JSON object, a character at a time.
-
-    It accepts more than JSON in one respect: strings inside nested objects and lists may contain control characters,
-    such as line ends, since models write them there.
-    """
-
-    def __init__(self) -> None:
-        self._closers: list[str] = []
-        self._state: Callable[[str], bool] = self._before_object
-        self._scalar: list[str] = []
-        self._is_key = False
-        self._num_hex_digits = 0
-
-    @property
-    def depth(self) -> int:
-        """Number of open objects and lists."""
-        return len(self._closers)
-
-    @property
-    def in_string(self) -> bool:
-        """Whether a string is open after the last character."""
-        return self._state in (self._in_string, self._escaped, self._in_unicode_escape)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the object is closed."""
-        return self._state == self._behind_object
-
-    def add(self, character: str) -> bool:
-        """Whether the character is valid here. After an invalid one the scanner must not be used again."""
-        return self._state(character)
-
-    def end_of_plain(self, text: str, position: int) -> int:
-        """End of the run of characters from `position` that change no state, which need not be added.
-
-        Only strings inside nested objects and lists have such runs; elsewhere returns `position`.
-        """
-        if self._state != self._in_string or self.depth < 2:
-            return position
-        match = _PLAIN.match(text, position)
-        assert match is not None, "the pattern also matches an empty text"
-        return match.end()
-
-    def _before_object(self, character: str) -> bool:
-        return character == "{" and self._open(character)
-
-    def _behind_object(self, _character: str) -> bool:
-        return False
-
-    def _open(self, character: str) -> bool:
-        self._closers.append(_CLOSERS[character])
-        self._state = self._first_key if character == "{" else self._first_item
-        return True
-
-    def _close(self, character: str) -> bool:
-        if character != self._closers[-1]:
-            return False
-        self._closers.pop()
-        self._state = self._after_value if self._closers else self._behind_object
-        return True
-
-    def _first_key(self, character: str) -> bool:
-        return self._close(character) if character == "}" else self._key(character)
-
-    def _key(self, character: str) -> bool:
-        if character == '"':
-            self._is_key = True
-            self._state = self._in_string
-            return True
-        return character in _SPACE
-
-    def _colon(self, character: str) -> bool:
-        if character == ":":
-            self._state = self._value
-            return True
-        return character in _SPACE
-
-    def _first_item(self, character: str) -> bool:
-        return self._close(character) if character == "]" else self._value(character)
-
-    def _value(self, character: str) -> bool:
-        if character == '"':
-            self._is_key = False
-            self._state = self._in_string
-            return True
-        if character in _CLOSERS:
-            return self._open(character)
-        if character in _SCALAR_CHARACTERS:
-            self._scalar = [character]
-            self._state = self._in_scalar
-            return True
-        return character in _SPACE
-
-    def _in_scalar(self, character: str) -> bool:
-        if character in _SCALAR_CHARACTERS:
-            self._scalar.append(character)
-            return True
-        return _SCALAR.fullmatch("".join(self._scalar)) is not None and self._after_value(character)
-
-    def _after_value(self, character: str) -> bool:
-        if character == ",":
-            self._state = self._key if self._closers[-1] == "}" else self._value
-            return True
-        if character in _SPACE:
-            self._state = self._after_value
-            return True
-        return self._close(character)
-
-    def _in_string(self, character: str) -> bool:
-        if character == '"':
-            self._state = self._colon if self._is_key else self._after_value
-        elif character == "\\":
-            self._state = self._escaped
-        return character >= " " or self.depth > 1
-
-    def _escaped(self, character: str) -> bool:
-        self._num_hex_digits = 0
-        self._state = self._in_unicode_escape if character == "u" else self._in_string
-        return character in '"\\/bfnrtu'
-
-    def _in_unicode_escape(self, character: str) -> bool:
-        self._num_hex_digits += 1
-        if self._num_hex_digits == 4:
-            self._state = self._in_string
-        return character in "0123456789abcdefABCDEF"
-
-
 _ARGUMENT_KEYS = ("arguments", "parameters")
+_ID_KEYS = ("id", "tool_call_id")
+_NAME_CHARACTER = re.compile("[a-zA-Z0-9_ .:/-]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,52 +54,53 @@ class CallFragment:
 class _State(Enum):
     CONTENT = auto()
     THINKING = auto()  # in reasoning, which is content; no call begins inside it
-    MARKED = auto()  # after a start mark, before the object
-    HEAD = auto()  # in an object that may be a call
+    MARKED = auto()  # after a start mark, before the call or the list of calls
+    LIST = auto()  # in a list, between calls
+    HEAD = auto()  # in text that may be a call
     OTHER_OBJECT = auto()  # in an object that is no call; no call begins inside it
     ARGUMENTS = auto()
-    BROKEN_ARGUMENTS = auto()  # in arguments that are not valid JSON; they continue to the end mark
-    BRACE = auto()  # after the arguments, before the closing brace of the call
+    BROKEN_ARGUMENTS = auto()  # in arguments that are not valid; they continue to the end mark
+    ENDING = auto()  # after the arguments, before the end of the call
     END_MARK = auto()
     FINISHED = auto()  # all further text is dropped
 
 
 class _Reading(Enum):
-    """What the characters read so far show the object to be."""
+    """What the characters read so far show the text to be."""
 
     OPEN = auto()  # not yet decided
     CALL = auto()
-    NO_CALL = auto()
-    NO_JSON = auto()
+    NO_CALL = auto()  # but an object
+    NO_OBJECT = auto()
 
 
 class _NoCall(Exception):
     pass
 
 
-class _CallHead:
-    """Reads an object, starting after its opening brace, until it is known whether the object is a call.
+class _ObjectHead:
+    """Reads an object until it is known whether the object is a call.
 
-    A call has a name in `names` and an object of arguments, in either order. The only other field that it may have is
-    "type", with the value "function".
+    A call has a name in `names` and an object of arguments, in either order. The only other fields that it may have
+    before the last of them are an id, and "type" with the value "function".
     """
 
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(self, names: frozenset[str], name_key: str) -> None:
         self.name = ""
         """The function's name; valid once the object is a call."""
         self.arguments = ""
         """The text of the arguments read so far; valid once the object is a call."""
         self.scanner = JsonScanner()
         """Follows the whole object. Its depth is 2 or more while the arguments continue."""
-        self.scanner.add("{")
         self._names = names
+        self._name_key = name_key
         self._reading = self._read()
         next(self._reading)
 
     def add(self, character: str) -> _Reading:
         """Reads one character. Not to be called after a result other than OPEN."""
         if not self.scanner.add(character):
-            return _Reading.NO_JSON
+            return _Reading.NO_OBJECT
         try:
             self._reading.send(character)
         except _NoCall:
@@ -244,27 +111,32 @@ class _CallHead:
 
     def _read(self) -> Generator[None, str, None]:
         """Is sent one character at a time, after the scanner has accepted it; returns once the object is a call."""
+        yield  # the opening brace
         while not (self.name and self.arguments):
             if (yield from self._next_character()) != '"':
                 raise _NoCall
             key = yield from self._rest_of_string()
             yield from self._next_character()  # the colon
             first = yield from self._next_character()
-            if key == "name" and first == '"' and not self.name:
+            if key == self._name_key and first == '"' and not self.name:
                 self.name = yield from self._rest_of_string()
                 if self.name not in self._names:
                     raise _NoCall
             elif key in _ARGUMENT_KEYS and first == "{" and not self.arguments:
                 # after the name, the arguments need not be buffered until they are complete
                 self.arguments = first if self.name else (yield from self._rest_of_arguments())
-            elif key != "type" or first != '"' or (yield from self._rest_of_string()) != "function":
+            elif key in ("type", *_ID_KEYS) and first == '"':
+                value = yield from self._rest_of_string()
+                if key == "type" and value != "function":
+                    raise _NoCall
+            else:
                 raise _NoCall
             if not (self.name and self.arguments) and (yield from self._next_character()) != ",":
                 raise _NoCall
 
     def _next_character(self) -> Generator[None, str, str]:
         """The next character that is not white space."""
-        while (character := (yield)) in _SPACE:
+        while (character := (yield)) in SPACE:
             pass
         return character
 
@@ -284,6 +156,67 @@ class _CallHead:
         return "".join(characters)
 
 
+class _NamedHead:
+    """Reads what precedes the arguments of a call that is no object, and their opening bracket."""
+
+    def __init__(self, names: frozenset[str], format_: ToolCallFormat) -> None:
+        self.name = ""
+        """The function's name; valid once the text is a call."""
+        self.arguments = "{"
+        """The start of the arguments, in JSON."""
+        self.scanner = JsonScanner()
+        """Follows arguments that are JSON, as if an object were around them."""
+        for character in '{"":{':
+            self.scanner.add(character)
+        self._names = names
+        self._format = format_
+        self._reading = self._read()
+        next(self._reading)
+
+    def add(self, character: str) -> _Reading:
+        """Reads one character. Not to be called after a result other than OPEN."""
+        try:
+            self._reading.send(character)
+        except _NoCall:
+            return _Reading.NO_OBJECT
+        except StopIteration:
+            return _Reading.CALL
+        return _Reading.OPEN
+
+    def _read(self) -> Generator[None, str, None]:
+        """Is sent one character at a time; returns once the text is a call."""
+        for expected in self._format.prefix:
+            if (yield) != expected:
+                raise _NoCall
+        character = yield
+        while _NAME_CHARACTER.match(character):
+            self.name += character
+            if not any(name.startswith(self.name) for name in self._names):
+                raise _NoCall
+            character = yield
+        if self.name not in self._names:
+            raise _NoCall
+        if self._format.middle:
+            yield from self._read_middle(character)
+            character = yield
+        while character in SPACE:
+            character = yield
+        if character != self._format.bracket:
+            raise _NoCall
+
+    def _read_middle(self, text: str) -> Generator[None, str, None]:
+        """Reads what separates the name from the arguments, perhaps with an id before. text: its first character."""
+        middle, id_mark = self._format.middle.rstrip(SPACE) or self._format.middle, self._format.id_mark
+        while text != middle:
+            if id_mark and text == id_mark:
+                while (text := (yield)).isalnum():
+                    pass
+            elif middle.startswith(text) or id_mark.startswith(text):
+                text += yield
+            else:
+                raise _NoCall
+
+
 class CallReader:
     """Reads the text of one answer."""
 
@@ -293,18 +226,30 @@ class CallReader:
         self._names = rules.names
         self._parallel = rules.parallel
         self._is_forced = rules.is_forced
-        self._start, self._end = rules.format.start_mark, rules.format.end_mark
-        self._ignored = rules.format.ignored
+        self._format = format_ = rules.format
+        self._ignored = format_.ignored
+        self._opening = format_.before.strip(f"{SPACE}[")
+        self._ending = format_.ending.strip(SPACE)
+        self._end = format_.end_mark
+        if format_.start_mark:
+            self._starts = [format_.start_mark]
+        else:
+            self._starts = ["{"] if format_.name_key else [name + format_.middle for name in sorted(rules.names)]
         # Forced calls are not preceded by reasoning; its marks may occur in their arguments only.
-        self._content_marks = Marks([self._start, *([] if rules.is_forced else REASONING_MARKS)])
+        self._content_marks = Marks([*self._starts, *([] if rules.is_forced else REASONING_MARKS)])
         self._thinking_ends = Marks(REASONING_MARKS.values())
         self._end_marks = Marks([self._end])
         is_thinking = rules.starts_in_thinking and not rules.is_forced
         self._state = _State.THINKING if is_thinking else _State.CONTENT
         self._buffered: list[str] = []  # text that may be content or part of a call
-        self._head = _CallHead(rules.names)
+        self._head = self._new_head()
+        self._num_before_head = 0  # texts in `_buffered` before the head's
+        self._foreign: ForeignArguments | None = None  # arguments of the last call
+        self._in_list = False
+        self._num_calls_before = 0  # calls before the last start mark
         self._has_content_since_call = True
-        self._num_matched = 0  # characters of the end mark read so far
+        self._is_at_line_start = True  # unless there is buffered text
+        self._num_matched = 0  # characters of the opening, ending or end mark read so far
         self._content: list[str] = []
         self._call_name: str | None = None
         self._arguments: list[str] = []
@@ -319,7 +264,7 @@ class CallReader:
                     position = self._read_content(text, position)
                 case _State.THINKING:
                     position = self._read_thinking(text, position)
-                case _State.ARGUMENTS:
+                case _State.ARGUMENTS if self._foreign is None:
                     position = self._read_arguments(text, position)
                 case _State.BROKEN_ARGUMENTS:
                     position = self._read_broken_arguments(text, position)
@@ -338,44 +283,82 @@ class CallReader:
                     self._show(buffered)
             case _State.MARKED | _State.HEAD | _State.THINKING:
                 self._show(buffered)
+            case _State.LIST | _State.END_MARK if self.num_calls == self._num_calls_before:
+                self._show(buffered)
+            case _State.ARGUMENTS if self._foreign is not None:
+                self._arguments.append(self._foreign.unread)
             case _State.BROKEN_ARGUMENTS:
                 self._arguments.append(buffered)
         return self._take_output()
+
+    def _new_head(self) -> _ObjectHead | _NamedHead:
+        if self._format.name_key:
+            return _ObjectHead(self._names, self._format.name_key)
+        return _NamedHead(self._names, self._format)
 
     def _read_character(self, character: str) -> bool:
         """Whether the character was consumed. If not, the state has changed and the character must be read again."""
         match self._state:
             case _State.MARKED:
                 return self._read_marked(character)
+            case _State.LIST:
+                return self._read_list(character)
             case _State.HEAD:
-                return self._read_object(character)
+                return self._read_head(character)
             case _State.OTHER_OBJECT:
                 return self._read_other_object(character)
-            case _State.BRACE:
-                return self._read_brace(character)
+            case _State.ARGUMENTS:
+                return self._read_foreign_arguments(character)
+            case _State.ENDING:
+                return self._read_ending(character)
         return self._read_end_mark(character)
 
     def _read_content(self, text: str, position: int) -> int:
         found = self._find_mark(self._content_marks, text, position)
-        if found is not None and found[2] != self._start:
+        if found is not None and not self._is_start(found[0], found[2]):
             before, end, mark = found
             self._buffered = []
             self._show(before + mark)
-            self._thinking_ends = Marks([REASONING_MARKS[mark]])
-            self._state = _State.THINKING
+            self._is_at_line_start = mark.endswith("\n")
+            if mark in REASONING_MARKS:
+                self._thinking_ends = Marks([REASONING_MARKS[mark]])
+                self._state = _State.THINKING
             return end
         before, end = found[:2] if found else ("".join(self._buffered) + text[position:], len(text))
         num_buffered = 0 if found else buffered_length(before, self._content_marks.texts)
-        shown = before[: len(before) - num_buffered].rstrip(_SPACE)
+        shown = before[: len(before) - num_buffered].rstrip(SPACE)
         if not self._has_content_since_call and not shown.strip(self._ignored):
             shown = ""
         self._show(shown)
+        self._is_at_line_start &= not shown
         self._buffered = [before[len(shown) :]]
         if found:
-            self._buffered.append(self._start)
-            self._head = _CallHead(self._names)
-            self._state = _State.HEAD if self._start == "{" else _State.MARKED
+            self._begin(found[2])
         return end
+
+    def _is_start(self, before: str, mark: str) -> bool:
+        """Whether a mark begins a call. A function's name does at the start of a line."""
+        if mark not in self._starts:
+            return False
+        if self._format.start_mark or self._format.name_key:
+            return True
+        return before.endswith("\n") or (not before.strip(SPACE) and self._is_at_line_start)
+
+    def _begin(self, mark: str) -> None:
+        self._num_calls_before = self.num_calls
+        self._num_matched = 0
+        if self._format.start_mark:
+            self._buffered.append(mark)
+            self._state = _State.MARKED
+            return
+        self._begin_head()
+        for character in mark:  # part of the call
+            self._read_head(character)
+
+    def _begin_head(self) -> None:
+        self._head = self._new_head()
+        self._num_before_head = len(self._buffered)
+        self._state = _State.HEAD
 
     def _read_thinking(self, text: str, position: int) -> int:
         found = self._find_mark(self._thinking_ends, text, position)
@@ -403,20 +386,56 @@ class CallReader:
         return match and (buffered + text[position : match.start()], match.end(), match.group())
 
     def _read_marked(self, character: str) -> bool:
-        if character == "{":
+        if character in SPACE:
             self._buffered.append(character)
-            self._state = _State.HEAD
-        elif character in _SPACE:
+            return True
+        if self._num_matched < len(self._opening) and character == self._opening[self._num_matched]:
+            self._num_matched += 1
             self._buffered.append(character)
+            return True
+        is_object = bool(self._format.name_key)
+        if character == "[" and (is_object or self._format.is_list):
+            self._in_list = True
+            self._state = _State.LIST
+            self._buffered.append(character)
+            return True
+        self._in_list = self._format.is_list
+        if is_object and character != "{":
+            self._abort()
         else:
-            self._abort()
-            return False
-        return True
+            self._begin_head()
+        return False
 
-    def _read_object(self, character: str) -> bool:
+    def _read_list(self, character: str) -> bool:
+        if character in f"{SPACE},":
+            self._buffered.append(character)
+            return True
+        if character == "]":
+            if self.num_calls > self._num_calls_before:
+                self._buffered = []
+            else:
+                self._buffered.append(character)
+            self._end_list()
+            return True
+        if self._format.name_key and character != "{":
+            self._end_list()
+        else:
+            self._begin_head()
+        return False
+
+    def _end_list(self) -> None:
+        self._in_list = False
+        self._end_call()
+
+    def _read_head(self, character: str) -> bool:
         reading = self._head.add(character)
-        if reading is _Reading.NO_JSON:
-            self._abort()
+        if reading is _Reading.NO_OBJECT:
+            text = "".join(self._buffered[self._num_before_head :])
+            if self._in_list and self._end.startswith(text + character):
+                self._end_list()
+                self._num_matched = len(text)
+            else:
+                self._abort()
             return False
         self._buffered.append(character)
         if reading is _Reading.CALL:
@@ -428,9 +447,11 @@ class CallReader:
 
     def _abort(self) -> None:
         """Makes the buffered text content: it is no call. White space at its end stays buffered: a call may follow."""
+        self._in_list = False
         buffered = self._take_buffered()
-        shown = buffered.rstrip(_SPACE)
+        shown = buffered.rstrip(SPACE)
         self._show(shown)
+        self._is_at_line_start &= not shown
         self._buffered.append(buffered[len(shown) :])
         self._state = _State.CONTENT
 
@@ -451,6 +472,11 @@ class CallReader:
         self.num_calls += 1
         self._has_content_since_call = False
         self._state = _State.ARGUMENTS
+        match self._format.syntax:
+            case "python":
+                self._foreign = PythonArguments()
+            case "gemma":
+                self._foreign = GemmaArguments(self._format.quote)
         if self._head.scanner.depth == 1:
             self._end_arguments()
 
@@ -467,15 +493,56 @@ class CallReader:
             self._end_arguments()
         return end
 
+    def _read_foreign_arguments(self, character: str) -> bool:
+        assert self._foreign is not None
+        unread = self._foreign.unread
+        text = self._foreign.add(character)
+        if text is None:
+            self._arguments.append(unread)
+            self._state = _State.BROKEN_ARGUMENTS
+            return False
+        self._arguments.append(text)
+        if self._foreign.is_complete:
+            self._end_arguments()
+        return True
+
     def _end_arguments(self) -> None:
-        self._state = _State.BRACE if self._parallel else _State.FINISHED
+        self._num_matched = 0
+        if not self._parallel:
+            self._state = _State.FINISHED
+        elif self._ending:
+            self._state = _State.ENDING
+        else:
+            self._end_call()
+
+    def _end_call(self) -> None:
+        """To what follows a call."""
+        self._num_matched = 0
+        self._is_at_line_start = True
+        if self._in_list:
+            self._state = _State.LIST
+        elif self._end:
+            self._state = _State.END_MARK
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Back to content. Without a call, the start mark is content too; only what is read of the end mark may be the
+        start of another."""
+        if self.num_calls == self._num_calls_before:
+            text = self._take_buffered()
+            length = len(text) - self._num_matched
+            self._buffered = [text[:length]]
+            self._abort()
+            self._buffered.append(text[length:])
+        self._state = _State.CONTENT
 
     def _read_broken_arguments(self, text: str, position: int) -> int:
         found = self._find_mark(self._end_marks, text, position) if self._end else None
         if found:
             rest, end, _ = found
             self._buffered = []
-            self._end_call()
+            self._state = _State.CONTENT if self._parallel else _State.FINISHED
         else:
             before, end = "".join(self._buffered) + text[position:], len(text)
             num_buffered = buffered_length(before, [self._end]) if self._end else 0
@@ -484,30 +551,38 @@ class CallReader:
         self._arguments.append(rest)
         return end
 
-    def _end_call(self) -> None:
-        self._state = _State.CONTENT if self._parallel else _State.FINISHED
-
-    def _read_brace(self, character: str) -> bool:
-        if character in _SPACE:
+    def _read_ending(self, character: str) -> bool:
+        """Some models forget it. After the arguments, an object may have other fields, which are dropped."""
+        if self._format.name_key:
+            is_valid = self._head.scanner.add(character)
+            is_complete = self._head.scanner.is_complete
+        else:
+            is_valid = character == self._ending[self._num_matched]
+            self._num_matched += is_valid
+            is_complete = self._num_matched == len(self._ending)
+            is_valid |= character in SPACE
+        if is_valid:
             self._buffered.append(character)
-            return True
-        self._num_matched = 0
-        self._state = _State.END_MARK if self._end else _State.CONTENT
-        if character == "}":
+        if is_complete:
             self._buffered = []
-            return True
-        return False  # some models forget the brace
+        if not is_valid and "".join(self._buffered).strip(f"{SPACE},"):
+            self._abort()
+        elif is_complete or not is_valid:
+            self._end_call()
+        return is_valid
 
     def _read_end_mark(self, character: str) -> bool:
         if character == self._end[self._num_matched]:
             self._num_matched += 1
-        elif self._num_matched > 0 or character not in _SPACE:
-            self._state = _State.CONTENT
+        elif self._num_matched > 0 or character not in SPACE:
+            self._leave()
             return False
         self._buffered.append(character)
         if self._num_matched == len(self._end):
-            self._buffered = []
-            self._state = _State.CONTENT
+            if self.num_calls > self._num_calls_before:
+                self._buffered = []
+            self._num_matched = 0
+            self._leave()
         return True
 
     def _take_buffered(self) -> str:

@@ -13,6 +13,8 @@ from tokasaurus.text.stop_strings import buffered_length
 from tokasaurus.text.token_decoder import REASONING_MARKS
 
 _SPACE = " \t\n\r"
+# Granite 3.2's, which its template asks for. Elsewhere they are sentences like any others.
+_SENTENCES = {"Here is my thought process:": "Here is my response:"}
 
 ReasoningStart = Literal["before", "inside", "after"]
 """Where an answer begins: before reasoning, if it has any; inside reasoning that the prompt has begun; after reasoning
@@ -30,7 +32,8 @@ class Marks:
 
 def marks_in(template: str) -> dict[str, str]:
     """The marks that a chat template writes or looks for: start → end. Empty for a model without reasoning."""
-    return {start: end for start, end in REASONING_MARKS.items() if start in template or end in template}
+    known = {**REASONING_MARKS, **_SENTENCES}
+    return {start: end for start, end in known.items() if start in template or end in template}
 
 
 def is_in_reasoning(text: str) -> bool:
