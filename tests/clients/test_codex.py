@@ -1,6 +1,8 @@
 """OpenAI's Codex in a script, over /v1/responses, without the tools that are not functions of the client."""
 
 import json
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -81,10 +83,16 @@ def test_its_tools_are_accepted(
     (tmp_path / "config.toml").write_text(CONFIG.format(base_url=base_url))
     before, latest = generated_tokens(), time.monotonic() + 120
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=tmp_path,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     while generated_tokens() == before and process.poll() is None and time.monotonic() < latest:
         time.sleep(0.2)
-    process.kill()
+    os.killpg(process.pid, signal.SIGKILL)  # the command is a script, which leaves its program behind
     said, _ = process.communicate()
     assert generated_tokens() > before, said.decode()
