@@ -20,7 +20,6 @@ from tokasaurus.model.worker.device import (
     choose_device,
     choose_dtype,
     choose_kv_cache_dtype,
-    is_compiled,
     leave_threads_to,
     make_stopwatch,
     worker_threads,
@@ -84,14 +83,6 @@ def test_workers_share_the_cpu(name: str | None, num_devices: int, monkeypatch: 
     current = pretend_cuda_devices(num_devices, monkeypatch)
     assert [choose_device(name, index) for index in (0, 5)] == [CPU, CPU]
     assert current == []
-
-
-@pytest.mark.parametrize(
-    ("torch_compile", "device", "expected"),
-    [(None, "cuda", True), (None, "cpu", False), (True, "cpu", True), (False, "cuda", False)],
-)
-def test_layers_are_compiled_by_default_on_cuda_alone(torch_compile: bool | None, device: str, expected: bool) -> None:
-    assert is_compiled(torch_compile, torch.device(device)) == expected
 
 
 def kernels_with(has_bfloat16_arithmetic: bool, monkeypatch: pytest.MonkeyPatch) -> Kernels:

@@ -72,7 +72,7 @@ def check_attention(backend: AttentionBackend, shape: KVShape) -> None:
 
 def build(name: str, shape: KVShape, monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
     flashinfer_double.install(monkeypatch, any_dtype=True)
-    return make_backend(name, shape, load_kernels() if name == "cpu" else None)
+    return make_backend(name, shape, load_kernels() if name == "cpu" else None, max_graph_rows=4)
 
 
 @pytest.mark.parametrize("heads", [(8, 2, 64), (9, 3, 64), (28, 4, 128), (3, 3, 80)])
@@ -588,7 +588,7 @@ def test_recordings_with_prefix_groups_that_fail_cost_nothing_else(
     monkeypatch.setattr(entry, "graph_sizes_of", lambda *_: [8, 4])
     monkeypatch.setattr(entry, "CudaRecorder", lambda _device: LaunchTape())
     of_groups = ["use_hydragen=T", "hydragen_min_group_size=2", "hydragen_min_prefix_len=16"]  # nothing is measured
-    sizes = ["max_tokens_per_forward=32", "max_seqs_per_forward=8"]
+    sizes = ["max_tokens_per_forward=256", "max_seqs_per_forward=8"]
     flags = ["cpu_isa=torch", "dtype=bfloat16", "attention_backend=flashinfer", *of_groups, *sizes]
     if fault == "wrong":
         monkeypatch.setattr(flashinfer_double.PrefillWrapper, "run_planned", lambda *_: None)

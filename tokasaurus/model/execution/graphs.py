@@ -312,7 +312,7 @@ class StepGraphs:
         index = bisect.bisect_left(self._sizes, len(hidden))
         if index == len(self._sizes) or not _is_plain(rows):
             return None
-        recording = self._recordings[self._sizes[index], False]
+        recording = self._recordings[self._sizes[index], "pieces"]
         if recording.head is None or recording.sampling is None:
             return None
         num_rows, inputs = len(hidden), self.inputs
