@@ -153,9 +153,3 @@ class ModelSpec:
     def table_of(self, layer: LayerSpec) -> int:
         """Index of the layer's table among the num_rotary_tables."""
         return len(self.rotary) if layer.attention.rotary is None else layer.attention.rotary
-
-    @property
-    def has_plain_ends(self) -> bool:
-        """Whether embedding, final norm and logits are Llama's, and all layers have one rotary table."""
-        ends = self.embedding_scale, self.logit_scale, self.logit_softcap, self.has_head_bias
-        return ends == (1, 1, None, False) and self.final_norm.is_plain and self.num_rotary_tables == 1

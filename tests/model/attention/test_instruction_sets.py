@@ -6,10 +6,11 @@ import dataclasses
 import pytest
 import torch
 
+from tests.model.helpers.layer_specs import FAMILIES
 from tests.model.helpers.layer_stage import check_stage
 from tests.model.helpers.paged_problems import CPU, Segment, attend_all
 from tests.model.helpers.row_split_cases import NAMED_CASES, Case
-from tokasaurus.checkpoint.spec import AttentionSpec, NormSpec
+from tokasaurus.checkpoint.spec import AttentionSpec
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.cpu.build import INSTRUCTION_SETS, machine_sets
@@ -65,4 +66,5 @@ def check_equal(shape: KVShape, causal: bool, layer: int, kernels: Kernels) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_for_other_processors_equal_torch_layers(kernels: Kernels, dtype: torch.dtype, case: Case) -> None:
     limited = dataclasses.replace(case, dtype=dtype, window=30, softcap=4.0, has_sinks=True)
-    check_stage(limited, {"query_key_norm": NormSpec(1e-5)}, kernels)
+    for layers in FAMILIES:
+        check_stage(limited, layers, kernels)

@@ -25,8 +25,8 @@ void toka_pack(const PackedWeights* weights, const void* plain, void* panels);
 void toka_pack_blocks(const PackedWeights* weights, int64_t block_type, const void* rows, int64_t first_row,
                       int64_t num_rows, void* panels);
 int64_t toka_block_panel_bytes(int64_t block_type, int64_t in_size);
-void toka_multiply(const PackedWeights* weights, const void* x, int64_t x_stride, int64_t num_rows,
-                   const float* norm_weight, double eps, void* out);
+void toka_multiply(const PackedWeights* weights, const void* x, int64_t x_stride, int64_t num_rows, const Norm* norm,
+                   double multiplier, double softcap, void* out);
 void toka_embed(const PackedWeights* weights, const int64_t* token_ids, int64_t num_tokens, void* out);
 void toka_write_kv(int64_t activation_type, int64_t cache_type, const void* key, const void* value, int64_t key_stride,
                    int64_t value_stride, const int64_t* kv_indices, int64_t num_tokens, void* cache,
@@ -37,7 +37,7 @@ void toka_attend(int64_t activation_type, int64_t cache_type, const void* query,
 void toka_merge(int64_t output_type, const float* first, const float* first_lse, const float* second,
                 const float* second_lse, void* output, int64_t count, int64_t head_dim);
 void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward* forward, int64_t num_rows,
-                     const float* cos_sin, void* hidden);
+                     const float* cos_sin, int64_t num_tables, void* hidden);
 }
 
 namespace {
@@ -111,6 +111,7 @@ struct Matrix {
     packed = {kElementType<Weight>, in_size, out_size, is_gated, nullptr, nullptr};
     panels.resize(packed.num_panels() * kPanel * in_size);
     packed.panels = panels.data();
+    packed.activation = is_gated ? kSilu : kIdentity;
     if (has_bias) {
       bias = random_values(out_size);
       packed_bias = as<float>(bias);
@@ -118,6 +119,14 @@ struct Matrix {
       packed.bias = packed_bias.data();
     }
     toka_pack(&packed, as<Weight>(plain).data(), panels.data());
+  }
+
+  double activated(double x) const {
+    if (packed.activation == kSilu) return x / (1 + std::exp(-x));
+    if (packed.activation == kGelu) return x * (1 + std::erf(x / std::sqrt(2.0))) / 2;
+    if (packed.activation == kGeluTanh)
+      return x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))) / 2;
+    return packed.activation == kRelu2 ? std::max(0.0, x) * std::max(0.0, x) : x;
   }
 
   vector<double> times(const vector<double>& x) const {
@@ -129,8 +138,8 @@ struct Matrix {
         for (int half = 0; half < 1 + is_gated; ++half)
           for (int64_t i = 0; i < in_size; ++i)
             sums[half] += x[row * in_size + i] * plain[(half * out_size + output) * in_size + i];
-        const double gated = sums[0] / (1 + std::exp(-sums[0])) * sums[1];
-        to[row * out_size + output] = is_gated ? gated : sums[0] + (bias.empty() ? 0 : bias[output]);
+        if (!bias.empty()) sums[0] += bias[output];
+        to[row * out_size + output] = activated(sums[0]) * (is_gated ? sums[1] : 1);
       }
     return to;
   }
@@ -142,18 +151,33 @@ void check_gemm() {
   constexpr int64_t kIn = 96, kOut = 130;
   const std::string weights = kNames[kElementType<Weight>];
   const vector<double> norm = random_values(kIn);
+  const vector<float> norm_weight = as<float>(norm);
+  const Norm packed_norm{kRmsNorm, norm_weight.data(), nullptr, 1e-5};
   for (int64_t num_rows : {1, 2, 5, 6, 7, 12, 13, 64}) {
     const vector<double> x = random_values(num_rows * kIn);
     for (const bool is_gated : {false, true})
       for (const bool is_normed : {false, true}) {
         const Matrix<Weight> matrix(kIn, kOut, is_gated, !is_gated, 1.0 / 16);
         vector<Element> out(num_rows * kOut);
-        toka_multiply(&matrix.packed, as<Element>(x).data(), kIn, num_rows,
-                      is_normed ? as<float>(norm).data() : nullptr, 1e-5, out.data());
+        toka_multiply(&matrix.packed, as<Element>(x).data(), kIn, num_rows, is_normed ? &packed_norm : nullptr, 1, 0,
+                      out.data());
         const std::string name = weights + (is_gated ? " gated" : " plain") + (is_normed ? " after a norm" : "");
         compare(name + ", rows: " + std::to_string(num_rows), out, matrix.times(is_normed ? normed(x, norm, 1e-5) : x),
                 kTolerance<Element>);
       }
+  }
+  for (const int64_t activation : {kGelu, kGeluTanh, kRelu2}) {
+    Matrix<Weight> matrix(kIn, kOut, false, true, 1.0 / 16);
+    matrix.packed.activation = activation;
+    const vector<double> x = random_values(5 * kIn);
+    vector<Element> out(5 * kOut);
+    toka_multiply(&matrix.packed, as<Element>(x).data(), kIn, 5, nullptr, 1, 0, out.data());
+    vector<double> expected = matrix.times(x);
+    compare(weights + " with activation " + std::to_string(activation), out, expected, kTolerance<Element>);
+    toka_multiply(&matrix.packed, as<Element>(x).data(), kIn, 5, nullptr, 0.5, 3, out.data());
+    for (double& value : expected) value = 3 * std::tanh(value * 0.5 / 3);
+    compare(weights + " scaled and capped, activation " + std::to_string(activation), out, expected,
+            kTolerance<Element>);
   }
   const Matrix<Weight> matrix(kIn, kOut, false, false, 1);
   const vector<int64_t> ids = {0, 129, 5, 64};
@@ -186,7 +210,7 @@ void check_int8(PackedWeights blocks, int64_t type, const vector<float>& plain) 
         expected.push_back(total);
       }
     vector<float> found(num_rows * out_size);
-    toka_multiply(&blocks, x.data(), in_size, num_rows, nullptr, 0, found.data());
+    toka_multiply(&blocks, x.data(), in_size, num_rows, nullptr, 1, 0, found.data());
     compare("blocks of type " + std::to_string(type) + " in integers, rows: " + std::to_string(num_rows), found,
             expected, 1e-4);
   }
@@ -233,8 +257,8 @@ void check_blocks() {
     for (int64_t num_rows : {1, 6, 40}) {
       const vector<Element> x = as<Element>(random_values(num_rows * kIn));
       vector<Element> found(num_rows * kOut), expected(num_rows * kOut);
-      toka_multiply(&blocks, x.data(), kIn, num_rows, nullptr, 0, found.data());
-      toka_multiply(&whole, x.data(), kIn, num_rows, nullptr, 0, expected.data());
+      toka_multiply(&blocks, x.data(), kIn, num_rows, nullptr, 1, 0, found.data());
+      toka_multiply(&whole, x.data(), kIn, num_rows, nullptr, 1, 0, expected.data());
       vector<double> values;
       for (Element value : expected) values.push_back(to_float(value));
       compare(std::string(kNames[kElementType<Weight>]) + " blocks of type " + std::to_string(type) +
@@ -365,7 +389,7 @@ vector<double> sum(vector<double> a, const vector<double>& b) {
 }
 
 template <typename Weight, typename Stored>
-void check_layer() {
+void check_layer(bool has_out_norms) {
   typedef Activation<Weight> Element;
   constexpr int64_t kRows = 20, kHidden = 96, kInner = 160, kQuery = kHeads * kHeadDim, kKv = kKvHeads * kHeadDim;
   constexpr int64_t kRow = kQuery + 2 * kKv;
@@ -390,8 +414,14 @@ void check_layer() {
   for (int64_t row = 0; row < kRows; ++row)
     attend_plainly(&query[row * kQuery], key.data(), value.data(), row + 1, kLimitedScores, &attended[row * kQuery],
                    lse.data());
-  const vector<double> middle = sum(hidden, out.times(attended));
-  const vector<double> expected = sum(middle, down.times(gate_up.times(normed(middle, mlp_norm, kEps))));
+  const auto added = [&](vector<double> output) {
+    if (!has_out_norms) return output;
+    output = normed(output, norm, kEps);
+    for (double& value : output) value *= 0.5;
+    return output;
+  };
+  const vector<double> middle = sum(hidden, added(out.times(attended)));
+  const vector<double> expected = sum(middle, added(down.times(gate_up.times(normed(middle, mlp_norm, kEps)))));
 
   vector<Stored> cache(4 * kKvHeads * 2 * kPage * kHeadDim);
   const vector<int32_t> table = {3, 1}, starts = {0, kRows}, lengths = {kRows};
@@ -402,16 +432,34 @@ void check_layer() {
       kElementType<Stored>, cache.data(), int64_t(cache.size()), kPage, kv_indices.data(), &part, 1, nullptr,
       &kLimitedScores};
   const vector<float> norms[] = {as<float>(norm), as<float>(mlp_norm), as<float>(query_norm), as<float>(key_norm)};
-  const PackedLayer layer{qkv.packed,      out.packed,      gate_up.packed,  down.packed,
-                          norms[0].data(), norms[1].data(), norms[2].data(), norms[3].data(),
-                          kHeads,          kKvHeads,        kHeadDim,        kEps};
+  const auto rms = [&](int number) { return Norm{kRmsNorm, norms[number].data(), nullptr, kEps}; };
+  const Norm out_norm = has_out_norms ? rms(0) : kUnnormed;
+  const PackedLayer layer{qkv.packed,
+                          out.packed,
+                          gate_up.packed,
+                          down.packed,
+                          rms(0),
+                          rms(1),
+                          out_norm,
+                          out_norm,
+                          rms(2),
+                          rms(3),
+                          kOverHead,
+                          kHeads,
+                          kKvHeads,
+                          kHeadDim,
+                          0,
+                          0,
+                          0,
+                          0,
+                          has_out_norms ? 0.5 : 1};
   vector<Element> found = as<Element>(hidden);
-  toka_run_layers(&layer, 1, &forward, kRows, as<float>(cos_sin).data(), found.data());
+  toka_run_layers(&layer, 1, &forward, kRows, as<float>(cos_sin).data(), 1, found.data());
   // Intermediate results are rounded a dozen times; the cache rounds keys and values.
   const double tolerance = std::is_same_v<Element, bfloat16> ? 0.03 : std::is_same_v<Stored, float> ? 1e-5 : 0.01;
-  compare(
-      std::string("a layer of ") + kNames[kElementType<Weight>] + " with a cache of " + kNames[kElementType<Stored>],
-      found, expected, tolerance);
+  compare(std::string("a layer of ") + kNames[kElementType<Weight>] + " with a cache of " +
+              kNames[kElementType<Stored>] + (has_out_norms ? " and norms of outputs" : ""),
+          found, expected, tolerance);
 }
 
 // --- Sampling
@@ -480,9 +528,11 @@ int main() {
   }
   check_merge<float>();
   check_merge<bfloat16>();
-  check_layer<float, float>();
-  check_layer<float, float16>();
-  check_layer<bfloat16, bfloat16>();
+  for (const bool has_out_norms : {false, true}) {
+    check_layer<float, float>(has_out_norms);
+    check_layer<float, float16>(has_out_norms);
+    check_layer<bfloat16, bfloat16>(has_out_norms);
+  }
   check_sampling<float>();
   check_sampling<bfloat16>();
   return has_failed;

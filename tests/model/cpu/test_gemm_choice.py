@@ -23,7 +23,7 @@ from tokasaurus.checkpoint.spec import MLPSpec
 from tokasaurus.model.cpu import gemm_choice
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.cpu.gemm_choice import MANY_ROWS, GemmChoice, choose_gemm
-from tokasaurus.model.decoder.layers import GatedLinear, Linear, OutputShard
+from tokasaurus.model.decoder.layers import ActivatedLinear, Linear
 
 CHOICES = [GemmChoice(few, many) for few in (0.5, 2.0) for many in (0.5, 2.0)]
 
@@ -49,8 +49,7 @@ def test_gemms_are_the_same_by_kernels_and_by_torch(dtype: torch.dtype, choice: 
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_gated_gemms_are_the_same_by_kernels_and_by_torch(choice: GemmChoice) -> None:
-    gate, up = (OutputShard(name, 40, 0, 40) for name in ("gate", "up"))
-    linear = GatedLinear(64, gate, up, torch.float32)
+    linear = ActivatedLinear(64, MLPSpec(40), 0, 40, torch.float32)
     fill(linear)
     linear.weight.mul_(0.3)
     weight = linear.weight.double()

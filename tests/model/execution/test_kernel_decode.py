@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
+from tests.helpers.tiny_model import VOCAB_SIZE, option_config, save_random_model, save_tiny_model
 from tests.model.helpers.steps import NOTHING, StepDriver, int32, load_runner
 from tokasaurus.messages.forward import ForwardInput, LogitRules, SlotChanges, TokenMasks
 from tokasaurus.model.cpu.bindings import DecodeStepStruct, Kernels, PagedForwardStruct, load_kernels
@@ -42,6 +42,37 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def prompt_of(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+OF_FAMILIES = [
+    ("gemma3_text", 0),
+    ("gemma2", 1),
+    ("olmo2", 0),
+    ("granite", 0),
+    ("smollm3", 0),
+    ("phi", 0),
+    ("cohere", 1),
+]
+"""Two rotary tables, or layers without; scaled embeddings, scaled or capped logits, LayerNorms, biases of logits."""
+
+
+@pytest.mark.parametrize(("family", "number"), OF_FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_of_families_equal_those_of_the_usual_way(
+    family: str, number: int, dtype: torch.dtype, tmp_path: Path, calls: list[int]
+) -> None:
+    save_random_model(tmp_path, option_config(family, number, tied=number == 0 and family != "phi"))
+    drivers = [StepDriver(load_runner(tmp_path, dtype), want_logprobs=wanted) for wanted in (False, True)]
+    rng = random.Random(family)
+    for slot in range(1, 5):
+        prompt, params = prompt_of(rng, rng.randrange(1, 40)), {"temperature": slot % 2, "seed": slot}
+        for driver in drivers:
+            driver.open(slot, prompt, **params)
+            driver.run([], [(slot, len(prompt))])
+    for _ in range(20):
+        found, expected = (driver.run([1, 2, 3, 4], []) for driver in drivers)
+        assert [token for token, _ in found.values()] == [token for token, _ in expected.values()]
+    assert calls == [4] * 20
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False)])

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.examples import few
 from tests.helpers.limits import read_line
@@ -160,11 +160,17 @@ def test_a_cgroup_over_its_limit_makes_nothing_available(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@few(1, "dtype", ["float32", "bfloat16", "float32 int8"])
+@few(
+    2,
+    ("family", "dtype"),
+    [("llama", "float32"), ("gemma3_text", "float32"), ("llama", "bfloat16"), ("llama", "float32 int8")],
+)
 def test_the_largest_forwards_use_more_than_half_of_the_reserved_memory_and_no_more_than_all(
-    dtype: str, tmp_path: Path
+    family: str, dtype: str, tmp_path: Path
 ) -> None:
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        family,
+        head_dim=32,
         vocab_size=32_000,
         hidden_size=256,
         intermediate_size=2048,

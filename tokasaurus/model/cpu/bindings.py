@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tokasaurus.checkpoint.spec import Activation
 from tokasaurus.messages.forward import FORWARD_PHASES
 from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.messages.sampling import SamplingParams
@@ -47,6 +48,15 @@ BLOCK_TYPES = {
 """The code by which the kernels know a type of quantised blocks (BlockType in blocks.h), which checkpoint/block_types
 describes."""
 
+ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu2": 4}
+"""The code by which the kernels know what is applied to outputs: ActivationFunction in gemm.h."""
+
+NORM_KINDS = {None: 0, "rms": 1, "layer": 2}
+"""The code by which the kernels know a NormSpec's kind; None: no norm. NormKind in norm.h."""
+
+HEAD_NORMS = {("head", False): 0, ("head", True): 1, ("width", False): 2}
+"""The code by which the kernels know norm_over and norm_by_head of an AttentionSpec: HeadNorms in forward.h."""
+
 _HUGE_PAGE = 2 * 1024 * 1024
 """With pages of 4 KiB, address translation alone takes a tenth of a step's time."""
 _CHUNK_BYTES = 64 * 1024 * 1024
@@ -60,7 +70,17 @@ class PackedWeightsStruct(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("weight_type", "in_size", "out_size", "is_gated")),
         *((name, ctypes.c_void_p) for name in ("panels", "bias", "blocks")),
-        ("is_int8", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("is_int8", "activation")),
+    )
+
+
+class NormStruct(ctypes.Structure):
+    """The struct Norm of norm.h."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        ("eps", ctypes.c_double),
     )
 
 
@@ -69,9 +89,11 @@ class PackedLayerStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, PackedWeightsStruct) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
-        *((name, ctypes.c_int64) for name in ("num_query_heads", "num_kv_heads", "head_dim")),
-        ("eps", ctypes.c_double),
+        *((name, NormStruct) for name in ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm")),
+        *((name, NormStruct) for name in ("query_norm", "key_norm")),
+        *((name, ctypes.c_int64) for name in ("head_norms", "num_query_heads", "num_kv_heads", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("rotary", "norms_after_rotary", "is_parallel")),
+        *((name, ctypes.c_double) for name in ("clip", "residual_multiplier")),
     )
 
 
@@ -148,9 +170,11 @@ class DecodeStepStruct(ctypes.Structure):
     """The struct DecodeStep of decode_step.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("activation_type", "num_layers", "head_dim")),
-        *((name, ctypes.c_void_p) for name in ("layers", "embedding", "head", "embedding_rows", "final_norm")),
-        ("final_eps", ctypes.c_double),
+        *((name, ctypes.c_int64) for name in ("activation_type", "num_layers", "head_dim", "num_tables")),
+        *((name, ctypes.c_void_p) for name in ("layers", "embedding", "head", "embedding_rows")),
+        ("embedding_scale", ctypes.c_double),
+        ("final_norm", NormStruct),
+        *((name, ctypes.c_double) for name in ("logit_scale", "logit_softcap")),
         *((name, ctypes.c_void_p) for name in ("cos_sin_of_position", "positions", "block_tables")),
         ("table_width", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("last_tokens", "cached_tokens", "sequence_keys")),
@@ -161,6 +185,7 @@ class DecodeStepStruct(ctypes.Structure):
 
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "Norm": NormStruct,
     "PackedWeights": PackedWeightsStruct,
     "PackedLayer": PackedLayerStruct,
     "PagedPart": PagedPartStruct,

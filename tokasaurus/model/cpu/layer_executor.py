@@ -6,16 +6,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tokasaurus.checkpoint.block_types import dequantize_rows, inputs_of_row
-from tokasaurus.checkpoint.spec import LayerSpec
+from tokasaurus.checkpoint.spec import Activation, LayerSpec, NormSpec
 from tokasaurus.model.cpu.bindings import (
     ACTIVATION_DTYPES,
+    ACTIVATIONS,
     BLOCK_TYPES,
     ELEMENT_CODES,
+    HEAD_NORMS,
+    NORM_KINDS,
     HugePageTensors,
     Kernels,
+    NormStruct,
     PackedLayerStruct,
     PackedWeightsStruct,
     PagedForwardStruct,
@@ -35,7 +38,7 @@ class LayerKernels:
         self.weights = HugePageTensors()
         self.panel_size = kernels.panel_size
         self.activation_dtype = kernels.activation_dtype
-        pointer, integer = ctypes.c_void_p, ctypes.c_int64
+        pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
         library = kernels.library
         self.pack = library.toka_pack
         self.pack.argtypes = [pointer, pointer, pointer]
@@ -47,13 +50,13 @@ class LayerKernels:
         self.block_panel_bytes.argtypes = [integer, integer]
         self.block_panel_bytes.restype = integer
         self.multiply = library.toka_multiply
-        self.multiply.argtypes = [pointer, pointer, integer, integer, pointer, ctypes.c_double, pointer]
+        self.multiply.argtypes = [pointer, pointer, integer, integer, pointer, number, number, pointer]
         self.embed = library.toka_embed
         self.embed.argtypes = [pointer, pointer, integer, pointer]
         self.run_layers = library.toka_run_layers
-        self.run_layers.argtypes = [pointer, integer, pointer, integer, pointer, pointer]
+        self.run_layers.argtypes = [pointer, integer, pointer, integer, pointer, integer, pointer]
         self.reserve_forward = library.toka_reserve_forward
-        self.reserve_forward.argtypes = [pointer, integer]
+        self.reserve_forward.argtypes = [pointer, integer, integer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +95,36 @@ class BlockWeight:
         return sum(len(part.blocks) for part in self.parts)
 
 
+class PackedNorm:
+    """A norm of rows, with its vectors in float32, as the kernels read them."""
+
+    def __init__(self, spec: NormSpec, weight: Tensor | None, bias: Tensor | None) -> None:
+        self._weight, self._bias = (None if vector is None else vector.float() for vector in (weight, bias))
+        self.struct = NormStruct(NORM_KINDS[spec.kind], _pointer(self._weight), _pointer(self._bias), spec.eps)
+
+    def write(self, weight: Tensor | None, bias: Tensor | None) -> None:
+        """Replace the vectors that are given."""
+        for own, new in ((self._weight, weight), (self._bias, bias)):
+            if own is not None and new is not None:
+                own.copy_(new)
+
+
 class PackedWeights:
     """The weight [O, E] of a linear layer, and its bias [O], copied into the layout that the kernels read.
 
-    is_gated: the weight is [2 O, E], gate rows before up rows, and the layer computes silu(gate) * up, [O].
+    activation: applied to outputs, or to gates. is_gated: the weight is [2 O, E], gate rows before up rows, as is the
+    bias, and the layer computes activation(gate) * up, [O].
     """
 
     def __init__(
-        self, kernels: LayerKernels, weight: Tensor | BlockWeight, bias: Tensor | None, is_gated: bool = False
+        self,
+        kernels: LayerKernels,
+        weight: Tensor | BlockWeight,
+        bias: Tensor | None,
+        is_gated: bool = False,
+        activation: Activation | None = None,
     ) -> None:
         """A quantised weight must fit: see `fits`."""
-        assert bias is None or not is_gated, "no model has a gated layer with a bias"
         self._kernels = kernels
         self.activation_dtype = kernels.activation_dtype(weight.dtype)
         num_rows, self._in_size = (
@@ -112,9 +134,10 @@ class PackedWeights:
         self.num_weights = num_rows * self._in_size
         panel_width = kernels.panel_size // 2 if is_gated else kernels.panel_size  # outputs of a panel
         self._num_panels = -(-self._out_size // panel_width)
-        self._bias: Tensor | None = None
+        self._panel_width = panel_width
+        self._bias = None if bias is None else torch.zeros(self._num_panels * kernels.panel_size)
         if bias is not None:
-            self._bias = functional.pad(bias.float(), (0, -self._out_size % panel_width))
+            self.write_bias(0, bias)
         self._blocks: Tensor | None = None
         if isinstance(weight, BlockWeight):
             self._blocks = self._place_blocks(weight, panel_width, is_gated)
@@ -130,6 +153,7 @@ class PackedWeights:
             _pointer(self._bias),
             _pointer(self._blocks),
             isinstance(weight, BlockWeight) and weight.is_int8,
+            ACTIVATIONS[activation],
         )
         if isinstance(weight, BlockWeight):
             first_row = 0
@@ -191,28 +215,37 @@ class PackedWeights:
         self._kernels.pack_blocks(*pointers, first_row, len(rows.blocks), self._panels.data_ptr())
 
     def write_bias(self, first: int, values: Tensor) -> None:
-        """Replace the bias from output `first` on. values [n]."""
+        """Replace the bias from output `first` on. values [n]; gates come before ups."""
         assert self._bias is not None
-        self._bias[first : first + len(values)] = values
+        rows = torch.arange(first, first + len(values))
+        part, output = rows // self._out_size, rows % self._out_size
+        panel, column = output // self._panel_width, output % self._panel_width
+        self._bias[panel * self._kernels.panel_size + part * self._panel_width + column] = values.float()
 
     def give_back(self) -> None:
         """Return the weight's memory to the system; `write` takes it again."""
         give_back(self._panels)
 
-    def multiply(self, x: Tensor, norm: tuple[Tensor, float] | None = None, out: Tensor | None = None) -> Tensor:
+    def multiply(
+        self,
+        x: Tensor,
+        norm: PackedNorm | None = None,
+        out: Tensor | None = None,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> Tensor:
         """x [T, E] in the activation dtype, any row stride -> [T, O].
 
-        norm: weight, float32 [E], and epsilon of an RMS norm applied to x first. out: contiguous [T, O] to fill and
-        return.
+        norm: applied to x first. out: contiguous [T, O] to fill and return. scale: factor of the outputs, which a
+        softcap limits then, as in ModelSpec.
         """
         assert x.stride(1) == 1
         assert x.dtype == self.activation_dtype
         if out is None:
             out = torch.empty((x.shape[0], self._out_size), dtype=self.activation_dtype)
-        norm_weight, eps = (None, 0.0) if norm is None else norm
         self._kernels.multiply(
             *(ctypes.byref(self.struct), x.data_ptr(), x.stride(0), x.shape[0]),
-            *(_pointer(norm_weight), eps, out.data_ptr()),
+            *(None if norm is None else ctypes.addressof(norm.struct), scale, softcap or 0, out.data_ptr()),
         )
         return out
 
@@ -225,31 +258,27 @@ class PackedWeights:
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """One decoder layer's weights."""
+    """One decoder layer: what it computes, and its weights."""
 
+    spec: LayerSpec
+    rotary: int
+    """Index of its table of cosines and sines; -1: it rotates nothing."""
     qkv: PackedWeights
     out: PackedWeights
     gate_up: PackedWeights
     down: PackedWeights
-    attention_norm: Tensor
-    """float32 [E], weight of the norm before attention."""
+    norms: tuple[PackedNorm | None, ...]
+    """Before attention and before the MLP, after attention and after the MLP, of queries and of keys."""
 
-    mlp_norm: Tensor
-    """float32 [E], weight of the norm before the feed-forward."""
-
-    query_norm: Tensor | None
-    """float32 [D], weight of the norm over each query head; None without."""
-
-    key_norm: Tensor | None
-    """float32 [D], weight of the norm over each key head; None without."""
-
-    def struct(self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float) -> PackedLayerStruct:
-        weights = (self.qkv, self.out, self.gate_up, self.down)
-        norms = (self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm)
+    def struct(self) -> PackedLayerStruct:
+        weights, attention = (self.qkv, self.out, self.gate_up, self.down), self.spec.attention
         return PackedLayerStruct(
             *(packed.struct for packed in weights),
-            *(0 if norm is None else norm.data_ptr() for norm in norms),
-            *(num_heads, num_kv_heads, head_dim, eps),
+            *(NormStruct() if norm is None else norm.struct for norm in self.norms),
+            HEAD_NORMS[attention.norm_over, attention.norm_by_head],
+            *(attention.num_heads, attention.num_kv_heads, attention.head_dim),
+            *(self.rotary, attention.norms_after_rotary, self.spec.is_parallel),
+            *(attention.clip or 0, self.spec.residual_multiplier),
         )
 
 
@@ -258,40 +287,32 @@ class PackedLayers:
 
     @staticmethod
     def computes(layer: LayerSpec) -> bool:
-        """Whether the kernels compute such a layer; all of a stage must have one rotary table and one eps."""
-        return layer.is_plain
+        """Whether the kernels compute such a layer."""
+        return layer.mlp.activation in ACTIVATIONS and layer.attention.query_rotary is None
 
-    def __init__(
-        self,
-        kernels: LayerKernels,
-        layers: Sequence[PackedLayer],
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        eps: float,
-    ) -> None:
+    def __init__(self, kernels: LayerKernels, layers: Sequence[PackedLayer]) -> None:
         self._kernels = kernels
         self._layers = tuple(layers)  # they own what the structs point to
-        structs = [layer.struct(num_heads, num_kv_heads, head_dim, eps) for layer in layers]
+        structs = [layer.struct() for layer in layers]
         self.structs = (PackedLayerStruct * len(structs))(*structs)
 
     def run(self, hidden: Tensor, cos_sin: Tensor, paged: PagedForwardStruct) -> None:
         """Run all layers on hidden [T, E], contiguous and in the activation dtype, in place.
 
-        cos_sin: float32 [T, 1, D], from RotaryTable. paged: the KV cache, with as many layers as these, and the planned
-        layout of the T tokens.
+        cos_sin: float32 [T, tables, D], from RotaryTable. paged: the KV cache, with as many layers as these, and the
+        planned layout of the T tokens.
         """
         assert hidden.is_contiguous()
         assert hidden.dtype == self._layers[0].qkv.activation_dtype
         assert cos_sin.is_contiguous()
         self._kernels.run_layers(
             *(ctypes.addressof(self.structs), len(self.structs), ctypes.addressof(paged)),
-            *(hidden.shape[0], cos_sin.data_ptr(), hidden.data_ptr()),
+            *(hidden.shape[0], cos_sin.data_ptr(), cos_sin.shape[1], hidden.data_ptr()),
         )
 
     def reserve(self, num_rows: int) -> None:
         """Allocate and touch the memory that forwards of up to num_rows tokens keep between calls."""
-        self._kernels.reserve_forward(ctypes.addressof(self.structs), num_rows)
+        self._kernels.reserve_forward(ctypes.addressof(self.structs), len(self.structs), num_rows)
 
 
 def takes(weight: Tensor) -> bool:

@@ -225,25 +225,23 @@ class DecoderLayer(nn.Module):
         output = output if norm is None else norm(output)
         return output if self.spec.residual_multiplier == 1 else output * self.spec.residual_multiplier
 
-    def norms(self) -> Iterator[Norm]:
-        return (module for module in self.modules() if isinstance(module, Norm))
-
     def packed(self) -> PackedLayer | None:
-        """This layer's weights for the kernels; None unless all its linear layers are packed for them, and they compute
-        such a layer."""
+        """This layer for the kernels; None unless all its linear layers are packed for them, and they compute such a
+        layer."""
         attention, mlp = self.attention, self.mlp
         if not PackedLayers.computes(self.spec):
             return None
         qkv, out, gate_up, down = (linear.packed for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down))
         if qkv is None or out is None or gate_up is None or down is None:
             return None
-        query_norm, key_norm = (
-            None if norm is None else norm.float_weight for norm in (attention.query_norm, attention.key_norm)
+        mlp_norm = self.mlp_norm or (self.attention_norm if self.spec.is_parallel else None)
+        norms = (
+            *(self.attention_norm, mlp_norm, self.attention_out_norm, self.mlp_out_norm),
+            *(attention.query_norm, attention.key_norm),
         )
-        assert self.attention_norm is not None
-        assert self.mlp_norm is not None
-        norms = (self.attention_norm.float_weight, self.mlp_norm.float_weight, query_norm, key_norm)
-        return PackedLayer(qkv, out, gate_up, down, *norms)
+        packed_norms = tuple(None if norm is None else norm.packed for norm in norms)
+        rotary = -1 if self.spec.attention.rotary is None else self.table_index
+        return PackedLayer(self.spec, rotary, qkv, out, gate_up, down, packed_norms)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         norms = {
@@ -276,7 +274,8 @@ class Decoder(nn.Module):
         self.gemm_choice = ALWAYS_KERNELS
         stage, spec = mesh.stage_layers(info), info.spec
         scale = torch.tensor(spec.embedding_scale, dtype=dtype)
-        self._embedding_scale = float(scale)
+        self.embedding_scale = float(scale)
+        """Factor of embeddings, rounded to their dtype."""
         with torch.device("meta"):
             needs_embedding = mesh.is_first_stage or (mesh.is_last_stage and info.tie_embeddings)
             has_bias = spec.has_head_bias and mesh.is_last_stage
@@ -406,15 +405,11 @@ class Decoder(nn.Module):
             self.head.reserve(num_logit_rows)
 
     def _pack_layers(self, kernels: LayerKernels) -> PackedLayers | None:
-        eps = {norm.eps for layer in self.decoder_layers() for norm in layer.norms()}
-        if self.spec.num_rotary_tables > 1 or len(eps) > 1:
-            return None
         packed = [layer.packed() for layer in self.decoder_layers()]
         whole_layers = [layer for layer in packed if layer is not None]
         if not packed or len(whole_layers) < len(packed):
             return None
-        info = self._info
-        return PackedLayers(kernels, whole_layers, info.num_heads, info.num_kv_heads, info.head_dim, eps.pop())
+        return PackedLayers(kernels, whole_layers)
 
     @property
     def head(self) -> VocabShard | None:
@@ -439,8 +434,8 @@ class Decoder(nn.Module):
         """token_ids [T] -> what enters the first stage, [T, E]."""
         assert self.embedding is not None, "only the first stage embeds"
         rows = self.embedding.embed(token_ids)
-        if self._embedding_scale != 1:
-            rows = rows * self._embedding_scale
+        if self.embedding_scale != 1:
+            rows = rows * self.embedding_scale
         return rows.to(self.activation_dtype)
 
     def forward(
@@ -466,12 +461,7 @@ class Decoder(nn.Module):
         head = self.head
         assert head is not None, "the last stage has an LM head"
         assert self.final_norm is not None
-        logits, spec = head.logits(hidden, self.final_norm), self._info.spec
-        if spec.logit_scale != 1:
-            logits = logits * spec.logit_scale
-        if spec.logit_softcap is not None:
-            logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
-        return logits
+        return head.logits(hidden, self.final_norm)
 
     @property
     def saved_bytes(self) -> int:

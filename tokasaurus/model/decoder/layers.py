@@ -14,7 +14,7 @@ from torch.nn import functional
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.checkpoint.spec import Activation, MLPSpec, NormSpec
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice, TorchGemm
-from tokasaurus.model.cpu.layer_executor import BlockRows, BlockWeight, LayerKernels, PackedWeights, takes
+from tokasaurus.model.cpu.layer_executor import BlockRows, BlockWeight, LayerKernels, PackedNorm, PackedWeights, takes
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.quantize import Packing, quantized
 from tokasaurus.model.decoder.weights import WeightShard, whole
@@ -34,10 +34,9 @@ class Norm(nn.Module):
     def __init__(self, spec: NormSpec, size: int, dtype: torch.dtype, num_heads: int | None = None) -> None:
         """num_heads: x is [..., num_heads, size], and each head has its own weights; None: all have the same."""
         super().__init__()
-        self.is_plain = spec.is_plain and num_heads is None
-        """Whether it is an RMS norm that scales by a weight for each channel, the only one that kernels compute."""
+        self._spec = spec
+        self._is_plain = spec.is_plain and num_heads is None
         self.eps = spec.eps
-        self._is_rms = spec.kind == "rms"
         self._size = size
         self._shape = (size,) if num_heads is None else (num_heads, size)
         dtype = torch.float32 if spec.in_float32 else dtype
@@ -45,13 +44,13 @@ class Norm(nn.Module):
             nn.Parameter(torch.empty(prod(self._shape), dtype=dtype), requires_grad=False) if is_there else None
             for is_there in (spec.has_weight, spec.has_bias)
         )
-        self._float_weight: Tensor | None = None
+        self._packed: PackedNorm | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_plain:
+        if self._is_plain:
             return functional.rms_norm(x, (self._size,), self.own_weight.to(x.dtype), self.eps)
         numbers = x.float()
-        normalise = functional.rms_norm if self._is_rms else functional.layer_norm
+        normalise = functional.rms_norm if self._spec.kind == "rms" else functional.layer_norm
         numbers = normalise(numbers, (self._size,), eps=self.eps)
         if self.weight is not None:
             numbers = numbers * self.weight.float().view(self._shape)
@@ -62,13 +61,15 @@ class Norm(nn.Module):
     def write(self, values: Tensor) -> None:
         """Replace the weight. values [size]."""
         self.own_weight.data.copy_(values)
-        if self._float_weight is not None:  # kernels have its address
-            self._float_weight.copy_(self.own_weight.data)
+        if self._packed is not None:
+            self._packed.write(self.own_weight.data, None)
 
     def write_bias(self, values: Tensor) -> None:
         """Replace the bias. values [size]."""
         assert self.bias is not None
         self.bias.data.copy_(values)
+        if self._packed is not None:
+            self._packed.write(None, self.bias.data)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         """Of a norm that every rank has."""
@@ -86,11 +87,12 @@ class Norm(nn.Module):
         return self.weight
 
     @property
-    def float_weight(self) -> Tensor:
-        """The loaded weight in float32, as the CPU kernels read it; created at the first call."""
-        if self._float_weight is None:
-            self._float_weight = self.own_weight.data.float()
-        return self._float_weight
+    def packed(self) -> PackedNorm:
+        """The loaded norm as the CPU kernels read it; created at the first call."""
+        if self._packed is None:
+            vectors = (None if vector is None else vector.data for vector in (self.weight, self.bias))
+            self._packed = PackedNorm(self._spec, *vectors)
+        return self._packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +144,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """norm: applied to x first."""
         if self.packed is not None and self.runs_on_kernels(x.shape[0]):
-            if norm is not None and not norm.is_plain:
-                x, norm = norm(x), None
-            return self.packed.multiply(x, None if norm is None else (norm.float_weight, norm.eps))
+            return self.packed.multiply(x, None if norm is None else norm.packed)
         return self._multiply_by_torch(x if norm is None else norm(x))
 
     def runs_on_kernels(self, num_rows: int) -> bool:
@@ -285,31 +285,49 @@ class FusedColumnLinear(Linear):
         return shards
 
 
-class GatedLinear(FusedColumnLinear):
-    """x [T, in] -> silu(gate(x)) * up(x), [T, length]. Source: arXiv 2002.05202 (SwiGLU)."""
+class ActivatedLinear(FusedColumnLinear):
+    """x [T, in] -> activation(gate(x)) * up(x), or activation(up(x)), [T, length]. Source: arXiv 2002.05202.
 
-    def __init__(self, in_size: int, gate: OutputShard, up: OutputShard, dtype: torch.dtype) -> None:
-        super().__init__(in_size, (gate, up), bias=False, dtype=dtype)
-        self.length = gate.length
+    An activation with weights is left to the MLP."""
+
+    def __init__(self, in_size: int, spec: MLPSpec, start: int, length: int, dtype: torch.dtype) -> None:
+        """Of the outputs, `length` from `start` on."""
+        names = ("gate_proj", "up_proj") if spec.is_gated else ("up_proj",)
+        super().__init__(
+            in_size, [OutputShard(name, spec.width, start, length) for name in names], spec.has_bias, dtype
+        )
+        self.length = length
+        self._spec = spec
+        self._function = ACTIVATIONS.get(spec.activation, lambda x: x)
 
     def features(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, 2 * length], the outputs of gate and up, without the kernels."""
+        """x [T, in] -> [T, 2 * length], the outputs of gate and up, or those of up, without the kernels."""
         return super()._multiply_by_torch(x)
 
     def _multiply_by_torch(self, x: Tensor) -> Tensor:
         return self.activate(self.features(x))
 
-    @staticmethod
-    def activate(gate_up: Tensor) -> Tensor:
-        """[T, 2 * length], the outputs of gate and up -> silu(gate) * up, [T, length]."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate) * up
+    def activate(self, features: Tensor) -> Tensor:
+        """What `features` gives -> [T, length]."""
+        if not self._spec.is_gated:
+            return self._function(features)
+        gate, up = features.chunk(2, dim=-1)
+        return self._function(gate) * up
 
     def _pack(self, kernels: LayerKernels, weight: Tensor | BlockWeight) -> PackedWeights:
-        return PackedWeights(kernels, weight, None, is_gated=True)
+        activation = None if self._spec.activation == "xielu" else self._spec.activation
+        return PackedWeights(kernels, weight, self.bias, self._spec.is_gated, activation)
 
     def _fits(self, weight: BlockWeight, kernels: LayerKernels) -> bool:
-        return PackedWeights.fits(weight, kernels.panel_size, is_gated=True)
+        return PackedWeights.fits(weight, kernels.panel_size, self._spec.is_gated)
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu2": lambda x: functional.relu(x).square(),
+}
 
 
 class RowLinear(Linear):
@@ -347,34 +365,22 @@ class RowLinear(Linear):
 
 
 class MLP(nn.Module):
-    """x [T, E] -> [T, E]: down(activation(gate(x)) * up(x)), or down(activation(up(x))). Source: arXiv 2002.05202."""
+    """x [T, E] -> [T, E]: down(activation(gate(x)) * up(x)), or down(activation(up(x)))."""
 
     def __init__(self, spec: MLPSpec, hidden_size: int, mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
         start, length = mesh.shard(spec.width, "intermediate_size")
-        outputs = [OutputShard(name, spec.width, start, length) for name in ("gate_proj", "up_proj")]
-        if spec == MLPSpec(spec.width):
-            self.gate_up: FusedColumnLinear = GatedLinear(hidden_size, outputs[0], outputs[1], dtype)
-            self.xielu: XIELU | None = None
-            self._activate: Callable[[Tensor], Tensor] | None = None
-        else:
-            outputs = outputs if spec.is_gated else outputs[1:]
-            self.gate_up = FusedColumnLinear(hidden_size, outputs, spec.has_bias, dtype)
-            self.xielu = XIELU() if spec.activation == "xielu" else None
-            self._activate = partial(_activate, self.xielu or ACTIVATIONS[spec.activation], spec.is_gated)
+        assert spec.activation != "xielu" or not spec.is_gated, "no model gates it"
+        self.gate_up = ActivatedLinear(hidden_size, spec, start, length, dtype)
+        self.xielu = XIELU() if spec.activation == "xielu" else None
+        """Applied to what gate_up gives, which no activation was applied to."""
         self.down = RowLinear("down_proj", spec.width, (start, length), hidden_size, mesh, dtype, spec.has_bias)
 
     def forward(self, x: Tensor, norm: Norm | None) -> Tensor:
         """norm: applied to x first."""
         features = self.gate_up(x, norm)
-        down: Tensor = self.down(features if self._activate is None else self._activate(features))
+        down: Tensor = self.down(features if self.xielu is None else self.xielu(features))
         return down
-
-    @property
-    def gated(self) -> GatedLinear:
-        """Gate and up, of a gated silu without biases."""
-        assert isinstance(self.gate_up, GatedLinear)
-        return self.gate_up
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         own = [] if self.xielu is None else self.xielu.weight_shards(f"{prefix}act_fn.")
@@ -412,22 +418,6 @@ class XIELU(nn.Module):
         self.numbers.data[index] = value.item()
 
 
-def _activate(function: Callable[[Tensor], Tensor], is_gated: bool, features: Tensor) -> Tensor:
-    """features [T, width], or [T, 2 * width] of gate and up -> [T, width]."""
-    if not is_gated:
-        return function(features)
-    gate, up = features.chunk(2, dim=-1)
-    return function(gate) * up
-
-
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "relu2": lambda x: functional.relu(x).square(),
-}
-
-
 class VocabShard(Linear):
     """Rows of a [vocab, E] matrix for this rank's range of token ids; serves as embedding, as LM head, or as both."""
 
@@ -439,6 +429,7 @@ class VocabShard(Linear):
         self._length = length
         self._mesh = mesh
         self._shape = (info.vocab_size, info.hidden_size)
+        self._spec = info.spec
         self._logits: Tensor | None = None
         self._product: Callable[[Linear, Tensor, Norm], Tensor] = Linear.__call__
 
@@ -467,11 +458,13 @@ class VocabShard(Linear):
     def logits(self, hidden: Tensor, norm: Norm) -> Tensor:
         """hidden [R, E], normalised by `norm` -> logits of this rank's token ids, [R, v], in its dtype. The next
         call may overwrite them."""
-        if self.packed is None or not self.runs_on_kernels(hidden.shape[0]):
-            return self._product(self, hidden, norm)
-        if not norm.is_plain:
-            return self.packed.multiply(norm(hidden), None, self.logits_memory(len(hidden)))
-        return self.packed.multiply(hidden, (norm.float_weight, norm.eps), self.logits_memory(len(hidden)))
+        scale, softcap = self._spec.logit_scale, self._spec.logit_softcap
+        if self.packed is not None and self.runs_on_kernels(hidden.shape[0]):
+            return self.packed.multiply(hidden, norm.packed, self.logits_memory(len(hidden)), scale, softcap)
+        logits = self._product(self, hidden, norm)
+        if scale != 1:
+            logits = logits * scale
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
     def logits_memory(self, num_rows: int) -> Tensor:
         """Memory for the kernels' logits, [R, v], in the activation dtype. Calls share it."""

@@ -90,4 +90,4 @@ def after_attention(layer: DecoderLayer, attended: Tensor, is_finite: Tensor, hi
     features = torch.where(is_finite[:, None], attended.flatten(1), torch.nan)
     hidden = hidden + matmul_scatter(features, attention.out.weight, mesh)
     gate_up = gather_matmul(layer.mlp_norm(hidden), mlp.gate_up.weight, mesh)
-    return hidden + matmul_scatter(mlp.gated.activate(gate_up), mlp.down.weight, mesh)
+    return hidden + matmul_scatter(mlp.gate_up.activate(gate_up), mlp.down.weight, mesh)

@@ -73,7 +73,7 @@ class FusedExecutor:
             query, key, value, poison = self._rotate(layer, attention.qkv(normed), cos_sin)
             attended = attention.out(attends(query, key, value, attention.layer_index).flatten(1))
             normed = kernels.add_norm(hidden, attended, layer.mlp_norm.own_weight, layer.mlp_norm.eps, poison)
-            fed = mlp.down(kernels.silu_mul(mlp.gated.features(normed)))
+            fed = mlp.down(kernels.silu_mul(mlp.gate_up.features(normed)))
         return hidden if fed is None else hidden.add_(fed)
 
     def _rotate(self, layer: DecoderLayer, features: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -69,7 +69,7 @@ class KernelDecode:
     ) -> "KernelDecode | None":
         """None if every decode step needs more than the kernels, whatever its number of rows."""
         head, embedding = model.head, model.embedding
-        if head is None or head.packed is None or embedding is None or not model.spec.has_plain_ends:
+        if head is None or head.packed is None or embedding is None:
             return None
         if embedding.packed is None and embedding.weight.dtype != model.weight_dtype:
             return None
@@ -128,7 +128,8 @@ class KernelDecode:
         noise_keys = torch.empty((num_rows, 2), dtype=torch.int64)
         kv_lengths = torch.empty(num_rows, dtype=torch.int32)
         query_starts = torch.arange(num_rows + 1, dtype=torch.int32)
-        cos_sin = torch.empty((num_rows, model.head_dim), dtype=torch.float32)
+        spec, cos_sin_of_position = model.spec, model.rotary.cos_sin
+        cos_sin = torch.empty((num_rows, cos_sin_of_position.shape[1]), dtype=torch.float32)
         hidden = model.new_hidden(num_rows, torch.device("cpu"))
         logits = head.logits_memory(num_rows)
         params = slots.sampling.take(row_slots)
@@ -139,10 +140,12 @@ class KernelDecode:
         forward = self._executor.backend.paged_forward(kv_indices.data_ptr(), parts)
         row_slots = row_slots.copy()
         step = DecodeStepStruct(
-            *(ELEMENT_CODES[model.activation_dtype], len(layers), model.head_dim, ctypes.addressof(layers)),
+            *(ELEMENT_CODES[model.activation_dtype], len(layers), model.head_dim, spec.num_rotary_tables),
+            ctypes.addressof(layers),
             *(_address(embedding.packed), _address(head.packed)),
             None if embedding.packed is not None else embedding.weight.data_ptr(),
-            *(norm.float_weight.data_ptr(), norm.eps, model.rotary.cos_sin.data_ptr()),
+            *(model.embedding_scale, norm.packed.struct, spec.logit_scale, spec.logit_softcap or 0),
+            cos_sin_of_position.data_ptr(),
             *(slots.positions.ctypes.data, slots.block_tables.ctypes.data, slots.block_tables.shape[1]),
             *(slots.last_tokens.data_ptr(), slots.rules.tokens.data_ptr(), slots.noise_keys.ctypes.data),
             *(num_rows, row_slots.ctypes.data, params.ctypes.data, ctypes.addressof(forward)),

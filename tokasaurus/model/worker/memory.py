@@ -410,13 +410,17 @@ def largest_forward(
     query_size = info.num_heads * info.head_dim
     kv_size = info.num_kv_heads * info.head_dim
 
-    # forward.cpp: queries, keys and values; attention's output; and the intermediate activations of the feed-forward.
-    layer_row = query_size + 2 * kv_size + query_size + info.intermediate_size
+    # forward.cpp: queries, keys and values; attention's output; the intermediate activations of the feed-forward; and,
+    # where outputs are normalised, one of them.
+    layers = info.spec.layers
+    has_out_norms = any(layer.attention_out_norm or layer.mlp_out_norm for layer in layers)
+    layer_row = query_size + 2 * kv_size + query_size + info.intermediate_size + has_out_norms * info.hidden_size
     # Plus the cosines and sines of the rotary embedding.
-    hidden_row = info.hidden_size * activation_bytes + info.head_dim * _FLOAT
-    # The LSE of every head; the output and LSE of rows that share a prefix; lists of tiles; each thread's tile; and
-    # the partitions of tiles to be merged.
-    num_tiles = (2 * num_rows + num_tokens * info.num_heads // _TILE_QUERIES + 1) * info.num_kv_heads
+    hidden_row = info.hidden_size * activation_bytes + info.spec.num_rotary_tables * info.head_dim * _FLOAT
+    # The LSE of every head; the output and LSE of rows that share a prefix; lists of tiles, for each window; each
+    # thread's tile; and the partitions of tiles to be merged.
+    num_windows = len({layer.attention.window for layer in layers})
+    num_tiles = (2 * num_rows + num_tokens * info.num_heads // _TILE_QUERIES + 1) * info.num_kv_heads * num_windows
     attention = (
         num_tokens * info.num_heads * _FLOAT
         + num_rows * (query_size + info.num_heads) * _FLOAT

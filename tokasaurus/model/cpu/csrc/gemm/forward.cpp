@@ -8,7 +8,6 @@
 
 #include "attention/attention_layout.h"
 #include "attention/kv_write.h"
-#include "gemm/rms_norm.h"
 #include "simd/element_type.h"
 #include "simd/phases.h"
 #include "simd/threads.h"
@@ -43,15 +42,43 @@ bool all_finite(const Element* numbers, int64_t count) {
   return is_all;
 }
 
+// Limits the magnitude of all numbers. NaN stays.
+template <typename Element>
+void clip(Element* numbers, int64_t count, float limit) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float number = to_float(numbers[i]);
+    if (std::fabs(number) > limit) from_float(numbers + i, std::copysign(limit, number));
+  }
+}
+
+// Applies a norm of queries or keys to heads [count, head_dim].
+template <typename Element>
+void normalize_heads(const PackedLayer& layer, Norm norm, Element* heads, int64_t count) {
+  if (norm.kind == kNoNorm) return;
+  const bool is_whole = layer.head_norms == kOverWidth;
+  const int64_t size = is_whole ? count * layer.head_dim : layer.head_dim;
+  for (int64_t index = 0; index < (is_whole ? 1 : count); ++index) {
+    normalize(norm, heads + index * size, size, heads + index * size);
+    if (layer.head_norms != kByHead) continue;
+    if (norm.weight != nullptr) norm.weight += size;
+    if (norm.bias != nullptr) norm.bias += size;
+  }
+}
+
+// The tables of cosines and sines of all rows, [num_rows, num_tables, head_dim].
+struct RotaryRows {
+  const float* cos_sin;
+  int64_t num_tables;
+};
+
 // Applies the norms and the rotary embedding to queries and keys, and stores keys and values, for all rows that are not
-// padding. heads [num_rows, query, key and value heads, head_dim]; cos_sin [num_rows, head_dim]; hidden [num_rows,
-// hidden_size].
+// padding. heads [num_rows, query, key and value heads, head_dim]; hidden [num_rows, hidden_size].
 //
 // The cache stays finite, because attention multiplies values of tokens that a row does not see by 0: a row whose keys
 // or values are not finite stores zeros. Its hidden state becomes NaN and stays so, which ends its sequence.
 template <typename Stored, typename Element>
 void rotate_and_store_heads(const PackedLayer& layer, const CacheLayer<Stored>& cache, const int64_t* kv_indices,
-                            int64_t num_rows, const float* cos_sin, Element* heads, Element* hidden) {
+                            int64_t num_rows, const RotaryRows& rotary, Element* heads, Element* hidden) {
   constexpr int64_t kRows = 16;  // a thread claims so many at a time
   constexpr int64_t kAhead = 2;  // how many rows ahead cache memory is prefetched
   const PhaseTimer timer(kHeads);
@@ -59,13 +86,18 @@ void rotate_and_store_heads(const PackedLayer& layer, const CacheLayer<Stored>& 
   Team::get().parallel_for(num_rows, kRows, [&](int64_t row) {
     if (row + kAhead < num_rows) cache.prefetch(kv_indices[row + kAhead]);
     Element* own = heads + row * layer.qkv.out_size;
-    for (int64_t index = 0; index < num_rotated; ++index) {
-      Element* head = own + index * head_dim;
-      const float* norm = index < layer.num_query_heads ? layer.query_norm : layer.key_norm;
-      if (norm != nullptr) rms_norm(head, norm, float(layer.eps), head_dim, head);
-      apply_rotary(head, head_dim, cos_sin + row * head_dim);
-    }
     Element* keys = own + layer.num_query_heads * head_dim;
+    const auto normalize_all = [&] {
+      normalize_heads(layer, layer.query_norm, own, layer.num_query_heads);
+      normalize_heads(layer, layer.key_norm, keys, layer.num_kv_heads);
+    };
+    if (layer.clip != 0) clip(own, layer.qkv.out_size, float(layer.clip));
+    if (!layer.norms_after_rotary) normalize_all();
+    if (layer.rotary >= 0) {
+      const float* cos_sin = rotary.cos_sin + (row * rotary.num_tables + layer.rotary) * head_dim;
+      for (int64_t index = 0; index < num_rotated; ++index) apply_rotary(own + index * head_dim, head_dim, cos_sin);
+    }
+    if (layer.norms_after_rotary) normalize_all();
     const int64_t num_stored = 2 * layer.num_kv_heads * head_dim;
     if (!all_finite(keys, num_stored)) {
       std::fill(keys, keys + num_stored, Element{});
@@ -81,35 +113,65 @@ std::vector<Element>& layer_scratch() {
   return memory;
 }
 
-// Elements per row: the heads, the attention output and the MLP's gated values.
-int64_t scratch_row_size(const PackedLayer& layer) {
-  return layer.qkv.out_size + layer.out.in_size + layer.gate_up.out_size;
+// Elements per row: the heads, the attention output, the MLP's inner values, and an output to normalize, if any is.
+int64_t scratch_row_size(const PackedLayer* layers, int64_t num_layers) {
+  const bool normalizes = std::any_of(layers, layers + num_layers, [](const PackedLayer& layer) {
+    return layer.attention_out_norm.kind != kNoNorm || layer.mlp_out_norm.kind != kNoNorm;
+  });
+  return layers->qkv.out_size + layers->out.in_size + layers->gate_up.out_size +
+         (normalizes ? layers->out.out_size : 0);
+}
+
+// Adds an output of attention or MLP to the hidden states [num_rows, out_size]: x times weights, normalized and scaled
+// as the layer says. output: memory for [num_rows, out_size].
+template <typename Weight, typename Element>
+void add_output(const PackedLayer& layer, const PackedWeights& weights, const Norm& norm, const Element* x,
+                int64_t num_rows, Element* output, Element* hidden) {
+  constexpr int64_t kRows = 32;  // a thread claims so many at a time
+  const int64_t size = weights.out_size;
+  const float multiplier = layer.residual_multiplier;
+  if (norm.kind == kNoNorm)
+    return multiply<Weight>({weights, x, weights.in_size, num_rows, hidden, hidden, multiplier}, kUnnormed);
+  multiply<Weight>({weights, x, weights.in_size, num_rows, nullptr, output}, kUnnormed);
+  const PhaseTimer timer(kGemms);
+  Team::get().parallel_for(num_rows, kRows, [&](int64_t row) {
+    Element *own = output + row * size, *to = hidden + row * size;
+    normalize(norm, own, size, own);
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) store(to + i, rounded<Element>(load(own + i) * multiplier) + load(to + i));
+    for (; i < size; ++i) from_float(to + i, rounded<Element>(to_float(own[i]) * multiplier) + to_float(to[i]));
+  });
 }
 
 template <typename Weight, typename Stored>
 void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward& forward, int64_t num_rows,
-                const float* cos_sin, Activation<Weight>* hidden) {
+                const RotaryRows& rotary, Activation<Weight>* hidden) {
   typedef Activation<Weight> Element;
   const PackedLayer& first = layers[0];
   const Shape shape{first.num_query_heads, first.num_kv_heads, first.head_dim, forward.page_size};
   const int64_t hidden_size = first.out.out_size, query_size = first.out.in_size;
-  Element* heads = scratch(layer_scratch<Element>(), num_rows * scratch_row_size(first));
+  Element* heads = scratch(layer_scratch<Element>(), num_rows * scratch_row_size(layers, num_layers));
   Element* attended = heads + num_rows * first.qkv.out_size;
   Element* inner = attended + num_rows * query_size;
+  Element* output = inner + num_rows * first.gate_up.out_size;
   LayoutAttention<Stored> attention(forward, shape, kElementType<Element>, heads, first.qkv.out_size, attended);
   std::fill(attended, inner, Element{});  // padding rows are in no part
   for (int64_t index = 0; index < num_layers; ++index) {
     const PackedLayer& layer = layers[index];
     const CacheLayer<Stored> cache{(Stored*)forward.cache + index * forward.layer_size, shape.num_kv_heads,
                                    shape.head_dim, shape.page_size};
-    multiply<Weight>({layer.qkv, hidden, hidden_size, num_rows, nullptr, heads}, layer.attention_norm, layer.eps);
+    multiply<Weight>({layer.qkv, hidden, hidden_size, num_rows, nullptr, heads}, layer.attention_norm);
     // Store every row's keys and values before any row attends: a row may read blocks that another row of this forward
     // fills.
-    rotate_and_store_heads(layer, cache, forward.kv_indices, attention.num_rows(), cos_sin, heads, hidden);
+    rotate_and_store_heads(layer, cache, forward.kv_indices, attention.num_rows(), rotary, heads, hidden);
     attention.run(index);
-    multiply<Weight>({layer.out, attended, query_size, num_rows, hidden, hidden}, nullptr, 0);
-    multiply<Weight>({layer.gate_up, hidden, hidden_size, num_rows, nullptr, inner}, layer.mlp_norm, layer.eps);
-    multiply<Weight>({layer.down, inner, layer.down.in_size, num_rows, hidden, hidden}, nullptr, 0);
+    const auto enter_mlp = [&] {
+      multiply<Weight>({layer.gate_up, hidden, hidden_size, num_rows, nullptr, inner}, layer.mlp_norm);
+    };
+    if (layer.is_parallel) enter_mlp();
+    add_output<Weight>(layer, layer.out, layer.attention_out_norm, attended, num_rows, output, hidden);
+    if (!layer.is_parallel) enter_mlp();
+    add_output<Weight>(layer, layer.down, layer.mlp_out_norm, inner, num_rows, output, hidden);
   }
 }
 
@@ -117,23 +179,24 @@ void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForwar
 
 TOKA_STRUCT_SIZE(PackedLayer)
 
-// Runs hidden [num_rows, hidden size] through the layers, in place.
+// Runs hidden [num_rows, hidden size] through the layers, in place. cos_sin [num_rows, num_tables, head_dim].
 TOKA_EXPORT void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward* forward,
-                                 int64_t num_rows, const float* cos_sin, void* hidden) {
+                                 int64_t num_rows, const float* cos_sin, int64_t num_tables, void* hidden) {
   dispatch_cache_type(forward->cache_type, [&](auto cache_tag) {
     dispatch_activation_type(layers->qkv.weight_type, [&](auto weight_tag) {
       typedef TypeOf<decltype(cache_tag)> Stored;
       typedef TypeOf<decltype(weight_tag)> Weight;
-      run_layers<Weight, Stored>(layers, num_layers, *forward, num_rows, cos_sin, (Activation<Weight>*)hidden);
+      run_layers<Weight, Stored>(layers, num_layers, *forward, num_rows, {cos_sin, num_tables},
+                                 (Activation<Weight>*)hidden);
     });
   });
 }
 
 // Allocates and touches the memory that forwards of up to num_rows rows through these layers keep between calls.
-TOKA_EXPORT void toka_reserve_forward(const PackedLayer* layers, int64_t num_rows) {
+TOKA_EXPORT void toka_reserve_forward(const PackedLayer* layers, int64_t num_layers, int64_t num_rows) {
   dispatch_activation_type(layers->qkv.weight_type, [&](auto tag) {
     typedef Activation<TypeOf<decltype(tag)>> Element;
-    scratch(layer_scratch<Element>(), num_rows * scratch_row_size(*layers));
+    scratch(layer_scratch<Element>(), num_rows * scratch_row_size(layers, num_layers));
     reserve_normed_rows<Element>(num_rows, layers->qkv.in_size);
     for (const PackedWeights* weights : {&layers->qkv, &layers->out, &layers->gate_up, &layers->down})
       reserve_int8_rows(*weights, num_rows);

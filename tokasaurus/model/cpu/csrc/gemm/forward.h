@@ -1,13 +1,23 @@
-// The weights of one decoder layer, as Python passes them.
+// One decoder layer, as Python passes it: its weights, and what it computes (LayerSpec in checkpoint/spec.py).
 #pragma once
 
 #include "gemm/gemm.h"
 
-// Filled by Python: structs.PackedLayerStruct. The norms' weights are float32; query_norm and key_norm, [head_dim], are
-// null if the model has none.
+// What the norms of queries and keys are over: a head, with the same weights for all or with weights of its own; or the
+// heads together. HEAD_NORMS in bindings.py.
+enum HeadNorms : int64_t { kOverHead, kByHead, kOverWidth };
+
+// Filled by Python: bindings.PackedLayerStruct.
 struct PackedLayer {
   PackedWeights qkv, out, gate_up, down;
-  const float *attention_norm, *mlp_norm, *query_norm, *key_norm;
+  Norm attention_norm, mlp_norm;          // of inputs
+  Norm attention_out_norm, mlp_out_norm;  // of outputs, before they are added
+  Norm query_norm, key_norm;
+  int64_t head_norms;  // a HeadNorms
   int64_t num_query_heads, num_kv_heads, head_dim;
-  double eps;
+  int64_t rotary;  // index of the table of cosines and sines; -1: queries and keys are not rotated
+  int64_t norms_after_rotary;
+  int64_t is_parallel;         // attention and MLP have the same input
+  double clip;                 // largest magnitude of queries, keys and values, before any norm; 0: any
+  double residual_multiplier;  // of what is added
 };

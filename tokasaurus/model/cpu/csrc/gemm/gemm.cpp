@@ -6,7 +6,6 @@
 
 #include "gemm/blocks.h"
 #include "gemm/int8_tile.h"
-#include "gemm/rms_norm.h"
 #include "simd/element_type.h"
 #include "simd/phases.h"
 #include "simd/simd_math.h"
@@ -28,16 +27,48 @@ constexpr int64_t kRowBlockBytes = 4 << 20;
 // Rows that a thread claims at a time for the norm. Fewer rows take less time than waking another thread.
 constexpr int64_t kNormRows = 32;
 
-// SwiGLU: gate * sigmoid(gate) * up. Each intermediate result is rounded as if it were stored as an Element.
-template <typename Element>
-static TOKA_INLINE Floats swiglu(Floats gate, Floats up) {
-  gate = rounded<Element>(gate);
-  const Floats small = exp_nonpositive(gate > 0.0f ? -gate : gate);  // e^-|gate|
-  const Floats sigmoid = (gate > 0.0f ? broadcast(1.0f) : small) / (1.0f + small);
-  return rounded<Element>(gate * sigmoid) * rounded<Element>(up);
+static TOKA_INLINE Floats silu(Floats x) {
+  const Floats small = exp_nonpositive(x > 0.0f ? -x : x);  // e^-|x|
+  return x * ((x > 0.0f ? broadcast(1.0f) : small) / (1.0f + small));
 }
 
-// Applies bias, gate and residual to one row's sums [kPanel] of one panel and stores the result.
+// Activations are applied to numbers [kPanel] or fewer, in place. Numbers and results are rounded as if they were
+// stored as Elements. What is not finite stays so, or becomes what torch makes of it.
+template <typename Element, typename Function>
+static TOKA_INLINE void apply(const Function& function, float* numbers, int count) {
+  for (int i = 0; i < count; i += kLanes)
+    store(numbers + i, rounded<Element>(function(rounded<Element>(load(numbers + i)))));
+}
+
+// Those of fewer models, out of the way of silu.
+template <typename Element>
+TOKA_NOINLINE void activate_otherwise(int64_t activation, float* numbers, int count) {
+  if (activation == kGelu) {
+    apply<Element>([](Floats x) TOKA_LAMBDA { return 0.5f * x * (1.0f + erf(x * 0.707106781f)); }, numbers, count);
+  } else if (activation == kGeluTanh) {
+    const auto gelu = [](Floats x)
+                          TOKA_LAMBDA { return 0.5f * x * (1.0f + tanh((x + 0.044715f * x * x * x) * 0.797884561f)); };
+    apply<Element>(gelu, numbers, count);
+  } else if (activation == kRelu2) {
+    apply<Element>([](Floats x) TOKA_LAMBDA { return max(Floats{}, x) * max(Floats{}, x); }, numbers, count);
+  }
+}
+
+// Applies the gemm's multiplier and softcap to numbers [kPanel]. Each intermediate result is rounded as if it were
+// stored as an Element.
+template <typename Element>
+TOKA_NOINLINE void scale_outputs(float multiplier, float softcap, float* numbers) {
+  for (int i = 0; i < kPanel; i += kLanes) {
+    Floats x = rounded<Element>(load(numbers + i)) * multiplier;
+    if (softcap != 0) {
+      x = rounded<Element>(rounded<Element>(x) / softcap);
+      x = x == x ? rounded<Element>(tanh(x)) * softcap : x;  // NaN stays
+    }
+    store(numbers + i, x);
+  }
+}
+
+// Applies all that follows the products to one row's sums [kPanel] of one panel, and stores the result.
 template <typename Weight>
 inline void epilogue(const Gemm<Weight>& gemm, int64_t row, int64_t panel, float* sums) {
   typedef Activation<Weight> Element;
@@ -46,9 +77,14 @@ inline void epilogue(const Gemm<Weight>& gemm, int64_t row, int64_t panel, float
   const int64_t count = std::min(width, weights.out_size - panel * width);
   if (weights.bias != nullptr)
     for (int i = 0; i < kPanel; i += kLanes) store(sums + i, load(sums + i) + load(weights.bias + panel * kPanel + i));
+  if (weights.activation == kSilu)
+    apply<Element>([](Floats x) TOKA_LAMBDA { return silu(x); }, sums, int(width));
+  else if (weights.activation != kIdentity)
+    activate_otherwise<Element>(weights.activation, sums, int(width));
   if (weights.is_gated)
     for (int i = 0; i < kPanel / 2; i += kLanes)
-      store(sums + i, swiglu<Element>(load(sums + i), load(sums + kPanel / 2 + i)));
+      store(sums + i, load(sums + i) * rounded<Element>(load(sums + kPanel / 2 + i)));
+  if (gemm.multiplier != 1 || gemm.softcap != 0) scale_outputs<Element>(gemm.multiplier, gemm.softcap, sums);
   Element* const out = gemm.out + first;
   const Element* const residual = gemm.residual == nullptr ? nullptr : gemm.residual + first;
   int64_t i = 0;
@@ -320,7 +356,7 @@ void embed(const PackedWeights& weights, const int64_t* token_ids, int64_t num_t
 }  // namespace
 
 template <typename Weight>
-void multiply(const Gemm<Weight>& gemm, const float* norm_weight, double eps) {
+void multiply(const Gemm<Weight>& gemm, const Norm& norm) {
   typedef Activation<Weight> Element;
   const int64_t in_size = gemm.weights.in_size, num_rows = gemm.num_rows;
   if (num_rows == 0) return;
@@ -335,10 +371,10 @@ void multiply(const Gemm<Weight>& gemm, const float* norm_weight, double eps) {
   const int64_t num_items = (num_rows + block_rows - 1) / block_rows * num_panels;
 
   Gemm<Weight> normed = gemm;
-  if (norm_weight != nullptr) {
+  if (norm.kind != kNoNorm) {
     Element* rows = scratch(norm_scratch<Element>(), num_rows * in_size);
     Team::get().parallel_for(num_rows, kNormRows, [&](int64_t row) {
-      rms_norm(gemm.x + row * gemm.x_stride, norm_weight, float(eps), in_size, rows + row * in_size);
+      normalize(norm, gemm.x + row * gemm.x_stride, in_size, rows + row * in_size);
     });
     normed.x = rows;
     normed.x_stride = in_size;
@@ -352,8 +388,8 @@ void multiply(const Gemm<Weight>& gemm, const float* norm_weight, double eps) {
   });
 }
 
-template void multiply(const Gemm<float>&, const float*, double);
-template void multiply(const Gemm<bfloat16>&, const float*, double);
+template void multiply(const Gemm<float>&, const Norm&);
+template void multiply(const Gemm<bfloat16>&, const Norm&);
 
 template <typename Element>
 void reserve_normed_rows(int64_t num_rows, int64_t in_size) {
@@ -370,6 +406,7 @@ void reserve_int8_rows(const PackedWeights& weights, int64_t num_rows) {
 // Number of outputs of a panel.
 TOKA_EXPORT int64_t toka_panel_size() { return kPanel; }
 
+TOKA_STRUCT_SIZE(Norm)
 TOKA_STRUCT_SIZE(PackedWeights)
 
 // unpacked [out_size, in_size], or [2 * out_size, in_size] with gates before ups -> panels [num_panels * kPanel *
@@ -403,13 +440,16 @@ TOKA_EXPORT int64_t toka_block_panel_bytes(int64_t block_type, int64_t in_size) 
   return block_panel_bytes(block_type, in_size);
 }
 
-// out = x times weights, plus bias; SwiGLU if the weights are gated. If norm_weight is not null, x is normalized first.
+// out = x times weights, plus bias, activated and gated as the weights say, and scaled as Gemm says. norm: of x, or
+// null.
 TOKA_EXPORT void toka_multiply(const PackedWeights* weights, const void* x, int64_t x_stride, int64_t num_rows,
-                               const float* norm_weight, double eps, void* out) {
+                               const Norm* norm, double multiplier, double softcap, void* out) {
   dispatch_activation_type(weights->weight_type, [&](auto tag) {
     typedef TypeOf<decltype(tag)> Weight;
     typedef Activation<Weight> Element;
-    multiply<Weight>({*weights, (const Element*)x, x_stride, num_rows, nullptr, (Element*)out}, norm_weight, eps);
+    multiply<Weight>(
+        {*weights, (const Element*)x, x_stride, num_rows, nullptr, (Element*)out, float(multiplier), float(softcap)},
+        norm == nullptr ? kUnnormed : *norm);
   });
 }
 

@@ -1,9 +1,13 @@
-// Gemm of any number of rows with packed weights, after an optional RMS norm, followed by a bias, gate or residual.
+// Gemm of any number of rows with packed weights, after an optional norm, followed by a bias, activation, gate or
+// residual.
 #pragma once
 
 #include <vector>
 
 #include "gemm/gemm_tile.h"
+#include "gemm/norm.h"
+
+enum ActivationFunction : int64_t { kIdentity, kSilu, kGelu, kGeluTanh, kRelu2 };  // ACTIVATIONS in bindings.py
 
 // Where a panel of quantized weights is.
 struct PanelBlocks {
@@ -19,6 +23,7 @@ struct PackedWeights {
   const float* bias;          // float32 [panels * kPanel] in the order of the panels, or null
   const PanelBlocks* blocks;  // of each panel, see blocks.h; null if the weights are not quantized
   int64_t is_int8;            // x is quantized too: see int8_tile.h. Only with blocks.
+  int64_t activation;         // an ActivationFunction, of gates or, if there are none, of outputs
 
   // Outputs per panel.
   int64_t panel_width() const { return is_gated ? kPanel / 2 : kPanel; }
@@ -34,14 +39,16 @@ struct Gemm {
   int64_t x_stride, num_rows;
   const Element* residual;  // [num_rows, out_size], or null
   Element* out;             // [num_rows, out_size]; may be the residual
+  float multiplier = 1;     // of outputs, before the residual is added
+  float softcap = 0;        // they become softcap * tanh(output / softcap) first; 0: they do not
 };
 
-// norm_weight: float32 [in_size] of an RMS norm that is applied to x first, or null. eps: of that norm.
+// norm: applied to x first.
 template <typename Weight>
-void multiply(const Gemm<Weight>& gemm, const float* norm_weight, double eps);
+void multiply(const Gemm<Weight>& gemm, const Norm& norm);
 
-extern template void multiply(const Gemm<float>&, const float*, double);
-extern template void multiply(const Gemm<bfloat16>&, const float*, double);
+extern template void multiply(const Gemm<float>&, const Norm&);
+extern template void multiply(const Gemm<bfloat16>&, const Norm&);
 
 // Allocates and touches the memory for normalized rows of x, [num_rows, in_size].
 template <typename Element>

@@ -1,4 +1,4 @@
-// Exponentials, logarithms and hyperbolic tangents of vectors.
+// Exponentials, logarithms, hyperbolic tangents and error functions of vectors.
 #pragma once
 
 #include "simd/simd.h"
@@ -42,6 +42,17 @@ static TOKA_INLINE Floats tanh(Floats x) {
   const auto is_small = size < broadcast(1.0f);
   const Floats above = is_small ? small_above : 1.0f - power, below = is_small ? small_below : 1.0f + power;
   const Floats value = above / below;
+  return x < Floats{} ? -value : value;
+}
+
+// erf x to an absolute error of 2e-7. Source: Abramowitz and Stegun, 7.1.26.
+static TOKA_INLINE Floats erf(Floats x) {
+  const Floats size = max(x, -x), t = 1.0f / (1.0f + 0.3275911f * size);
+  Floats p = t * 1.061405429f - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = p * t + 0.254829592f;
+  const Floats value = 1.0f - p * t * exp_nonpositive(-size * size);
   return x < Floats{} ? -value : value;
 }
 

@@ -14,21 +14,22 @@
 extern "C" {
 void toka_embed(const PackedWeights* weights, const int64_t* token_ids, int64_t num_tokens, void* out);
 void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward* forward, int64_t num_rows,
-                     const float* cos_sin, void* hidden);
-void toka_multiply(const PackedWeights* weights, const void* x, int64_t x_stride, int64_t num_rows,
-                   const float* norm_weight, double eps, void* out);
+                     const float* cos_sin, int64_t num_tables, void* hidden);
+void toka_multiply(const PackedWeights* weights, const void* x, int64_t x_stride, int64_t num_rows, const Norm* norm,
+                   double multiplier, double softcap, void* out);
 }
 
 // Filled by Python: DecodeStepStruct.
 struct DecodeStep {
   // The model
-  int64_t activation_type, num_layers, head_dim;
+  int64_t activation_type, num_layers, head_dim, num_tables;
   const PackedLayer* layers;
   const PackedWeights *embedding, *head;  // embedding: null if it is not packed
   const void* embedding_rows;             // [vocabulary, hidden size], in the type of the layers' weights, if it is not
-  const float* final_norm;                // [hidden size]
-  double final_eps;
-  const float* cos_sin_of_position;  // [positions, head_dim]
+  double embedding_scale;
+  Norm final_norm;
+  double logit_scale, logit_softcap;
+  const float* cos_sin_of_position;  // [positions, num_tables, head_dim]
   // All slots: see SlotTable. cached_tokens: SlotRules.tokens.
   int32_t* positions;
   const int32_t* block_tables;
@@ -44,7 +45,7 @@ struct DecodeStep {
   // Memory that a step fills
   int64_t *token_ids, *kv_indices, *noise_keys;  // noise_keys: [num_rows, 2]
   int32_t* kv_lengths;
-  float* cos_sin;  // [num_rows, head_dim]
+  float* cos_sin;  // [num_rows, num_tables, head_dim]
   void *hidden, *logits;
   int64_t* sampled;  // -1 for a row that is not finite
 };
@@ -67,8 +68,9 @@ void prepare_row(const DecodeStep& step, int64_t row) {
   step.token_ids[row] = token;
   step.cached_tokens[kv_index] = int32_t(token);
   set_position_keys(step.sequence_keys[slot], length, step.noise_keys + 2 * row);
-  const float* cos_sin = step.cos_sin_of_position + position * step.head_dim;
-  std::copy(cos_sin, cos_sin + step.head_dim, step.cos_sin + row * step.head_dim);
+  const int64_t size = step.num_tables * step.head_dim;
+  const float* cos_sin = step.cos_sin_of_position + position * size;
+  std::copy(cos_sin, cos_sin + size, step.cos_sin + row * size);
 }
 
 template <typename Weight>
@@ -78,13 +80,25 @@ void embed_plain(const DecodeStep& step) {
   for (int64_t row = 0; row < step.num_rows; ++row) {
     const Weight* weights = (const Weight*)step.embedding_rows + step.token_ids[row] * hidden_size;
     Element* out = (Element*)step.hidden + row * hidden_size;
-    for (int64_t i = 0; i < hidden_size; ++i) from_float(out + i, to_float(weights[i]));
+    for (int64_t i = 0; i < hidden_size; ++i)
+      from_float(out + i, rounded<Weight>(to_float(weights[i]) * float(step.embedding_scale)));
   }
 }
 
+template <typename Weight>
+void embed_packed(const DecodeStep& step) {
+  toka_embed(step.embedding, step.token_ids, step.num_rows, step.hidden);
+  if (step.embedding_scale == 1) return;
+  Activation<Weight>* const hidden = (Activation<Weight>*)step.hidden;
+  for (int64_t i = 0; i < step.num_rows * step.head->in_size; ++i)
+    from_float(hidden + i, to_float(hidden[i]) * float(step.embedding_scale));
+}
+
 void embed(const DecodeStep& step) {
-  if (step.embedding != nullptr) return toka_embed(step.embedding, step.token_ids, step.num_rows, step.hidden);
-  dispatch_activation_type(step.layers->qkv.weight_type, [&](auto tag) { embed_plain<TypeOf<decltype(tag)>>(step); });
+  dispatch_activation_type(step.layers->qkv.weight_type, [&](auto tag) {
+    typedef TypeOf<decltype(tag)> Weight;
+    step.embedding == nullptr ? embed_plain<Weight>(step) : embed_packed<Weight>(step);
+  });
 }
 
 }  // namespace
@@ -95,9 +109,10 @@ TOKA_EXPORT void toka_decode_step(const DecodeStep* pointer) {
   const DecodeStep& step = *pointer;
   for (int64_t row = 0; row < step.num_rows; ++row) prepare_row(step, row);
   embed(step);
-  toka_run_layers(step.layers, step.num_layers, step.forward, step.num_rows, step.cos_sin, step.hidden);
-  toka_multiply(step.head, step.hidden, step.head->in_size, step.num_rows, step.final_norm, step.final_eps,
-                step.logits);
+  toka_run_layers(step.layers, step.num_layers, step.forward, step.num_rows, step.cos_sin, step.num_tables,
+                  step.hidden);
+  toka_multiply(step.head, step.hidden, step.head->in_size, step.num_rows, &step.final_norm, step.logit_scale,
+                step.logit_softcap, step.logits);
   toka_sample(step.activation_type, step.logits, step.num_rows, step.head->out_size, step.sampling_params,
               step.noise_keys, nullptr, nullptr, nullptr, step.sampled, nullptr, nullptr);
   // Later steps may embed it before the manager ends the sequence.
