@@ -320,7 +320,7 @@ def test_a_worker_starts_where_compiling_is_the_default_and_fails(
 ) -> None:
     save_tiny_model(tmp_path, "llama", num_layers=1)
     phases: list[PhaseDone] = []
-    monkeypatch.setattr(device, "is_compiled", lambda flag, _device: flag is not False)  # as on CUDA
+    monkeypatch.setattr(device, "is_compiled", lambda flag, *_: flag is not False)  # as on CUDA
     with unittest.mock.patch.object(Compiler, "_compile_graph", side_effect=RuntimeError("no Triton")):
         worker = start_worker(ServerConfig.parse(FLAGS), resolve_checkpoint(str(tmp_path)), Mesh(), 0, phases.append)
         assert worker.runner.run(single_token(LIMITS)) is not None

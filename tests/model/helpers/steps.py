@@ -58,8 +58,8 @@ def make_runner(
 ) -> ModelRunner:
     num_heads, num_kv_heads = mesh.shard(info.num_heads, "heads")[1], mesh.kv_head_shard(info.num_kv_heads)[1]
     shape = KVShape(
-        *(info.num_layers, num_heads, num_kv_heads, info.head_dim, page_size, dtype, device, model.activation_dtype),
-        layers=tuple(layer.attention for layer in info.spec.layers),
+        *(len(model.layers), num_heads, num_kv_heads, info.head_dim, page_size, dtype, device, model.activation_dtype),
+        layers=tuple(layer.spec.attention for layer in model.decoder_layers()),
         sinks=model.sinks,
     )
     kernels = load_kernels()
