@@ -298,7 +298,8 @@ class ActivatedLinear(FusedColumnLinear):
         )
         self.length = length
         self._spec = spec
-        self._function = ACTIVATIONS.get(spec.activation, lambda x: x)
+        function: Callable[[Tensor], Tensor] = ACTIVATIONS.get(spec.activation, lambda x: x)
+        self._function = function
 
     def features(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, 2 * length], the outputs of gate and up, or those of up, without the kernels."""
