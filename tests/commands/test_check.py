@@ -91,7 +91,7 @@ def test_what_was_found_before_an_error_is_shown(
     def fail(*_: Any) -> None:
         raise RuntimeError("CUDA error: unspecified launch failure\nmore of it")
 
-    monkeypatch.setattr("tokasaurus.model.worker.layer_choice.check_layers", fail)
+    monkeypatch.setattr("tokasaurus.model.worker.kernel_checks.check_layers", fail)
     code, found = check(capsys, f"model={model}")
     assert code == 1
     assert [result["feature"] for result in found["results"]] == [*FEATURES[:4], "start"]
