@@ -75,7 +75,7 @@ def check_files_after_a_kill(directory: Path) -> None:
         if "exit_code" in line:
             assert ended[line.split()[2].rstrip(":")]["exit_code"] == 0, line
     for name in (step for step in steps if step.startswith("profile-")):
-        kept = {path.name for path in (traces / name.removeprefix("profile-")).glob("*.gz")}
+        kept = {path.name for path in (traces / name.removeprefix("profile-")).glob("rows-*.gz")}
         measured = [f"rows-{row['num_rows']}.json.gz" for row in steps[name]]
         assert set(measured) <= kept
         assert len(measured) >= len(kept) - 1, "the one at work"
