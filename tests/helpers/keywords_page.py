@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import subprocess
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,7 +55,9 @@ def page() -> str:
         '\n\nclass ChatOptions(CompletionOptions, total=False):\n    """Other fields of /v1/chat/completions."""\n',
         *itertools.starmap(_line, further.items()),
     ]
-    return "\n".join([parts[0], "", *parts[1:]]) + "\n"
+    text = "\n".join([parts[0], "", *parts[1:]]) + "\n"
+    command = [sys.executable, "-m", "ruff", "format", f"--stdin-filename={PATH}", "-"]
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=True, cwd=PATH.parent).stdout
 
 
 def _type_of_flag(flag: Flag) -> str:
@@ -101,5 +105,4 @@ def _literal(words: Sequence[str]) -> str:
 
 
 def _line(name: str, kind: str) -> str:
-    line = f"    {name}: {kind}"
-    return line if len(line) <= 120 else f"    {name}: (\n        {kind}\n    )"
+    return f"    {name}: {kind}"

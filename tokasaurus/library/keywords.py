@@ -104,7 +104,27 @@ class EngineFlags(TypedDict, total=False):
     """Sampling parameters where a request says none: model are the ones in generation_config.json or in the GGUF file,
     such as a temperature; neutral are those that change nothing."""
     tool_call_format: (
-        Literal["hermes", "mistral", "mistral_args", "phi4_mini", "granite", "command_r", "command_r7b", "nemotron", "hunyuan", "hyperclovax", "apertus", "function_tag", "olmo3", "lfm2", "functiongemma", "gemma4", "glm4", "llama3"] | None
+        Literal[
+            "hermes",
+            "mistral",
+            "mistral_args",
+            "phi4_mini",
+            "granite",
+            "command_r",
+            "command_r7b",
+            "nemotron",
+            "hunyuan",
+            "hyperclovax",
+            "apertus",
+            "function_tag",
+            "olmo3",
+            "lfm2",
+            "functiongemma",
+            "gemma4",
+            "glm4",
+            "llama3",
+        ]
+        | None
     )
     """Format of the model's tool calls; auto is the format of its chat template."""
     request_chat_template: bool

@@ -36,8 +36,8 @@ def graph_sizes(max_size: int, step: int = GRAPH_STEP) -> list[int]:
 
 
 def group_graph_sizes(sizes: Sequence[int]) -> list[int]:
-    """The decode steps of `sizes`, largest first, that are recorded with prefix groups too: the largest, and two in
-    each doubling. 12 of 64 sizes up to 1,024."""
+    """Which decode steps in `sizes`, largest first, have a second recording, for steps with prefix groups: the largest,
+    and two in each doubling. 12 of 64 sizes up to 1,024."""
     return [
         size
         for size in sizes

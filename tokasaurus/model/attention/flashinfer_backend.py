@@ -115,7 +115,7 @@ def compiling_nothing() -> Iterator[list[Any]]:
     def load_only(spec: Any) -> Any:
         if not spec.is_compiled:
             missing.append(spec)
-            raise RuntimeError(f"{spec} is not compiled")
+            raise RuntimeError(f"{spec.name} is not compiled")
         return build_and_load(spec)
 
     JitSpec.build_and_load = load_only

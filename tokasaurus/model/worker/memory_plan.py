@@ -87,7 +87,7 @@ class Sizes:
     chunk_sizes: tuple[int, ...]
     """Tokens of each larger step that is recorded, largest first."""
     group_sizes: tuple[int, ...]
-    """Those of graph_sizes that are recorded with prefix groups too."""
+    """The ones in graph_sizes that have a second recording, for steps with prefix groups."""
 
     @property
     def item(self) -> int:
@@ -127,7 +127,7 @@ def sizes_of_chunks(config: ServerConfig, sizes: list[int]) -> list[int]:
 
 
 def sizes_of_groups(config: ServerConfig, sizes: list[int]) -> list[int]:
-    """Those of the recorded decode steps of `sizes` that are recorded with prefix groups too, largest first."""
+    """Which decode steps in `sizes` have a second recording, for steps with prefix groups; largest first."""
     return [] if config.use_hydragen is False else group_graph_sizes(sizes)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 SPACE = " \t\n\r"
@@ -142,7 +143,7 @@ class JsonScanner:
         return character in "0123456789abcdefABCDEF"
 
 
-class ForeignArguments:
+class ForeignArguments(ABC):
     """Arguments that are not written in JSON → JSON, after their opening bracket.
 
     Precondition of `add`: the last call returned a text, and the arguments are not complete.
@@ -170,11 +171,13 @@ class ForeignArguments:
         text = self._read_string(character) if self._in_string else self._read(character)
         return text if text is not None and all(map(self._scanner.add, text)) else None
 
+    @abstractmethod
     def _read(self, character: str) -> str | None:
-        raise NotImplementedError
+        """As `add`, outside strings."""
 
+    @abstractmethod
     def _read_string(self, character: str) -> str | None:
-        raise NotImplementedError
+        """As `add`, inside a string."""
 
     def _take_word(self) -> str:
         """The literal or number that has ended."""

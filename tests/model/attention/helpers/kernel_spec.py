@@ -10,6 +10,7 @@ class KernelSpec:
     directory: Path
     outcome: str
     """What the compiler does: "compiles", "fails" or "hangs"."""
+    name: str = "kernel"
 
     @property
     def lock_path(self) -> Path:
