@@ -142,6 +142,8 @@ class BatchService:
 
     def problem(self, batch: BatchRecord) -> str:
         """Why the batch cannot go on now; "" if it can, or is finished."""
+        if batch.status in FINAL_STATUSES:
+            return ""
         running = self._runner.find(batch.number)
         if running is not None and self._recorder.problem is not None:
             return str(self._recorder.problem)
