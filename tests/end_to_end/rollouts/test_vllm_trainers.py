@@ -104,7 +104,7 @@ def test_skyrl_samples_scores_prompts_and_pauses(server: RolloutServer) -> None:
 def test_skyrl_wakes_weights_and_cache_one_after_the_other(server: RolloutServer, models: list[Path]) -> None:
     """RemoteInferenceClient.sleep and wake_up with tags, around new weights."""
     old = server.greedy_ids(PROMPT, 20)
-    with server.in_flight([PROMPT] * 4, 470) as answers:
+    with server.in_flight([PROMPT] * 32, 470) as answers:  # which take a fast machine long enough
         server.post("/sleep", level="2")
         server.post("/wake_up", tags="weights")
         assert server.http.get("/is_paused").json() == {"is_paused": True}
