@@ -1,5 +1,7 @@
 """Which tokens limits exclude, on the host and on a device."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,16 @@ from hypothesis import strategies as st
 from tests.helpers.examples import examples
 from tests.model.helpers.pretend_device import on_device, on_host, pretended
 from tests.model.helpers.sampling_rows import inside_limits, make_rows, with_params
-from tokasaurus.model.sampling.rules import columns_of, has_limits, limited_rows, limits_in_use, outside_limits
-from tokasaurus.model.sampling.sample import SamplingRows
+from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.sampling.rules import (
+    choose_rows,
+    columns_of,
+    has_limits,
+    limited_rows,
+    limits_in_use,
+    outside_limits,
+)
+from tokasaurus.model.sampling.sample import SamplingRows, sample
 from tokasaurus.model.staging.staging import ON_HOST
 
 
@@ -72,6 +82,31 @@ def test_a_device_excludes_what_the_host_excludes(
     # Sums of many probabilities may cross top_p one value apart.
     same = [(own == expected_own).all() for own, expected_own in zip(outside.numpy(), expected, strict=True)]
     assert np.mean(same) >= 0.85
+
+
+@pytest.mark.parametrize("shape", ["flat", "usual", "peaked", "tied"])
+def test_the_kernels_keep_the_same_tokens_of_a_large_vocabulary(shape: str) -> None:
+    """By the probability of all that they keep, which the log-probability of the drawn token tells."""
+    settings = [
+        *((top_p, 0, 0.0) for top_p in (0.02, 0.5, 0.9, 0.999)),
+        *((1.0, top_k, 0.0) for top_k in (1, 64, 900, 99_000, 200_000)),
+        *((1.0, 0, 0.05), (0.9, 64, 0.0), (0.3, 5000, 0.0), (0.7, 300, 0.01), (0.9, 0, 0.3)),
+    ]
+    logits = torch.randn(len(settings), 100_003, generator=torch.Generator().manual_seed(0))
+    if shape == "tied":
+        logits = (logits * 8).round() / 4
+    elif shape != "flat":
+        logits *= 3.0
+    if shape == "peaked":
+        logits[:, 77] = 22.0
+    top_p, top_k, min_p = (list(column) for column in zip(*settings, strict=True))
+    rows = limited(top_p, top_k, min_p)
+    rows = replace(rows, as_sampled=choose_rows(np.arange(len(settings)), ON_HOST))
+    sampled = sample(logits, rows, load_kernels())
+    assert sampled.logprobs is not None
+    for row, params, token, logprob in zip(logits.double(), settings, sampled.tokens, sampled.logprobs, strict=True):
+        kept = row[torch.from_numpy(inside_limits(row.numpy(), *params))].logsumexp(dim=0)
+        assert float(row[token] - logprob) == pytest.approx(float(kept), abs=1e-4), params
 
 
 def test_greedy_rows_and_rows_that_allow_every_token_have_no_limits() -> None:

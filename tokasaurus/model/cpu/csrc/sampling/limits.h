@@ -3,7 +3,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
+#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -19,11 +21,99 @@ struct Limits {
   bool any() const { return top_p < 1 || top_k > 0 || min_p > 0; }
 };
 
-// The largest of `values` such that all values not below it sum to at least `target`. A quickselect, which reorders
-// them.
-static inline float top_p_threshold(std::vector<float>& values, double target) {
-  auto begin = values.begin(), end = values.end();
-  double sum_before = 0;  // of the values before `begin`, all larger than the rest
+// Of the values that are at least a bound: their number, and their sum.
+struct Above {
+  int64_t count = 0;
+  double sum = 0;
+};
+
+constexpr int kBounds = 4;
+
+// above[i]: of the values that are at least bounds[i]. num_values: a multiple of kLanes.
+static inline void find_above(const float* values, int64_t num_values, const float* bounds, Above* above) {
+  for (int i = 0; i < kBounds; ++i) above[i] = {};
+  for (int64_t first = 0; first < num_values; first += kSummed) {
+    const int64_t end = std::min(first + kSummed, num_values);
+    Floats sums[kBounds] = {};
+    Ints counts[kBounds] = {};
+    for (int64_t value = first; value < end; value += kLanes) {
+      const Floats x = load(values + value);
+      repeat<kBounds>([&](auto i) TOKA_LAMBDA {
+        const Ints inside = x >= bounds[i];
+        sums[i] += (Floats)((Ints)x & inside);
+        counts[i] -= inside;
+      });
+    }
+    repeat<kBounds>([&](auto i) TOKA_LAMBDA {
+      above[i].sum += sum(sums[i]);
+      above[i].count += sum(counts[i]);
+    });
+  }
+}
+
+// Where a threshold is: not below `lower`, and below `upper`, above which are the values of `above`.
+struct Bracket {
+  float lower, upper = 1.001f;  // the largest value is 1
+  Above above;
+};
+
+// Narrows the bracket, by a few passes over the values, until few are inside, or as many as are almost equal.
+// is_enough: whether the values that are at least a bound reach what the threshold is for; true for `lower`.
+template <typename IsEnough>
+void narrow(const std::vector<float>& values, const IsEnough& is_enough, Bracket* bracket) {
+  constexpr int64_t kFew = 256;
+  while (bracket->upper > bracket->lower * 1.0001f) {
+    const float step = std::pow(bracket->upper / bracket->lower, 1.0f / (kBounds + 1));
+    float bounds[kBounds];  // falling
+    for (int i = 0; i < kBounds; ++i) bounds[i] = (i == 0 ? bracket->upper : bounds[i - 1]) / step;
+    Above above[kBounds];
+    find_above(values.data(), int64_t(values.size()), bounds, above);
+    int num_short = 0;
+    while (num_short < kBounds && !is_enough(above[num_short])) ++num_short;
+    if (num_short > 0) {
+      bracket->upper = bounds[num_short - 1];
+      bracket->above = above[num_short - 1];
+    }
+    if (num_short == kBounds) continue;
+    bracket->lower = bounds[num_short];
+    if (above[num_short].count - bracket->above.count <= kFew) return;
+  }
+}
+
+// candidates = the values inside the bracket.
+static inline void find_inside(const std::vector<float>& values, const Bracket& bracket,
+                               std::vector<float>& candidates) {
+  candidates.clear();
+  const float below = std::nextafter(bracket.lower, 0.0f);
+  for (size_t first = 0; first < values.size(); first += kLanes) {
+    const Floats x = load(values.data() + first);
+    if (!any_greater(x < bracket.upper ? x : Floats{}, below)) continue;
+    for (size_t i = first; i < first + kLanes; ++i)
+      if (values[i] >= bracket.lower && values[i] < bracket.upper) candidates.push_back(values[i]);
+  }
+}
+
+// The k-th largest of the values; 0 if fewer are above 0.
+static inline float top_k_threshold(const std::vector<float>& values, int64_t k, std::vector<float>& candidates) {
+  Bracket bracket{std::numeric_limits<float>::min()};
+  narrow(values, [=](const Above& above) { return above.count >= k; }, &bracket);
+  find_inside(values, bracket, candidates);
+  const int64_t place = k - bracket.above.count;
+  if (place > int64_t(candidates.size())) return 0;
+  std::nth_element(candidates.begin(), candidates.begin() + (place - 1), candidates.end(), std::greater<float>());
+  return candidates[place - 1];
+}
+
+// The largest of the values from `lower` on such that all that are not below it sum to at least `target`, or the
+// smallest of them. lower: above 0. A quickselect among those that narrowing leaves.
+static inline float top_p_threshold(const std::vector<float>& values, float lower, double target,
+                                    std::vector<float>& candidates) {
+  Bracket bracket{lower};
+  narrow(values, [=](const Above& above) { return above.sum >= target; }, &bracket);
+  find_inside(values, bracket, candidates);
+  if (candidates.empty()) return bracket.upper;  // sums of one step and the next were rounded apart
+  auto begin = candidates.begin(), end = candidates.end();
+  double sum_before = bracket.above.sum;  // of the values before `begin`, all larger than the rest
   for (;;) {
     const float pivot = begin[(end - begin) / 2];
     const auto above = std::partition(begin, end, [=](float value) { return value > pivot; });
@@ -39,19 +129,6 @@ static inline float top_p_threshold(std::vector<float>& values, double target) {
   }
 }
 
-// A lower bound of the k-th largest of values: the k-th largest of the vectors' maxima.
-static inline float kth_largest_lower_bound(const std::vector<float>& values, int64_t k) {
-  static thread_local std::vector<float> largest;
-  largest.clear();
-  for (size_t first = 0; first < values.size(); first += kLanes) {
-    const float here = max(load(values.data() + first));
-    if (here >= 0) largest.push_back(here);  // false if all are NaN
-  }
-  if (int64_t(largest.size()) < k) return 0;
-  std::nth_element(largest.begin(), largest.begin() + (k - 1), largest.end(), std::greater<float>());
-  return largest[k - 1];
-}
-
 // masked [vocab_size] = logit * scale, or -inf for tokens that the limits exclude: by min_p, then by top_k, then by
 // top_p of the remaining tokens. largest: the largest logit * scale of the row. Precondition: none is NaN or positive
 // infinity. Sources: arXiv 2407.01082 (min_p), 1904.09751 (top_p).
@@ -60,33 +137,19 @@ void apply_limits(const Element* row, int64_t vocab_size, float scale, float lar
                   std::vector<float>& masked) {
   static thread_local std::vector<float> candidates;
   masked.resize((vocab_size + kLanes - 1) / kLanes * kLanes);
-  candidates.resize(masked.size());
   double total = sum_exp(row, vocab_size, scale, largest, masked.data());
-  const bool by_top_p_alone = limits.top_k <= 0 && limits.min_p <= 0;
-  // With top_p alone, tokens below this cannot sum to the probability that top_p excludes, even if the whole vocabulary
-  // were below it.
-  float min_candidate = by_top_p_alone ? float((1 - limits.top_p) * total / double(vocab_size)) : limits.min_p;
-  if (limits.top_k > 0) min_candidate = max(min_candidate, kth_largest_lower_bound(masked, limits.top_k));
-  size_t num_candidates = 0;
-  for (int64_t first = 0; first < vocab_size; first += kLanes) {
-    if (max(load(masked.data() + first)) < min_candidate) continue;
-    for (int64_t token = first; token < first + kLanes; ++token) {
-      candidates[num_candidates] = masked[token];
-      num_candidates += masked[token] >= min_candidate;
-    }
-  }
-  candidates.resize(num_candidates);
-  float smallest = min_candidate;
-  if (limits.top_k > 0 && num_candidates > size_t(limits.top_k)) {
-    const auto kth = candidates.begin() + (limits.top_k - 1);
-    std::nth_element(candidates.begin(), kth, candidates.end(), std::greater<float>());
-    smallest = *kth;
-    candidates.erase(std::partition(kth, candidates.end(), [=](float value) { return value == smallest; }),
-                     candidates.end());
-  }
+  float smallest = limits.min_p;
+  if (limits.top_k > 0) smallest = max(smallest, top_k_threshold(masked, limits.top_k, candidates));
   if (limits.top_p < 1) {
-    if (!by_top_p_alone) total = std::accumulate(candidates.begin(), candidates.end(), 0.0);
-    smallest = top_p_threshold(candidates, limits.top_p * total);
+    if (smallest > 0) {
+      Above above[kBounds];
+      const float bounds[kBounds] = {smallest, smallest, smallest, smallest};
+      find_above(masked.data(), int64_t(masked.size()), bounds, above);
+      total = above[0].sum;
+    }
+    // Tokens below this cannot sum to the probability that top_p excludes, even if the whole vocabulary were below it.
+    const float lower = max(smallest, float((1 - limits.top_p) * total / double(vocab_size)));
+    smallest = top_p_threshold(masked, lower, limits.top_p * total, candidates);
   }
   for (int64_t token = 0; token < vocab_size; token += kLanes) {
     const Floats inside = load_row(row, token, vocab_size) * scale;

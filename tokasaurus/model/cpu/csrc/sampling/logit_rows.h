@@ -17,16 +17,22 @@ static inline Floats load_row(const Element* row, int64_t token, int64_t vocab_s
   return x;
 }
 
+constexpr int64_t kSummed = 256 * kLanes;  // numbers that are added up as floats; doubles add up these sums
+
 // The sum of e^(logit * scale - largest). terms: receives the terms, padded to whole vectors, or null.
 template <typename Element>
-float sum_exp(const Element* row, int64_t vocab_size, float scale, float largest, float* terms) {
-  Floats total = {};
-  for (int64_t token = 0; token < vocab_size; token += kLanes) {
-    const Floats term = exp_nonpositive(load_row(row, token, vocab_size) * scale - largest);
-    total += term;
-    if (terms != nullptr) store(terms + token, term);
+double sum_exp(const Element* row, int64_t vocab_size, float scale, float largest, float* terms) {
+  double total = 0;
+  for (int64_t first = 0; first < vocab_size; first += kSummed) {
+    Floats part = {};
+    for (int64_t token = first; token < std::min(first + kSummed, vocab_size); token += kLanes) {
+      const Floats term = exp_nonpositive(load_row(row, token, vocab_size) * scale - largest);
+      part += term;
+      if (terms != nullptr) store(terms + token, term);
+    }
+    total += sum(part);
   }
-  return sum(total);
+  return total;
 }
 
 // A lower bound of the count-th largest of `values`, close to it; -inf if fewer than `count` are larger than -inf (NaN
