@@ -104,16 +104,10 @@ static inline float top_k_threshold(const std::vector<float>& values, int64_t k,
   return candidates[place - 1];
 }
 
-// The largest of the values from `lower` on such that all that are not below it sum to at least `target`, or the
-// smallest of them. lower: above 0. A quickselect among those that narrowing leaves.
-static inline float top_p_threshold(const std::vector<float>& values, float lower, double target,
-                                    std::vector<float>& candidates) {
-  Bracket bracket{lower};
-  narrow(values, [=](const Above& above) { return above.sum >= target; }, &bracket);
-  find_inside(values, bracket, candidates);
-  if (candidates.empty()) return bracket.upper;  // sums of one step and the next were rounded apart
-  auto begin = candidates.begin(), end = candidates.end();
-  double sum_before = bracket.above.sum;  // of the values before `begin`, all larger than the rest
+// The largest of `values` such that all values not below it sum to at least `target`, or the smallest. A quickselect,
+// which reorders them. sum_before: of values that are larger than these.
+static inline float top_p_threshold(std::vector<float>& values, double sum_before, double target) {
+  auto begin = values.begin(), end = values.end();
   for (;;) {
     const float pivot = begin[(end - begin) / 2];
     const auto above = std::partition(begin, end, [=](float value) { return value > pivot; });
@@ -141,15 +135,26 @@ void apply_limits(const Element* row, int64_t vocab_size, float scale, float lar
   float smallest = limits.min_p;
   if (limits.top_k > 0) smallest = max(smallest, top_k_threshold(masked, limits.top_k, candidates));
   if (limits.top_p < 1) {
-    if (smallest > 0) {
-      Above above[kBounds];
-      const float bounds[kBounds] = {smallest, smallest, smallest, smallest};
-      find_above(masked.data(), int64_t(masked.size()), bounds, above);
-      total = above[0].sum;
+    constexpr int kFew = 4096;
+    Bracket bracket{smallest};
+    if (limits.top_k == 0 || limits.top_k > kFew) {
+      if (smallest > 0) {
+        const float bounds[kBounds] = {smallest, smallest, smallest, smallest};
+        Above above[kBounds];
+        find_above(masked.data(), int64_t(masked.size()), bounds, above);
+        total = above[0].sum;
+      }
+      // Tokens below this cannot sum to the probability that top_p excludes, even if all were below it.
+      bracket.lower = max(smallest, float((1 - limits.top_p) * total / double(vocab_size)));
+      narrow(masked, [=](const Above& above) { return above.sum >= limits.top_p * total; }, &bracket);
+      find_inside(masked, bracket, candidates);
+    } else {
+      find_inside(masked, bracket, candidates);
+      total = std::accumulate(candidates.begin(), candidates.end(), 0.0);
     }
-    // Tokens below this cannot sum to the probability that top_p excludes, even if the whole vocabulary were below it.
-    const float lower = max(smallest, float((1 - limits.top_p) * total / double(vocab_size)));
-    smallest = top_p_threshold(masked, lower, limits.top_p * total, candidates);
+    // None are inside if the sums of two passes were rounded apart.
+    smallest =
+        candidates.empty() ? bracket.upper : top_p_threshold(candidates, bracket.above.sum, limits.top_p * total);
   }
   for (int64_t token = 0; token < vocab_size; token += kLanes) {
     const Floats inside = load_row(row, token, vocab_size) * scale;
