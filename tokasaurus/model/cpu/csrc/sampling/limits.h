@@ -61,7 +61,7 @@ struct Bracket {
 // is_enough: whether the values that are at least a bound reach what the threshold is for; true for `lower`.
 template <typename IsEnough>
 void narrow(const std::vector<float>& values, const IsEnough& is_enough, Bracket* bracket) {
-  constexpr int64_t kFew = 256;
+  constexpr int64_t kFew = 1024;
   while (bracket->upper > bracket->lower * 1.0001f) {
     const float step = std::pow(bracket->upper / bracket->lower, 1.0f / (kBounds + 1));
     float bounds[kBounds];  // falling
@@ -83,14 +83,18 @@ void narrow(const std::vector<float>& values, const IsEnough& is_enough, Bracket
 // candidates = the values inside the bracket.
 static inline void find_inside(const std::vector<float>& values, const Bracket& bracket,
                                std::vector<float>& candidates) {
-  candidates.clear();
+  size_t num = 0;
   const float below = std::nextafter(bracket.lower, 0.0f);
   for (size_t first = 0; first < values.size(); first += kLanes) {
     const Floats x = load(values.data() + first);
     if (!any_greater(x < bracket.upper ? x : Floats{}, below)) continue;
-    for (size_t i = first; i < first + kLanes; ++i)
-      if (values[i] >= bracket.lower && values[i] < bracket.upper) candidates.push_back(values[i]);
+    candidates.resize(num + kLanes);
+    for (size_t i = first; i < first + kLanes; ++i) {
+      candidates[num] = values[i];
+      num += values[i] >= bracket.lower && values[i] < bracket.upper;
+    }
   }
+  candidates.resize(num);
 }
 
 // The k-th largest of the values; 0 if fewer are above 0.
