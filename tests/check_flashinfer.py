@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.model.attention.helpers.flashinfer_real import HEADS, PROMPT_ROWS, ROWS
+from tests.model.attention.helpers.flashinfer_real import HEADS, KIND_HEADS, PROMPT_ROWS, ROWS, WINDOW
 from tests.model.attention.helpers.flashinfer_source import RECORD, read_package
 from tokasaurus.messages.status import DEFAULT_HYDRAGEN, HydragenCosts
 from tokasaurus.model.buffer_sizes import plan_bytes
@@ -118,6 +118,40 @@ def test_compiled_functions_are_given_the_same_without_the_wrappers(
         for name, num_parts in (("decode and prompts", 2), ("groups and prompts", 4), ("one row", 1))
         for kernels in ("fa3", "fa2")
     }
+
+
+@pytest.mark.parametrize("heads", KIND_HEADS)
+def test_each_kind_of_layer_has_kernels_numbers_and_plans_of_its_own(
+    heads: tuple[int, int, int], over_real_wrappers: dict[str, Any]
+) -> None:
+    """Layers 0 and 2 are usual, the last one with sinks; layer 1 has a window, a cap and a scale. Recorded plans are
+    the same for 40 contexts, and fit; without windows, so are those of prefixes."""
+    found = over_real_wrappers["/".join(map(str, heads)) + " kinds"]
+    decode = "decode" if heads == (9, 3, 64) else "fa2"
+    assert [*map(tuple, found["modules"])] == [
+        (kernels, [is_limited] * 2) for kernels in sorted({decode, "fa2"}) for is_limited in (False, True)
+    ]
+    usual, limited, with_sinks = map(set, found["numbers"])
+    assert usual == with_sinks
+    assert {WINDOW - 1, 20.0, 0.2} <= limited
+    assert {WINDOW - 1, 20.0, 0.2}.isdisjoint(usual)
+    assert heads[2] ** -0.5 in usual - limited
+    assert found["compared"] == {"decode and prompts, fa2": 2 * (2 + 3), "one row, fa2": 2 + 3}
+    assert found["num_plans"] == found["num_memories"] == 2
+    for each in (found, found["recorded_groups"]):
+        assert each["same_plans"]
+        assert 0 < each["asked"][0] <= found["workspace"]
+        assert 0 < each["asked"][1] <= each["plan_memory"] == 1 << 20
+
+
+@pytest.mark.parametrize("version", RECORDED)
+def test_a_window_ends_with_the_rows_own_token_and_has_one_token_more_than_its_number(version: str) -> None:
+    """Which is what we give, less one; a cap is as of tanh."""
+    directory = PACKAGES / version / "flashinfer/data/include/flashinfer/attention"
+    variants = (directory / "variants.cuh").read_text()
+    assert "mask &= (kv_idx + qo_len + window_left >= kv_len + qo_idx);" in variants
+    assert "soft_cap_pre_tanh_scale = params.sm_scale * math::ptx_rcp(params.logits_soft_cap);" in variants
+    assert "sm_scale_log2 = math::log2e * params.logits_soft_cap;" in variants
 
 
 @pytest.mark.parametrize("num_rows", PROMPT_ROWS)

@@ -140,6 +140,7 @@ def test_both_calls_leave_all_their_results(tmp_path: Path) -> None:
     assert quarter.main([*second, "max_seqs_per_forward=8", "max_tokens_per_forward=256"]) == 0, (
         out / "second.log"
     ).read_text()
+    assert "attention: 2 tests\n" in (out / "second.log").read_text(), "FlashInfer's windows"
     measured = json.loads((out / "workloads.json").read_text())["parts"]
     assert [part["part"] for part in measured if part["flags"]] == ["start", "groups", "sharegpt"]
     assert {part["status"] for part in measured} == {"measured"}

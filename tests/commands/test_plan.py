@@ -341,6 +341,26 @@ def test_the_workspace_grows_with_the_largest_graph(checkpoint) -> None:
     assert sizes[0] < sizes[1]
 
 
+def test_layers_with_windows_have_wrappers_of_their_own_and_no_graphs_of_prefix_groups(checkpoint) -> None:
+    """Of two kinds; "fa3" is not taken then: 24 wrappers in place of 15."""
+    directory = checkpoint("Qwen2.5-7B")
+    config = json.loads((directory / "config.json").read_text())
+    found = []
+    for windows in ({}, {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 14}):
+        (directory / "config.json").write_text(json.dumps(config | windows))
+        parts = planned(f"model={directory}")["workers"][0]["parts"]
+        found.append({part["name"]: part for part in parts})
+    usual, windowed = found
+    name = "attention workspaces"
+    assert windowed[name]["bytes"] - usual[name]["bytes"] == (24 - 15) << 20
+    assert " 24 wrappers" in windowed[name]["reason"]
+    reasons = [parts["CUDA graphs"]["reason"] for parts in found]
+    assert [" B of prefixes" in reason for reason in reasons] == [True, False]
+    assert [f" {plans << 20:,} B of plans" in reason for plans, reason in zip((1, 2), reasons, strict=True)] == [
+        True
+    ] * 2
+
+
 def test_graphs_have_memory_for_a_chunk_and_for_the_logits_of_decode_steps(checkpoint) -> None:
     """An 8B with plain torch's attention: 64 sizes up to 1,024 sequences and 16 up to 2,048 tokens, 33 pieces each."""
     plan = planned(f"model={checkpoint('Llama-3.1-8B')}", "attention_backend=torch")

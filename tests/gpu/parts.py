@@ -29,7 +29,7 @@ PARTS: dict[str, Part] = {
     "attention": (
         _file("attention", 60, "torch attention in 16 bits against float64"),
         # The first test of each head size compiles FlashInfer's kernels.
-        _file("flashinfer", 240, "FlashInfer against float64; prefix groups against torch attention"),
+        _file("flashinfer", 240, "FlashInfer against float64; windows, caps, sinks, prefix groups against torch"),
     ),
     "kernels": (
         _file("device", 60, "the device of each worker"),

@@ -36,6 +36,8 @@ WRONG = "wrong.json"
 """Features that the checks of the first call found wrong, for the second."""
 _GRACE_S = 10
 """A step that does not end at its limit by SIGTERM gets SIGKILL so much later."""
+_WINDOWS_S = 60
+"""For what FlashInfer compiles and computes with windows, caps and sinks."""
 TESTS_OF = {
     "attention_backend=flashinfer": ("flashinfer",),
     "flashinfer_calls": ("flashinfer",),
@@ -283,6 +285,9 @@ def run_second(journal: Journal, work: Path, is_dry_run: bool, flags: Sequence[s
         command += ["--dry-run"] if is_dry_run else []
         journal.run(Step("tests", tuple(command), journal.left_s(), prints_rows=False))
         return
+    command = ["-m", "tests.gpu", "attention", f"--minutes={_WINDOWS_S / 60:.2f}"]
+    command += [f"--journal={journal.output / 'tests'}", "-k", "windows_caps", *(["--dry-run"] if is_dry_run else [])]
+    journal.run(Step("windows", tuple(command), _WINDOWS_S + _GRACE_S, prints_rows=False))
     minutes = (journal.left_s() - _GRACE_S) / 60
     command = ["-m", "benchmarks.gpu", "workloads", f"--minutes={minutes:.2f}"]
     command += [f"--output={journal.output / 'workloads.json'}", *flags]

@@ -1,12 +1,14 @@
 """FlashInfer's kernels on a CUDA device against float64 on the CPU."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.model.helpers.float64_attention import attention_beside_float64
 from tests.model.helpers.paged_problems import Segment, make_part, scattered_tables
+from tokasaurus.checkpoint.spec import AttentionSpec
 from tokasaurus.model.attention.backend import KVShape, PagedLayout
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend, has_fa3
@@ -46,6 +48,21 @@ def test_prompts_by_fa3_equal_plain_torch(head_dim: int) -> None:
     backend.prepare_fa3()
     for measured in measure_attention(backend, shape):
         assert measured.is_right, measured
+
+
+@pytest.mark.parametrize("group", [2, 4])
+def test_layers_with_windows_caps_and_sinks_equal_plain_torch(group: int) -> None:
+    """Decode by CUDA cores and by tensor cores; the plans of recordings too; then all without the wrappers."""
+    usual = AttentionSpec(2 * group, 2, 64, 0.125)
+    limited = replace(usual, scale=0.2, window=300, softcap=20.0)
+    sinks = torch.linspace(-2, 3, 2 * group, device=CUDA)
+    shape = KVShape(2, 2 * group, 2, 64, 16, torch.bfloat16, CUDA, layers=(limited, usual), sinks=(sinks, None))
+    backend = make_backend("flashinfer", shape, None, max_graph_rows=4)
+    assert isinstance(backend, FlashInferBackend)
+    for prepare in (lambda: None, backend.prepare_calls):
+        prepare()
+        for measured in measure_attention(backend, shape):
+            assert measured.is_right, measured
 
 
 @pytest.mark.parametrize("sizes", [[1], [2, 1, 7], [64, 3], [512]])

@@ -163,6 +163,8 @@ MEASURED = HydragenCosts(per_group=40.0, per_group_token=1.0, per_row=3.0, per_r
 def test_hydragen_is_on_if_the_worker_measured_a_benefit_or_a_flag_asks_for_it(measured, flags, expected):
     limits = dataclasses.replace(LIMITS, hydragen=measured)
     assert options_for(limits, **flags).hydragen == expected
+    cannot = dataclasses.replace(LIMITS, hydragen=None)
+    assert options_for(cannot, **flags).hydragen is None, "no attention computes groups"
 
 
 def test_microbatches_are_more_than_the_pipeline_stages_and_one_without():
@@ -412,6 +414,7 @@ def test_the_worker_with_the_least_decides_for_each_limit() -> None:
     recorded = [HydragenCosts(per_recorded_step=price, recorded_groups=num) for price, num in ((3.0, 16), (1.0, 128))]
     both = [dataclasses.replace(limits[0], hydragen=costs) for costs in recorded]
     assert common_limits(both).hydragen == HydragenCosts(per_recorded_step=3.0, recorded_groups=16)
+    assert common_limits([*both, dataclasses.replace(limits[0], hydragen=None)]).hydragen is None
 
 
 @pytest.mark.parametrize("message_seconds", [2e-5, 1e-3])

@@ -261,11 +261,13 @@ def common_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
     """What all workers of a replica can do, since they run the same steps.
 
     The smallest capacity and the highest costs of any worker, and every feature that any of them has switched off. All
-    have blocks of the same size.
+    have blocks of the same size. No prefix groups if any worker computes none.
     """
     assert len({one.page_size for one in limits}) == 1
-    highest = HydragenCosts(*map(max, zip(*(astuple(one.hydragen) for one in limits), strict=True)))
-    hydragen = replace(highest, recorded_groups=min(one.hydragen.recorded_groups for one in limits))
+    costs, hydragen = [one.hydragen for one in limits if one.hydragen is not None], None
+    if len(costs) == len(limits):
+        highest = HydragenCosts(*map(max, zip(*map(astuple, costs), strict=True)))
+        hydragen = replace(highest, recorded_groups=min(each.recorded_groups for each in costs))
     shortest = min(limits, key=lambda one: one.max_tokens_per_sequence)
     return EngineLimits(
         num_kv_blocks=min(one.num_kv_blocks for one in limits),
@@ -453,16 +455,16 @@ def engine_options(
 def _hydragen_options(config: ServerConfig, limits: EngineLimits) -> HydragenOptions | None:
     """Minimums from the flags, and costs from the worker's measurements, which steps in service correct.
 
-    None if a flag disables prefix groups. use_hydragen=T forms groups also where the measured costs allow none, if they
-    read far fewer tokens. If both minimums are set, the worker measures nothing, and groups are compared by the KV that
-    they read. With pipeline stages, the time of a step depends on the steps before it, and corrects nothing.
+    None if a flag disables prefix groups, or the workers compute none. use_hydragen=T forms groups also where the
+    measured costs allow none, if they read far fewer tokens. If both minimums are set, the worker measures nothing, and
+    groups are compared by the KV that they read. With pipeline stages, the time of a step depends on the steps before
+    it, and corrects nothing.
     """
-    size, length = config.hydragen_min_group_size, config.hydragen_min_prefix_len
-    if config.use_hydragen is False:
+    size, length, costs = config.hydragen_min_group_size, config.hydragen_min_prefix_len, limits.hydragen
+    if config.use_hydragen is False or costs is None:
         return None
     if size is not None and length is not None:
         return HydragenOptions(size, -(-length // limits.page_size), KV_READS)
-    costs = limits.hydragen
     if config.use_hydragen and costs.saved(_MANY_ROWS, _LONG_PREFIX) <= costs.step_price(1):
         costs = DEFAULT_HYDRAGEN
     return HydragenOptions(

@@ -88,7 +88,8 @@ class EngineLimits:
     """Tokens per block."""
     max_tokens_per_sequence: int
     """Prompt and completion tokens of one sequence: the smallest of model context, KV cache and flag."""
-    hydragen: HydragenCosts = DEFAULT_HYDRAGEN
+    hydragen: HydragenCosts | None = DEFAULT_HYDRAGEN
+    """None: the attention computes no prefix groups."""
     seconds_per_token: float = 1.0
     """Time per token of the warm-up's forwards, in seconds: larger forwards take no longer, apart from attention. Used
     until steps are timed."""

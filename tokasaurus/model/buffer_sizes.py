@@ -247,6 +247,14 @@ def workspace_bytes(shape: KVSizes, num_processors: int, max_graph_rows: int = 0
     return max(_MIN_WORKSPACE, -(-needed // (1 << 20)) << 20)
 
 
+def num_wrappers(num_kinds: int) -> int:
+    """FlashInfer's wrappers that FlashInferBackend keeps, each with a buffer for its plan: two of decode and two of
+    prefill for each kind of layer, and one of "fa3" if there is one kind.
+
+    num_kinds: layers with equal scale, window and cap are of one kind."""
+    return RING_SIZE * (4 * num_kinds + (num_kinds == 1))
+
+
 def plan_bytes(max_rows: int) -> int:
     """Bytes of a plan, on the device and in pinned memory: at least 1 MiB, 8 in FlashInfer.
 

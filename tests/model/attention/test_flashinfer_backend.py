@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given
 
 from tests.helpers.examples import IS_NIGHTLY, examples, few
-from tests.helpers.tiny_model import FAMILIES, save_tiny_model
+from tests.helpers.tiny_model import FAMILIES, option_config, save_random_model, save_tiny_model
 from tests.model.attention.helpers import flashinfer_double
 from tests.model.attention.helpers.flashinfer_problems import problems
 from tests.model.execution.helpers.launch_count import CountingDevice
@@ -20,8 +20,10 @@ from tests.model.helpers.paged_problems import CPU, Segment, attend_all, fill, m
 from tests.model.helpers.prefix_samples import Samples
 from tests.model.helpers.pretend_device import DEVICE, PretendTransfers, move_to_device, on_device, pretended
 from tests.model.helpers.steps import StepDriver, make_runner, one_thread
+from tokasaurus.checkpoint.spec import AttentionSpec
 from tokasaurus.model.attention import choose, flashinfer_backend
 from tokasaurus.model.attention.backend import KVShape, PagedLayout
+from tokasaurus.model.attention.block_lists import as_in_steps, in_recorded, lists_in
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.row_split import attend_rows, merge_partial
 from tokasaurus.model.attention.torch_backend import TorchBackend
@@ -30,6 +32,11 @@ from tokasaurus.model.buffer_sizes import RING_SIZE, padded_count, workspace_byt
 pytestmark = pytest.mark.cuda_path
 
 CUDA = torch.device("cuda")
+KNOWN_OPTIONS = {
+    *("num_qo_heads", "num_kv_heads", "head_dim", "head_dim_qk", "page_size"),
+    *("q_data_type", "kv_data_type", "o_data_type"),
+}
+"""Of `plan`, for every kind of layer."""
 NO_TOKENS = torch.zeros(0, dtype=torch.int64)
 
 
@@ -234,6 +241,109 @@ def test_a_model_samples_the_tokens_of_the_torch_backend(family: str, page_size:
 
 
 @pytest.mark.usefixtures("_double_in_float32")
+@pytest.mark.parametrize("family", ["gemma2", "granite_swa", "granite"])
+def test_layers_of_their_own_kinds_sample_the_tokens_of_the_torch_backend(family: str, tmp_path: Path) -> None:
+    """Windows, caps, scales and sinks by layer; with prefix groups too where no layer has a window."""
+    save_random_model(tmp_path, option_config(family, 0))
+    model, info = load(tmp_path)
+    has_windows = family != "granite"
+    runs = []
+    for backend, grouped in (("torch", False), ("flashinfer", False), ("flashinfer", not has_windows)):
+        runner = make_runner(model, info, backend)
+        assert runner._backend.computes_groups is (backend == "torch" or not has_windows)
+        samples = Samples(StepDriver(runner), 16, seed=4)
+        with one_thread():
+            samples.run(12, grouped)
+        runs.append(samples.sampled)
+        assert (samples.num_grouped > 20) is grouped
+    for others in runs[1:]:
+        check_equal(others, runs[0])
+
+
+TWO_KINDS = KVShape(
+    *(4, 6, 2, 64, 16, torch.bfloat16, CPU),
+    layers=tuple(AttentionSpec(6, 2, 64, 0.2, softcap=cap) for cap in (None, 5.0, None, 5.0)),
+    sinks=(None, torch.linspace(-2, 3, 6), torch.linspace(1, 0, 6), None),
+)
+
+
+@pytest.mark.usefixtures("_double")
+def test_recorded_rows_and_their_prefixes_have_a_plan_for_each_kind_of_layer() -> None:
+    """The double reads what is planned from the buffers of its recordings, and finds a plan that another replaced."""
+    shape, others = TWO_KINDS, replace(TWO_KINDS, layers=TWO_KINDS.layers[::-1], sinks=TWO_KINDS.sinks[::-1])
+    segments = [Segment(1, 32 + own) for own in (1, 20, 7)]
+    tables = [[1, 2, 3], [1, 2, 4, 5], [1, 2, 6]]
+    suffixes = [Segment(1, segment.kv_length - 32) for segment in segments]
+    layout = PagedLayout(
+        NO_TOKENS,
+        (make_part(suffixes, [table[2:] for table in tables], 0, causal=True, is_partial=True),),
+        make_part([Segment(3, 32)], [[1, 2]], 0, causal=False, is_partial=True),
+    )
+    query = torch.randn((3, 6, 64), generator=torch.Generator().manual_seed(0)).bfloat16()
+    backend, reference, other = (
+        make_backend(name, each, None)
+        for name, each in (("flashinfer", shape), ("reference", shape), ("reference", others))
+    )
+    for each in (backend, reference, other):
+        each.allocate(7)
+        fill(each, shape, segments, tables)
+        each.plan(layout)
+    assert isinstance(backend, flashinfer_backend.FlashInferBackend)
+    memory, prefixes = backend.prepare_recording(3, 4), backend.prepare_groups(1)
+    on_device = in_recorded(
+        as_in_steps(replace(layout, kv_indices=torch.zeros(3, dtype=torch.int64)), backend, shape), memory
+    )
+    assert on_device.prefix is not None
+    assert on_device.prefix.lists is not None
+    lists = lists_in(prefixes, on_device.prefix.lists)
+    for _ in range(2):  # the first plan, and one that leaves the lists as they are
+        for name in ("starts", "blocks", "last_lengths"):
+            getattr(lists, name).copy_(getattr(on_device.prefix.lists, name))
+        recorded = replace(on_device, prefix=replace(on_device.prefix, lists=lists))
+        backend.plan_recorded(recorded)
+        for layer in (0, 1, 3, 2, 0):
+            found, expected, wrong = (
+                attend_rows(each, query, layer, planned)
+                for each, planned in ((backend, recorded), (reference, layout), (other, layout))
+            )
+            torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
+            assert not torch.allclose(found, wrong, atol=0.05, rtol=0), "layers differ by more than rounding"
+
+
+@pytest.mark.usefixtures("_double")
+def test_usual_layers_are_planned_with_the_usual_options_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start's wrappers, and plans of a step, are as many as with one layer; kinds of layers have their own."""
+    planned: list[dict[str, object]] = []
+    note = flashinfer_double._Wrapper._note_plan
+
+    def noted(wrapper: object, lists: object, causal: bool, options: dict[str, object]) -> None:
+        planned.append({name: value for name, value in options.items() if name not in KNOWN_OPTIONS})
+        note(wrapper, lists, causal, options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(flashinfer_double._Wrapper, "_note_plan", noted)
+    windowed = AttentionSpec(4, 2, 64, 0.3, window=100, softcap=30.0)
+    usual = AttentionSpec(4, 2, 64, 0.125)
+    for layers, expected in (
+        ((), [{"sm_scale": 0.125}]),
+        ((usual, usual), [{"sm_scale": 0.125}]),
+        (
+            (windowed, usual, windowed),
+            [{"sm_scale": 0.3, "window_left": 99, "logits_soft_cap": 30.0}, {"sm_scale": 0.125}],
+        ),
+    ):
+        shape = KVShape(len(layers) or 2, 4, 2, 64, 16, torch.bfloat16, CPU, layers=layers)
+        backend = make_backend("flashinfer", shape, None)
+        assert isinstance(backend, flashinfer_backend.FlashInferBackend)
+        assert sum(len(wrappers.prefill + wrappers.decode) for wrappers in backend._sets) == RING_SIZE * 4 * len(
+            expected
+        )
+        for segments in ([Segment(1, 40)], [Segment(5, 40)]):
+            planned.clear()
+            backend.plan(PagedLayout(NO_TOKENS, (make_part(segments, [[1, 2, 3]], 0, causal=True),)))
+            assert planned == expected
+
+
+@pytest.mark.usefixtures("_double_in_float32")
 @few(1, "family", FAMILIES)
 def test_steps_with_staged_plans_never_wait_for_the_device(family: str, tmp_path: Path) -> None:
     """On a device that refuses calls which would wait; the lists of blocks are built there, after the plan."""
@@ -271,7 +381,6 @@ def check_equal(sampled: dict[int, list], expected: dict[int, list]) -> None:
         (KVShape(1, 4, 2, 64, 16, torch.float32, CUDA), "not float32 and float32"),
         (KVShape(1, 4, 2, 64, 16, torch.float16, CUDA, torch.bfloat16), "not bfloat16 and float16"),
         (KVShape(1, 4, 2, 80, 16, torch.bfloat16, CUDA), "head size 80"),
-        (KVShape(1, 4, 2, 64, 16, torch.bfloat16, CUDA, sinks=(torch.zeros(4),)), "attention with sinks"),
         (KVShape(1, 4, 2, 64, 16, torch.bfloat16, CUDA), "pip install flashinfer-python"),
     ],
 )

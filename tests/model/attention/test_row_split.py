@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -106,6 +106,19 @@ def test_grouped_attention_by_torch_equals_ungrouped_attention(case: Case) -> No
 @given(case=cases([16, 32]))
 def test_rows_in_groups_attend_to_the_same_as_alone_by_the_kernels(case: Case) -> None:
     check_grouped_attention("cpu", case)
+
+
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases([16, 1, 5]))
+def test_grouped_attention_by_flashinfer_equals_ungrouped_attention(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its double; with caps and sinks, but no windows, with which it computes no groups."""
+    flashinfer_double.install(monkeypatch, any_dtype=True)
+    case = dataclasses.replace(case, window=None)
+    check_grouped_attention("flashinfer", case)
+    assert make_backend("flashinfer", case.shape_of(2), None).computes_groups
+    assert not make_backend("flashinfer", dataclasses.replace(case, window=9).shape_of(2), None).computes_groups
 
 
 @pytest.mark.parametrize("name", ["reference", "torch", "cpu"])

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from tests.helpers.examples import few
+from tests.model.attention.helpers import flashinfer_double
 from tests.model.helpers.paged_problems import Segment, attend_all, make_part, scattered_tables
 from tokasaurus.checkpoint.spec import AttentionSpec
+from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
-from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.attention.choose import candidates, make_backend
 from tokasaurus.model.attention.cpu import CpuBackend
 from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.attention.torch_backend import TorchBackend
@@ -58,9 +60,12 @@ def filled(name: str, layers: list[AttentionSpec], segments: list[Segment], seed
     return backend, [contents, tables]
 
 
-@pytest.mark.parametrize("name", ["cpu", "torch", "reference"])
+@pytest.mark.parametrize("name", ["cpu", "torch", "reference", "flashinfer"])
 @few(6, "seed", range(12))
-def test_rows_see_their_windows_with_capped_and_scaled_scores(name: str, seed: int) -> None:
+def test_rows_see_their_windows_with_capped_and_scaled_scores(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flashinfer_double.install(monkeypatch, any_dtype=True)
     rng = random.Random(seed)
     layers = [random_layer(rng) for _ in range(3)]
     lengths = [rng.choice([1, 16, 17, 40, 150]) for _ in range(5)]
@@ -162,10 +167,10 @@ def test_every_kind_of_cache_in_contexts_that_threads_share(dtype: torch.dtype, 
     torch.testing.assert_close(found, wanted, atol=error, rtol=error)
 
 
-def test_backends_that_compute_only_usual_scores_are_refused_by_name() -> None:
+def test_the_fast_backends_take_such_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = (AttentionSpec(H, K, D, 0.1, window=20, softcap=2.0),)
     shape = KVShape(1, H, K, D, P, torch.float32, CPU, layers=layers)
     assert isinstance(make_backend(None, shape, load_kernels()), CpuBackend)
-    on_gpu = KVShape(1, H, K, 64, P, torch.bfloat16, torch.device("cuda"), layers=layers)
-    with pytest.raises(ValueError, match="attention with a window and a cap of the scores and a scale of its own"):
-        make_backend("flashinfer", on_gpu, None)
+    on_gpu = KVShape(1, H, K, 64, P, torch.bfloat16, torch.device("cuda"), layers=layers, sinks=(torch.zeros(H),))
+    monkeypatch.setattr(flashinfer_backend.importlib.util, "find_spec", lambda _name: True)
+    assert [candidate.name for candidate in candidates(None, on_gpu, None)] == ["flashinfer", "torch"]

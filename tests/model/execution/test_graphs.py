@@ -17,7 +17,7 @@ import torch
 
 from tests.helpers.examples import few
 from tests.helpers.installed_triton import needs_interpreter, needs_triton, run_python
-from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
+from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, option_config, save_random_model, save_tiny_model
 from tests.model.attention.helpers import flashinfer_double
 from tests.model.execution.helpers.decode_steps import (
     MAX_ROWS,
@@ -258,6 +258,21 @@ def test_steps_without_prefix_groups_replay_attention_too(
             samples.run(8, grouped=True)
             sampled.append(samples.sampled)
         assert_same(*([dict(enumerate(pairs)) for pairs in by_slot.values()] for by_slot in sampled))
+
+
+@few(1, "family", ["granite_swa", "gemma2"])
+def test_layers_with_windows_caps_and_sinks_replay_attention_by_their_own_plans(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashInfer's double finds a plan that another one has replaced in its memory."""
+    flashinfer_double.install(monkeypatch, any_dtype=True)  # the models are in float32
+    save_random_model(tmp_path, option_config(family, 0))
+    model, info = load(tmp_path)
+    with one_thread():
+        runner, _, tape = make_taped(tmp_path, "flashinfer")
+        assert len(tape.graphs) == NUM_PIECES * (info.num_layers + 1) + 3 + 3, "around attention, and with it"
+        eager = make_runner(model, info, "torch", num_blocks=NUM_BLOCKS, num_slots=NUM_SLOTS)
+        assert_same(decode_every_number_of_rows(runner), decode_every_number_of_rows(eager))
 
 
 def test_recorded_attention_in_bfloat16_asks_for_what_flashinfer_has(

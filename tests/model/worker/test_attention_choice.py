@@ -11,6 +11,7 @@ import torch
 from tests.model.attention.helpers import flashinfer_double
 from tests.model.attention.helpers.flashinfer_double import PrefillWrapper
 from tests.model.helpers.paged_problems import CPU, Segment, fill, make_part, scattered_tables
+from tokasaurus.checkpoint.spec import AttentionSpec
 from tokasaurus.model.attention import choose, flashinfer_backend
 from tokasaurus.model.attention.backend import KVShape, PagedLayout
 from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend, has_fa3
@@ -156,7 +157,8 @@ def test_calls_that_cannot_be_learnt_or_compute_wrongly_leave_the_wrappers_in_us
 
     def prepare_wrong() -> None:
         wrong = SimpleNamespace(run=lambda _query, _kv_cache, output, _lse: output.zero_())
-        backend._calls = dict.fromkeys(("decode", "fa2"), SimpleNamespace(plan=lambda *_: wrong))  # type: ignore[arg-type]
+        kernels = ("decode", 0), ("fa2", 0)
+        backend._calls = dict.fromkeys(kernels, SimpleNamespace(plan=lambda *_: wrong))  # type: ignore[arg-type]
 
     for prepare in (backend.prepare_calls, prepare_wrong):  # the double has no compiled functions
         caplog.clear()
@@ -194,6 +196,27 @@ def test_fa3_is_for_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: next(given))
     assert [has_fa3(torch.device("cuda", 0)) for _ in range(3)] == [False, True, False]
     assert not has_fa3(CPU)
+
+
+@pytest.mark.parametrize(
+    ("layer", "takes_fa3"),
+    [
+        (AttentionSpec(4, 2, 64, 0.3), True),
+        (AttentionSpec(4, 2, 64, 0.125, window=9), False),
+        (AttentionSpec(4, 2, 64, 0.125, softcap=9.0), False),
+    ],
+)
+def test_windows_and_caps_are_left_to_fa2(
+    layer: AttentionSpec, takes_fa3: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = replace(SHAPE, layers=(layer,), sinks=(torch.linspace(0, 1, 4),))
+    backend = make_backend(monkeypatch, shape)
+    take_times(monkeypatch, backend, fa2_s=0.003, fa3_s=0.002)
+    line = choose_prefill(backend, shape, Mesh(), checks := Checks())
+    assert line.startswith("prompts take fa3: 3 ms" if takes_fa3 else "prompts take fa2, for windows")
+    assert backend.uses_fa3 is takes_fa3
+    assert checks.switched_off == []
+    attend_prompts(backend)
 
 
 def test_a_rank_that_has_not_compiled_fa3_lets_all_take_fa2(monkeypatch: pytest.MonkeyPatch) -> None:

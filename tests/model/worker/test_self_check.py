@@ -16,7 +16,7 @@ import torch
 
 from tests.helpers.examples import few
 from tests.helpers.installed_triton import needs_interpreter, needs_triton, run_python
-from tests.helpers.tiny_model import FAMILIES, save_tiny_model
+from tests.helpers.tiny_model import FAMILIES, option_config, save_random_model, save_tiny_model
 from tests.model.attention.helpers import flashinfer_double
 from tests.model.execution.helpers.device_sampling import finish_on_device
 from tests.model.execution.helpers.launch_tape import LaunchTape, TapedCompiler, TapedGraph
@@ -29,7 +29,7 @@ from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import FlagRefused
 from tokasaurus.model import triton_choice
 from tokasaurus.model.attention import flashinfer_backend
-from tokasaurus.model.attention.backend import AttentionBackend, KVShape
+from tokasaurus.model.attention.backend import AttentionBackend, KVShape, Scores
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend
 from tokasaurus.model.attention.torch_backend import TorchBackend
@@ -95,6 +95,48 @@ def test_layers_that_differ_are_compared_with_the_same_layer(monkeypatch: pytest
     layers, sinks = (usual, replace(usual, window=5, softcap=1.0)), (None, torch.linspace(0, 9, 8))
     shape = replace(shape_of(torch.float32), layers=layers, sinks=sinks)
     check_attention(build("torch", shape, monkeypatch), shape)
+
+
+def windowed(dtype: torch.dtype, window: int) -> KVShape:
+    """Three layers of two kinds."""
+    usual = AttentionSpec(8, 2, 64, 0.125)
+    limited = replace(usual, scale=0.2, window=window, softcap=20.0)
+    sinks = (torch.linspace(0, 3, 8), None, torch.linspace(0, 3, 8))
+    return replace(shape_of(dtype), num_layers=3, layers=(limited, usual, limited), sinks=sinks)
+
+
+@pytest.mark.parametrize("window", [1, 20, 1000, 9999])
+@pytest.mark.parametrize("name", ["torch", "flashinfer", "cpu"])
+def test_one_layer_of_each_kind_is_compared_with_a_full_window(
+    name: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = windowed(torch.float32 if name == "cpu" else torch.bfloat16, window)
+    measured = list(measure_attention(build(name, shape, monkeypatch), shape))
+    recorded, groups = name == "flashinfer", name != "flashinfer"
+    for layer, is_full in ((2, window < 9999), (1, False)):
+        found = [what.name for what in measured if f", layer {layer})" in what.name]
+        assert len(found) == 3 + groups + 2 * recorded + (2 + recorded) * is_full
+        assert (f"attention (full windows, layer {layer})" in found) is is_full
+    assert all(", layer 0" not in what.name for what in measured)
+    for what, error, tolerance in measured:
+        assert error < tolerance / 2, what
+
+
+@pytest.mark.parametrize("window", [5, 300, 4096])
+@pytest.mark.parametrize("by", [-1, 1])
+def test_windows_that_are_off_by_one_are_found(window: int, by: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, options = windowed(torch.bfloat16, window), FlashInferBackend._options
+
+    def other(backend: FlashInferBackend, kind: Scores) -> dict[str, object]:
+        return options(backend, kind if kind.window is None else kind._replace(window=kind.window + by))
+
+    monkeypatch.setattr(FlashInferBackend, "_options", other)
+    measured = measure_attention(build("flashinfer", shape, monkeypatch), shape)
+    wrong = [what.name for what in measured if not what.is_right]
+    assert {"attention (full windows, layer 2)"} <= set(wrong)
+    if by == 1:
+        assert {"attention (decode with a full window, layer 2)"} <= set(wrong)
+        assert {"attention (recorded full window, layer 2)"} <= set(wrong)
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 256])
@@ -609,6 +651,26 @@ def test_recordings_with_prefix_groups_that_fail_cost_nothing_else(
     if fault and fault != "wrong":
         what, without = "one graph for a decode step with prefix groups is switched off", "such steps replay pieces"
         assert lines[0].startswith(f"{what}: RuntimeError: no; {without}")
+
+
+def test_layers_with_windows_have_no_prefix_groups_with_flashinfer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its recordings, its warm-up, and what it tells the manager."""
+    flashinfer_double.install(monkeypatch)
+    save_random_model(tmp_path, option_config("gemma2", 0))
+    monkeypatch.setattr(Decoder, "pack_module", lambda *_: None)  # a tape reads no packed weights
+    monkeypatch.setattr(entry, "graph_sizes_of", lambda *_: [8, 4])
+    monkeypatch.setattr(entry, "CudaRecorder", lambda _device: LaunchTape())
+    flags = ["cpu_isa=torch", "dtype=bfloat16", "max_tokens_per_forward=256", "max_seqs_per_forward=8"]
+    worker = start(tmp_path, *flags, "attention_backend=flashinfer", "use_hydragen=T")
+    assert (worker.runner.graph_sizes, worker.runner.group_graph_sizes) == ([4, 8], [])
+    assert worker.limits.switched_off == ()
+    assert worker.limits.hydragen is None
+    (line,) = [record.getMessage() for record in caplog.records if "use_hydragen" in record.getMessage()]
+    assert line.startswith("use_hydragen=T does nothing: ")
+    torch_worker = start(tmp_path, *flags, "attention_backend=torch", "use_hydragen=T")
+    assert torch_worker.limits.hydragen is not None
 
 
 def once(first: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:

@@ -61,18 +61,6 @@ class KVShape(KVSizes):
         return {self.scores_of(index).window for index in range(self.num_layers)}
 
     @property
-    def unusual_scores(self) -> str | None:
-        """What not every backend computes, as text; None if all layers' scores are the usual ones."""
-        found = [self.scores_of(index) for index in range(self.num_layers)]
-        names = [
-            *(["a window"] if any(each.window is not None for each in found) else []),
-            *(["a cap of the scores"] if any(each.softcap is not None for each in found) else []),
-            *(["sinks"] if any(each.sinks is not None for each in found) else []),
-            *(["a scale of its own"] if any(each.scale != self.head_dim**-0.5 for each in found) else []),
-        ]
-        return f"attention with {' and '.join(names)}" if names else None
-
-    @property
     def query_dtype(self) -> torch.dtype:
         return self.dtype if self.activation_dtype is None else self.activation_dtype
 
@@ -187,6 +175,10 @@ class AttentionBackend(Protocol):
     """
 
     @property
+    def computes_groups(self) -> bool:
+        """Whether a layout may have a prefix."""
+
+    @property
     def caches(self) -> list[Tensor]:
         """The tensors that hold the cache, after allocate. A compiler must know that `write` changes them."""
 
@@ -241,6 +233,7 @@ class AttentionBackend(Protocol):
 class TensorCache(ABC):
     """The KV cache of a backend in two tensors of torch. A backend states their layout."""
 
+    computes_groups = True
     _shape: KVShape
     _keys: Tensor
     _values: Tensor

@@ -42,6 +42,8 @@ def why_unfit(shape: KVShape, kernels: Kernels) -> str | None:
 class CpuBackend:
     """KV cache as [layers, blocks, K, 2 (keys, values), P * D]; the kernels define the order in the last dimension."""
 
+    computes_groups = True
+
     def __init__(self, shape: KVShape, kernels: Kernels) -> None:
         unfit = why_unfit(shape, kernels)
         if unfit is not None:

@@ -4,6 +4,10 @@ Rows that are segments of their own (decode) take FlashInfer's decode wrapper, o
 Prompts that share no prefix take "fa3" where a start on Hopper finds it right and faster: it does not split contexts.
 FlashInfer has no float32 output: parts that will be merged are asked for in the query's dtype. Its log-sum-exp (LSE) is
 base 2, and so is the backend's; our own kernel merges, in float32.
+
+A plan fixes how scores are made: each part is planned once for each kind of layer, which are those with equal scale,
+window and cap. FlashInfer's windows end at a row's own position, which a row has in no prefix: models with windows have
+no prefix groups. Sinks are counted after its kernels.
 """
 
 import importlib.util
@@ -23,12 +27,13 @@ from tokasaurus.model.attention.backend import (
     PagedLayout,
     PagedPart,
     RecordedMemory,
+    Scores,
     TensorCache,
     as_stored,
 )
 from tokasaurus.model.attention.flashinfer_calls import Call, PartCalls, PlannedCall, learn_calls, learn_plan
 from tokasaurus.model.attention.flashinfer_tools import provide_tools
-from tokasaurus.model.attention.row_split import merge_partial
+from tokasaurus.model.attention.row_split import count_sinks, merge_partial
 from tokasaurus.model.buffer_sizes import (
     CUDA_CORE_GROUPS,
     HEAD_DIMS,
@@ -141,8 +146,6 @@ def why_unfit(shape: KVShape) -> str | None:
         return "it needs dtype and kv_cache_dtype both bfloat16 or both float16, not {} and {}".format(*names)
     if shape.head_dim not in HEAD_DIMS:
         return f"it has no kernels for head size {shape.head_dim}, only for {', '.join(map(str, HEAD_DIMS))}"
-    if shape.unusual_scores is not None:
-        return f"{shape.unusual_scores} is not computed with it"
     if importlib.util.find_spec("flashinfer") is None:
         return "it is not installed (pip install flashinfer-python)"
     return None
@@ -151,28 +154,29 @@ def why_unfit(shape: KVShape) -> str | None:
 class FixedMemory:
     """What recorded launches read: each plan of a wrapper is copied here, and each step's lists are filled here.
 
-    A wrapper is for one number of rows. All of them use the same memory, since one at a time is planned and run.
+    A wrapper is for one number of rows and one kind of layer. Those of a kind use the same memory, since one at a time
+    is planned and run.
     """
 
-    def __init__(self, new_wrapper: Any, workspace: Tensor, max_rows: int, max_blocks: int) -> None:
+    def __init__(self, new_wrapper: Any, workspace: Tensor, num_kinds: int, max_rows: int, max_blocks: int) -> None:
         """new_wrapper: makes a decode wrapper with these options. workspace: of all wrappers, as FlashInfer wants it.
         max_blocks: of the longest sequence."""
         self._new_wrapper = new_wrapper
         self._workspace = workspace
         self.max_rows, self.max_blocks = max_rows, max_blocks
         self.lists = RecordedMemory.allocate(max_rows, max_blocks, workspace.device)
-        self._plans = torch.zeros(plan_bytes(max_rows), dtype=torch.uint8, device=workspace.device)
-        self._wrappers: dict[int, Any] = {}
+        self._plans = torch.zeros((num_kinds, plan_bytes(max_rows)), dtype=torch.uint8, device=workspace.device)
+        self._wrappers: dict[tuple[int, int], Any] = {}
         self.copied: dict[int, torch.cuda.Event] = {}
-        """Events after the copies of a wrapper's last plan, which read its host memory, by number of rows."""
-        self.planned: set[int] = set()
-        """Numbers of rows whose wrapper has been planned."""
-        self.planners: dict[int, Call] = {}
-        """What calls FlashInfer's planner without the wrapper, by number of rows."""
+        """Events after the copies of the last plans, which read the wrappers' host memory, by number of rows."""
+        self.planned: set[tuple[int, int]] = set()
+        """Numbers of rows, and kinds, whose wrapper has been planned."""
+        self.planners: dict[tuple[int, int], Call] = {}
+        """What calls FlashInfer's planner without the wrapper, by number of rows and kind."""
 
-    def wrapper(self, num_rows: int) -> Any:
+    def wrapper(self, num_rows: int, kind: int) -> Any:
         """The wrapper for this number of rows S; made at its first use, which must not be recorded."""
-        if num_rows not in self._wrappers:
+        if (num_rows, kind) not in self._wrappers:
             own = self.lists.cut(num_rows)
             wrapper = self._new_wrapper(
                 use_cuda_graph=True,
@@ -180,20 +184,21 @@ class FixedMemory:
                 paged_kv_indices_buffer=own.blocks,
                 paged_kv_last_page_len_buffer=own.last_lengths,
             )
-            wrapper.reset_workspace_buffer(self._workspace, self._plans)  # instead of one of its own for its plans
-            self._wrappers[num_rows] = wrapper
-        return self._wrappers[num_rows]
+            # Instead of memory of its own for its plans
+            wrapper.reset_workspace_buffer(self._workspace, self._plans[kind])
+            self._wrappers[num_rows, kind] = wrapper
+        return self._wrappers[num_rows, kind]
 
 
 class FixedPrefixes:
     """What recorded launches read of shared prefixes, as FixedMemory, and the LSE that they write.
 
-    A wrapper is for one number of rows, and for one number of groups. Its kernels write nothing for the rows after
-    those of its groups: the plan of each step sets their LSE to -inf, and no layer changes it.
+    A wrapper is for one number of rows and of groups, and one kind of layer. Its kernels write nothing for the rows
+    after those of its groups: the plan of each step sets their LSE to -inf, and no layer changes it.
     """
 
     def __init__(
-        self, new_wrapper: Any, fixed: FixedMemory, workspace: Tensor, max_groups: int, num_heads: int
+        self, new_wrapper: Any, fixed: FixedMemory, workspace: Tensor, num_kinds: int, max_groups: int, num_heads: int
     ) -> None:
         """new_wrapper: makes a prefill wrapper with these options. The others are as in FixedMemory."""
         self._new_wrapper = new_wrapper
@@ -201,13 +206,13 @@ class FixedPrefixes:
         self.lists = RecordedMemory.allocate(max_groups, fixed.max_blocks, workspace.device)
         self.lse = torch.zeros((fixed.max_rows, num_heads), device=workspace.device)
         self._query_starts = torch.zeros(max_groups + 1, dtype=torch.int32, device=workspace.device)
-        self._plans = torch.zeros(plan_bytes(fixed.max_rows), dtype=torch.uint8, device=workspace.device)
-        self._wrappers: dict[int, Any] = {}
+        self._plans = torch.zeros((num_kinds, plan_bytes(fixed.max_rows)), dtype=torch.uint8, device=workspace.device)
+        self._wrappers: dict[tuple[int, int], Any] = {}
 
-    def wrapper(self, num_rows: int, prefix: PagedPart) -> Any:
+    def wrapper(self, num_rows: int, kind: int, prefix: PagedPart) -> Any:
         """The wrapper for this number of rows; made before the step that is recorded, whose prefix has all of them:
         FlashInfer takes the rows of its first plan as the most."""
-        if num_rows not in self._wrappers:
+        if (num_rows, kind) not in self._wrappers:
             assert prefix.num_rows == num_rows, "a recording comes first"
             num_groups = len(prefix.kv_lengths)
             own = self.lists.cut(num_groups)
@@ -218,9 +223,9 @@ class FixedPrefixes:
                 paged_kv_indices_buf=own.blocks,
                 paged_kv_last_page_len_buf=own.last_lengths,
             )
-            wrapper.reset_workspace_buffer(self._workspace, self._plans)
-            self._wrappers[num_rows] = wrapper
-        return self._wrappers[num_rows]
+            wrapper.reset_workspace_buffer(self._workspace, self._plans[kind])
+            self._wrappers[num_rows, kind] = wrapper
+        return self._wrappers[num_rows, kind]
 
 
 class FlashInferBackend(TensorCache):
@@ -231,6 +236,16 @@ class FlashInferBackend(TensorCache):
 
         max_graph_rows: as for workspace_bytes."""
         self._shape = shape
+        every = [shape.scores_of(index) for index in range(shape.num_layers)]
+        without_sinks = [scores._replace(sinks=None) for scores in every]
+        self._kinds = list(dict.fromkeys(without_sinks))
+        """How the layers make scores: each part is planned for each of these."""
+        self._kind_of = [self._kinds.index(scores) for scores in without_sinks]
+        """By layer."""
+        self._sinks = [scores.sinks for scores in every]
+        self.computes_groups = all(kind.window is None for kind in self._kinds)
+        self.computes_by_fa3 = all(kind[1:] == (None, None, None) for kind in self._kinds) and len(self._kinds) == 1
+        """Whether prompts may take "fa3": if layers are of one kind, without window and cap."""
         self._library = library
         self._use_tensor_cores = shape.num_heads // shape.num_kv_heads not in CUDA_CORE_GROUPS
         on_cuda = shape.device.type == "cuda"
@@ -241,15 +256,17 @@ class FlashInferBackend(TensorCache):
         self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=shape.device)
         self._sets = [_WrapperSet() for _ in range(RING_SIZE)]
         for wrappers in self._sets:  # now, so that the KV cache leaves their memory free
-            for _ in range(2):  # a forward without prefix groups has one part of each kind, one with groups two
+            # A forward without prefix groups has one part of prompts and one of decode rows, one with groups two.
+            for _ in range(2 * len(self._kinds)):
                 wrappers.prefill.append(self._new_prefill())
                 wrappers.decode.append(self._new_decode())
             self._make_plan_memory(wrappers, plan_bytes(0))
         self._next_set = 0
-        self._planned: dict[int, Wrapper] = {}
-        self._calls: dict[str, PartCalls] = {}
-        """How to plan and run parts without wrappers, by kind of wrapper; empty if that is not in use."""
-        self._planned_calls: dict[int, PlannedCall] = {}
+        self._planned: dict[tuple[int, int], Wrapper] = {}
+        """By the part's id and the kind of layer, as everything here that is planned."""
+        self._calls: dict[tuple[str, int], PartCalls] = {}
+        """How to plan and run parts without wrappers, by kernels and kind of layer; empty if that is not in use."""
+        self._planned_calls: dict[tuple[int, int], PlannedCall] = {}
         self._fixed: FixedMemory | None = None
         self._prefixes: FixedPrefixes | None = None
         self._recorded_prefix: PagedPart | None = None
@@ -284,28 +301,31 @@ class FlashInferBackend(TensorCache):
         num_prefill = num_decode = 0
         plans: list[Callable[[], None]] = []
         for part in parts:
-            if _is_decode(part):
-                if num_decode == len(wrappers.decode):
-                    wrappers.decode.append(self._new_decode())
-                    wrappers.plan_bytes = 0
-                kind, wrapper = "decode", wrappers.decode[num_decode]
-                plan = partial(self._plan_decode, wrapper, part)
-                num_decode += 1
-            elif self.uses_fa3 and wrappers.fa3 is not None and self._fits_fa3(part, wrappers):
-                kind, wrapper = "fa3", wrappers.fa3
-                plan = partial(self._plan_prefill, wrapper, part, part.kv_lengths)
-            else:
-                if num_prefill == len(wrappers.prefill):
-                    wrappers.prefill.append(self._new_prefill())
-                    wrappers.plan_bytes = 0
-                kind, wrapper = "fa2", wrappers.prefill[num_prefill]
-                plan = partial(self._plan_prefill, wrapper, part, _longest(part))
-                num_prefill += 1
-            calls = self._calls.get(kind)
-            if calls is not None and part.lists is not None:
-                plan = partial(self._plan_call, calls, wrapper, part)
-            plans.append(plan)
-            self._planned[id(part)] = wrapper
+            is_decode = _is_decode(part)
+            assert is_decode or part.causal or self.computes_groups, "a window would end at each row's own position"
+            for kind in range(len(self._kinds)):
+                if is_decode:
+                    if num_decode == len(wrappers.decode):
+                        wrappers.decode.append(self._new_decode())
+                        wrappers.plan_bytes = 0
+                    kernels, wrapper = "decode", wrappers.decode[num_decode]
+                    plan = partial(self._plan_decode, wrapper, kind, part)
+                    num_decode += 1
+                elif self.uses_fa3 and wrappers.fa3 is not None and self._fits_fa3(part, wrappers):
+                    kernels, wrapper = "fa3", wrappers.fa3
+                    plan = partial(self._plan_prefill, wrapper, kind, part, part.kv_lengths)
+                else:
+                    if num_prefill == len(wrappers.prefill):
+                        wrappers.prefill.append(self._new_prefill())
+                        wrappers.plan_bytes = 0
+                    kernels, wrapper = "fa2", wrappers.prefill[num_prefill]
+                    plan = partial(self._plan_prefill, wrapper, kind, part, _longest(part))
+                    num_prefill += 1
+                calls = self._calls.get((kernels, kind))
+                if calls is not None and part.lists is not None:
+                    plan = partial(self._plan_call, calls, wrapper, kind, part)
+                plans.append(plan)
+                self._planned[id(part), kind] = wrapper
         needed = max(plan_bytes(part.num_rows) for part in parts)
         if needed > wrappers.plan_bytes:
             self._make_plan_memory(wrappers, needed)
@@ -320,10 +340,13 @@ class FlashInferBackend(TensorCache):
         prompts, rows = (self._example((1, 2), True), self._example((2, 1, 2), False)), (1, 1, 1)
         learn = partial(learn_calls, kv_cache=self._by_layer[0], shape=self._shape)
         decodes = self._example(rows[:2], True), self._example(rows, True)
-        calls = {"decode": learn(wrappers.decode[0], partial(self._plan_decode, wrappers.decode[0]), decodes)}
-        kinds = {"fa2": wrappers.prefill[0]} | ({} if wrappers.fa3 is None else {"fa3": wrappers.fa3})
-        for kind, wrapper in kinds.items():
-            calls[kind] = learn(wrapper, partial(self._plan_lengths, wrapper), prompts)
+        calls = dict[tuple[str, int], PartCalls]()
+        kernels = {"fa2": wrappers.prefill[0]} | ({} if wrappers.fa3 is None else {"fa3": wrappers.fa3})
+        for kind in range(len(self._kinds)):
+            plan_decode = partial(self._plan_decode, wrappers.decode[0], kind)
+            calls["decode", kind] = learn(wrappers.decode[0], plan_decode, decodes)
+            for name, wrapper in kernels.items():
+                calls[name, kind] = learn(wrapper, partial(self._plan_lengths, wrapper, kind), prompts)
         self._calls = calls
 
     def drop_calls(self) -> None:
@@ -334,6 +357,7 @@ class FlashInferBackend(TensorCache):
 
     def prepare_fa3(self) -> None:
         """Let prompts take "fa3". Compiles its kernel, which may take minutes. Raises what FlashInfer raises."""
+        assert self.computes_by_fa3
         for wrappers in self._sets:
             wrappers.fa3 = self._new_prefill("fa3")
             self._make_plan_memory(wrappers, wrappers.plan_bytes)
@@ -346,7 +370,7 @@ class FlashInferBackend(TensorCache):
     def drop_fa3(self) -> None:
         """Free its wrappers."""
         self.uses_fa3 = False
-        self._calls.pop("fa3", None)
+        self._calls.pop(("fa3", 0), None)
         for wrappers in self._sets:
             wrappers.fa3 = None
 
@@ -360,14 +384,15 @@ class FlashInferBackend(TensorCache):
     def prepare_recording(self, max_rows: int, max_blocks: int) -> RecordedMemory:
         needed = workspace_bytes(self._shape, self._num_processors, max_rows)
         assert needed <= len(self._workspace), f"max_graph_rows was less than {max_rows}"
-        self._fixed = FixedMemory(self._new_decode, self._workspace, max_rows, max_blocks)
+        self._fixed = FixedMemory(self._new_decode, self._workspace, len(self._kinds), max_rows, max_blocks)
         self._prefixes = None
         return self._fixed.lists
 
     def prepare_groups(self, max_groups: int) -> RecordedMemory:
         assert self._fixed is not None, "prepare_recording comes first"
+        assert self.computes_groups or not max_groups
         self._prefixes = FixedPrefixes(
-            self._new_prefill, self._fixed, self._workspace, max_groups, self._shape.num_heads
+            self._new_prefill, self._fixed, self._workspace, len(self._kinds), max_groups, self._shape.num_heads
         )
         return self._prefixes.lists
 
@@ -375,45 +400,50 @@ class FlashInferBackend(TensorCache):
         assert self._fixed is not None, "prepare_recording comes first"
         (part,) = layout.parts
         assert _is_decode(part)
-        wrapper = self._fixed.wrapper(part.num_rows)
+        kinds = range(len(self._kinds))
+        wrappers = [self._fixed.wrapper(part.num_rows, kind) for kind in kinds]
         self._layout = layout  # keeps the parts alive
-        self._planned = {id(part): wrapper}
+        self._planned = {(id(part), kind): wrapper for kind, wrapper in enumerate(wrappers)}
         self._planned_calls = {}
         self._kv_indices = layout.kv_indices
         self._recorded_prefix = prefix = layout.prefix
         staging = layout.staging or DirectStaging(self._shape.device)
         if prefix is not None:
             assert self._prefixes is not None, "prepare_groups comes first"
-            of_prefix = self._planned[id(prefix)] = self._prefixes.wrapper(part.num_rows, prefix)
+            of_prefix = [self._prefixes.wrapper(part.num_rows, kind, prefix) for kind in kinds]
+            self._planned |= {(id(prefix), kind): wrapper for kind, wrapper in enumerate(of_prefix)}
             staging.then(partial(self._run_prefix_plan, self._fixed, self._prefixes, of_prefix, part, prefix))
-        staging.then(partial(self._run_recorded_plan, self._fixed, wrapper, part))
+        staging.then(partial(self._run_recorded_plan, self._fixed, wrappers, part))
 
     def _run_prefix_plan(
-        self, fixed: FixedMemory, prefixes: FixedPrefixes, wrapper: Wrapper, part: PagedPart, prefix: PagedPart
+        self, fixed: FixedMemory, prefixes: FixedPrefixes, wrappers: list[Wrapper], part: PagedPart, prefix: PagedPart
     ) -> None:
         """part: the step's. The plan of its rows comes next, and records when the copies of both plans have run."""
         copied = fixed.copied.get(part.num_rows)
         if copied is not None:
             copied.synchronize()
-        self._plan_prefill(wrapper, prefix, _longest(prefix))
+        for kind, wrapper in enumerate(wrappers):
+            self._plan_prefill(wrapper, kind, prefix, _longest(prefix))
         prefixes.lse[: part.num_rows].fill_(-torch.inf)
 
-    def _run_recorded_plan(self, fixed: FixedMemory, wrapper: Wrapper, part: PagedPart) -> None:
+    def _run_recorded_plan(self, fixed: FixedMemory, wrappers: list[Wrapper], part: PagedPart) -> None:
         copied = fixed.copied.get(part.num_rows)
         if copied is not None:
             # Not long: its copies ran before the step that is running now, at the latest.
             copied.synchronize()
-        planner = fixed.planners.get(part.num_rows)
-        if part.lists is not None and planner is not None:
-            wrapper._plan_info = planner.function(*planner.filled(part.causal, kv_starts=part.lists.host_starts))
-        elif part.lists is not None and self._calls:
-            fixed.planners[part.num_rows] = learn_plan(wrapper, partial(self._plan_decode, wrapper), part)
-        elif part.lists is not None and part.num_rows in fixed.planned:
-            # The wrapper's own plan would fill the lists again, by three copies.
-            self._plan_rows(partial(self._library.decode.fast_decode_plan, wrapper), part)
-        else:
-            self._plan_decode(wrapper, part)
-            fixed.planned.add(part.num_rows)
+        for kind, wrapper in enumerate(wrappers):
+            key = part.num_rows, kind
+            planner = fixed.planners.get(key)
+            if part.lists is not None and planner is not None:
+                wrapper._plan_info = planner.function(*planner.filled(part.causal, kv_starts=part.lists.host_starts))
+            elif part.lists is not None and self._calls:
+                fixed.planners[key] = learn_plan(wrapper, partial(self._plan_decode, wrapper, kind), part)
+            elif part.lists is not None and key in fixed.planned:
+                # The wrapper's own plan would fill the lists again, by three copies.
+                self._plan_rows(partial(self._library.decode.fast_decode_plan, wrapper), kind, part)
+            else:
+                self._plan_decode(wrapper, kind, part)
+                fixed.planned.add(key)
         if self._shape.device.type == "cuda":
             if copied is None:
                 fixed.copied[part.num_rows] = copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -434,22 +464,27 @@ class FlashInferBackend(TensorCache):
     ) -> tuple[Tensor, Tensor | None]:
         if part is self._recorded_prefix:
             return self._attend_recorded_prefix(query, layer_index, part)
+        sinks = None if part is self._layout.prefix else self._sinks[layer_index]  # which count once
+        needs_lse = part.is_partial or sinks is not None
+        key = id(part), self._kind_of[layer_index]
         # FlashInfer reads the query's strides, but neither reads nor checks the output's.
-        planned = self._planned_calls.get(id(part))
+        planned = self._planned_calls.get(key)
+        lse = None
         if planned is not None:
-            lse = None
-            if part.is_partial:
+            if needs_lse:
                 lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
             if output is None:
                 output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
             planned.run(query, self._by_layer[layer_index], output, lse)
-            return output, lse
-        assert query.stride(2) == 1
-        assert output is None or output.is_contiguous()
-        result = self._planned[id(part)].run(query, self._by_layer[layer_index], out=output, return_lse=part.is_partial)
-        if isinstance(result, Tensor):
-            return result, None
-        return result
+        else:
+            assert query.stride(2) == 1
+            assert output is None or output.is_contiguous()
+            result = self._planned[key].run(query, self._by_layer[layer_index], out=output, return_lse=needs_lse)
+            output, lse = (result, None) if isinstance(result, Tensor) else result
+        if sinks is not None:
+            assert lse is not None
+            count_sinks(output, lse, sinks)
+        return output, lse
 
     def _attend_recorded_prefix(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
         """query: of all rows of the step, of which those after the groups' get no output, and the LSE -inf."""
@@ -459,7 +494,8 @@ class FlashInferBackend(TensorCache):
         make = torch.empty if uses_triton(self._shape.device, "attention") else torch.zeros
         output = make(query.shape, dtype=query.dtype, device=query.device)
         lse = self._prefixes.lse[: len(query)]
-        wrapper, kv_cache = self._planned[id(part)], self._by_layer[layer_index]
+        wrapper = self._planned[id(part), self._kind_of[layer_index]]
+        kv_cache = self._by_layer[layer_index]
         wrapper.run(query, kv_cache, out=output, lse=lse, return_lse=True)
         return output, lse
 
@@ -499,13 +535,13 @@ class FlashInferBackend(TensorCache):
                 wrappers.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             wrappers.copied.record()
 
-    def _plan_call(self, calls: PartCalls, wrapper: Wrapper, part: PagedPart) -> None:
-        self._planned_calls[id(part)] = calls.plan(wrapper, part)
+    def _plan_call(self, calls: PartCalls, wrapper: Wrapper, kind: int, part: PagedPart) -> None:
+        self._planned_calls[id(part), kind] = calls.plan(wrapper, part)
 
-    def _plan_lengths(self, wrapper: Wrapper, part: PagedPart) -> None:
-        self._plan_prefill(wrapper, part, part.kv_lengths)
+    def _plan_lengths(self, wrapper: Wrapper, kind: int, part: PagedPart) -> None:
+        self._plan_prefill(wrapper, kind, part, part.kv_lengths)
 
-    def _plan_prefill(self, wrapper: Wrapper, part: PagedPart, lengths: Tensor) -> None:
+    def _plan_prefill(self, wrapper: Wrapper, kind: int, part: PagedPart, lengths: Tensor) -> None:
         """lengths: for `seq_lens`."""
         shape = self._shape
         wrapper.plan(
@@ -519,13 +555,13 @@ class FlashInferBackend(TensorCache):
             o_data_type=shape.query_dtype,
             max_token_per_sequence=int(part.query_starts.diff().max()),
             seq_lens=lengths,
-            **self._options,
+            **self._options(self._kinds[kind]),
         )
 
-    def _plan_decode(self, wrapper: Wrapper, part: PagedPart) -> None:
-        self._plan_rows(wrapper.plan, part, o_data_type=self._shape.query_dtype, seq_lens=_longest(part))
+    def _plan_decode(self, wrapper: Wrapper, kind: int, part: PagedPart) -> None:
+        self._plan_rows(wrapper.plan, kind, part, o_data_type=self._shape.query_dtype, seq_lens=_longest(part))
 
-    def _plan_rows(self, plan: Callable[..., None], part: PagedPart, **options: Any) -> None:
+    def _plan_rows(self, plan: Callable[..., None], kind: int, part: PagedPart, **options: Any) -> None:
         shape = self._shape
         plan(
             *self._kv_lists(part),
@@ -533,18 +569,21 @@ class FlashInferBackend(TensorCache):
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             page_size=shape.page_size,
-            **self._options,
+            **self._options(self._kinds[kind]),
             **options,
         )
 
-    @property
-    def _options(self) -> dict[str, object]:
-        shape = self._shape
-        return {
-            "sm_scale": shape.head_dim**-0.5,
-            "q_data_type": shape.query_dtype,
-            "kv_data_type": shape.dtype,
+    def _options(self, kind: Scores) -> dict[str, object]:
+        options: dict[str, object] = {
+            "sm_scale": kind.scale,
+            "q_data_type": self._shape.query_dtype,
+            "kv_data_type": self._shape.dtype,
         }
+        if kind.window is not None:
+            options["window_left"] = kind.window - 1  # tokens before a row's own
+        if kind.softcap is not None:
+            options["logits_soft_cap"] = kind.softcap
+        return options
 
     def _kv_lists(self, part: PagedPart) -> tuple[Tensor, Tensor, Tensor]:
         """FlashInfer's indptr [S + 1] and last_page_len [S] on the host, where its plan reads them; between them its
@@ -570,9 +609,10 @@ class FlashInferBackend(TensorCache):
         query = torch.zeros((2, shape.num_heads, shape.head_dim), dtype=shape.query_dtype, device=shape.device)
         no_tokens = torch.zeros(0, dtype=torch.int64, device=shape.device)
         for num_rows in row_counts:
-            part = self._example((num_rows,), causal=False, is_run_alone=False)
+            part = self._example((num_rows,), causal=True, is_run_alone=False)
             self.plan(PagedLayout(no_tokens, (part,)))
-            self.attend(query[:num_rows], 0, part)
+            for kind in range(len(self._kinds)):
+                self.attend(query[:num_rows], self._kind_of.index(kind), part)
 
     def _example(self, row_counts: Sequence[int], causal: bool, is_run_alone: bool = True) -> PagedPart:
         """Segments of so many rows, in turn with two full blocks of context and with one token more than a block; all

@@ -5,6 +5,7 @@ What the operation does is set from outside (`attending`): it depends on the for
 recording of launches is interrupted around it.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -26,6 +27,8 @@ class Attends(Protocol):
         """query [T, H, D]; key and value [T, K, D], which are stored in the layer's cache -> [T, H, D]: `output`, or
         any memory if that is None."""
 
+
+_LOG2_E = 1 / math.log(2)
 
 _attends: Attends | None = None
 
@@ -147,3 +150,11 @@ def merge_partial(
     total = (first_weight + second_weight).clamp_min_(torch.finfo(torch.float32).tiny)
     weighted = first_output * first_weight + second_output * second_weight
     return torch.div(weighted, total, out=output)
+
+
+def count_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Change a part's output [R, H, D] and LSE [R, H] of base 2 as if each head saw one more token, of value 0, whose
+    score is its sink. sinks: float32 [H], natural."""
+    total = torch.logaddexp2(lse, sinks * _LOG2_E)
+    output.mul_(torch.exp2(lse - total).unsqueeze(-1))
+    lse.copy_(total)

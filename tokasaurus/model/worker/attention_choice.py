@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
     from tokasaurus.model.worker.start import Start
 
+logger = logging.getLogger(__name__)
+
 _PROMPTS = ((2048,), (2048, 4096), (64,) * 32)
 """Tokens of each prompt that are attended to, by forward: one prompt, the second half of a longer one beside it, many
 short ones. At most 2,048 of each are computed."""
@@ -42,6 +46,10 @@ def choose_attention(start: Start) -> str:
     start.shape = kv_shape(start.info, start.mesh, config.page_size, *formats, start.device, start.model.sinks)
     max_graph_rows = max(sizes_of_graphs(config), default=0) if start.on_cuda else 0
     start.backend = choose_backend(config, start.shape, start.kernels, max_graph_rows, start.checks)
+    if not start.least(int(start.backend.computes_groups)):
+        start.limits = replace(start.limits, has_groups=False)
+        if config.use_hydragen:
+            logger.warning("use_hydragen=T does nothing: FlashInfer computes no prefix groups for layers with a window")
     if not start.on_cuda or not isinstance(start.backend, FlashInferBackend):
         return ""
     choose_calls(start.backend, start.shape, start.checks)
@@ -93,9 +101,11 @@ def choose_calls(backend: FlashInferBackend, shape: KVShape, checks: Checks) -> 
 def choose_prefill(backend: FlashInferBackend, shape: KVShape, mesh: Mesh, checks: Checks) -> str:
     """Let prompts take "fa3" if that is right and faster on all ranks, all of which must call this. Replaces the
     backend's cache. -> one line for the user."""
-
-    if not least_of_ranks(int(has_compiled_fa3(backend)), mesh, shape.device):
+    is_ready = backend.computes_by_fa3 and has_compiled_fa3(backend)
+    if not least_of_ranks(int(is_ready), mesh, shape.device):
         backend.drop_fa3()
+        if not backend.computes_by_fa3:
+            return "prompts take fa2, for windows, caps or layers that differ"
         return "prompts take fa2; fa3 is compiled for later starts, unless it has failed to"
 
     def measure() -> Iterator[Measured]:

@@ -244,7 +244,7 @@ def _ready(start: Start) -> StartedWorker:
         start.info.context_length, config.max_num_tokens_per_request, start.num_blocks * config.page_size
     )
     limits = EngineLimits(
-        *(start.num_blocks, config.page_size, max_tokens, start.hydragen),
+        *(start.num_blocks, config.page_size, max_tokens, start.hydragen if start.limits.has_groups else None),
         *(times.per_token, times.single_token, limited_by, times.per_pair),
         switched_off=tuple(start.checks.switched_off),
         dtype=dtype_name(start.model.weight_dtype),
@@ -305,7 +305,8 @@ def make_runner(start: Start) -> str:
         trace=start.trace,
         links=start.links,
     )
-    start.group_sizes = sizes_of_groups(config, start.graph_sizes) if start.runner.records_attention else []
+    records_groups = start.runner.records_attention and limits.has_groups
+    start.group_sizes = sizes_of_groups(config, start.graph_sizes) if records_groups else []
     if start.runner.always_on_kernels:
         start.memory.forward_bound = largest_forward(
             *(start.info, limits, config.page_size, model.activation_dtype.itemsize),

@@ -86,8 +86,8 @@ rounds, shortest first. Other work of the machine only makes a round longer."""
 
 def asks_for_prefix_costs(start: Start) -> bool:
     """Whether some flag leaves it to a measurement which sequences share their prefix's attention."""
-    config = start.config
-    return config.use_hydragen is not False and None in (config.hydragen_min_group_size, config.hydragen_min_prefix_len)
+    config, has_groups = start.config, start.limits.has_groups and start.config.use_hydragen is not False
+    return has_groups and None in (config.hydragen_min_group_size, config.hydragen_min_prefix_len)
 
 
 @torch.inference_mode()

@@ -28,6 +28,7 @@ from tokasaurus.model.buffer_sizes import (
     graph_sizes,
     group_graph_sizes,
     max_graph_groups,
+    num_wrappers,
     padded_count,
     plan_bytes,
     ruled_rows_at_once,
@@ -54,8 +55,6 @@ _GRAPH_BYTES = 256 << 10
 
 _NUM_PROCESSORS = 132
 """Multiprocessors of an H100 or H200, on which the size of FlashInfer's workspace depends."""
-_NUM_WRAPPERS = 15
-"""FlashInfer's wrappers that FlashInferBackend keeps, "fa3" included, each with a buffer for its plan."""
 
 CUDA_FRACTION = 0.95
 """Fraction of the device memory left after weights and the largest forward: the rest covers fragmentation."""
@@ -246,6 +245,18 @@ class _Rank:
         return sizes.has_flashinfer and self.shape.head_dim in HEAD_DIMS and is_half
 
     @property
+    def num_kinds(self) -> int:
+        """Kinds of layers, each of which FlashInfer's wrappers are planned for."""
+        own = (self.info.spec.layers[index].attention for index in self.mesh.stage_layers(self.info))
+        return len({(layer.scale, layer.window, layer.softcap) for layer in own})
+
+    @property
+    def records_groups(self) -> bool:
+        """Whether decode steps with prefix groups are recorded, where FlashInfer computes attention."""
+        has_windows = any(layer.attention.window is not None for layer in self.info.spec.layers)
+        return bool(self.sizes.group_sizes) and not has_windows
+
+    @property
     def widest_row(self) -> int:
         """Most numbers that a layer has in memory for each token. Layers run one after another in the same memory."""
         info, shape = self.info, self.shape
@@ -348,11 +359,12 @@ def _workspaces(rank: _Rank) -> Planned:
         return None
     graph_rows = max(rank.sizes.graph_sizes, default=0)
     of_wrapper = plan_bytes(rank.sizes.max_tokens_per_forward)
-    num_bytes = workspace_bytes(rank.shape, _NUM_PROCESSORS, graph_rows) + _NUM_WRAPPERS * of_wrapper
+    wrappers = num_wrappers(rank.num_kinds)
+    num_bytes = workspace_bytes(rank.shape, _NUM_PROCESSORS, graph_rows) + wrappers * of_wrapper
     reason = f"FlashInfer's workspace for {_NUM_PROCESSORS} multiprocessors"
     if graph_rows:
         reason += f" and graphs of {graph_rows:,} sequences"
-    return num_bytes, f"{reason}, and {_NUM_WRAPPERS} wrappers x {show_size(of_wrapper)}"
+    return num_bytes, f"{reason}, and {wrappers} wrappers x {show_size(of_wrapper)}"
 
 
 def _graphs(rank: _Rank) -> Planned:
@@ -378,15 +390,16 @@ def _graphs(rank: _Rank) -> Planned:
     reason += f" + {num_tokens:,} x {RECORDED_TOKEN_BYTES} B + {num_rows:,} x {RECORDED_ROW_BYTES} B of inputs"
     if rank.has_flashinfer:
         num_recordings += len(sizes.graph_sizes)
-        num_lists, of_plan = num_rows, 0
-        if sizes.group_sizes:
+        of_plans = rank.num_kinds * plan_bytes(num_rows)
+        num_lists, of_prefixes = num_rows, 0
+        if rank.records_groups:
             num_recordings += len(sizes.group_sizes)
             num_lists += max_graph_groups(num_rows, num_rows)
-            of_plan = plan_bytes(num_rows) + num_rows * rank.shape.num_heads * 4
-        num_bytes += num_lists * rank.table_blocks * 4 + of_plan
-        reason += f" + {num_lists:,} x {rank.table_blocks:,} blocks x 4 B"
-        if of_plan:
-            reason += f" + {of_plan:,} B of prefixes"
+            of_prefixes = of_plans + num_rows * rank.shape.num_heads * 4
+        num_bytes += num_lists * rank.table_blocks * 4 + of_plans + of_prefixes
+        reason += f" + {num_lists:,} x {rank.table_blocks:,} blocks x 4 B + {of_plans:,} B of plans"
+        if of_prefixes:
+            reason += f" + {of_prefixes:,} B of prefixes"
     num_pieces = num_recordings * (rank.shape.num_layers + 1)
     num_bytes += num_pieces * _GRAPH_BYTES
     return num_bytes, f"{reason} + {num_pieces:,} pieces x {show_size(_GRAPH_BYTES)}"

@@ -31,6 +31,7 @@ from tokasaurus.model.attention.backend import (
     PagedLayout,
     PagedPart,
     RecordableBackend,
+    RecordedMemory,
     as_stored,
 )
 from tokasaurus.model.attention.block_lists import as_in_steps, in_recorded
@@ -60,6 +61,9 @@ _PREFILL = ((5, 5), (3, 37), (20, 50))
 """(rows, tokens that the last one attends to) of each prompt: a first chunk and two later ones."""
 _SHARED_BLOCKS = 2
 """Blocks of the prefix of a group."""
+
+_LONGEST_WINDOW = 4096
+"""No sequence fills a longer window: plain torch would need too much time and memory on the host."""
 
 _LOST: dict[KernelGroup, str] = {
     "attention": "KV writes, merging of shared prefixes and block lists take several launches each",
@@ -265,26 +269,59 @@ class SmallForward:
 
 
 def measure_attention(backend: AttentionBackend, shape: KVShape) -> Iterator[Measured]:
-    """One result of each kind of forward. Replaces the backend's cache by one of a few blocks."""
-    tolerance = max(TOLERANCES[shape.dtype], TOLERANCES[shape.query_dtype])
-    one_layer = replace(shape, num_layers=1, layers=shape.layers[-1:], sinks=shape.sinks[-1:])
-    oracle = ReferenceBackend(replace(one_layer, dtype=torch.float32, activation_dtype=torch.float32, device=_CPU))
-    num_blocks, forwards = _attention_forwards(shape.page_size, isinstance(backend, RecordableBackend))
+    """One result of each kind of forward, in a layer of each kind. Replaces the backend's cache by one of a few
+    blocks."""
+    every = [shape.scores_of(index) for index in range(shape.num_layers)]
+    layers = {(*scores[:3], scores.sinks is None): index for index, scores in enumerate(every)}
+    can_record = isinstance(backend, RecordableBackend)
+    num_blocks, forwards = _attention_forwards(shape.page_size, can_record, backend.computes_groups)
+    of_windows = {
+        window: _window_forwards(shape.page_size, window, num_blocks, can_record)
+        for window in shape.windows
+        if window is not None and window <= _LONGEST_WINDOW
+    }
+    contexts = (context for each in (forwards, *of_windows.values()) for one in each for context in one.contexts)
+    longest = max(len(context.blocks) for context in contexts)
+    backend.allocate(num_blocks + 1)
+    memory = None
+    if isinstance(backend, RecordableBackend):
+        memory = backend.prepare_recording(len(_DECODE_TOKENS), max(longest, num_blocks))
     random = SeededNumbers(_CPU)
-    backend.allocate(num_blocks)
-    oracle.allocate(num_blocks)
-    layer = shape.num_layers - 1
-    indices = torch.arange(shape.page_size, num_blocks * shape.page_size)
+    for layer in layers.values():
+        window = every[layer].window
+        own = [*forwards, *([] if window is None else of_windows.get(window, []))]
+        for measured in _measure_layer(backend, shape, layer, num_blocks, own, memory, random):
+            name = f"{measured.name[:-1]}, layer {layer})" if len(layers) > 1 else measured.name
+            yield measured._replace(name=name)
+    if isinstance(backend, RecordableBackend):
+        backend.prepare_recording(0, 0)
+    backend.allocate(1)  # what is measured next must not count this cache
+
+
+def _measure_layer(
+    backend: AttentionBackend,
+    shape: KVShape,
+    layer: int,
+    large_block: int,
+    forwards: Sequence[SmallForward],
+    memory: RecordedMemory | None,
+    random: "SeededNumbers",
+) -> Iterator[Measured]:
+    """large_block: the last one, see _window_forwards. memory: of recorded forwards."""
+    tolerance = max(TOLERANCES[shape.dtype], TOLERANCES[shape.query_dtype])
+    one = slice(layer, layer + 1)
+    one_layer = replace(shape, num_layers=1, layers=shape.layers[one], sinks=shape.sinks[one])
+    oracle = ReferenceBackend(replace(one_layer, dtype=torch.float32, activation_dtype=torch.float32, device=_CPU))
+    oracle.allocate(large_block + 1)
+    indices = torch.arange(shape.page_size, (large_block + 1) * shape.page_size)
     key, value = (
         random.normal((len(indices), shape.num_kv_heads, shape.head_dim), shape.query_dtype) for _ in range(2)
     )
+    value[-shape.page_size :] *= max(1, (shape.scores_of(layer).window or 0) // 4)
     backend.plan(PagedLayout(indices.to(shape.device), ()))
     backend.write(key.to(shape.device), value.to(shape.device), layer)
     oracle.plan(PagedLayout(indices, ()))
     oracle.write(as_stored(key, shape.dtype).float(), as_stored(value, shape.dtype).float(), 0)
-    memory = None
-    if isinstance(backend, RecordableBackend):
-        memory = backend.prepare_recording(len(_DECODE_TOKENS), num_blocks)
     for forward in forwards:
         num_rows = len(forward.positions)
         query = random.normal((num_rows, shape.num_heads, shape.head_dim), shape.query_dtype)
@@ -305,12 +342,19 @@ def measure_attention(backend: AttentionBackend, shape: KVShape) -> Iterator[Mea
         key, value = (as_stored(x, shape.dtype).float() for x in new)
         expected = attends_over(oracle, alone)(query.float(), key, value, 0)
         yield compared(f"attention ({forward.name})", found, expected, tolerance)
-    if isinstance(backend, RecordableBackend):
-        backend.prepare_recording(0, 0)
-    backend.allocate(1)  # what is measured next must not count this cache
 
 
-def _attention_forwards(page_size: int, can_record: bool) -> tuple[int, list[SmallForward]]:
+def _window_forwards(page_size: int, window: int, large_block: int, can_record: bool) -> list[SmallForward]:
+    """A row just after whose window comes the block of large values, and a chunk of which the earlier rows see some of
+    them. The blocks in the window repeat: without a repetition they would fill memory."""
+    num_tokens = page_size + window
+    blocks = [large_block, *(1 + index % (large_block - 1) for index in range(-(-window // page_size)))]
+    decode, chunk = (Context(num_rows, num_tokens, blocks) for num_rows in (1, min(_CHUNK, num_tokens)))
+    forwards = [SmallForward("decode with a full window", (decode,)), SmallForward("full windows", (chunk,))]
+    return forwards + [replace(forwards[0], name="recorded full window", is_recorded=True)] * can_record
+
+
+def _attention_forwards(page_size: int, can_record: bool, can_group: bool) -> tuple[int, list[SmallForward]]:
     """The number of blocks with the padding block, and the forwards. Tokens scale with pages, so that every case
     has the same number of blocks."""
     next_block = 1 + _SHARED_BLOCKS
@@ -335,8 +379,9 @@ def _attention_forwards(page_size: int, can_record: bool) -> tuple[int, list[Sma
         SmallForward("decode", decode),
         SmallForward("prefill", prefill),
         SmallForward("decode and prefill", (*decode, *prefill)),
-        SmallForward("prefix group", (*group, *decode[:1]), num_grouped=len(group)),
     ]
+    if can_group:
+        forwards.append(SmallForward("prefix group", (*group, *decode[:1]), num_grouped=len(group)))
     if can_record:
         recorded = (SmallForward("recorded decode", contexts, is_recorded=True) for contexts in (decode, others))
         forwards += recorded
@@ -453,7 +498,7 @@ def measure_graphs(
     for size in dict.fromkeys((sizes[0], sizes[-1])):
         num_padding = int(size - 1 not in (0, *sizes))  # one row, where that does not make it another size
         num_rows = size - num_padding
-        for has_groups in dict.fromkeys((False, prompts.num_shared > 0)):
+        for has_groups in dict.fromkeys((False, prompts.num_shared > 0 and limits.has_groups)):
             name = f"graph of {size} rows{' in pieces' if has_groups else ''}"
             groups = [num_rows] if has_groups else []
             decodes = (prompts.decode(num_rows, groups, turn) for turn in (0, 1))

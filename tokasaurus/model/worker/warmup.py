@@ -83,6 +83,9 @@ class ForwardLimits:
     vocab_size: int
     """The model's vocabulary."""
 
+    has_groups: bool = True
+    """Whether steps may have prefix groups."""
+
 
 def widest_prefill(limits: ForwardLimits) -> ForwardInput:
     """A prefill with a forward's most tokens and sampling rows, and prompt logprobs for LOGPROBS_AT_ONCE tokens."""
@@ -150,7 +153,7 @@ def warm_up(
         steps.append(decode_after(widest))
     if is_context_costly:
         steps += [longest_prefill(limits), longest_last_tokens(limits)]
-    shapes = limits.max_tokens, limits.max_seqs, limits.context_length, page_size
+    shapes = limits.max_tokens, limits.max_seqs, limits.context_length, page_size, limits.has_groups
     num_forwards = len(steps) + sum(1 for _ in steps_of_all_classes(*shapes))
     num_small = _num_small(limits, page_size)
     per_token = inf
@@ -185,7 +188,7 @@ def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInp
         plain = _first_step(num_tokens, start, limits, is_plain=True)
         yield plain
         yield _decode_with_prefill(plain, limits)
-    if limits.context_length > page_size + 1:
+    if limits.has_groups and limits.context_length > page_size + 1:
         after_block = rows_after_a_block(num_rows, limits, page_size)
         yield after_block
         groups = PrefixGroups(np.array([num_rows], np.int32), np.ones(1, np.int32))
@@ -384,14 +387,16 @@ _STEPS = (
 )
 
 
-def steps_of_all_classes(max_tokens: int, max_seqs: int, context_length: int, page_size: int) -> Iterator[ForwardInput]:
+def steps_of_all_classes(
+    max_tokens: int, max_seqs: int, context_length: int, page_size: int, has_groups: bool = True
+) -> Iterator[ForwardInput]:
     """A step of each class that fits in the limits of a forward; each must run before the next is taken.
 
     Before a step with decode rows comes one that opens their slots, after a block of a prompt that a group can share.
     No slot owns a block: all keys and values go to the padding block.
     """
     for rows in _STEPS:
-        if rows.num_tokens > max_tokens or rows.num_rows > max_seqs:
+        if rows.num_tokens > max_tokens or rows.num_rows > max_seqs or (rows.is_grouped and not has_groups):
             continue
         if rows.num_decode:
             if context_length < page_size + 2:

@@ -1,8 +1,9 @@
 """FlashInfer's wrappers on the CPU, slowly: they check how they are called, then compute with FlashInfer's conventions.
 
 LSE of base 2; outputs of the planned dtype, one that FlashInfer has, from sums in float32; 0 and -inf for a row that
-sees no token; a causal row sees the tokens up to its own, the last row being the last token. Computed in float32, one
-segment at a time.
+sees no token; a causal row sees the tokens up to its own, the last row being the last token. A window begins
+`window_left` tokens before a row's own position, whether it is causal or not. Computed in float32, one segment at a
+time.
 """
 
 import math
@@ -54,6 +55,8 @@ class _Wrapper:
         self._init_options = options
         self._plan: _Plan | None = None
         self.plan_memory = 8 << 20
+        self._plan_memory: Tensor | None = None
+        """Other wrappers may share it. None: its own."""
         self.num_plans = self.num_runs = 0
         self.most_rows = 0
         """Of a recorded prefill wrapper: the rows of its first plan."""
@@ -69,6 +72,7 @@ class _Wrapper:
         self._bind("reset_workspace_buffer", args, options)
         assert all(buffer.dtype == torch.uint8 and buffer.device == self._device for buffer in args)
         self.plan_memory = len(args[1])
+        self._plan_memory = args[1]
 
     def _check_longest(self, kv_starts: Tensor, last_lengths: Tensor, options: dict[str, Any]) -> None:
         """Without `seq_lens` of one element, `plan` of 0.6.18 takes the maximum of all lengths in Python: slowly."""
@@ -114,6 +118,10 @@ class _Wrapper:
             mean = packed.sum() // len(packed)
             num_tiles = int((-(-packed // (16 if mean <= 16 else 64 if mean <= 64 else 128))).sum())
         assert 13 * num_tiles + 4 * (len(starts) + most_rows + 3) <= self.plan_memory, "plan would fail"
+        assert options.get("window_left", -1) >= -1
+        assert options.get("logits_soft_cap", 0.0) >= 0, "0 is none"
+        if self._plan_memory is not None:
+            _planned_last[contents_of(self._plan_memory).data_ptr()] = self
         # The blocks are kept as they are: on a device they are filled after the plan.
         self._plan = _Plan(options, starts.tolist(), kv_starts.tolist(), blocks, last_lengths.tolist(), causal)
         self.num_plans += 1
@@ -130,6 +138,8 @@ class _Wrapper:
         keys, values = kv_cache
         plan = self._plan
         assert plan is not None
+        if self._plan_memory is not None:
+            assert _planned_last[contents_of(self._plan_memory).data_ptr()] is self, "another plan is in its memory"
         known = plan.options
         head_dim: int = known["head_dim_qk"] if "head_dim_qk" in known else known["head_dim"]
         assert query.shape == (plan.starts[-1], known["num_qo_heads"], head_dim)
@@ -151,7 +161,7 @@ class _Wrapper:
             blocks = plan.blocks[slice(*plan.kv_starts[segment : segment + 2])].long()
             length = max(0, len(blocks) - 1) * known["page_size"] + last_length
             key, value = (cache[blocks].flatten(0, 1)[:length].float() for cache in (keys, values))
-            output[rows], lse[rows] = _attend(query[rows].float(), key, value, plan.causal, known["sm_scale"])
+            output[rows], lse[rows] = _attend(query[rows].float(), key, value, plan.causal, known)
         self.num_runs += 1
         return output, lse
 
@@ -290,6 +300,8 @@ class DecodeWrapper(_Wrapper):
         self._note_plan((torch.arange(len(args[0]), dtype=torch.int32), *args), False, known)
 
 
+_planned_last: dict[int, _Wrapper] = {}
+"""By the address of plan memory."""
 _recordable: list[DecodeWrapper] = []
 _recordable_prefixes: list[PrefillWrapper] = []
 
@@ -331,17 +343,21 @@ def install(monkeypatch: pytest.MonkeyPatch, any_dtype: bool = False) -> None:
     monkeypatch.setattr(buffer_sizes, "_MIN_WORKSPACE", 1 << 20)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """query [R, H, D], key and value [L, K, D] -> output [R, H, D] and base-2 LSE [R, H]."""
+def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, known: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """query [R, H, D], key and value [L, K, D] -> output [R, H, D] and base-2 LSE [R, H]. known: options of `plan`."""
     num_rows, num_heads, _ = query.shape
     length, num_kv_heads, _ = key.shape
     key, value = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (key, value))
-    scores = torch.einsum("rhd,lhd->rhl", query, key) * (scale / math.log(2))
+    scores = torch.einsum("rhd,lhd->rhl", query, key) * known["sm_scale"]
+    if cap := known.get("logits_soft_cap"):
+        scores = cap * (scores / cap).tanh()
+    scores /= math.log(2)
+    own = (torch.arange(num_rows, device=query.device) + (length - num_rows)).unsqueeze(1)
+    tokens, window_left = torch.arange(length, device=query.device), known.get("window_left", -1)
     if causal:
-        last_seen = torch.arange(num_rows, device=query.device) + (length - num_rows)
-        scores.masked_fill_(
-            (torch.arange(length, device=query.device) > last_seen.unsqueeze(1)).unsqueeze(1), -torch.inf
-        )
+        scores.masked_fill_((tokens > own).unsqueeze(1), -torch.inf)
+    if window_left >= 0:
+        scores.masked_fill_((tokens < own - window_left).unsqueeze(1), -torch.inf)
     lse = torch.logsumexp(scores * math.log(2), dim=-1) / math.log(2)
     weights = torch.exp2(scores - lse.unsqueeze(-1)).nan_to_num(0.0)
     return torch.einsum("rhl,lhd->rhd", weights, value), lse

@@ -88,11 +88,11 @@ const char* report(int64_t* vector, int64_t* sizes, Plan plan) {
 extern "C" const char* plan(
     int64_t* vector, int64_t* sizes, void* floats, size_t num_floats, void* ints, void* pinned, size_t num_ints,
     int32_t* qo_starts, int32_t* kv_starts, int rows, int segments, int heads, int kv_heads, int head_dim,
-    int page_size, int graph) {
+    int page_size, int graph, int window) {
   return report<flashinfer::PrefillPlanInfo>(vector, sizes, [&](auto& info, size_t& float_size, size_t& int_size) {
     return flashinfer::PrefillPlanImpl<true, int32_t>(float_size, int_size, floats, num_floats, ints, pinned, num_ints,
-        info, qo_starts, kv_starts, rows, segments, heads, kv_heads, head_dim, head_dim, page_size, graph, 2, -1, -1,
-        false, 0, 0, nullptr, 2);
+        info, qo_starts, kv_starts, rows, segments, heads, kv_heads, head_dim, head_dim, page_size, graph, 2, window,
+        -1, false, 0, 0, nullptr, 2);
   });
 }
 extern "C" const char* plan_decode(
@@ -155,10 +155,10 @@ class HostPlanner:
     def plan(
         self, floats: Tensor, ints: Tensor, pinned: Tensor, qo_starts: Tensor, kv_starts: Tensor, _lengths: Tensor,
         rows: int, segments: int, heads: int, kv_heads: int, page_size: int, graph: bool, head_dim: int,
-        *_others: object,
+        _values_dim: int, _causal: bool, window: int, *_others: object,
     ) -> list[int]:  # fmt: skip
         """As `plan` of FlashInfer's compiled module. Raises RuntimeError with its message."""
-        numbers = (rows, segments, heads, kv_heads, head_dim, page_size, graph)
+        numbers = (rows, segments, heads, kv_heads, head_dim, page_size, graph, window)
         return self._run(self._plan, floats, ints, pinned, (qo_starts, kv_starts), numbers)
 
     def plan_decode(

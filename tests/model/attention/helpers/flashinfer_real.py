@@ -7,6 +7,7 @@ FlashInfer's own planners and compute nothing. Allocations of pinned memory are 
 """
 
 import contextlib
+import itertools
 import json
 import statistics
 import sys
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from tests.model.attention.helpers.flashinfer_planner import NUM_PROCESSORS, OCCUPANCY, HostPlanner
 from tests.model.helpers.paged_problems import CPU
+from tokasaurus.checkpoint.spec import AttentionSpec
 from tokasaurus.model import buffer_sizes
 from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart
@@ -31,6 +33,8 @@ from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.worker.hydragen_costs import measure_costs
 
 HEADS = ((32, 8, 64), (32, 8, 128), (9, 3, 64), (28, 4, 128), (40, 8, 128), (64, 8, 128))
+KIND_HEADS = ((32, 8, 64), (9, 3, 64))
+WINDOW = 300
 ROWS = (16, 1024)
 PROMPT_ROWS = (8192, 40960)
 PAGE_SIZE = 16
@@ -79,6 +83,9 @@ def without_a_device() -> None:
     torch.cuda.device = lambda _device: contextlib.nullcontext()  # type: ignore[assignment,misc,return-value]
 
 
+modules: list[tuple[str, list[bool]]] = []
+"""Kernels of each module that was asked for, and whether with a window, and with a cap."""
+
 fa3_plans: list[list[int]] = []
 """Lengths that the planner of fa3 was given, by plan."""
 
@@ -108,12 +115,14 @@ def stub_modules(
 
         return call
 
-    def prefill_module(backend: str, *_args: Any) -> Any:
+    def prefill_module(backend: str, *args: Any) -> Any:
+        modules.append((backend, [arg for arg in args if isinstance(arg, bool)][:2]))
         plan = noted(plan_fa3 if backend == "fa3" else lambda *args: planner.noted(*args))
         module = SimpleNamespace(plan=plan, paged_run=on_run, ragged_run=None)
         return SimpleNamespace(build_and_load=lambda: module)
 
-    def decode_module(*_args: Any) -> Any:
+    def decode_module(*args: Any) -> Any:
+        modules.append(("decode", [arg for arg in args if isinstance(arg, bool)]))
         module = SimpleNamespace(plan=noted(planner.plan_decode), run=on_run)
         return SimpleNamespace(build_and_load=lambda: module)
 
@@ -135,7 +144,7 @@ def check_prompts(backend: Any, planner: HostPlanner, num_rows: int) -> dict[str
         part = prompts_part(lengths)
         backend.plan(PagedLayout(torch.zeros(num_rows, dtype=torch.int64), (part,)))
         asked = max(asked, planner.sizes[1])
-        wrapper = backend._planned[id(part)]
+        wrapper = backend._planned[id(part), 0]
     assert len(wrapper._pin_memory_int_workspace_buffer) == len(wrapper._int_workspace_buffer)
     return {"asked": asked, "plan_memory": len(wrapper._int_workspace_buffer)}
 
@@ -217,16 +226,16 @@ def record_groups(backend: Any, planner: HostPlanner, num_rows: int, query: Tens
         backend.plan_recorded(layout)
         times_s.append(time.process_time() - began_s)
         assert layout.prefix is not None
-        wrapper = backend._planned[id(layout.prefix)]
+        wrapper = backend._planned[id(layout.prefix), 0]
         assert torch.equal(wrapper._qo_indptr_buf, prefix.query_starts)
         assert torch.equal(wrapper._paged_kv_indptr_buf, prefix.lists.starts)
         assert torch.equal(wrapper._paged_kv_last_page_len_buf, prefix.lists.last_lengths)
-        if seed == 0:
-            attended = attend_rows(backend, query, 0, layout)
+        for layer in range(backend._shape.num_layers if seed == 0 else 0):
+            attended = attend_rows(backend, query, layer, layout)
             assert attended.shape == query.shape
     planner.noted = planned
     return {
-        "same_plans": len(plans) == NUM_CONTEXTS and all(plan == plans[0] for plan in plans),
+        "same_plans": len(plans) == NUM_CONTEXTS * len(backend._kinds) and all(plan == plans[0] for plan in plans),
         "asked": asked,
         "plan_memory": len(wrapper._int_workspace_buffer),
         "plan_ms": 1e3 * statistics.median(times_s[1:]),
@@ -323,11 +332,14 @@ def plain(argument: Any, addresses: dict[int, str]) -> Any:
     return addresses.get(argument.data_ptr(), argument.data_ptr()), argument.dtype, argument.shape, argument.stride()
 
 
-def calls_by_both_ways(flashinfer: Any, shape: KVShape, heard: list[Any]) -> dict[str, int]:
+def calls_by_both_ways(
+    flashinfer: Any, shape: KVShape, heard: list[Any], numbers: dict[int, list[float]] | None = None
+) -> dict[str, int]:
     """Compares what the compiled functions are given by the wrappers and without them -> number of compared calls, by
-    kind of part. heard: what the stubs are given is added here."""
+    kind of part. heard: what the stubs are given is added here. numbers: the kernels' ones are added here, by layer."""
     backend: Any = flashinfer_backend.FlashInferBackend(shape, flashinfer, max_graph_rows=16)
-    backend.prepare_fa3()
+    if backend.computes_by_fa3:
+        backend.prepare_fa3()
     backend.prepare_calls()
     backend.allocate(2)
     calls, compared, none = backend._calls, dict[str, int](), dict[str, Any]()
@@ -337,22 +349,28 @@ def calls_by_both_ways(flashinfer: Any, shape: KVShape, heard: list[Any]) -> dic
         "groups and prompts": replace(grouped, parts=(*grouped.parts, decode_part(2, seed=4), prompts_part([90]))),
         "one row": PagedLayout(torch.zeros(0), (decode_part(1, seed=2),)),
     }
+    if not backend.computes_groups:
+        del layouts["groups and prompts"]
     for name, layout in layouts.items():
-        for uses_fa3 in (True, False):
+        for uses_fa3 in (True, False)[not backend.computes_by_fa3 :]:
             backend.uses_fa3 = uses_fa3
             found = []
             for chosen in (none, calls):
                 backend._calls, backend._next_set = chosen, 0
                 heard.clear()
                 backend.plan(layout)
-                for part in (*layout.parts, *([] if layout.prefix is None else [layout.prefix])):
+                parts = (*layout.parts, *([] if layout.prefix is None else [layout.prefix]))
+                for part, layer in itertools.product(parts, range(shape.num_layers)):
                     query = torch.zeros(part.num_rows, shape.num_heads, shape.head_dim, dtype=shape.dtype)
                     output = None if part.is_partial else torch.zeros_like(query)
-                    output, lse = backend.attend(query, 0, part, output)
+                    output, lse = backend.attend(query, layer, part, output)
+                    if numbers is not None and chosen is none:
+                        numbers.setdefault(layer, []).extend(x for x in heard[-1] if isinstance(x, int | float))
                     named = {"query": query, "output": output, "lse": lse}
                     addresses = {x.data_ptr(): key for key, x in named.items() if x is not None}
                     heard[-1] = [plain(argument, addresses) for argument in heard[-1]]
-                    assert (lse is not None) == part.is_partial
+                    has_sinks = backend._sinks[layer] is not None and part is not layout.prefix
+                    assert (lse is not None) == (part.is_partial or has_sinks)
                 found.append([call if isinstance(call, list) else [plain(x, {}) for x in call] for call in heard])
             for by_wrapper, alone in zip(*found, strict=True):
                 # fa2's planner does not read the lengths, of which it gets the longest from us.
@@ -364,12 +382,59 @@ def calls_by_both_ways(flashinfer: Any, shape: KVShape, heard: list[Any]) -> dic
     return compared
 
 
+def of_kinds(heads: tuple[int, int, int], window: int | None) -> KVShape:
+    """Three layers of two kinds, the last one with sinks."""
+    usual = AttentionSpec(*heads, heads[2] ** -0.5)
+    limited = replace(usual, scale=0.2, window=window, softcap=20.0)
+    sinks = (None, None, torch.zeros(heads[0]))
+    return KVShape(3, *heads, PAGE_SIZE, torch.bfloat16, CPU, layers=(usual, limited, usual), sinks=sinks)
+
+
+def check_kinds(heads: tuple[int, int, int], flashinfer: Any, planner: HostPlanner, heard: list[Any]) -> dict[str, Any]:
+    """Layers of two kinds, of which the second has a window; and in prefix groups without it."""
+    shape, num_rows, numbers = of_kinds(heads, WINDOW), 64, dict[int, list[float]]()
+    modules.clear()
+    flashinfer.prefill.get_batch_prefill_module.cache_clear()
+    flashinfer.decode.get_batch_decode_module.cache_clear()
+    compared = calls_by_both_ways(flashinfer, shape, heard, numbers)
+    asked_for = sorted(modules)
+    backend: Any = flashinfer_backend.FlashInferBackend(shape, flashinfer, max_graph_rows=num_rows)
+    backend.prepare_calls()
+    backend.allocate(2)
+    memory, plans, asked = backend.prepare_recording(num_rows, MAX_BLOCKS), [], [0, 0]
+    query = torch.zeros(num_rows, *heads[::2], dtype=shape.dtype)
+    for seed in range(NUM_CONTEXTS):
+        layout = in_recorded(
+            PagedLayout(torch.zeros(num_rows, dtype=torch.int64), (decode_part(num_rows, seed),)), memory
+        )
+        backend.plan_recorded(layout)
+        asked = [max(pair) for pair in zip(asked, planner.sizes, strict=True)]  # of the last kind's plan
+        wrappers = list(backend._planned.values())
+        plans.append([list(wrapper._plan_info) for wrapper in wrappers])
+        for layer in range(shape.num_layers):
+            backend.attend(query, layer, layout.parts[0], torch.zeros_like(query))
+    in_groups: Any = flashinfer_backend.FlashInferBackend(of_kinds(heads, None), flashinfer, max_graph_rows=num_rows)
+    in_groups.allocate(2)
+    return {
+        "compared": compared,
+        "modules": asked_for,
+        "numbers": [sorted(set(numbers[layer])) for layer in range(shape.num_layers)],
+        "num_plans": len(wrappers),
+        "num_memories": len({wrapper._int_workspace_buffer.data_ptr() for wrapper in wrappers}),
+        "same_plans": all(plan == plans[0] for plan in plans),
+        "asked": asked,
+        "workspace": len(backend._workspace),
+        "plan_memory": len(wrappers[-1]._int_workspace_buffer),
+        "recorded_groups": record_groups(in_groups, planner, num_rows, query),
+    }
+
+
 def refused_output(flashinfer: Any, shape: KVShape) -> str:
     """What the stubs do with the output in float32 that partial parts once asked for."""
     backend = flashinfer_backend.FlashInferBackend(shape, flashinfer)
     part = decode_part(16, seed=0)
     try:
-        backend._plan_rows(backend._new_decode().plan, part, o_data_type=torch.float32)
+        backend._plan_rows(backend._new_decode().plan, 0, part, o_data_type=torch.float32)
     except KeyError as error:
         return str(error)
     return "nothing"
@@ -396,6 +461,8 @@ def main(package: str, needs: str) -> None:
                 found["/".join(map(str, heads)) + f" {num_rows}"] = check(shape, num_rows, flashinfer, planner)
                 heard.clear()
             found["/".join(map(str, heads)) + " calls"] = calls_by_both_ways(flashinfer, shape, heard)
+        for heads in KIND_HEADS:
+            found["/".join(map(str, heads)) + " kinds"] = check_kinds(heads, flashinfer, planner, heard)
         found["fa3"] = fa3_lengths(flashinfer, KVShape(1, *HEADS[0], PAGE_SIZE, torch.bfloat16, CPU), [40, 3, 200])
         found["refused"] = refused_output(flashinfer, KVShape(1, *HEADS[0], PAGE_SIZE, torch.bfloat16, CPU))
     print(json.dumps(found))
