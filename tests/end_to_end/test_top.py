@@ -9,7 +9,8 @@ import httpx
 
 from tests.end_to_end.helpers.toka_process import TokaProcess
 from tests.helpers.limits import join
-from tokasaurus.commands.top.samples import Sample, read_sample
+from tokasaurus.commands.top.samples import read_sample
+from tokasaurus.server.protocol.live import LiveEvent
 
 
 def test_samples_of_a_real_server(demo_model: TokaProcess) -> None:
@@ -23,7 +24,7 @@ def test_samples_of_a_real_server(demo_model: TokaProcess) -> None:
 
     asked = threading.Thread(target=ask)
     command = [sys.executable, "-m", "tokasaurus", "top", demo_model.url, "json=T"]
-    samples: list[Sample] = []
+    samples: list[LiveEvent] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -34,12 +35,12 @@ def test_samples_of_a_real_server(demo_model: TokaProcess) -> None:
                 asked.start()
             elif newest["running"] == 4:
                 is_seen.set()
-            elif is_seen.is_set() and "step" in newest and newest["running"] == 0:
+            elif is_seen.is_set() and newest["blocks"].total and newest["running"] == 0:
                 break
             assert len(samples) < 120, "the request does not end"
         process.terminate()
     join(asked)
-    whole = [sample["replicas"][0] for sample in samples if "step" in sample["replicas"][0]]
+    whole = [sample["replicas"][0] for sample in samples if sample["replicas"][0]["blocks"].total]
     assert whole, "the engine has answered"
     for replica in whole:
         blocks = replica["blocks"]

@@ -37,6 +37,11 @@ class LiveBlocks:
     cached: int
     free: int
 
+    @property
+    def used(self) -> int:
+        """By sequences."""
+        return self.own + self.shared
+
 
 @dataclass(frozen=True, slots=True)
 class LiveEvents:

@@ -39,6 +39,7 @@ from tokasaurus.server.protocol.live import (
     LiveJob,
     LiveKey,
     LiveMoment,
+    LiveMomentBlocks,
     LiveMomentReplica,
     LiveParts,
     LiveReplica,
@@ -332,12 +333,8 @@ def _add_stats(shown: LiveReplica | LiveMomentReplica, stats: EngineStats) -> No
 
 def _add_past(shown: LiveMomentReplica, stats: EngineStats, before: EngineStats | None) -> None:
     """before: at the moment before; None if the replica has started since."""
-    shown["blocks"] = {
-        "total": stats.num_kv_blocks_total,
-        "used": stats.num_kv_blocks_used,
-        "cached": stats.num_kv_blocks_cached,
-        "free": stats.num_kv_blocks_total - stats.num_kv_blocks_used - stats.num_kv_blocks_cached,
-    }
+    total, used, cached = stats.num_kv_blocks_total, stats.num_kv_blocks_used, stats.num_kv_blocks_cached
+    shown["blocks"] = LiveMomentBlocks(total, used, cached, total - used - cached)
     preempted, evicted = stats.total_preemptions, stats.total_kv_blocks_evicted
     if before is not None:
         preempted, evicted = preempted - before.total_preemptions, evicted - before.total_kv_blocks_evicted

@@ -1,9 +1,7 @@
 """The flags of `toka top`."""
 
-from collections.abc import Iterator
-
-from tokasaurus.commands.running_server import AddressConfig, url_of_server
-from tokasaurus.flags import flag
+from tokasaurus.commands.running_server import AddressConfig
+from tokasaurus.flags import flag, needs
 
 
 class TopConfig(AddressConfig):
@@ -18,21 +16,5 @@ class TopConfig(AddressConfig):
         minimum=0.01,
         maximum=10_000,
         none_means="1, and without a terminal as fast as possible",
+        rules=(needs("replay"),),
     )
-
-    def further_errors(self) -> Iterator[str]:
-        yield from super().further_errors()
-        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
-            yield f"base_url={self.base_url}: must begin with http:// or https://"
-        if self.replay is None and self.speed is not None:
-            yield f"speed={self.speed:g}: only of a replay="
-
-    @property
-    def url(self) -> str:
-        """The server's URL for a client; without /v1."""
-        return url_of_server(self).rstrip("/").removesuffix("/v1")
-
-    @property
-    def server_name(self) -> str:
-        """The server's name in messages."""
-        return self.url if self.unix_socket is None else f"unix_socket={self.unix_socket}"

@@ -1,4 +1,4 @@
-"""The course of `toka top`: what threads read from the server and the keyboard, and signals, one after the other."""
+"""The course of `toka top`: samples from a server or a recording, and keys, become a screen or lines."""
 
 import io
 import os
@@ -9,311 +9,197 @@ import termios
 import threading
 import time
 import tty
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from copy import copy
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from rich.console import Console, ConsoleDimensions, Group
-from rich.live import Live
+from rich.console import Console, Group
 
-from tokasaurus.commands.running_server import NotAnswered, Refused, check_status, events_of, http_client
+from tokasaurus.commands.running_server import (
+    NotAnswered,
+    Refused,
+    check_status,
+    client_of,
+    events_of,
+    explained,
+    name_of_server,
+    url_of_server,
+)
 from tokasaurus.commands.top.config import TopConfig
-from tokasaurus.commands.top.history import History
-from tokasaurus.commands.top.recording import Player, Recording, positions_of
-from tokasaurus.commands.top.samples import NotASample, Sample, read_sample
-from tokasaurus.commands.top.view import Frame, Look, compact_line, screen_lines
-from tokasaurus.messages.status import UserError
+from tokasaurus.commands.top.samples import History, Recording, read_sample
+from tokasaurus.commands.top.screen import Screen, compact_line
+from tokasaurus.server.protocol.live import LiveEvent
 
 _MAX_SILENCE_S = 15.0
 """Longest time without a byte of a server, which sends a sample once a second."""
-_PAUSES_S = (0.5, 1.0, 2.0)
+_PAUSE_S = 1.0
+"""Between two attempts to reach the server."""
 _MAY_PASS = (429, 500, 502, 503, 504)
 _FIRST_S = 0.5
 """Time for the first answer, before an empty screen is shown."""
-_SCRUB_S = {"left": -10.0, "right": 10.0}
-_SECONDS_PER_DRAWING = 0.05
-"""Least time between two samples of a replay that are drawn."""
-_MAX_HELD = 1000
-"""Samples that are kept while the screen is paused."""
-_KEY = re.compile(rb"\x1b[\[O](?P<arrow>[CD])|\x1b.?[^@-~]*[@-~]?|(?P<char>.)", re.DOTALL)
-"""An arrow, another key's sequence up to its final letter, or a character."""
-_ARROWS = {b"C": "right", b"D": "left"}
-_BUFFER_BYTES = 1 << 20
-"""More than any frame has."""
+_MIN_DRAW_S, _MAX_DRAW_S = 0.05, 0.5
+"""Between two drawings."""
 LIVE_KEYS = "q quit   p pause   r next replica   ? help"
 _REPLAY_KEYS = "q quit   space pause   left, right 10 s   r next replica   ? help"
+_KEY = re.compile(rb"\x1b[\[O][CD]|\x1b.?[^@-~]*[@-~]?|.", re.DOTALL)
+"""An arrow, another key's sequence up to its final letter, or a character."""
+_JUMPS_S = {b"\x1b[C": 10.0, b"\x1bOC": 10.0, b"\x1b[D": -10.0, b"\x1bOD": -10.0}
+"""Of the right and the left arrow."""
+_CTRL_Z = b"\x1a"
 
-
-class CannotWatch(UserError):
-    """One line says why; trying again would not help."""
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    sample: Sample
-    line: bytes
-    """Its JSON, as the server has sent it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """There is no connection; another one will be tried."""
-
-    reason: str
-    """What the server did."""
-    why: str
-    """The same in short, as the reason for having no figures."""
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A character, left or right; empty: the terminal has another size."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """exit_code: None for Ctrl-Z, after which the command goes on."""
-
-    exit_code: int | None
-
-
-Events: TypeAlias = "SimpleQueue[Received | Lost | Key | Stop | Exception]"
+Told: TypeAlias = tuple[LiveEvent, bytes] | str
+"""A sample and its JSON, or why there is no connection."""
+Event: TypeAlias = Told | bytes | BaseException
+"""Or a key, empty if the terminal has another size; or what ends the command."""
 
 
 def top(config: TopConfig, _words: list[str]) -> int:
-    """Returns the exit code. Raises CannotWatch, RecordingError and UserError."""
-    if sys.stdout is not None and isinstance(sys.stdout, io.TextIOWrapper):
+    """Returns the exit code. Raises UserError."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # names that the terminal's encoding lacks
-    events: Events = SimpleQueue()
-    # Whether standard output is a terminal that can place its cursor.
-    has_screen = not config.json and sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                # Ctrl-C is the usual end of a program that has no other.
-                stop = Stop(0 if number == signal.SIGINT else 128 + number)
-                signal.signal(number, lambda *_, stop=stop: events.put(stop))
-        if config.replay is not None:
-            recording = Recording(config.replay)
-            if has_screen:
-                return _show_recording(config, recording, events)
-            return _print_events(config, _recorded(config, recording, events))
-        threading.Thread(target=_follow, args=(config, events), daemon=True).start()
-        return _show_events(events) if has_screen else _print_events(config, iter(events.get, None))
-    except KeyboardInterrupt:  # before there is a handler of the signal
-        return 0
-
-
-def _follow(config: TopConfig, events: Events) -> None:
-    """Puts samples into the queue as they come, and what ends them: CannotWatch if the server refuses, is none that has
-    samples, or was not there at first."""
-    try:
-        for event in _events(config):
-            events.put(event)
-    except Exception as error:
-        events.put(error)
-
-
-def _events(config: TopConfig) -> Iterator[Received | Lost]:
-    """Without end. Raises CannotWatch."""
-    import httpx
-
-    name, num_failures, was_there = config.server_name, 0, False
-    try:
-        client = http_client(config.url, config.api_key, config.unix_socket, timeout_s=_MAX_SILENCE_S)
-        while True:
-            try:
-                with client.stream("GET", "live", headers={"accept": "text/event-stream"}) as response:
-                    was_there = True
-                    check_status(response)
-                    kind = response.headers.get("content-type", "").partition(";")[0]
-                    if kind != "text/event-stream":
-                        raise CannotWatch(f"{name} answered /live with {kind}: it is another server")
-                    for data in events_of(response):
-                        num_failures = 0
-                        yield Received(read_sample(data), data)
-                    lost = Lost("has ended the connection", "connection ended")
-            except Refused as error:
-                if error.status not in _MAY_PASS:
-                    raise CannotWatch(_why_refused(error, name)) from None
-                lost = Lost(str(error), str(error))
-            except httpx.UnsupportedProtocol as error:
-                raise CannotWatch(f"base_url={name}: no URL that can be used: {error}") from None
-            except httpx.RequestError as error:
-                why = _explain(error)
-                lost = Lost(f"does not answer: {why}", why)
-                if not was_there:
-                    raise CannotWatch(f"{name} {lost.reason}; is toka running?") from None
-            yield lost
-            time.sleep(_PAUSES_S[min(num_failures, len(_PAUSES_S) - 1)])
-            num_failures += 1
-    except NotASample as error:
-        raise CannotWatch(f"{name} has sent something else than a sample: {error}") from None
-    except NotAnswered as error:
-        raise CannotWatch(f"{name}: {error}") from None
-    except (httpx.InvalidURL, ValueError) as error:
-        raise CannotWatch(f"base_url={name}: no URL that can be used: {error}") from None
-
-
-def _why_refused(error: Refused, name: str) -> str:
-    if error.status == 404:
-        return f"{name} has no /live: it is an older toka, or another server"
-    is_key = error.status in (401, 403)
-    return f"{name} {error}" + ("; api_key=, or the variable TOKA_API_KEY, gives the key" if is_key else "")
-
-
-def _explain(error: BaseException) -> str:
-    """In the words of the system, if it is the cause."""
-    import httpx
-
-    if isinstance(error, httpx.TimeoutException):
-        return f"nothing within {_MAX_SILENCE_S:g} s"
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__ or cause.__context__
-    return str(error) or type(error).__name__
-
-
-def _print_events(config: TopConfig, events: Iterable[Any]) -> int:
-    """Each sample as it came, or in short."""
-    history, is_lost = History(), False
-    for event in events:
-        if isinstance(event, Received):
-            is_lost = False
-            history.add(event.sample)
-            print(event.line.decode(errors="replace") if config.json else compact_line(history), flush=True)
-        elif isinstance(event, Lost):
-            if not is_lost:
-                ended = None if history.latest is None else history.latest["server"]["ended"]
-                reason = f"has ended: {ended}" if ended else event.reason
-                print(f"toka top: {config.server_name} {reason}; trying again", file=sys.stderr, flush=True)
-            is_lost = True
-        elif isinstance(event, Exception):
-            raise event
-        elif isinstance(event, Stop):
-            return event.exit_code or 0
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            # Ctrl-C is the usual end of a program that has no other.
+            signal.signal(number, lambda number, _: sys.exit(0 if number == signal.SIGINT else 128 + number))
+    recording = None if config.replay is None else Recording(config.replay)
+    # A terminal that can place its cursor.
+    if not config.json and sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
+        return _show(config, recording)
+    history, was_lost = History(), False
+    for told in _follow(config) if recording is None else _played(recording, config.speed):
+        if isinstance(told, tuple):
+            history.add(told[0])
+            print(told[1].decode(errors="replace") if config.json else compact_line(history), flush=True)
+        elif not was_lost:
+            print(f"toka top: {name_of_server(config)}: {told}; trying again", file=sys.stderr, flush=True)
+        was_lost = isinstance(told, str)
     return 0
 
 
-def _show_events(events: Events) -> int:
-    first = _all(events, _FIRST_S)
-    for event in first:  # an error of the first moment is shown without a screen that comes and goes
-        if isinstance(event, Exception):
-            raise event
-    view, held, lost, last_s = _View(History()), deque[Sample](maxlen=_MAX_HELD), None, 0.0
-    with _screen(events) as terminal:
+def _follow(config: TopConfig) -> Iterator[Told]:
+    """Without end. Raises NotAnswered if the server refuses, is none that has samples, or was not there at first."""
+    import httpx
+
+    url, moment, ended = f"{url_of_server(config).rstrip('/').removesuffix('/v1')}/live", "", None
+    with client_of(config) as client, explained(config):
         while True:
-            for event in first or _all(events):
-                if isinstance(event, Received):
-                    lost, last_s = None, time.time()
-                    held.append(event.sample)
-                elif isinstance(event, Lost):
-                    lost = event
-                elif (code := view.handle(event, terminal)) is not None:
-                    return code
-            first = []
-            while held and not view.is_paused:
-                view.history.add(held.popleft())
-            status, style = ("paused", "yellow") if view.is_paused else ("live", "green")
-            if lost is not None:
-                newest = held[-1] if held else view.history.latest
-                status, style = _since(lost, last_s, newest and newest["server"]["ended"]), "bold red"
-            view.draw(terminal, Frame(status, style, LIVE_KEYS, is_old=lost is not None))
+            try:
+                with client.stream("GET", url, timeout=_MAX_SILENCE_S) as response:
+                    check_status(response)
+                    kind = response.headers.get("content-type", "").partition(";")[0]
+                    if kind != "text/event-stream":
+                        raise NotAnswered(f"answered /live with {kind}: it is another server")
+                    for data in events_of(response):
+                        sample = read_sample(data)
+                        moment, ended = time.strftime("%H:%M:%S"), sample["server"]["ended"]
+                        yield sample, data
+                reason = "connection ended"
+            except Refused as error:
+                if error.status not in _MAY_PASS:
+                    raise
+                reason = str(error)
+            except httpx.TransportError as error:
+                if not moment:
+                    raise
+                reason = str(error)
+            since = f" since {moment}" if moment else ""
+            yield f"server ended at {moment}: {ended}" if ended else f"no answer{since}: {reason}"
+            time.sleep(_PAUSE_S)
 
 
-def _since(lost: Lost, last_s: float, ended: str | None) -> str:
-    """last_s: when the newest sample came, in Unix seconds; 0 if none has. ended: why the server ended, if it has said
-    so."""
-    moment = time.strftime("%H:%M:%S", time.localtime(last_s)) if last_s else ""
-    if ended:
-        return f"server ended at {moment}: {ended}; trying again"
-    return f"no answer{f' since {moment}' if moment else ''}: {lost.why}; trying again"
-
-
-def _recorded(config: TopConfig, recording: Recording, events: Events) -> Iterator[Any]:
-    """Its samples, and the events meanwhile. Raises RecordingError."""
-    positions = positions_of(recording.times)
+def _played(recording: Recording, speed: float | None) -> Iterator[Told]:
     if recording.num_left_out:
         print(f"toka top: {recording.num_left_out} lines are no samples", file=sys.stderr, flush=True)
-    for index, position in enumerate(positions):
-        wait_s = 0.0 if config.speed is None or not index else (position - positions[index - 1]) / config.speed
-        yield from _all(events, wait_s)
-        yield Received(recording.sample(index), recording.line(index))
+    for index, position in enumerate(recording.positions):
+        if speed is not None:
+            time.sleep((position - recording.positions[max(0, index - 1)]) / speed)
+        line = recording.line(index)
+        yield read_sample(line), line
 
 
-def _show_recording(config: TopConfig, recording: Recording, events: Events) -> int:
-    """Raises RecordingError."""
-    player = Player(recording, config.speed or 1.0)
-    view = _View(player.history)
-    with _screen(events) as terminal:
+def _show(config: TopConfig, recording: Recording | None) -> int:
+    """Returns the exit code."""
+    events: SimpleQueue[Event] = SimpleQueue()
+
+    def follow() -> None:
+        try:
+            for told in _follow(config):
+                events.put(told)
+        except Exception as error:
+            events.put(error)
+
+    def read_keys() -> None:
+        with suppress(OSError):
+            while content := os.read(0, 1024):
+                for key in _KEY.findall(content):
+                    events.put(key)
+        events.put(SystemExit(128 + signal.SIGHUP))  # the terminal is gone
+
+    found = list[Event]()
+    if recording is None:
+        threading.Thread(target=follow, daemon=True).start()
+        found = _all(events, _FIRST_S)
+        for event in found:  # without a screen that comes and goes
+            if isinstance(event, Exception):
+                raise event
+    if sys.stdin is not None and sys.stdin.isatty():
+        threading.Thread(target=read_keys, daemon=True).start()
+    signal.signal(signal.SIGWINCH, lambda *_: events.put(b""))
+    signal.signal(signal.SIGTSTP, lambda *_: events.put(_CTRL_Z))
+    console, screen = Console(highlight=False), Screen(LIVE_KEYS if recording is None else _REPLAY_KEYS)
+    history, lost, is_paused, position, speed = History(), "", False, 0.0, config.speed or 1.0
+    with ExitStack() as terminal:
+        terminal.enter_context(_full_screen(console))
         while True:
-            view.history = player.history
-            status = f"replay {_clock(player.position)} of {_clock(player.duration)}"
-            status += f", speed {config.speed:g}" if config.speed not in (None, 1) else ""
-            if player.is_at_end or view.is_paused:
-                status += ", the end" if player.is_at_end else ", paused"
-            view.draw(terminal, Frame(status, "yellow", _REPLAY_KEYS))
-            last_s, wait_s = time.monotonic(), None if view.is_paused else player.seconds_to_next()
-            found, was_paused = (
-                _all(events, None if wait_s is None else max(wait_s, _SECONDS_PER_DRAWING)),
-                view.is_paused,
-            )
-            if not was_paused:
-                player.pass_time(time.monotonic() - last_s)
             for event in found:
-                if isinstance(event, Key) and event.name in _SCRUB_S:
-                    player.jump(_SCRUB_S[event.name])
-                elif (code := view.handle(event, terminal)) is not None:
-                    return code
+                if isinstance(event, BaseException):
+                    raise event
+                if isinstance(event, tuple):
+                    lost = ""
+                    history.add(event[0])
+                elif isinstance(event, str):
+                    lost = event
+                elif event in (b"q", b"Q"):
+                    return 0
+                elif event == _CTRL_Z:
+                    terminal.close()
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                    terminal.enter_context(_full_screen(console))
+                elif event in (b"p", b" "):
+                    is_paused = not is_paused
+                elif event == b"?":
+                    screen.shows_help = not screen.shows_help
+                elif event == b"r":
+                    screen.show_next_replica()
+                else:
+                    position += _JUMPS_S.get(event, 0.0)
+            if recording is not None:
+                position = min(max(0.0, position), recording.positions[-1])
+                screen.history = recording.history_at(position)
+                screen.status = f"replay {_clock(position)} of {_clock(recording.positions[-1])}"
+                screen.status += f", speed {speed:g}" if speed != 1 else ""
+                is_at_end = position == recording.positions[-1]
+                screen.status += ", the end" if is_at_end else ", paused" if is_paused else ""
+            else:
+                screen.history = screen.history if is_paused else copy(history)
+                screen.status = f"{lost}; trying again" if lost else "paused" if is_paused else "live"
+            screen.is_old = bool(lost)
+            console.update_screen(Group(*screen.lines(*console.size)))
+            began_s = time.monotonic()
+            time.sleep(_MIN_DRAW_S)
+            found = _all(events, _MAX_DRAW_S / max(1.0, speed))
+            position += 0.0 if is_paused else (time.monotonic() - began_s) * speed
 
 
-class _View:
-    """What the user has chosen to see."""
-
-    def __init__(self, history: History) -> None:
-        self.history = history
-        self.is_paused = False
-        self._replica = 0
-        self._shows_help = False
-
-    def handle(self, event: object, terminal: "_Terminal") -> int | None:
-        """The exit code if the command ends. Raises the error that has ended the server's events."""
-        if isinstance(event, Exception):
-            raise event
-        if isinstance(event, Stop):
-            if event.exit_code is None:
-                terminal.suspend()
-            return event.exit_code
-        key = event.name if isinstance(event, Key) else ""
-        if key in ("p", " "):
-            self.is_paused = not self.is_paused
-        elif key == "?":
-            self._shows_help = not self._shows_help
-        elif key == "r" and self.history.latest is not None:
-            indices = sorted(one["index"] for one in self.history.latest["replicas"])
-            self._replica = next((index for index in indices if index > self._replica), indices[0] if indices else 0)
-        return 0 if key in ("q", "Q") else None
-
-    def draw(self, terminal: "_Terminal", frame: Frame) -> None:
-        frame = replace(frame, replica=self._replica, shows_help=self._shows_help)
-        terminal.draw(lambda width, height: Group(*screen_lines(self.history, frame, width, height, terminal.look)))
-
-
-def _all(events: Events, wait_s: float | None = None) -> list[Any]:
+def _all(events: "SimpleQueue[Event]", wait_s: float) -> list[Event]:
     """The events that are there, at least one; none if none comes within wait_s."""
-    try:
-        found = [events.get(timeout=wait_s)]
-    except Empty:
-        return []
-    while not events.empty():
-        found.append(events.get())
+    found = list[Event]()
+    with suppress(Empty):
+        found.append(events.get(timeout=wait_s))
+        while True:
+            found.append(events.get_nowait())
     return found
 
 
@@ -322,87 +208,15 @@ def _clock(seconds: float) -> str:
     return (f"{hours}:" if hours else "") + f"{minutes:02}:{int(seconds) % 60:02}"
 
 
-class _Terminal:
-    """The alternate screen, without a cursor, and single keys; `leave` restores what was before."""
-
-    def __init__(self) -> None:
-        # When a signal, such as SIGWINCH, interrupts a write that is larger than a file's buffer, Python
-        # loses the rest of it; and the buffer of sys.stdout has 1 KiB on a terminal.
-        self._output = sys.stdout.fileno()
-        file = open(self._output, "w", _BUFFER_BYTES, sys.stdout.encoding, errors="replace", closefd=False)  # noqa: SIM115
-        self._console = Console(file=file, highlight=False, markup=False, emoji=False)
-        has_colours = self._console.color_system is not None and not self._console.no_color
-        self.look = Look(has_colours, ascii_only=not self._console.encoding.lower().startswith("utf"))
-        self._live: Live | None = None
-        self.input = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
-        """None: standard input is no terminal."""
-        self._old_modes: list[Any] = []
-
-    def draw(self, lines: Callable[[int, int], Group]) -> None:
-        """lines: for (columns, rows), of at most this size."""
-        assert self._live is not None, "entered"
-        size = os.terminal_size((80, 24))
-        with suppress(OSError):
-            size = os.get_terminal_size(self._output) if all(os.get_terminal_size(self._output)) else size
-        self._console.size = ConsoleDimensions(*size)
-        self._live.update(lines(*size), refresh=True)
-
-    def suspend(self) -> None:
-        """Stop this process as Ctrl-Z does, with the terminal as it was before; returns when it goes on."""
-        self.leave()
-        os.kill(os.getpid(), signal.SIGSTOP)
-        self.enter()
-
-    def enter(self) -> None:
-        if self.input is not None:
-            self._old_modes = termios.tcgetattr(self.input)
-            tty.setcbreak(self.input)
-        self._live = Live(
-            console=self._console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-        )
-        self._live.vertical_overflow = "crop"
-        self._live.start()
-
-    def leave(self) -> None:
-        live, self._live = self._live, None
-        try:
-            if live is not None:
-                with suppress(OSError):  # the terminal is gone
-                    live.stop()
-        finally:
-            if self.input is not None and self._old_modes:
-                with suppress(termios.error):
-                    termios.tcsetattr(self.input, termios.TCSADRAIN, self._old_modes)
-
-
 @contextmanager
-def _screen(events: Events) -> Iterator[_Terminal]:
-    """A terminal whose keys and changes become events."""
-
-    def read_keys(descriptor: int) -> None:
-        content = b"?"
-        while content:
-            try:
-                content = os.read(descriptor, 1024)
-            except OSError:
-                content = b""
-            for key in keys_of(content):
-                events.put(Key(key))
-        events.put(Stop(128 + signal.SIGHUP))  # the terminal is gone
-
-    terminal = _Terminal()
+def _full_screen(console: Console) -> Iterator[None]:
+    """The alternate screen, without a cursor, and single keys; then what was before."""
+    modes = termios.tcgetattr(0) if sys.stdin is not None and sys.stdin.isatty() else None
     try:
-        terminal.enter()
-        signal.signal(signal.SIGWINCH, lambda *_: events.put(Key("")))
-        signal.signal(signal.SIGTSTP, lambda *_: events.put(Stop(None)))
-        if terminal.input is not None:
-            threading.Thread(target=read_keys, args=(terminal.input,), daemon=True).start()
-        yield terminal
+        if modes is not None:
+            tty.setcbreak(0)
+        with console.screen():
+            yield
     finally:
-        terminal.leave()
-
-
-def keys_of(content: bytes) -> list[str]:
-    """Names of the keys that a terminal has sent: single characters, left and right."""
-    found = ((match["arrow"], match["char"]) for match in _KEY.finditer(content))
-    return [_ARROWS.get(arrow) or char.decode("latin-1") for arrow, char in found if arrow or char]
+        if modes is not None:
+            termios.tcsetattr(0, termios.TCSADRAIN, modes)

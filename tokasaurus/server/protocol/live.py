@@ -1,5 +1,6 @@
 """Events of GET /live. Readers must ignore fields that they do not know; docs/live.md says more of each field."""
 
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from typing_extensions import Required, TypedDict
@@ -158,7 +159,8 @@ class LiveKey(TypedDict):
     tokens: LiveKeyTokens
 
 
-class LiveMomentBlocks(TypedDict):
+@dataclass(frozen=True, slots=True)
+class LiveMomentBlocks:
     """KV blocks. used: by sequences. cached: by none; they hold prefixes."""
 
     total: int
