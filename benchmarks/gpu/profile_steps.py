@@ -185,16 +185,17 @@ def measure(
     num_layers: int,
     path: Path,
     num_prompt: int = 0,
+    has_groups: bool = True,
 ) -> dict[str, Any]:
     """path: of the trace that is written, which ends in .gz. num_prompt: tokens of the prompt beside the rows; 0: no
-    such steps."""
+    such steps. has_groups: whether rows may share a prefix."""
     opening = opening_step(num_rows, num_context, num_blocks, page_size)
     runner.run(opening)
     changes = SlotChanges(closed=_NOTHING, opened=None, block_slots=_NOTHING, block_ids=_NOTHING)
     step = ForwardInput(0, opening.slots, opening.num_tokens, num_rows, _NOTHING, changes)
     found = {"num_rows": num_rows, "num_context": num_context, **_timed(runner, step, path, num_layers)}
     num_shared = num_context // page_size
-    if num_rows > 1 and num_shared:
+    if has_groups and num_rows > 1 and num_shared:
         groups = PrefixGroups(np.full(1, num_rows, np.int32), np.full(1, num_shared, np.int32))
         of_groups = _timed(runner, replace(step, groups=groups), _beside(path, "groups"), num_layers)
         found["with_groups"] = {"num_tokens": num_shared * page_size, **of_groups}
@@ -293,7 +294,8 @@ def main(argv: Sequence[str]) -> int:
             left = (blocks_each - -(-(context + _NUM_STEPS) // limits.page_size)) * num_rows * limits.page_size
             beside = config.max_tokens_per_forward - num_rows if num_rows < config.max_seqs_per_forward else 0
             num_prompt = max(0, min(args.prompt, left, limits.max_tokens_per_sequence - 1, beside))
-            found = measure(worker.runner, num_rows, context, *sizes, path, num_prompt)
+            has_groups = worker.limits.hydragen is not None
+            found = measure(worker.runner, num_rows, context, *sizes, path, num_prompt, has_groups)
             print(json.dumps(found), flush=True)
     worker.runner.drop_graphs()
     log_writer().flush_lines()

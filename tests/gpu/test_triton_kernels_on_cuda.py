@@ -34,6 +34,14 @@ def test_merged_parts_equal_attention_over_both() -> None:
             check_merge(seed, CUDA, size, offset)
 
 
+def test_sinks_count_as_a_token_more() -> None:
+    from tests.model.attention.helpers.kernel_checks import check_sinks
+
+    for seed, size in enumerate([(1, 1, 16), (70, 9, 80), (1024, 32, 128)]):
+        for dtype in (torch.float32, torch.bfloat16):
+            check_sinks(seed, CUDA, size, dtype)
+
+
 def test_block_lists_have_the_blocks_of_each_segment() -> None:
     from tests.model.attention.helpers.kernel_checks import check_lists
 

@@ -37,6 +37,11 @@ KERNELS = {
         {"HEAD_DIM": 128, "ROWS": 16, "COLUMNS": 128, "IS_BASE_2": True},
         {"first": "*bf16", "first_lse": "*fp32", "second": "*bf16", "second_lse": "*fp32", "merged": "*bf16"},
     ),
+    "sinks": (
+        "_add_sinks",
+        {"NUM_HEADS": 9, "HEAD_DIM": 128, "ROWS": 16, "COLUMNS": 128},
+        {"output": "*bf16", "lse": "*fp32", "sinks": "*fp32"},
+    ),
     "lists": (
         "_list_blocks",
         {"PAGE_SIZE": 16, "BLOCK": 1024},

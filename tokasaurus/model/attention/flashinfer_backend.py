@@ -483,7 +483,7 @@ class FlashInferBackend(TensorCache):
             output, lse = (result, None) if isinstance(result, Tensor) else result
         if sinks is not None:
             assert lse is not None
-            count_sinks(output, lse, sinks)
+            self._count_sinks(output, lse, sinks)
         return output, lse
 
     def _attend_recorded_prefix(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
@@ -498,6 +498,14 @@ class FlashInferBackend(TensorCache):
         kv_cache = self._by_layer[layer_index]
         wrapper.run(query, kv_cache, out=output, lse=lse, return_lse=True)
         return output, lse
+
+    def _count_sinks(self, output: Tensor, lse: Tensor, sinks: Tensor) -> None:
+        if uses_triton(self._shape.device, "attention"):
+            from tokasaurus.model.attention import triton_kernels
+
+            triton_kernels.count_sinks(output, lse, sinks)
+        else:
+            count_sinks(output, lse, sinks)
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
         if uses_triton(self._shape.device, "attention"):

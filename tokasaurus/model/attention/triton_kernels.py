@@ -1,7 +1,8 @@
-"""Triton kernels for paged attention on CUDA: write keys and values, merge two parts, list the blocks of segments.
+"""Triton kernels for paged attention on CUDA: write keys and values, merge two parts, count sinks, list the blocks of
+segments.
 
 Each is one launch and never waits for the device. Plain torch does the same, and is easier to read:
-`TorchBackend.write`, `row_split.merge_partial` and `block_lists.fill_lists`.
+`TorchBackend.write`, `row_split.merge_partial`, `row_split.count_sinks` and `block_lists.fill_lists`.
 """
 
 import torch
@@ -70,6 +71,21 @@ def merge_partial(
     return output
 
 
+def count_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """`row_split.count_sinks` as one kernel, on contiguous tensors."""
+    assert all(tensor.is_contiguous() for tensor in (output, lse, sinks))
+    num_heads, head_dim = output.shape[1:]
+    assert lse.shape == output.shape[:2]
+    assert sinks.shape == (num_heads,)
+    num_rows = lse.numel()
+    columns = triton.next_power_of_2(head_dim)
+    rows = max(1, _MERGE_BLOCK // columns)
+    if num_rows:
+        _add_sinks[(triton.cdiv(num_rows, rows),)](
+            *(output, lse, sinks, num_rows), NUM_HEADS=num_heads, HEAD_DIM=head_dim, ROWS=rows, COLUMNS=columns
+        )
+
+
 def fill_lists(block_tables: Tensor, first_entries: Tensor, page_size: int, lists: BlockLists) -> None:
     """`block_lists.fill_lists` as one kernel."""
     assert block_tables.is_contiguous()
@@ -136,6 +152,27 @@ def _merge_rows(
     second_output = tl.load(second + offsets, mask=columns < second_size, other=0.0).to(tl.float32)
     result = (first_output * first_weight + second_output * second_weight) / tl.where(total == 0.0, 1.0, total)
     tl.store(merged + offsets, result.to(merged.dtype.element_ty), mask=columns < size)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_sinks(
+    output, lse, sinks, num_rows,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A row here is one head of a row of the forward."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    in_range = rows < num_rows
+    seen = tl.load(lse + rows, mask=in_range, other=0.0)
+    sink = tl.load(sinks + rows % NUM_HEADS) * 1.4426950408889634  # to base 2
+    largest = tl.maximum(seen, sink)
+    weight = tl.exp2(seen - largest)
+    total = weight + tl.exp2(sink - largest)
+    tl.store(lse + rows, largest + tl.log2(total), mask=in_range)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    size = tl.where(in_range, HEAD_DIM, 0)[:, None]
+    offsets = rows[:, None] * HEAD_DIM + columns
+    values = tl.load(output + offsets, mask=columns < size, other=0.0).to(tl.float32) * (weight / total)[:, None]
+    tl.store(output + offsets, values.to(output.dtype.element_ty), mask=columns < size)
 
 
 @triton.jit(do_not_specialize=["num_segments"])

@@ -22,7 +22,7 @@ from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.messages.sampling import CLIENT_PARAMETERS, LIMITS, PENALTIES, SamplingParams
 from tokasaurus.model.attention.backend import BlockLists, KVShape, RecordedMemory, as_stored
 from tokasaurus.model.attention.block_lists import fill_lists_by_torch, lists_in
-from tokasaurus.model.attention.row_split import merge_partial
+from tokasaurus.model.attention.row_split import count_sinks, merge_partial
 from tokasaurus.model.buffer_sizes import num_mask_words
 from tokasaurus.model.decoder.decoder import Decoder, zero_nonfinite
 from tokasaurus.model.execution.executors import FusedExecutor, has_fused_layers
@@ -162,6 +162,12 @@ def compare_attention(shape: KVShape) -> Iterator[Measured]:
             triton_kernels.merge_partial(first, second, found[:5], is_base_2)
             merge_partial(first, second, expected[:5], is_base_2)
             yield compared("merge_partial", found, expected, tolerance)
+        sinks, (output, lse) = random.normal((shape.num_heads,), torch.float32), second
+        counted, by_torch = ((output.clone(), lse.clone()) for _ in range(2))
+        triton_kernels.count_sinks(*counted, sinks)
+        count_sinks(*by_torch, sinks)
+        for name, found, expected in zip(("count_sinks", "count_sinks (LSE)"), counted, by_torch, strict=True):
+            yield compared(name, found, expected, tolerance)
 
     lengths = torch.tensor([3 * page_size, 1, 2 * page_size + 1, 0], dtype=torch.int32, device=device)
     tables = torch.arange(40, dtype=torch.int32, device=device).view(4, 10)

@@ -14,7 +14,13 @@ from unittest.mock import patch
 import torch
 
 from tests.helpers.examples import IS_NIGHTLY
-from tests.model.attention.helpers.kernel_checks import check_lists, check_merge, check_write, unfilled_lists
+from tests.model.attention.helpers.kernel_checks import (
+    check_lists,
+    check_merge,
+    check_sinks,
+    check_write,
+    unfilled_lists,
+)
 from tests.model.helpers.paged_problems import CPU, Segment, attend_all, fill, make_part
 from tokasaurus.model.attention import block_lists, torch_backend, triton_kernels
 from tokasaurus.model.attention.backend import KVShape, PagedLayout
@@ -88,8 +94,11 @@ def main() -> None:
     for seed, size in enumerate([(1, 1, 16), (7, 3, 80), *(((70, 9, 128), (50, 4, 64)) if IS_NIGHTLY else ())]):
         for offset in (0.0, 40.0, -300.0) if IS_NIGHTLY else (-300.0,):
             check_merge(seed, CPU, size, offset)
+    for seed, (size, dtype) in enumerate([((1, 1, 16), torch.float32), ((7, 3, 80), torch.bfloat16)]):
+        check_sinks(seed, CPU, size, dtype)
     nothing = torch.empty(0, 3, 16), torch.empty(0, 3)
     assert triton_kernels.merge_partial(nothing, nothing, torch.empty(0, 3, 16)).shape == (0, 3, 16)
+    triton_kernels.count_sinks(*nothing, torch.zeros(3))
     for num_segments, page_size, max_blocks in (
         (0, 16, 4),
         (1, 16, 4),

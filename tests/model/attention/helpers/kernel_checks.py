@@ -10,7 +10,7 @@ from torch import Tensor
 from tokasaurus.model.attention import triton_kernels
 from tokasaurus.model.attention.backend import BlockLists, as_stored
 from tokasaurus.model.attention.block_lists import fill_lists_by_torch
-from tokasaurus.model.attention.row_split import merge_partial
+from tokasaurus.model.attention.row_split import count_sinks, merge_partial
 
 # T tokens, K key/value heads, D head size, P page size, R rows, H query heads, S segments
 
@@ -93,6 +93,35 @@ def check_merge(seed: int, device: torch.device, size: tuple[int, int, int], off
     torch.testing.assert_close(again, merged, atol=0, rtol=0)
     first[1].view(-1)[:1] = torch.nan  # and a NaN is not lost
     assert triton_kernels.merge_partial(first, second, again).view(-1, head_dim)[:1].isnan().all()
+
+
+def check_sinks(seed: int, device: torch.device, size: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """size: R, H, D. A quarter of the rows' heads see nothing. Sinks of -20 to 20: some take all the weight."""
+    generator = torch.Generator().manual_seed(seed)
+    num_rows, num_heads, head_dim = size
+    sinks = 40 * torch.rand(num_heads, generator=generator) - 20
+    scores = torch.randn(num_rows, num_heads, 12, dtype=torch.float64, generator=generator)
+    scores[..., 11] = sinks
+    values = torch.randn(12, head_dim, dtype=torch.float64, generator=generator)
+    values[11] = 0
+    seen = torch.randint(0, 4, (num_rows, num_heads, 1), generator=generator).expand(scores.shape).clone() > 0
+    seen[..., 11] = False
+    output, lse = attend(scores, values, seen)
+    seen[..., 11] = True
+    expected, expected_lse = attend(scores, values, seen)
+    for count in (triton_kernels.count_sinks, count_sinks):
+        # Both belong to the middle of larger tensors.
+        whole = torch.full((num_rows + 3, num_heads, head_dim), 7.0, dtype=dtype, device=device)
+        whole_lse = torch.full((num_rows + 3, num_heads), 7.0, device=device)
+        rows = slice(1, num_rows + 1)
+        whole[rows], whole_lse[rows] = output.to(device, dtype), (lse / math.log(2)).to(device)
+        count(whole[rows], whole_lse[rows], sinks.to(device))
+        torch.testing.assert_close(whole_lse[rows].cpu() * math.log(2), expected_lse, atol=1e-5, rtol=1e-5)
+        error = 1e-5 if dtype == torch.float32 else 2**-7
+        torch.testing.assert_close(whole[rows].float().cpu(), expected, atol=error, rtol=error)
+        for each in (whole, whole_lse):
+            assert (each[:1] == 7).all()
+            assert (each[num_rows + 1 :] == 7).all()
 
 
 def check_lists(seed: int, device: torch.device, num_segments: int, page_size: int, max_blocks: int) -> None:

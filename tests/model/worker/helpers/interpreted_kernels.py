@@ -195,8 +195,9 @@ def wrong_kernels() -> Iterator[tuple[triton_choice.KernelGroup, Any, str, Kerne
     original_write, original_fill = triton_kernels.write_kv, triton_kernels.fill_lists
     original_merge = triton_kernels.merge_partial
     attention, sampling, layers, steps = GROUPS
-    for name in ("write_kv", "merge_partial", "fill_lists"):
+    for name in ("write_kv", "merge_partial", "count_sinks", "fill_lists"):
         yield attention, triton_kernels, name, raises
+    yield attention, triton_kernels, "count_sinks", lambda output, *_: output.mul_(0.9)
     for wrong in (write_double, write_values_nowhere, write_padding):
         yield attention, triton_kernels, "write_kv", wrong
     yield attention, triton_kernels, "fill_lists", fill_other_blocks
