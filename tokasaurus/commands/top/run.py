@@ -37,8 +37,6 @@ _MAX_SILENCE_S = 15.0
 _PAUSE_S = 1.0
 """Between two attempts to reach the server."""
 _MAY_PASS = (429, 500, 502, 503, 504)
-_FIRST_S = 0.5
-"""Time for the first answer, before an empty screen is shown."""
 _MIN_DRAW_S, _MAX_DRAW_S = 0.05, 0.5
 """Between two drawings."""
 LIVE_KEYS = "q quit   p pause   r next replica   ? help"
@@ -123,9 +121,9 @@ def _show(config: TopConfig, recording: Recording | None) -> int:
     """Returns the exit code."""
     events: SimpleQueue[Event] = SimpleQueue()
 
-    def follow() -> None:
+    def follow(source: Iterator[Told]) -> None:
         try:
-            for told in _follow(config):
+            for told in source:
                 events.put(told)
         except Exception as error:
             events.put(error)
@@ -137,44 +135,46 @@ def _show(config: TopConfig, recording: Recording | None) -> int:
                     events.put(key)
         events.put(SystemExit(128 + signal.SIGHUP))  # the terminal is gone
 
-    found = list[Event]()
     if recording is None:
-        threading.Thread(target=follow, daemon=True).start()
-        found = _all(events, _FIRST_S)
-        for event in found:  # without a screen that comes and goes
-            if isinstance(event, Exception):
-                raise event
+        source = _follow(config)
+        events.put(next(source))  # an error is shown without a screen
+        threading.Thread(target=follow, args=(source,), daemon=True).start()
     if sys.stdin is not None and sys.stdin.isatty():
         threading.Thread(target=read_keys, daemon=True).start()
     signal.signal(signal.SIGWINCH, lambda *_: events.put(b""))
     signal.signal(signal.SIGTSTP, lambda *_: events.put(_CTRL_Z))
     console, screen = Console(highlight=False), Screen(LIVE_KEYS if recording is None else _REPLAY_KEYS)
-    history, lost, is_paused, position, speed = History(), "", False, 0.0, config.speed or 1.0
+    history, lost, is_paused, speed = History(), "", False, config.speed or 1.0
+    position, last_s, wait_s = 0.0, time.monotonic(), 0.0
     with ExitStack() as terminal:
         terminal.enter_context(_full_screen(console))
         while True:
-            for event in found:
-                if isinstance(event, BaseException):
-                    raise event
-                if isinstance(event, tuple):
-                    lost = ""
-                    history.add(event[0])
-                elif isinstance(event, str):
-                    lost = event
-                elif event in (b"q", b"Q"):
-                    return 0
-                elif event == _CTRL_Z:
-                    terminal.close()
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                    terminal.enter_context(_full_screen(console))
-                elif event in (b"p", b" "):
-                    is_paused = not is_paused
-                elif event == b"?":
-                    screen.shows_help = not screen.shows_help
-                elif event == b"r":
-                    screen.show_next_replica()
-                else:
-                    position += _JUMPS_S.get(event, 0.0)
+            with suppress(Empty):
+                while True:
+                    event, wait_s = events.get(timeout=wait_s), 0.0
+                    if isinstance(event, BaseException):
+                        raise event
+                    if isinstance(event, tuple):
+                        lost = ""
+                        history.add(event[0])
+                    elif isinstance(event, str):
+                        lost = event
+                    elif event in (b"q", b"Q"):
+                        return 0
+                    elif event == _CTRL_Z:
+                        terminal.close()
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                        terminal.enter_context(_full_screen(console))
+                        last_s = time.monotonic()
+                    elif event in (b"p", b" "):
+                        is_paused = not is_paused
+                    elif event == b"?":
+                        screen.shows_help = not screen.shows_help
+                    elif event == b"r":
+                        screen.show_next_replica()
+                    position += _JUMPS_S.get(event, 0.0) if isinstance(event, bytes) else 0.0
+            now_s = time.monotonic()
+            position, last_s = position + (0.0 if is_paused else (now_s - last_s) * speed), now_s
             if recording is not None:
                 position = min(max(0.0, position), recording.positions[-1])
                 screen.history = recording.history_at(position)
@@ -187,20 +187,8 @@ def _show(config: TopConfig, recording: Recording | None) -> int:
                 screen.status = f"{lost}; trying again" if lost else "paused" if is_paused else "live"
             screen.is_old = bool(lost)
             console.update_screen(Group(*screen.lines(*console.size)))
-            began_s = time.monotonic()
             time.sleep(_MIN_DRAW_S)
-            found = _all(events, _MAX_DRAW_S / max(1.0, speed))
-            position += 0.0 if is_paused else (time.monotonic() - began_s) * speed
-
-
-def _all(events: "SimpleQueue[Event]", wait_s: float) -> list[Event]:
-    """The events that are there, at least one; none if none comes within wait_s."""
-    found = list[Event]()
-    with suppress(Empty):
-        found.append(events.get(timeout=wait_s))
-        while True:
-            found.append(events.get_nowait())
-    return found
+            wait_s = _MAX_DRAW_S / max(1.0, speed)
 
 
 def _clock(seconds: float) -> str:

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from statistics import quantiles
@@ -13,7 +13,7 @@ from tokasaurus.commands.top.samples import History, Line, forecast_of, parts_of
 from tokasaurus.messages.live import LiveNext
 from tokasaurus.monitoring.progress import show_left, show_time
 from tokasaurus.server.live_past import KEPT_SECONDS
-from tokasaurus.server.protocol.live import LiveEvent, LiveJob, LiveReplica
+from tokasaurus.server.protocol.live import LiveEvent, LiveJob, LiveKey, LiveReplica
 
 _LABEL, _RATE = 12, 22
 """Columns of the words at the left, and of tokens per second beside bars."""
@@ -95,7 +95,7 @@ class Screen:
             below = [_queue(replica), *below, self._events(replica), self._lengths(replica)]
             below += [*self._step(replica), *self._stages(replica)]
             below += self._oldest(replica, height // 8) if height >= _HIGH else []
-        below += _limited(self._keys(sample), height // 6) if height >= _HIGH else []
+        below += _limited(list(_keys(sample)), height // 6) if height >= _HIGH else []
         room = max(_MIN_CHART, min(_MAX_CHART, height - len(above) - len(below) - 1))
         return [*above, *(self._chart(replica, room) if replica and height >= _MIDDLE else []), *below]
 
@@ -201,28 +201,17 @@ class Screen:
         flying = ", ".join(str(stage[-1].microbatches) for stage in stages)
         return [_line("stages", *facts, f"microbatches {flying}")] if stages else []
 
-    def _oldest(self, replica: LiveReplica, count: int) -> list[Text]:
+    def _oldest(self, replica: LiveReplica, count: int) -> Iterator[Text]:
         """The oldest requests that run, and as many that wait."""
-        lines: list[Text] = []
-        for is_waiting in (False, True):
-            for one in [one for one in replica["oldest"] if (one.state == "waiting") == is_waiting][:count]:
-                tokens = f"{one.prompt_tokens:,} + {one.generated_tokens:,} tokens"
-                samples = f"{one.running} of {one.samples} samples" if one.samples > 1 else ""
-                waited = "" if is_waiting else f"waited {_seconds(one.wait_seconds)}"
-                facts = [f"{one.state} {_seconds(one.age_seconds)}", tokens, samples, waited]
-                head = [_padded(one.client or "unknown", 15), _padded(one.id, 16 if self.width < 100 else 42)]
-                lines.append(_line("" if lines else "oldest", *facts, between=", ", head=head))
-        return lines
-
-    def _keys(self, sample: LiveEvent) -> list[Text]:
-        lines: list[Text] = []
-        for one in sample["keys"]:
-            prompt, generated = one["tokens"]["prompt"], one["tokens"]["generated"]
-            if one["name"] or one["running"] or one["waiting"] or generated:
-                facts = [f"{one['running']:,} running, {one['waiting']:,} waiting"]
-                facts += [f"{prompt:,} + {generated:,} tokens so far"]
-                lines.append(_line("" if lines else "keys", *facts, head=[_padded(one["name"] or "others", 15)]))
-        return lines
+        running = [one for one in replica["oldest"] if one.state != "waiting"]
+        waiting = [one for one in replica["oldest"] if one.state == "waiting"]
+        for number, one in enumerate([*running[:count], *waiting[:count]]):
+            facts = [f"{one.state} {_seconds(one.age_seconds)}"]
+            facts += [f"{one.prompt_tokens:,} + {one.generated_tokens:,} tokens"]
+            facts += [f"{one.running} of {one.samples} samples" if one.samples > 1 else ""]
+            facts += [f"waited {_seconds(one.wait_seconds)}" if one.state != "waiting" else ""]
+            head = [_padded(one.client or "unknown", 15), _padded(one.id, 16 if self.width < 100 else 42)]
+            yield _line("" if number else "oldest", *facts, between=", ", head=head)
 
     def _job(self, job: LiveJob, now: float) -> Text:
         total, ended, failed, left = job["lines"]["total"], job["ended"], job["lines"]["failed"], time_left(job)
@@ -253,6 +242,14 @@ def _requests(sample: LiveEvent) -> Text:
     cached, computed = (sum(one["tokens"][name] for one in sample["replicas"]) for name in ("cached", "computed"))
     of_prompts = f"{_percent(cached, cached + computed)} of prompt tokens cached" if cached + computed else ""
     return _line("requests", *facts, of_prompts, between=", ")
+
+
+def _keys(sample: LiveEvent) -> Iterator[Text]:
+    nobody: LiveKey = {"name": None, "running": 0, "waiting": 0, "tokens": {"prompt": 0, "generated": 0}}
+    for number, one in enumerate(one for one in sample["keys"] if one != nobody):
+        facts = [f"{one['running']:,} running, {one['waiting']:,} waiting"]
+        facts += [f"{one['tokens']['prompt']:,} + {one['tokens']['generated']:,} tokens so far"]
+        yield _line("" if number else "keys", *facts, head=[_padded(one["name"] or "others", 15)])
 
 
 def _batch(replica: LiveReplica) -> Text:
