@@ -211,7 +211,7 @@ HEAD_DIMS = (64, 128, 256)
 
 CUDA_CORE_GROUPS = (1, 2, 3)
 """Query heads per KV head for which decode runs on CUDA cores. FlashInfer has these kernels for 4, 6 and 8 too, but not
-for 5 and 7. Tensor cores are taken from 4 on: not measured."""
+for 5 and 7. Tensor cores are taken from 4 on, and for windows: not measured."""
 
 _MIN_WORKSPACE = 128 << 20
 """Bytes, as its manual advises, for partial results of long contexts that FlashInfer splits."""
@@ -226,18 +226,23 @@ _BLOCKS_PER_PROCESSOR = 2
 """Thread blocks of prefill that FlashInfer counts on for each multiprocessor."""
 
 
-def workspace_bytes(shape: KVSizes, num_processors: int, max_graph_rows: int = 0) -> int:
+def decodes_on_cuda_cores(shape: KVSizes, has_window: bool) -> bool:
+    """Otherwise on tensor cores, where FlashInfer reads only the tokens in a layer's window, not all before it."""
+    return not has_window and shape.num_heads // shape.num_kv_heads in CUDA_CORE_GROUPS
+
+
+def workspace_bytes(shape: KVSizes, num_processors: int, max_graph_rows: int = 0, has_windows: bool = False) -> int:
     """Bytes for the partial results of split contexts: all tiles that FlashInfer runs at once, in float32 with LSE.
 
     num_processors: multiprocessors of the device. max_graph_rows: of the largest recorded decode step; 0 without CUDA
     graphs. For a recording on tensor cores, FlashInfer's planner reserves a tile for each row, since it does not know
     that a row is a segment of its own, and as many as would hold all rows together. With prefix groups, likewise for
-    each group.
+    each group. has_windows: of any layer.
     """
     tiles = -(-num_processors * _BLOCKS_PER_PROCESSOR // shape.num_kv_heads)
     rows = tiles * _PREFILL_TILE
     group = shape.num_heads // shape.num_kv_heads
-    if max_graph_rows and group not in CUDA_CORE_GROUPS:
+    if max_graph_rows and not decodes_on_cuda_cores(shape, has_windows):
         tile = next(size for size in _TILES if group <= size or size == _PREFILL_TILE)
         rows = max(rows, (-(-max_graph_rows * group // tile) + max_graph_rows - 1) * tile)
     if max_graph_rows:

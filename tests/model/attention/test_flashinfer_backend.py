@@ -337,6 +337,8 @@ def test_usual_layers_are_planned_with_the_usual_options_once(monkeypatch: pytes
         assert sum(len(wrappers.prefill + wrappers.decode) for wrappers in backend._sets) == RING_SIZE * 4 * len(
             expected
         )
+        on_tensor_cores = [wrapper._init_options["use_tensor_cores"] for wrapper in backend._sets[0].decode]  # type: ignore[attr-defined]
+        assert on_tensor_cores == ["window_left" in options for options in expected] * 2
         for segments in ([Segment(1, 40)], [Segment(5, 40)]):
             planned.clear()
             backend.plan(PagedLayout(NO_TOKENS, (make_part(segments, [[1, 2, 3]], 0, causal=True),)))
@@ -420,6 +422,14 @@ def test_the_workspace_holds_what_is_reserved_for_the_largest_graph(
     shape = KVShape(1, num_heads, num_kv_heads, head_dim, 16, torch.bfloat16, CUDA)
     assert workspace_bytes(shape, 132, 1024) >> 20 in (mebibytes, mebibytes + 1)
     assert workspace_bytes(shape, 132, 16) < 2 * workspace_bytes(shape, 132)
+
+
+def test_rows_with_windows_decode_on_tensor_cores_which_reserve_a_tile_for_each_row() -> None:
+    """Gemma 2 9B: two query heads a KV head."""
+    shape = KVShape(1, 16, 8, 256, 16, torch.bfloat16, CUDA)
+    assert workspace_bytes(shape, 132, 1024) < workspace_bytes(shape, 132, 1024, has_windows=True)
+    reserved = 16 * (1024 * 2 // 16 + 1023) * 16 * (256 + 1) * 4
+    assert 0 <= workspace_bytes(shape, 132, 1024, has_windows=True) - reserved < 1 << 20
 
 
 @pytest.mark.usefixtures("_double")

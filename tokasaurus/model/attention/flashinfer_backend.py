@@ -35,9 +35,9 @@ from tokasaurus.model.attention.flashinfer_calls import Call, PartCalls, Planned
 from tokasaurus.model.attention.flashinfer_tools import provide_tools
 from tokasaurus.model.attention.row_split import count_sinks, merge_partial
 from tokasaurus.model.buffer_sizes import (
-    CUDA_CORE_GROUPS,
     HEAD_DIMS,
     RING_SIZE,
+    decodes_on_cuda_cores,
     fa3_plan_bytes,
     plan_bytes,
     workspace_bytes,
@@ -94,6 +94,7 @@ class _WrapperSet:
 
     prefill: list[Wrapper] = field(default_factory=list)
     decode: list[Wrapper] = field(default_factory=list)
+    """For each kind of layer in turn."""
     fa3: Wrapper | None = None
     """For the prompts of a forward, if they share no prefix."""
     plan_bytes: int = 0
@@ -159,8 +160,8 @@ class FixedMemory:
     """
 
     def __init__(self, new_wrapper: Any, workspace: Tensor, num_kinds: int, max_rows: int, max_blocks: int) -> None:
-        """new_wrapper: makes a decode wrapper with these options. workspace: of all wrappers, as FlashInfer wants it.
-        max_blocks: of the longest sequence."""
+        """new_wrapper: makes a decode wrapper for a kind, with options. workspace: of all wrappers, as FlashInfer wants
+        it. max_blocks: of the longest sequence."""
         self._new_wrapper = new_wrapper
         self._workspace = workspace
         self.max_rows, self.max_blocks = max_rows, max_blocks
@@ -179,6 +180,7 @@ class FixedMemory:
         if (num_rows, kind) not in self._wrappers:
             own = self.lists.cut(num_rows)
             wrapper = self._new_wrapper(
+                kind,
                 use_cuda_graph=True,
                 paged_kv_indptr_buffer=own.starts,
                 paged_kv_indices_buffer=own.blocks,
@@ -247,19 +249,18 @@ class FlashInferBackend(TensorCache):
         self.computes_by_fa3 = all(kind[1:] == (None, None, None) for kind in self._kinds) and len(self._kinds) == 1
         """Whether prompts may take "fa3": if layers are of one kind, without window and cap."""
         self._library = library
-        self._use_tensor_cores = shape.num_heads // shape.num_kv_heads not in CUDA_CORE_GROUPS
         on_cuda = shape.device.type == "cuda"
         processors = torch.cuda.get_device_properties(shape.device).multi_processor_count if on_cuda else 1
         self._num_processors = processors
         # One for all wrappers: their kernels run one after another, on one stream.
-        num_bytes = workspace_bytes(shape, processors, max_graph_rows)
+        num_bytes = workspace_bytes(shape, processors, max_graph_rows, has_windows=not self.computes_groups)
         self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=shape.device)
         self._sets = [_WrapperSet() for _ in range(RING_SIZE)]
         for wrappers in self._sets:  # now, so that the KV cache leaves their memory free
             # A forward without prefix groups has one part of prompts and one of decode rows, one with groups two.
-            for _ in range(2 * len(self._kinds)):
+            for kind in [*range(len(self._kinds))] * 2:
                 wrappers.prefill.append(self._new_prefill())
-                wrappers.decode.append(self._new_decode())
+                wrappers.decode.append(self._new_decode(kind))
             self._make_plan_memory(wrappers, plan_bytes(0))
         self._next_set = 0
         self._planned: dict[tuple[int, int], Wrapper] = {}
@@ -306,7 +307,7 @@ class FlashInferBackend(TensorCache):
             for kind in range(len(self._kinds)):
                 if is_decode:
                     if num_decode == len(wrappers.decode):
-                        wrappers.decode.append(self._new_decode())
+                        wrappers.decode.append(self._new_decode(kind))
                         wrappers.plan_bytes = 0
                     kernels, wrapper = "decode", wrappers.decode[num_decode]
                     plan = partial(self._plan_decode, wrapper, kind, part)
@@ -343,8 +344,8 @@ class FlashInferBackend(TensorCache):
         calls = dict[tuple[str, int], PartCalls]()
         kernels = {"fa2": wrappers.prefill[0]} | ({} if wrappers.fa3 is None else {"fa3": wrappers.fa3})
         for kind in range(len(self._kinds)):
-            plan_decode = partial(self._plan_decode, wrappers.decode[0], kind)
-            calls["decode", kind] = learn(wrappers.decode[0], plan_decode, decodes)
+            decode = wrappers.decode[kind]
+            calls["decode", kind] = learn(decode, partial(self._plan_decode, decode, kind), decodes)
             for name, wrapper in kernels.items():
                 calls[name, kind] = learn(wrapper, partial(self._plan_lengths, wrapper, kind), prompts)
         self._calls = calls
@@ -382,7 +383,7 @@ class FlashInferBackend(TensorCache):
         return not part.is_partial and not is_planned and needed <= wrappers.plan_bytes
 
     def prepare_recording(self, max_rows: int, max_blocks: int) -> RecordedMemory:
-        needed = workspace_bytes(self._shape, self._num_processors, max_rows)
+        needed = workspace_bytes(self._shape, self._num_processors, max_rows, has_windows=not self.computes_groups)
         assert needed <= len(self._workspace), f"max_graph_rows was less than {max_rows}"
         self._fixed = FixedMemory(self._new_decode, self._workspace, len(self._kinds), max_rows, max_blocks)
         self._prefixes = None
@@ -518,10 +519,11 @@ class FlashInferBackend(TensorCache):
         # Not "auto": on Hopper that is "fa3", which does not split long contexts of few segments.
         return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=kernels, **options)
 
-    def _new_decode(self, **options: Any) -> Wrapper:
+    def _new_decode(self, kind: int, **options: Any) -> Wrapper:
+        on_cuda_cores = decodes_on_cuda_cores(self._shape, self._kinds[kind].window is not None)
         # Not "auto": since 0.7 that may be cuDNN, which has rules of its own for its lists and buffers.
         return self._library.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "NHD", use_tensor_cores=self._use_tensor_cores, backend="fa2", **options
+            self._workspace, "NHD", use_tensor_cores=not on_cuda_cores, backend="fa2", **options
         )
 
     def _make_plan_memory(self, wrappers: _WrapperSet, num_bytes: int) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.checkpoint.spec import AttentionSpec
 from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.messages.status import longest_context
 from tokasaurus.model.buffer_sizes import (
@@ -245,10 +246,14 @@ class _Rank:
         return sizes.has_flashinfer and self.shape.head_dim in HEAD_DIMS and is_half
 
     @property
+    def attentions(self) -> list[AttentionSpec]:
+        """Of this worker's layers."""
+        return [self.info.spec.layers[index].attention for index in self.mesh.stage_layers(self.info)]
+
+    @property
     def num_kinds(self) -> int:
         """Kinds of layers, each of which FlashInfer's wrappers are planned for."""
-        own = (self.info.spec.layers[index].attention for index in self.mesh.stage_layers(self.info))
-        return len({(layer.scale, layer.window, layer.softcap) for layer in own})
+        return len({(layer.scale, layer.window, layer.softcap) for layer in self.attentions})
 
     @property
     def records_groups(self) -> bool:
@@ -360,7 +365,8 @@ def _workspaces(rank: _Rank) -> Planned:
     graph_rows = max(rank.sizes.graph_sizes, default=0)
     of_wrapper = plan_bytes(rank.sizes.max_tokens_per_forward)
     wrappers = num_wrappers(rank.num_kinds)
-    num_bytes = workspace_bytes(rank.shape, _NUM_PROCESSORS, graph_rows) + wrappers * of_wrapper
+    has_windows = any(layer.window is not None for layer in rank.attentions)
+    num_bytes = workspace_bytes(rank.shape, _NUM_PROCESSORS, graph_rows, has_windows) + wrappers * of_wrapper
     reason = f"FlashInfer's workspace for {_NUM_PROCESSORS} multiprocessors"
     if graph_rows:
         reason += f" and graphs of {graph_rows:,} sequences"

@@ -434,7 +434,7 @@ def refused_output(flashinfer: Any, shape: KVShape) -> str:
     backend = flashinfer_backend.FlashInferBackend(shape, flashinfer)
     part = decode_part(16, seed=0)
     try:
-        backend._plan_rows(backend._new_decode().plan, 0, part, o_data_type=torch.float32)
+        backend._plan_rows(backend._new_decode(0).plan, 0, part, o_data_type=torch.float32)
     except KeyError as error:
         return str(error)
     return "nothing"
@@ -448,7 +448,9 @@ def main(package: str, needs: str) -> None:
     torch.set_num_threads(1)
     real_bytes = buffer_sizes.workspace_bytes
     backend: Any = flashinfer_backend
-    backend.workspace_bytes = lambda shape, _number, rows=0: real_bytes(shape, NUM_PROCESSORS, rows)
+    backend.workspace_bytes = lambda shape, _number, *others, **named: real_bytes(
+        shape, NUM_PROCESSORS, *others, **named
+    )
     with tempfile.TemporaryDirectory() as directory:
         planner = HostPlanner(Path(package), Path(directory))
         heard: list[Any] = []

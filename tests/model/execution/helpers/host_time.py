@@ -243,7 +243,9 @@ def main() -> None:
     torch.set_num_threads(1)
     real_bytes = buffer_sizes.workspace_bytes
     backend: Any = flashinfer_backend
-    backend.workspace_bytes = lambda shape, _number, rows=0: real_bytes(shape, NUM_PROCESSORS, rows)
+    backend.workspace_bytes = lambda shape, _number, *others, **named: real_bytes(
+        shape, NUM_PROCESSORS, *others, **named
+    )
     with tempfile.TemporaryDirectory() as directory:
         planner = HostPlanner(Path(args.package), Path(directory))
         flashinfer_real.stub_modules(flashinfer, planner, on_run=_kernel("attention"))
