@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.examples import seeds
 from tokasaurus.commands.bench.client import RequestResult
-from tokasaurus.commands.bench.figures import full_load, percentile, summarize, tokens_within
+from tokasaurus.commands.bench.figures import full_load, summarize, tokens_within
 from tokasaurus.commands.bench.results import machine_facts
 
 
@@ -23,13 +23,6 @@ def random_results(seed: int, num_failed: int = 0) -> list[RequestResult]:
             results[index], prompt_tokens=0, cached_tokens=0, completion_tokens=0, error="HTTP 500"
         )
     return results
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 10, 101])
-def test_percentile_equals_numpys(count: int) -> None:
-    values = sorted(np.random.default_rng(count).lognormal(size=count).tolist())
-    for percent in (0, 1, 50, 90, 99, 100):
-        assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
 
 
 @pytest.mark.parametrize("seed", seeds(10))

@@ -66,6 +66,6 @@ def test_a_report_has_tables_and_curves_and_needs_no_other_host(scripted_server:
 def test_without_plotly_a_report_is_refused_before_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tokasaurus.commands.bench.config._has_plotly", lambda: False)
+    monkeypatch.setattr("tokasaurus.flags.find_spec", lambda _: None)
     assert bench_main(["monkeys", f"html={tmp_path / 'report.html'}"]) == 2
     assert "pip install plotly" in capsys.readouterr().err

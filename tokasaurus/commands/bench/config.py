@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tokasaurus.commands.running_server import AddressConfig
-from tokasaurus.flags import FlagConfig, FlagError, Setting, count, flag
+from tokasaurus.flags import FlagConfig, FlagError, Setting, count, flag, installed
 
 WORKLOADS = ("monkeys", "sharegpt", "multiple-choice", "prefix-chat", "file")
 PEERS = ("toka", "vllm", "sglang", "llama.cpp", "openvino")
@@ -150,7 +150,12 @@ class BenchConfig(AddressConfig):
         none_means="no costs",
     )
     output: str | None = flag(None, "file for all measurements, as JSON", none_means="none")
-    html: str | None = flag(None, "file for a report with plots; needs plotly", none_means="none")
+    html: str | None = flag(
+        None,
+        "file for a report with plots; needs plotly",
+        none_means="none",
+        rules=(installed("plotly", "plotly"),),
+    )
 
     @classmethod
     def relevant(cls, settings: dict[str, Setting]) -> dict[str, Setting]:
@@ -190,8 +195,6 @@ class BenchConfig(AddressConfig):
                 yield f"goodput: {name}: must be a number of milliseconds"
         if self.goodput and not self.is_streaming and set(self.goodput) & {"ttft", "tpot"}:
             yield "goodput: ttft and tpot need stream=T"
-        if self.html is not None and not _has_plotly():
-            yield f"html={self.html}: needs plotly: pip install plotly"
         for name in ("output", "html"):
             path = getattr(self, name)
             if path is not None and not Path(path).absolute().parent.is_dir():
@@ -242,17 +245,7 @@ class CompareConfig(FlagConfig):
     """The flags of `toka bench compare`."""
 
     output: str | None = flag(None, "file for the comparison, as JSON", none_means="none", heading="result")
-    html: str | None = flag(None, "file for a report with plots; needs plotly", none_means="none")
-
-    def further_errors(self) -> Iterator[str]:
-        if self.html is not None and not _has_plotly():
-            yield f"html={self.html}: needs plotly: pip install plotly"
-
-
-def _has_plotly() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("plotly") is not None
+    html: str | None = BenchConfig.declared("html")
 
 
 def raise_unused(config: BenchConfig, words: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,16 +73,6 @@ class Summary:
     """Time between two events with tokens of one sample."""
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Percentile with linear interpolation between the two nearest ranks, numpy's default.
-
-    ordered: values in ascending order, at least one."""
-    rank = (len(ordered) - 1) * percent / 100
-    below = math.floor(rank)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (rank - below)
-
-
 def spread_of(values: Sequence[float]) -> Spread | None:
     """None if there are no values."""
     if not values:
@@ -89,7 +80,8 @@ def spread_of(values: Sequence[float]) -> Spread | None:
     ordered = sorted(values)
     mean = math.fsum(ordered) / len(ordered)
     std = math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / len(ordered))
-    return Spread(mean, std, {f"p{percent}": percentile(ordered, percent) for percent in PERCENTILES}, ordered[-1])
+    cuts = statistics.quantiles(ordered, n=100, method="inclusive") if len(ordered) > 1 else ordered * 99
+    return Spread(mean, std, {f"p{percent}": cuts[percent - 1] for percent in PERCENTILES}, ordered[-1])
 
 
 def time_per_token_s(result: RequestResult) -> float | None:
