@@ -216,7 +216,7 @@ def test_a_replay_goes_through_its_samples_by_itself(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_bytes(b"".join(line(sample(second)) for second in range(61)))
     with in_terminal([*COMMAND, f"replay={path}", "speed=100"], 80, 24) as terminal:
-        middle = terminal.wait_for(lambda text: "tokens/s" in text and 105 < answered(text) < 160)
+        middle = terminal.wait_for(lambda text: " answered" in text and 105 < answered(text) < 160)
         assert "the end" not in middle
         terminal.wait_for_words("the end")
         assert "16,800 tokens/s" in terminal.text
