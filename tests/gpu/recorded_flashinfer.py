@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig
 
-from tests.helpers.tiny_model import VOCAB_SIZE, save_random_model
+from tests.helpers.tiny_model import VOCAB_SIZE, option_config, save_random_model
 from tests.model.helpers.steps import StepDriver, make_runner
 from tokasaurus.checkpoint import fit_to_tensors, read_model_info, weight_files
 from tokasaurus.model.buffer_sizes import graph_sizes
@@ -46,6 +46,15 @@ def save_model_with_group(directory: Path, group: int) -> None:
     save_random_model(directory, config)
 
 
+def save_model_with_windows(directory: Path) -> None:
+    """A small Granite: a layer with a window and one without, with sinks and a scale of their own. The multipliers keep
+    roundings small beside what a wrong window, or no sinks, would change."""
+    sizes = {"hidden_size": 4 * HEAD_DIM, "num_hidden_layers": 2, "sliding_window": 40, "logits_scaling": 4.0}
+    multipliers = {"attention_multiplier": 0.03, "residual_multiplier": 0.3}
+    layers = {"layer_types": ["sliding_attention", "full_attention"]}
+    save_random_model(directory, option_config("granite_swa", 0, **sizes, **multipliers, **layers))
+
+
 def bfloat16_runner(
     directory: Path, backend: str, device: torch.device, transfers: Transfers | None = None
 ) -> ModelRunner:
@@ -62,13 +71,12 @@ def bfloat16_runner(
 
 
 def check_recorded_steps(
-    directory: Path, group: int, recorder: Recorder, device: torch.device, transfers: Transfers | None = None
+    directory: Path, recorder: Recorder, device: torch.device, transfers: Transfers | None = None
 ) -> float:
-    """-> the largest difference of a log-probability. transfers: None for those of the device.
+    """-> the largest difference of a log-probability. directory: the model's. transfers: None for those of the device.
 
     The eager steps are given the tokens of the recorded ones, so that both see the same contexts. Where two tokens
     are almost equally likely, the runners may choose different ones; the two log-probabilities are still close."""
-    save_model_with_group(directory, group)
     recorded = bfloat16_runner(directory, "flashinfer", device, transfers)
     eager = bfloat16_runner(directory, "torch", device)
     recorded.record_graphs(recorder, graph_sizes(NUM_SEQUENCES, GRAPH_STEP), chunk_sizes=[1024])

@@ -1,11 +1,11 @@
-"""FlashInfer inside CUDA graphs in bfloat16, 80 sequences, GQA groups of 4, 7 and 8. Not yet run on a GPU."""
+"""FlashInfer inside CUDA graphs in bfloat16: 80 sequences, GQA groups of 4, 7, 8, windows, sinks. Not yet run on a GPU."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu.recorded_flashinfer import check_recorded_steps
+from tests.gpu.recorded_flashinfer import check_recorded_steps, save_model_with_group, save_model_with_windows
 from tokasaurus.model.execution.graphs import CudaRecorder
 
 pytestmark = [
@@ -14,8 +14,13 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("group", [4, 7, 8])
-def test_recorded_steps_equal_eager_steps_with_torch_attention(group: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("group", [4, 7, 8, None])
+def test_recorded_steps_equal_eager_steps_with_torch_attention(group: int | None, tmp_path: Path) -> None:
+    """None: two query heads a KV head, with windows and sinks."""
     pytest.importorskip("flashinfer", reason="pip install flashinfer-python")
+    if group is None:
+        save_model_with_windows(tmp_path)
+    else:
+        save_model_with_group(tmp_path, group)
     device = torch.device("cuda", 0)
-    check_recorded_steps(tmp_path, group, CudaRecorder(device), device)
+    check_recorded_steps(tmp_path, CudaRecorder(device), device)
