@@ -1,4 +1,4 @@
-"""FlashInfer inside CUDA graphs in bfloat16: 80 sequences, GQA groups of 4, 7, 8, windows, sinks. Not yet run on a GPU."""
+"""FlashInfer in CUDA graphs, in bfloat16: 80 sequences; GQA groups of 4, 7, 8; windows, sinks. Not yet run on a GPU."""
 
 from pathlib import Path
 
