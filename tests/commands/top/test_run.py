@@ -83,6 +83,16 @@ def test_a_server_that_has_said_why_it_ends_is_quoted() -> None:
     assert re.fullmatch(rf"toka top: {url}: server ended at [\d:]+: it was stopped; trying again\n", told)
 
 
+def test_a_server_that_breaks_its_streams_off_is_waited_for() -> None:
+    error = {"error": {"message": "the server is stopping", "code": "server_stopping"}}
+    script = Script(make=lambda second: sample(second) if second < 3 else error)
+    with serving(script) as url, running(f"base_url={url}") as process:
+        read_lines(process, 3)
+        assert "connection ended; trying again" in read_line(process, process.stderr)
+        script.make = sample
+        assert "210 running" in read_lines(process, 1)[0]
+
+
 def test_samples_are_printed_as_they_came(tmp_path: Path) -> None:
     """Through a Unix socket, with a key; samples with fields that this version does not know are read too."""
     script = Script(make=lambda second: sample(second, later={"a": "ü"}), api_key="secret")

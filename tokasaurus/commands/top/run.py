@@ -90,6 +90,8 @@ def _follow(config: TopConfig) -> Iterator[Told]:
                     if kind != "text/event-stream":
                         raise NotAnswered(f"answered /live with {kind}: it is another server")
                     for data in events_of(response):
+                        if data.startswith(b'{"error":'):  # it stops, with requests that have not ended
+                            break
                         sample = read_sample(data)
                         moment, ended = time.strftime("%H:%M:%S"), sample["server"]["ended"]
                         yield sample, data
