@@ -122,6 +122,12 @@ class ServerConfig(FlagConfig):
         '{"rope_type":"linear","factor":2.0}; the context length follows from it',
         none_means="model's",
     )
+    model_impl: str = flag(
+        "auto",
+        "what computes the model: native is the layers of this project, transformers the model's class there with the "
+        "attention, linear layers and sampling of this project; auto is native where the family has such layers",
+        choices=("auto", "native", "transformers"),
+    )
     served_model_name: str | None = flag(None, "the model's name in the API", none_means="model")
     model_aliases: str | None = flag(
         None,

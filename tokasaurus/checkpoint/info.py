@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tokasaurus.checkpoint.by_transformers import read_facts, spec_of
 from tokasaurus.checkpoint.config_keys import left_to_requests, refuse_keys, sampling_defaults_of
-from tokasaurus.checkpoint.families import FAMILIES, Settings, text_fields
+from tokasaurus.checkpoint.families import FAMILIES, Settings, is_known, text_fields
 from tokasaurus.checkpoint.json_files import CheckpointError, Fields, flag, read_json
 from tokasaurus.checkpoint.quantized.config import Quantization, parse_quantization, quantization_beside
 from tokasaurus.checkpoint.rope import dropped_theta, extended_context_length, with_rope_scaling
@@ -47,6 +48,12 @@ class ModelInfo:
     """The stored tensor that is the embedding: HEAD where the two are tied and only the LM head is stored."""
     quantization: Quantization | None = None
     """How weights in safetensors files are quantised; None: they are plain numbers. GGUF files say so themselves."""
+    num_parameters: int | None = None
+    """Of a model that transformers' own class computes; None: the families' layers compute it, and spec tells all."""
+
+    @property
+    def is_native(self) -> bool:
+        return self.num_parameters is None
 
     @property
     def num_layers(self) -> int:
@@ -85,10 +92,11 @@ class ModelInfo:
         return self.vocab_size / (attention + (3 if mlp.is_gated else 2) * mlp.width)
 
 
-def read_model_info(directory: Path, rope_scaling: Fields | None = None) -> ModelInfo:
+def read_model_info(directory: Path, rope_scaling: Fields | None = None, impl: str = "auto") -> ModelInfo:
     """Parse config.json and, if it exists, generation_config.json.
 
-    rope_scaling: the flag, which replaces the model's rotary scaling; raises FlagRefused if it is wrong.
+    rope_scaling: the flag, which replaces the model's rotary scaling; raises FlagRefused if it is wrong. impl: the flag
+    model_impl, auto, native or transformers.
 
     Raises CheckpointError, naming the file and the field, if a file is missing or malformed, or if this code would
     compute the model wrongly (unknown family, unsupported rotary scaling or format of quantised weights, an adapter).
@@ -96,7 +104,7 @@ def read_model_info(directory: Path, rope_scaling: Fields | None = None) -> Mode
     refuse_adapter(directory)
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
-    return read_config(directory / "config.json", generation, rope_scaling)
+    return read_config(directory / "config.json", generation, rope_scaling, impl)
 
 
 def refuse_adapter(directory: Path) -> None:
@@ -116,12 +124,19 @@ def refuse_adapter(directory: Path) -> None:
 
 
 def read_config(
-    path: Path, generation: Mapping[str, Any] | None = None, rope_scaling: Fields | None = None
+    path: Path, generation: Mapping[str, Any] | None = None, rope_scaling: Fields | None = None, impl: str = "auto"
 ) -> ModelInfo:
     """Parse one config.json, with the files of SETTINGS_FILES beside it. Raises as read_model_info does.
 
     generation: the content of generation_config.json."""
     whole = read_json(path)
+    if impl == "transformers" or (impl == "auto" and not is_known(whole)):
+        if rope_scaling is not None:
+            raise FlagRefused("rope_scaling= changes no model that transformers' class computes")
+        try:
+            return _of_class(path, whole, {} if generation is None else generation)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
     try:
         config = text_fields(whole)
     except CheckpointError as error:
@@ -150,7 +165,8 @@ def read_sampling_defaults(directory: Path) -> SamplingParams:
 def notes_on_settings(directory: Path, rope_scaling: Fields | None = None, applies_sampling: bool = False) -> list[str]:
     """Lines for the user about settings that read_model_info accepts, but that may surprise. applies_sampling: requests
     have the values of read_sampling_defaults."""
-    config = text_fields(read_json(directory / "config.json"))
+    whole = read_json(directory / "config.json")
+    config = text_fields(whole) if is_known(whole) else whole
     lines = [dropped_theta(config) if rope_scaling is None else None]
     if config.get("auto_map"):
         family = config.get("model_type")
@@ -163,6 +179,23 @@ def notes_on_settings(directory: Path, rope_scaling: Fields | None = None, appli
     if generation_path.exists() and (left := left_to_requests(read_json(generation_path), applies_sampling)):
         lines.append(f"generation_config.json: {', '.join(left)}: left to each request")
     return [line for line in lines if line is not None]
+
+
+def _of_class(path: Path, config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelInfo:
+    """Of a model that transformers' own class computes."""
+    facts = read_facts(path)
+    spec = spec_of(facts)
+    quantization = parse_quantization(config)
+    return ModelInfo(
+        family=str(config["model_type"]),
+        spec=spec,
+        context_length=facts["context_length"],
+        tie_embeddings=facts["tie_embeddings"],
+        eos_ids=tuple(sorted(_eos_ids(config, spec.vocab_size) | _eos_ids(generation, spec.vocab_size))),
+        dtype=_parse_dtype(config),
+        quantization=quantization_beside(path.parent) if quantization is None else quantization,
+        num_parameters=facts["num_parameters"],
+    )
 
 
 def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelInfo:

@@ -99,6 +99,7 @@ def resolve_checkpoint(
     on_amount: OnAmount = _ignore_amount,
     *,
     rope_scaling: Fields | None = None,
+    impl: str = "auto",
     trust_remote_code: bool = False,
     check: Callable[[ModelInfo], None] = _ignore_info,
     applies_sampling: bool = False,
@@ -109,7 +110,7 @@ def resolve_checkpoint(
     model.
     tokenizer: likewise, the model whose tokenizer to use; None = the model's own.
     on_phase: called with a one-line description before each phase that takes long. on_amount: during downloads.
-    rope_scaling: the flag, which replaces the model's rotary scaling.
+    rope_scaling: the flag, which replaces the model's rotary scaling. impl: the flag model_impl.
     trust_remote_code: run the Python code that a tokenizer brings along.
     check: raises UserError for a model that is not wanted; called once its configuration is known, before weights
     are downloaded.
@@ -119,9 +120,9 @@ def resolve_checkpoint(
     """
     patterns = [*TOKENIZER_PATTERNS, *([CODE_PATTERN] if trust_remote_code else [])]
     model = DEMO if model is None else model
-    name, directory = _locate(model, on_phase, on_amount, patterns, rope_scaling, check)
+    name, directory = _locate(model, on_phase, on_amount, patterns, rope_scaling, impl, check)
     # What is wrong with the files raises here, in the parent, rather than in the worker.
-    info = read_model_info(directory, rope_scaling)
+    info = read_model_info(directory, rope_scaling, impl)
     files = weight_files(directory)
     info = fit_to_tensors(info, files, on_phase)
     states = file_states(files)
@@ -149,6 +150,7 @@ def _locate(
     on_amount: OnAmount,
     patterns: list[str],
     rope_scaling: Fields | None,
+    impl: str,
     check: Callable[[ModelInfo], None],
 ) -> tuple[str, Path]:
     """The model's name, and the directory with its configuration and weights. patterns: for its other files."""
@@ -158,7 +160,7 @@ def _locate(
     on_phase(f"looking up {model}")
     # Configuration first, so that an unsupported model is refused before gigabytes are downloaded.
     directory = download_files(model, patterns)
-    check(read_model_info(directory, rope_scaling))
+    check(read_model_info(directory, rope_scaling, impl))
     on_phase(f"downloading the weights of {model}")
     # Whether the repository has the single file, which is preferred to an index, is only known once it is asked for.
     directory = download_files(model, [*patterns, SINGLE_NAME], on_amount, revision=directory.name)

@@ -108,7 +108,7 @@ class UpdateChecks:
         own = self._checkpoint.directory
         config, generation = ((directory if (directory / name).is_file() else own) / name for name in names)
         content = read_json(generation) if generation.is_file() else {}
-        info = read_config(config, content, self._config.rope_scaling)
+        info = read_config(config, content, self._config.rope_scaling, self._config.model_impl)
         info = with_tokenizer_end(info, self._checkpoint.tokenizer_directory)
         if differences := _differences(info, self._checkpoint.info):
             raise CheckpointError(f"{directory}: {'; '.join(differences)}: a server has to be started with such files")

@@ -147,7 +147,10 @@ def check_weight_sizes(files: Sequence[Path], info: ModelInfo) -> None:
 
 
 def check_tensor_sizes(tensors: Mapping[str, StoredTensor], info: ModelInfo) -> None:
-    """Compare the sizes in config.json with these tensors, as check_weight_sizes does. Raises CheckpointError."""
+    """Compare the sizes in config.json with these tensors, as check_weight_sizes does; those of a model that
+    transformers' class computes are compared when they are loaded. Raises CheckpointError."""
+    if not info.is_native:
+        return
     stored, sizes = FAMILIES[info.family].stored, info.spec.layers[0].output_sizes
     vocab_shape = (info.vocab_size, info.hidden_size)
     expected = {info.embedding_tensor: vocab_shape}
@@ -256,6 +259,8 @@ def fit_to_tensors(
     or the tensors do not have the sizes in config.json (see check_weight_sizes).
     """
     tensors = read_tensors(files, info.quantization)
+    if not info.is_native:
+        return info
     embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
     if info.tie_embeddings and head is not None:
         if embedding is None:

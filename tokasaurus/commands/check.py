@@ -23,7 +23,7 @@ from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
 from tokasaurus.startup_report import StartupReport
 
 if TYPE_CHECKING:  # the functions that need torch import it: the flags are read without it
-    from tokasaurus.model.decoder.decoder import Decoder
+    from tokasaurus.model.decoder.model import Model
     from tokasaurus.model.decoder.weights import FilledModules
     from tokasaurus.model.worker.self_check import Result
     from tokasaurus.model.worker.start import Start
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # the functions that need torch import it: the flags are read
 logger = logging.getLogger(__name__)
 
 _OF_SERVER = (
-    *("rope_scaling", "device", "trust_remote_code", "dtype", "kv_cache_dtype", "cpu_isa", "page_size"),
+    *("rope_scaling", "model_impl", "device", "trust_remote_code", "dtype", "kv_cache_dtype", "cpu_isa", "page_size"),
     *("quantization", "quantized_compute"),
     *("max_tokens_per_forward", "max_seqs_per_forward", "max_num_tokens_per_request", "attention_backend"),
     *("torch_compile", "use_cudagraphs", "log_level"),
@@ -105,26 +105,26 @@ def _print_result(result: "Result") -> None:
 
 def _find(config: ServerConfig) -> tuple[Checkpoint, bool]:
     """The model, and whether it has weights. Raises CheckpointError and FlagRefused."""
-    scaling = config.rope_scaling
+    scaling, impl = config.rope_scaling, config.model_impl
     if config.model is not None and config.model != DEMO:
         path = expand_home("model", config.model)
         if path.is_file() and path.suffix == ".json":
             return Checkpoint(
-                path.parent.name, path.parent, path.parent, read_config(path, rope_scaling=scaling)
+                path.parent.name, path.parent, path.parent, read_config(path, rope_scaling=scaling, impl=impl)
             ), False
         if path.is_dir() and not has_weights(path):
-            return Checkpoint(path.name, path, path, read_model_info(path, scaling)), False
+            return Checkpoint(path.name, path, path, read_model_info(path, scaling, impl)), False
 
     def show(line: str) -> None:
         print(f"toka check: {line}", file=sys.stderr)
 
     checkpoint = resolve_checkpoint(
-        config.model, on_phase=show, rope_scaling=scaling, trust_remote_code=config.trust_remote_code
+        config.model, on_phase=show, rope_scaling=scaling, impl=impl, trust_remote_code=config.trust_remote_code
     )
     return checkpoint, True
 
 
-def _fill(model: "Decoder", filled: "FilledModules") -> None:
+def _fill(model: "Model", filled: "FilledModules") -> None:
     from tokasaurus.model.decoder.weights import fill_randomly
 
     fill_randomly(iter(model.weight_shards()), filled.note)
@@ -142,10 +142,10 @@ def _check_the_rest(start: "Start") -> None:
     from tokasaurus.model.worker.self_check import NUM_SEQUENCES
 
     checks, runner, model, kernels = start.checks, start.runner, start.model, start.kernels
-    if start.on_cuda:
+    if start.on_cuda and start.info.is_native:
         with start.log("each kernel"):
-            check_each_kernel(start.shape, model, checks)
-    if start.compiler is None:  # else its layers were checked
+            check_each_kernel(start.shape, start.decoder, checks)
+    if start.compiler is None and start.info.is_native:  # else its layers were checked
         with start.log("layers"):
             check_layers(start)
     if kernels is not None:

@@ -265,6 +265,7 @@ def _run(config: MismatchConfig, flags: dict[str, Any]) -> None:
         config.tokenizer,
         _show,
         rope_scaling=config.rope_scaling,
+        impl=config.model_impl,
         trust_remote_code=config.trust_remote_code,
     )
     tokenizer = Tokenizer.load(checkpoint.tokenizer_directory)

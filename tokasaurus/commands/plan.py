@@ -32,7 +32,16 @@ from tokasaurus.model.worker.memory_plan import (
 
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, **SUFFIXES}
 _OF_SERVER = (
-    *("dtype", "rope_scaling", "kv_cache_dtype", "tp_size", "pp_size", "symmetric_all_reduce", "page_size"),
+    *(
+        "dtype",
+        "rope_scaling",
+        "model_impl",
+        "kv_cache_dtype",
+        "tp_size",
+        "pp_size",
+        "symmetric_all_reduce",
+        "page_size",
+    ),
     *("max_tokens_per_forward", "max_seqs_per_forward", "max_num_tokens_per_request"),
     *("attention_backend", "use_cudagraphs"),
 )
@@ -84,7 +93,7 @@ def plan(config: PlanConfig, _words: list[str]) -> int:
     """Print the plan; returns the exit code: 2 if the model does not fit. Raises CheckpointError."""
     assert config.model is not None, "checked by finalize"
     try:
-        info, is_estimate = read_info(config.model, config.rope_scaling)
+        info, is_estimate = read_info(config.model, config.rope_scaling, config.model_impl)
         result = plan_memory(info, planned_sizes(config, info))
         is_dequantised = is_quantised(config.model, info)
     except (DoesNotFit, ValueError) as error:
@@ -99,7 +108,7 @@ def plan(config: PlanConfig, _words: list[str]) -> int:
     return 0
 
 
-def read_info(model: str, rope_scaling: Fields | None = None) -> tuple[ModelInfo, bool]:
+def read_info(model: str, rope_scaling: Fields | None = None, impl: str = "auto") -> tuple[ModelInfo, bool]:
     """The model's configuration, and whether config.json alone says so: otherwise it is compared with the headers of
     the weights, which decide whether the LM head is counted. Raises CheckpointError and FlagRefused."""
     path = _local(model)
@@ -108,15 +117,15 @@ def read_info(model: str, rope_scaling: Fields | None = None) -> tuple[ModelInfo
             raise CheckpointError(
                 f"{model}: toka plan reads a directory in Hugging Face format, a .gguf file or a config.json"
             )
-        return read_config(path, rope_scaling=rope_scaling), True
+        return read_config(path, rope_scaling=rope_scaling, impl=impl), True
     if not path.is_dir():
         if not is_repo_id(model):
             raise CheckpointError(
                 f"{model!r} is neither a directory nor a .gguf file nor a config.json nor a Hugging Face repository id"
             )
         names = ["config.json", "generation_config.json", ADAPTER_CONFIG, *SETTINGS_FILES]
-        return read_model_info(download_files(model, names), rope_scaling), True
-    info = read_model_info(path, rope_scaling)
+        return read_model_info(download_files(model, names), rope_scaling, impl), True
+    info = read_model_info(path, rope_scaling, impl)
     if not has_weights(path):
         return info, True
     return fit_to_tensors(info, weight_files(path)), False

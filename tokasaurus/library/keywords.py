@@ -33,6 +33,9 @@ class EngineFlags(TypedDict, total=False):
     rope_scaling: dict[str, Any] | None
     """Rotary scaling that replaces the model's own, as a JSON object such as {"rope_type":"linear","factor":2.0}; the
     context length follows from it."""
+    model_impl: Literal["auto", "native", "transformers"]
+    """What computes the model: native is the layers of this project, transformers the model's class there with the
+    attention, linear layers and sampling of this project; auto is native where the family has such layers."""
     served_model_name: str | None
     """The model's name in the API."""
     device: Literal["cpu", "cuda", "gpu"] | None

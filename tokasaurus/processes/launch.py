@@ -120,6 +120,7 @@ def _serve(config: ServerConfig, entries: Entries, report: StartupReport, device
             report.show_progress,
             report.show_amount,
             rope_scaling=config.rope_scaling,
+            impl=config.model_impl,
             trust_remote_code=config.trust_remote_code,
             check=lambda info: check_model(config, info, devices),
             applies_sampling=config.sampling_defaults != "neutral" and not config.rl,
@@ -127,8 +128,11 @@ def _serve(config: ServerConfig, entries: Entries, report: StartupReport, device
         report.end_phase("find model", str(checkpoint.directory))
         report.model = checkpoint.name if config.served_model_name is None else config.served_model_name
         report.context_length = longest_context(checkpoint.info.context_length, config.max_num_tokens_per_request)
-        if note := checkpoint.info.spec.rotary[0].note(report.context_length):
-            report.show_detail("rotary", note)
+        if not checkpoint.info.is_native:
+            report.show_detail("layers", f"{checkpoint.info.family} is computed by transformers' class")
+        for rope in checkpoint.info.spec.rotary[:1]:
+            if note := rope.note(report.context_length):
+                report.show_detail("rotary", note)
         if sampling := show_changed(checkpoint.default_sampling):
             report.show_detail("sampling", f"{sampling}, the model's defaults (sampling_defaults=neutral)")
         if config.dp_size * config.pp_size * config.tp_size > 1:

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers.installed_triton import compile_for_gpus, needs_interpreter, needs_ptxas, needs_triton, run_python
 from tests.helpers.tiny_model import FAMILIES, save_tiny_model
 from tests.model.helpers.greedy_decoding import load
-from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
+from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.model import LayerExecutor
 from tokasaurus.model.execution import executors
 from tokasaurus.model.execution.executors import FusedExecutor, ModuleExecutor, choose_executor
 

@@ -58,8 +58,9 @@ def make_runner(
 ) -> ModelRunner:
     num_heads, num_kv_heads = mesh.shard(info.num_heads, "heads")[1], mesh.kv_head_shard(info.num_kv_heads)[1]
     shape = KVShape(
-        *(len(model.layers), num_heads, num_kv_heads, info.head_dim, page_size, dtype, device, model.activation_dtype),
-        layers=tuple(layer.spec.attention for layer in model.decoder_layers()),
+        *(len(mesh.stage_layers(info)), num_heads, num_kv_heads, info.head_dim, page_size, dtype, device),
+        activation_dtype=model.activation_dtype,
+        layers=tuple(layer.attention for layer in (model.spec.layers[index] for index in mesh.stage_layers(info))),
         sinks=model.sinks,
     )
     kernels = load_kernels()

@@ -47,6 +47,13 @@ _BESIDE_TEXT = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", *
 """Keys that stand beside text_config and say something of the text model."""
 
 
+def is_known(config: Fields) -> bool:
+    """Whether the table has the model of a config.json, or its text model."""
+    name = config.get("model_type")
+    outer = {family.with_images[0] for family in FAMILIES.values() if family.with_images is not None}
+    return not isinstance(name, str) or name in FAMILIES or name in outer
+
+
 def text_fields(config: Fields) -> Fields:
     """config.json of a checkpoint's text model: the whole file, or its text_config where the checkpoint has a model for
     images too. Raises CheckpointError."""
@@ -66,4 +73,4 @@ def text_fields(config: Fields) -> Fields:
     return {**text, **beside, "model_type": name, "architectures": [FAMILIES[name].architecture]}
 
 
-__all__ = ["FAMILIES", "Family", "Settings", "StoredTensors", "text_fields"]
+__all__ = ["FAMILIES", "Family", "Settings", "StoredTensors", "is_known", "text_fields"]

@@ -2,10 +2,8 @@
 its `LayerSpec` (see checkpoint/spec)."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +13,9 @@ from tokasaurus.checkpoint.info import EMBEDDING, HEAD, HEAD_BIAS
 from tokasaurus.checkpoint.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
 from tokasaurus.checkpoint.weight_files import is_old_buffer
 from tokasaurus.model.attention.row_split import Attends
-from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
-from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
 from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedLayer, PackedLayers
-from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.layers import (
     MLP,
-    PLAIN,
     FusedColumnLinear,
     Linear,
     Norm,
@@ -29,6 +23,7 @@ from tokasaurus.model.decoder.layers import (
     RowLinear,
     VocabShard,
 )
+from tokasaurus.model.decoder.model import LayerExecutor, Model
 from tokasaurus.model.decoder.quantize import Packing
 from tokasaurus.model.decoder.stored_tensors import as_stored
 from tokasaurus.model.decoder.weights import WeightShard, allocate_parameters
@@ -36,17 +31,6 @@ from tokasaurus.model.parallel.collectives import sum_in_float32
 from tokasaurus.model.parallel.mesh import Mesh
 
 # T tokens in this forward, R rows whose logits are wanted, E hidden size, H query heads, K key/value heads, D head size
-
-
-class LayerExecutor(Protocol):
-    """Runs a stage's layers with one attention backend (see execution/executors)."""
-
-    @property
-    def always_on_kernels(self) -> bool:
-        """Whether one call of the CPU kernels runs all layers in every forward, whatever its number of tokens."""
-
-    def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
-        """hidden [T, E], which may be overwritten -> [T, E]. cos_sin: float32 [T, 1, D]."""
 
 
 class Attention(nn.Module):
@@ -256,22 +240,12 @@ class DecoderLayer(nn.Module):
         return shards
 
 
-class Decoder(nn.Module):
-    """This rank's stage and shard of the model.
-
-    Parameters are created on the meta device: call `materialize`, fill `weight_shards`, then call `pack`.
-    """
+class Decoder(Model):
+    """This rank's stage and shard of a model of our own layers."""
 
     def __init__(self, info: ModelInfo, mesh: Mesh, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._info = info
-        self._mesh = mesh
-        self._dtype = dtype
+        super().__init__(info, mesh, dtype)
         self._rotary: RotaryTable | None = None
-        self.activation_dtype = dtype
-        self.packed_layers: PackedLayers | None = None
-        """All layers as the CPU kernels read them; None unless they are all packed."""
-        self.gemm_choice = ALWAYS_KERNELS
         stage, spec = mesh.stage_layers(info), info.spec
         scale = torch.tensor(spec.embedding_scale, dtype=dtype)
         self.embedding_scale = float(scale)
@@ -291,53 +265,10 @@ class Decoder(nn.Module):
             self.lm_head = VocabShard(info, mesh, dtype, has_bias) if needs_head else None
 
     def materialize(self, device: torch.device, num_positions: int) -> None:
-        """Allocate uninitialised parameters on `device`, and the rotary table for num_positions positions."""
         allocate_parameters(self, device)
         self._rotary = RotaryTable(self._info.spec, self._info.head_dim, num_positions, device)
 
-    def pack(
-        self,
-        kernels: Kernels | None,
-        choice: GemmChoice = ALWAYS_KERNELS,
-        compiler: Compiler | None = None,
-        packing: Packing = PLAIN,
-    ) -> None:
-        """Convert the loaded weights to the layouts of the device's gemms.
-
-        Equivalent to begin_packing, pack_module for each module, then end_packing.
-        """
-        self.begin_packing(kernels, choice, compiler, packing)
-        for module in self.modules():
-            self.pack_module(module)
-        self.end_packing()
-
-    def begin_packing(
-        self,
-        kernels: Kernels | None,
-        choice: GemmChoice = ALWAYS_KERNELS,
-        compiler: Compiler | None = None,
-        packing: Packing = PLAIN,
-    ) -> None:
-        """Set how pack_module packs.
-
-        kernels: the CPU kernels, or None. choice: whether gemms run on the kernels or on torch. compiler: compiles the
-        layers (see execution/executors), which then stay unpacked, because inductor reads plain weights.
-        """
-        if kernels is not None and self._dtype in ACTIVATION_DTYPES:
-            activation_dtype = kernels.activation_dtype(self._dtype)
-            if compiler is not None and activation_dtype != self._dtype:
-                kernels = None  # compiled layers compute in the weights' dtype
-            else:
-                self.activation_dtype = activation_dtype
-        self._layer_kernels = None if kernels is None else LayerKernels(kernels)
-        self.gemm_choice = choice
-        self._compiler = compiler
-        self._packing = packing
-
     def pack_module(self, module: nn.Module) -> None:
-        """Pack one module, once its own weights are loaded. Frees plain weights that have been packed.
-
-        Raises CannotQuantize."""
         stored = Packing(is_int8=self._packing.is_int8)  # embedding and LM head stay as they are stored
         if module is self.head:
             assert isinstance(module, VocabShard)
@@ -358,47 +289,11 @@ class Decoder(nn.Module):
             self.packed_layers = self._pack_layers(self._layer_kernels)
 
     @property
-    def spec(self) -> ModelSpec:
-        """Of the whole model."""
-        return self._info.spec
-
-    @property
-    def vocab_size(self) -> int:
-        return self._info.vocab_size
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """dtype of the loaded weights, packed ones included."""
-        return self._dtype
-
-    @property
-    def hidden_size(self) -> int:
-        return self._info.hidden_size
-
-    @property
-    def head_dim(self) -> int:
-        return self._info.head_dim
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return next(self.parameters()).device
-
-    @property
     def rotary(self) -> "RotaryTable":
         assert self._rotary is not None, "materialize must come first"
         return self._rotary
 
-    @property
-    def is_first_stage(self) -> bool:
-        return self._mesh.is_first_stage
-
-    def new_hidden(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Memory for hidden states, [T, E]."""
-        return torch.zeros((num_tokens, self._info.hidden_size), dtype=self.activation_dtype, device=device)
-
     def reserve(self, num_tokens: int, num_logit_rows: int) -> None:
-        """Allocate the memory that the kernels keep between forwards, for up to num_tokens and num_logit_rows."""
         if self.packed_layers is not None:
             self.packed_layers.reserve(num_tokens)
         if self.head is not None:
@@ -425,7 +320,6 @@ class Decoder(nn.Module):
 
     @property
     def sinks(self) -> tuple[Tensor | None, ...]:
-        """Of each of this stage's layers, which attention backends read: float32 [H], or None."""
         return tuple(
             None if layer.attention.sinks is None else layer.attention.sinks.data for layer in self.decoder_layers()
         )
@@ -446,64 +340,17 @@ class Decoder(nn.Module):
         executor: LayerExecutor,
         attends: Attends,
     ) -> Tensor:
-        """Run one stage of a forward -> hidden [T, E] for the next stage or, from the last stage, for `logits`.
-
-        token_ids: int64 [T], read by the first stage. hidden: [T, E], read by later stages; may be overwritten.
-        positions: int64 [T].
-        """
         if hidden is None:
             hidden = self.embed(token_ids)
         return executor.run(hidden, self.rotary.at(positions), attends)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, E], rows of the last stage's `forward` output -> logits of this rank's token ids, [R, v], in its
-        dtype. The next call may overwrite them."""
         head = self.head
         assert head is not None, "the last stage has an LM head"
         assert self.final_norm is not None
         return head.logits(hidden, self.final_norm)
 
-    @property
-    def saved_bytes(self) -> int:
-        """What this rank's quantised weights take less than weights of their dtype."""
-        return sum(linear.saved_bytes for linear in self._linears())
-
-    @property
-    def block_types(self) -> list[str]:
-        """Types of this rank's quantised weights."""
-        packed = [linear.packed for linear in self._linears() if linear.packed is not None]
-        return sorted({block_type for weights in packed for block_type in weights.block_types})
-
-    @property
-    def is_int8(self) -> bool:
-        """Whether activations are quantised, once the model is packed."""
-        return self._packing.is_int8
-
-    @property
-    def dequantised(self) -> Counter[str]:
-        """How many weights of each type came as blocks, but could not be packed."""
-        return Counter(block_type for linear in self._linears() for block_type in linear.dequantised_types)
-
-    @property
-    def takes_blocks(self) -> bool:
-        """Whether quantised weights may come as blocks, once packing has begun."""
-        return self._layer_kernels is not None and self._compiler is None and not self.gemm_choice.always_torch
-
-    def give_back(self) -> None:
-        """Free the memory of all large weights, until `take_again`. Raises OSError."""
-        for linear in self._linears():
-            linear.give_back()
-
-    def take_again(self) -> None:
-        """All weights can be written again. Raises RuntimeError if memory does not suffice."""
-        for linear in self._linears():
-            linear.take_again()
-
-    def _linears(self) -> Iterator[Linear]:
-        return (module for module in self.modules() if isinstance(module, Linear))
-
     def weight_shards(self) -> list[WeightShard]:
-        """Every tensor of the checkpoint, with a target if this stage has it."""
         info, mesh = self._info, self._mesh
         stage, spec = mesh.stage_layers(info), info.spec
         shards: list[WeightShard] = []

@@ -16,7 +16,8 @@ from tokasaurus.model.attention.row_split import Attends, attend, attending
 from tokasaurus.model.cpu.gemm_choice import GemmChoice
 from tokasaurus.model.cpu.layer_executor import PackedLayers
 from tokasaurus.model.decoder.compile import Compiler
-from tokasaurus.model.decoder.decoder import Decoder, DecoderLayer, LayerExecutor
+from tokasaurus.model.decoder.decoder import Decoder, DecoderLayer
+from tokasaurus.model.decoder.model import LayerExecutor, Model
 from tokasaurus.model.triton_choice import uses_triton
 
 MAX_COMPILED_TOKENS = 1 << 16
@@ -160,10 +161,21 @@ def has_fused_layers(layers: Sequence[LayerSpec]) -> bool:
     return all(map(FusedExecutor.computes, layers))
 
 
-def choose_executor(model: Decoder, backend: AttentionBackend, compiler: Compiler | None = None) -> LayerExecutor:
+class OwnLayers:
+    """In the place of an executor, for a model that runs its layers itself."""
+
+    always_on_kernels = False
+
+    def run(self, *_: Any) -> Tensor:
+        raise AssertionError("the model runs its layers")
+
+
+def choose_executor(model: Model, backend: AttentionBackend, compiler: Compiler | None = None) -> LayerExecutor:
     """The fastest executor for a loaded and packed model with this backend; the compiler's, if there is one.
 
     A start has checked the layers' Triton kernels by now, and switched them off on all ranks if they fail on one."""
+    if not isinstance(model, Decoder):
+        return OwnLayers()
     modules = ModuleExecutor(model)
     has_fused = uses_triton(model.device, "layers") and has_fused_layers(model.spec.layers)
     fused = FusedExecutor(model) if has_fused else None

@@ -29,7 +29,7 @@ from torch import Tensor
 from tokasaurus.messages.forward import ForwardInput, SlotChanges
 from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
 from tokasaurus.model.attention.row_split import Attends
-from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
+from tokasaurus.model.decoder.model import LayerExecutor, Model
 from tokasaurus.model.execution.device_batch import DeviceBatch
 from tokasaurus.model.execution.recorded_inputs import RecordedInputs
 from tokasaurus.model.sampling.finish import Finished
@@ -192,7 +192,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         executor: LayerExecutor,
         recorder: Recorder,
         sizes: Sequence[int],
@@ -280,7 +280,7 @@ class StepGraphs:
     ) -> DecodeOutput:
         """Run a padded step in `inputs`, whose number of tokens is a recorded size. attends: None if recorded attention
         is planned, with prefix groups if the batch has some. is_decode: as from `is_decode`; for other steps, `inputs`
-        has nothing that sampling reads. hidden: [n, E], as in Decoder.forward, of the tokens before the padding; None
+        has nothing that sampling reads. hidden: [n, E], as in Model.forward, of the tokens before the padding; None
         on the first stage."""
         size = len(batch.token_ids)
         kind: Kind = "pieces" if attends is not None else "whole" if batch.layout.prefix is None else "groups"

@@ -26,7 +26,8 @@ from tokasaurus.model.attention.row_split import Attends, attends_over
 from tokasaurus.model.buffer_sizes import BufferSizes, max_graph_groups
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.decoder.compile import Compiler
-from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
+from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.model import LayerExecutor, Model
 from tokasaurus.model.execution.device_batch import DeviceBatch, build_batch
 from tokasaurus.model.execution.executors import KernelExecutor, choose_executor
 from tokasaurus.model.execution.graphs import DecodeOutput, Recorder, StepGraphs, padded, padding_alone
@@ -170,7 +171,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         backend: AttentionBackend,
         slots: SlotTable,
         page_size: int,
@@ -214,6 +215,7 @@ class ModelRunner:
             from tokasaurus.model.execution.async_tp_executor import AsyncTPExecutor  # torch's part is slow to import
 
             assert compiler is not None, "only compiled layers overlap gemms and collectives"
+            assert isinstance(model, Decoder), "other models have one rank"
             if all(AsyncTPExecutor.computes(layer.spec) for layer in model.decoder_layers()):
                 self._executor = AsyncTPExecutor(model, backend, self._executor, mesh, compiler, async_tp_threshold)
                 self._token_multiple = mesh.tp_size
@@ -229,6 +231,7 @@ class ModelRunner:
         """What recordings with prefix groups read of the prefixes; None if there are no such recordings."""
         self._kernel_decode: KernelDecode | None = None
         if kernels is not None and links is None and isinstance(self._executor, KernelExecutor):
+            assert isinstance(model, Decoder), "which has such an executor"
             self._kernel_decode = KernelDecode.of(model, self._executor, slots, page_size, kernels)
 
     def count_for_stage(self, board: StageBoard) -> None:

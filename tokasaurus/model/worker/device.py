@@ -47,7 +47,7 @@ def choose_platform(start: Start) -> str:
 
         enable_fused_gemms(config.async_tp_threshold, start.mesh, device, start.first_device)
     kernels = start.kernels = load_kernels(config.cpu_isa) if device.type == "cpu" else None
-    compiles = is_compiled(config.torch_compile, device, start.info.spec.layers)
+    compiles = start.info.is_native and is_compiled(config.torch_compile, device, start.info.spec.layers)
     start.compiler = Compiler(is_required=config.torch_compile is True) if compiles else None
     start.dtype = choose_dtype(config.dtype, device, kernels, compiles)
     start.activation_dtype = choose_activation_dtype(start.dtype, kernels, compiles)

@@ -158,7 +158,15 @@ def loading() -> list[Phase]:
         Phase("", link_stages, (STAGES,), when=lambda start: start.mesh.pp_size > 1),
         Phase("", make_runner, (INPUTS,)),
         Phase("compiled layers", compile_layers, when=lambda start: start.compiler),
+        Phase("transformers' class", check_class, when=lambda start: not start.info.is_native),
     ]
+
+
+def check_class(start: Start) -> str:
+    """Refuse a class that our attention does not fit. Raises UserError."""
+    from tokasaurus.model.by_transformers.check import check_class  # whose import takes seconds
+
+    return check_class(start)
 
 
 def phases() -> list[Phase]:
@@ -295,7 +303,7 @@ def link_stages(start: Start) -> str:
 def make_runner(start: Start) -> str:
     """What runs steps, and the bound of its largest forward where that is known."""
     config, limits, model = start.config, start.limits, start.model
-    start.graph_sizes = graph_sizes_of(config, start.device)
+    start.graph_sizes = graph_sizes_of(config, start.device) if start.info.is_native else []
     start.chunk_sizes = _recordable(config, sizes_of_chunks(config, start.graph_sizes))
     start.runner = ModelRunner(
         *(model, start.backend, start.slots, config.page_size, start.device, start.kernels, start.compiler),
@@ -390,12 +398,12 @@ def record_graphs(start: Start) -> str:
         _record(start, count)
         most_tokens = (*chunk_sizes, *sizes)[0]
         described = f"{num_sizes} sizes, up to {sizes[0]:,} sequences and {most_tokens:,} tokens"
-        yield from measure_graphs(start.runner, start.model, start.config.page_size, start.num_blocks, start.limits)
+        yield from measure_graphs(start.runner, start.decoder, start.config.page_size, start.num_blocks, start.limits)
 
     def record_and_measure_groups() -> Iterator[Measured]:
         start.runner.record_groups(start.group_sizes)
         yield from measure_group_graphs(
-            start.runner, start.model, start.config.page_size, start.num_blocks, start.limits
+            start.runner, start.decoder, start.config.page_size, start.num_blocks, start.limits
         )
 
     if not _graphs_pass(start, record_and_measure):

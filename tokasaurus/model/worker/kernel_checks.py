@@ -73,10 +73,10 @@ _CONTEXT_TOKENS = 20
 def check_triton(start: Start) -> str:
     """Check the Triton kernels of sampling and of layers. Kernels of attention and of steps are checked on the way."""
     model, shape = start.model, start.shape
-    own_layers = model, start.backend, shape, start.mesh, None, 1, start.limits.context_length
+    own_layers = start.backend, shape, start.mesh, None, 1, start.limits.context_length
     measures: dict[KernelGroup, Measure] = {
         "sampling": partial(compare_sampler, model.vocab_size, model.activation_dtype, shape.device),
-        "layers": lambda: measure_layers(FusedExecutor(model), *own_layers),
+        "layers": lambda: measure_layers(FusedExecutor(start.decoder), start.decoder, *own_layers),
     }
     if not has_fused_layers(model.spec.layers):
         del measures["layers"]
@@ -89,7 +89,7 @@ def check_layers(start: Start, flag: str | None = None) -> bool:
     """Whether all layers, compiled or not, compute what torch's modules do. flag: as in Checks.passes."""
     measure = partial(
         measure_layers,
-        *(start.runner.executor, start.model, start.backend, start.shape, start.mesh, start.compiler),
+        *(start.runner.executor, start.decoder, start.backend, start.shape, start.mesh, start.compiler),
         *(start.runner.token_multiple, start.limits.context_length),
     )
     if start.compiler is None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokasaurus.checkpoint import file_states, weight_files
+import torch
+
+from tokasaurus.checkpoint import CheckpointError, ModelInfo, file_states, weight_files
 from tokasaurus.checkpoint.block_types import why_dequantised
 from tokasaurus.messages.status import FlagRefused, UserError
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES
 from tokasaurus.model.cpu.gemm_choice import choose_gemm
 from tokasaurus.model.decoder.decoder import build_decoder
+from tokasaurus.model.decoder.model import Model
 from tokasaurus.model.decoder.quantize import CannotQuantize, Packing
 from tokasaurus.model.decoder.tensor_files import has_quantized
 from tokasaurus.model.decoder.uploads import uploads_to
 from tokasaurus.model.decoder.weights import FilledModules, load_weights, return_freed_memory
+from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.memory_plan import WEIGHTS
 
 if TYPE_CHECKING:
@@ -36,12 +41,22 @@ def choose_gemms(start: Start) -> str:
     return start.gemm.describe()
 
 
+def build_model(info: ModelInfo, mesh: Mesh, dtype: torch.dtype, directory: Path) -> Model:
+    """This rank's part of the model, on the meta device. directory: of the checkpoint. Raises ValueError and
+    CheckpointError."""
+    if info.is_native:
+        return build_decoder(info, mesh, dtype)
+    from tokasaurus.model.by_transformers.model import TransformersModel  # whose import takes seconds
+
+    return TransformersModel(info, mesh, dtype, directory)
+
+
 def load_model(start: Start) -> str:
     """This rank's part of the model, with weights in the layouts of its gemms. Raises FlagRefused."""
     config = start.config
     try:
-        start.model = model = build_decoder(start.info, start.mesh, start.dtype)
-    except ValueError as error:
+        start.model = model = build_model(start.info, start.mesh, start.dtype, start.checkpoint.directory)
+    except (ValueError, CheckpointError) as error:
         raise UserError(str(error)) from error
     model.materialize(start.device, start.limits.context_length)
     model.begin_packing(start.kernels, start.gemm, start.compiler, _packing(start))

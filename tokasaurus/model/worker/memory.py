@@ -21,7 +21,7 @@ from tokasaurus.model.buffer_sizes import (
     num_mask_words,
 )
 from tokasaurus.model.cpu.bindings import allocate_huge_pages
-from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.model import Model
 from tokasaurus.model.execution.graphs import CudaRecorder
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
@@ -457,7 +457,7 @@ def largest_forward(
     )
 
 
-def reserve(memory: ForwardMemory, model: Decoder, limits: ForwardLimits) -> None:
+def reserve(memory: ForwardMemory, model: Model, limits: ForwardLimits) -> None:
     """Allocate the kept memory, then allocate, touch and free the passing memory.
 
     A lack of memory thus fails the start instead of a later forward.

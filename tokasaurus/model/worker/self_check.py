@@ -39,7 +39,8 @@ from tokasaurus.model.attention.reference import ReferenceBackend
 from tokasaurus.model.attention.row_split import attends_over
 from tokasaurus.model.buffer_sizes import max_graph_groups, padded_count
 from tokasaurus.model.decoder.compile import Compiler
-from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
+from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.model import LayerExecutor
 from tokasaurus.model.execution.executors import ModuleExecutor
 from tokasaurus.model.execution.runner import ComputedStep, ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
@@ -472,16 +473,16 @@ def measure_layers(
         hidden = first_hidden(num_rows + padding, model, seed)
         results = []
         # The modules last: what they store in the cache is what the next forward reads.
-        for one, entering in ((executor, hidden), (modules, _perturbed(hidden)), (modules, hidden)):
+        for one, entering in ((executor, hidden), (modules, perturbed_rows(hidden)), (modules, hidden)):
             backend.plan(layout)
             results.append(model(positions, _copy(entering), positions, one, attends)[:num_rows])
         found, perturbed, expected = results
-        yield from _compared(f"layers ({forward.name})", dtype, found, expected, perturbed)
+        yield from compared_rows(f"layers ({forward.name})", dtype, found, expected, perturbed)
         if compiler is not None and mesh.is_last_stage:
             logits = [model.logits(expected[-2:]).clone()]
             with compiler.paused():
-                logits += (model.logits(rows[-2:]).clone() for rows in (expected, _perturbed(expected)))
-            yield from _compared(f"logits ({forward.name})", dtype, *logits)
+                logits += (model.logits(rows[-2:]).clone() for rows in (expected, perturbed_rows(expected)))
+            yield from compared_rows(f"logits ({forward.name})", dtype, *logits)
 
 
 @torch.inference_mode()
@@ -564,14 +565,14 @@ def _compare_graph(
         replayed.append(runner.compute_alone(step, last_tokens, hidden))
         entering = model.embed(token_ids) if hidden is None else hidden
         with runner.launching():
-            perturbed.append(runner.compute_alone(step, last_tokens, _perturbed(entering)))
+            perturbed.append(runner.compute_alone(step, last_tokens, perturbed_rows(entering)))
             launched.append(runner.compute_alone(step, last_tokens, hidden))
     computed = replayed, launched, perturbed
     hidden_states = (torch.cat([one.hidden for one in steps]) for steps in computed)
-    yield from _compared(name, model.activation_dtype, *hidden_states)
+    yield from compared_rows(name, model.activation_dtype, *hidden_states)
     if replayed[0].logits is not None:
         logits = (torch.cat([one.logits for one in steps if one.logits is not None]) for steps in computed)
-        yield from _compared(f"{name}, logits", model.activation_dtype, *logits)
+        yield from compared_rows(f"{name}, logits", model.activation_dtype, *logits)
     drawn = [one.drawn for one in replayed if one.drawn is not None]
     redrawn = [one.redrawn for one in replayed if one.redrawn is not None]
     if drawn:
@@ -696,7 +697,9 @@ class Prompts:
         return SlotChanges(slots, opened, np.repeat(slots, tables.shape[1]), tables.ravel())
 
 
-def _compared(name: str, dtype: torch.dtype, found: Tensor, expected: Tensor, perturbed: Tensor) -> Iterator[Measured]:
+def compared_rows(
+    name: str, dtype: torch.dtype, found: Tensor, expected: Tensor, perturbed: Tensor
+) -> Iterator[Measured]:
     """All [T, E]. The worst row, which a magnified rounding may excuse, and the median one, which it hardly can. Rows
     that the model itself makes infinite or NaN are left out."""
     is_finite = expected.isfinite().all(dim=-1)
@@ -725,7 +728,7 @@ def _copy(hidden: Tensor) -> Tensor:
         return hidden.clone()
 
 
-def _perturbed(hidden: Tensor) -> Tensor:
+def perturbed_rows(hidden: Tensor) -> Tensor:
     """hidden [T, E] changed by about one rounding."""
     noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(9)).to(hidden.device)
     return (hidden.float() * (1 + torch.finfo(hidden.dtype).eps / 2 * noise)).to(hidden.dtype)

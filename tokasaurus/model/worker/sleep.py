@@ -14,7 +14,7 @@ import torch
 from tokasaurus.messages.commands import UpdateWeights
 from tokasaurus.messages.status import first_line
 from tokasaurus.model.attention.backend import AttentionBackend
-from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.model import Model
 from tokasaurus.model.decoder.weights import return_freed_memory
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.collectives import least_of_ranks
@@ -29,7 +29,7 @@ class Sleeper:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         backend: AttentionBackend,
         updates: WeightUpdates,
         device: torch.device,
@@ -111,7 +111,7 @@ class Sleeper:
         self._has_weights |= not error
         return error
 
-    def _take(self, owner: Decoder | AttentionBackend) -> str:
+    def _take(self, owner: Model | AttentionBackend) -> str:
         """Let it take its memory again, on all ranks or on none; returns why it cannot, in one line, or ""."""
         error = self._on_all_ranks(owner.take_again)
         if error:

@@ -17,6 +17,7 @@ from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.model import Model
 from tokasaurus.model.decoder.weights import FilledModules
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.execution.slot_table import SlotTable
@@ -37,7 +38,7 @@ PROCESS = "model worker"
 PROGRESS_SECONDS = 0.1
 """Shortest time between two reports of how far a phase is, in seconds."""
 
-Fill: TypeAlias = Callable[[Decoder, FilledModules], None]
+Fill: TypeAlias = Callable[[Model, FilledModules], None]
 """Fills all weight shards of a model, and notes each."""
 
 
@@ -106,7 +107,7 @@ class Start:
     memory: MemoryTable = field(init=False)
     # model
     gemm: GemmChoice = ALWAYS_KERNELS
-    model: Decoder = field(init=False)
+    model: Model = field(init=False)
     # backend, slots, runner
     shape: KVShape = field(init=False)
     backend: AttentionBackend = field(init=False)
@@ -138,6 +139,12 @@ class Start:
     @property
     def info(self) -> ModelInfo:
         return self.checkpoint.info
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model, of our own layers."""
+        assert isinstance(self.model, Decoder)
+        return self.model
 
     @property
     def on_cuda(self) -> bool:

@@ -10,7 +10,7 @@ from tokasaurus.checkpoint import CheckpointError, ModelInfo, file_states, quant
 from tokasaurus.checkpoint.gguf.model import is_gguf
 from tokasaurus.messages.commands import FIRST_VERSION, FileState, UpdateWeights, add_update
 from tokasaurus.messages.status import first_line
-from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.model import Model
 from tokasaurus.model.decoder.tensor_files import DEQUANTIZED_DTYPES
 from tokasaurus.model.decoder.uploads import uploads_to
 from tokasaurus.model.decoder.weights import WeightShard, check_update, return_freed_memory, write_update
@@ -25,7 +25,7 @@ class WeightUpdates:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         info: ModelInfo,
         directory: Path,
         mesh: Mesh,

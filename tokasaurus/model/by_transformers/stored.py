@@ -1,0 +1,170 @@
+"""Which tensors of a checkpoint the parameters of transformers' class are made of, by its renames and conversions."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    MergeModulelist,
+    Split,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+
+from tokasaurus.checkpoint import CheckpointError, ModelInfo, weight_files
+from tokasaurus.checkpoint.weight_files import has_weights, is_old_buffer, read_tensors
+from tokasaurus.model.decoder.layers import Linear
+from tokasaurus.model.decoder.weights import WeightShard
+
+Place = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A part of a stored tensor, and where it goes."""
+
+    source: str
+    shape: tuple[int, ...]
+    """Of the whole stored tensor."""
+    part: Place
+    target: str
+    """A parameter of the class."""
+    place: Place
+    """In the parameter; an expert's is one of the first dimension, which the stored tensor lacks."""
+
+    def shard(self, owner: nn.Module, parameter: nn.Parameter) -> WeightShard:
+        """owner: the module that has the parameter."""
+        target = parameter[self.place] if parameter.numel() else parameter
+        if not self.shape:
+            target = target.view(1)  # as single numbers are read
+        if len(self.place) > len(self.shape):
+            target = target.squeeze(0)
+        if not isinstance(owner, Linear):
+            return WeightShard(self.source, self.shape, self.part, target, partial(_write, target))
+        first = self.place[0].start or 0
+        if self.target.endswith(".bias"):
+            return WeightShard(self.source, self.shape, self.part, target, partial(owner.write_bias, first))
+        functions = partial(owner.write_weight, first), partial(owner.take_blocks, first)
+        return WeightShard(self.source, self.shape, self.part, target, *functions)
+
+
+@dataclass(slots=True)
+class StoredTensors:
+    """Of a whole model."""
+
+    parts: list[Stored] = field(default_factory=list)
+    ignored: set[str] = field(default_factory=set)
+    """Stored tensors that the class does not read."""
+
+
+def _write(target: Tensor, values: Tensor) -> None:
+    target.copy_(values)
+
+
+def find_stored(model: PreTrainedModel, directory: Path, info: ModelInfo) -> StoredTensors:
+    """model: on the meta device. directory: of the checkpoint; without weights, they are named as the class names
+    them. Raises CheckpointError if a parameter has no tensor, or a tensor no parameter."""
+    state = model.state_dict(keep_vars=True)
+    own_name: dict[int, str] = {}
+    for name, tensor in state.items():
+        own_name.setdefault(id(tensor), name)
+    if not has_weights(directory):
+        return StoredTensors([_whole(name, tuple(state[name].shape), name) for name in own_name.values()])
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    passed_over = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
+    stored = StoredTensors()
+    filled = Counter[str]()
+    tensors = read_tensors(weight_files(directory), info.quantization)
+    for source, tensor in tensors.items():
+        name, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, state)
+        converter = next((each for each in converters if pattern in each.source_patterns), None)
+        parts = (
+            [_whole(source, tensor.shape, name)]
+            if converter is None
+            else _converted(converter, source, tensor.shape, name, state)
+        )
+        for part in parts:
+            if part.target not in state:
+                if is_old_buffer(source) or any(each.search(source) for each in passed_over):
+                    stored.ignored.add(source)
+                    continue
+                raise CheckpointError(
+                    f"the checkpoint has tensor {source}, which {type(model).__name__} has no place for"
+                )
+            own = own_name[id(state[part.target])]
+            if own != part.target and any(
+                other in state and rename_source_key(other, renamings, converters)[0] == own for other in tensors
+            ):
+                stored.ignored.add(source)  # tied to another tensor that is stored too
+                continue
+            found = state[own][part.place].shape
+            if found.numel() != torch.Size(_size(part)).numel():
+                raise CheckpointError(
+                    f"tensor {source} has shape {tensor.shape}, but config.json makes it {tuple(found)}"
+                )
+            filled[own] += found.numel()
+            stored.parts.append(Stored(source, tensor.shape, part.part, own, part.place))
+    for name in own_name.values():
+        if filled[name] != state[name].numel():
+            raise CheckpointError(f"the checkpoint lacks tensor {name}")
+    return stored
+
+
+def _whole(source: str, shape: tuple[int, ...], target: str) -> Stored:
+    everything = tuple(slice(None) for _ in shape)
+    return Stored(source, shape, everything, target, everything)
+
+
+def _size(part: Stored) -> list[int]:
+    return [len(range(*each.indices(size))) for each, size in zip(part.part, part.shape, strict=True)]
+
+
+def _converted(
+    converter: WeightConverter, source: str, shape: tuple[int, ...], target: str, state: Mapping[str, Tensor]
+) -> list[Stored]:
+    """The parts of a stored tensor that a conversion takes. target: the first parameter that it makes."""
+    operations = [type(each) for each in converter.operations]
+    everything = [slice(None) for _ in shape]
+    pattern = next(each for each in converter.source_patterns if _matches(each, source))
+    number = converter.source_patterns.index(pattern)
+    if operations in ([MergeModulelist], [MergeModulelist, Concatenate]):
+        match = re.search(pattern.replace("*", r"(\d+)"), source)
+        assert match is not None
+        expert = int(match[1])
+        place = [slice(expert, expert + 1), *everything]
+        if len(operations) == 2:
+            dim = converter.operations[1].dim
+            place[dim] = slice(number * shape[dim - 1], (number + 1) * shape[dim - 1])
+        return [Stored(source, shape, tuple(everything), target, tuple(place))]
+    if operations == [Concatenate]:
+        dim = converter.operations[0].dim
+        place = list(everything)
+        place[dim] = slice(number * shape[dim], (number + 1) * shape[dim])
+        return [Stored(source, shape, tuple(everything), target, tuple(place))]
+    if operations in ([Chunk], [Split]):
+        dim, targets = converter.operations[0].dim, converter.target_patterns
+        start, parts = 0, []
+        for name in (target.replace(targets[0], other) for other in targets):
+            part, size = list(everything), state[name].shape[dim]
+            part[dim] = slice(start, start + size)
+            start += size
+            parts.append(Stored(source, shape, tuple(part), name, tuple(everything)))
+        return parts
+    names = ", ".join(each.__name__ for each in operations)
+    raise CheckpointError(f"tensor {source} is stored in a way that is not read: transformers converts it by {names}")
+
+
+def _matches(pattern: str, source: str) -> bool:
+    return re.search(pattern.replace("*", r"\d+"), source) is not None
