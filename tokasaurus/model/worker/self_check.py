@@ -308,7 +308,7 @@ def _measure_layer(
     memory: RecordedMemory | None,
     random: "SeededNumbers",
 ) -> Iterator[Measured]:
-    """large_block: the last one, see _window_forwards. memory: of recorded forwards."""
+    """large_block: the last block, for windows to end before it. memory: what recorded forwards read."""
     tolerance = max(TOLERANCES[shape.dtype], TOLERANCES[shape.query_dtype])
     one = slice(layer, layer + 1)
     one_layer = replace(shape, num_layers=1, layers=shape.layers[one], sinks=shape.sinks[one])
@@ -346,8 +346,8 @@ def _measure_layer(
 
 
 def _window_forwards(page_size: int, window: int, large_block: int, can_record: bool) -> list[SmallForward]:
-    """A row just after whose window comes the block of large values, and a chunk of which the earlier rows see some of
-    them. The blocks in the window repeat: without a repetition they would fill memory."""
+    """A row whose window begins right behind the block of large values, and a chunk of which the earlier rows see some
+    of these. The blocks in the window repeat, so that few are enough."""
     num_tokens = page_size + window
     blocks = [large_block, *(1 + index % (large_block - 1) for index in range(-(-window // page_size)))]
     decode, chunk = (Context(num_rows, num_tokens, blocks) for num_rows in (1, min(_CHUNK, num_tokens)))
