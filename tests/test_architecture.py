@@ -73,6 +73,7 @@ INNER_LAYERS = {
     "model": [
         ["worker"],
         ["execution"],
+        ["by_transformers"],
         ["decoder", "sampling"],
         ["attention"],
         ["cpu", "parallel", "staging", "triton_choice"],

@@ -354,7 +354,8 @@ def _run(
         entry = _load(child.entry)
         status.send(PhaseDone(child.kind, "imports", time.time() - spawned_at))
         entry(*args)
-        gc.freeze()  # else the interpreter, at its end, searches all modules and weights for cycles: half a second
+        if "triton" not in sys.modules:  # whose library would print what it calls leaks
+            gc.freeze()  # else the interpreter, at its end, searches all modules and weights for cycles: half a second
     except UserError as error:
         _fail(child, status, str(error), error.exit_code)
     except Exception as error:

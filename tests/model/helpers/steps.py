@@ -27,7 +27,8 @@ from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.buffer_sizes import BufferSizes
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.decoder.compile import Compiler
-from tokasaurus.model.decoder.decoder import Decoder, build_decoder
+from tokasaurus.model.decoder.decoder import build_decoder
+from tokasaurus.model.decoder.model import Model
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.execution.runner import ModelRunner, StepResult
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
@@ -40,7 +41,7 @@ NOTHING = np.zeros(0, np.int32)
 
 
 def make_runner(
-    model: Decoder,
+    model: Model,
     info: ModelInfo,
     backend: str | None,
     page_size: int = 16,

@@ -78,7 +78,6 @@ class TransformersModel(Model):
         whole = make_model(config, dtype)
         self._stored = find_stored(whole, directory, info)
         self._in_float32 = re.compile("|".join(whole._keep_in_fp32_modules_strict or ("^$",)))
-        self._tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
         for name, module in list(whole.named_modules()):
             if type(module) is nn.Linear:
                 with torch.device("meta"):
@@ -108,8 +107,10 @@ class TransformersModel(Model):
                 parameter = nn.Parameter(empty, requires_grad=False)
                 parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # by the checkpoint
                 owner.register_parameter(name, parameter)
-        if self._tied:
-            self._head.weight = nn.Parameter(self.embedding.weight.data, False)
+        for name, own in self._stored.tied.items():
+            owner, own_name = self._place(name)
+            of_own, tied_to = self._place(own)
+            owner.register_parameter(own_name, nn.Parameter(of_own.get_parameter(tied_to).data, requires_grad=False))
         self._compute_buffers()
         specs = [layer.attention for layer in self._info.spec.layers]
         self._sinks = tuple(torch.zeros(spec.num_heads, device=device) if spec.has_sinks else None for spec in specs)
@@ -170,14 +171,20 @@ class TransformersModel(Model):
         return self._sinks
 
     def weight_shards(self) -> list[WeightShard]:
-        prefix, shards = f"{self.whole.base_model_prefix}.", list[WeightShard]()
+        shards = list[WeightShard]()
         for stored in self._stored.parts:
-            is_of_layers = stored.target.startswith(prefix)
-            root: nn.Module = self.layers if is_of_layers else self.whole
-            path, _, name = stored.target.removeprefix(prefix if is_of_layers else "").rpartition(".")
-            owner = root.get_submodule(path)
+            owner, name = self._place(stored.target)
             shards.append(stored.shard(owner, owner.get_parameter(name)))
         return shards
+
+    def _place(self, name: str) -> tuple[nn.Module, str]:
+        """Of a parameter with the class's name: the module that has it, and its name there."""
+        prefix = f"{self.whole.base_model_prefix}."
+        root: nn.Module = self.whole
+        if name.startswith(prefix):
+            root, name = self.layers, name.removeprefix(prefix)
+        path, _, own = name.rpartition(".")
+        return root.get_submodule(path), own
 
     def ignores(self, source: str) -> bool:
         return source in self._stored.ignored

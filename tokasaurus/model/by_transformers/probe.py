@@ -39,7 +39,9 @@ def facts_of(path: Path) -> dict[str, Any]:
         if type(config) not in AutoModelForCausalLM._model_mapping:
             raise Unfit(f"transformers has no language model for model_type {config.model_type!r}")
         model = make_model(config)
-    except (ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, ImportError, TypeError, AttributeError, AssertionError) as error:
+        if isinstance(error, KeyError) and error.args == (NAME,):
+            raise Unfit(f"{config.model_type} does not call attention through transformers' interface") from error
         raise Unfit(f"transformers {transformers.__version__} cannot make its class: {_first_line(error)}") from error
     asked = config.architectures
     if asked not in (None, [], [type(model).__name__]):
@@ -47,6 +49,8 @@ def facts_of(path: Path) -> dict[str, Any]:
     if hasattr(config, "text_config") or config.is_encoder_decoder:
         raise Unfit(f"{type(model).__name__} is no language model alone")
     _refuse_rotary(config)
+    if model._is_stateful or any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        raise Unfit(f"{type(model).__name__} keeps a state beside keys and values")
     layers = _layers(model)
     linears = [module for name, module in model.named_modules() if isinstance(module, nn.Linear) and "head" not in name]
     return {
@@ -66,7 +70,8 @@ def make_model(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16) ->
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
     assert isinstance(model, PreTrainedModel)
-    model.config.pad_token_id = None  # else some classes look for it in the token ids
+    with contextlib.suppress(Exception):  # of many classes: some configs must have one
+        model.config.pad_token_id = None  # else some classes look for it in the token ids
     return model.eval().requires_grad_(False)
 
 

@@ -65,6 +65,8 @@ class StoredTensors:
     parts: list[Stored] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)
     """Stored tensors that the class does not read."""
+    tied: dict[str, str] = field(default_factory=dict)
+    """Parameters that are another one."""
 
 
 def _write(target: Tensor, values: Tensor) -> None:
@@ -78,13 +80,14 @@ def find_stored(model: PreTrainedModel, directory: Path, info: ModelInfo) -> Sto
     own_name: dict[int, str] = {}
     for name, tensor in state.items():
         own_name.setdefault(id(tensor), name)
+    tied = {name: own for name, tensor in state.items() if (own := own_name[id(tensor)]) != name}
     if not has_weights(directory):
-        return StoredTensors([_whole(name, tuple(state[name].shape), name) for name in own_name.values()])
+        return StoredTensors([_whole(name, tuple(state[name].shape), name) for name in own_name.values()], tied=tied)
     transforms = get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     passed_over = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
-    stored = StoredTensors()
+    stored = StoredTensors(tied=tied)
     filled = Counter[str]()
     tensors = read_tensors(weight_files(directory), info.quantization)
     for source, tensor in tensors.items():

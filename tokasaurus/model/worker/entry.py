@@ -164,7 +164,7 @@ def loading() -> list[Phase]:
 
 def check_class(start: Start) -> str:
     """Refuse a class that our attention does not fit. Raises UserError."""
-    from tokasaurus.model.by_transformers.check import check_class  # whose import takes seconds
+    from tokasaurus.model.worker.class_check import check_class  # whose import takes seconds
 
     return check_class(start)
 

@@ -1,0 +1,31 @@
+"""Every causal language model of transformers: served as its own class computes it, or refused with the reason."""
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tests.model.by_transformers.helpers.every_class import RIGHT, TABLE, outcome
+from tests.model.by_transformers.helpers.tiny_classes import FAMILIES
+
+_EXPECTED: dict[str, str] = json.loads(TABLE.read_text(encoding="utf-8"))
+_SOME = ("mixtral", "gpt_oss", "deepseek_v3", "gpt2", "gemma2", "bloom", "roberta", "glm_moe_dsa", "falcon_h1")
+"""By default; the others are long."""
+
+
+def test_at_least_ninety_families_are_served() -> None:
+    assert sum(each == RIGHT for each in _EXPECTED.values()) >= 90
+
+
+def test_a_newer_transformers_has_the_same_families() -> None:
+    """Written for another version, the table may lack families, or have some that are gone."""
+    gained, lost = set(FAMILIES) - set(_EXPECTED), set(_EXPECTED) - set(FAMILIES)
+    assert not gained | lost, f"transformers {version('transformers')} gained {sorted(gained)} and lost {sorted(lost)}"
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=() if each in _SOME else (pytest.mark.long,)) for each in _EXPECTED]
+)
+def test_what_becomes_of_a_family(family: str, tmp_path: Path) -> None:
+    assert outcome(family, tmp_path) == _EXPECTED[family]

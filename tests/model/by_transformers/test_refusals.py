@@ -1,0 +1,129 @@
+"""Classes that are computed wrongly, or not at all, are refused: by name, or by the check of a start."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AttentionInterface
+
+from tests.model.by_transformers.helpers.every_class import is_right_at_start
+from tests.model.by_transformers.helpers.tiny_classes import save_tiny_model, tiny_config
+from tokasaurus.checkpoint import CheckpointError, read_model_info
+from tokasaurus.messages.status import FlagRefused
+from tokasaurus.model.by_transformers import probe
+from tokasaurus.model.by_transformers.attention import NAME
+
+Call = Callable[..., tuple[Any, None]]
+_CALL: Call = AttentionInterface._global_mapping[NAME]
+
+
+@pytest.fixture
+def gemma(tmp_path: Path) -> Path:
+    save_tiny_model(tmp_path, tiny_config("gemma2"))
+    return tmp_path
+
+
+def with_call(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    """A class whose layers ask for something else than their own attention computes."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, NAME, call)
+
+
+def facts(directory: Path) -> dict[str, Any]:
+    return probe.facts_of(directory / "config.json")
+
+
+def test_a_class_as_it_is_is_right(gemma: Path) -> None:
+    assert is_right_at_start(gemma)
+
+
+def without_softcap(*args: Any, **options: Any) -> tuple[Any, None]:
+    del options["softcap"]
+    return _CALL(*args, **options)
+
+
+def with_heads_in_another_order(module: Any, query: Any, *args: Any, **options: Any) -> tuple[Any, None]:
+    return _CALL(module, query.flip(1), *args, **options)
+
+
+def with_another_scale(*args: Any, scaling: float, **options: Any) -> tuple[Any, None]:
+    return _CALL(*args, scaling=scaling * 1.1, **options)
+
+
+@pytest.mark.parametrize("call", [without_softcap, with_heads_in_another_order, with_another_scale])
+def test_a_call_that_says_something_else_is_found_at_the_start(
+    call: Call, gemma: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_call(monkeypatch, call)
+    monkeypatch.setattr("tokasaurus.checkpoint.info.read_facts", lambda path: probe.facts_of(path))
+    assert not is_right_at_start(gemma)
+
+
+def test_an_unknown_option_is_refused_by_name(gemma: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_call(monkeypatch, lambda *args, **options: _CALL(*args, position_bias=1.0, **options))
+    with pytest.raises(probe.Unfit, match=r"^Gemma2Attention gives attention position_bias, which is not computed$"):
+        facts(gemma)
+
+
+def test_two_calls_of_one_layer_are_refused(gemma: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_call(monkeypatch, lambda *args, **options: (_CALL(*args, **options), _CALL(*args, **options))[1])
+    with pytest.raises(probe.Unfit, match=r"^Gemma2Attention calls attention twice$"):
+        facts(gemma)
+
+
+def test_layers_without_attention_are_refused(gemma: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(module: Any, query: Any, *args: Any, **options: Any) -> tuple[Any, None]:
+        if module.layer_idx == 2:
+            return query.transpose(1, 2), None
+        return _CALL(module, query, *args, **options)
+
+    with_call(monkeypatch, call)
+    with pytest.raises(probe.Unfit, match=r"^3 of 4 layers of Gemma2ForCausalLM call attention"):
+        facts(gemma)
+
+
+def test_windows_come_from_masks(gemma: Path) -> None:
+    assert [layer["window"] for layer in facts(gemma)["layers"]] == [24, None, 24, None]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({"architectures": ["Gemma2ForSequenceClassification"]}, "gemma2 is Gemma2ForCausalLM"),
+        ({"model_type": "bert_of_tomorrow"}, "bert_of_tomorrow"),
+        ({"hidden_activation": "tomorrow"}, "cannot make its class"),
+    ],
+)
+def test_configurations_that_no_class_computes_are_refused(change: dict[str, Any], words: str, gemma: Path) -> None:
+    path = gemma / "config.json"
+    config = json.loads(path.read_text()) | change
+    if "rope_parameters" in change:
+        sizes = [1.0] * 8
+        config["rope_parameters"] |= {"rope_theta": 1e4, "short_factor": sizes, "long_factor": sizes}
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=words):
+        read_model_info(gemma, impl="transformers")
+
+
+def test_a_rotary_scaling_of_the_flag_is_refused(gemma: Path) -> None:
+    with pytest.raises(FlagRefused, match="rope_scaling"):
+        read_model_info(gemma, {"rope_type": "linear", "factor": 2.0}, impl="transformers")
+
+
+def test_missing_and_surplus_tensors_are_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from tests.model.by_transformers.helpers.every_class import load_class
+
+    save_tiny_model(tmp_path, tiny_config("mixtral"))
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+    name = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+    save_file({key: tensor for key, tensor in stored.items() if key != name}, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks tensor model\.layers\.1\.mlp\.experts\.down_proj"):
+        load_class(tmp_path)
+    save_file({**stored, "model.layers.1.new.weight": stored[name].clone()}, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"has tensor model\.layers\.1\.new\.weight, which Mixtral"):
+        load_class(tmp_path)
