@@ -71,8 +71,7 @@ class TransformersModel(Model):
         """directory: has config.json and, unless weights are made up, the files of weights. Raises ValueError for more
         than one rank, and CheckpointError if the stored tensors are not understood."""
         super().__init__(info, mesh, dtype)
-        if mesh.num_ranks > 1:
-            raise ValueError("tp_size and pp_size must be 1 for a model that transformers' class computes")
+        mesh.check(info)
         logging.set_verbosity_error()
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         whole = make_model(config, dtype)

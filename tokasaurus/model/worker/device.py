@@ -42,6 +42,9 @@ def choose_platform(start: Start) -> str:
         value = getattr(config, name)
         if device.type != "cpu" and value is not None:
             raise FlagRefused(f"{name}={value}: only device=cpu allows it, not device={device.type}")
+    for name in ("torch_compile", "use_cudagraphs"):
+        if getattr(config, name) and not start.info.is_native:
+            raise FlagRefused(f"{name}=T: there is none for a model that transformers' class computes")
     if config.async_tp_threshold is not None:
         from tokasaurus.model.parallel.async_tp import enable_fused_gemms  # slow to import
 

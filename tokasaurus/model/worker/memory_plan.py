@@ -96,6 +96,7 @@ class Sizes:
 
 
 def sizes_of(config: ServerConfig, info: ModelInfo, device_bytes: int, dtype: str, kv_cache_dtype: str) -> Sizes:
+    graphs = sizes_of_graphs(config) if info.is_native else []
     return Sizes(
         device_bytes=device_bytes,
         dtype=dtype,
@@ -108,9 +109,9 @@ def sizes_of(config: ServerConfig, info: ModelInfo, device_bytes: int, dtype: st
         context_length=longest_context(info.context_length, config.max_num_tokens_per_request),
         has_flashinfer=config.attention_backend != "torch",
         has_symmetric_sums=config.symmetric_all_reduce is not False,
-        graph_sizes=tuple(sizes_of_graphs(config)),
-        chunk_sizes=tuple(sizes_of_chunks(config, sizes_of_graphs(config))),
-        group_sizes=tuple(sizes_of_groups(config, sizes_of_graphs(config))),
+        graph_sizes=tuple(graphs),
+        chunk_sizes=tuple(sizes_of_chunks(config, graphs)),
+        group_sizes=tuple(sizes_of_groups(config, graphs)),
     )
 
 
