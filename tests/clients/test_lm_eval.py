@@ -107,7 +107,8 @@ def items_agree(ours: Item, theirs: Item, oracle: "Oracle") -> bool:
             if mine[1] != reference[1]:
                 gaps.append(oracle.gap_of_continuation(context, more[0]))
         elif not more:  # the logprob of a text
-            assert float(mine) == pytest.approx(float(reference), abs=1e-3)
+            # lm-eval adds up the reference in float32, which on some processors is further from float64 than ours.
+            assert float(mine) == pytest.approx(float(reference), abs=1e-3, rel=1e-5)
         elif mine != reference:
             gaps.append(oracle.gap_where_texts_diverge(context + mine, context + reference))
         else:
