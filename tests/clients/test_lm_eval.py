@@ -91,7 +91,7 @@ def test_scores_and_items_match_transformers(
         diverged = [ours["doc_id"] for ours, theirs in pairs if not items_agree(ours, theirs, oracle)]
         assert len(diverged) <= 1, f"{task}: ties are rare"
         if not diverged:
-            assert by_toka.scores[task] == pytest.approx(by_transformers.scores[task], rel=1e-5), task
+            assert by_toka.scores[task] == pytest.approx(by_transformers.scores[task], rel=5e-5), task
 
 
 def items_agree(ours: Item, theirs: Item, oracle: "Oracle") -> bool:
