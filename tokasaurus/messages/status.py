@@ -2,7 +2,7 @@
 
 import math
 import signal
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from tokasaurus.messages.commands import NOTHING_HELD, Held, UpdateWeights
@@ -35,8 +35,10 @@ class HydragenCosts:
 
     def scaled(self, factor: float) -> "HydragenCosts":
         """All costs times `factor`."""
-        scaled = HydragenCosts(*(factor * cost for cost in astuple(self)))
-        return replace(scaled, recorded_groups=self.recorded_groups)
+        # Not by astuple and replace, which take as long as a step has for ten of its rows.
+        tokens = self.per_group, self.per_group_token, self.per_row, self.per_row_token, self.per_step
+        costs = (*tokens, self.per_recorded_step)
+        return HydragenCosts(*(factor * cost for cost in costs), self.recorded_groups)
 
     def step_price(self, num_groups: int) -> float:
         """What a decode step with so many groups takes more than one without, whatever its attention saves."""
