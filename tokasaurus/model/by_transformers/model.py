@@ -1,6 +1,9 @@
 """A model whose layers are those of transformers' own class, with our attention and linear layers."""
 
 import re
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,10 +173,13 @@ class TransformersModel(Model):
         return self._sinks
 
     def weight_shards(self) -> list[WeightShard]:
-        shards = list[WeightShard]()
+        shards, aliases = list[WeightShard](), defaultdict[str, list[str]](list)
+        for name, own in self._stored.tied.items():
+            aliases[own].append(name)
         for stored in self._stored.parts:
-            owner, name = self._place(stored.target)
-            shards.append(stored.shard(owner, owner.get_parameter(name)))
+            places = [self._place(name) for name in (stored.target, *aliases[stored.target])]
+            each = [stored.shard(owner, owner.get_parameter(name)) for owner, name in places]
+            shards.append(each[0] if len(each) == 1 else replace(each[0], write=partial(_write_all, each)))
         return shards
 
     def _place(self, name: str) -> tuple[nn.Module, str]:
@@ -187,6 +193,13 @@ class TransformersModel(Model):
 
     def ignores(self, source: str) -> bool:
         return source in self._stored.ignored
+
+
+def _write_all(shards: list[WeightShard], values: Tensor) -> None:
+    """Into parameters that are one, which may have layouts of their own."""
+    for shard in shards:
+        assert shard.write is not None
+        shard.write(values)
 
 
 def _set(root: nn.Module, name: str, module: nn.Module) -> None:

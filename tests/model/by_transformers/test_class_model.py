@@ -1,0 +1,120 @@
+"""What a server does with a model that transformers' class computes, for mixed experts and for a model with sinks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tests.model.by_transformers.helpers.every_class import load_class
+from tests.model.by_transformers.helpers.tiny_classes import VOCAB_SIZE, save_tiny_model, tiny_config
+from tests.model.helpers.prefix_samples import Samples
+from tests.model.helpers.rounding import rounded
+from tests.model.helpers.steps import CPU, StepDriver, make_runner, one_thread
+from tokasaurus.checkpoint import ModelInfo, read_model_info
+from tokasaurus.messages.commands import UpdateWeights
+from tokasaurus.model.by_transformers.model import TransformersModel
+from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS
+from tokasaurus.model.decoder.parameters import num_parameters
+from tokasaurus.model.decoder.quantize import Packing
+from tokasaurus.model.decoder.weights import FilledModules, fill_randomly, load_weights
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.worker.weight_update import WeightUpdates
+
+FAMILIES = pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "opt"])
+PROMPT = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(0))
+
+
+def assert_equals(model: TransformersModel, info: ModelInfo, oracle: PreTrainedModel) -> None:
+    """Log-probabilities of a prompt's tokens, and of the one sampled after it."""
+    driver = StepDriver(make_runner(model, info, None))
+    driver.open(1, PROMPT.tolist())
+    token, logprob = driver.run([], [(1, len(PROMPT))])[1]
+    with torch.inference_mode():
+        expected = oracle(PROMPT.unsqueeze(0)).logits[0, -1].log_softmax(dim=-1)
+    assert token == int(expected.argmax())
+    assert logprob == pytest.approx(float(expected.max()), abs=1e-4)
+
+
+@FAMILIES
+@pytest.mark.parametrize("packed", [True, False])
+def test_new_weights_replace_the_old_ones(packed: bool, family: str, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "old", tiny_config(family), seed=1)
+    oracle = save_tiny_model(tmp_path / "new", tiny_config(family), seed=2)
+    model, info = load_class(tmp_path / "old", packed)
+    updates = WeightUpdates(model, info, tmp_path / "old", Mesh(), CPU)
+    assert updates.apply(UpdateWeights(0, str(tmp_path / "new"), "1")) == ""
+    assert_equals(model, info, oracle)
+
+
+@FAMILIES
+def test_weights_quantised_at_load_are_the_rounded_ones(family: str, tmp_path: Path) -> None:
+    oracle = save_tiny_model(tmp_path, tiny_config(family))
+    info = read_model_info(tmp_path, impl="transformers")
+    model = TransformersModel(info, Mesh(), torch.float32, tmp_path)
+    model.materialize(CPU, info.context_length)
+    load_weights([tmp_path / "model.safetensors"], model.weight_shards(), model.ignores)
+    model.pack(load_kernels(), ALWAYS_KERNELS, packing=Packing("int8"))
+    with torch.no_grad():
+        for module in oracle.modules():
+            if isinstance(module, nn.Linear) and module is not oracle.get_output_embeddings():
+                module.weight.copy_(rounded(module.weight, "int8"))
+    assert_equals(model, info, oracle)
+
+
+@FAMILIES
+def test_samples_in_prefix_groups_are_those_of_samples_alone(family: str, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, tiny_config(family))
+    model, info = load_class(tmp_path)
+    runs = []
+    for grouped in (False, True):
+        samples = Samples(StepDriver(make_runner(model, info, None)), 16, seed=3)
+        with one_thread():
+            samples.run(15, grouped)
+        assert (samples.num_grouped > 30) is grouped
+        runs.append(samples.sampled)
+    for alone, together in zip(*(run.values() for run in runs), strict=True):
+        assert [token for token, _ in together] == [token for token, _ in alone]
+
+
+@FAMILIES
+def test_the_plan_counts_the_parameters_of_the_class(family: str, tmp_path: Path) -> None:
+    config = tiny_config(family)
+    config.save_pretrained(tmp_path)
+    info = read_model_info(tmp_path, impl="transformers")
+    oracle = save_tiny_model(tmp_path, config)
+    assert num_parameters(info, Mesh()) == sum(parameter.numel() for parameter in oracle.parameters())
+
+
+@FAMILIES
+def test_a_model_without_files_has_random_weights(family: str, tmp_path: Path) -> None:
+    tiny_config(family).save_pretrained(tmp_path)
+    info = read_model_info(tmp_path, impl="transformers")
+    model = TransformersModel(info, Mesh(), torch.float32, tmp_path)
+    model.materialize(CPU, info.context_length)
+    model.begin_packing(load_kernels())
+    filled = FilledModules(model, model.pack_module)
+    fill_randomly(iter(model.weight_shards()), filled.note)
+    model.end_packing()
+    driver = StepDriver(make_runner(model, info, None))
+    driver.open(1, PROMPT.tolist())
+    assert driver.run([], [(1, len(PROMPT))])[1][0] >= 0
+
+
+def test_a_token_whose_state_is_not_finite_poisons_no_other(tmp_path: Path) -> None:
+    """Its keys and values are zeros in the cache, its own state and what follows it are NaN."""
+    save_tiny_model(tmp_path, tiny_config("mixtral"))
+    model, info = load_class(tmp_path)
+    driver = StepDriver(make_runner(model, info, None))
+    prompt = [token for token in PROMPT.tolist() if token != VOCAB_SIZE - 1]
+    driver.open(1, prompt)
+    before = driver.run([], [(1, len(prompt))])[1]
+    embedding: Tensor = model.embedding.weight  # type: ignore[assignment]
+    with torch.no_grad():
+        embedding[VOCAB_SIZE - 1] = torch.nan
+    driver.open(2, [VOCAB_SIZE - 1, *prompt])
+    driver.open(3, prompt)
+    found = driver.run([], [(2, len(prompt) + 1), (3, len(prompt))])
+    assert found[3] == before
