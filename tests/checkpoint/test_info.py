@@ -114,6 +114,8 @@ def test_eos_ids_are_the_union_of_both_files(
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 0}, "sliding_window"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ("llama", {"hidden_act": "mish"}, "hidden_act 'mish'"),
+        ("llama", {"hidden_act": ["silu"]}, "hidden_act"),
+        ("llama", {"hidden_act": {"silu": 1}}, "hidden_act"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "'fp8'"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ("llama", {"rope_scaling": {"type": "proportional", "factor": 2.0}}, "rope type 'proportional'"),

@@ -128,7 +128,7 @@ class Settings:
     def mlp(self, activation_key: str = "hidden_act", **options: Any) -> MLPSpec:
         """options: fields of MLPSpec, whose width and activation are those of config.json."""
         name = self.fields.get(activation_key, "silu")
-        if name not in _ACTIVATIONS:
+        if not isinstance(name, str) or name not in _ACTIVATIONS:
             allowed = ", ".join(map(repr, _ACTIVATIONS))
             raise CheckpointError(f"{activation_key} {name!r} is not supported, only {allowed}")
         return MLPSpec(self.width, **{"activation": _ACTIVATIONS[name], **options})
