@@ -107,7 +107,8 @@ def test_eos_ids_are_the_union_of_both_files(
 @pytest.mark.parametrize(
     ("family", "extra", "message"),
     [
-        ("bert", {}, "model_type 'bert' is not supported; supported are llama, qwen2, qwen3, "),
+        ("bert", {}, "model_type 'bert' is not supported: BertSelfAttention gives attention a mask"),
+        ("bert_of_tomorrow", {}, "model_type 'bert_of_tomorrow' is not supported: transformers "),
         ("llama", {"attention_bias": "yes"}, "attention_bias"),
         ("llama", {"mlp_bias": 1}, "mlp_bias"),
         ("llama", {"sliding_window": 64}, "sliding_window"),

@@ -19,6 +19,7 @@ from tokasaurus.checkpoint.spec import AttentionSpec, LayerSpec, MLPSpec, ModelS
 from tokasaurus.inherited import python_command
 
 _PROBE = "tokasaurus.model.by_transformers.probe"
+_LONGEST_S = 300
 _VERSION = 1
 """Part of the cache key: increase it when the probe finds more, or something else."""
 
@@ -41,9 +42,13 @@ def read_facts(path: Path) -> Mapping[str, Any]:
 def _run(path: Path) -> str:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
     command = [*python_command(f"from {_PROBE} import main; main()"), str(path)]
-    result = subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
+    options: dict[str, Any] = {"env": environment, "stdin": subprocess.DEVNULL, "timeout": _LONGEST_S}
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    except subprocess.TimeoutExpired:
+        raise CheckpointError(
+            f"transformers' class takes more than {_LONGEST_S} s to make, even without weights"
+        ) from None
     if result.returncode == 0:
         return result.stdout
     lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]

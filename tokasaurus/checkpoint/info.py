@@ -136,7 +136,7 @@ def read_config(
         try:
             return _of_class(path, whole, {} if generation is None else generation)
         except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
+            raise CheckpointError(f"{path}: model_type {whole.get('model_type')!r} is not supported: {error}") from None
     try:
         config = text_fields(whole)
     except CheckpointError as error:

@@ -36,9 +36,15 @@ class HydragenCosts:
     def scaled(self, factor: float) -> "HydragenCosts":
         """All costs times `factor`."""
         # Not by astuple and replace, which take as long as a step has for ten of its rows.
-        tokens = self.per_group, self.per_group_token, self.per_row, self.per_row_token, self.per_step
-        costs = (*tokens, self.per_recorded_step)
-        return HydragenCosts(*(factor * cost for cost in costs), self.recorded_groups)
+        return HydragenCosts(
+            factor * self.per_group,
+            factor * self.per_group_token,
+            factor * self.per_row,
+            factor * self.per_row_token,
+            factor * self.per_step,
+            factor * self.per_recorded_step,
+            self.recorded_groups,
+        )
 
     def step_price(self, num_groups: int) -> float:
         """What a decode step with so many groups takes more than one without, whatever its attention saves."""

@@ -2,6 +2,7 @@
 its layers ask of attention. `main` is the program of a process of its own."""
 
 import contextlib
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,12 +11,21 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    masking_utils,
+)
 
 from tokasaurus.checkpoint.by_transformers import json_of
 from tokasaurus.model.by_transformers.attention import COMPUTED, NAME, WITHOUT_EFFECT, Mask, answering
 
 _TOKENS = 40
+_MAX_LAYERS = 1000
+"""Far above every published model: a damaged or hostile file must not fill the memory."""
 _POSITIONS_SEEN = 1 << 18
 """Masks are looked at up to here: beyond every published window."""
 
@@ -34,10 +44,15 @@ def main() -> None:
 
 def facts_of(path: Path) -> dict[str, Any]:
     """The facts that checkpoint/by_transformers reads. Raises Unfit."""
+    model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise Unfit(f"transformers {transformers.__version__} has no class for it")
     try:
         config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
         if type(config) not in AutoModelForCausalLM._model_mapping:
-            raise Unfit(f"transformers has no language model for model_type {config.model_type!r}")
+            raise Unfit(f"transformers {transformers.__version__} has no language model for it")
+        if getattr(config, "num_hidden_layers", 0) > _MAX_LAYERS:
+            raise Unfit(f"num_hidden_layers {config.num_hidden_layers} is more than {_MAX_LAYERS:,}")
         model = make_model(config)
     except (ValueError, KeyError, ImportError, TypeError, AttributeError, AssertionError) as error:
         if isinstance(error, KeyError) and error.args == (NAME,):
