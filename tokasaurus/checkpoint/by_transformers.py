@@ -19,6 +19,8 @@ from tokasaurus.checkpoint.spec import AttentionSpec, LayerSpec, MLPSpec, ModelS
 from tokasaurus.inherited import python_command
 
 _PROBE = "tokasaurus.model.by_transformers.probe"
+_ELSEWHERE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "eos_token_id", "use_cache")
+"""Keys of config.json that are told otherwise, or change no token."""
 _LONGEST_S = 300
 _VERSION = 1
 """Part of the cache key: increase it when the probe finds more, or something else."""
@@ -46,11 +48,9 @@ def _run(path: Path) -> str:
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     except subprocess.TimeoutExpired:
-        raise CheckpointError(
-            f"transformers' class takes more than {_LONGEST_S} s to make, even without weights"
-        ) from None
+        raise CheckpointError(f"its class takes more than {_LONGEST_S} s to make, even without weights") from None
     if result.returncode == 0:
-        return result.stdout
+        return str(result.stdout)
     lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
     reason = lines[-1] if lines else f"the process ended with status {result.returncode}"
     is_killed = result.returncode < 0 or reason.startswith("MemoryError")
@@ -63,6 +63,12 @@ def spec_of(facts: Mapping[str, Any]) -> ModelSpec:
     layers = tuple(LayerSpec(AttentionSpec(**each, rotary=None), mlp, None, None) for each in facts["layers"])
     no_norm = NormSpec(1e-6, has_weight=False)
     return ModelSpec(layers, facts["hidden_size"], facts["vocab_size"], no_norm, rotary=())
+
+
+def digest_of(config: Mapping[str, Any]) -> str:
+    """As ClassFacts.settings."""
+    told = {name: value for name, value in config.items() if name not in _ELSEWHERE}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def json_of(facts: Mapping[str, Any]) -> str:

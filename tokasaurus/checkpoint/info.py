@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokasaurus.checkpoint.by_transformers import read_facts, spec_of
+from tokasaurus.checkpoint.by_transformers import digest_of, read_facts, spec_of
 from tokasaurus.checkpoint.config_keys import left_to_requests, refuse_keys, sampling_defaults_of
 from tokasaurus.checkpoint.families import FAMILIES, Settings, is_known, text_fields
 from tokasaurus.checkpoint.json_files import CheckpointError, Fields, flag, read_json
@@ -27,6 +27,15 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names of the two matrices [vocabulary, hidden size] in a checkpoint."""
 HEAD_BIAS = "lm_head.bias"
+
+
+@dataclass(frozen=True, slots=True)
+class ClassFacts:
+    """What only transformers' class knows of a model."""
+
+    num_parameters: int
+    settings: str
+    """A digest of config.json, but for what says nothing of the computation: two models with the same compute alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +57,12 @@ class ModelInfo:
     """The stored tensor that is the embedding: HEAD where the two are tied and only the LM head is stored."""
     quantization: Quantization | None = None
     """How weights in safetensors files are quantised; None: they are plain numbers. GGUF files say so themselves."""
-    num_parameters: int | None = None
+    of_class: "ClassFacts | None" = None
     """Of a model that transformers' own class computes; None: the families' layers compute it, and spec tells all."""
 
     @property
     def is_native(self) -> bool:
-        return self.num_parameters is None
+        return self.of_class is None
 
     @property
     def num_layers(self) -> int:
@@ -194,7 +203,7 @@ def _of_class(path: Path, config: Mapping[str, Any], generation: Mapping[str, An
         eos_ids=tuple(sorted(_eos_ids(config, spec.vocab_size) | _eos_ids(generation, spec.vocab_size))),
         dtype=_parse_dtype(config),
         quantization=quantization_beside(path.parent) if quantization is None else quantization,
-        num_parameters=facts["num_parameters"],
+        of_class=ClassFacts(facts["num_parameters"], digest_of(config)),
     )
 
 

@@ -41,6 +41,7 @@ APPLIED_WHILE_READING = ("dtype", "quantization")
 """Fields of ModelInfo that are not compared: the tensors are, or numbers are converted to the dtype in memory."""
 
 _KEYS = {
+    "settings": "the digest of all else in config.json",
     "family": "model_type",
     "layers": "num_hidden_layers",
     "width": "intermediate_size",

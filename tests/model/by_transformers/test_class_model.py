@@ -118,3 +118,14 @@ def test_a_token_whose_state_is_not_finite_poisons_no_other(tmp_path: Path) -> N
     driver.open(3, prompt)
     found = driver.run([], [(2, len(prompt) + 1), (3, len(prompt))])
     assert found[3] == before
+
+
+def test_new_weights_of_another_configuration_are_refused(tmp_path: Path) -> None:
+    """Also where only the class knows the key."""
+    for name, epsilon in (("old", 1e-5), ("same", 1e-5), ("other", 1e-3)):
+        config = tiny_config("mixtral")
+        config.rms_norm_eps = epsilon
+        config.save_pretrained(tmp_path / name)
+    old, same, other = (read_model_info(tmp_path / name) for name in ("old", "same", "other"))
+    assert same == old
+    assert other.of_class != old.of_class

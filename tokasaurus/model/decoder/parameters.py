@@ -7,8 +7,8 @@ from tokasaurus.model.parallel.mesh import Mesh
 
 def num_parameters(info: ModelInfo, mesh: Mesh) -> int:
     """Parameters of this rank's part of the model. Raises ValueError if the model cannot be divided among the ranks."""
-    if info.num_parameters is not None:
-        return info.num_parameters
+    if info.of_class is not None:
+        return info.of_class.num_parameters
     spec = info.spec
     count = sum(_of_layer(spec.layers[index], info.hidden_size, mesh) for index in mesh.stage_layers(info))
     is_first, is_last = mesh.is_first_stage, mesh.is_last_stage
