@@ -22,7 +22,7 @@ _PROBE = "tokasaurus.model.by_transformers.probe"
 _ELSEWHERE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "eos_token_id", "use_cache")
 """Keys of config.json that are told otherwise, or change no token."""
 _LONGEST_S = 300
-_VERSION = 1
+_VERSION = 2
 """Part of the cache key: increase it when the probe finds more, or something else."""
 
 
