@@ -38,7 +38,8 @@ def run_health() -> list[Row]:
                 wrong = ""
                 with probing_health(http) as health:
                     try:
-                        load(http, 1.0)
+                        while not wrong and len(health.seconds) < MIN_PROBES:  # a fast machine ends a load at once
+                            load(http, 1.0)
                     except (AssertionError, httpx.HTTPError, LookupError, ValueError) as error:
                         wrong = f"; {type(error).__name__} {error}"
                 name = load.__name__.replace("_", " ")
