@@ -19,10 +19,13 @@ from tokasaurus.checkpoint.spec import AttentionSpec, LayerSpec, MLPSpec, ModelS
 from tokasaurus.inherited import python_command
 
 _PROBE = "tokasaurus.model.by_transformers.probe"
-_ELSEWHERE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "eos_token_id", "use_cache")
-"""Keys of config.json that are told otherwise, or change no token."""
-_LONGEST_S = 300
-_VERSION = 2
+_IGNORED = (
+    *("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "compression_config"),
+)
+"""Keys of a configuration that ModelInfo has elsewhere, or that change no token."""
+_MAX_SECONDS = 300
+_VERSION = 3
 """Part of the cache key: increase it when the probe finds more, or something else."""
 
 
@@ -31,24 +34,24 @@ def read_facts(path: Path) -> Mapping[str, Any]:
     CheckpointUnavailable if the probe is killed or the cache cannot be written."""
 
     def build(directory: Path) -> None:
-        (directory / "facts.json").write_text(_run(path), encoding="utf-8")
+        found = _run(path)
+        if error := json.loads(found).get("error"):  # not kept: a package may be installed
+            raise CheckpointError(str(error))
+        (directory / "facts.json").write_text(found, encoding="utf-8")
 
     versions = f"{_VERSION} {importlib.metadata.version('transformers')} {importlib.metadata.version('torch')} "
     key = hashlib.sha256(versions.encode() + path.read_bytes()).hexdigest()[:16]
-    facts = read_json(build_once(cache_directory() / "by_transformers" / key, build) / "facts.json")
-    if error := facts.get("error"):
-        raise CheckpointError(str(error))
-    return facts
+    return read_json(build_once(cache_directory() / "by_transformers" / key, build) / "facts.json")
 
 
 def _run(path: Path) -> str:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
     command = [*python_command(f"from {_PROBE} import main; main()"), str(path)]
-    options: dict[str, Any] = {"env": environment, "stdin": subprocess.DEVNULL, "timeout": _LONGEST_S}
+    options: dict[str, Any] = {"env": environment, "stdin": subprocess.DEVNULL, "timeout": _MAX_SECONDS}
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     except subprocess.TimeoutExpired:
-        raise CheckpointError(f"its class takes more than {_LONGEST_S} s to make, even without weights") from None
+        raise CheckpointError(f"its class takes more than {_MAX_SECONDS} s to make, even without weights") from None
     if result.returncode == 0:
         return str(result.stdout)
     lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
@@ -66,9 +69,9 @@ def spec_of(facts: Mapping[str, Any]) -> ModelSpec:
 
 
 def digest_of(config: Mapping[str, Any]) -> str:
-    """As ClassFacts.settings."""
-    told = {name: value for name, value in config.items() if name not in _ELSEWHERE}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    """As ClassFacts.settings. config: as transformers completes it."""
+    told = {name: value for name, value in config.items() if name not in _IGNORED}
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def json_of(facts: Mapping[str, Any]) -> str:

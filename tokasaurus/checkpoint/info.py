@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokasaurus.checkpoint.by_transformers import digest_of, read_facts, spec_of
+from tokasaurus.checkpoint.by_transformers import read_facts, spec_of
 from tokasaurus.checkpoint.config_keys import left_to_requests, refuse_keys, sampling_defaults_of
 from tokasaurus.checkpoint.families import FAMILIES, Settings, is_known, text_fields
-from tokasaurus.checkpoint.json_files import CheckpointError, Fields, flag, read_json
+from tokasaurus.checkpoint.json_files import CheckpointError, CheckpointUnavailable, Fields, flag, read_json
 from tokasaurus.checkpoint.quantized.config import Quantization, parse_quantization, quantization_beside
 from tokasaurus.checkpoint.rope import dropped_theta, extended_context_length, with_rope_scaling
 from tokasaurus.checkpoint.spec import ModelSpec
@@ -144,8 +144,10 @@ def read_config(
             raise FlagRefused("rope_scaling= changes no model that transformers' class computes")
         try:
             return _of_class(path, whole, {} if generation is None else generation)
+        except CheckpointUnavailable:
+            raise
         except CheckpointError as error:
-            raise CheckpointError(f"{path}: model_type {whole.get('model_type')!r} is not supported: {error}") from None
+            raise CheckpointError(f"{path}: {error}") from None
     try:
         config = text_fields(whole)
     except CheckpointError as error:
@@ -192,7 +194,12 @@ def notes_on_settings(directory: Path, rope_scaling: Fields | None = None, appli
 
 def _of_class(path: Path, config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelInfo:
     """Of a model that transformers' own class computes."""
-    facts = read_facts(path)
+    try:
+        facts = read_facts(path)
+    except CheckpointUnavailable:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(f"model_type {config.get('model_type')!r} is not supported: {error}") from None
     spec = spec_of(facts)
     quantization = parse_quantization(config)
     return ModelInfo(
@@ -203,7 +210,7 @@ def _of_class(path: Path, config: Mapping[str, Any], generation: Mapping[str, An
         eos_ids=tuple(sorted(_eos_ids(config, spec.vocab_size) | _eos_ids(generation, spec.vocab_size))),
         dtype=_parse_dtype(config),
         quantization=quantization_beside(path.parent) if quantization is None else quantization,
-        of_class=ClassFacts(facts["num_parameters"], digest_of(config)),
+        of_class=ClassFacts(facts["num_parameters"], facts["settings"]),
     )
 
 

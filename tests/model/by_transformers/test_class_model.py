@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.model.by_transformers.helpers.every_class import load_class
 from tests.model.by_transformers.helpers.tiny_classes import VOCAB_SIZE, save_tiny_model, tiny_config
@@ -129,3 +130,33 @@ def test_new_weights_of_another_configuration_are_refused(tmp_path: Path) -> Non
     old, same, other = (read_model_info(tmp_path / name) for name in ("old", "same", "other"))
     assert same == old
     assert other.of_class != old.of_class
+
+
+@FAMILIES
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_a_stored_head_beside_tied_embeddings_counts_where_it_differs(
+    is_equal: bool, family: str, tmp_path: Path
+) -> None:
+    """As in transformers."""
+    config = tiny_config(family)
+    config.tie_word_embeddings = True
+    oracle = save_tiny_model(tmp_path, config)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["lm_head.weight"] = oracle.get_input_embeddings().weight.data.clone() + (0 if is_equal else 0.3)
+    stored["lm_head.weight"][5] *= 1 if is_equal else -1
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    model, info = load_class(tmp_path)
+    assert_equals(model, info, expected)
+
+
+@FAMILIES
+def test_memory_of_all_matrices_is_given_back(family: str, tmp_path: Path) -> None:
+    oracle = save_tiny_model(tmp_path, tiny_config(family))
+    model, info = load_class(tmp_path)
+    model.give_back()
+    assert sum(each.untyped_storage().nbytes() for each in model.parameters() if each.dim() > 1) == 0
+    model.take_again()
+    updates = WeightUpdates(model, info, tmp_path, Mesh(), CPU)
+    assert updates.apply_again() == ""
+    assert_equals(model, info, oracle)

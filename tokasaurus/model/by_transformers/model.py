@@ -2,6 +2,7 @@
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -79,7 +80,10 @@ class TransformersModel(Model):
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         whole = make_model(config, dtype)
         self._stored = find_stored(whole, directory, info)
-        self._in_float32 = re.compile("|".join(whole._keep_in_fp32_modules_strict or ("^$",)))
+        in_float32 = {*(whole._keep_in_fp32_modules_strict or ())}
+        if dtype == torch.float16:
+            in_float32 |= {*(whole._keep_in_fp32_modules or ())}
+        self._in_float32 = re.compile("|".join(in_float32 or {"^$"}))
         for name, module in list(whole.named_modules()):
             if type(module) is nn.Linear:
                 with torch.device("meta"):
@@ -141,6 +145,22 @@ class TransformersModel(Model):
                 if parameter.dtype == self._dtype:
                     parameter.data = parameter.data.to(dtype)
         self._answers = PagedAnswers(tuple(layer.attention for layer in self._info.spec.layers), self._sinks, dtype)
+
+    def give_back(self) -> None:
+        super().give_back()
+        for parameter in self._large_parameters():
+            parameter.untyped_storage().resize_(0)
+
+    def take_again(self) -> None:
+        super().take_again()
+        for parameter in self._large_parameters():
+            parameter.untyped_storage().resize_(parameter.nbytes)
+
+    def _large_parameters(self) -> Iterator[nn.Parameter]:
+        """Matrices that are no linear layer's: embeddings and experts."""
+        for module in self.modules():
+            if not isinstance(module, PackedLinear):
+                yield from (each for each in module.parameters(recurse=False) if each.dim() > 1)
 
     def forward(
         self,

@@ -3,6 +3,7 @@ its layers ask of attention. `main` is the program of a process of its own."""
 
 import contextlib
 import json
+import resource
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,10 +21,12 @@ from transformers import (
     masking_utils,
 )
 
-from tokasaurus.checkpoint.by_transformers import json_of
+from tokasaurus.checkpoint.by_transformers import digest_of, json_of
+from tokasaurus.checkpoint.rope import MAX_CONTEXT
 from tokasaurus.model.by_transformers.attention import COMPUTED, NAME, WITHOUT_EFFECT, Mask, answering
 
 _TOKENS = 40
+_MAX_BYTES = 32 << 30
 _MAX_LAYERS = 1000
 """Far above every published model: a damaged or hostile file must not fill the memory."""
 _POSITIONS_SEEN = 1 << 18
@@ -36,6 +39,7 @@ class Unfit(Exception):
 
 def main() -> None:
     """Prints the facts of the config.json that the command line names, as JSON, or the error."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     try:
         print(json_of(facts_of(Path(sys.argv[1]))), end="")
     except Unfit as unfit:
@@ -51,8 +55,9 @@ def facts_of(path: Path) -> dict[str, Any]:
         config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
         if type(config) not in AutoModelForCausalLM._model_mapping:
             raise Unfit(f"transformers {transformers.__version__} has no language model for it")
-        if getattr(config, "num_hidden_layers", 0) > _MAX_LAYERS:
-            raise Unfit(f"num_hidden_layers {config.num_hidden_layers} is more than {_MAX_LAYERS:,}")
+        for name, value in config.to_dict().items():
+            if "layers" in name and isinstance(value, int) and value > _MAX_LAYERS:
+                raise Unfit(f"{name} {value} is more than {_MAX_LAYERS:,}")
         model = make_model(config)
     except (ValueError, KeyError, ImportError, TypeError, AttributeError, AssertionError) as error:
         if isinstance(error, KeyError) and error.args == (NAME,):
@@ -75,6 +80,7 @@ def facts_of(path: Path) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "context_length": _context_length(config),
         "width": max((max(each.in_features, each.out_features) for each in linears), default=config.hidden_size),
+        "settings": digest_of(config.to_dict()),
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "tie_embeddings": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
     }
@@ -82,6 +88,7 @@ def facts_of(path: Path) -> dict[str, Any]:
 
 def make_model(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     """The class for a config, on the meta device, with our attention."""
+    config._experts_implementation = None  # transformers chooses: a file must not
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
     assert isinstance(model, PreTrainedModel)
@@ -98,6 +105,8 @@ def _context_length(config: PreTrainedConfig) -> int:
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
+            if value > MAX_CONTEXT:
+                raise Unfit(f"{name} {value} is more than {MAX_CONTEXT:,}")
             return value
     raise Unfit("config.json has no max_position_embeddings")
 

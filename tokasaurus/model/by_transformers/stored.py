@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
 )
 
 from tokasaurus.checkpoint import CheckpointError, ModelInfo, weight_files
-from tokasaurus.checkpoint.weight_files import has_weights, is_old_buffer, read_tensors
+from tokasaurus.checkpoint.weight_files import are_equal, has_weights, is_old_buffer, read_tensors
 from tokasaurus.model.decoder.layers import Linear
 from tokasaurus.model.decoder.weights import WeightShard
 
@@ -87,17 +87,18 @@ def find_stored(model: PreTrainedModel, directory: Path, info: ModelInfo) -> Sto
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     passed_over = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
-    stored = StoredTensors(tied=tied)
-    filled = Counter[str]()
     tensors = read_tensors(weight_files(directory), info.quantization)
+    renamed = {
+        source: rename_source_key(source, renamings, converters, model.base_model_prefix, state) for source in tensors
+    }
+    sources = {name: source for source, (name, pattern) in renamed.items() if pattern is None}
+    stored, filled = StoredTensors(tied=tied), Counter[str]()
     for source, tensor in tensors.items():
-        name, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, state)
+        name, pattern = renamed[source]
         converter = next((each for each in converters if pattern in each.source_patterns), None)
-        parts = (
-            [_whole(source, tensor.shape, name)]
-            if converter is None
-            else _converted(converter, source, tensor.shape, name, state)
-        )
+        parts = [_whole(source, tensor.shape, name)]
+        if converter is not None:
+            parts = _converted(converter, source, tensor.shape, name, state)
         for part in parts:
             if part.target not in state:
                 if is_old_buffer(source) or any(each.search(source) for each in passed_over):
@@ -106,20 +107,21 @@ def find_stored(model: PreTrainedModel, directory: Path, info: ModelInfo) -> Sto
                 raise CheckpointError(
                     f"the checkpoint has tensor {source}, which {type(model).__name__} has no place for"
                 )
-            own = own_name[id(state[part.target])]
-            if own != part.target and any(
-                other in state and rename_source_key(other, renamings, converters)[0] == own for other in tensors
-            ):
-                stored.ignored.add(source)  # tied to another tensor that is stored too
-                continue
+            own = tied.get(part.target, part.target)
+            if own != part.target and own in sources:
+                if are_equal(tensor, tensors[sources[own]]):
+                    stored.ignored.add(source)
+                    continue
+                own = part.target  # both are stored, and differ: each is used, as in transformers
+                del tied[own]
             found = state[own][part.place].shape
             if found.numel() != torch.Size(_size(part)).numel():
                 raise CheckpointError(
                     f"tensor {source} has shape {tensor.shape}, but config.json makes it {tuple(found)}"
                 )
             filled[own] += found.numel()
-            stored.parts.append(Stored(source, tensor.shape, part.part, own, part.place))
-    for name in own_name.values():
+            stored.parts.append(replace(part, target=own))
+    for name in {tied.get(name, name): None for name in state}:
         if filled[name] != state[name].numel():
             raise CheckpointError(f"the checkpoint lacks tensor {name}")
     return stored
@@ -149,10 +151,12 @@ def _converted(
         place = [slice(expert, expert + 1), *everything]
         if len(operations) == 2:
             dim = converter.operations[1].dim
+            _check_alike(source, shape[dim - 1], converter, state[target].shape[dim])
             place[dim] = slice(number * shape[dim - 1], (number + 1) * shape[dim - 1])
         return [Stored(source, shape, tuple(everything), target, tuple(place))]
     if operations == [Concatenate]:
         dim = converter.operations[0].dim
+        _check_alike(source, shape[dim], converter, state[target].shape[dim])
         place = list(everything)
         place[dim] = slice(number * shape[dim], (number + 1) * shape[dim])
         return [Stored(source, shape, tuple(everything), target, tuple(place))]
@@ -167,6 +171,14 @@ def _converted(
         return parts
     names = ", ".join(each.__name__ for each in operations)
     raise CheckpointError(f"tensor {source} is stored in a way that is not read: transformers converts it by {names}")
+
+
+def _check_alike(source: str, size: int, converter: WeightConverter, whole: int) -> None:
+    """Raises CheckpointError unless tensors that are stored apart and joined have the same size."""
+    if size * len(converter.source_patterns) != whole:
+        raise CheckpointError(
+            f"tensor {source} has {size} of {whole} numbers, not one of {len(converter.source_patterns)} equal parts"
+        )
 
 
 def _matches(pattern: str, source: str) -> bool:
