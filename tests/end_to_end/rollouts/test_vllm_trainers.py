@@ -104,7 +104,7 @@ def test_skyrl_samples_scores_prompts_and_pauses(server: RolloutServer) -> None:
 def test_skyrl_wakes_weights_and_cache_one_after_the_other(server: RolloutServer, models: list[Path]) -> None:
     """RemoteInferenceClient.sleep and wake_up with tags, around new weights."""
     old = server.greedy_ids(PROMPT, 20)
-    with server.in_flight([PROMPT] * 32, 470) as answers:  # which take a fast machine long enough
+    with server.in_flight([PROMPT] * 64, 470) as answers:  # which take a fast machine long enough
         server.post("/sleep", level="2")
         server.post("/wake_up", tags="weights")
         assert server.http.get("/is_paused").json() == {"is_paused": True}
@@ -199,7 +199,7 @@ def test_trl_samples_completions_and_sends_its_weights_through_a_directory(
     old = server.post("/v1/completions", payload)
     choice = old["choices"][0]
     assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) > 0
-    with server.in_flight([PROMPT] * 32, 400) as answers:
+    with server.in_flight([PROMPT] * 64, 470) as answers:  # likewise
         server.post("/pause", mode="keep")
         server.post("/start_weight_update", {"is_checkpoint_format": True})
         server.post("/update_weights", {"update_info": {"weight_dir": str(models[1]), "version": "trl"}})
