@@ -155,8 +155,8 @@ def why_unfit(shape: KVShape) -> str | None:
 class FixedMemory:
     """What recorded launches read: each plan of a wrapper is copied here, and each step's lists are filled here.
 
-    A wrapper is for one number of rows and one kind of layer. Those of a kind use the same memory, since one at a time
-    is planned and run.
+    A wrapper is for one number of rows and one kind of layer. One at a time is planned and run, so all of a kind use
+    the same memory.
     """
 
     def __init__(self, new_wrapper: Any, workspace: Tensor, num_kinds: int, max_rows: int, max_blocks: int) -> None:

@@ -39,7 +39,8 @@ class Unfit(Exception):
 
 def main() -> None:
     """Prints the facts of the config.json that the command line names, as JSON, or the error."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+    with contextlib.suppress(ValueError, OSError):  # of a system that allows less already, or no limit at all
+        resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     try:
         print(json_of(facts_of(Path(sys.argv[1]))), end="")
     except Unfit as unfit:

@@ -59,7 +59,7 @@ class Stored:
 
 
 @dataclass(slots=True)
-class StoredTensors:
+class ClassTensors:
     """Of a whole model."""
 
     parts: list[Stored] = field(default_factory=list)
@@ -73,7 +73,7 @@ def _write(target: Tensor, values: Tensor) -> None:
     target.copy_(values)
 
 
-def find_stored(model: PreTrainedModel, directory: Path, info: ModelInfo) -> StoredTensors:
+def find_stored(model: PreTrainedModel, directory: Path, info: ModelInfo) -> ClassTensors:
     """model: on the meta device. directory: of the checkpoint; without weights, they are named as the class names
     them. Raises CheckpointError if a parameter has no tensor, or a tensor no parameter."""
     state = model.state_dict(keep_vars=True)
@@ -82,7 +82,7 @@ def find_stored(model: PreTrainedModel, directory: Path, info: ModelInfo) -> Sto
         own_name.setdefault(id(tensor), name)
     tied = {name: own for name, tensor in state.items() if (own := own_name[id(tensor)]) != name}
     if not has_weights(directory):
-        return StoredTensors([_whole(name, tuple(state[name].shape), name) for name in own_name.values()], tied=tied)
+        return ClassTensors([_whole(name, tuple(state[name].shape), name) for name in own_name.values()], tied=tied)
     transforms = get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
@@ -92,7 +92,7 @@ def find_stored(model: PreTrainedModel, directory: Path, info: ModelInfo) -> Sto
         source: rename_source_key(source, renamings, converters, model.base_model_prefix, state) for source in tensors
     }
     sources = {name: source for source, (name, pattern) in renamed.items() if pattern is None}
-    stored, filled = StoredTensors(tied=tied), Counter[str]()
+    stored, filled = ClassTensors(tied=tied), Counter[str]()
     for source, tensor in tensors.items():
         name, pattern = renamed[source]
         converter = next((each for each in converters if pattern in each.source_patterns), None)
