@@ -14,6 +14,7 @@ from tokasaurus.checkpoint import CheckpointError, read_model_info
 from tokasaurus.messages.status import FlagRefused
 from tokasaurus.model.by_transformers import probe
 from tokasaurus.model.by_transformers.attention import NAME
+from tokasaurus.model.by_transformers.model import TransformersModel
 
 Call = Callable[..., tuple[Any, None]]
 _CALL: Call = AttentionInterface._global_mapping[NAME]
@@ -57,6 +58,13 @@ def test_a_call_that_says_something_else_is_found_at_the_start(
 ) -> None:
     with_call(monkeypatch, call)
     monkeypatch.setattr("tokasaurus.checkpoint.info.read_facts", lambda path: probe.facts_of(path))
+    assert not is_right_at_start(gemma)
+
+
+def test_logits_without_the_cap_of_the_class_are_found_at_the_start(
+    gemma: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TransformersModel, "logits", lambda self, hidden: self._head(hidden))
     assert not is_right_at_start(gemma)
 
 

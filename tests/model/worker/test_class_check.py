@@ -1,0 +1,90 @@
+"""The check of a start of what transformers' class computes: once for a model, a machine and its flags."""
+
+import os
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from tests.helpers.tiny_model import save_byte_tokenizer
+from tests.model.by_transformers.helpers.tiny_classes import save_tiny_model, tiny_config
+from tokasaurus.checkpoint import resolve_checkpoint
+from tokasaurus.config import ServerConfig
+from tokasaurus.messages.status import UserError
+from tokasaurus.model.by_transformers.model import TransformersModel
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.worker import class_check
+from tokasaurus.model.worker.entry import load_worker
+from tokasaurus.model.worker.self_check import Checks
+from tokasaurus.model.worker.start import PhaseLog
+
+RESULTS = [
+    f"{chunks}{what}: {which} row"
+    for chunks in ("whole", "in two chunks")
+    for what in ("", ", logits")
+    for which in ("worst", "median")
+]
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "model"
+    config = tiny_config("gemma2")
+    config.final_logit_softcapping = 2.0  # of logits as small as those of a tiny model
+    save_tiny_model(directory, config)
+    save_byte_tokenizer(directory)
+    monkeypatch.setattr(class_check, "cache_directory", lambda: tmp_path / "cache")
+    return directory
+
+
+def measured(directory: Path, *flags: str, is_thorough: bool = False) -> list[str]:
+    """What a start measures of the class, by name."""
+    words = ["device=cpu", "model_impl=transformers", "kv_cache_num_tokens=1024", *flags]
+    checks, checkpoint = Checks(is_thorough=is_thorough), resolve_checkpoint(str(directory), impl="transformers")
+    load_worker(ServerConfig.parse(words), checkpoint, Mesh(), 0, PhaseLog(lambda _: None), checks=checks)
+    return [result.measured.name for result in checks.results if result.feature == "transformers" and result.measured]
+
+
+def test_what_was_right_is_not_measured_again(model: Path) -> None:
+    assert measured(model) == RESULTS
+    assert measured(model) == []
+    assert measured(model, is_thorough=True) == RESULTS, "toka check shows its table"
+
+
+@pytest.mark.parametrize("flag", ["dtype=float32", "kv_cache_dtype=bfloat16", "page_size=64", "quantization=int8"])
+def test_other_flags_are_measured(flag: str, model: Path) -> None:
+    measured(model)
+    assert measured(model, flag) == RESULTS
+
+
+def test_other_files_are_measured(model: Path) -> None:
+    measured(model)
+    os.utime(model / "model.safetensors", ns=(1, 1))
+    assert measured(model) == RESULTS
+    config = model / "config.json"
+    config.write_text(config.read_text().replace('"final_logit_softcapping": 2.0', '"final_logit_softcapping": 3.0'))
+    assert measured(model) == RESULTS
+
+
+def test_other_versions_are_measured(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(model)
+    monkeypatch.setattr(class_check, "__version__", "tomorrow's")
+    assert measured(model) == RESULTS
+
+
+def test_what_was_wrong_is_measured_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(TransformersModel, "logits", lambda self, hidden: self._head(hidden))
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"class: whole, logits: worst row differs by"):
+                measured(model)
+    assert measured(model) == RESULTS
+
+
+def test_a_cache_that_cannot_be_written_changes_no_result(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise OSError
+
+    monkeypatch.setattr(class_check, "replace_text", fail)
+    for _ in range(2):
+        assert measured(model) == RESULTS
