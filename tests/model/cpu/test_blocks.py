@@ -10,7 +10,9 @@ from tokasaurus.model.cpu.bindings import BLOCK_TYPES, load_kernels
 from tokasaurus.model.cpu.build import INSTRUCTION_SETS, machine_sets
 from tokasaurus.model.cpu.layer_executor import BlockRows, BlockWeight, LayerKernels, PackedWeights
 
-NUM_ROWS = [1, 3, 31, 150]
+NUM_ROWS = [1, 2, 3, 31, 150]
+FEW_ROWS = 6
+"""Up to so many, weights that need not be float32 may be multiplied unrounded, in integers."""
 
 
 @pytest.fixture(scope="module", params=dict.fromkeys(level.cpu_isa for level in INSTRUCTION_SETS))
@@ -30,7 +32,7 @@ def check(
     is_gated: bool = False,
 ) -> None:
     """Bit for bit the results of the dequantised weights, packed: rounded to the dtype only if the kernels multiply
-    numbers of that type."""
+    numbers of that type. With few rows and bfloat16, those of the weights as they are stored."""
     plain = torch.cat([plain_rows(part) for part in parts])
     in_size = plain.shape[1]
     weight = BlockWeight(in_size, dtype, tuple(parts))
@@ -42,6 +44,9 @@ def check(
         x = random_rows(num_rows, in_size, activation_dtype)
         product = quantized.multiply(x)
         assert product.dtype == activation_dtype
+        if dtype == torch.bfloat16 and num_rows <= FEW_ROWS:
+            assert_unrounded(product, x, plain, bias)
+            continue
         assert torch.equal(product, packed.multiply(x))
         if not is_gated and dtype == torch.float32:
             expected = x.double() @ plain.double().T + (0 if bias is None else bias.double())
@@ -49,6 +54,14 @@ def check(
     if bias is None and not is_gated:
         indices = torch.tensor([0, len(plain) - 1, len(plain) // 2])
         assert torch.equal(quantized.rows(indices), plain[indices].to(activation_dtype))
+
+
+def assert_unrounded(product: Tensor, x: Tensor, plain: Tensor, bias: Tensor | None) -> None:
+    """Products of numbers that are not rounded, but for the result; rounding the weights to bfloat16 would show."""
+    expected = x.double() @ plain.double().T + (0 if bias is None else bias.double())
+    rounding = 0 if product.dtype == torch.float32 else 2**-8 * expected.abs() / 2
+    magnitude = x.double().abs() @ plain.double().abs().T  # of what the sum adds up
+    assert bool(((product.double() - expected).abs() <= rounding + 5e-7 * magnitude).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -137,6 +150,35 @@ def test_products_of_the_largest_numbers_fit(kernels: LayerKernels, block_type: 
     assert float((weights.multiply(x).double() - expected).abs().max()) < 1e-5 * float(magnitude)
 
 
+@pytest.mark.parametrize("byte", [0x00, 0xFF])
+@pytest.mark.parametrize("block_type", BLOCK_TYPES)
+def test_unrounded_products_of_the_largest_numbers_fit(kernels: LayerKernels, block_type: str, byte: int) -> None:
+    """As above, with activations whose every byte is the largest or the least."""
+    codes = set_codes(random_block_rows(block_type, 40, 3), byte)
+    plain = plain_rows(codes)
+    weights = PackedWeights(kernels, BlockWeight(plain.shape[1], torch.bfloat16, (codes,)), None)
+    for integer in (0x7F7F7F, 0x7F0000 - 0x8080, 0x7F7FFF, 1 << 22):
+        for sign in (1, -1):
+            x = torch.full((2, plain.shape[1]), sign * integer / 2**23).to(weights.activation_dtype)
+            x[1, ::2] *= -1
+            assert_unrounded(weights.multiply(x), x, plain, None)
+
+
+def test_unrounded_products_of_numbers_of_every_size(kernels: LayerKernels) -> None:
+    """Activations between the smallest and the largest, in one block or with one size in each block; and all zeros."""
+    rows = random_block_rows("Q4_1", 40, 3)
+    plain = plain_rows(rows)
+    weights = PackedWeights(kernels, BlockWeight(96, torch.bfloat16, (rows,)), None)
+    generator = torch.Generator().manual_seed(5)
+    for exponents in (
+        torch.randint(-60, 60, (96,), generator=generator),
+        torch.tensor([-60, 0, 60])[:, None].repeat(1, 32).view(-1),
+    ):
+        x = (torch.randn(1, 96, generator=generator) * 2.0**exponents).to(weights.activation_dtype)
+        assert_unrounded(weights.multiply(x), x, plain, None)
+    assert not weights.multiply(torch.zeros(1, 96, dtype=weights.activation_dtype)).any()
+
+
 def test_types_whose_activations_have_other_scales_do_not_mix(kernels: LayerKernels) -> None:
     size = kernels.panel_size
     parts = random_block_rows("Q8_0", size, 1), random_block_rows("I8", size, 1)
@@ -144,13 +186,15 @@ def test_types_whose_activations_have_other_scales_do_not_mix(kernels: LayerKern
     assert not PackedWeights.fits(BlockWeight(32, torch.float32, parts, is_int8=True), size)
 
 
+@pytest.mark.parametrize("is_int8", [True, False])
 @pytest.mark.parametrize("block_type", ["Q4_1", "Q6_K", "I8"])
-def test_rows_that_are_not_finite_stay_so_in_integers(kernels: LayerKernels, block_type: str) -> None:
+def test_rows_that_are_not_finite_stay_so_in_integers(kernels: LayerKernels, block_type: str, is_int8: bool) -> None:
     rows = random_block_rows(block_type, 40, 3)
     in_size = plain_rows(rows).shape[1]
-    weights = PackedWeights(kernels, BlockWeight(in_size, torch.float32, (rows,), is_int8=True), None)
-    x = random_rows(5, in_size, torch.float32)
-    x[1, 40], x[2, 95] = torch.nan, torch.inf
-    found = weights.multiply(x)
-    assert found[1:3].isnan().all()
-    assert torch.equal(found[3:], weights.multiply(x[3:]))
+    weights = PackedWeights(kernels, BlockWeight(in_size, torch.bfloat16, (rows,), is_int8), None)
+    for number in (torch.nan, torch.inf, -torch.inf):
+        x = random_rows(2, in_size, weights.activation_dtype)
+        x[0, 40] = number
+        found = weights.multiply(x)
+        assert found[0].isnan().all()
+        assert torch.equal(found[1:], weights.multiply(x[1:]))

@@ -165,15 +165,15 @@ void multiply_blocks(const Gemm<Weight>& gemm, int64_t panel, const uint8_t* cod
   for (int64_t row = first_row; row < end_row; ++row) epilogue(gemm, row, panel, sums + (row - first_row) * kPanel);
 }
 
-// The rows [first_row, end_row) times a panel of codes, in integers.
-template <int bits, typename Weight>
-void multiply_int8(const Gemm<Weight>& gemm, const Int8Rows& x, int64_t panel, const uint8_t* codes,
+// The rows [first_row, end_row) times a panel of codes, in integers. planes: of a row.
+template <int planes, int bits, typename Weight>
+void multiply_integers(const Gemm<Weight>& gemm, const Int8Rows& x, int64_t panel, const uint8_t* codes,
                    const Groups& groups, int64_t first_row, int64_t end_row) {
-  const int64_t num_rows = end_row - first_row, num_tiles = (num_rows + kInt8Rows - 1) / kInt8Rows;
+  const int64_t num_rows = end_row - first_row, num_tiles = (num_rows + kCodeRows<planes> - 1) / kCodeRows<planes>;
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const int64_t begin = first_row + num_rows * tile / num_tiles, end = first_row + num_rows * (tile + 1) / num_tiles;
-    alignas(64) float sums[kInt8Rows * kPanel];
-    multiply_code_rows<bits>(int(end - begin), x, begin, codes, groups, sums);
+    alignas(64) float sums[kCodeRows<planes> * kPanel];
+    multiply_code_rows<planes, bits>(int(end - begin), x, begin, codes, groups, sums);
     for (int64_t row = begin; row < end; ++row) epilogue(gemm, row, panel, sums + (row - begin) * kPanel);
   }
 }
@@ -181,7 +181,23 @@ void multiply_int8(const Gemm<Weight>& gemm, const Int8Rows& x, int64_t panel, c
 // From this many tiles on, widening a panel once costs less than widening it for each tile.
 constexpr int64_t kMinTilesToWiden = 12;
 
-// x: the quantized rows, if the weights are multiplied in integers.
+// Up to so many rows are multiplied in planes: with more, widening the weights takes less time.
+#if TOKA_INT8_DOT
+constexpr int64_t kMaxPlaneRows = 6;
+#elif defined(__AVX2__)
+constexpr int64_t kMaxPlaneRows = 2;
+#else
+constexpr int64_t kMaxPlaneRows = 0;
+#endif
+
+// Whether num_rows rows are. Weights of float32 are widened to what they stand for, bit for bit, whatever the number of
+// rows, so that a row's result does not depend on the others.
+bool is_in_planes(const PackedWeights& weights, int64_t num_rows) {
+  return weights.blocks != nullptr && !weights.is_int8 && weights.weight_type != kFloat32 &&
+         num_rows <= kMaxPlaneRows && weights.in_size % kInputBlock == 0;
+}
+
+// x: the rows in integers, if they are multiplied so.
 template <typename Weight>
 void multiply_panel(const Gemm<Weight>& gemm, const Int8Rows* x, int64_t panel, int64_t first_row, int64_t end_row) {
   const int64_t in_size = gemm.weights.in_size, panel_size = in_size * kPanel;
@@ -193,8 +209,10 @@ void multiply_panel(const Gemm<Weight>& gemm, const Int8Rows* x, int64_t panel, 
       static thread_local std::vector<float> numbers;
       const Groups groups = read_groups<type.value>(from, in_size, scratch(numbers, 2 * sizes.num_groups * kPanel));
       const uint8_t* const codes = from + sizes.codes;
-      if (x != nullptr)
-        return multiply_int8<FormatOf<type.value>::kCodeBits>(gemm, *x, panel, codes, groups, first_row, end_row);
+      constexpr int code_bits = FormatOf<type.value>::kCodeBits;
+      if (x != nullptr && x->has_planes)
+        return multiply_integers<kPlanes, code_bits>(gemm, *x, panel, codes, groups, first_row, end_row);
+      if (x != nullptr) return multiply_integers<1, code_bits>(gemm, *x, panel, codes, groups, first_row, end_row);
       if (end_row - first_row <= kTileRows)
         return multiply_blocks<bits>(gemm, panel, codes, groups, first_row, end_row);
       static thread_local std::vector<Activation<Weight>> widened;
@@ -222,22 +240,24 @@ std::vector<Element>& norm_scratch() {
   return memory;
 }
 
-// Memory for rows of x in 8 bits.
+// Memory for rows of x in 8 bits or in planes.
 struct Int8Scratch {
   std::vector<int8_t> codes;
   std::vector<int16_t> pairs;
   std::vector<float> scales, sums;
   std::vector<int32_t> code_sums, half_sums;
 
-  Int8Rows reserve(int64_t num_rows, int64_t in_size) {
+  Int8Rows reserve(int64_t num_rows, bool has_planes, int64_t in_size) {
+    const int64_t num_codes = num_rows * in_size * (has_planes ? kPlanes : 1);
     const int64_t num_blocks = num_rows * in_size / kInputBlock;
-    return {scratch(codes, num_rows * in_size),
-            kHasPairs ? scratch(pairs, num_rows * in_size) : nullptr,
+    return {scratch(codes, num_codes),
+            kHasPairs ? scratch(pairs, num_codes) : nullptr,
             scratch(scales, num_blocks),
             scratch(sums, num_blocks),
-            scratch(code_sums, num_blocks),
-            scratch(half_sums, num_rows * in_size / kInputSum),
-            in_size};
+            scratch(code_sums, num_codes / kInputBlock),
+            scratch(half_sums, num_codes / kInputSum),
+            in_size,
+            has_planes};
   }
 };
 
@@ -250,28 +270,43 @@ Int8Scratch& int8_scratch() {
 constexpr int64_t kQuantizedRows = 8;
 
 // The rows of x in 8 bits. With weights of kI8, which no other type is mixed with, blocks are wide.
+template <typename Element>
+void quantize_row(const Element* x, int64_t in_size, bool is_wide, int8_t* codes, float* scales, float* sums,
+                  int32_t* code_sums, int32_t* half_sums) {
+  for (int64_t first = 0, count; first < in_size; first += count) {
+    count = is_wide ? std::min(kWideBlock, in_size - first) : kInputBlock;
+    const int64_t block = first / kInputBlock;
+    const float scale =
+        quantize(x + first, count, codes + first, code_sums + block, half_sums + first / kInputSum);
+    for (int64_t b = block; b < block + count / kInputBlock; ++b) {
+      scales[b] = scale;
+      sums[b] = scale * float(code_sums[b]);
+    }
+  }
+}
+
+// The rows of x in 8 bits, or in planes.
 template <typename Weight>
-Int8Rows quantize_rows(const Gemm<Weight>& gemm) {
-  const int64_t in_size = gemm.weights.in_size, num_blocks = in_size / kInputBlock;
+Int8Rows integer_rows(const Gemm<Weight>& gemm, bool has_planes) {
+  const int64_t in_size = gemm.weights.in_size, num_blocks = in_size / kInputBlock, planes = has_planes ? kPlanes : 1;
   const bool is_wide = gemm.weights.blocks[0].type == kI8;
   Int8Scratch& memory = int8_scratch();
-  const Int8Rows rows = memory.reserve(gemm.num_rows, in_size);
+  const Int8Rows rows = memory.reserve(gemm.num_rows, has_planes, in_size);
   Team::get().parallel_for(gemm.num_rows, kQuantizedRows, [&](int64_t row) {
-    int8_t* const codes = memory.codes.data() + row * in_size;
-    float* const scales = memory.scales.data() + row * num_blocks;
-    int32_t* const code_sums = memory.code_sums.data() + row * num_blocks;
-    int32_t* const half_sums = memory.half_sums.data() + row * in_size / kInputSum;
-    for (int64_t first = 0, count; first < in_size; first += count) {
-      count = is_wide ? std::min(kWideBlock, in_size - first) : kInputBlock;
-      const int64_t block = first / kInputBlock;
-      const float scale = quantize(gemm.x + row * gemm.x_stride + first, count, codes + first, code_sums + block,
-                                   half_sums + first / kInputSum);
-      std::fill_n(scales + block, count / kInputBlock, scale);
-    }
-    for (int64_t b = 0; b < num_blocks; ++b) memory.sums[row * num_blocks + b] = scales[b] * float(code_sums[b]);
+    const auto* const x = gemm.x + row * gemm.x_stride;
+    int8_t* const codes = memory.codes.data() + row * planes * in_size;
+    float *const scales = memory.scales.data() + row * num_blocks, *const sums = memory.sums.data() + row * num_blocks;
+    int32_t* const code_sums = memory.code_sums.data() + row * planes * num_blocks;
+    int32_t* const half_sums = memory.half_sums.data() + row * planes * in_size / kInputSum;
+    if (has_planes)
+      for (int64_t b = 0; b < num_blocks; ++b)
+        split(x + b * kInputBlock, in_size, codes + b * kInputBlock, scales + b, sums + b, code_sums + b,
+              half_sums + b * kInputBlock / kInputSum);
+    else
+      quantize_row(x, in_size, is_wide, codes, scales, sums, code_sums, half_sums);
     if constexpr (kHasPairs) {
-      int16_t* const pairs = memory.pairs.data() + row * in_size;
-      for (int64_t i = 0; i < in_size; i += 4) {
+      int16_t* const pairs = memory.pairs.data() + row * planes * in_size;
+      for (int64_t i = 0; i < planes * in_size; i += 4) {
         pairs[i] = codes[i], pairs[i + 1] = codes[i + 2];
         pairs[i + 2] = codes[i + 1], pairs[i + 3] = codes[i + 3];
       }
@@ -380,8 +415,9 @@ void multiply(const Gemm<Weight>& gemm, const Norm& norm) {
     normed.x_stride = in_size;
   }
   Int8Rows rows;
-  if (gemm.weights.is_int8) rows = quantize_rows(normed);
-  const Int8Rows* const x = gemm.weights.is_int8 ? &rows : nullptr;
+  const bool has_planes = is_in_planes(gemm.weights, num_rows), is_in_integers = has_planes || gemm.weights.is_int8;
+  if (is_in_integers) rows = integer_rows(normed, has_planes);
+  const Int8Rows* const x = is_in_integers ? &rows : nullptr;
   Team::get().parallel_for_ranges(num_items, [&](int64_t item) {
     const int64_t first = item / num_panels * block_rows;
     multiply_panel(normed, x, item % num_panels, first, std::min(first + block_rows, num_rows));
@@ -400,7 +436,9 @@ template void reserve_normed_rows<float>(int64_t, int64_t);
 template void reserve_normed_rows<bfloat16>(int64_t, int64_t);
 
 void reserve_int8_rows(const PackedWeights& weights, int64_t num_rows) {
-  if (weights.is_int8) int8_scratch().reserve(num_rows, weights.in_size);
+  if (weights.is_int8) int8_scratch().reserve(num_rows, false, weights.in_size);
+  const int64_t plane_rows = std::min(num_rows, kMaxPlaneRows);
+  if (is_in_planes(weights, plane_rows)) int8_scratch().reserve(plane_rows, true, weights.in_size);
 }
 
 // Number of outputs of a panel.

@@ -57,7 +57,7 @@ void reserve_normed_rows(int64_t num_rows, int64_t in_size);
 extern template void reserve_normed_rows<float>(int64_t, int64_t);
 extern template void reserve_normed_rows<bfloat16>(int64_t, int64_t);
 
-// Allocates and touches the memory for num_rows rows of x in 8 bits, if these weights want them.
+// Allocates and touches the memory for num_rows rows of x in integers, if these weights want them.
 void reserve_int8_rows(const PackedWeights& weights, int64_t num_rows);
 
 // At least `size` elements of `memory`, which is kept between calls and grows as needed.

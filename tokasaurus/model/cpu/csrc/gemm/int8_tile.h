@@ -5,7 +5,11 @@
 //   weight scale * x scale * sum((weight code - offset) * x code) + min * x scale * sum(x code).
 // Source of the scheme: llama.cpp's Q8_0 and Q8_1 activations.
 //
-// Weights with a single scale for all inputs (kI8) have wider blocks of x, with fewer scales to multiply by.
+// With weights that have a single scale for all inputs (kI8), x has wider blocks, with fewer scales to multiply by.
+//
+// The same products give sums of numbers that are not rounded to 8 bits: in blocks of kInputBlock, x is scale times an
+// integer of kPlanes bytes, x = scale * (2^16 first + 2^8 second + third), as exact as a float32 sum, and each byte is a
+// row of codes of its own, called a plane. With few rows this takes less time than widening the weights.
 #pragma once
 
 #include "gemm/blocks.h"
@@ -26,15 +30,20 @@ constexpr int64_t kWideBlock = 128;
 // more rows were measured to be slower. With 16, sums of floats go to memory and back.
 constexpr int kInt8Rows = kRegisters == 16 && !TOKA_INT8_DOT ? 4 : 6;
 
-// Quantized rows of x. in_size is a multiple of kInputBlock.
+// Bytes of the integers that stand for numbers of x which are not rounded to one.
+constexpr int kPlanes = 3;
+
+// Rows of x in 8 bits, or in planes: `rows * planes` rows of codes, a row's planes next to each other. in_size is a
+// multiple of kInputBlock.
 struct Int8Rows {
-  const int8_t* codes;       // [rows][in_size]
+  const int8_t* codes;       // [rows * planes][in_size]
   const int16_t* pairs;      // the same, each four codes in the order 0, 2, 1, 3; null where kHasPairs is false
   const float* scales;       // [rows][in_size / kInputBlock]
-  const float* sums;         // [rows][in_size / kInputBlock]: scale * sum of the block's codes
-  const int32_t* code_sums;  // [rows][in_size / kInputBlock]: sum of the block's codes
-  const int32_t* half_sums;  // [rows][in_size / kInputSum], likewise
+  const float* sums;         // [rows][in_size / kInputBlock]: scale * sum of the block's integers
+  const int32_t* code_sums;  // [rows * planes][in_size / kInputBlock]: sum of the block's codes
+  const int32_t* half_sums;  // [rows * planes][in_size / kInputSum], likewise
   int64_t in_size;
+  bool has_planes;
 };
 
 static TOKA_INLINE Ints broadcast_four(const void* from) {
@@ -172,32 +181,39 @@ static TOKA_INLINE void add_products(const Int8Rows& x, int64_t row, int64_t fir
 
 #endif
 
+// The sum of a row from those of its planes.
+template <int planes>
+static TOKA_INLINE Floats joined(const Ints (*totals)[kPanelVectors], int v) {
+  if constexpr (planes == 1) return to_floats(totals[0][v]);
+  return to_floats(totals[0][v]) * 65536.0f + to_floats(totals[1][v] * 256 + totals[2][v]);
+}
+
 // Rows [row, row + M) of x times a panel -> sums [M][kPanel]. part: inputs that have both one group and one block.
-// code_sums [rows][parts], as in Int8Rows.
-template <int M, int bits, int part, bool has_min>
+// code_sums [rows * planes][parts], as in Int8Rows.
+template <int M, int planes, int bits, int part, bool has_min>
 static TOKA_INLINE void multiply_parts(const Int8Rows& x, int64_t row, const uint8_t* codes, const Groups& groups,
                                        const int32_t* code_sums, float* sums) {
   const int64_t num_parts = x.in_size / part, num_blocks = x.in_size / kInputBlock;
   const int64_t group_parts = groups.inputs / part;
   const float *scales = groups.scales, *mins = groups.mins;
   const float *x_scales = x.scales + row * num_blocks, *x_sums = x.sums + row * num_blocks;
-  code_sums += row * num_parts;
+  code_sums += row * planes * num_parts;
   Floats sum[M][kPanelVectors] = {};
   for (int64_t first_part = 0; first_part < num_parts; first_part += group_parts, scales += kPanel, mins += kPanel)
     for (int64_t number = first_part; number < first_part + group_parts;
          ++number, codes += part * kPanel * (bits == 4 ? 4 : 8) / 8) {
-      Ints total[M][kPanelVectors];
-      repeat<M>([&](auto i) TOKA_LAMBDA {
+      Ints total[M * planes][kPanelVectors];
+      repeat<M * planes>([&](auto i) TOKA_LAMBDA {
         const Ints start = has_min ? Ints{} : Ints{} - groups.offset * code_sums[i * num_parts + number];
         repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { total[i][v] = start; });
       });
-      add_products<M, bits>(x, row, number * part, part, codes, total);
+      add_products<M * planes, bits>(x, row * planes, number * part, part, codes, total);
       const int64_t block = number * part / kInputBlock;
       repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA {
         const Floats scale = load(scales + v * kLanes), min = load(mins + v * kLanes);
         repeat<M>([&](auto i) TOKA_LAMBDA {
           if constexpr (has_min) sum[i][v] += min * broadcast(x_sums[i * num_blocks + block]);
-          sum[i][v] += to_floats(total[i][v]) * (scale * broadcast(x_scales[i * num_blocks + block]));
+          sum[i][v] += joined<planes>(total + i * planes, v) * (scale * broadcast(x_scales[i * num_blocks + block]));
         });
       });
     }
@@ -237,24 +253,29 @@ static TOKA_INLINE void multiply_wide(const Int8Rows& x, int64_t row, const uint
 
 // Rows [row, row + M) of x times a panel -> sums [M][kPanel]. Each sum adds its parts in the order of x, so a row's
 // result does not depend on the number of rows.
-template <int M, int bits>
+template <int M, int planes, int bits>
 TOKA_NOINLINE void multiply_codes(const Int8Rows& x, int64_t row, const uint8_t* codes, const Groups& groups,
                                   float* sums) {
-  if constexpr (bits == 8)
+  if constexpr (bits == 8 && planes == 1)
     if (groups.has_all) return multiply_wide<M, bits>(x, row, codes, groups, sums);
   if constexpr (bits == 6)
     if (groups.inputs < kInputBlock)
-      return multiply_parts<M, bits, kInputSum, false>(x, row, codes, groups, x.half_sums, sums);
-  if (groups.has_min) return multiply_parts<M, bits, kInputBlock, true>(x, row, codes, groups, x.code_sums, sums);
-  multiply_parts<M, bits, kInputBlock, false>(x, row, codes, groups, x.code_sums, sums);
+      return multiply_parts<M, planes, bits, kInputSum, false>(x, row, codes, groups, x.half_sums, sums);
+  if (groups.has_min)
+    return multiply_parts<M, planes, bits, kInputBlock, true>(x, row, codes, groups, x.code_sums, sums);
+  multiply_parts<M, planes, bits, kInputBlock, false>(x, row, codes, groups, x.code_sums, sums);
 }
 
-// multiply_codes for 1 to kInt8Rows rows, a number known at run time.
-template <int bits, int M = kInt8Rows>
+// How many rows of x are multiplied together.
+template <int planes>
+constexpr int kCodeRows = kInt8Rows / planes;
+
+// multiply_codes for 1 to kCodeRows rows, a number known at run time.
+template <int planes, int bits, int M = kCodeRows<planes>>
 void multiply_code_rows(int num_rows, const Int8Rows& x, int64_t row, const uint8_t* codes, const Groups& groups,
                         float* sums) {
-  if (num_rows == M) return multiply_codes<M, bits>(x, row, codes, groups, sums);
-  if constexpr (M > 1) multiply_code_rows<bits, M - 1>(num_rows, x, row, codes, groups, sums);
+  if (num_rows == M) return multiply_codes<M, planes, bits>(x, row, codes, groups, sums);
+  if constexpr (M > 1) multiply_code_rows<planes, bits, M - 1>(num_rows, x, row, codes, groups, sums);
 }
 
 // The largest magnitude of x [count]; NaN if a number is not finite.
@@ -291,4 +312,43 @@ float quantize(const Element* x, int64_t count, int8_t* codes, int32_t* code_sum
   }
   for (int64_t b = 0; b < count / kInputBlock; ++b) code_sums[b] = half_sums[2 * b] + half_sums[2 * b + 1];
   return scale;
+}
+
+// A block of x -> integers of kPlanes bytes, as Int8Rows has them. The scale is a power of two, so that numbers which
+// are not much smaller than the largest one are exact. Numbers that are not finite make it NaN. codes, code_sums and
+// half_sums: of the first plane, in rows of in_size inputs.
+template <typename Element>
+void split(const Element* x, int64_t in_size, int8_t* codes, float* scale, float* scaled_sum, int32_t* code_sums,
+           int32_t* half_sums) {
+  constexpr float kMost = 127 << 16 | 127 << 8 | 127;  // more would not fit, since the bytes below have signs
+  const float most = largest(x, kInputBlock);
+  const bool is_usable = most > 1e-30f;  // else NaN, or as good as zero
+  int exponent = is_usable ? 22 - std::ilogb(most) : 0;
+  if (std::ldexp(most, exponent) > kMost) --exponent;
+  const float inverse = is_usable ? std::ldexp(1.0f, exponent) : 0;
+  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+  int64_t total = 0;
+  for (int half = 0; half < 2; ++half) {
+    Ints all[kPlanes] = {};
+    for (int i = half * kInputSum; i < (half + 1) * kInputSum; i += kLanes) {
+      const Floats scaled = load(x + i) * inverse;
+      Ints rest = __builtin_convertvector(scaled + (scaled < 0.0f ? broadcast(-0.5f) : broadcast(0.5f)), Ints);
+      for (int plane = kPlanes - 1; plane >= 0; --plane) {
+        const Ints code = plane == 0 ? rest : rest << 24 >> 24;
+        rest = (rest - code) >> 8;
+        const Bytes narrow = __builtin_convertvector(code, Bytes);
+        std::memcpy(codes + plane * in_size + i, &narrow, sizeof narrow);
+        all[plane] += code;
+      }
+    }
+    for (int plane = 0; plane < kPlanes; ++plane) {
+      const int32_t of_half = int32_t(sum(all[plane]));
+      half_sums[plane * in_size / kInputSum + half] = of_half;
+      int32_t* const of_block = code_sums + plane * in_size / kInputBlock;
+      *of_block = half == 0 ? of_half : *of_block + of_half;
+      total += int64_t(of_half) << 8 * (kPlanes - 1 - plane);
+    }
+  }
+  *scale = is_usable ? std::ldexp(1.0f, -exponent) : most;
+  *scaled_sum = *scale * float(total);
 }
