@@ -131,6 +131,8 @@ static TOKA_INLINE void add_products(const Int8Rows& x, int64_t row, int64_t fir
   if constexpr (bits == 4) {
     const int8_t* const own = x.codes + row * in_size;
     Shorts sums[M][kPanelVectors] = {};
+    // Unrolled, GCC 12 would add products late, and keep all of them in memory until then.
+#pragma GCC unroll 1
     for (int64_t in = first; in < first + count; in += 8, codes += kPanel * 4) {
       if constexpr (M <= 4) prefetch_codes(codes);
       repeat<2>([&](auto half) TOKA_LAMBDA {
@@ -320,35 +322,45 @@ float quantize(const Element* x, int64_t count, int8_t* codes, int32_t* code_sum
 template <typename Element>
 void split(const Element* x, int64_t in_size, int8_t* codes, float* scale, float* scaled_sum, int32_t* code_sums,
            int32_t* half_sums) {
-  constexpr float kMost = 127 << 16 | 127 << 8 | 127;  // more would not fit, since the bytes below have signs
-  const float most = largest(x, kInputBlock);
-  const bool is_usable = most > 1e-30f;  // else NaN, or as good as zero
-  int exponent = is_usable ? 22 - std::ilogb(most) : 0;
-  if (std::ldexp(most, exponent) > kMost) --exponent;
-  const float inverse = is_usable ? std::ldexp(1.0f, exponent) : 0;
-  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+  static_assert(kPlanes == 3);
+  constexpr int kVectors = kInputBlock / kLanes, kBias = 127, kMantissaBits = 23;
+  constexpr int32_t kMantissa = (1 << kMantissaBits) - 1, kInfinity = 0x7F800000;
+  constexpr int32_t kTiny = (kBias - 100) << kMantissaBits;  // 2^-100; less is as good as zero
+  // The largest integer: more would not fit, since the lower bytes have signs.
+  constexpr int32_t kMost = 127 << 16 | 127 << 8 | 127;
+  Floats numbers[kVectors];
+  Ints magnitudes{};  // the bits of magnitudes have their order
+  repeat<kVectors>([&](auto v) TOKA_LAMBDA {
+    numbers[v] = load(x + v * kLanes);
+    const Ints own = (Ints)numbers[v] & INT32_MAX;
+    magnitudes = own > magnitudes ? own : magnitudes;
+  });
+  const int32_t most = max(magnitudes);
+  const bool is_usable = most >= kTiny && most < kInfinity;
+  // The largest integer has 23 bits, or 22 if it would exceed kMost.
+  const int shift = 22 - (most >> kMantissaBits) + kBias - ((most & kMantissa) > 2 * kMost - kMantissa - 1);
+  const float inverse = is_usable ? from_bits(uint32_t(kBias + shift) << kMantissaBits) : 0;
+  *scale = is_usable ? from_bits(uint32_t(kBias - shift) << kMantissaBits) : most < kInfinity ? 0 : NAN;
+  Ints sums[2][kPlanes] = {};
+  repeat<kVectors>([&](auto v) TOKA_LAMBDA {
+    const Floats scaled = numbers[v] * inverse;
+    const Floats half = (Floats)(((Ints)scaled & INT32_MIN) | (Ints)broadcast(0.5f));
+    const Ints shifted = __builtin_convertvector(scaled + half, Ints) + 0x8080;  // so that the lower bytes have no signs
+    const Ints planes[kPlanes] = {shifted >> 16, (shifted >> 8 & 255) - 128, (shifted & 255) - 128};
+    repeat<kPlanes>([&](auto plane) TOKA_LAMBDA {
+      typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+      const Bytes narrow = __builtin_convertvector(planes[plane], Bytes);
+      std::memcpy(codes + plane * in_size + v * kLanes, &narrow, sizeof narrow);
+      sums[v * kLanes / kInputSum][plane] += planes[plane];
+    });
+  });
   int64_t total = 0;
-  for (int half = 0; half < 2; ++half) {
-    Ints all[kPlanes] = {};
-    for (int i = half * kInputSum; i < (half + 1) * kInputSum; i += kLanes) {
-      const Floats scaled = load(x + i) * inverse;
-      Ints rest = __builtin_convertvector(scaled + (scaled < 0.0f ? broadcast(-0.5f) : broadcast(0.5f)), Ints);
-      for (int plane = kPlanes - 1; plane >= 0; --plane) {
-        const Ints code = plane == 0 ? rest : rest << 24 >> 24;
-        rest = (rest - code) >> 8;
-        const Bytes narrow = __builtin_convertvector(code, Bytes);
-        std::memcpy(codes + plane * in_size + i, &narrow, sizeof narrow);
-        all[plane] += code;
-      }
-    }
-    for (int plane = 0; plane < kPlanes; ++plane) {
-      const int32_t of_half = int32_t(sum(all[plane]));
-      half_sums[plane * in_size / kInputSum + half] = of_half;
-      int32_t* const of_block = code_sums + plane * in_size / kInputBlock;
-      *of_block = half == 0 ? of_half : *of_block + of_half;
-      total += int64_t(of_half) << 8 * (kPlanes - 1 - plane);
-    }
+  for (int plane = 0; plane < kPlanes; ++plane) {
+    const int32_t first = int32_t(sum(sums[0][plane])), second = int32_t(sum(sums[1][plane]));
+    int32_t* const halves = half_sums + plane * in_size / kInputSum;
+    halves[0] = first, halves[1] = second;
+    code_sums[plane * in_size / kInputBlock] = first + second;
+    total = total * 256 + first + second;
   }
-  *scale = is_usable ? std::ldexp(1.0f, -exponent) : most;
   *scaled_sum = *scale * float(total);
 }

@@ -95,12 +95,14 @@ static TOKA_INLINE Floats load(const bfloat16* from) {
 
 static inline float to_float(float x) { return x; }
 
-static inline float to_float(bfloat16 x) {
-  const uint32_t bits = uint32_t(x.bits) << 16;
+// The number with these bits.
+static inline float from_bits(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
+
+static inline float to_float(bfloat16 x) { return from_bits(uint32_t(x.bits) << 16); }
 
 static inline float to_float(float16 x) {
 #if defined(__F16C__)
@@ -212,6 +214,15 @@ static TOKA_INLINE float max(Floats x) {
   return lanes[0];
 }
 
+static TOKA_INLINE int32_t max(Ints x) {
+  int32_t lanes[kLanes];
+  std::memcpy(lanes, &x, sizeof x);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; ++lane)
+      lanes[lane] = lanes[lane] > lanes[lane + half] ? lanes[lane] : lanes[lane + half];
+  return lanes[0];
+}
+
 // Whether any lane is greater than the limit.
 static TOKA_INLINE bool any_greater(Floats x, float limit) {
 #if defined(__AVX512F__)
@@ -223,8 +234,11 @@ static TOKA_INLINE bool any_greater(Floats x, float limit) {
 #endif
 }
 
+// Fits into 32 bits.
 static TOKA_INLINE int64_t sum(Ints x) {
-  int64_t total = 0;
-  for (int lane = 0; lane < kLanes; ++lane) total += x[lane];
-  return total;
+  int32_t lanes[kLanes];
+  std::memcpy(lanes, &x, sizeof x);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  return lanes[0];
 }
