@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.end_to_end.helpers.toka_process import running_toka
-from tests.helpers.tiny_model import save_tiny_model
+from tests.helpers.tiny_model import save_byte_tokenizer, save_tiny_model
+from tests.model.by_transformers.helpers import tiny_classes
 from tokasaurus.checkpoint import resolve_checkpoint, with_safetensors
 from tokasaurus.cli import main
 from tokasaurus.config import ServerConfig
@@ -34,7 +35,7 @@ def planned_workers(directory: Path, *words: str) -> list[dict[str, Any]]:
 
 def memory_lines(directory: Path, num_blocks: int, *words: str) -> list[str]:
     """One line of each worker."""
-    flags = (f"model={directory}", *words, "device=cpu", f"kv_cache_num_tokens={num_blocks * 16}")
+    flags = (f"model={directory}", *words, "device=cpu", "log_level=debug", f"kv_cache_num_tokens={num_blocks * 16}")
     with running_toka(*flags) as toka:
         assert toka.stop() == 0
     return [line for line in toka.lines if re.match(r" *model worker +memory ", line)]
@@ -132,3 +133,31 @@ def test_a_plain_torch_kv_cache_takes_what_is_planned(tmp_path: Path) -> None:
         assert planned_kv == by_hand
         assert measured_kv == pytest.approx(by_hand, abs=1), "a few pages of 4 KiB in 25 MB"
     assert len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "is_tied", "flags"),
+    [
+        ("mixtral", False, ()),
+        ("mixtral", True, ("dtype=float32",)),
+        ("gemma2", True, ()),
+        ("gemma2", True, ("dtype=float16",)),
+        ("gemma2", True, ("quantization=int8",)),
+    ],
+)
+@pytest.mark.long
+def test_weights_of_a_class_take_what_is_planned(
+    family: str, is_tied: bool, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Experts and embeddings become float32 where activations are that, and a tied LM head is packed beside them."""
+    config = tiny_classes.tiny_config(family)
+    config.vocab_size, config.hidden_size, config.tie_word_embeddings = 40_000, 1024, is_tied
+    tiny_classes.save_tiny_model(tmp_path, config).to(torch.bfloat16).save_pretrained(tmp_path)
+    save_byte_tokenizer(tmp_path)
+    small = ("max_tokens_per_forward=64", "max_seqs_per_forward=8", "model_impl=transformers")
+    (line,) = memory_lines(tmp_path, 64, *small, *flags)
+    shown, num_bytes, _, _ = measured(line)
+    number, unit = shown.split()
+    planned = float(number) * UNITS[unit]
+    assert planned > 64 << 20
+    assert num_bytes == pytest.approx(planned, rel=0.05)

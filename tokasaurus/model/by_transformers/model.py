@@ -146,6 +146,11 @@ class TransformersModel(Model):
                     parameter.data = parameter.data.to(dtype)
         self._answers = PagedAnswers(tuple(layer.attention for layer in self._info.spec.layers), self._sinks, dtype)
 
+    @property
+    def bytes_outside_linears(self) -> int:
+        owners = (module for module in self.modules() if not isinstance(module, PackedLinear | nn.Embedding))
+        return sum(each.nbytes for owner in owners for each in owner.parameters(recurse=False) if each.dim() > 1)
+
     def give_back(self) -> None:
         super().give_back()
         for parameter in self._large_parameters():

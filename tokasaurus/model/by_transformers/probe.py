@@ -73,7 +73,10 @@ def facts_of(path: Path) -> dict[str, Any]:
     if model._is_stateful or any(isinstance(module, nn.Conv1d) for module in model.modules()):
         raise Unfit(f"{type(model).__name__} keeps a state beside keys and values")
     layers = _layers(model)
-    linears = [module for name, module in model.named_modules() if isinstance(module, nn.Linear) and "head" not in name]
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    is_tied = head.weight is embedding.weight
+    linears = [module for module in model.modules() if type(module) is nn.Linear and module is not head]
+    in_linears = [each for module in (linears if is_tied else [*linears, head]) for each in module.parameters()]
     return {
         "architecture": type(model).__name__,
         "layers": layers,
@@ -83,7 +86,9 @@ def facts_of(path: Path) -> dict[str, Any]:
         "width": max((max(each.in_features, each.out_features) for each in linears), default=config.hidden_size),
         "settings": digest_of(config.to_dict()),
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "tie_embeddings": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+        "num_in_linears": sum(parameter.numel() for parameter in in_linears),
+        "num_tied": is_tied * head.weight.numel(),
+        "tie_embeddings": is_tied,
     }
 
 

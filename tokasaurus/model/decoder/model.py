@@ -180,6 +180,11 @@ class Model(nn.Module, ABC):
         return sum(linear.saved_bytes for linear in self._linears())
 
     @property
+    def bytes_outside_linears(self) -> int:
+        """Of this rank's matrices that are neither embeddings nor those of a linear layer: they are never quantised."""
+        return 0
+
+    @property
     def block_types(self) -> list[str]:
         """Types of this rank's quantised weights."""
         packed = [linear.packed for linear in self._linears() if linear.packed is not None]

@@ -55,7 +55,8 @@ def choose_platform(start: Start) -> str:
     start.dtype = choose_dtype(config.dtype, device, kernels, compiles)
     start.activation_dtype = choose_activation_dtype(start.dtype, kernels, compiles)
     start.kv_cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, start.dtype, start.activation_dtype)
-    start.memory = MemoryTable(config, start.info, start.mesh, device, start.dtype, start.kv_cache_dtype)
+    dtypes = start.dtype, start.kv_cache_dtype, start.activation_dtype
+    start.memory = MemoryTable(config, start.info, start.mesh, device, *dtypes)
     described = f"{device}, {_describe_dtypes(start.dtype, start.activation_dtype, start.kv_cache_dtype)}"
     if device.type != "cpu":
         return described

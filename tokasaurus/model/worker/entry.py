@@ -43,7 +43,7 @@ from tokasaurus.model.worker.attention_choice import choose_attention
 from tokasaurus.model.worker.device import choose_device, choose_platform, leave_threads_to
 from tokasaurus.model.worker.hydragen_costs import asks_for_prefix_costs, measure_prefix_groups
 from tokasaurus.model.worker.kernel_checks import check_triton, compile_layers
-from tokasaurus.model.worker.load_model import choose_gemms, has_gemm_choice, load_model
+from tokasaurus.model.worker.load_model import choose_gemms, has_gemm_choice, load_model, make_model
 from tokasaurus.model.worker.loop import run_steps
 from tokasaurus.model.worker.memory import (
     dtype_name,
@@ -150,6 +150,7 @@ def loading() -> list[Phase]:
             when=lambda start: is_tried(start.config.symmetric_all_reduce, start.mesh, start.device),
         ),
         Phase("gemm", choose_gemms, when=has_gemm_choice),
+        Phase("", make_model),
         Phase("weights", load_model, (WEIGHTS, ROTARY)),
         Phase("attention", choose_attention, (WORKSPACES,), when=lambda start: start.on_cuda),
         Phase("", choose_attention, when=lambda start: not start.on_cuda),

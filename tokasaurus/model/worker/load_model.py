@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from tokasaurus.checkpoint import CheckpointError, ModelInfo, file_states, weight_files
+from tokasaurus.checkpoint import CheckpointError, file_states, weight_files
 from tokasaurus.checkpoint.block_types import why_dequantised
 from tokasaurus.messages.status import FlagRefused, UserError
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES
 from tokasaurus.model.cpu.gemm_choice import choose_gemm
 from tokasaurus.model.decoder.decoder import build_decoder
-from tokasaurus.model.decoder.model import Model
 from tokasaurus.model.decoder.quantize import CannotQuantize, Packing
 from tokasaurus.model.decoder.tensor_files import has_quantized
 from tokasaurus.model.decoder.uploads import uploads_to
 from tokasaurus.model.decoder.weights import FilledModules, load_weights, return_freed_memory
-from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.worker.memory_plan import WEIGHTS
+from tokasaurus.model.worker.memory import dtype_name
+from tokasaurus.model.worker.memory_plan import WEIGHTS, show_size
 
 if TYPE_CHECKING:
     from tokasaurus.model.worker.start import Start
@@ -41,23 +37,24 @@ def choose_gemms(start: Start) -> str:
     return start.gemm.describe()
 
 
-def build_model(info: ModelInfo, mesh: Mesh, dtype: torch.dtype, directory: Path) -> Model:
-    """This rank's part of the model, on the meta device. directory: of the checkpoint. Raises ValueError and
-    CheckpointError."""
-    if info.is_native:
-        return build_decoder(info, mesh, dtype)
-    from tokasaurus.model.by_transformers.model import TransformersModel  # whose import takes seconds
+def make_model(start: Start) -> str:
+    """This rank's part of the model, on the meta device. Raises UserError."""
+    arguments = start.info, start.mesh, start.dtype
+    try:
+        if start.info.is_native:
+            start.model = build_decoder(*arguments)
+        else:  # whose import takes seconds, and memory that is not of weights
+            from tokasaurus.model.by_transformers.model import TransformersModel
 
-    return TransformersModel(info, mesh, dtype, directory)
+            start.model = TransformersModel(*arguments, start.checkpoint.directory)
+    except (ValueError, CheckpointError) as error:
+        raise UserError(str(error)) from error
+    return ""
 
 
 def load_model(start: Start) -> str:
-    """This rank's part of the model, with weights in the layouts of its gemms. Raises FlagRefused."""
-    config = start.config
-    try:
-        start.model = model = build_model(start.info, start.mesh, start.dtype, start.checkpoint.directory)
-    except (ValueError, CheckpointError) as error:
-        raise UserError(str(error)) from error
+    """Its weights, in the layouts of its gemms. Raises FlagRefused."""
+    config, model = start.config, start.model
     model.materialize(start.device, start.limits.context_length)
     model.begin_packing(start.kernels, start.gemm, start.compiler, _packing(start))
     if config.quantization is not None and (reason := _why_not_quantizable(start)):
@@ -74,6 +71,10 @@ def load_model(start: Start) -> str:
     model.end_packing()
     return_freed_memory()
     dequantised += model.dequantised
+    if config.quantization is not None and not model.block_types:
+        raise FlagRefused(
+            f"quantization={config.quantization}: {start.info.family} has no linear layers but its LM head"
+        )
     if model.block_types:
         start.memory.replan(WEIGHTS, -model.saved_bytes)
     elif config.quantized_compute == "int8":
@@ -135,6 +136,8 @@ def _describe_blocks(start: Start, dequantised: Counter[str], may_keep_blocks: b
     if model.block_types:
         how = "multiplied in integers" if _packing(start).is_int8 else f"widened to {str(start.dtype)[6:]}"
         details.append(f"quantised as {', '.join(model.block_types)}, {how}")
+    if start.config.quantization is not None and (plain := model.bytes_outside_linears):
+        details.append(f"{show_size(plain)} of experts and other matrices stay {dtype_name(model.activation_dtype)}")
     for block_type in sorted(dequantised):
         why = why_dequantised(block_type) if may_keep_blocks else _why_all_plain(start)
         details.append(f"{dequantised[block_type]} weights of {block_type} dequantised ({why})")

@@ -130,12 +130,13 @@ class MemoryTable:
         device: torch.device,
         *dtypes: torch.dtype,
     ) -> None:
-        """dtypes: of the weights and of the KV cache."""
+        """dtypes: of the weights, the KV cache and activations."""
         self._device = device
         self._is_cuda = device.type == "cuda"
         # Asking for the free memory makes the context, which the plan counts too.
         free_bytes = torch.cuda.mem_get_info(device)[0] + CONTEXT_BYTES if self._is_cuda else 0
-        self._plan = plan_worker(info, mesh, sizes_of(config, info, free_bytes, *map(dtype_name, dtypes)))
+        names = [*map(dtype_name, dtypes)][: 2 if self._is_cuda else 3]
+        self._plan = plan_worker(info, mesh, sizes_of(config, info, free_bytes, *names))
         self._page_size = config.page_size
         self.measured: dict[str, int] = {}
         """Bytes by part; parts that are measured together are under the first one's name."""

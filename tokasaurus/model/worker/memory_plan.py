@@ -72,6 +72,8 @@ class Sizes:
     device_bytes: int
     dtype: str
     kv_cache_dtype: str
+    activation_dtype: str | None
+    """None: no linear layer is packed, and all is of `dtype`, as on a CUDA device."""
     tp_size: int
     pp_size: int
     page_size: int
@@ -95,12 +97,20 @@ class Sizes:
         return ITEM_BYTES[self.dtype]
 
 
-def sizes_of(config: ServerConfig, info: ModelInfo, device_bytes: int, dtype: str, kv_cache_dtype: str) -> Sizes:
+def sizes_of(
+    config: ServerConfig,
+    info: ModelInfo,
+    device_bytes: int,
+    dtype: str,
+    kv_cache_dtype: str,
+    activation_dtype: str | None = None,
+) -> Sizes:
     graphs = sizes_of_graphs(config) if info.is_native else []
     return Sizes(
         device_bytes=device_bytes,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
+        activation_dtype=activation_dtype,
         tp_size=config.tp_size,
         pp_size=config.pp_size,
         page_size=config.page_size,
@@ -289,7 +299,7 @@ class _Entry:
 
 
 def _weights(rank: _Rank) -> Planned:
-    info, mesh, item = rank.info, rank.mesh, rank.sizes.item
+    info, mesh, sizes, item = rank.info, rank.mesh, rank.sizes, rank.sizes.item
     count = num_parameters(info, mesh)
     what = f"{rank.shape.num_layers} of {info.num_layers} layers"
     if mesh.tp_size > 1:
@@ -297,7 +307,13 @@ def _weights(rank: _Rank) -> Planned:
     ends = [name for name, is_here in (("embedding", mesh.is_first_stage), ("LM head", mesh.is_last_stage)) if is_here]
     if info.tie_embeddings and len(ends) == 2:
         ends = ["embedding, which is also the LM head"]
-    return count * item, f"{count:,} parameters x {item} B: {', '.join([what, *ends])}"
+    num_bytes, of_class = count * item, info.of_class
+    if of_class is not None and sizes.activation_dtype is not None:
+        others, wide = count - of_class.num_in_linears, ITEM_BYTES[sizes.activation_dtype]
+        num_packed_too = 0 if sizes.dtype == "float16" else of_class.num_tied  # which no layout of its own multiplies
+        num_bytes += others * (wide - item) + num_packed_too * item
+        what += f", {others:,} parameters outside linear layers as {wide} B each, {num_packed_too:,} of the head twice"
+    return num_bytes, f"{count:,} parameters x {item} B: {', '.join([what, *ends])}"
 
 
 def _rotary(rank: _Rank) -> Planned:
