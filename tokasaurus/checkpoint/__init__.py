@@ -9,7 +9,7 @@ from tokasaurus.checkpoint.info import ModelInfo, read_model_info
 from tokasaurus.checkpoint.json_files import CheckpointError
 from tokasaurus.checkpoint.resolve import Checkpoint, resolve_checkpoint, with_safetensors
 from tokasaurus.checkpoint.rope import RopeInfo
-from tokasaurus.checkpoint.update import UpdateChecks, quantization_of_update
+from tokasaurus.checkpoint.update import UpdateChecks, check_copy, quantization_of_update
 from tokasaurus.checkpoint.weight_files import (
     check_weight_sizes,
     file_states,
@@ -25,6 +25,7 @@ __all__ = [
     "RopeInfo",
     "UpdateChecks",
     "cache_directory",
+    "check_copy",
     "check_weight_sizes",
     "file_states",
     "fit_to_tensors",

@@ -12,7 +12,7 @@ plain numbers once they are loaded.
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,31 @@ def quantization_of_update(directory: Path, of_checkpoint: Quantization | None) 
     return quantization_beside(directory) if found is None else found
 
 
+def check_copy(
+    copy: str,
+    name: str,
+    tensors: Mapping[str, StoredTensor],
+    directories: Sequence[Path],
+    of_checkpoint: Quantization | None,
+) -> None:
+    """Raises CheckpointError if one of the new tensors differs from another one, which has the same place in the model.
+
+    directories: of earlier weights, newest first, where new weights may lack the other one. of_checkpoint: as of
+    quantization_of_update."""
+    other = tensors.get(name)
+    if other is None and directories:
+        found = (read_tensors(update_files(each), quantization_of_update(each, of_checkpoint)) for each in directories)
+        other = next((earlier[name] for earlier in found if name in earlier), None)
+        if other is None:
+            raise CheckpointError(f"no earlier weights have tensor {name}")
+    if other is not None and not are_equal(tensors[copy], other):
+        where = "of these weights" if name in tensors else "of the server's weights, which this part lacks"
+        raise CheckpointError(
+            f"tensor {copy} differs from {name} {where}: this server was started with tied embeddings, and computes "
+            "both with one matrix"
+        )
+
+
 class UpdateChecks:
     """Compares directories of new weights with one running server."""
 
@@ -119,32 +144,17 @@ class UpdateChecks:
     ) -> None:
         """If the LM head is the embedding, it must be in the new weights too."""
         info = self._checkpoint.info
-        if not info.tie_embeddings:
+        if not info.tie_embeddings or not info.is_native:  # the workers know what a class ties
             return
         name = info.embedding_tensor
         other = HEAD if name == EMBEDDING else EMBEDDING
         if other in tensors:
-            kept = None if name in tensors or not is_partial else self._present(name, earlier)
-            embedding = tensors.get(name, kept)
-            if embedding is not None and not are_equal(tensors[other], embedding):
-                where = "of these weights" if name in tensors else "of the server's weights, which this part lacks"
-                raise CheckpointError(
-                    f"tensor {other} differs from {name} {where}: this server was started with tied embeddings, "
-                    "and computes both with one matrix"
-                )
+            directories = [*(Path(update.directory) for update in reversed(earlier)), self._checkpoint.directory]
+            check_copy(other, name, tensors, directories if is_partial else [], info.quantization)
         elif not is_partial and (path := directory / _CONFIG).is_file() and not flag(read_json(path), _TIE):
             raise CheckpointError(
                 f"{path}: {_TIE} is false, but there is no {other}, and the server was started with tied embeddings"
             )
-
-    def _present(self, name: str, earlier: Sequence[UpdateWeights]) -> StoredTensor:
-        """The stored tensor that the server has now. Raises CheckpointError if its file is gone."""
-        directories = [*(Path(update.directory) for update in reversed(earlier)), self._checkpoint.directory]
-        for directory in directories:
-            quantization = quantization_of_update(directory, self._checkpoint.info.quantization)
-            if (found := read_tensors(update_files(directory), quantization).get(name)) is not None:
-                return found
-        raise CheckpointError(f"no earlier weights have tensor {name}")
 
     def _check_tokenizer(self, directory: Path) -> None:
         """Compares what AutoTokenizer makes of the files, which other versions of libraries write otherwise."""

@@ -217,7 +217,11 @@ class TransformersModel(Model):
         return root.get_submodule(path), own
 
     def ignores(self, source: str) -> bool:
-        return source in self._stored.ignored
+        return source in self._stored.ignored or source in self.copies
+
+    @property
+    def copies(self) -> dict[str, str]:
+        return self._stored.copies
 
 
 def _write_all(shards: list[WeightShard], values: Tensor) -> None:

@@ -194,18 +194,11 @@ def _window(module: nn.Module, mask: Any) -> int | None:
     if not isinstance(mask, Mask) or getattr(mask, "sees", None) is None:
         raise Unfit(f"{type(module).__name__} gives attention a mask that is not known")
     last = _POSITIONS_SEEN - 1
-    seen = {query: _num_seen(mask, query) for query in (last, last - 1, last * 3 // 4, last // 2, 1000, 99, 5, 0)}
-    window = seen[last]
-    if any(num != min(query + 1, window) for query, num in seen.items()):
-        raise Unfit(f"{type(module).__name__} gives attention a mask that is neither causal nor a window")
-    return None if window > last else window
-
-
-def _num_seen(mask: Mask, query: int) -> int:
-    """How many keys the query at a position sees, up to its own; -1 if these are not the last ones."""
     with torch.device("cpu"):
-        keys, zero = torch.arange(_POSITIONS_SEEN), torch.zeros((), dtype=torch.int64)
-        sees = mask.sees(zero, zero, torch.tensor(query), keys).expand(_POSITIONS_SEEN)
-        num_seen = int(sees.sum())
-        is_last = bool(sees[query + 1 - num_seen : query + 1].all()) and 0 < num_seen <= query + 1
-    return num_seen if is_last else -1
+        zero, keys = torch.zeros((), dtype=torch.int64), torch.arange(_POSITIONS_SEEN)
+        queries = torch.tensor([last, last - 1, last * 3 // 4, last // 2, 1000, 99, 5, 0]).unsqueeze(1)
+        seen = mask.sees(zero, zero, queries, keys).expand(len(queries), -1)
+        window = int(seen[0].sum())
+        if not torch.equal(seen, (keys <= queries) & (keys > queries - window)):
+            raise Unfit(f"{type(module).__name__} gives attention a mask that is neither causal nor a window")
+    return None if window > last else window

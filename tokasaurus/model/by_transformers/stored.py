@@ -67,6 +67,8 @@ class ClassTensors:
     """Stored tensors that the class does not read."""
     tied: dict[str, str] = field(default_factory=dict)
     """Parameters that are another one."""
+    copies: dict[str, str] = field(default_factory=dict)
+    """The same by stored names, which a checkpoint or new weights may have for both."""
 
 
 def _write(target: Tensor, values: Tensor) -> None:
@@ -82,7 +84,9 @@ def find_stored(model: PreTrainedModel, directory: Path, info: ModelInfo) -> Cla
         own_name.setdefault(id(tensor), name)
     tied = {name: own for name, tensor in state.items() if (own := own_name[id(tensor)]) != name}
     if not has_weights(directory):
-        return ClassTensors([_whole(name, tuple(state[name].shape), name) for name in own_name.values()], tied=tied)
+        return ClassTensors(
+            [_whole(name, tuple(state[name].shape), name) for name in own_name.values()], tied=tied, copies={**tied}
+        )
     transforms = get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
@@ -110,7 +114,6 @@ def find_stored(model: PreTrainedModel, directory: Path, info: ModelInfo) -> Cla
             own = tied.get(part.target, part.target)
             if own != part.target and own in sources:
                 if are_equal(tensor, tensors[sources[own]]):
-                    stored.ignored.add(source)
                     continue
                 own = part.target  # both are stored, and differ: each is used, as in transformers
                 del tied[own]
@@ -124,6 +127,9 @@ def find_stored(model: PreTrainedModel, directory: Path, info: ModelInfo) -> Cla
     for name in {tied.get(name, name): None for name in state}:
         if filled[name] != state[name].numel():
             raise CheckpointError(f"the checkpoint lacks tensor {name}")
+    for name, own in tied.items():
+        copy, source = (sources.get(name, name), sources[own]) if own in sources else (own, sources[name])
+        stored.copies[copy] = source
     return stored
 
 

@@ -136,6 +136,12 @@ class Model(nn.Module, ABC):
     def ignores(self, source: str) -> bool:
         """Whether to skip this checkpoint tensor, which the model does not use."""
 
+    @property
+    def copies(self) -> dict[str, str]:
+        """Ignored tensors by name, and the tensor that each must equal in new weights. UpdateChecks compares those of
+        our own layers."""
+        return {}
+
     def reserve(self, num_tokens: int, num_logit_rows: int) -> None:
         """Allocate the memory that the kernels keep between forwards, for up to num_tokens and num_logit_rows."""
 

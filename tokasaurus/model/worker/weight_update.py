@@ -6,8 +6,17 @@ from pathlib import Path
 
 import torch
 
-from tokasaurus.checkpoint import CheckpointError, ModelInfo, file_states, quantization_of_update, update_files
+from tokasaurus.checkpoint import (
+    CheckpointError,
+    ModelInfo,
+    check_copy,
+    file_states,
+    quantization_of_update,
+    update_files,
+)
 from tokasaurus.checkpoint.gguf.model import is_gguf
+from tokasaurus.checkpoint.quantized.config import Quantization
+from tokasaurus.checkpoint.weight_files import read_tensors
 from tokasaurus.messages.commands import FIRST_VERSION, FileState, UpdateWeights, add_update
 from tokasaurus.messages.status import first_line
 from tokasaurus.model.decoder.model import Model
@@ -62,6 +71,7 @@ class WeightUpdates:
             if update.files and file_states(files) != update.files:
                 raise CheckpointError(f"files in {update.directory} have changed since the update was asked for")
             dtypes = self._dtypes if quantization is None and not is_gguf(files[0]) else DEQUANTIZED_DTYPES
+            self._check_copies(files, update, quantization)
             check_update(files, self._shards(), self._model.ignores, dtypes, update.is_partial, quantization)
         except (CheckpointError, OSError) as refused:
             error = first_line(refused)
@@ -74,6 +84,14 @@ class WeightUpdates:
             torch.cuda.synchronize(self._device)
         add_update(self._applied, update)
         return ""
+
+    def _check_copies(self, files: list[Path], update: UpdateWeights, quantization: Quantization | None) -> None:
+        """Raises CheckpointError if tensors differ that the model has as one."""
+        tensors = read_tensors(files, quantization) if self._model.copies else {}
+        earlier = [*(Path(each.directory) for each in reversed(self._applied)), self._directory]
+        for copy, name in self._model.copies.items():
+            if copy in tensors:
+                check_copy(copy, name, tensors, earlier if update.is_partial else [], self._quantization)
 
     def apply_again(self) -> str:
         """Write all weights anew after their memory was given back. Returns as `apply` does."""
