@@ -6,14 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from tests.model.by_transformers.helpers.every_class import load_class
+from tests.model.by_transformers.helpers.next_token import PROMPT, assert_next_token
 from tests.model.by_transformers.helpers.tiny_classes import VOCAB_SIZE, save_tiny_model, tiny_config
 from tests.model.helpers.prefix_samples import Samples
 from tests.model.helpers.rounding import rounded
 from tests.model.helpers.steps import CPU, StepDriver, make_runner, one_thread
-from tokasaurus.checkpoint import ModelInfo, read_model_info
+from tokasaurus.checkpoint import read_model_info
 from tokasaurus.messages.commands import UpdateWeights
 from tokasaurus.model.by_transformers.model import TransformersModel
 from tokasaurus.model.cpu.bindings import load_kernels
@@ -25,18 +26,6 @@ from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.weight_update import WeightUpdates
 
 FAMILIES = pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "opt"])
-PROMPT = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(0))
-
-
-def assert_equals(model: TransformersModel, info: ModelInfo, oracle: PreTrainedModel) -> None:
-    """Log-probabilities of a prompt's tokens, and of the one sampled after it."""
-    driver = StepDriver(make_runner(model, info, None))
-    driver.open(1, PROMPT.tolist())
-    token, logprob = driver.run([], [(1, len(PROMPT))])[1]
-    with torch.inference_mode():
-        expected = oracle(PROMPT.unsqueeze(0)).logits[0, -1].log_softmax(dim=-1)
-    assert token == int(expected.argmax())
-    assert logprob == pytest.approx(float(expected.max()), abs=1e-4)
 
 
 @FAMILIES
@@ -47,7 +36,7 @@ def test_new_weights_replace_the_old_ones(packed: bool, family: str, tmp_path: P
     model, info = load_class(tmp_path / "old", packed)
     updates = WeightUpdates(model, info, tmp_path / "old", Mesh(), CPU)
     assert updates.apply(UpdateWeights(0, str(tmp_path / "new"), "1")) == ""
-    assert_equals(model, info, oracle)
+    assert_next_token(model, info, oracle)
 
 
 @FAMILIES
@@ -62,7 +51,7 @@ def test_weights_quantised_at_load_are_the_rounded_ones(family: str, tmp_path: P
         for module in oracle.modules():
             if isinstance(module, nn.Linear) and module is not oracle.get_output_embeddings():
                 module.weight.copy_(rounded(module.weight, "int8"))
-    assert_equals(model, info, oracle)
+    assert_next_token(model, info, oracle)
 
 
 @FAMILIES
@@ -147,7 +136,7 @@ def test_a_stored_head_beside_tied_embeddings_counts_where_it_differs(
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
     model, info = load_class(tmp_path)
-    assert_equals(model, info, expected)
+    assert_next_token(model, info, expected)
 
 
 @FAMILIES
@@ -159,4 +148,4 @@ def test_memory_of_all_matrices_is_given_back(family: str, tmp_path: Path) -> No
     model.take_again()
     updates = WeightUpdates(model, info, tmp_path, Mesh(), CPU)
     assert updates.apply_again() == ""
-    assert_equals(model, info, oracle)
+    assert_next_token(model, info, oracle)

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.helpers.tiny_model import save_byte_tokenizer
 from tests.model.by_transformers.helpers.every_class import load_class
+from tests.model.by_transformers.helpers.next_token import assert_next_token
 from tests.model.by_transformers.helpers.tiny_classes import save_tiny_model, tiny_config
-from tests.model.by_transformers.test_class_model import assert_equals
 from tests.model.helpers.steps import CPU
 from tokasaurus.checkpoint import UpdateChecks, resolve_checkpoint
 from tokasaurus.config import ServerConfig
@@ -69,7 +69,7 @@ class Server:
         return error
 
     def assert_equals(self, directory: Path) -> None:
-        assert_equals(self.model, self.info, oracle_of(directory))
+        assert_next_token(self.model, self.info, oracle_of(directory))
 
 
 def oracle_of(directory: Path) -> PreTrainedModel:
@@ -115,7 +115,7 @@ def test_a_part_with_the_head_alone_must_equal_the_present_embedding(family: str
     oracle = oracle_of(tmp_path / "old")
     with torch.no_grad():
         oracle.get_input_embeddings().weight.copy_(new)
-    assert_equals(server.model, server.info, oracle)
+    assert_next_token(server.model, server.info, oracle)
 
 
 @TIED
