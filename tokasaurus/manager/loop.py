@@ -309,9 +309,7 @@ def _serve(
     """
 
     server, outputs = channels.server, channels.outputs
-    readers: list[HasFileno | int] = [outputs]
-    if state.grammars is not None:
-        readers.append(state.grammars.reader)
+    others: list[HasFileno | int] = [] if state.grammars is None else [state.grammars.reader]
 
     def send(message: ForwardInput | WorkerCommand) -> None:
         send_to_all(channels.inputs, message)
@@ -373,7 +371,10 @@ def _serve(
         ]
         reports_s = (step_stats.seconds_to_report(now_s), busy.seconds_to_report(now_s))
         timeouts_s += [seconds for seconds in reports_s if seconds is not None]
-        wait([*server.readers, *readers], min(timeouts_s))
+        timeout_s = min(timeouts_s)
+        quiet_s = min(timeout_s, engine.seconds_results_may_wait())
+        if not (quiet_s and wait([*server.readers, *others], quiet_s)):
+            wait([*server.readers, *others, outputs], timeout_s - quiet_s)
         max_messages = intake.max_messages(engine.seconds_left(), is_idle=not state.steps_in_flight)
         start_s = time.monotonic()
         messages = server.drain(max_messages)

@@ -14,7 +14,9 @@ Spans = dict[tuple[str, int], tuple[float, float]]
 
 
 def run_and_watch(driver: EngineDriver) -> tuple[Spans, Spans, Spans]:
-    """Runs until nothing is left -> when each sequence was first seen to run, to have a token, and to end."""
+    """Runs until nothing is left -> when each sequence was first seen to run, to have a token, and to end.
+
+    A sequence may run, and be preempted, within one step: then it waits, and has its times."""
     admitted: Spans = {}
     begun: Spans = {}
     ended: Spans = {}
@@ -22,6 +24,12 @@ def run_and_watch(driver: EngineDriver) -> tuple[Spans, Spans, Spans]:
         before_s = time.monotonic()
         deltas = driver.step([], driver.rng.randint(0, 2))
         during = (before_s, time.monotonic())
+        for sequence in driver.state.queues.first_waiting(100):
+            key = (sequence.request.request_id, sequence.index)
+            if sequence.admitted_s:
+                admitted.setdefault(key, during)
+            if sequence.first_token_s:
+                begun.setdefault(key, during)
         for sequence in driver.running():
             key = (sequence.request.request_id, sequence.index)
             admitted.setdefault(key, during)

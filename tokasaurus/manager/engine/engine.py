@@ -44,6 +44,12 @@ from tokasaurus.monitoring.trace import NO_TRACE, Trace
 SECONDS_IN_HURRY = 0.01
 """If the worker's queue has less work than this, in seconds, steps are sent before all arrived results are applied."""
 
+RESULTS_SECONDS = 0.02
+"""Longest time that results lie in the channel so that one round applies several: as long as a stream's tokens wait."""
+
+SECONDS_RESERVED = 0.015
+"""Results lie there only while the worker has work for longer than this, in seconds: a round, and a lost time slice."""
+
 MAX_READING_SECONDS = 0.002
 """Longest time a step waits for grammar matchers to read tokens, in seconds."""
 
@@ -217,6 +223,21 @@ class Engine:
         if num_ahead:
             seconds = max(seconds, state.step_time_model.predict(self._features(start, start + 1)))
         return max(0.0, seconds - elapsed_s)
+
+    def seconds_results_may_wait(self) -> float:
+        """How long results may lie in the channel, in seconds; 0 if something waits for the next one.
+
+        A round costs a process that has slept several times what it costs one that goes on, so two results in one round
+        take little more than half of the time of two rounds.
+        """
+        state = self.state
+        slots, queues = state.slots, state.queues
+        num_ending = slots.num_running - len(queues.decoding()) - len(queues.prefilling)
+        if num_ending or queues.num_waiting or slots.num_with_masks or state.options.num_microbatches > 1:
+            return 0.0
+        if state.commands or state.sent_command is not None or any(step.begins for step in state.steps_in_flight):
+            return 0.0
+        return max(0.0, min(RESULTS_SECONDS, self.seconds_left() - SECONDS_RESERVED))
 
     def _features(self, start: int, end: int | None = None) -> NDArray[np.float64]:
         """Sum of the features of the steps in flight from number `start` up to `end`."""
