@@ -149,3 +149,17 @@ def test_memory_of_all_matrices_is_given_back(family: str, tmp_path: Path) -> No
     updates = WeightUpdates(model, info, tmp_path, Mesh(), CPU)
     assert updates.apply_again() == ""
     assert_next_token(model, info, oracle)
+
+
+@FAMILIES
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_near_the_rounded_weights(
+    dtype: torch.dtype, packed: bool, family: str, tmp_path: Path
+) -> None:
+    """In float32, which the kernels widen bfloat16 to where the processor does not multiply it."""
+    oracle = save_tiny_model(tmp_path, tiny_config(family))
+    oracle.to(dtype).float()
+    model, info = load_class(tmp_path, packed, dtype=dtype)
+    is_wide = model.activation_dtype == torch.float32
+    assert_next_token(model, info, oracle, 1e-3 if is_wide else 100 * torch.finfo(dtype).eps)

@@ -31,11 +31,15 @@ NUM_TOKENS = 8
 _LENGTHS = (1, 2, 15, 16, 17, 33, 47, 60)
 
 
-def load_class(directory: Path, packed: bool = True) -> tuple[TransformersModel, ModelInfo]:
+def load_class(
+    directory: Path, packed: bool = True, keeps_blocks: bool = False, dtype: torch.dtype = torch.float32
+) -> tuple[TransformersModel, ModelInfo]:
+    """keeps_blocks: of quantised weights, where the kernels multiply by them."""
     info = read_model_info(directory, impl="transformers")
-    model = TransformersModel(info, Mesh(), torch.float32, directory)
+    model = TransformersModel(info, Mesh(), dtype, directory)
     model.materialize(CPU, info.context_length)
-    load_weights(weight_files(directory), model.weight_shards(), model.ignores)
+    files, shards = weight_files(directory), model.weight_shards()
+    load_weights(files, shards, model.ignores, may_keep_blocks=keeps_blocks, quantization=info.quantization)
     model.pack(load_kernels() if packed else None)
     return model, info
 
