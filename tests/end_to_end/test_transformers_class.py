@@ -1,20 +1,25 @@
 """A real server of a model that transformers' own class computes: mixed experts, whose family the table lacks."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from tests.end_to_end.helpers.toka_process import running_toka
+from tests.end_to_end.helpers.toka_process import running_toka, wait_for
 from tests.helpers.tiny_model import save_byte_tokenizer
 from tests.model.by_transformers.helpers.tiny_classes import save_tiny_model, tiny_config
 from tests.model.helpers.greedy_decoding import oracle_greedy
+from tokasaurus import LLM, Sampling
 
 FLAGS = ("dtype=float32", "kv_cache_num_tokens=1024", "max_tokens_per_forward=64", "max_seqs_per_forward=8", "rl=T")
 PROMPT = [11, 205, 77, 140, 31, 9, 254, 60] * 5
@@ -34,8 +39,8 @@ def http(model: tuple[Path, PreTrainedModel]) -> Iterator[httpx.Client]:
         yield client
 
 
-def sampled(http: httpx.Client, num_samples: int = 1) -> list[list[int]]:
-    body = {"model": "default", "prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+def sampled(http: httpx.Client, num_samples: int = 1, prompt: list[int] = PROMPT) -> list[list[int]]:
+    body = {"model": "default", "prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
     answer = http.post("/v1/completions", json={**body, "n": num_samples, "return_token_ids": True})
     assert answer.status_code == 200, answer.text
     return [choice["token_ids"] for choice in answer.json()["choices"]]
@@ -54,6 +59,57 @@ def test_texts_are_the_same_after_a_sleep_without_weights(
     assert http.post("/sleep", params={"level": 2}).status_code == 200
     assert http.post("/wake_up").status_code == 200
     assert sampled(http) == [expected]
+
+
+@pytest.mark.long
+def test_replicas_have_new_weights_also_after_a_death(model: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    directory, old = model
+    new = save_tiny_model(tmp_path, tiny_config("mixtral"), seed=5)
+    prompts = [[number, *PROMPT[number:]] for number in range(8)]
+    with (
+        running_toka(f"model={directory}", *FLAGS, "dp_size=2") as toka,
+        httpx.Client(base_url=toka.url, timeout=60) as client,
+        ThreadPoolExecutor(8) as pool,
+    ):
+
+        def answers() -> list[list[int]]:
+            return [tokens for (tokens,) in pool.map(lambda prompt: sampled(client, prompt=prompt), prompts)]
+
+        assert answers() == [oracle_greedy(old, prompt, 20)[0] for prompt in prompts]
+        answer = client.post("/update_weights", json={"weight_dir": str(tmp_path), "version": "new"})
+        assert answer.status_code == 200, answer.text
+        expected = [oracle_greedy(new, prompt, 20)[0] for prompt in prompts]
+        assert answers() == expected
+        os.kill(toka.children()["toka-worker1-0"], signal.SIGKILL)
+        wait_for(lambda: client.get("/ready").json()["replicas_up"] == 1, 60)
+        wait_for(lambda: client.get("/ready").json()["replicas_up"] == 2, 200)
+        assert answers() == expected
+
+
+@pytest.mark.long
+def test_a_program_and_a_batch_get_what_a_server_gives(model: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    directory, oracle = model
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    texts = [f"prompt {number} of a batch" for number in range(5)]
+    prompts = [tokenizer.encode(text).ids for text in texts]
+    expected = [oracle_greedy(oracle, prompt, 20)[0] for prompt in prompts]
+    with LLM(str(directory), dtype="float32", kv_cache_num_tokens=1024, show=False) as llm:
+        results = llm.generate(texts, Sampling(temperature=0, max_tokens=20, ignore_eos=True))
+        assert [result.samples[0].token_ids.tolist() for result in results] == expected
+    body = {"model": "default", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    lines = [
+        {"custom_id": str(index), "method": "POST", "url": "/v1/completions", "body": {**body, "prompt": text}}
+        for index, text in enumerate(texts)
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = (f"model={directory}", f"input={tmp_path / 'in.jsonl'}", f"output={tmp_path / 'out.jsonl'}", *FLAGS[:-1])
+    done = subprocess.run(
+        [sys.executable, "-m", "tokasaurus", "batch", *words], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    answers = [line["response"]["body"]["choices"][0]["text"] for line in found]
+    assert answers == [tokenizer.decode(tokens) for tokens in expected]
 
 
 def test_a_plan_counts_the_parameters_of_the_class(model: tuple[Path, PreTrainedModel]) -> None:
