@@ -109,7 +109,7 @@ class ServerConfig(FlagConfig):
     )
     quantized_compute: str | None = flag(
         None,
-        "how the CPU kernels multiply by quantised weights: exact widens them, with the results of the dequantised "
+        "how the CPU kernels multiply by quantised weights: exact has the results of the dequantised "
         "model; int8 quantises activations too and multiplies in integers, which is mostly faster; auto is int8 where "
         "the checkpoint says so and with quantization=int8",
         choices=("exact", "int8"),

@@ -27,9 +27,9 @@ class EngineFlags(TypedDict, total=False):
     """Quantise a plain checkpoint's linear layers while they are loaded; on CPUs only: int8 with a scale for each
     output, int4 in groups of 64 inputs; embedding and LM head stay plain."""
     quantized_compute: Literal["exact", "int8"] | None
-    """How the CPU kernels multiply by quantised weights: exact widens them, with the results of the dequantised model;
-    int8 quantises activations too and multiplies in integers, which is mostly faster; auto is int8 where the checkpoint
-    says so and with quantization=int8."""
+    """How the CPU kernels multiply by quantised weights: exact has the results of the dequantised model; int8 quantises
+    activations too and multiplies in integers, which is mostly faster; auto is int8 where the checkpoint says so and
+    with quantization=int8."""
     rope_scaling: dict[str, Any] | None
     """Rotary scaling that replaces the model's own, as a JSON object such as {"rope_type":"linear","factor":2.0}; the
     context length follows from it."""

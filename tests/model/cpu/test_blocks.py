@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.model.helpers.linear_layers import DTYPES, assert_close, random_rows
-from tests.model.helpers.quantized_rows import block_size, plain_rows, random_block_rows, set_codes
+from tests.model.helpers.quantized_rows import block_size, plain_rows, quantized_rows, random_block_rows, set_codes
 from tokasaurus.model.cpu.bindings import BLOCK_TYPES, load_kernels
 from tokasaurus.model.cpu.build import INSTRUCTION_SETS, machine_sets
 from tokasaurus.model.cpu.layer_executor import BlockRows, BlockWeight, LayerKernels, PackedWeights
@@ -91,17 +91,6 @@ def test_panels_of_two_types_do_not_fit(kernels: LayerKernels) -> None:
     assert PackedWeights.fits(BlockWeight(32, torch.float32, (q4, q8)), size)
     assert not PackedWeights.fits(BlockWeight(32, torch.float32, (odd, q8)), size)
     assert not PackedWeights.fits(BlockWeight(32, torch.float32, (q4, q8)), size, is_gated=True)
-
-
-def quantized_rows(x: Tensor, block: int) -> Tensor:
-    """x [R, inputs] as the kernels quantise it: codes of 8 bits, and a scale for `block` adjacent inputs, of which the
-    last ones may be fewer. float64."""
-
-    def rounded(part: Tensor) -> Tensor:
-        most = part.abs().amax(1, keepdim=True)
-        return (part * (127 / most)).nan_to_num(0).round().double() * (most / 127).double()
-
-    return torch.cat([rounded(part) for part in x.float().split(block, 1)], 1)
 
 
 def rows_without_ties(num_rows: int, in_size: int) -> Tensor:

@@ -345,7 +345,7 @@ def test_activations_of_8_bits_err_as_compressed_tensors_ones_do(family: str, tm
     oracle = save_quantised_model(tmp_path, family, W8A8)
     prompt = torch.randint(200, (60,), generator=torch.Generator().manual_seed(0))
     loaded, details = start(tmp_path)
-    assert "quantised as I8, multiplied in integers" in details
+    assert "quantised as I8, multiplied in integers (as the checkpoint asks)" in details
     found = run_whole_prompt(loaded.model, read_model_info(tmp_path), Mesh(), None, prompt).log_softmax(dim=-1)
     exact = logprobs_of(oracle, prompt)
     quantise_inputs(oracle)
@@ -357,7 +357,7 @@ def test_activations_of_8_bits_err_as_compressed_tensors_ones_do(family: str, tm
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["quantized_compute=exact"], "quantised as I8, widened to float32"),
+        (["quantized_compute=exact"], "quantised as I8, exact (quantized_compute=exact)"),
         (
             ["rl=T"],
             "14 weights of I8 dequantised (with rl=T, all weights are plain numbers), whose activations are not",

@@ -111,10 +111,13 @@ def start(directory: Path, *flags: str) -> list[PhaseDone]:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["quantization=int8"], "quantised as I8, multiplied in integers"),
-        (["quantization=int8", "quantized_compute=exact"], "quantised as I8, widened to float32"),
-        (["quantization=int4"], "quantised as I4_64, widened to float32"),
-        (["quantization=int4", "quantized_compute=int8"], "quantised as I4_64, multiplied in integers"),
+        (["quantization=int8"], "quantised as I8, multiplied in integers (quantization=int8); integers take, of I8, "),
+        (["quantization=int8", "quantized_compute=exact"], "quantised as I8, exact (quantized_compute=exact); "),
+        (["quantization=int4"], "quantised as I4_64, exact (by default); integers take, of I4_64, "),
+        (
+            ["quantization=int4", "quantized_compute=int8"],
+            "quantised as I4_64, multiplied in integers (quantized_compute=int8); ",
+        ),
         (["quantization=int8", "rl=T"], "quantised as I8, multiplied in integers"),
     ],
 )

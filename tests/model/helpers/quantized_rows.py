@@ -92,3 +92,14 @@ def set_codes(rows: BlockRows, byte: int) -> BlockRows:
     elif rows.type == "Q8_0":
         blocks[:, :, 2:] = 0x7F
     return BlockRows(rows.type, blocks.flatten(1))
+
+
+def quantized_rows(x: Tensor, block: int) -> Tensor:
+    """x [R, inputs] as the kernels quantise it: codes of 8 bits, and a scale for `block` adjacent inputs, of which the
+    last ones may be fewer. float64."""
+
+    def rounded(part: Tensor) -> Tensor:
+        most = part.abs().amax(1, keepdim=True)
+        return (part * (127 / most)).nan_to_num(0).round().double() * (most / 127).double()
+
+    return torch.cat([rounded(part) for part in x.float().split(block, 1)], 1)

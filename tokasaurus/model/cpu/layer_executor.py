@@ -179,6 +179,14 @@ class PackedWeights:
     def num_bytes(self) -> int:
         return self._panels.nbytes
 
+    @property
+    def in_size(self) -> int:
+        return self._in_size
+
+    @property
+    def out_size(self) -> int:
+        return self._out_size
+
     @staticmethod
     def fits(weight: BlockWeight, panel_size: int, is_gated: bool = False) -> bool:
         """Whether each panel has rows of a single type, and activations can be quantised in the same way for all."""

@@ -13,7 +13,7 @@ from tokasaurus.checkpoint.spec import ModelSpec
 from tokasaurus.model.attention.row_split import Attends
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
-from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedLayers
+from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedLayers, PackedWeights
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.layers import PLAIN, Linear
 from tokasaurus.model.decoder.quantize import Packing
@@ -193,8 +193,12 @@ class Model(nn.Module, ABC):
     @property
     def block_types(self) -> list[str]:
         """Types of this rank's quantised weights."""
-        packed = [linear.packed for linear in self._linears() if linear.packed is not None]
-        return sorted({block_type for weights in packed for block_type in weights.block_types})
+        return sorted({block_type for weights in self.packed_weights for block_type in weights.block_types})
+
+    @property
+    def packed_weights(self) -> list[PackedWeights]:
+        """This rank's linear layers that the kernels compute."""
+        return [linear.packed for linear in self._linears() if linear.packed is not None]
 
     @property
     def is_int8(self) -> bool:

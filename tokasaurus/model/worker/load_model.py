@@ -10,6 +10,7 @@ from tokasaurus.checkpoint.block_types import why_dequantised
 from tokasaurus.messages.status import FlagRefused, UserError
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES
 from tokasaurus.model.cpu.gemm_choice import choose_gemm
+from tokasaurus.model.cpu.quantized_ways import ways_by_type
 from tokasaurus.model.decoder.decoder import build_decoder
 from tokasaurus.model.decoder.quantize import CannotQuantize, Packing
 from tokasaurus.model.decoder.tensor_files import has_quantized
@@ -134,8 +135,7 @@ def _describe_blocks(start: Start, dequantised: Counter[str], may_keep_blocks: b
     """What has become of quantised weights, for the user."""
     model, stored, details = start.model, start.info.quantization, list[str]()
     if model.block_types:
-        how = "multiplied in integers" if _packing(start).is_int8 else f"widened to {str(start.dtype)[6:]}"
-        details.append(f"quantised as {', '.join(model.block_types)}, {how}")
+        details.append(f"quantised as {', '.join(model.block_types)}, {_describe_way(start)}")
     if start.config.quantization is not None and (plain := model.bytes_outside_linears):
         details.append(f"{show_size(plain)} of experts and other matrices stay {dtype_name(model.activation_dtype)}")
     for block_type in sorted(dequantised):
@@ -144,6 +144,23 @@ def _describe_blocks(start: Start, dequantised: Counter[str], may_keep_blocks: b
     if dequantised and stored is not None and stored.quantizes_activations:
         details.append("whose activations are not quantised")
     return ", ".join(details)
+
+
+def _describe_way(start: Start) -> str:
+    """How quantised weights are multiplied, why, and what the other way would take and cost."""
+    others = [ways.describe(name) for name, ways in ways_by_type(start.model.packed_weights).items()]
+    config = start.config
+    why = "by default"
+    if config.quantized_compute is not None:
+        why = f"quantized_compute={config.quantized_compute}"
+    elif _packing(start).is_int8:
+        why = "quantization=int8" if config.quantization == "int8" else "as the checkpoint asks"
+    how = "exact"
+    if _packing(start).is_int8:
+        how = "multiplied in integers"
+    elif dtype_name(start.activation_dtype) == "bfloat16":
+        how = "exact with few rows, else widened to bfloat16"
+    return f"{how} ({why})" + (f"; integers take, of {'; of '.join(others)}" if others else "")
 
 
 def _why_all_plain(start: Start) -> str:
