@@ -10,6 +10,9 @@ from tests.model.by_transformers.helpers.every_class import RIGHT, TABLE, outcom
 from tests.model.by_transformers.helpers.tiny_classes import FAMILIES
 
 _EXPECTED: dict[str, str] = json.loads(TABLE.read_text(encoding="utf-8"))
+_TESTED = ".".join(_EXPECTED.pop("transformers").split(".")[:2])
+"""The version that the table is of."""
+_ROOT = Path(__file__).parents[3]
 _SOME = ("mixtral", "gpt_oss", "deepseek_v3", "gpt2", "gemma2", "bloom", "roberta", "glm_moe_dsa", "falcon_h1")
 """By default; the others are long."""
 
@@ -19,9 +22,14 @@ def test_at_least_ninety_families_are_served() -> None:
 
 
 def test_a_newer_transformers_has_the_same_families() -> None:
-    """Written for another version, the table may lack families, or have some that are gone."""
+    """The table may lack families of another version than its own, or have some that are gone."""
     gained, lost = set(FAMILIES) - set(_EXPECTED), set(_EXPECTED) - set(FAMILIES)
     assert not gained | lost, f"transformers {version('transformers')} gained {sorted(gained)} and lost {sorted(lost)}"
+
+
+def test_the_tested_version_is_told() -> None:
+    assert f"classes of {_TESTED} are tested" in (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f"of transformers {_TESTED} " in (_ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,8 @@ def main() -> None:
                 table[family] = f"CRASH: {type(error).__name__} {error}"
         print(family, table[family], flush=True)
     if not sys.argv[1:]:
-        TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        whole = {"transformers": transformers.__version__, **table}
+        TABLE.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
