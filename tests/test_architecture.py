@@ -38,7 +38,7 @@ LAYERS = [
     ["startup_report"],
     ["server", "manager", "model"],
     ["text", "monitoring", "checkpoint"],
-    ["addresses", "files", "random_ids"],
+    ["addresses", "files", "random_ids", "workers"],
     ["command_line"],
     ["habits"],
     ["messages", "config"],

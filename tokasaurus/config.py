@@ -141,7 +141,13 @@ class ServerConfig(FlagConfig):
         none_means="auto",
     )
 
-    dp_size: int = count(1, "replicas of the model (data parallel)", heading="parallel")
+    dp_size: int | None = count(
+        None,
+        "replicas of the model (data parallel); auto is one, but on a CPU machine with several memory nodes one for "
+        "each of them",
+        none_means="auto",
+        heading="parallel",
+    )
     pp_size: int = count(1, "pipeline stages of a replica")
     tp_size: int = count(1, "devices that share each layer of a stage (tensor parallel)")
     pp_num_buffer_stages: int = count(1, "microbatches in flight in addition to one per pipeline stage", minimum=0)

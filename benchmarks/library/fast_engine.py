@@ -16,6 +16,7 @@ from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.stages import StageBoard
 from tokasaurus.messages.status import EngineLimits, Failed, PhaseDone, Ready
+from tokasaurus.monitoring.memory_nodes import Place
 from tokasaurus.processes.launch import Entries
 
 NUM_KV_BLOCKS = 1 << 16
@@ -57,6 +58,7 @@ def run_worker(
     config: ServerConfig,
     checkpoint: Checkpoint,
     index: int,
+    place: Place | None,
     rendezvous: Path | None,
     inputs: Receiver[ForwardInput],
     outputs: Sender[ForwardOutput | Ready],

@@ -11,6 +11,7 @@ import pytest
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import UserError
 from tokasaurus.monitoring.trace import NO_TRACE, Trace, trace_file
+from tokasaurus.workers import num_replicas
 
 
 def make_trace(path: Path | None, first_step: int = 0, num_steps: int = 100, process: str = "manager") -> Trace:
@@ -153,7 +154,7 @@ def test_processes_have_names_and_places(flags: tuple[str, ...], name: str, row:
     path = tmp_path / "trace.json"
     config = ServerConfig.parse([f"trace={path}", *flags])
     with trace_file(config.trace):
-        Trace.of(config, "stage 1", config.dp_size - 1, row=2).write()
+        Trace.of(config, "stage 1", num_replicas(config) - 1, row=2).write()
     described = {event["name"]: event["args"] for event in json.loads(path.read_text()) if "ts" not in event}
     assert described["process_name"] == {"name": name}
     assert described["process_sort_index"] == {"sort_index": row}

@@ -18,6 +18,7 @@ import pytest
 
 from tests.helpers.examples import few
 from tests.helpers.processes import assert_all_end
+from tests.monitoring.helpers.machines import Machine, write_machine
 from tokasaurus.monitoring.shortage import hint_at_memory
 from tokasaurus.processes.launch import read_start_times, write_start_times
 
@@ -467,3 +468,24 @@ def test_times_outlive_a_start_and_damaged_ones_are_ignored(tmp_path, monkeypatc
     path.mkdir()
     write_start_times({"server: imports": 1.5})  # impossible, and no error
     assert read_start_times() == {}
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux alone tells of memory nodes")
+@few(1, ("flag", "is_bound"), [("dp_size=1", False), ("dp_size=2", True)])
+def test_replicas_stay_at_memory_nodes_also_after_a_restart_but_a_single_one_is_free(
+    flag: str, is_bound: bool, launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = os.sched_getaffinity(0)
+    first, last = min(free), max(free)
+    write_machine(tmp_path, Machine(nodes={0: (str(first), 8), 1: (str(last), 8)}))
+    monkeypatch.setenv("MACHINE", str(tmp_path))
+    launcher = launch("run_worker", flag, "device=cpu")
+    launcher.wait_for_line("^ready: ")
+    name = "toka-worker1-0" if is_bound else "toka-worker-0"
+    before = launcher.children()[name]
+    assert os.sched_getaffinity(before) == ({last} if is_bound else free)
+    os.kill(before, signal.SIGKILL)
+    launcher.wait_for_line("is ready again")
+    assert os.sched_getaffinity(launcher.children()[name]) == ({last} if is_bound else free)
+    assert os.sched_getaffinity(launcher.children()["toka-server"]) == free
+    assert os.sched_getaffinity(launcher.process.pid) == free

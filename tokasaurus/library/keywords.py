@@ -40,8 +40,9 @@ class EngineFlags(TypedDict, total=False):
     """The model's name in the API."""
     device: Literal["cpu", "cuda", "gpu"] | None
     """Device to run on; auto is cuda if available."""
-    dp_size: int
-    """Replicas of the model (data parallel)."""
+    dp_size: int | None
+    """Replicas of the model (data parallel); auto is one, but on a CPU machine with several memory nodes one for each
+    of them."""
     pp_size: int
     """Pipeline stages of a replica."""
     tp_size: int

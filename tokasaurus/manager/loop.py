@@ -67,6 +67,7 @@ from tokasaurus.text.grammars import load_grammar_vocabulary
 from tokasaurus.text.special_stops import find_special_stops
 from tokasaurus.text.stop_strings import StopTokens
 from tokasaurus.text.token_decoder import TokenDecoder, TokenizerError, load_token_decoder
+from tokasaurus.workers import num_replicas
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
@@ -157,7 +158,7 @@ def run_manager(
         channels = _Channels(server, inputs, outputs, status)
         statsd = None
         if config.statsd_server_url is not None:
-            prefix = "toka" if config.dp_size == 1 else f"toka.replica_{index}"
+            prefix = "toka" if num_replicas(config) == 1 else f"toka.replica_{index}"
             statsd = StatsdSender(config.statsd_server_url, prefix)
         step_stats = StepStats(config.stats_report_seconds)
         _serve(state, step_stats, statsd, LiveSampler(stages), config.watchdog_seconds, channels, trace)

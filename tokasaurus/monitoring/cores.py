@@ -67,10 +67,10 @@ def lower_thread_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, _BACKGROUND_NICENESS)
 
 
-def available_cores() -> int:
-    """Cores that this process may run on, limited by the CPU quotas of its control groups; at least 1."""
+def available_cores(quota_share: float = 1.0) -> int:
+    """Cores that this process may run on, limited by its share of the CPU quotas of its control groups; at least 1."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.floor(min(num_cores, cgroup_cores())))
+    return max(1, math.floor(min(num_cores, quota_share * cgroup_cores())))
 
 
 def cgroup_cores(root: Path = Path("/")) -> float:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokasaurus.messages.status import UserError
+from tokasaurus.workers import num_replicas
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
@@ -61,7 +62,7 @@ class Trace:
     def of(cls, config: ServerConfig, process: str, replica: int, row: int) -> Trace:
         """The trace that the flags ask for. row: index among the replica's processes; the manager is 0."""
         path = None if config.trace is None else Path(config.trace)
-        name = process if config.dp_size == 1 else f"replica {replica}: {process}"
+        name = process if num_replicas(config) == 1 else f"replica {replica}: {process}"
         num_rows = 1 + config.pp_size * config.tp_size
         return cls(path, config.trace_first_step, config.trace_steps, replica, name, replica * num_rows + row)
 

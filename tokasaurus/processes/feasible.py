@@ -11,6 +11,7 @@ from tokasaurus.messages.status import FlagRefused, longest_context
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.monitoring.available_memory import AvailableMemory, available_memory
 from tokasaurus.monitoring.cuda_devices import CudaDevices
+from tokasaurus.workers import num_replicas, num_workers
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +36,18 @@ def check_devices(config: ServerConfig, found: CudaDevices | None) -> None:
         if why:
             logger.warning("torch sees no CUDA device%s; TORCH=cuda of make serve installs the other build", why)
         return
-    num_workers = config.dp_size * config.pp_size * config.tp_size
-    if num_workers > found.count:
+    num_wanted = num_workers(config)
+    if num_wanted > found.count:
         there = "there is 1" if found.count == 1 else f"there are {found.count}"
         raise FlagRefused(
-            f"{_sizes_above_one(config)}: needs {num_workers} CUDA devices, one for each model worker, and {there}; "
+            f"{_sizes_above_one(config)}: needs {num_wanted} CUDA devices, one for each model worker, and {there}; "
             f"their product may be at most {found.count}, or device=cpu"
         )
+
+
+def computes_on_cpu(config: ServerConfig, found: CudaDevices | None) -> bool:
+    """found: as of check_devices."""
+    return config.device == "cpu" or (found is not None and found.count == 0)
 
 
 def check_model(config: ServerConfig, info: ModelInfo, found: CudaDevices | None) -> None:
@@ -53,12 +59,12 @@ def check_model(config: ServerConfig, info: ModelInfo, found: CudaDevices | None
         mesh.check(info)
     except ValueError as error:
         raise FlagRefused(f"{error}{_sizes_that_fit(info)}") from None
-    is_on_cpu = config.device == "cpu" or (found is not None and found.count == 0)
+    is_on_cpu = computes_on_cpu(config, found)
     if is_on_cpu:
         # All workers share the memory.
         memory = available_memory()
         limit, of = memory.num_bytes, f"of memory are available (limit: {memory.limited_by})"
-        workers = config.dp_size * config.pp_size * config.tp_size
+        workers = num_workers(config)
         _check_number(config, workers, memory)
     elif found is not None:
         limit, of, workers = found.largest_bytes, "are on the largest device", 1
@@ -85,7 +91,7 @@ def _check_number(config: ServerConfig, num_workers: int, memory: AvailableMemor
 
 
 def _sizes_above_one(config: ServerConfig) -> str:
-    sizes = {name: getattr(config, name) for name in ("dp_size", "pp_size", "tp_size")}
+    sizes = {"dp_size": num_replicas(config), "pp_size": config.pp_size, "tp_size": config.tp_size}
     return ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
 
 

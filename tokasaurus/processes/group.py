@@ -41,6 +41,7 @@ from tokasaurus.messages.status import (
 )
 from tokasaurus.monitoring.log_lines import from_relayed
 from tokasaurus.monitoring.log_writer import LogWriter, log_writer, setup_logging
+from tokasaurus.monitoring.memory_nodes import Place, bound_to
 from tokasaurus.monitoring.own_process import kill_with_parent, set_title
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage, hint_at_memory
 
@@ -85,6 +86,8 @@ class ChildProcess:
     """Shown by `ps`; at most 15 bytes."""
     entry: str
     """"module:function", imported only in the child, so that the launcher never loads the child's dependencies."""
+    place: Place | None = None
+    """Where it runs, of several memory nodes; None: anywhere."""
 
     @property
     def log_name(self) -> str:
@@ -246,7 +249,8 @@ class ProcessGroup:
                         *(self._lifeline, log, sender, (values, *args, sender)),
                     ),
                 )
-                process.start()
+                with bound_to(description.place):
+                    process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             log.close()

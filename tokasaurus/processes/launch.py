@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,14 +23,17 @@ from tokasaurus.model.cpu.build import kernels_built_ahead
 from tokasaurus.monitoring.cuda_devices import CudaDevices, cuda_devices
 from tokasaurus.monitoring.log_lines import no_status
 from tokasaurus.monitoring.log_writer import log_writer, setup_logging
+from tokasaurus.monitoring.memory_nodes import Place
 from tokasaurus.monitoring.own_process import set_title
 from tokasaurus.monitoring.trace import trace_file
 from tokasaurus.processes.feasible import check_devices, check_model
 from tokasaurus.processes.group import STOP_NUMBERS, Child, ProcessGroup, StopSignals
 from tokasaurus.processes.replica import ReplicaProcesses, WeightHistory
+from tokasaurus.processes.replica_places import place_replicas
 from tokasaurus.processes.restarts import Restarted
 from tokasaurus.processes.server import ServerProcess
 from tokasaurus.startup_report import StartupReport
+from tokasaurus.workers import num_replicas, num_workers
 
 # Time for a graceful end before SIGTERM: for the server's open requests, and for the engine's current step.
 SERVER_GRACE_S = 10.0
@@ -66,7 +70,7 @@ def serve(
         report = StartupReport(start_times=read_start_times())
     report.shows_details = config.log_level == "debug" or config.log_format == "json"
     log_writer().show_status(report.rows)
-    report.num_replicas, report.drain_seconds = config.dp_size, config.drain_seconds
+    report.drain_seconds = config.drain_seconds
     old_handlers = {
         number: signal.signal(number, signal.default_int_handler)
         for number in STOP_NUMBERS
@@ -135,10 +139,15 @@ def _serve(config: ServerConfig, entries: Entries, report: StartupReport, device
                 report.show_detail("rotary", note)
         if sampling := show_changed(checkpoint.default_sampling):
             report.show_detail("sampling", f"{sampling}, the model's defaults (sampling_defaults=neutral)")
-        if config.dp_size * config.pp_size * config.tp_size > 1:
+        replicas = place_replicas(config, checkpoint, devices)
+        config = copy(config)
+        config.dp_size = report.num_replicas = len(replicas.places)
+        if num_workers(config) > 1:
             report.show_detail("mesh", describe_mesh(config))
+        if replicas.note:
+            report.show_detail("memory nodes", replicas.note)
         with StopSignals() as stop_signals, ProcessGroup() as group:
-            processes = _start_all(group, config, checkpoint, listener, entries)
+            processes = _start_all(group, config, checkpoint, listener, entries, replicas.places)
             for child in group.children:
                 report.begin_process(child.description.label)
             failure = _watch(processes, stop_signals, report)
@@ -188,20 +197,25 @@ class _Processes:
 
 def describe_mesh(config: ServerConfig) -> str:
     """How many model workers there are, and why, for the user."""
-    counts = [(config.dp_size, "replica"), (config.tp_size, "tensor-parallel rank")]
+    counts = [(num_replicas(config), "replica"), (config.tp_size, "tensor-parallel rank")]
     if config.pp_size > 1:
         counts.insert(1, (config.pp_size, "pipeline stage"))
     factors = [f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts]
-    return f"{' x '.join(factors)} = {config.dp_size * config.pp_size * config.tp_size} model workers"
+    return f"{' x '.join(factors)} = {num_workers(config)} model workers"
 
 
 def _start_all(
-    group: ProcessGroup, config: ServerConfig, checkpoint: Checkpoint, listener: socket.socket, entries: Entries
+    group: ProcessGroup,
+    config: ServerConfig,
+    checkpoint: Checkpoint,
+    listener: socket.socket,
+    entries: Entries,
+    places: list[Place | None],
 ) -> _Processes:
     weights = WeightHistory()
     replicas = [
-        ReplicaProcesses(index, group, config, checkpoint, entries.manager, entries.worker, weights)
-        for index in range(config.dp_size)
+        ReplicaProcesses(index, group, config, checkpoint, entries.manager, entries.worker, weights, place)
+        for index, place in enumerate(places)
     ]
     for replica in replicas:
         replica.start()

@@ -25,12 +25,14 @@ from tokasaurus.messages.status import (
 )
 from tokasaurus.processes.group import ChildProcess, ProcessGroup
 from tokasaurus.processes.restarts import Restarted, describe_failure
+from tokasaurus.workers import num_replicas
 
 if TYPE_CHECKING:  # these import NumPy, which would delay the start of the other processes
     from tokasaurus.checkpoint import Checkpoint
     from tokasaurus.config import ServerConfig
     from tokasaurus.messages.commands import CommandDone, UpdateWeights, WorkerCommand
     from tokasaurus.messages.forward import ForwardInput, ForwardOutput
+    from tokasaurus.monitoring.memory_nodes import Place
     from tokasaurus.startup_report import StartupReport
 
 PAUSE_SECONDS = 5 * HEARTBEAT_SECONDS
@@ -59,8 +61,9 @@ class ReplicaProcesses(Restarted):
         manager_entry: str,
         worker_entry: str,
         weights: WeightHistory,
+        place: Place | None = None,
     ) -> None:
-        name = "the engine" if config.dp_size == 1 else f"replica {index}"
+        name = "the engine" if num_replicas(config) == 1 else f"replica {index}"
         super().__init__(name, group, config.max_restarts)
         self.exit_code = 1
         """Exit code of the launcher if a failure of this replica ends it."""
@@ -68,11 +71,12 @@ class ReplicaProcesses(Restarted):
         """It has failed too often and is not started again, while other replicas go on."""
         self.limits: EngineLimits | None = None
         """What its manager reported at its last start."""
-        self._number = "" if config.dp_size == 1 else f" {index}"  # in the names of its processes
+        self._number = "" if num_replicas(config) == 1 else f" {index}"  # in the names of its processes
         self._index = index
         self._config = config
         self._checkpoint = checkpoint
         self._weights = weights
+        self._place = place
         self._manager_entry = manager_entry
         self._worker_entry = worker_entry
         self._server: socket.socket | None = None
@@ -108,14 +112,14 @@ class ReplicaProcesses(Restarted):
             input_out: Sender[ForwardInput | WorkerCommand]
             input_in, input_out = make_channel()
             label, title = f"model worker{self._number} (rank {rank})", f"toka-worker{self._number.strip()}-{rank}"
-            worker = ChildProcess(label, title, self._worker_entry)
+            worker = ChildProcess(label, title, self._worker_entry, self._place)
             index = self._index * num_workers + rank
-            arguments = config, checkpoint, index, rendezvous, input_in, outputs_out, stages
+            arguments = config, checkpoint, index, self._place, rendezvous, input_in, outputs_out, stages
             self.children.append(self._group.start(worker, *arguments))
             input_in.close()
             inputs.append(input_out)
         title = f"toka-manager{self._number.strip()}"
-        manager = ChildProcess(f"manager{self._number}", title, self._manager_entry)
+        manager = ChildProcess(f"manager{self._number}", title, self._manager_entry, self._place)
         channels = (manager_end, inputs, outputs, stages)
         self.children.append(self._group.start(manager, config, checkpoint, self._index, *channels))
         # The ends belong to the processes now: a copy here would keep a channel open after its process has died.

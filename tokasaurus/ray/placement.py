@@ -8,6 +8,7 @@ from typing import Any
 
 from tokasaurus.config import ServerConfig
 from tokasaurus.library.llm import flag_words
+from tokasaurus.workers import num_workers
 
 _OWN_FLAGS = ("host", "port", "unix_socket", "data_dir")
 """Flags that the owner of the processes sets itself, or that need one server for all requests."""
@@ -48,10 +49,10 @@ def place(config: ServerConfig, num_cpus: float | None, cluster_gpus: float) -> 
 
     num_cpus: reserved for the actor; None: one for each process that computes. cluster_gpus: of the whole cluster, by
     which `device` is chosen where the flags leave it open."""
-    num_workers = config.dp_size * config.pp_size * config.tp_size
+    num_processes = num_workers(config)
     is_on_gpus = config.device == "cuda" or (config.device is None and cluster_gpus > 0)
-    cpus = float(num_workers) if num_cpus is None else num_cpus
-    return Placement(num_workers if is_on_gpus else 0, cpus, num_workers)
+    cpus = float(num_processes) if num_cpus is None else num_cpus
+    return Placement(num_processes if is_on_gpus else 0, cpus, num_processes)
 
 
 def checked_words(flags: Mapping[str, Any]) -> list[str]:
@@ -61,7 +62,7 @@ def checked_words(flags: Mapping[str, Any]) -> list[str]:
             raise TypeError(f"flags: toka has no flag {name!r}")
         if name in _OWN_FLAGS:
             raise TypeError(f"flags: {name} cannot be chosen: Ray decides how the processes are reached")
-    words = flag_words({"log_level": "warning", **flags})
+    words = flag_words({"log_level": "warning", "dp_size": 1, **flags})
     ServerConfig.parse(words)
     return words
 

@@ -81,6 +81,7 @@ from tokasaurus.server.state import HeadMiddleware, ServerState
 from tokasaurus.server.templates.request_templates import RequestTemplates
 from tokasaurus.server.tools.support import find_tool_support
 from tokasaurus.text.tokenizer import Tokenizer
+from tokasaurus.workers import num_replicas
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ def run_server(
 
     engine = EngineClient(
         launcher,
-        config.dp_size,
+        num_replicas(config),
         on_ready=lambda: note_part("engine"),
         on_broken=stop_broken,
         queue_limits=QueueLimits(config.max_queued_requests, config.max_queued_sequences, config.max_queued_tokens),

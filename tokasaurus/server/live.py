@@ -50,6 +50,7 @@ from tokasaurus.server.protocol.live import (
 from tokasaurus.server.recording import Recording
 from tokasaurus.server.state import ServerState
 from tokasaurus.text.json_lines import write_json
+from tokasaurus.workers import num_replicas, num_workers
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +256,7 @@ class LiveFeed:
             "version": __version__,
             "model": state.model.name,
             "started": round(state.engine.started, 3),
-            "dp_size": config.dp_size,
+            "dp_size": num_replicas(config),
             "pp_size": config.pp_size,
             "tp_size": config.tp_size,
             "device": config.device if limits is None else limits.device,
@@ -539,7 +540,7 @@ class _Jobs:
         if job.work_before is not None and job.ended is None:
             job.device_seconds = self._device_seconds(job, figures)
         price_per_hour, config = self._state.config.price_per_hour, self._state.config
-        num_devices = config.dp_size * config.pp_size * config.tp_size
+        num_devices = num_workers(config)
         device_seconds, price = job.device_seconds, None
         if price_per_hour is not None and device_seconds is not None:
             price = device_seconds / num_devices * price_per_hour / 3600

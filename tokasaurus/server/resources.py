@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from tokasaurus.monitoring.cores import available_cores
 from tokasaurus.server.errors import TooManyBodies
+from tokasaurus.workers import num_replicas
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
@@ -38,7 +39,7 @@ class BatchLimits:
 
 def batch_limits(config: ServerConfig) -> BatchLimits:
     """Limits by which more sequences wait than run: the engine always has one to admit."""
-    return BatchLimits(max_sequences_in_engine=2 * config.max_seqs_per_forward * config.dp_size + 256)
+    return BatchLimits(max_sequences_in_engine=2 * config.max_seqs_per_forward * num_replicas(config) + 256)
 
 
 class BodyBytes:

@@ -1,5 +1,6 @@
 """The device, dtypes and threads of a worker by flag, device and processor; and the stopwatch of a CPU."""
 
+import math
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import torch
 
 from tests.helpers.examples import few
 from tests.model.helpers.steps import CPU
+from tokasaurus.config import ServerConfig
 from tokasaurus.messages.status import FlagRefused, UserError
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.cpu.layer_executor import LayerKernels
@@ -22,9 +24,12 @@ from tokasaurus.model.worker.device import (
     choose_kv_cache_dtype,
     leave_threads_to,
     make_stopwatch,
+    set_worker_threads,
     worker_threads,
 )
+from tokasaurus.monitoring import cores
 from tokasaurus.monitoring.cuda_devices import CudaDevices
+from tokasaurus.monitoring.memory_nodes import MemoryNode, Place
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -143,6 +148,31 @@ def test_threads_of_a_worker(num_cores: int, max_threads: int, num_workers: int,
     assert worker_threads(num_cores, max_threads, num_workers) == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "num_cores", "num_sharing", "quota", "expected"),
+    [
+        ("dp_size=2", 32, 1, math.inf, 31),  # one for server and manager on each node
+        ("dp_size=4", 32, 2, math.inf, 15),
+        ("dp_size=2 tp_size=2", 32, 1, math.inf, 15),
+        ("dp_size=2", 32, 1, 20, 9),  # half of the quota
+        ("dp_size=3", 32, 2, 24, 7),  # two thirds, for two
+        ("dp_size=2", 32, 1, 1, 1),
+    ],
+)
+def test_threads_of_a_replica_are_for_the_cores_of_its_nodes(
+    words: str, num_cores: int, num_sharing: int, quota: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the system has not allowed to bind the process, so that it may run on all 128 cores."""
+    threads = [64]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(128)), raising=False)
+    monkeypatch.setattr(cores, "cgroup_cores", lambda: quota)
+    place = Place((MemoryNode(1, frozenset(range(32, 32 + num_cores)), 1 << 36),), num_sharing)
+    assert set_worker_threads(ServerConfig.parse(words.split()), place) == expected
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone pins processes to cores")
 @few(1, ("environment", "expected"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, min(2, os.cpu_count() or 1))])
 def test_a_process_pinned_to_one_core_has_one_thread_or_omp_num_threads(
@@ -150,7 +180,8 @@ def test_a_process_pinned_to_one_core_has_one_thread_or_omp_num_threads(
 ) -> None:
     script = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
-        "from tokasaurus.model.worker.device import set_worker_threads; print(set_worker_threads(1))"
+        "from tokasaurus.config import ServerConfig; "
+        "from tokasaurus.model.worker.device import set_worker_threads; print(set_worker_threads(ServerConfig()))"
     )
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     result = subprocess.run(

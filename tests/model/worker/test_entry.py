@@ -47,7 +47,9 @@ def test_a_worker_reports_its_phases_then_answers_every_step_in_order_and_ends(t
     status, status_out = make_channel()
     config = ServerConfig.parse([*FLAGS, "kv_cache_num_tokens=100"])
     worker = threading.Thread(
-        target=run_worker, args=(config, checkpoint, 0, None, inputs_in, outputs_out, None, status_out), daemon=True
+        target=run_worker,
+        args=(config, checkpoint, 0, None, None, inputs_in, outputs_out, None, status_out),
+        daemon=True,
     )
     worker.start()
     ready = outputs.receive(timeout_s=60)
@@ -88,7 +90,9 @@ def test_ranks_that_cannot_divide_the_model_are_a_user_error_before_they_meet(tm
     config = ServerConfig.parse([*FLAGS, "kv_cache_num_tokens=100", "tp_size=3"])
     (inputs, _), (_, outputs), (_, status) = make_channel(), make_channel(), make_channel()
     with pytest.raises(UserError, match=r"^attention heads \(4\) cannot be divided among tp_size=3$"):
-        run_worker(config, resolve_checkpoint(str(tmp_path)), 0, tmp_path / "rendezvous", inputs, outputs, None, status)
+        run_worker(
+            config, resolve_checkpoint(str(tmp_path)), 0, None, tmp_path / "rendezvous", inputs, outputs, None, status
+        )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +140,7 @@ def test_graphs_are_freed_before_the_group_of_ranks_is_left(tmp_path: Path, monk
     config = ServerConfig.parse([*FLAGS, "kv_cache_num_tokens=100", "use_hydragen=F", "cpu_isa=torch"])
     (inputs, input_end), (_, outputs), (_, status) = make_channel(), make_channel(), make_channel()
     input_end.close()
-    run_worker(config, resolve_checkpoint(str(tmp_path)), 0, None, inputs, outputs, None, status)
+    run_worker(config, resolve_checkpoint(str(tmp_path)), 0, None, None, inputs, outputs, None, status)
     assert len(graphs) > 2
     assert at_end == [0]
 

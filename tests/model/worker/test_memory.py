@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from tokasaurus.model.buffer_sizes import chunk_sizes, graph_sizes, group_graph_
 from tokasaurus.model.worker import memory as memory_module
 from tokasaurus.model.worker.memory import (
     BlockBytes,
+    ForwardMemory,
     KVCachePlan,
     available_to_all,
     graph_bytes,
@@ -35,7 +37,8 @@ from tokasaurus.model.worker.memory import (
     size_kv_cache,
 )
 from tokasaurus.model.worker.memory_plan import CUDA_FRACTION
-from tokasaurus.monitoring.available_memory import available_memory
+from tokasaurus.monitoring.available_memory import AvailableMemory, available_memory
+from tokasaurus.monitoring.memory_nodes import MemoryNode, Place
 
 MIB = 1024**2
 GIB = 1024**3
@@ -189,6 +192,27 @@ def test_the_largest_forwards_use_more_than_half_of_the_reserved_memory_and_no_m
 
 SHAPE = KVShape(2, 4, 2, 64, 16, torch.bfloat16, torch.device("cuda", 0))
 FREE, FORWARD, GRAPHS = 900 * MIB, 300 * MIB, 100 * MIB
+
+
+def test_an_automatic_cache_counts_the_memory_of_the_replicas_nodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user asks for may be larger: the system takes the rest from other nodes."""
+    shape = replace(SHAPE, device=torch.device("cpu"))
+    monkeypatch.setattr(memory_module, "available_memory", lambda: AvailableMemory(64 * GIB, "the machine's 64 GiB"))
+    monkeypatch.setattr(memory_module, "own_bytes", lambda: GIB)
+    monkeypatch.setattr(memory_module, "sibling_bytes", lambda: [GIB])
+    table = SimpleNamespace(forward_bound=ForwardMemory({"kept": GIB}, {"passing": GIB}))
+
+    def num_bytes(words: str, node_gib: int) -> int:
+        place = Place((MemoryNode(0, frozenset({0}), node_gib * GIB),))
+        config = ServerConfig.parse(["dp_size=2", *words.split()])
+        plan = size_kv_cache(config, 2, shape, None, table, None, None, place)  # type: ignore[arg-type]
+        return (plan.num_blocks + 1) * shape.bytes_per_block
+
+    assert num_bytes("", node_gib=9) == (9 - 1 - 2) * GIB // 4
+    assert num_bytes("tp_size=2", node_gib=18) == (9 - 1 - 2) * GIB // 4, "each of two workers"
+    assert num_bytes("", node_gib=99) == (64 - 2 * 2) // 2 * GIB // 4
+    asked = 8 * GIB // shape.bytes_per_block * 16
+    assert num_bytes(f"kv_cache_num_tokens={asked}", node_gib=9) == 8 * GIB + shape.bytes_per_block
 
 
 class PretendedCuda:

@@ -32,6 +32,7 @@ class _Given:
     config: Any
     checkpoint: Any
     index: int
+    place: Any
     rendezvous: Any
     inputs: Receiver[Any]
     outputs: Sender[Any]

@@ -20,8 +20,11 @@ from tokasaurus.model.triton_choice import uses_triton
 from tokasaurus.model.worker.memory import MemoryTable, dtype_name
 from tokasaurus.monitoring.cores import available_cores
 from tokasaurus.monitoring.cuda_devices import cuda_devices, describe_driver
+from tokasaurus.monitoring.memory_nodes import Place
+from tokasaurus.workers import num_replicas
 
 if TYPE_CHECKING:
+    from tokasaurus.config import ServerConfig
     from tokasaurus.model.worker.start import Start
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -60,7 +63,7 @@ def choose_platform(start: Start) -> str:
     described = f"{device}, {_describe_dtypes(start.dtype, start.activation_dtype, start.kv_cache_dtype)}"
     if device.type != "cpu":
         return described
-    num_threads = set_worker_threads(config.dp_size * config.pp_size * config.tp_size)
+    num_threads = set_worker_threads(config, start.place)
     if kernels is not None:
         kernels.set_num_threads(num_threads)
     return f"{described}, {num_threads} threads"
@@ -163,13 +166,18 @@ def _cpu_has_bfloat16() -> bool:
         return bool(torch.cpu._is_avx512_bf16_supported())
 
 
-def set_worker_threads(num_workers: int) -> int:
-    """Set the number of torch's threads for one of num_workers on this machine, and return it.
+def set_worker_threads(config: ServerConfig, place: Place | None = None) -> int:
+    """Set the number of torch's threads for one of this machine's workers, and return it. place: of its replica.
 
     OMP_NUM_THREADS overrides it.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(worker_threads(available_cores(), torch.get_num_threads(), num_workers))
+        num_sharing, num_cores = num_replicas(config), available_cores()
+        if place is not None:
+            num_cores = min(len(place.cores), available_cores(place.num_sharing / num_sharing))
+            num_sharing = place.num_sharing
+        num_ranks = config.pp_size * config.tp_size
+        torch.set_num_threads(worker_threads(num_cores, torch.get_num_threads(), num_sharing * num_ranks))
     return torch.get_num_threads()
 
 

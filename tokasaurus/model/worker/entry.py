@@ -70,6 +70,7 @@ from tokasaurus.model.worker.sleep import Sleeper
 from tokasaurus.model.worker.start import PROCESS, Fill, Phase, PhaseLog, Start, ignore_progress, run_phases
 from tokasaurus.model.worker.warmup import WarmUpTimes, warm_up, warm_up_small
 from tokasaurus.model.worker.weight_update import WeightUpdates
+from tokasaurus.monitoring.memory_nodes import Place
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
 from tokasaurus.monitoring.trace import Trace
 
@@ -84,6 +85,7 @@ def run_worker(
     config: ServerConfig,
     checkpoint: Checkpoint,
     index: int,
+    place: Place | None,
     rendezvous: Path | None,
     inputs: Receiver[ForwardInput | WorkerCommand],
     outputs: Sender[ForwardOutput | Ready | CommandDone],
@@ -92,8 +94,8 @@ def run_worker(
 ) -> None:
     """Run the steps of one rank of one replica until `inputs` is closed.
 
-    index: among the workers of all replicas, as in Mesh.of_worker. rendezvous: see parallel/collectives. stages: None
-    if there is only one.
+    index: among the workers of all replicas, as in Mesh.of_worker. place: as in Start. rendezvous: see
+    parallel/collectives. stages: None if there is only one.
     """
     mesh = Mesh.of_worker(index, config.pp_size, config.tp_size)
     try:
@@ -104,7 +106,7 @@ def run_worker(
         log = PhaseLog(status.send, status.send)
         device = choose_device(config.device, index)
         with _joined(mesh, rendezvous, device, log) as own_mesh:
-            start = Start(config, checkpoint, own_mesh, index, device, log)
+            start = Start(config, checkpoint, own_mesh, index, device, log, place=place)
             run_phases(start, phases())
             worker = _ready(start)
             if stages is not None and own_mesh.tp_rank == 0:
@@ -347,6 +349,7 @@ def allocate_kv_cache(start: Start) -> str:
         *(config, start.info.num_layers, start.shape, backend, memory),
         run_largest=partial(_run_largest, start),
         measure_graphs=partial(_graph_bytes, start),
+        place=start.place,
     )
     # No rank takes memory for blocks that another one lacks.
     num_blocks = start.num_blocks = start.least(plan.num_blocks)

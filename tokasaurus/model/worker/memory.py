@@ -28,6 +28,7 @@ from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.memory_plan import (
     _TABLE,
     CONTEXT_BYTES,
+    CPU_FRACTION,
     CUDA_FRACTION,
     FORWARD,
     GRAPHS,
@@ -38,13 +39,11 @@ from tokasaurus.model.worker.memory_plan import (
 )
 from tokasaurus.model.worker.warmup import ForwardLimits
 from tokasaurus.monitoring.available_memory import available_memory
+from tokasaurus.monitoring.memory_nodes import Place
+from tokasaurus.workers import num_replicas, num_workers
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
-
-
-CPU_FRACTION = 0.25
-"""Fraction of the available memory for the KV cache on a CPU: the rest is left to the machine's other programs."""
 
 
 _TITLE = "toka-worker"
@@ -281,18 +280,22 @@ def size_kv_cache(
     memory: MemoryTable,
     run_largest: Callable[[], object],
     measure_graphs: Callable[[], int],
+    place: Place | None = None,
 ) -> KVCachePlan:
     """The size that kv_cache_num_tokens sets, else a fraction of what the table's other parts leave of the free memory.
 
     num_layers: of all stages. run_largest: runs the largest forward. measure_graphs: records some graphs, and returns
     the bytes that all will take; both are called with a KV cache of the padding block alone, on CUDA, and noted in the
-    table. Raises UserError if memory does not suffice.
+    table. place: of this replica. Raises UserError if memory does not suffice.
     """
     own = shape.bytes_per_block
     if shape.device.type == "cpu":
-        num_workers = config.dp_size * config.pp_size * config.tp_size
-        block = BlockBytes(own, own // shape.num_layers * num_layers * config.dp_size * config.tp_size, num_workers)
-        available, what = _free_cpu_bytes(num_workers, memory.forward_bound)
+        workers = num_workers(config)
+        block = BlockBytes(own, own // shape.num_layers * num_layers * num_replicas(config) * config.tp_size, workers)
+        near_bytes = None
+        if place is not None and config.kv_cache_num_tokens is None:  # what the user asks for may lie elsewhere too
+            near_bytes = place.num_bytes // (config.pp_size * config.tp_size)
+        available, what = _free_cpu_bytes(workers, memory.forward_bound, near_bytes)
         fraction = CPU_FRACTION
     else:
         block = BlockBytes(own, own)
@@ -305,12 +308,16 @@ def size_kv_cache(
     return plan_auto(available, what, fraction, config.page_size, block)
 
 
-def _free_cpu_bytes(num_workers: int, forward: ForwardMemory | None) -> tuple[int, str]:
-    """What num_workers may use together beside their largest forwards, at least 0; and what that is, for the user."""
+def _free_cpu_bytes(num_workers: int, forward: ForwardMemory | None, near_bytes: int | None = None) -> tuple[int, str]:
+    """What num_workers may use together beside their largest forwards, at least 0; and what that is, for the user.
+
+    near_bytes: memory near to each worker, if only that counts."""
     memory = available_memory()
     available, limit = memory.num_bytes, f"(limit: {memory.limited_by})"
     if num_workers > 1:
         available = available_to_all(available, own_bytes(), sibling_bytes(), num_workers)
+    if near_bytes is not None and (near := num_workers * max(0, near_bytes - own_bytes())) < available:
+        available, limit = near, f"(limit: the memory nodes, {show_size(near_bytes)} for each worker)"
     if forward is None:
         return available, f"of memory available {limit}"
     return max(0, available - num_workers * forward.total), f"available after weights and the largest forward {limit}"

@@ -60,6 +60,9 @@ _NUM_PROCESSORS = 132
 CUDA_FRACTION = 0.95
 """Fraction of the device memory left after weights and the largest forward: the rest covers fragmentation."""
 
+CPU_FRACTION = 0.25
+"""Fraction of the available memory for the KV cache on a CPU: the rest is left to the machine's other programs."""
+
 
 class DoesNotFit(Exception):
     """The message, one line, says what does not fit and which flag to change."""

@@ -28,6 +28,7 @@ from tokasaurus.model.worker.memory import MemoryTable
 from tokasaurus.model.worker.self_check import Checks
 from tokasaurus.model.worker.warmup import ForwardLimits, WarmUpTimes
 from tokasaurus.model.worker.weight_update import WeightUpdates
+from tokasaurus.monitoring.memory_nodes import Place
 from tokasaurus.monitoring.trace import Trace
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ class Start:
     fill: Fill | None = None
     """Fills the weights; None: from the checkpoint's files."""
     checks: Checks = field(default_factory=Checks)
+    place: Place | None = None
+    """Where the replica runs, of several memory nodes."""
 
     # platform
     limits: ForwardLimits = field(init=False)

@@ -48,6 +48,7 @@ from tokasaurus.server.state import ServerState, num_body_bytes, ready_state_of,
 from tokasaurus.text.json_lines import write_json
 from tokasaurus.text.special_stops import find_special_stops
 from tokasaurus.text.token_decoder import PROMPT_TAIL_TOKENS
+from tokasaurus.workers import num_replicas
 
 # Text: body
 DEFAULT_NEW_TOKENS = 128
@@ -628,7 +629,7 @@ def write_server_info(state: ServerState) -> Response:
         "max_running_requests": config.max_seqs_per_forward,
         "tp_size": config.tp_size,
         "pp_size": config.pp_size,
-        "dp_size": config.dp_size,
+        "dp_size": num_replicas(config),
         "ep_size": 1,
         "nnodes": 1,
         "node_rank": 0,

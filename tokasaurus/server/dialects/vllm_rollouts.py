@@ -52,6 +52,7 @@ from tokasaurus.server.respond.whole import build_usage, write_prompt_logprobs
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState, num_body_bytes, ready_state_of, state_of
 from tokasaurus.server.value_words import MAX_ECHO_CHARS
+from tokasaurus.workers import num_replicas, num_workers
 
 
 # Tokens: body
@@ -570,7 +571,7 @@ async def server_info(request: Request, config_format: Literal["json"] | None = 
     parallel = {
         "tensor_parallel_size": config.tp_size,
         "pipeline_parallel_size": config.pp_size,
-        "data_parallel_size": config.dp_size,
+        "data_parallel_size": num_replicas(config),
     }
     absent = {"lora_config": None, "weight_transfer_config": None}  # no adapters, and no transfers but by files
     return JSONResponse({"vllm_config": {"model_config": model, "parallel_config": parallel, **absent}})
@@ -578,7 +579,7 @@ async def server_info(request: Request, config_format: Literal["json"] | None = 
 
 def _world_size(state: ServerState, include_dp: bool) -> int:
     config = state.config
-    return config.tp_size * config.pp_size * (config.dp_size if include_dp else 1)
+    return num_workers(config) if include_dp else config.tp_size * config.pp_size
 
 
 async def _update(state: ServerState, update: WeightsUpdate, prefix: str) -> str:
