@@ -126,7 +126,7 @@ def test_a_plan_counts_the_parameters_of_the_class(model: tuple[Path, PreTrained
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("tp_size=2",), "tp_size and pp_size must be 1 for a model that transformers' class computes"),
+        (("tp_size=4",), "KV heads (2) cannot be divided among tp_size=4; tp_size may be 1, 2"),
         (("model_impl=native",), "model_type 'mixtral' is not supported"),
         (("torch_compile=T",), "torch_compile=T: there is none for a model that transformers' class computes"),
     ],

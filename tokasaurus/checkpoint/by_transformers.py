@@ -25,7 +25,7 @@ _IGNORED = (
 )
 """Keys of a configuration that ModelInfo has elsewhere, or that change no token."""
 _MAX_SECONDS = 300
-_VERSION = 4
+_VERSION = 5
 """Part of the cache key: increase it when the probe finds more, or something else."""
 
 

@@ -6,7 +6,7 @@ key; both spellings of transformers 4 and 5 are read (torch_dtype and dtype; rop
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,12 @@ HEAD_BIAS = "lm_head.bias"
 class ClassFacts:
     """What only transformers' class knows of a model."""
 
-    num_parameters: int
-    num_in_linears: int
-    """How many of these linear layers have, without an LM head that is the embedding."""
-    num_tied: int
-    """Weights of such a head."""
+    counts: tuple[tuple[int, ...], ...]
+    """Parameters of each layer, and last of all that is in no layer, without embedding and LM head: of linear layers
+    what tensor-parallel ranks divide and what each of them has; then of other modules likewise."""
+    num_embedding: int
+    num_head: int
+    """Of an LM head, without weights that are the embedding."""
     settings: str
     """A digest of config.json, but for what says nothing of the computation: two models with the same compute alike."""
 
@@ -214,7 +215,9 @@ def _of_class(path: Path, config: Mapping[str, Any], generation: Mapping[str, An
         eos_ids=tuple(sorted(_eos_ids(config, spec.vocab_size) | _eos_ids(generation, spec.vocab_size))),
         dtype=_parse_dtype(config),
         quantization=quantization_beside(path.parent) if quantization is None else quantization,
-        of_class=ClassFacts(*(facts[field.name] for field in fields(ClassFacts))),
+        of_class=ClassFacts(
+            tuple(map(tuple, facts["counts"])), facts["num_embedding"], facts["num_head"], facts["settings"]
+        ),
     )
 
 

@@ -78,6 +78,19 @@ def test_the_plan_counts_the_parameters_of_the_class(family: str, tmp_path: Path
     assert num_parameters(info, Mesh()) == sum(parameter.numel() for parameter in oracle.parameters())
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)])
+def test_the_plan_counts_the_parameters_of_a_rank(sizes: tuple[int, int], family: str, tmp_path: Path) -> None:
+    """But for norms behind all layers, which only the last stage has."""
+    tiny_config(family).save_pretrained(tmp_path)
+    info = read_model_info(tmp_path, impl="transformers")
+    for index in range(sizes[0] * sizes[1]):
+        mesh = Mesh.of_worker(index, *sizes)
+        model = TransformersModel(info, mesh, torch.float32, tmp_path)
+        num_found = sum(parameter.numel() for parameter in model.parameters())
+        assert num_parameters(info, mesh) == pytest.approx(num_found, abs=100), mesh
+
+
 @FAMILIES
 def test_a_model_without_files_has_random_weights(family: str, tmp_path: Path) -> None:
     tiny_config(family).save_pretrained(tmp_path)

@@ -64,7 +64,7 @@ def test_a_call_that_says_something_else_is_found_at_the_start(
 def test_logits_without_the_cap_of_the_class_are_found_at_the_start(
     gemma: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TransformersModel, "logits", lambda self, hidden: self._head(hidden))
+    monkeypatch.setattr(TransformersModel, "logits", lambda self, hidden: self.whole.lm_head(hidden))
     assert not is_right_at_start(gemma)
 
 

@@ -16,6 +16,7 @@ from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.row_split import attends_over
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.decoder.decoder import Decoder, build_decoder
+from tokasaurus.model.decoder.model import Model
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.parallel.mesh import Mesh
@@ -94,13 +95,13 @@ def assert_equals_oracle(
 
 
 def run_whole_prompt(
-    model: Decoder, model_info: ModelInfo, mesh: Mesh, hidden: torch.Tensor | None, token_ids: torch.Tensor
+    model: Model, model_info: ModelInfo, mesh: Mesh, hidden: torch.Tensor | None, token_ids: torch.Tensor
 ) -> torch.Tensor:
     """One stage's forward of one prompt, with a KV cache of its own -> its hidden states, or all logits."""
     num_heads = mesh.shard(model_info.num_heads, "")[1]
     num_kv_heads = mesh.kv_head_shard(model_info.num_kv_heads)[1]
-    layers = tuple(layer.spec.attention for layer in model.decoder_layers())
-    sizes = len(model.layers), num_heads, num_kv_heads, model_info.head_dim, 16
+    layers = tuple(model.spec.layers[index].attention for index in mesh.stage_layers(model_info))
+    sizes = len(layers), num_heads, num_kv_heads, model_info.head_dim, 16
     shape = KVShape(*sizes, torch.float32, CPU, layers=layers, sinks=model.sinks)
     backend = make_backend("reference", shape, None)
     num_tokens = len(token_ids)

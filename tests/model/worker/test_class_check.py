@@ -74,7 +74,7 @@ def test_other_versions_are_measured(model: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_what_was_wrong_is_measured_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(TransformersModel, "logits", lambda self, hidden: self._head(hidden))
+        patched.setattr(TransformersModel, "logits", lambda self, hidden: self.whole.lm_head(hidden))
         for _ in range(2):
             with pytest.raises(UserError, match=r"class: whole, logits: worst row differs by"):
                 measured(model)

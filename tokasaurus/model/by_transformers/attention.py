@@ -15,6 +15,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from tokasaurus.checkpoint.spec import AttentionSpec
 from tokasaurus.model.attention.row_split import Attends
 from tokasaurus.model.decoder.decoder import zero_nonfinite
+from tokasaurus.model.parallel.collectives import gather_shards
+from tokasaurus.model.parallel.mesh import Mesh
 
 # T tokens, H query heads, K key/value heads, D head size
 
@@ -31,7 +33,7 @@ class Answers(Protocol):
     """Computes the attention of one call, or looks at it."""
 
     def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Mapping[str, Any]
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Mapping[str, Any], /
     ) -> Tensor:
         """query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D] of the values."""
 
@@ -82,14 +84,17 @@ AttentionMaskInterface.register(NAME, _mask)
 
 
 class PagedAnswers:
-    """Answers the calls of one model's layers by paged attention."""
+    """Answers the calls of one rank's layers by paged attention."""
 
-    def __init__(self, specs: tuple[AttentionSpec, ...], sinks: tuple[Tensor | None, ...], dtype: torch.dtype) -> None:
+    def __init__(
+        self, specs: tuple[AttentionSpec, ...], sinks: tuple[Tensor | None, ...], dtype: torch.dtype, mesh: Mesh
+    ) -> None:
         """sinks: as in KVShape, filled by each call: new weights may have changed them. dtype: of what attention
         takes."""
         self._specs = specs
         self._dtype = dtype
         self._sinks = sinks
+        self._mesh = mesh
         self._layer_of: dict[nn.Module, int] = {}
         """In the order of their first calls, which is that of the probe."""
         self.attends: Attends | None = None
@@ -103,23 +108,33 @@ class PagedAnswers:
         mask: Any,  # noqa: ARG002  (the probe has looked at it)
         options: Mapping[str, Any],
     ) -> Tensor:
+        """Heads are the rank's, or those of all ranks."""
         assert self.attends is not None
-        layer = self._layer_of.setdefault(module, len(self._layer_of))
+        layer, mesh = self._layer_of.setdefault(module, len(self._layer_of)), self._mesh
         spec, sinks = self._specs[layer], self._sinks[layer]
+        own, own_kv = (
+            slice(start, start + length)
+            for start, length in (mesh.shard(spec.num_heads, "heads"), mesh.kv_head_shard(spec.num_kv_heads))
+        )
+        has_all = query.shape[1] == spec.num_heads
         if sinks is not None:
-            sinks.copy_(options["s_aux"])
+            sinks.copy_(options["s_aux"][own] if has_all else options["s_aux"])
         value_dim, dtype = value.shape[-1], value.dtype
         query, key, value = (_by_token(each.to(self._dtype), spec.head_dim) for each in (query, key, value))
-        if key.shape[1] < spec.num_kv_heads:  # layers with fewer have each as often as the others need
-            key, value = (each.repeat_interleave(spec.num_kv_heads // each.shape[1], dim=1) for each in (key, value))
+        num_kv_heads = spec.num_kv_heads if has_all else own_kv.stop - own_kv.start
+        if key.shape[1] < num_kv_heads:  # layers with fewer have each as often as the others need
+            key, value = (each.repeat_interleave(num_kv_heads // each.shape[1], dim=1) for each in (key, value))
+        if has_all:
+            query, key, value = query[:, own], key[:, own_kv], value[:, own_kv]
         key, value, is_finite = zero_nonfinite(key, value)
-        attended = self.attends(query, key.contiguous(), value.contiguous(), layer)
-        attended = torch.where(is_finite[:, None, None], attended, torch.nan)
-        return attended[None, :, :, :value_dim].to(dtype)
+        attended = self.attends(query.contiguous(), key.contiguous(), value.contiguous(), layer)
+        attended = torch.where(is_finite[:, None, None], attended, torch.nan)[..., :value_dim]
+        if has_all:
+            attended = gather_shards(attended, mesh).movedim(0, 1).flatten(1, 2)
+        return attended.unsqueeze(0).to(dtype)
 
 
 def _by_token(heads: Tensor, head_dim: int) -> Tensor:
     """[1, heads, T, d] -> [T, heads, D]; a head that is smaller is filled with zeros, which change no score."""
-    by_token = heads[0].transpose(0, 1)
-    missing = head_dim - by_token.shape[-1]
-    return nn.functional.pad(by_token, (0, missing)) if missing else by_token.contiguous()
+    by_token = nn.functional.pad(heads[0].transpose(0, 1), (0, head_dim - heads.shape[-1]))
+    return torch.unflatten(by_token.flatten(1), 1, (-1, head_dim))  # a single head has its stride, too

@@ -3,6 +3,7 @@ its layers ask of attention. `main` is the program of a process of its own."""
 
 import contextlib
 import json
+import re
 import resource
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from transformers import (
 from tokasaurus.checkpoint.by_transformers import digest_of, json_of
 from tokasaurus.checkpoint.rope import MAX_CONTEXT
 from tokasaurus.model.by_transformers.attention import COMPUTED, NAME, WITHOUT_EFFECT, Mask, answering
+from tokasaurus.model.by_transformers.ranks import Style, styles_of
 
 _TOKENS = 40
 _MAX_BYTES = 32 << 30
@@ -76,7 +78,6 @@ def facts_of(path: Path) -> dict[str, Any]:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     is_tied = head.weight is embedding.weight
     linears = [module for module in model.modules() if type(module) is nn.Linear and module is not head]
-    in_linears = [each for module in (linears if is_tied else [*linears, head]) for each in module.parameters()]
     return {
         "architecture": type(model).__name__,
         "layers": layers,
@@ -85,18 +86,33 @@ def facts_of(path: Path) -> dict[str, Any]:
         "context_length": _context_length(config),
         "width": max((max(each.in_features, each.out_features) for each in linears), default=config.hidden_size),
         "settings": digest_of(config.to_dict()),
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "num_in_linears": sum(parameter.numel() for parameter in in_linears),
-        "num_tied": is_tied * head.weight.numel(),
+        "counts": _counts(model, len(layers)),
+        "num_embedding": embedding.weight.numel(),
+        "num_head": sum(each.numel() for each in head.parameters() if each is not embedding.weight),
         "tie_embeddings": is_tied,
     }
 
 
-def make_model(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+def _counts(model: PreTrainedModel, num_layers: int) -> list[list[int]]:
+    """As ClassFacts.counts."""
+    styles, counts = dict[str, Style](), [[0] * 4 for _ in range(num_layers + 1)]
+    with contextlib.suppress(ValueError):
+        styles = styles_of(model)
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    for path, module in model.named_modules():
+        layer = re.search(r"\.(\d+)(\.|$)", path)
+        for name, parameter in module.named_parameters(recurse=False) if module not in ends else ():
+            is_divided = f"{path}.{name}" in styles and styles[f"{path}.{name}"].dim is not None
+            kind = 2 * (type(module) is not nn.Linear) + (not is_divided)
+            counts[num_layers if layer is None else min(int(layer[1]), num_layers)][kind] += parameter.numel()
+    return counts
+
+
+def make_model(config: PreTrainedConfig) -> PreTrainedModel:
     """The class for a config, on the meta device, with our attention."""
     config._experts_implementation = None  # transformers chooses: a file must not
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=NAME)
     assert isinstance(model, PreTrainedModel)
     with contextlib.suppress(Exception):  # of many classes: some configs must have one
         model.config.pad_token_id = None  # else some classes look for it in the token ids

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,17 @@ Place = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """What a rank has of a parameter."""
+
+    dim: int
+    size: int
+    """Of the whole parameter's dimension."""
+    kept: tuple[range, ...]
+    """Indices of this dimension, in the order in which the rank has them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """A part of a stored tensor, and where it goes."""
 
@@ -41,6 +52,19 @@ class Stored:
     """A parameter of the class."""
     place: Place
     """In the parameter; an expert's is one of the first dimension, which the stored tensor lacks."""
+
+    def within(self, cut: Cut) -> Iterator["Stored"]:
+        """What a rank has of it, with places in the rank's part of the parameter."""
+        dim = cut.dim - (len(self.place) - len(self.shape))
+        to, start = range(cut.size)[self.place[cut.dim]], range(self.shape[dim])[self.part[dim]].start
+        done = 0
+        for kept in cut.kept:
+            first, last = max(kept.start, to.start), min(kept.stop, to.stop)
+            if first < last:
+                own = slice(done + first - kept.start, done + last - kept.start)
+                part = slice(start + first - to.start, start + last - to.start)
+                yield replace(self, part=_at(self.part, dim, part), place=_at(self.place, cut.dim, own))
+            done += len(kept)
 
     def shard(self, owner: nn.Module, parameter: nn.Parameter) -> WeightShard:
         """owner: the module that has the parameter."""
@@ -69,6 +93,10 @@ class ClassTensors:
     """Parameters that are another one."""
     copies: dict[str, str] = field(default_factory=dict)
     """The same by stored names, which a checkpoint or new weights may have for both."""
+
+
+def _at(place: Place, dim: int, new: slice) -> Place:
+    return (*place[:dim], new, *place[dim + 1 :])
 
 
 def _write(target: Tensor, values: Tensor) -> None:
@@ -150,21 +178,17 @@ def _converted(
     everything = [slice(None) for _ in shape]
     pattern = next(each for each in converter.source_patterns if _matches(each, source))
     number = converter.source_patterns.index(pattern)
-    if operations in ([MergeModulelist], [MergeModulelist, Concatenate]):
-        match = re.search(pattern.replace("*", r"(\d+)"), source)
-        assert match is not None
-        expert = int(match[1])
-        place = [slice(expert, expert + 1), *everything]
-        if len(operations) == 2:
-            dim = converter.operations[1].dim
-            _check_alike(source, shape[dim - 1], converter, state[target].shape[dim])
-            place[dim] = slice(number * shape[dim - 1], (number + 1) * shape[dim - 1])
-        return [Stored(source, shape, tuple(everything), target, tuple(place))]
-    if operations == [Concatenate]:
-        dim = converter.operations[0].dim
-        _check_alike(source, shape[dim], converter, state[target].shape[dim])
+    if operations in ([MergeModulelist], [MergeModulelist, Concatenate], [Concatenate]):
         place = list(everything)
-        place[dim] = slice(number * shape[dim], (number + 1) * shape[dim])
+        if operations[0] is MergeModulelist:
+            match = re.search(pattern.replace("*", r"(\d+)"), source)
+            assert match is not None
+            place.insert(0, slice(int(match[1]), int(match[1]) + 1))
+        if operations[-1] is Concatenate:
+            dim = converter.operations[-1].dim
+            size = shape[dim - len(place) + len(shape)]
+            _check_alike(source, size, converter, state[target].shape[dim])
+            place[dim] = slice(number * size, (number + 1) * size)
         return [Stored(source, shape, tuple(everything), target, tuple(place))]
     if operations in ([Chunk], [Split]):
         dim, targets = converter.operations[0].dim, converter.target_patterns

@@ -176,6 +176,10 @@ class Model(nn.Module, ABC):
     def is_first_stage(self) -> bool:
         return self._mesh.is_first_stage
 
+    @property
+    def is_last_stage(self) -> bool:
+        return self._mesh.is_last_stage
+
     def new_hidden(self, num_tokens: int, device: torch.device) -> Tensor:
         """Memory for hidden states, [T, E]."""
         return torch.zeros((num_tokens, self._info.hidden_size), dtype=self.activation_dtype, device=device)

@@ -1,14 +1,42 @@
 """How many parameters a model has. Needs no torch."""
 
+from typing import NamedTuple
+
 from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.checkpoint.info import ClassFacts
 from tokasaurus.checkpoint.spec import LayerSpec, NormSpec
 from tokasaurus.model.parallel.mesh import Mesh
+
+
+class OfClass(NamedTuple):
+    """Parameters of a rank's part of a model that transformers' class computes."""
+
+    num_all: int
+    num_in_linears: int
+    """How many of these linear layers have, without an LM head that is this rank's embedding."""
+    num_tied: int
+    """Weights of such a head."""
+
+
+def of_class(facts: ClassFacts, info: ModelInfo, mesh: Mesh) -> OfClass:
+    """What stages of the model share but layers, embedding and LM head counts on each of them."""
+    rows = [facts.counts[index] for index in mesh.stage_layers(info)] + [facts.counts[info.num_layers]]
+    divided, whole, other_divided, other_whole = (sum(column) for column in zip(*rows, strict=True))
+    part = mesh.vocab_shard(info.vocab_size)[1] / info.vocab_size
+    embedding, head = (int(part * num) for num in (facts.num_embedding, facts.num_head))
+    in_linears = divided // mesh.tp_size + whole + mesh.is_last_stage * head
+    num_all = in_linears + other_divided // mesh.tp_size + other_whole + mesh.is_first_stage * embedding
+    if not info.tie_embeddings or not mesh.is_last_stage:
+        return OfClass(num_all, in_linears, 0)
+    if mesh.is_first_stage:
+        return OfClass(num_all, in_linears, embedding)
+    return OfClass(num_all + embedding, in_linears + embedding, 0)
 
 
 def num_parameters(info: ModelInfo, mesh: Mesh) -> int:
     """Parameters of this rank's part of the model. Raises ValueError if the model cannot be divided among the ranks."""
     if info.of_class is not None:
-        return info.of_class.num_parameters
+        return of_class(info.of_class, info, mesh).num_all
     spec = info.spec
     count = sum(_of_layer(spec.layers[index], info.hidden_size, mesh) for index in mesh.stage_layers(info))
     is_first, is_last = mesh.is_first_stage, mesh.is_last_stage

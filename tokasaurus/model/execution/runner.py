@@ -215,7 +215,7 @@ class ModelRunner:
             from tokasaurus.model.execution.async_tp_executor import AsyncTPExecutor  # torch's part is slow to import
 
             assert compiler is not None, "only compiled layers overlap gemms and collectives"
-            assert isinstance(model, Decoder), "other models have one rank"
+            assert isinstance(model, Decoder), "other models are not compiled"
             if all(AsyncTPExecutor.computes(layer.spec) for layer in model.decoder_layers()):
                 self._executor = AsyncTPExecutor(model, backend, self._executor, mesh, compiler, async_tp_threshold)
                 self._token_multiple = mesh.tp_size

@@ -57,12 +57,13 @@ class Mesh:
 
     def check(self, info: ModelInfo) -> None:
         """Raises ValueError, which names the sizes, if the model cannot be divided among the ranks."""
-        if self.num_ranks > 1 and not info.is_native:
-            raise ValueError("tp_size and pp_size must be 1 for a model that transformers' class computes")
         self.stage_layers(info)
         self.shard(info.num_heads, "attention heads")
-        self.kv_head_shard(info.num_kv_heads)
-        self.shard(info.intermediate_size, "intermediate_size")
+        if info.is_native:
+            self.kv_head_shard(info.num_kv_heads)
+            self.shard(info.intermediate_size, "intermediate_size")
+        else:
+            self.shard(info.num_kv_heads, "KV heads")
         self.vocab_shard(info.vocab_size)
 
     @property

@@ -79,14 +79,21 @@ def measure_class(
     model: TransformersModel, backend: AttentionBackend, shape: KVShape, context_length: int
 ) -> Iterator[Measured]:
     """A prompt of random tokens, whole and in chunks, against the class's own attention, head and count of positions:
-    hidden states and logits. Replaces the cache by one of a few blocks."""
+    hidden states and logits. A later stage gets random states. Replaces the cache by one of a few blocks."""
     num_tokens = min(_NUM_TOKENS, context_length)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(model.vocab_size, (num_tokens,), generator=generator).to(shape.device)
     dtype = max(model.activation_dtype, shape.dtype, key=lambda dtype: torch.finfo(dtype).eps)  # the coarser one
-    expected = _by_the_class(model, token_ids)
+    entering, others = None, None
+    if not model.is_first_stage:
+        entering = torch.randn((num_tokens, model.hidden_size), generator=generator)
+        entering = entering.to(shape.device, model.activation_dtype)
+        others = perturbed_rows(entering)
+    expected = _by_the_class(model, token_ids, entering)
+    if entering is not None and not expected[0].isfinite().any():
+        raise ValueError("its layers read more than the hidden states of the layer before")
     with model.embedding.register_forward_hook(lambda _module, _inputs, x: perturbed_rows(x.to(dtype)).to(x.dtype)):
-        perturbed = _by_the_class(model, token_ids)
+        perturbed = _by_the_class(model, token_ids, others)
     num_blocks = -(-num_tokens // shape.page_size)
     for name, chunks in _CHUNKS.items():
         with torch.inference_mode(False):
@@ -99,27 +106,30 @@ def measure_class(
             backend.plan(layout)
             attends = attends_over(backend, layout)
             positions = forward.positions.to(shape.device)
-            rows.append(model(token_ids[done:end], None, positions, OwnLayers(), attends).clone())
+            hidden = None if entering is None else entering[done:end]
+            rows.append(model(token_ids[done:end], hidden, positions, OwnLayers(), attends).clone())
             done = end
-        hidden = torch.cat(rows)
-        for what, found, *others in zip(
-            ("", ", logits"), (hidden, model.logits(hidden)), expected, perturbed, strict=True
-        ):
-            yield from compared_rows(name + what, dtype, found, *others)
+        found = [torch.cat(rows)]
+        if model.is_last_stage:
+            found.append(model.logits(found[0]))
+        for what, *tensors in zip(("", ", logits"), found, expected, perturbed, strict=False):
+            yield from compared_rows(name + what, dtype, *tensors)
     with torch.inference_mode(False):
         backend.allocate(1)  # what is measured next must not count this cache
 
 
-def _by_the_class(model: TransformersModel, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """token_ids [T] -> hidden states [T, E] and logits [T, V], by the class's own forward."""
+def _by_the_class(model: TransformersModel, token_ids: Tensor, entering: Tensor | None) -> list[Tensor]:
+    """token_ids [T], or what enters a later stage, [T, E] -> by the class's own forward, hidden states [T, E] and, on
+    the last stage, logits [T, v]."""
     whole, layers, name = model.whole, model.layers, model.whole.base_model_prefix
     given = getattr(whole, name)
     setattr(whole, name, layers)
     layers.set_attn_implementation("eager")
     try:
-        hidden = layers(input_ids=token_ids[None], use_cache=False).last_hidden_state
-        logits = whole(input_ids=token_ids[None], use_cache=False).logits
+        found = [model.run(token_ids, entering)]
+        if model.is_last_stage:
+            found.append(whole(**model.given(token_ids, entering), use_cache=False).logits[0])
     finally:
         layers.set_attn_implementation(NAME)
         setattr(whole, name, given)
-    return hidden[0], logits[0]
+    return found

@@ -37,7 +37,7 @@ from tokasaurus.model.buffer_sizes import (
     sizes_for,
     workspace_bytes,
 )
-from tokasaurus.model.decoder.parameters import num_parameters
+from tokasaurus.model.decoder.parameters import num_parameters, of_class
 from tokasaurus.model.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -310,10 +310,11 @@ def _weights(rank: _Rank) -> Planned:
     ends = [name for name, is_here in (("embedding", mesh.is_first_stage), ("LM head", mesh.is_last_stage)) if is_here]
     if info.tie_embeddings and len(ends) == 2:
         ends = ["embedding, which is also the LM head"]
-    num_bytes, of_class = count * item, info.of_class
-    if of_class is not None and sizes.activation_dtype is not None:
-        others, wide = count - of_class.num_in_linears, ITEM_BYTES[sizes.activation_dtype]
-        num_packed_too = 0 if sizes.dtype == "float16" else of_class.num_tied  # which no layout of its own multiplies
+    num_bytes = count * item
+    if info.of_class is not None and sizes.activation_dtype is not None:
+        of_rank, wide = of_class(info.of_class, info, mesh), ITEM_BYTES[sizes.activation_dtype]
+        others = count - of_rank.num_in_linears
+        num_packed_too = 0 if sizes.dtype == "float16" else of_rank.num_tied  # which no layout of its own multiplies
         num_bytes += others * (wide - item) + num_packed_too * item
         what += f", {others:,} parameters outside linear layers as {wide} B each, {num_packed_too:,} of the head twice"
     return num_bytes, f"{count:,} parameters x {item} B: {', '.join([what, *ends])}"

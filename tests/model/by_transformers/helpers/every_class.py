@@ -32,11 +32,15 @@ _LENGTHS = (1, 2, 15, 16, 17, 33, 47, 60)
 
 
 def load_class(
-    directory: Path, packed: bool = True, keeps_blocks: bool = False, dtype: torch.dtype = torch.float32
+    directory: Path,
+    packed: bool = True,
+    keeps_blocks: bool = False,
+    dtype: torch.dtype = torch.float32,
+    mesh: Mesh = Mesh(),  # noqa: B008  (it is frozen)
 ) -> tuple[TransformersModel, ModelInfo]:
     """keeps_blocks: of quantised weights, where the kernels multiply by them."""
     info = read_model_info(directory, impl="transformers")
-    model = TransformersModel(info, Mesh(), dtype, directory)
+    model = TransformersModel(info, mesh, dtype, directory)
     model.materialize(CPU, info.context_length)
     files, shards = weight_files(directory), model.weight_shards()
     load_weights(files, shards, model.ignores, may_keep_blocks=keeps_blocks, quantization=info.quantization)
