@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AttentionInterface
+from transformers import AttentionInterface, Gemma2Config
+from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer, Gemma2RotaryEmbedding
 
-from tests.model.by_transformers.helpers.every_class import is_right_at_start
+from tests.model.by_transformers.helpers.every_class import is_right_at_start, load_class
 from tests.model.by_transformers.helpers.tiny_classes import save_tiny_model, tiny_config
 from tokasaurus.checkpoint import CheckpointError, read_model_info
 from tokasaurus.messages.status import FlagRefused
 from tokasaurus.model.by_transformers import probe
 from tokasaurus.model.by_transformers.attention import NAME
 from tokasaurus.model.by_transformers.model import TransformersModel
+from tokasaurus.model.parallel.mesh import Mesh
 
 Call = Callable[..., tuple[Any, None]]
 _CALL: Call = AttentionInterface._global_mapping[NAME]
@@ -123,8 +125,6 @@ def test_a_rotary_scaling_of_the_flag_is_refused(gemma: Path) -> None:
 def test_missing_and_surplus_tensors_are_named(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    from tests.model.by_transformers.helpers.every_class import load_class
-
     save_tiny_model(tmp_path, tiny_config("mixtral"))
     path = tmp_path / "model.safetensors"
     stored = load_file(path)
@@ -135,3 +135,63 @@ def test_missing_and_surplus_tensors_are_named(tmp_path: Path) -> None:
     save_file({**stored, "model.layers.1.new.weight": stored[name].clone()}, path, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"has tensor model\.layers\.1\.new\.weight, which Mixtral"):
         load_class(tmp_path)
+
+
+def test_a_style_that_is_not_computed_is_refused_by_name(gemma: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gemma2Config, "base_model_tp_plan", {"layers.*.mlp": "sequence_parallel"})
+    words = (
+        r"^tp_size=2, pp_size=1: Gemma2ForCausalLM cannot be divided: model\.layers\.0\.mlp is divided in the style seq"
+    )
+    with pytest.raises(ValueError, match=words):
+        load_class(gemma, mesh=Mesh(tp_size=2))
+
+
+def test_parts_that_do_not_fit_together_are_refused_by_name(gemma: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gemma2Config, "base_model_tp_plan", {"layers.*.self_attn.k_proj": "colwise"})
+    with pytest.raises(
+        ValueError, match=r"^tp_size=2, pp_size=1: Gemma2ForCausalLM cannot be divided: .* has 4 heads and 1 "
+    ):
+        load_class(gemma, mesh=Mesh(tp_size=2))
+
+
+class Shared(tuple[Any, ...]):
+    """Cosines and sines, and what the first layer has got."""
+
+    first: Any = None
+
+
+@pytest.fixture
+def with_a_value_of_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers add it to what the first one gives."""
+    rotary, layer = Gemma2RotaryEmbedding.forward, Gemma2DecoderLayer.forward
+
+    def forward(self: Any, hidden: Any, position_embeddings: Any, **options: Any) -> Any:
+        if self.self_attn.layer_idx == 0:
+            position_embeddings.first = hidden
+        return layer(self, hidden + position_embeddings.first, position_embeddings, **options)
+
+    monkeypatch.setattr(Gemma2RotaryEmbedding, "forward", lambda *args: Shared(rotary(*args)))
+    monkeypatch.setattr(Gemma2DecoderLayer, "forward", forward)
+
+
+@pytest.mark.usefixtures("with_a_value_of_the_first_layer")
+def test_layers_that_share_more_than_hidden_states_are_refused_by_name(gemma: Path) -> None:
+    assert is_right_at_start(gemma)
+    load_class(gemma, mesh=Mesh(0, 2))
+    with pytest.raises(ValueError, match=r"^tp_size=1, pp_size=2: Gemma2ForCausalLM cannot be divided: unsupported"):
+        load_class(gemma, mesh=Mesh(1, 2))
+
+
+def test_later_layers_that_read_the_embeddings_are_found_at_the_start(
+    gemma: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(is_right_at_start(gemma, Mesh(stage, 2)) for stage in range(2))
+    rotary = Gemma2RotaryEmbedding.forward
+
+    def forward(self: Any, states: Any, *args: Any) -> Any:
+        cos, sin = rotary(self, states, *args)
+        return cos * states.mean(), sin
+
+    monkeypatch.setattr(Gemma2RotaryEmbedding, "forward", forward)
+    with pytest.raises(ValueError, match=r"^its layers read more than the hidden states of the layer before$"):
+        is_right_at_start(gemma, Mesh(1, 2))

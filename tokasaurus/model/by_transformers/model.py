@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -106,16 +106,20 @@ class TransformersModel(Model):
         """Leave the rank's part alone. Raises ValueError if it does not run, or is not known."""
         mesh = self._mesh
         try:
+            outputs, calls = self._try()
             if mesh.tp_size > 1:
                 self._cuts = divide(self.whole, mesh)
-            outputs, callers = self._try([layer.attention for layer in self._info.spec.layers])
+                outputs, divided = self._try()
+                for heads, whole in zip(divided.values(), calls.values(), strict=True):
+                    if heads not in (whole, tuple(num / mesh.tp_size for num in whole)):
+                        raise ValueError(f"its attention has {heads[0]} heads and {heads[1]} KV heads in each part")
             if mesh.pp_size == 1:
                 return
             entering = torch.empty((_NUM_TRIED, self.hidden_size), dtype=torch.bfloat16, device="meta")
-            kept = leave_layers(self.layers, callers, mesh.stage_layers(self._info), outputs, entering[None].shape)
+            kept = leave_layers(self.layers, list(calls), mesh.stage_layers(self._info), outputs, entering[None].shape)
             self._elsewhere = tuple(each for each in self.layers.modules() if isinstance(each, InPlaceOf))
-            kept |= self._try(self._own_specs, None if mesh.is_first_stage else entering)[0].keys()
-        except (RuntimeError, TypeError, NotImplementedError, AttributeError, KeyError, ValueError) as error:
+            kept |= self._try(None if mesh.is_first_stage else entering)[0].keys()
+        except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
             sizes = f"tp_size={mesh.tp_size}, pp_size={mesh.pp_size}"
             raise ValueError(f"{sizes}: {type(self.whole).__name__} cannot be divided: {first_line(error)}") from error
         root = self.layers if mesh.is_last_stage else self.whole
@@ -123,24 +127,18 @@ class TransformersModel(Model):
             if name and module not in kept and list(module.parameters(recurse=False)):
                 _set(root, name, nn.Identity())  # only other stages call it
 
-    def _try(
-        self, specs: Sequence[AttentionSpec], hidden: Tensor | None = None
-    ) -> tuple[dict[nn.Module, Any], list[nn.Module]]:
-        """Run layers without weights; returns the outputs of their modules, and the modules that call attention."""
-        callers = list[nn.Module]()
+    def _try(self, hidden: Tensor | None = None) -> tuple[dict[nn.Module, Any], dict[nn.Module, tuple[int, int]]]:
+        """Run layers without weights: the outputs of their modules, and heads and KV heads of each that attends."""
+        calls = dict[nn.Module, tuple[int, int]]()
 
         def look(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-            spec = specs[len(callers)]
-            num_ranks = spec.num_heads / query.shape[1]
-            if num_ranks not in (1, self._mesh.tp_size) or key.shape[1] * num_ranks > spec.num_kv_heads:
-                raise ValueError(f"its attention has {query.shape[1]} heads and {key.shape[1]} KV heads")
-            callers.append(module)
+            calls[module] = query.shape[1], key.shape[1]
             return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
 
         with torch.inference_mode(), torch.device("meta"), answering(look), outputs_of_modules() as outputs:
             ids, positions = torch.zeros(_NUM_TRIED, dtype=torch.int64), torch.arange(_NUM_TRIED)[None]
             self.run(ids, hidden, position_ids=positions, attention_mask=self._no_mask)
-        return outputs, callers
+        return outputs, calls
 
     def materialize(self, device: torch.device, num_positions: int) -> None:  # noqa: ARG002
         """The table of positions is the class's own."""

@@ -15,7 +15,6 @@ from tests.model.by_transformers.helpers.tiny_classes import FAMILIES, VOCAB_SIZ
 from tests.model.helpers.greedy_decoding import greedy_in_a_mixed_batch, oracle_greedy
 from tests.model.helpers.steps import CPU, StepDriver, make_runner
 from tokasaurus.checkpoint import ModelInfo, read_model_info, weight_files
-from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.by_transformers import probe
 from tokasaurus.model.by_transformers.model import TransformersModel
@@ -23,6 +22,7 @@ from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.class_check import measure_class
+from tokasaurus.model.worker.memory import kv_shape
 
 TABLE = Path(__file__).parents[1] / "every_class.json"
 RIGHT = "right"
@@ -66,15 +66,10 @@ def outcome(family: str, directory: Path) -> str:
     return RIGHT
 
 
-def is_right_at_start(directory: Path) -> bool:
-    """By the check of a start."""
-    model, info = load_class(directory)
-    spec = info.spec.layers[0].attention
-    shape = KVShape(
-        *(info.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim, 16, torch.float32, CPU),
-        layers=tuple(layer.attention for layer in info.spec.layers),
-        sinks=model.sinks,
-    )
+def is_right_at_start(directory: Path, mesh: Mesh = Mesh()) -> bool:  # noqa: B008  (it is frozen)
+    """By the check of a start. mesh: with one tensor-parallel rank."""
+    model, info = load_class(directory, mesh=mesh)
+    shape = kv_shape(info, mesh, 16, torch.float32, torch.float32, CPU, model.sinks)
     backend = make_backend(None, shape, load_kernels())
     return all(measured.is_right for measured in measure_class(model, backend, shape, info.context_length))
 
