@@ -72,8 +72,3 @@ def digest_of(config: Mapping[str, Any]) -> str:
     """As ClassFacts.settings. config: as transformers completes it."""
     told = {name: value for name, value in config.items() if name not in _IGNORED}
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def json_of(facts: Mapping[str, Any]) -> str:
-    """What the probe prints."""
-    return json.dumps(facts, indent=1) + "\n"

@@ -22,8 +22,9 @@ from transformers import (
     masking_utils,
 )
 
-from tokasaurus.checkpoint.by_transformers import digest_of, json_of
+from tokasaurus.checkpoint.by_transformers import digest_of
 from tokasaurus.checkpoint.rope import MAX_CONTEXT
+from tokasaurus.messages.status import first_line
 from tokasaurus.model.by_transformers.attention import COMPUTED, NAME, WITHOUT_EFFECT, Mask, answering
 from tokasaurus.model.by_transformers.ranks import Style, styles_of
 
@@ -44,9 +45,9 @@ def main() -> None:
     with contextlib.suppress(ValueError, OSError):  # of a system that allows less already, or no limit at all
         resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     try:
-        print(json_of(facts_of(Path(sys.argv[1]))), end="")
+        print(json.dumps(facts_of(Path(sys.argv[1])), indent=1))
     except Unfit as unfit:
-        print(json_of({"error": str(unfit)}), end="")
+        print(json.dumps({"error": str(unfit)}))
 
 
 def facts_of(path: Path) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def facts_of(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, ImportError, TypeError, AttributeError, AssertionError) as error:
         if isinstance(error, KeyError) and error.args == (NAME,):
             raise Unfit(f"{config.model_type} does not call attention through transformers' interface") from error
-        raise Unfit(f"transformers {transformers.__version__} cannot make its class: {_first_line(error)}") from error
+        raise Unfit(f"transformers {transformers.__version__} cannot make its class: {first_line(error)}") from error
     asked = config.architectures
     if asked not in (None, [], [type(model).__name__]):
         raise Unfit(f"architectures {asked} is not supported; {config.model_type} is {type(model).__name__}")
@@ -117,10 +118,6 @@ def make_model(config: PreTrainedConfig) -> PreTrainedModel:
     with contextlib.suppress(Exception):  # of many classes: some configs must have one
         model.config.pad_token_id = None  # else some classes look for it in the token ids
     return model.eval().requires_grad_(False)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _context_length(config: PreTrainedConfig) -> int:
@@ -176,7 +173,7 @@ def _layers(model: PreTrainedModel) -> list[dict[str, Any]]:
         try:
             model.base_model(input_ids=token_ids, position_ids=positions, use_cache=False)
         except (RuntimeError, TypeError, NotImplementedError, AttributeError, KeyError, ValueError) as error:
-            raise Unfit(f"{type(model).__name__} does not run without weights: {_first_line(error)}") from error
+            raise Unfit(f"{type(model).__name__} does not run without weights: {first_line(error)}") from error
     return _alike(model, list(found.values()))
 
 
