@@ -9,7 +9,8 @@
 // the scale and the min of each group (int8 with two levels, else float16 or float32). Then, from a multiple of 64
 // bytes on, the codes, unsigned: [inputs / 4][kPanel][4] bytes; or, of 4 bits, [inputs / 8][kPanel][4] bytes with the
 // first four inputs in the low bits and the next four in the high bits. So each 32 bits have inputs of one output, as
-// the instructions of multiply_codes want them.
+// the instructions of multiply_codes want them. Codes of 6 bits are in sixteens: two times [kPanel][4] bytes of their
+// low 4 bits, as above, then [kPanel][4] bytes of their high 2 bits, of which the first four inputs' are the lowest.
 #pragma once
 
 #include <algorithm>
@@ -42,12 +43,10 @@ struct Block {
 
 // Number: the type of a group's scale and min in a panel. size: inputs of a block, 0 for all; bytes: of a block as
 // Python passes it, without its codes if it has all inputs. bits: of a code in a panel.
-// code_bits: those that a code may have set.
-template <typename Number, int size, int bytes, int group, int bits, bool has_min, int offset = 0, int code_bits = bits>
+template <typename Number, int size, int bytes, int group, int bits, bool has_min, int offset = 0>
 struct Format {
   typedef Number GroupNumber;
-  static constexpr int kSize = size, kBytes = bytes, kGroup = group, kBits = bits, kOffset = offset,
-                       kCodeBits = code_bits;
+  static constexpr int kSize = size, kBytes = bytes, kGroup = group, kBits = bits, kOffset = offset;
   static constexpr bool kHasMin = has_min, kTwoLevels = std::is_same_v<Number, int8_t>;
   static constexpr int kNumbers = has_min ? 2 : 1;  // a scale, and perhaps a min
 };
@@ -59,17 +58,17 @@ struct FormatOf<kQ4_0> : Format<float16, 32, 18, 32, 4, false, 8> {};
 template <>
 struct FormatOf<kQ4_1> : Format<float16, 32, 20, 32, 4, true> {};
 template <>
-struct FormatOf<kQ5_0> : Format<float16, 32, 22, 32, 8, false, 16, 6> {};
+struct FormatOf<kQ5_0> : Format<float16, 32, 22, 32, 6, false, 16> {};
 template <>
-struct FormatOf<kQ5_1> : Format<float16, 32, 24, 32, 8, true, 0, 6> {};
+struct FormatOf<kQ5_1> : Format<float16, 32, 24, 32, 6, true> {};
 template <>
 struct FormatOf<kQ8_0> : Format<float16, 32, 34, 32, 8, false, 128> {};
 template <>
 struct FormatOf<kQ4_K> : Format<int8_t, 256, 144, 32, 4, true> {};
 template <>
-struct FormatOf<kQ5_K> : Format<int8_t, 256, 176, 32, 8, true, 0, 6> {};
+struct FormatOf<kQ5_K> : Format<int8_t, 256, 176, 32, 6, true> {};
 template <>
-struct FormatOf<kQ6_K> : Format<int8_t, 256, 210, 16, 8, false, 32, 6> {};
+struct FormatOf<kQ6_K> : Format<int8_t, 256, 210, 16, 6, false, 32> {};
 template <>
 struct FormatOf<kI4_32> : Format<float, 32, 24, 32, 4, true> {};
 template <>
@@ -165,22 +164,47 @@ void unpack_block(const uint8_t* from, Block& block) {
   }
 }
 
+// Inputs whose codes are together in a panel, and their bytes.
+template <int bits>
+constexpr int kCodesTogether = bits == 8 ? 4 : bits == 4 ? 8 : 16;
+template <int bits>
+constexpr int kBytesTogether = kCodesTogether<bits> * kPanel * bits / 8;
+
+// Where 4 bits of a code are in a panel, and its high 2 bits if it has 6.
+struct CodePlace {
+  int64_t low, high;  // bytes
+  int low_shift, high_shift;
+};
+
+template <int bits>
+CodePlace code_place(int64_t i, int64_t output) {
+  const int64_t number = i % kCodesTogether<bits>, start = i / kCodesTogether<bits> * kBytesTogether<bits>;
+  const auto word = [&](int64_t index) { return start + (index * kPanel + output) * 4 + i % 4; };
+  return {word(number / 8), word(2), int(number % 8 / 4 * 4), int(number / 4 * 2)};
+}
+
 // Puts the code of input i of output `output` among those of a panel.
 template <int bits>
 void put_code(uint8_t* codes, int64_t i, int64_t output, uint8_t code) {
+  const CodePlace place = code_place<bits>(i, output);
+  const auto put = [](uint8_t& byte, int mask, int shift, int value) {
+    byte = (byte & ~(mask << shift)) | (value & mask) << shift;
+  };
   if constexpr (bits == 8) {
-    codes[(i / 4 * kPanel + output) * 4 + i % 4] = code;
+    codes[place.low] = code;
   } else {
-    uint8_t& both = codes[(i / 8 * kPanel + output) * 4 + i % 4];
-    const int shift = i % 8 / 4 * 4;
-    both = (both & 0xF0 >> shift) | code << shift;
+    put(codes[place.low], 15, place.low_shift, code);
+    if constexpr (bits == 6) put(codes[place.high], 3, place.high_shift, code >> 4);
   }
 }
 
 template <int bits>
 int get_code(const uint8_t* codes, int64_t i, int64_t output) {
-  if constexpr (bits == 8) return codes[(i / 4 * kPanel + output) * 4 + i % 4];
-  return codes[(i / 8 * kPanel + output) * 4 + i % 4] >> i % 8 / 4 * 4 & 15;
+  const CodePlace place = code_place<bits>(i, output);
+  if constexpr (bits == 8) return codes[place.low];
+  const int low = codes[place.low] >> place.low_shift & 15;
+  if constexpr (bits == 4) return low;
+  return low | (codes[place.high] >> place.high_shift & 3) << 4;
 }
 
 // The blocks of one output, as Python passes them -> output `output` of a panel.
@@ -298,12 +322,25 @@ static TOKA_INLINE void store_two(Element* to, Floats first, Floats second) {
 // How far ahead codes are prefetched: what is computed between two reads of memory, and the memory's latency.
 constexpr int64_t kAheadBytes = 8192;
 
+// The codes of the four inputs from 4 * quarter on, of those that are together at `from`, of kLanes outputs: a byte each.
+template <int bits>
+static TOKA_INLINE Ints four_codes(const uint8_t* from, int vector, int quarter) {
+  const auto word = [&](int index) TOKA_LAMBDA {
+    return load_vector<UInts>(from + (index * kPanel + vector * kLanes) * 4);
+  };
+  if constexpr (bits == 8) return (Ints)word(quarter);
+  const UInts low = word(quarter / 2) >> quarter % 2 * 4 & 0x0F0F0F0Fu;
+  if constexpr (bits == 4) return (Ints)low;
+  const UInts high = quarter < 2 ? word(2) << (4 - 2 * quarter) : word(2) >> (2 * quarter - 4);
+  return (Ints)(low | (high & 0x30303030u));
+}
+
 // The inputs [first, end) of a panel of codes -> the same part of a panel of plain weights. Each weight is rounded
 // once, as if dequantized in float32. first and end: multiples of 32, or the last input.
 template <int bits, typename Element>
 TOKA_NOINLINE void widen_codes(const uint8_t* codes, const Groups& groups, int64_t first, int64_t end, Element* to) {
-  constexpr int kVectorElements = kLanes * kPair<Element>, kTogether = bits == 8 ? 4 : 8;
-  codes += first * kPanel * bits / 8;
+  constexpr int kVectorElements = kLanes * kPair<Element>, kTogether = kCodesTogether<bits>;
+  codes += first / kTogether * kBytesTogether<bits>;
   while (first < end) {
     const int64_t group = first / groups.inputs, group_end = std::min(end, (group + 1) * groups.inputs);
     Floats scale[kPanelVectors], min[kPanelVectors];
@@ -311,18 +348,19 @@ TOKA_NOINLINE void widen_codes(const uint8_t* codes, const Groups& groups, int64
       scale[v] = load(groups.scales + group * kPanel + v * kLanes);
       min[v] = load(groups.mins + group * kPanel + v * kLanes);
     });
-    for (; first < group_end; first += kTogether, codes += kPanel * 4, to += kTogether * kPanel) {
-      repeat<kPanelVectors * kLanes * 4 / kCacheLineBytes>(
+    for (; first < group_end; first += kTogether, codes += kBytesTogether<bits>, to += kTogether * kPanel) {
+      repeat<kBytesTogether<bits> / kCacheLineBytes>(
           [&](auto line) TOKA_LAMBDA { __builtin_prefetch(codes + kAheadBytes + line * kCacheLineBytes, 0, 2); });
       repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA {
-        const UInts all = load_vector<UInts>(codes + v * kLanes * 4);
-        const auto weight = [&](auto i) TOKA_LAMBDA {
-          const UInts code = bits == 8 ? all >> 8 * i & 255 : all >> (i % 4 * 8 + i / 4 * 4) & 15;
-          return to_floats((Ints)code) * scale[v] + min[v];
-        };
-        repeat<kTogether / 2>([&](auto i) TOKA_LAMBDA {
-          store_two(to + i * 2 * kPanel + v * kVectorElements, weight(std::integral_constant<int, 2 * i>{}),
-                    weight(std::integral_constant<int, 2 * i + 1>{}));
+        repeat<kTogether / 4>([&](auto quarter) TOKA_LAMBDA {
+          const UInts all = (UInts)four_codes<bits>(codes, v, quarter);
+          const auto weight = [&](auto i) TOKA_LAMBDA {
+            return to_floats((Ints)(all >> 8 * i & 255)) * scale[v] + min[v];
+          };
+          repeat<2>([&](auto i) TOKA_LAMBDA {
+            store_two(to + (quarter * 4 + i * 2) * kPanel + v * kVectorElements,
+                      weight(std::integral_constant<int, 2 * i>{}), weight(std::integral_constant<int, 2 * i + 1>{}));
+          });
         });
       });
     }

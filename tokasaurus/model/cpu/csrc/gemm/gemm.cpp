@@ -209,10 +209,9 @@ void multiply_panel(const Gemm<Weight>& gemm, const Int8Rows* x, int64_t panel, 
       static thread_local std::vector<float> numbers;
       const Groups groups = read_groups<type.value>(from, in_size, scratch(numbers, 2 * sizes.num_groups * kPanel));
       const uint8_t* const codes = from + sizes.codes;
-      constexpr int code_bits = FormatOf<type.value>::kCodeBits;
       if (x != nullptr && x->has_planes)
-        return multiply_integers<kPlanes, code_bits>(gemm, *x, panel, codes, groups, first_row, end_row);
-      if (x != nullptr) return multiply_integers<1, code_bits>(gemm, *x, panel, codes, groups, first_row, end_row);
+        return multiply_integers<kPlanes, bits>(gemm, *x, panel, codes, groups, first_row, end_row);
+      if (x != nullptr) return multiply_integers<1, bits>(gemm, *x, panel, codes, groups, first_row, end_row);
       if (end_row - first_row <= kTileRows)
         return multiply_blocks<bits>(gemm, panel, codes, groups, first_row, end_row);
       static thread_local std::vector<Activation<Weight>> widened;

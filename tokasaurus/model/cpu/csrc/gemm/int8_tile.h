@@ -52,8 +52,9 @@ static TOKA_INLINE Ints broadcast_four(const void* from) {
   return Ints{} + four;
 }
 
+template <int bits>
 static TOKA_INLINE void prefetch_codes(const uint8_t* codes) {
-  repeat<kPanel * 4 / kCacheLineBytes>(
+  repeat<kBytesTogether<bits> / kCacheLineBytes>(
       [&](auto line) TOKA_LAMBDA { __builtin_prefetch(codes + kAheadBytes + line * kCacheLineBytes, 0, 2); });
 }
 
@@ -81,16 +82,14 @@ template <int M, int bits>
 static TOKA_INLINE void add_products(const Int8Rows& x, int64_t row, int64_t first, int64_t count, const uint8_t* codes,
                                      Ints (&total)[M][kPanelVectors]) {
   const int8_t* const own = x.codes + row * x.in_size;
-  for (int64_t in = first; in < first + count; in += bits == 4 ? 8 : 4, codes += kPanel * 4) {
-    if constexpr (M <= 4) prefetch_codes(codes);
-    repeat<bits == 4 ? 2 : 1>([&](auto half) TOKA_LAMBDA {
+  constexpr int kTogether = kCodesTogether<bits>;
+  for (int64_t in = first; in < first + count; in += kTogether, codes += kBytesTogether<bits>) {
+    if constexpr (M <= 4) prefetch_codes<bits>(codes);
+    repeat<kTogether / 4>([&](auto quarter) TOKA_LAMBDA {
       Ints weights[kPanelVectors];
-      repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA {
-        weights[v] = load_vector<Ints>(codes + v * kLanes * 4);
-        if constexpr (bits == 4) weights[v] = (Ints)((UInts)weights[v] >> 4 * half) & 0x0F0F0F0F;
-      });
+      repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { weights[v] = four_codes<bits>(codes, v, quarter); });
       repeat<M>([&](auto i) TOKA_LAMBDA {
-        const Ints four = broadcast_four(own + i * x.in_size + in + 4 * half);
+        const Ints four = broadcast_four(own + i * x.in_size + in + 4 * quarter);
         repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { total[i][v] = dot_four(total[i][v], weights[v], four); });
       });
     });
@@ -128,20 +127,19 @@ static TOKA_INLINE void add_products(const Int8Rows& x, int64_t row, int64_t fir
                                      Ints (&total)[M][kPanelVectors]) {
   const int64_t in_size = x.in_size;
   const Shorts ones = Shorts{} + 1;
+  constexpr int kTogether = kCodesTogether<bits>;
   if constexpr (bits == 4) {
     const int8_t* const own = x.codes + row * in_size;
     Shorts sums[M][kPanelVectors] = {};
     // Unrolled, GCC 12 would add products late, and keep all of them in memory until then.
 #pragma GCC unroll 1
-    for (int64_t in = first; in < first + count; in += 8, codes += kPanel * 4) {
-      if constexpr (M <= 4) prefetch_codes(codes);
-      repeat<2>([&](auto half) TOKA_LAMBDA {
+    for (int64_t in = first; in < first + count; in += kTogether, codes += kBytesTogether<bits>) {
+      if constexpr (M <= 4) prefetch_codes<bits>(codes);
+      repeat<kTogether / 4>([&](auto quarter) TOKA_LAMBDA {
         Ints weights[kPanelVectors];
-        repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA {
-          weights[v] = (Ints)(load_vector<UInts>(codes + v * kLanes * 4) >> 4 * half) & 0x0F0F0F0F;
-        });
+        repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { weights[v] = four_codes<bits>(codes, v, quarter); });
         repeat<M>([&](auto i) TOKA_LAMBDA {
-          const Ints four = broadcast_four(own + i * in_size + in + 4 * half);
+          const Ints four = broadcast_four(own + i * in_size + in + 4 * quarter);
           repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { sums[i][v] += multiply_bytes(weights[v], four); });
         });
       });
@@ -151,25 +149,27 @@ static TOKA_INLINE void add_products(const Int8Rows& x, int64_t row, int64_t fir
     });
   } else if constexpr (bits == 6) {
     const int8_t* const own = x.codes + row * in_size;
-    for (int64_t in = first; in < first + count; in += 8, codes += 2 * kPanel * 4) {
-      if constexpr (M <= 4) prefetch_codes(codes), prefetch_codes(codes + kPanel * 4);
-      repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA {
-        const Ints low = load_vector<Ints>(codes + v * kLanes * 4);
-        const Ints high = load_vector<Ints>(codes + (kPanel + v * kLanes) * 4);
-        repeat<M>([&](auto i) TOKA_LAMBDA {
-          const int8_t* const eight = own + i * in_size + in;
-          const Shorts sums =
-              multiply_bytes(low, broadcast_four(eight)) + multiply_bytes(high, broadcast_four(eight + 4));
-          total[i][v] += multiply_shorts(sums, ones);
+#pragma GCC unroll 1
+    for (int64_t in = first; in < first + count; in += kTogether, codes += kBytesTogether<bits>) {
+      if constexpr (M <= 4) prefetch_codes<bits>(codes);
+      repeat<kTogether / 8>([&](auto half) TOKA_LAMBDA {
+        repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA {
+          const Ints low = four_codes<bits>(codes, v, 2 * half), high = four_codes<bits>(codes, v, 2 * half + 1);
+          repeat<M>([&](auto i) TOKA_LAMBDA {
+            const int8_t* const eight = own + i * in_size + in + 8 * half;
+            const Shorts sums =
+                multiply_bytes(low, broadcast_four(eight)) + multiply_bytes(high, broadcast_four(eight + 4));
+            total[i][v] += multiply_shorts(sums, ones);
+          });
         });
       });
     }
   } else {
     const int16_t* const own = x.pairs + row * in_size;
-    for (int64_t in = first; in < first + count; in += 4, codes += kPanel * 4) {
-      if constexpr (M <= 4) prefetch_codes(codes);
+    for (int64_t in = first; in < first + count; in += kTogether, codes += kBytesTogether<bits>) {
+      if constexpr (M <= 4) prefetch_codes<bits>(codes);
       repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA {
-        const UInts all = load_vector<UInts>(codes + v * kLanes * 4);
+        const UInts all = (UInts)four_codes<bits>(codes, v, 0);
         const Shorts even = (Shorts)(all & 0x00FF00FF), odd = (Shorts)((all >> 8) & 0x00FF00FF);
         repeat<M>([&](auto i) TOKA_LAMBDA {
           const int16_t* const four = own + i * in_size + in;
@@ -203,7 +203,7 @@ static TOKA_INLINE void multiply_parts(const Int8Rows& x, int64_t row, const uin
   Floats sum[M][kPanelVectors] = {};
   for (int64_t first_part = 0; first_part < num_parts; first_part += group_parts, scales += kPanel, mins += kPanel)
     for (int64_t number = first_part; number < first_part + group_parts;
-         ++number, codes += part * kPanel * (bits == 4 ? 4 : 8) / 8) {
+         ++number, codes += part * kPanel * bits / 8) {
       Ints total[M * planes][kPanelVectors];
       repeat<M * planes>([&](auto i) TOKA_LAMBDA {
         const Ints start = has_min ? Ints{} : Ints{} - groups.offset * code_sums[i * num_parts + number];
