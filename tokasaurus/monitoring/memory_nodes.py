@@ -8,7 +8,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -68,7 +68,7 @@ def memory_nodes(root: Path = Path("/")) -> list[MemoryNode]:
             distances = dict(zip(sorted(directories), map(int, listed), strict=True))
             nearest = min(nodes.values(), key=lambda node: (distances[node.number], len(node.cores)))
             nodes[nearest.number] = replace(nearest, cores=nearest.cores | cores[number])
-    except (OSError, ValueError):  # another system, or a container that hides them
+    except (OSError, ValueError, IndexError):  # another system, or a container that hides them
         return []
     return list(nodes.values())
 
@@ -127,7 +127,8 @@ def bound_to(place: Place | None) -> Iterator[None]:
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        with suppress(OSError):  # the container's cores have changed
+            os.sched_setaffinity(0, before)
         if is_policy_ours:
             _prefer(None)
 

@@ -47,6 +47,9 @@ SECONDS_IN_HURRY = 0.01
 RESULTS_SECONDS = 0.02
 """Longest time that results lie in the channel so that one round applies several: as long as a stream's tokens wait."""
 
+MIN_STEP_SECONDS = 0.005
+"""With shorter steps, results do not lie there: a sequence that ends by itself would wait for many of them."""
+
 SECONDS_RESERVED = 0.015
 """Results lie there only while the worker has work for longer than this, in seconds: a round, and a lost time slice."""
 
@@ -236,6 +239,8 @@ class Engine:
         if num_ending or queues.num_waiting or slots.num_with_masks or state.options.num_microbatches > 1:
             return 0.0
         if state.commands or state.sent_command is not None or any(step.begins for step in state.steps_in_flight):
+            return 0.0
+        if state.step_time_model.predict(self._features(0, 1)) < MIN_STEP_SECONDS:
             return 0.0
         return max(0.0, min(RESULTS_SECONDS, self.seconds_left() - SECONDS_RESERVED))
 

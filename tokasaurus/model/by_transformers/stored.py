@@ -155,9 +155,11 @@ def find_stored(model: PreTrainedModel, directory: Path, info: ModelInfo) -> Cla
     for name in {tied.get(name, name): None for name in state}:
         if filled[name] != state[name].numel():
             raise CheckpointError(f"the checkpoint lacks tensor {name}")
-    for name, own in tied.items():
-        copy, source = (sources.get(name, name), sources[own]) if own in sources else (own, sources[name])
-        stored.copies[copy] = source
+    for own in dict.fromkeys(tied.values()):
+        names = [own, *(name for name, other in tied.items() if other == own)]
+        for first in [sources[name] for name in names if name in sources][:1]:
+            copies = {sources.get(name, name) for name in names} - {first}
+            stored.copies |= dict.fromkeys(copies, first)
     return stored
 
 

@@ -16,6 +16,8 @@ FEW_ROWS, MANY_ROWS = 1, 64
 _NUM_ROUNDS = 3
 _MAX_BYTES = 32 << 20
 """Of the weights that one row is multiplied by: so that they come from memory, as in a step."""
+_MAX_FIRST_BYTES = 64 << 20
+"""Of a single weight: MANY_ROWS of an LM head would take seconds."""
 _NUM_OUTPUTS = 256
 """Outputs whose error is measured."""
 _INT8_UNIT = 32
@@ -40,11 +42,12 @@ class Ways:
 
 
 def ways_by_type(weights: Iterable[PackedWeights]) -> dict[str, Ways]:
-    """weights: of a model. Types that only mixed, gated or activated weights have are left out."""
+    """weights: of a model. Types that only mixed, gated, activated or very large weights have are left out."""
     by_type = defaultdict[str, list[PackedWeights]](list)
-    for packed in weights:
+    for packed in sorted(weights, key=lambda each: each.num_bytes):
         block_types, is_plain_product = packed.block_types, not packed.struct.is_gated and not packed.struct.activation
-        if len(block_types) == 1 and is_plain_product and packed.in_size % _INT8_UNIT == 0:
+        is_small = packed.num_bytes <= _MAX_FIRST_BYTES
+        if len(block_types) == 1 and is_plain_product and is_small and packed.in_size % _INT8_UNIT == 0:
             own = by_type[next(iter(block_types))]
             if not own or (packed.in_size == own[0].in_size and sum(each.num_bytes for each in own) < _MAX_BYTES):
                 own.append(packed)

@@ -31,6 +31,8 @@ from tokasaurus.model.worker.self_check import (
 )
 from tokasaurus.model.worker.start import Start
 
+_VERSION = 1
+"""Part of the name of a kept result: increase it when a class is computed otherwise."""
 _NUM_TOKENS = 64
 _CHUNKS = {"whole": (_NUM_TOKENS,), "in two chunks": (40, _NUM_TOKENS - 40)}
 _FEATURE = "transformers"
@@ -64,7 +66,7 @@ def _path_of_result(start: Start) -> Path | None:
     except (OSError, CheckpointError, LibraryUnavailable):
         return None
     kernels = () if start.kernels is None else start.kernels.path.parts[-2:]
-    code = __version__, torch.__version__, transformers.__version__, kernels, type(start.backend).__name__
+    code = _VERSION, __version__, torch.__version__, transformers.__version__, kernels, type(start.backend).__name__
     config = start.config
     flags = config.quantization, config.quantized_compute, config.rl, start.gemm, torch.get_num_threads()
     dtypes = start.dtype, start.activation_dtype, start.kv_cache_dtype
@@ -88,7 +90,7 @@ def measure_class(
     if not model.is_first_stage:
         entering = torch.randn((num_tokens, model.hidden_size), generator=generator)
         entering = entering.to(shape.device, model.activation_dtype)
-        others = perturbed_rows(entering)
+        others = perturbed_rows(entering.to(dtype)).to(entering.dtype)
     expected = _by_the_class(model, token_ids, entering)
     if entering is not None and not expected[0].isfinite().any():
         raise ValueError("its layers read more than the hidden states of the layer before")
