@@ -166,7 +166,9 @@ void unpack_block(const uint8_t* from, Block& block) {
 
 // Inputs whose codes are together in a panel, and their bytes.
 template <int bits>
-constexpr int kCodesTogether = bits == 8 ? 4 : bits == 4 ? 8 : 16;
+constexpr int kCodesTogether = bits == 8   ? 4
+                               : bits == 4 ? 8
+                                           : 16;
 template <int bits>
 constexpr int kBytesTogether = kCodesTogether<bits> * kPanel * bits / 8;
 
@@ -322,12 +324,12 @@ static TOKA_INLINE void store_two(Element* to, Floats first, Floats second) {
 // How far ahead codes are prefetched: what is computed between two reads of memory, and the memory's latency.
 constexpr int64_t kAheadBytes = 8192;
 
-// The codes of the four inputs from 4 * quarter on, of those that are together at `from`, of kLanes outputs: a byte each.
+// The codes of the four inputs from 4 * quarter on, of those that are together at `from`, of kLanes outputs: a byte
+// each.
 template <int bits>
 static TOKA_INLINE Ints four_codes(const uint8_t* from, int vector, int quarter) {
-  const auto word = [&](int index) TOKA_LAMBDA {
-    return load_vector<UInts>(from + (index * kPanel + vector * kLanes) * 4);
-  };
+  const auto word = [&](int index)
+                        TOKA_LAMBDA { return load_vector<UInts>(from + (index * kPanel + vector * kLanes) * 4); };
   if constexpr (bits == 8) return (Ints)word(quarter);
   const UInts low = word(quarter / 2) >> quarter % 2 * 4 & 0x0F0F0F0Fu;
   if constexpr (bits == 4) return (Ints)low;
@@ -354,9 +356,8 @@ TOKA_NOINLINE void widen_codes(const uint8_t* codes, const Groups& groups, int64
       repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA {
         repeat<kTogether / 4>([&](auto quarter) TOKA_LAMBDA {
           const UInts all = (UInts)four_codes<bits>(codes, v, quarter);
-          const auto weight = [&](auto i) TOKA_LAMBDA {
-            return to_floats((Ints)(all >> 8 * i & 255)) * scale[v] + min[v];
-          };
+          const auto weight = [&](auto i)
+                                  TOKA_LAMBDA { return to_floats((Ints)(all >> 8 * i & 255)) * scale[v] + min[v]; };
           repeat<2>([&](auto i) TOKA_LAMBDA {
             store_two(to + (quarter * 4 + i * 2) * kPanel + v * kVectorElements,
                       weight(std::integral_constant<int, 2 * i>{}), weight(std::integral_constant<int, 2 * i + 1>{}));

@@ -168,7 +168,7 @@ void multiply_blocks(const Gemm<Weight>& gemm, int64_t panel, const uint8_t* cod
 // The rows [first_row, end_row) times a panel of codes, in integers. planes: of a row.
 template <int planes, int bits, typename Weight>
 void multiply_integers(const Gemm<Weight>& gemm, const Int8Rows& x, int64_t panel, const uint8_t* codes,
-                   const Groups& groups, int64_t first_row, int64_t end_row) {
+                       const Groups& groups, int64_t first_row, int64_t end_row) {
   const int64_t num_rows = end_row - first_row, num_tiles = (num_rows + kCodeRows<planes> - 1) / kCodeRows<planes>;
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const int64_t begin = first_row + num_rows * tile / num_tiles, end = first_row + num_rows * (tile + 1) / num_tiles;
@@ -275,8 +275,7 @@ void quantize_row(const Element* x, int64_t in_size, bool is_wide, int8_t* codes
   for (int64_t first = 0, count; first < in_size; first += count) {
     count = is_wide ? std::min(kWideBlock, in_size - first) : kInputBlock;
     const int64_t block = first / kInputBlock;
-    const float scale =
-        quantize(x + first, count, codes + first, code_sums + block, half_sums + first / kInputSum);
+    const float scale = quantize(x + first, count, codes + first, code_sums + block, half_sums + first / kInputSum);
     for (int64_t b = block; b < block + count / kInputBlock; ++b) {
       scales[b] = scale;
       sums[b] = scale * float(code_sums[b]);

@@ -8,8 +8,8 @@
 // With weights that have a single scale for all inputs (kI8), x has wider blocks, with fewer scales to multiply by.
 //
 // The same products give sums of numbers that are not rounded to 8 bits: in blocks of kInputBlock, x is scale times an
-// integer of kPlanes bytes, x = scale * (2^16 first + 2^8 second + third), as exact as a float32 sum, and each byte is a
-// row of codes of its own, called a plane. With few rows this takes less time than widening the weights.
+// integer of kPlanes bytes, x = scale * (2^16 first + 2^8 second + third), as exact as a float32 sum, and each byte is
+// a row of codes of its own, called a plane. With few rows this takes less time than widening the weights.
 #pragma once
 
 #include "gemm/blocks.h"
@@ -202,8 +202,7 @@ static TOKA_INLINE void multiply_parts(const Int8Rows& x, int64_t row, const uin
   code_sums += row * planes * num_parts;
   Floats sum[M][kPanelVectors] = {};
   for (int64_t first_part = 0; first_part < num_parts; first_part += group_parts, scales += kPanel, mins += kPanel)
-    for (int64_t number = first_part; number < first_part + group_parts;
-         ++number, codes += part * kPanel * bits / 8) {
+    for (int64_t number = first_part; number < first_part + group_parts; ++number, codes += part * kPanel * bits / 8) {
       Ints total[M * planes][kPanelVectors];
       repeat<M * planes>([&](auto i) TOKA_LAMBDA {
         const Ints start = has_min ? Ints{} : Ints{} - groups.offset * code_sums[i * num_parts + number];
@@ -345,7 +344,8 @@ void split(const Element* x, int64_t in_size, int8_t* codes, float* scale, float
   repeat<kVectors>([&](auto v) TOKA_LAMBDA {
     const Floats scaled = numbers[v] * inverse;
     const Floats half = (Floats)(((Ints)scaled & INT32_MIN) | (Ints)broadcast(0.5f));
-    const Ints shifted = __builtin_convertvector(scaled + half, Ints) + 0x8080;  // so that the lower bytes have no signs
+    // So that the lower bytes have no signs.
+    const Ints shifted = __builtin_convertvector(scaled + half, Ints) + 0x8080;
     const Ints planes[kPlanes] = {shifted >> 16, (shifted >> 8 & 255) - 128, (shifted & 255) - 128};
     repeat<kPlanes>([&](auto plane) TOKA_LAMBDA {
       typedef int8_t Bytes __attribute__((vector_size(kLanes)));
