@@ -21,7 +21,7 @@ def packed(kernels: LayerKernels, rows: list[BlockRows], dtype: torch.dtype, **o
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_type", BLOCK_TYPES)
 def test_errors_are_those_against_float64(block_type: str, dtype: torch.dtype, is_int8: bool) -> None:
-    """Whichever way the weights are multiplied in. Those of 8 bits are computed here from rounded activations."""
+    """Whichever of the two ways the weights use. Here, products of 8 bits are those of rounded activations."""
     rows = random_block_rows(block_type, 300, 4)
     plain = plain_rows(rows)[:256].double()
     weights = PackedWeights(layer_kernels(), BlockWeight(plain.shape[1], dtype, (rows,), is_int8), torch.randn(300))

@@ -15,7 +15,7 @@ PROMPT = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_see
 def assert_next_token(
     model: TransformersModel, info: ModelInfo, oracle: PreTrainedModel, tolerance: float = 1e-4
 ) -> None:
-    """The likeliest token after PROMPT, and its log-probability."""
+    """The most likely token after PROMPT, and its log-probability."""
     driver = StepDriver(make_runner(model, info, None))
     driver.open(1, PROMPT.tolist())
     token, logprob = driver.run([], [(1, len(PROMPT))])[1]

@@ -324,8 +324,7 @@ static TOKA_INLINE void store_two(Element* to, Floats first, Floats second) {
 // How far ahead codes are prefetched: what is computed between two reads of memory, and the memory's latency.
 constexpr int64_t kAheadBytes = 8192;
 
-// The codes of the four inputs from 4 * quarter on, of those that are together at `from`, of kLanes outputs: a byte
-// each.
+// Of kLanes outputs, the codes of four inputs, a byte each. quarter: which four of those that are together at `from`.
 template <int bits>
 static TOKA_INLINE Ints four_codes(const uint8_t* from, int vector, int quarter) {
   const auto word = [&](int index)
