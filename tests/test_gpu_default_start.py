@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.models import TINY
+from benchmarks.random_models import TINY
 from tests.gpu.default_start import check_default_start
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.models import TINY, write_model
+from benchmarks.random_models import TINY, write_model
 from tests.gpu.killed_worker import check_killed_worker
 from tests.gpu.too_little_memory import check_allowed_cache, check_refused_cache, failed_start
 

@@ -22,8 +22,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu.models import LLAMA_1B, LLAMA_8B, TINY, ModelShape, num_bytes, write_config, write_model
 from benchmarks.gpu.parts import Measured, Sizes, run_part
+from benchmarks.random_models import LLAMA_1B, LLAMA_8B, TINY, ModelShape, num_bytes, write_config, write_model
 from benchmarks.results import make_console
 from benchmarks.server.own_server import own_server
 from tokasaurus.commands.bench.client import ServerError

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tokasaurus.model  # noqa: F401 - makes thread settings that torch reads on import
-from benchmarks.kernels.line_plot import write_line_plot
+from benchmarks.line_plot import LinePlot, write_line_plots
 from benchmarks.results import Check, add_result_arguments, at_least, begin_results, end_results, make_console
 from tokasaurus.commands.bench.results import machine_facts
 
@@ -160,7 +160,8 @@ def plot_speed_ups(path: Path, speed_ups: Sequence[SpeedUp]) -> None:
     lines: dict[str, dict[float, float]] = {}
     for speed_up in speed_ups:
         lines.setdefault(f"{speed_up.backend}, {speed_up.group_size} rows", {})[speed_up.prefix_len] = speed_up.factor
-    write_line_plot(path, "Shared-prefix attention", "tokens of the shared prefix", "speed-up", lines)
+    plot = LinePlot("Shared-prefix attention", "tokens of the shared prefix", "speed-up", lines)
+    write_line_plots(path, [plot])
 
 
 def check_rates(rates: Sequence[Rate]) -> list[Check]:

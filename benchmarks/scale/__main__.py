@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.kernels.line_plot import write_line_plot
+from benchmarks.line_plot import LinePlot, write_line_plots
 from benchmarks.results import Check, add_result_arguments, at_most, begin_results, end_results, make_console
 from benchmarks.scale import check, router
 from benchmarks.scale.figures import Figures, figures_of
@@ -74,7 +74,8 @@ def simulate(args: argparse.Namespace, console: Console) -> dict[str, object]:
             if part != "crowded"  # another load
         }
         title = "Simulated: tokens/s of each replica"
-        write_line_plot(args.picture, title, "replicas", "generated tokens/s per replica", lines)
+        plot = LinePlot(title, "replicas", "generated tokens/s per replica", lines)
+        write_line_plots(args.picture, [plot])
     return {
         part: {number: asdict(figures) for number, figures in of_part.items()} for part, of_part in found.items()
     } | {"step_times": asdict(H100_8B)}

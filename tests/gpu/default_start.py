@@ -4,7 +4,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.gpu.models import ModelShape, write_model
+from benchmarks.random_models import ModelShape, write_model
 from tests.end_to_end.helpers.toka_process import running_toka, wait_for
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.gpu.models import ModelShape, write_model
+from benchmarks.random_models import ModelShape, write_model
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
 
 SMALL = ModelShape("small shape", 512, 256, 512, 2, 8, 2, 64, is_tied=True)

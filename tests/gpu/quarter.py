@@ -23,7 +23,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu.models import LLAMA_1B, LLAMA_8B, TINY, ModelShape, write_config, write_model
+from benchmarks.random_models import LLAMA_1B, LLAMA_8B, TINY, ModelShape, write_config, write_model
 from tests.gpu.parts import PARTS
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.models import LLAMA_1B, LLAMA_8B, ModelShape
+from benchmarks.random_models import LLAMA_1B, LLAMA_8B, ModelShape
 from tests.gpu.default_start import check_default_start
 
 pytestmark = [

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.models import ModelShape, write_model
+from benchmarks.random_models import ModelShape, write_model
 from tests.gpu.killed_worker import SMALL
 from tests.gpu.too_little_memory import check_allowed_cache, check_refused_cache, failed_start, held_device
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu.models import LLAMA_1B, LLAMA_8B, TINY, num_bytes, write_model
+from benchmarks.random_models import LLAMA_1B, LLAMA_8B, TINY, num_bytes, write_model
 from benchmarks.server.own_server import child_pids, own_server
 from tokasaurus.commands.bench.client import ServerError
 

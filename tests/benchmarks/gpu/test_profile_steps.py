@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.models import TINY, write_model
 from benchmarks.gpu.profile_steps import measure, summarize
+from benchmarks.random_models import TINY, write_model
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import ServerConfig
 from tokasaurus.model.parallel.mesh import Mesh

@@ -1,0 +1,1 @@
+"""Models of five sizes in three formats, on every server for CPUs that is at hand."""
