@@ -182,9 +182,11 @@ class ServerConfig(FlagConfig):
     kv_cache_dtype: str | None = flag(
         None,
         "data type of the KV cache; auto is the weights' dtype, but float16 for bfloat16 weights on a CPU "
-        "without bfloat16 arithmetic",
+        "without bfloat16 arithmetic; int8, with a scale for each token and KV head, is for the CPU kernels only",
+        choices=(*_DTYPES["choices"], "int8"),
+        synonyms=_DTYPES["synonyms"],
         none_means="auto",
-        **_DTYPES,
+        rules=(excludes("int8", device="cuda", cpu_isa="torch"),),
     )
     page_size: int = count(16, "tokens per block of the KV cache")
     max_tokens_per_forward: int = count(8192, "maximum tokens in one forward")

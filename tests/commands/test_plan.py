@@ -328,6 +328,19 @@ def test_flashinfers_workspace_is_planned_where_the_server_would_use_it(checkpoi
     assert ("attention workspaces" in names) == expected
 
 
+def test_an_int8_cache_holds_twice_the_sequences(checkpoint, capsys) -> None:
+    """An 8B: 32 layers with 8 KV heads of size 128, and for each token and head two scales of 2 bytes."""
+    words = [f"model={checkpoint('Llama-3.1-8B')}", "device_memory=24GB", "attention_backend=torch"]
+    plans = {name: planned(*words, f"kv_cache_dtype={name}") for name in ("bfloat16", "int8")}
+    tokens = {name: plan["workers"][0]["kv_bytes_per_token"] for name, plan in plans.items()}
+    assert tokens == {"bfloat16": 32 * 8 * 2 * 128 * 2, "int8": 32 * 8 * 2 * (128 + 2)}
+    blocks = {name: plan["workers"][0]["kv_blocks"] for name, plan in plans.items()}
+    assert 1.96 < blocks["int8"] / blocks["bfloat16"] < 2
+    capsys.readouterr()
+    assert main(["plan", *words, "kv_cache_dtype=int8"]) == 0
+    assert "an int8 KV cache is for CPUs only" in capsys.readouterr().out
+
+
 def test_the_workspace_grows_with_the_largest_graph(checkpoint) -> None:
     """An 8B: 32 query heads, 8 KV heads of size 128. FlashInfer reserves (1,024 / 4 + 1,023) tiles of 16 rows;
     15 wrappers have 1 MiB each for their plans."""

@@ -105,6 +105,8 @@ def plan(config: PlanConfig, _words: list[str]) -> int:
         _print_plan(config.model, result, is_estimate)
         if is_dequantised:
             print(f"the weights are quantised in the files; on CUDA they are dequantised to {config.dtype}, as counted")
+        if config.kv_cache_dtype == "int8":
+            print("an int8 KV cache is for CPUs only: on CUDA the server refuses it")
     return 0
 
 

@@ -59,10 +59,10 @@ class EngineFlags(TypedDict, total=False):
     """Size of the KV cache in tokens; auto is, on CUDA, the memory left by weights and the largest forward, on CPU a
     quarter of the available memory."""
     kv_cache_dtype: (
-        Literal["bfloat16", "float16", "float32", "bf16", "fp16", "f16", "half", "fp32", "f32", "float"] | None
+        Literal["bfloat16", "float16", "float32", "int8", "bf16", "fp16", "f16", "half", "fp32", "f32", "float"] | None
     )
     """Data type of the KV cache; auto is the weights' dtype, but float16 for bfloat16 weights on a CPU without bfloat16
-    arithmetic."""
+    arithmetic; int8, with a scale for each token and KV head, is for the CPU kernels only."""
     page_size: int
     """Tokens per block of the KV cache."""
     max_tokens_per_forward: int

@@ -8,8 +8,11 @@ from typing import NamedTuple
 from tokasaurus.messages.generation import SAMPLING_DTYPE
 from tokasaurus.messages.sampling import SamplingParams
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 """Bytes of a number by its dtype."""
+
+_SCALE_BYTES = {"int8": 2}
+"""Bytes of the scale of a token's keys or values in a KV head, by the dtype of the KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +25,10 @@ class KVSizes:
     head_dim: int
     page_size: int
 
-    def block_bytes(self, item_bytes: int) -> int:
-        """Bytes for keys and values of `page_size` tokens in every layer. item_bytes: of a number."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.page_size * item_bytes
+    def block_bytes(self, dtype: str) -> int:
+        """Bytes for keys and values of `page_size` tokens in every layer, in a cache of this dtype."""
+        head_bytes = self.head_dim * ITEM_BYTES[dtype] + _SCALE_BYTES.get(dtype, 0)
+        return 2 * self.num_layers * self.num_kv_heads * self.page_size * head_bytes
 
 
 GRAPH_STEP = 16

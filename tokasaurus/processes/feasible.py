@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 WORKER_BYTES = 128 << 20
 """The least memory of a worker on a CPU that no other process shares: torch and Python, before the model."""
 
-_FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, None: 2}
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, None: 2}
 
 
 def check_devices(config: ServerConfig, found: CudaDevices | None) -> None:
@@ -97,11 +97,11 @@ def _sizes_above_one(config: ServerConfig) -> str:
 
 def _least_bytes(config: ServerConfig, info: ModelInfo) -> list[tuple[str, int, float]]:
     """Flag, its value, and the fewest bytes that each unit of it takes in one worker."""
-    item = _FLOAT_BYTES[config.kv_cache_dtype or config.dtype]
+    item = _ITEM_BYTES[config.kv_cache_dtype or config.dtype]
     kv_heads = max(info.num_kv_heads, config.tp_size) / config.tp_size
     kv_bytes = 2 * info.num_layers / config.pp_size * kv_heads * info.head_dim * item
     longest = longest_context(info.context_length, config.max_num_tokens_per_request)
-    row = info.hidden_size * _FLOAT_BYTES[config.dtype]  # a hidden state; a forward has several
+    row = info.hidden_size * _ITEM_BYTES[config.dtype]  # a hidden state; a forward has several
     table = 4 * -(-longest // config.page_size)  # a slot's table of blocks
     return [
         *([("kv_cache_num_tokens", config.kv_cache_num_tokens, kv_bytes)] if config.kv_cache_num_tokens else []),

@@ -39,6 +39,9 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
         (torch.bfloat16, 16, True),
         (torch.bfloat16, 64, False),
         (torch.bfloat16, 80, True),
+        (torch.int8, 16, True),
+        (torch.int8, 64, True),
+        (torch.int8, 80, False),
     ],
 )
 def test_kernels_for_other_processors_equal_the_reference(
@@ -48,7 +51,9 @@ def test_kernels_for_other_processors_equal_the_reference(
         AttentionSpec(9, 3, head_dim, scale, window=window, softcap=softcap)
         for scale, window, softcap in ((head_dim**-0.5, None, None), (0.2, 50, None), (0.5, 17, 3.0))
     )
-    shape = KVShape(3, 9, 3, head_dim, 16, dtype, CPU, layers=layers, sinks=(None, torch.linspace(-2, 3, 9), None))
+    activation_dtype = torch.float32 if dtype == torch.int8 else None
+    sinks = (None, torch.linspace(-2, 3, 9), None)
+    shape = KVShape(3, 9, 3, head_dim, 16, dtype, CPU, activation_dtype, layers, sinks)
     for layer in range(3):
         check_equal(shape, causal, layer, kernels)
 
@@ -57,7 +62,7 @@ def check_equal(shape: KVShape, causal: bool, layer: int, kernels: Kernels) -> N
     output, lse = attend_all("cpu", shape, SEGMENTS, causal, layer, seed=6, kernels=kernels)
     expected, expected_lse = attend_all("reference", shape, SEGMENTS, causal, layer, seed=6)
     # Without bfloat16 dot products, everything is computed in float32 and only the output is rounded.
-    tolerance = {"atol": 1e-5, "rtol": 1e-5} if shape.dtype == torch.float32 else {"atol": 1e-5, "rtol": 2**-7}
+    tolerance = {"atol": 1e-5, "rtol": 2**-7} if shape.query_dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
     torch.testing.assert_close(output, expected, **tolerance)
     torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
 

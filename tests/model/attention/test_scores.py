@@ -155,15 +155,16 @@ def test_the_kernels_read_no_block_before_a_window(num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("window", [7, 128, 1000, 2999, 5000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 def test_every_kind_of_cache_in_contexts_that_threads_share(dtype: torch.dtype, window: int) -> None:
     layer = AttentionSpec(6, 2, 64, 0.3, window=window, softcap=5.0)
-    shape = KVShape(1, 6, 2, 64, 32, dtype, CPU, torch.float32 if dtype == torch.float16 else None, (layer,))
+    activation_dtype = {torch.float16: torch.float32, torch.int8: torch.bfloat16}.get(dtype)
+    shape = KVShape(1, 6, 2, 64, 32, dtype, CPU, activation_dtype, (layer,))
     segments = [Segment(1, 3000), Segment(70, 1500), Segment(2, 33)]
     found = attend_all("cpu", shape, segments, True, 0, 1)
     wanted = attend_all("reference", shape, segments, True, 0, 1)
     # With bfloat16 dot products, weights are rounded too.
-    error = 2**-6 if dtype == torch.bfloat16 else 1e-5
+    error = 2**-6 if dtype in (torch.bfloat16, torch.int8) else 1e-5
     torch.testing.assert_close(found, wanted, atol=error, rtol=error)
 
 

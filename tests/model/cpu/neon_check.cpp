@@ -42,7 +42,7 @@ void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedF
 
 namespace {
 
-const char* const kNames[] = {"float32", "bfloat16", "float16"};  // in the order of ElementType
+const char* const kNames[] = {"float32", "bfloat16", "float16", "int8"};  // in the order of ElementType
 
 std::mt19937 generator(1);
 bool has_failed = false;
@@ -324,6 +324,27 @@ void attend_plainly(const double* query, const double* key, const double* value,
   }
 }
 
+// What a cache keeps of [tokens, KV heads, kHeadDim].
+template <typename Stored>
+vector<double> kept(vector<double> values) {
+  if (!std::is_same_v<Stored, int8_t>) return values;
+  for (auto first = values.begin(); first != values.end(); first += kHeadDim) {
+    float scale = 0;
+    for (int i = 0; i < kHeadDim; ++i) scale = std::max(scale, float(std::abs(first[i])) / 127);
+    uint32_t bits;
+    std::memcpy(&bits, &scale, sizeof bits);
+    scale = from_bits((bits + 0xFFFF) & 0xFFFF0000);
+    for (int i = 0; i < kHeadDim; ++i) first[i] = std::nearbyint(float(first[i]) / scale) * scale;
+  }
+  return values;
+}
+
+// Elements of num_blocks blocks.
+template <typename Stored>
+int64_t cache_size(int64_t num_blocks) {
+  return num_blocks * kKvHeads * kPage * (2 * kHeadDim + kScaleElements<Stored>);
+}
+
 // Each sequence has one row, or several, at its end; its blocks are in arbitrary order.
 template <typename Stored, typename Element>
 void check_attention(const LayerScores& scores) {
@@ -331,7 +352,7 @@ void check_attention(const LayerScores& scores) {
   constexpr int64_t kTableWidth = 19;
   vector<int32_t> table(lengths.size() * kTableWidth), starts = {0};
   for (size_t i = 0; i < table.size(); ++i) table[i] = int32_t(i * 7 % table.size());
-  vector<Stored> cache(table.size() * kKvHeads * 2 * kPage * kHeadDim);
+  vector<Stored> cache(cache_size<Stored>(table.size()));
   vector<double> queries, expected, expected_lse;
   for (size_t segment = 0; segment < lengths.size(); ++segment) {
     const int64_t length = lengths[segment], size = kKvHeads * kHeadDim;
@@ -345,8 +366,8 @@ void check_attention(const LayerScores& scores) {
       const vector<double> query = random_values(kHeads * kHeadDim);
       queries.insert(queries.end(), query.begin(), query.end());
       vector<double> output(query.size()), lse(kHeads);
-      attend_plainly(query.data(), key.data(), value.data(), length - num_rows[segment] + 1 + row, scores,
-                     output.data(), lse.data());
+      attend_plainly(query.data(), kept<Stored>(key).data(), kept<Stored>(value).data(),
+                     length - num_rows[segment] + 1 + row, scores, output.data(), lse.data());
       expected.insert(expected.end(), output.begin(), output.end());
       expected_lse.insert(expected_lse.end(), lse.begin(), lse.end());
     }
@@ -360,8 +381,8 @@ void check_attention(const LayerScores& scores) {
               output.data(), lse.data(), cache.data(), &part, kHeads, kKvHeads, kHeadDim, kPage, &scores);
   const std::string name = std::string(scores.window == 0 ? "attention of " : "attention in a window of ") +
                            kNames[kElementType<Element>] + " to " + kNames[kElementType<Stored>];
-  compare(name, output, expected, std::max(kTolerance<Element>, kTolerance<Activation<Stored>>));
-  compare(name + ", lse", lse, expected_lse, kTolerance<Activation<Stored>>);
+  compare(name, output, expected, std::max(kTolerance<Element>, kTolerance<QueryOperand<Stored>>));
+  compare(name + ", lse", lse, expected_lse, kTolerance<QueryOperand<Stored>>);
 }
 
 template <typename Element>
@@ -446,7 +467,7 @@ void check_layer(bool has_out_norms) {
   const vector<double> middle = sum(hidden, added(out.times(attended)));
   const vector<double> expected = sum(middle, added(down.times(gate_up.times(normed(middle, mlp_norm, kEps)))));
 
-  vector<Stored> cache(4 * kKvHeads * 2 * kPage * kHeadDim);
+  vector<Stored> cache(cache_size<Stored>(4));
   const vector<int32_t> table = {3, 1}, starts = {0, kRows}, lengths = {kRows};
   vector<int64_t> kv_indices;
   for (int64_t row = 0; row < kRows; ++row) kv_indices.push_back(table[row / kPage] * kPage + row % kPage);
@@ -479,7 +500,8 @@ void check_layer(bool has_out_norms) {
   vector<Element> found = as<Element>(hidden);
   toka_run_layers(&layer, 1, &forward, kRows, as<float>(cos_sin).data(), 1, found.data());
   // Intermediate results are rounded a dozen times; the cache rounds keys and values.
-  const double tolerance = std::is_same_v<Element, bfloat16> ? 0.03 : std::is_same_v<Stored, float> ? 1e-5 : 0.01;
+  const bool is_coarse = std::is_same_v<Element, bfloat16> || std::is_same_v<Stored, int8_t>;
+  const double tolerance = is_coarse ? 0.03 : std::is_same_v<Stored, float> ? 1e-5 : 0.01;
   compare(std::string("a layer of ") + kNames[kElementType<Weight>] + " with a cache of " +
               kNames[kElementType<Stored>] + (has_out_norms ? " and norms of outputs" : ""),
           found, expected, tolerance);
@@ -548,6 +570,8 @@ int main() {
     check_attention<bfloat16, float>(scores);
     check_attention<float16, float>(scores);
     check_attention<bfloat16, bfloat16>(scores);
+    check_attention<int8_t, float>(scores);
+    check_attention<int8_t, bfloat16>(scores);
   }
   check_merge<float>();
   check_merge<bfloat16>();
@@ -555,6 +579,7 @@ int main() {
     check_layer<float, float>(has_out_norms);
     check_layer<float, float16>(has_out_norms);
     check_layer<bfloat16, bfloat16>(has_out_norms);
+    check_layer<float, int8_t>(has_out_norms);
   }
   check_sampling<float>();
   check_sampling<bfloat16>();

@@ -1,10 +1,10 @@
 """Attention over segments with scattered blocks in a KV cache of random values, the same for every backend."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
+from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart, as_stored
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 
@@ -45,8 +45,15 @@ def scattered_tables(segments: list[Segment], page_size: int, seed: int) -> tupl
     return tables, sum(counts) + 1
 
 
-def fill(backend: AttentionBackend, shape: KVShape, segments: list[Segment], tables: list[list[int]]) -> None:
-    """Write seeded random keys and values for every token of every segment, in every layer."""
+def fill(
+    backend: AttentionBackend,
+    shape: KVShape,
+    segments: list[Segment],
+    tables: list[list[int]],
+    kept_as: torch.dtype | None = None,
+) -> None:
+    """Write seeded random keys and values for every token of every segment, in every layer. kept_as: dtype of a cache
+    that they are rounded to; None: none."""
     generator = torch.Generator().manual_seed(0)
     for layer in range(shape.num_layers):
         for segment, table in zip(segments, tables, strict=True):
@@ -54,6 +61,8 @@ def fill(backend: AttentionBackend, shape: KVShape, segments: list[Segment], tab
             kv_indices = [table[token // page_size] * page_size + token % page_size for token in tokens]
             size = (segment.kv_length, shape.num_kv_heads, shape.head_dim)
             key, value = (torch.randn(size, generator=generator).to(shape.query_dtype) for _ in range(2))
+            if kept_as is not None:
+                key, value = (as_stored(x, kept_as).to(torch.float32) for x in (key, value))
             backend.plan(PagedLayout(torch.tensor(kv_indices), ()))
             backend.write(key, value, layer)
 
@@ -77,12 +86,16 @@ def attend_all(
     kernels: Kernels | None = None,
     is_partial: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Output and lse of one part over seeded random keys and values. kernels: None for those of this machine."""
+    """Output and lse of one part over seeded random keys and values. kernels: None for those of this machine. The
+    reference keeps in float32 what an int8 cache of the shape would keep."""
+    kept_as = None
+    if name == "reference" and shape.dtype == torch.int8:
+        kept_as, shape = torch.int8, replace(shape, dtype=torch.float32, activation_dtype=shape.query_dtype)
     backend = make_backend(name, shape, load_kernels() if kernels is None else kernels)
     tables, num_blocks = scattered_tables(segments, shape.page_size, seed)
     backend.allocate(num_blocks)
     fill_with_outliers(backend, shape, num_blocks)
-    fill(backend, shape, segments, tables)
+    fill(backend, shape, segments, tables, kept_as)
     part = make_part(segments, tables, 0, causal, is_partial)
     backend.plan(PagedLayout(torch.zeros(0, dtype=torch.int64), (part,)))
     generator = torch.Generator().manual_seed(seed)

@@ -67,7 +67,7 @@ class KVShape(KVSizes):
     @property
     def bytes_per_block(self) -> int:
         """Bytes for keys and values of `page_size` tokens in every layer."""
-        return self.block_bytes(self.dtype.itemsize)
+        return self.block_bytes(str(self.dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,11 +335,22 @@ def output_of(query: Tensor, part: PagedPart, output: Tensor | None) -> Tensor:
     return torch.empty(query.shape, dtype=torch.float32 if part.is_partial else query.dtype, device=query.device)
 
 
+_AS_ZERO = 1e-30
+"""Scales below this are 0 in an int8 cache."""
+
+
 def as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values x converted to the cache's dtype.
+    """Keys or values x [..., D] converted to the cache's dtype.
 
     Values beyond the range of float16 are clamped to it: an infinite one would corrupt every row that attends to it.
+    For int8, the float32 numbers that codes and scales stand for: code * scale, with codes from -127 to 127, and as
+    the scale the largest magnitude of D / 127, rounded up to bfloat16 so that no code is larger.
     """
+    if dtype == torch.int8:
+        x = x.float()
+        least = (x.abs().amax(dim=-1, keepdim=True) / 127).contiguous().view(torch.int32)
+        scale = ((least + 0xFFFF) >> 16 << 16).view(torch.float32)
+        return torch.where(least.view(torch.float32) < _AS_ZERO, 0, (x / scale).round() * scale)
     if dtype == torch.float16:
         limits = torch.finfo(dtype)
         x = x.float().clamp(limits.min, limits.max)  # bfloat16 would round the limits to 65536, beyond the range

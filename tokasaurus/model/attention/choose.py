@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from tokasaurus.messages.status import describe_error
 from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
@@ -62,6 +64,11 @@ def make_backend(
 def candidates(name: str | None, shape: KVShape, kernels: Kernels | None, max_graph_rows: int = 0) -> list[Candidate]:
     """The named backend alone, or all backends that support the shape, fastest first. Raises ValueError if the named
     one does not support it."""
+    if shape.dtype == torch.int8:
+        unfit = _why_no_int8(name, shape, kernels)
+        if unfit is not None or kernels is None:
+            raise ValueError(f"kv_cache_dtype=int8: {unfit}")
+        return [Candidate("cpu", partial(CpuBackend, shape, kernels))]
     plain = Candidate("torch", partial(TorchBackend, shape))
     if name == "torch":
         return [plain]
@@ -92,6 +99,16 @@ def candidates(name: str | None, shape: KVShape, kernels: Kernels | None, max_gr
         why = "cpu_isa=torch turns them off, or they could not be built"
         raise ValueError(f"attention_backend=cpu needs the CPU kernels: {why}")
     return [Candidate(name, partial(CpuBackend, shape, kernels))]
+
+
+def _why_no_int8(name: str | None, shape: KVShape, kernels: Kernels | None) -> str | None:
+    """Why there is no int8 KV cache, of which only the CPU kernels know. Arguments as of `candidates`."""
+    if shape.device.type != "cpu" or name not in (None, "cpu"):
+        return f"only the CPU kernels have it, not {f'attention_backend={name}' if name else shape.device.type}"
+    if kernels is None:
+        return "it needs the CPU kernels, which cpu_isa=torch turns off, or which could not be built"
+    unfit = why_unfit(shape, kernels)
+    return None if unfit is None else f"the CPU kernels do not support {unfit}"
 
 
 def _build_flashinfer(shape: KVShape, max_graph_rows: int, is_asked_for: bool) -> AttentionBackend:

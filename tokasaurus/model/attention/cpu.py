@@ -40,7 +40,8 @@ def why_unfit(shape: KVShape, kernels: Kernels) -> str | None:
 
 
 class CpuBackend:
-    """KV cache as [layers, blocks, K, 2 (keys, values), P * D]; the kernels define the order in the last dimension."""
+    """KV cache as [layers, blocks, K, 2 (keys, values), P * D]; the kernels define the order in the last dimension.
+    With int8 that is P * (D + 2): a head's scales, of two bytes each, lie behind its keys and values."""
 
     computes_groups = True
 
@@ -62,7 +63,8 @@ class CpuBackend:
 
     def allocate(self, num_blocks: int) -> None:
         shape = self._shape
-        size = (shape.num_layers, num_blocks, shape.num_kv_heads, 2, shape.page_size * shape.head_dim)
+        in_block = shape.bytes_per_block // (2 * shape.num_layers * shape.num_kv_heads * shape.dtype.itemsize)
+        size = (shape.num_layers, num_blocks, shape.num_kv_heads, 2, in_block)
         # Blocks are read in any order: with pages of 4 KiB, nearly every block would miss in the TLB.
         memory = allocate_huge_pages(math.prod(size) * shape.dtype.itemsize)
         self._cache = memory.view(shape.dtype).view(size)  # fresh memory is zero

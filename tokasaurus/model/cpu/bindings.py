@@ -32,7 +32,7 @@ from tokasaurus.monitoring.cores import lower_thread_priority
 
 logger = logging.getLogger(__name__)
 
-ELEMENT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ELEMENT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 """The code by which the kernels know a dtype: ElementType in element_type.h."""
 
 KV_CACHE_DTYPES = tuple(ELEMENT_CODES)
@@ -282,7 +282,7 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:
         """Attention of one part -> output [rows, H, D], float32 if partial, and LSE, float32 [rows, H].
 
-        query: [rows, H, D], any row stride. cache: one layer's, [blocks, K, 2, P * D].
+        query: [rows, H, D], any row stride. cache: one layer's, [blocks, K, 2, ...].
         """
         num_rows, num_heads, head_dim = query.shape
         assert query.stride()[1:] == (head_dim, 1), "a row's heads lie together"

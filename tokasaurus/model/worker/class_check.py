@@ -85,7 +85,8 @@ def measure_class(
     num_tokens = min(_NUM_TOKENS, context_length)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(model.vocab_size, (num_tokens,), generator=generator).to(shape.device)
-    dtype = max(model.activation_dtype, shape.dtype, key=lambda dtype: torch.finfo(dtype).eps)  # the coarser one
+    of_cache = torch.bfloat16 if shape.dtype == torch.int8 else shape.dtype  # about as coarse
+    dtype = max(model.activation_dtype, of_cache, key=lambda dtype: torch.finfo(dtype).eps)  # the coarser one
     entering, others = None, None
     if not model.is_first_stage:
         entering = torch.randn((num_tokens, model.hidden_size), generator=generator)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
     from tokasaurus.model.worker.start import Start
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "int8": torch.int8}
 
 _SPARES_ONE_FROM = 4
 """From this many cores on, one core is left to server and manager: otherwise they would take time from one of the
@@ -45,6 +45,8 @@ def choose_platform(start: Start) -> str:
         value = getattr(config, name)
         if device.type != "cpu" and value is not None:
             raise FlagRefused(f"{name}={value}: only device=cpu allows it, not device={device.type}")
+    if device.type != "cpu" and config.kv_cache_dtype == "int8":
+        raise FlagRefused(f"kv_cache_dtype=int8: only device=cpu allows it, not device={device.type}")
     for name in ("torch_compile", "use_cudagraphs"):
         if getattr(config, name) and not start.info.is_native:
             raise FlagRefused(f"{name}=T: there is none for a model that transformers' class computes")

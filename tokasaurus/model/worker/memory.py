@@ -53,7 +53,7 @@ _TILE_QUERIES = 96
 """Most query heads in an attention tile: kTileQueries of attention_partition.h."""
 
 _MAX_HEAD_DIM = 256
-"""Largest head size that a thread's tile has room for: kMaxHeadDim of attention_partition.h."""
+"""Largest head size that a thread's tile has room for: kMaxHeadDim of int8_cache.h."""
 
 _CHUNK_TOKENS = 128
 """Tokens whose keys and values a thread widens at a time: kChunk of attention_tile.h."""

@@ -232,7 +232,7 @@ def plan_worker(info: ModelInfo, mesh: Mesh, sizes: Sizes) -> WorkerPlan:
     planned = ((entry, entry.plan(rank)) for entry in _TABLE.values())
     parts = tuple(Part(entry.name, *found, entry.is_exact) for entry, found in planned if found is not None)
     left = sizes.device_bytes - sum(part.num_bytes for part in parts)
-    block_bytes = shape.block_bytes(ITEM_BYTES[sizes.kv_cache_dtype])
+    block_bytes = shape.block_bytes(sizes.kv_cache_dtype)
     bytes_per_token = block_bytes // sizes.page_size
     num_blocks = int(left * CUDA_FRACTION) // block_bytes - 1  # minus the padding block, as in the server
     return WorkerPlan(mesh.pp_rank, mesh.tp_rank, parts, bytes_per_token, num_blocks)

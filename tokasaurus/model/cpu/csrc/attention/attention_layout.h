@@ -51,6 +51,8 @@ void attend_part(const Problem<Stored>& problem);
 extern template class LayoutAttention<float>;
 extern template class LayoutAttention<bfloat16>;
 extern template class LayoutAttention<float16>;
+extern template class LayoutAttention<int8_t>;
 extern template void attend_part(const Problem<float>&);
 extern template void attend_part(const Problem<bfloat16>&);
 extern template void attend_part(const Problem<float16>&);
+extern template void attend_part(const Problem<int8_t>&);

@@ -8,12 +8,12 @@
 #include <algorithm>
 
 #include "attention/attention_tile.h"
+#include "attention/int8_cache.h"
 #include "attention/merge.h"
 #include "simd/element_type.h"
 #include "simd/simd_math.h"
 
 constexpr int kTileQueries = 96;
-constexpr int kMaxHeadDim = 256;
 
 struct Shape {
   int64_t num_heads, num_kv_heads, head_dim, page_size;
@@ -26,22 +26,33 @@ struct Partition {
   int64_t partial_index;
 };
 
-// Type of the keys and values that many queries are multiplied with: the cache's own or, if the cache would be widened
-// again for every few queries, float for a widened copy.
 template <typename Stored>
-using Multiplied = std::conditional_t<std::is_same_v<Activation<Stored>, float>, float, Stored>;
+constexpr bool kHasScales = std::is_same_v<Stored, int8_t>;
 
-// A thread's memory for one partition.
+// Type of the keys and values that many queries are multiplied with: the cache's own or, if the cache would be widened
+// again for every few queries, that of a widened copy.
+template <typename Stored>
+using Multiplied = std::conditional_t<kHasScales<Stored>, std::conditional_t<TOKA_BFLOAT16_DOT, bfloat16, float>,
+                                      std::conditional_t<kPair<Stored> == 2, Stored, float>>;
+
+// Type of the queries and of the softmax weights.
+template <typename Stored>
+using QueryOperand = Activation<Multiplied<Stored>>;
+
+// A thread's memory for one partition. key_scales and value_scales: of a chunk of an int8 cache.
 template <typename Stored>
 struct alignas(64) Scratch {
-  Activation<Stored> query[kTileQueries * kMaxHeadDim];
-  Activation<Stored> weights[kScoreQueries * kChunk];
+  static constexpr bool kIsWidened = !std::is_same_v<Stored, Multiplied<Stored>>;
+
+  QueryOperand<Stored> query[kTileQueries * kMaxHeadDim];
+  QueryOperand<Stored> weights[kScoreQueries * kChunk];
   float output[kTileQueries * kMaxHeadDim];
   float scores[kScoreQueries * kChunk];
   Floats sum[kTileQueries];
   float reference[kTileQueries];
-  float widened_keys[std::is_same_v<Stored, Multiplied<Stored>> ? 1 : kChunk * kMaxHeadDim];
-  float widened_values[std::is_same_v<Stored, Multiplied<Stored>> ? 1 : kChunk * kMaxHeadDim];
+  alignas(64) Multiplied<Stored> widened_keys[kIsWidened ? kChunk * kMaxHeadDim : 1];
+  alignas(64) Multiplied<Stored> widened_values[kIsWidened ? kChunk * kMaxHeadDim : 1];
+  float key_scales[kHasScales<Stored> ? kChunk : 1], value_scales[kHasScales<Stored> ? kChunk : 1];
 };
 
 // Segments of query rows, each with its own blocks. Filled by Python: structs.PagedPartStruct, from
@@ -78,7 +89,7 @@ struct Problem {
   int64_t query_row_stride;
   void* output;         // [rows, H, D], contiguous; float32 if is_partial and other_output is null
   float* lse;           // [rows, H]; not written if other_output is not null
-  const Stored* cache;  // [blocks][kv heads][keys, values][page size][D]
+  const Stored* cache;  // one layer of it, as kv_write.h describes it
   // Result of the same queries over another part, [rows, H, D] and [rows, H], to be merged with this one; or null.
   const float* other_output = nullptr;
   const float* other_lse = nullptr;
@@ -146,8 +157,7 @@ struct Problem {
       const int token = start + g * kGroup;
       const int64_t block = table[token / shape.page_size];
       const Stored* head = cache + (block * shape.num_kv_heads + partition.kv_head) * head_size();
-      chunk.keys[g] = head + token % shape.page_size * shape.head_dim;
-      chunk.values[g] = chunk.keys[g] + head_size() / 2;
+      set_group(chunk, g, head, token % shape.page_size);
     }
     return chunk;
   }
@@ -160,16 +170,30 @@ struct Problem {
     if (__builtin_expect(scores.softcap != 0, 0)) cap_scores(of_query, num_scores, scores);
   }
 
-  // Elements of one KV head in a block, keys and values.
-  int64_t head_size() const { return 2 * shape.page_size * shape.head_dim; }
+  // The group of tokens at `offset` in a block. head: what the block stores for the KV head.
+  void set_group(ChunkGroups<Stored>& chunk, int g, const Stored* head, int64_t offset) const {
+    chunk.keys[g] = head + offset * shape.head_dim;
+    chunk.values[g] = chunk.keys[g] + shape.page_size * shape.head_dim;
+    if constexpr (kHasScales<Stored>)
+      chunk.scales[g] = (const bfloat16*)(head + 2 * shape.page_size * shape.head_dim) + 2 * offset;
+  }
+
+  // Elements of one KV head in a block: keys, values and their scales.
+  int64_t head_size() const { return shape.page_size * (2 * shape.head_dim + kScaleElements<Stored>); }
 };
+
+// scores[0..count) of a query times the scales of the keys. count: a multiple of kGroup.
+static inline void scale_scores(float* scores, const float* key_scales, int count) {
+  for (int i = 0; i < count; i += kLanes) store(scores + i, load(scores + i) * load(key_scales + i));
+}
 
 // Online softmax: turns scores[0..padded) of one query into weights 2^(scale * (score - reference)). Only tokens from
 // `first` on and before `visible` get a weight. If the reference changes, the sum and output so far are rescaled. The
-// reference need not be the largest score, as long as weights stay within 2^8.
+// reference need not be the largest score, as long as weights stay within 2^8. With an int8 cache, the weights are
+// multiplied by the scales of the values.
 template <typename Stored>
 static inline void update_online_softmax(Scratch<Stored>& scratch, int query, float* scores, int first, int visible,
-                                         int padded, float scale, int64_t head_dim, Activation<Stored>* weights) {
+                                         int padded, float scale, int64_t head_dim, QueryOperand<Stored>* weights) {
   if (std::max(first, 0) >= std::min(visible, padded)) {
     std::memset(weights, 0, padded * sizeof *weights);
     return;
@@ -189,17 +213,21 @@ static inline void update_online_softmax(Scratch<Stored>& scratch, int query, fl
   }
   Floats sum = scratch.sum[query];
   for (int token = 0; token < padded; token += kLanes) {
-    const Floats weight = exp2(load(scores + token) * scale - reference * scale);
+    // The difference first: the product of a large score would be rounded.
+    const Floats weight = exp2((load(scores + token) - reference) * scale);
     sum += weight;
-    store(weights + token, weight);
+    if constexpr (kHasScales<Stored>)
+      store(weights + token, weight * load(scratch.value_scales + token));
+    else
+      store(weights + token, weight);
   }
   scratch.sum[query] = sum;
 }
 
-// Converts a head's query [D] to an operand: E = kPair<Stored> numbers at a time, `stride` apart.
+// Converts a head's query [D] to an operand: E = kPair<Multiplied<Stored>> numbers at a time, `stride` apart.
 template <typename Stored, typename Element>
-static inline void load_query(const Element* from, int64_t head_dim, int64_t stride, Activation<Stored>* to) {
-  constexpr int E = kPair<Stored>;
+static inline void load_query(const Element* from, int64_t head_dim, int64_t stride, QueryOperand<Stored>* to) {
+  constexpr int E = kPair<Multiplied<Stored>>;
   for (int64_t d = 0; d < head_dim; d += E, to += stride)
     for (int i = 0; i < E; ++i) convert(to + i, from[d + i]);
 }
@@ -209,7 +237,7 @@ static inline void load_query(const Element* from, int64_t head_dim, int64_t str
 template <typename Stored>
 static void load_queries(const Problem<Stored>& problem, const Partition& partition, int queries_per_set,
                          Scratch<Stored>& scratch) {
-  constexpr int E = kPair<Stored>;
+  constexpr int E = kPair<Multiplied<Stored>>;
   const int64_t head_dim = problem.shape.head_dim;
   const int per_head = problem.queries_per_head(partition);
   for (int query = 0; query < problem.num_queries(partition); ++query) {
@@ -270,13 +298,25 @@ static inline ChunkGroups<Multiplied<Stored>> widened(const ChunkGroups<Stored>&
     return chunk;
   } else {
     const int64_t group_size = kGroup * head_dim;
-    ChunkGroups<float> result;
+    ChunkGroups<Multiplied<Stored>> result;
     result.num_groups = chunk.num_groups;
     for (int g = 0; g < chunk.num_groups; ++g) {
-      result.keys[g] = scratch.widened_keys + g * group_size;
-      result.values[g] = scratch.widened_values + g * group_size;
-      widen(chunk.keys[g], ahead.keys[g], group_size, scratch.widened_keys + g * group_size);
-      widen(chunk.values[g], ahead.values[g], group_size, scratch.widened_values + g * group_size);
+      Multiplied<Stored>*const keys = scratch.widened_keys + g * group_size, *const values = scratch.widened_values +
+                                                                                             g * group_size;
+      result.keys[g] = keys;
+      result.values[g] = values;
+      if constexpr (kHasScales<Stored>) {
+        widen_codes(chunk.keys[g], ahead.keys[g], head_dim / 4, kGroup, keys);
+        widen_codes(chunk.values[g], ahead.values[g], kGroup / 4, head_dim, values);
+        __builtin_prefetch(ahead.scales[g]);
+        for (int i = 0; i < kGroup; i += kLanes) {
+          store(scratch.key_scales + g * kGroup + i, load(chunk.scales[g] + i));
+          store(scratch.value_scales + g * kGroup + i, load(chunk.scales[g] + kGroup + i));
+        }
+      } else {
+        widen(chunk.keys[g], ahead.keys[g], group_size, keys);
+        widen(chunk.values[g], ahead.values[g], group_size, values);
+      }
     }
     return result;
   }
@@ -287,7 +327,7 @@ static inline ChunkGroups<Multiplied<Stored>> widened(const ChunkGroups<Stored>&
 template <typename Stored>
 static void attend_rows(const Problem<Stored>& problem, const Partition& partition, const Partition* next_partition,
                         Scratch<Stored>& scratch) {
-  const int64_t head_dim = problem.shape.head_dim, num_steps = head_dim / kPair<Stored>;
+  const int64_t head_dim = problem.shape.head_dim, num_steps = head_dim / kPair<Multiplied<Stored>>;
   const int num_queries = problem.num_queries(partition);
   const int num_sets = (num_queries + kScoreQueries - 1) / kScoreQueries;
   const int queries_per_set = (num_queries + num_sets - 1) / num_sets;
@@ -305,10 +345,14 @@ static void attend_rows(const Problem<Stored>& problem, const Partition& partiti
       next = problem.chunk(*next_partition, next_partition->kv_begin, chunk_tokens);
     // What to prefetch for each group of this chunk: the next chunk's group or, if it has fewer, the group itself.
     ChunkGroups<Stored> ahead = next;
-    for (int g = next.num_groups; g < chunk.num_groups; ++g) ahead.keys[g] = ahead.values[g] = chunk.keys[g];
+    for (int g = next.num_groups; g < chunk.num_groups; ++g) {
+      ahead.keys[g] = ahead.values[g] = chunk.keys[g];
+      if constexpr (kHasScales<Stored>) ahead.scales[g] = chunk.scales[g];
+    }
     for (int g = chunk.num_groups; g < next.num_groups; ++g) {
       prefetch(next.keys[g], kGroup * head_dim * sizeof(Stored));
       prefetch(next.values[g], kGroup * head_dim * sizeof(Stored));
+      if constexpr (kHasScales<Stored>) __builtin_prefetch(next.scales[g]);
     }
     const ChunkGroups<Multiplied<Stored>> multiplied = widened(chunk, ahead, head_dim, scratch);
     // Widening has prefetched the next chunk already: prefetching the widened chunk, which is in the cache, does
@@ -327,6 +371,8 @@ static void attend_rows(const Problem<Stored>& problem, const Partition& partiti
         const int row = problem.row_of(partition, first + i);
         const int first_seen = problem.first_seen_by(partition.segment, row) - start;
         const int visible = problem.visible_to(partition.segment, row) - start;
+        if constexpr (kHasScales<Stored>)
+          scale_scores(scratch.scores + i * kChunk, scratch.key_scales, num_groups * kGroup);
         problem.cap(scratch.scores + i * kChunk, num_groups * kGroup);
         update_online_softmax(scratch, first + i, scratch.scores + i * kChunk, first_seen, visible, num_groups * kGroup,
                               problem.scale(), head_dim, scratch.weights + i * kChunk);

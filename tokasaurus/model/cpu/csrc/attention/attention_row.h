@@ -19,8 +19,13 @@ class UnitIterator {
   bool ended() const { return token_ >= end_; }
   int head() const { return head_; }
   int token() const { return token_; }
-  const Stored* keys() const { return keys_; }
-  const Stored* values() const { return keys_ + problem_.head_size() / 2; }
+  // As the only group of a chunk.
+  ChunkGroups<Stored> group() const {
+    ChunkGroups<Stored> chunk;
+    chunk.num_groups = 1;
+    problem_.set_group(chunk, 0, stored_, offset_);
+    return chunk;
+  }
 
   void start(const Partition& partition) {
     const int64_t page_size = problem_.shape.page_size;
@@ -30,12 +35,12 @@ class UnitIterator {
     offset_ = token_ % page_size;
     block_ = problem_.part.block_table + partition.segment * problem_.part.table_stride + token_ / page_size;
     first_ = problem_.cache + partition.kv_head * problem_.head_size();
-    find_keys();
+    find_block();
   }
 
   void advance() {
     if (++head_ < num_heads_) {
-      keys_ += problem_.head_size();
+      stored_ += problem_.head_size();
       return;
     }
     token_ += kGroup;
@@ -44,18 +49,18 @@ class UnitIterator {
       offset_ = 0;
       ++block_;
     }
-    if (!ended()) find_keys();
+    if (!ended()) find_block();
   }
 
  private:
-  void find_keys() {
+  void find_block() {
     head_ = 0;
-    keys_ = first_ + *block_ * problem_.shape.num_kv_heads * problem_.head_size() + offset_ * problem_.shape.head_dim;
+    stored_ = first_ + *block_ * problem_.shape.num_kv_heads * problem_.head_size();
   }
 
   const Problem<Stored>& problem_;
   const int32_t* block_;
-  const Stored *first_, *keys_;
+  const Stored *first_, *stored_;  // of the partition's first KV head in block 0; of this head in this block
   int64_t offset_;
   int num_heads_, head_, token_, end_;
 };
@@ -65,7 +70,8 @@ template <int N, typename Stored>
 static void attend_row_of(const Problem<Stored>& problem, const Partition& partition, const Partition* next_partition,
                           Scratch<Stored>& scratch) {
   constexpr int kSums = N * kGroupVectors, kParts = kSums <= 3 ? 4 : kSums <= 6 ? 2 : 1;
-  const int64_t head_dim = problem.shape.head_dim, num_steps = head_dim / kPair<Stored>;
+  typedef std::conditional_t<kHasScales<Stored>, Multiplied<Stored>, Stored> Numbers;
+  const int64_t head_dim = problem.shape.head_dim, num_steps = head_dim / kPair<Numbers>;
   const float scale = problem.scale();
   const int visible = problem.visible_to(partition.segment, partition.first_row);
   const int first_seen = problem.first_seen_by(partition.segment, partition.first_row);
@@ -79,27 +85,28 @@ static void attend_row_of(const Problem<Stored>& problem, const Partition& parti
     }
   };
   for (int i = 0; i < kUnitsAhead && !ahead.ended(); ++i) advance_ahead();
-  ChunkGroups<Stored> groups, next;
-  groups.num_groups = 1;
   for (; !unit.ended(); unit.advance()) {
-    groups.keys[0] = unit.keys();
-    groups.values[0] = unit.values();
-    next.keys[0] = ahead.ended() ? unit.keys() : ahead.keys();
-    next.values[0] = ahead.ended() ? unit.keys() : ahead.values();
+    const ChunkGroups<Stored> stored = unit.group(), stored_ahead = ahead.ended() ? stored : ahead.group();
     if (!ahead.ended()) advance_ahead();
+    ChunkGroups<Numbers> groups, next;
+    if constexpr (kHasScales<Stored>)
+      groups = next = widened(stored, stored_ahead, head_dim, scratch);
+    else
+      groups = stored, next = stored_ahead;
     const int first = unit.head() * N;
-    score_groups<N, 1, kParts, Stored>(scratch.query + first * head_dim, groups.keys, next.keys, num_steps,
-                                       scratch.scores);
+    score_groups<N, 1, kParts, Numbers>(scratch.query + first * head_dim, groups.keys, next.keys, num_steps,
+                                        scratch.scores);
     for (int i = 0; i < N; ++i) {
+      if constexpr (kHasScales<Stored>) scale_scores(scratch.scores + i * kChunk, scratch.key_scales, kGroup);
       problem.cap(scratch.scores + i * kChunk, kGroup);
       update_online_softmax(scratch, first + i, scratch.scores + i * kChunk, first_seen - unit.token(),
                             std::min(visible - unit.token(), kGroup), kGroup, scale, head_dim,
                             scratch.weights + i * kChunk);
     }
     for (int i = 0; i < N; i += kValueQueries)
-      add_weighted_values<std::min(N, kValueQueries), Stored>(std::min(kValueQueries, N - i),
-                                                              scratch.output + (first + i) * head_dim,
-                                                              scratch.weights + i * kChunk, groups, next, 1, head_dim);
+      add_weighted_values<std::min(N, kValueQueries), Numbers>(std::min(kValueQueries, N - i),
+                                                               scratch.output + (first + i) * head_dim,
+                                                               scratch.weights + i * kChunk, groups, next, 1, head_dim);
   }
 }
 

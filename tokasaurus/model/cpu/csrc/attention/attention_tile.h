@@ -23,11 +23,13 @@ constexpr int kValueQueries = 6;
 template <int N>
 constexpr int kValueVectors = 4 * N <= kMaxSums ? 4 : 2;
 
-// A chunk's groups, or the groups to prefetch while a chunk is computed.
+// A chunk's groups, or the groups to prefetch while a chunk is computed. scales: of an int8 cache, sixteen of keys and
+// sixteen of values.
 template <typename Stored>
 struct ChunkGroups {
   const Stored* keys[kChunkGroups];
   const Stored* values[kChunkGroups];
+  const bfloat16* scales[std::is_same_v<Stored, int8_t> ? kChunkGroups : 1];
   int num_groups;
 };
 

@@ -4,7 +4,7 @@
 #include "simd/simd.h"
 
 // The codes that Python passes: ELEMENT_CODES in bindings.py.
-enum ElementType : int64_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+enum ElementType : int64_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kInt8 = 3 };
 
 // The code of a C++ type.
 template <typename Element>
@@ -13,6 +13,8 @@ template <>
 inline constexpr ElementType kElementType<bfloat16> = kBfloat16;
 template <>
 inline constexpr ElementType kElementType<float16> = kFloat16;
+template <>
+inline constexpr ElementType kElementType<int8_t> = kInt8;
 
 // Passes a type as an argument; TypeOf reads it back.
 template <typename T>
@@ -34,10 +36,10 @@ static inline void dispatch_element(int64_t code, const Body& body) {
 // For KV caches.
 template <typename Body>
 static inline void dispatch_cache_type(int64_t code, const Body& body) {
-  dispatch_element<float, bfloat16, float16>(code, body);
+  dispatch_element<float, bfloat16, float16, int8_t>(code, body);
 }
 
-// For weights, activations and logits, which are never float16.
+// For weights, activations and logits, which are never float16 or int8.
 template <typename Body>
 static inline void dispatch_activation_type(int64_t code, const Body& body) {
   dispatch_element<float, bfloat16>(code, body);

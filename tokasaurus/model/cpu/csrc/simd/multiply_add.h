@@ -8,9 +8,12 @@
 
 #include "simd/simd.h"
 
-// Stored numbers that one lane multiplies at a time.
+// Stored numbers that lie together in a lane: those that it multiplies at a time. Codes of an int8 KV cache lie in
+// fours, and are widened before they are multiplied.
 template <typename Stored>
-constexpr int kPair = TOKA_BFLOAT16_DOT && std::is_same_v<Stored, bfloat16> ? 2 : 1;
+constexpr int kPair = std::is_same_v<Stored, int8_t>                          ? 4
+                      : TOKA_BFLOAT16_DOT && std::is_same_v<Stored, bfloat16> ? 2
+                                                                              : 1;
 
 // The type of the other operand.
 template <typename Stored>
