@@ -1,4 +1,4 @@
-"""Accuracy of quantised weights: errors of log-probabilities and perplexity, by format and way of computing.
+"""Accuracy of quantised weights and KV caches: errors of log-probabilities and perplexity, by way of computing.
 
 `python -m benchmarks.accuracy [--llama-cpp PYTHON]`. Writes the demo model in each format, scores solved questions of
 GSM8K with each, and compares with the same weights dequantised and computed in float32, and with the weights before
@@ -83,7 +83,11 @@ class AtLoad:
 AT_LOAD = (
     AtLoad(
         "dtype=bfloat16",
-        {"plain, bfloat16": {"dtype": "bfloat16"}},
+        {
+            "plain, bfloat16": {"dtype": "bfloat16"},
+            "int8 KV cache, bfloat16": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+            "int8 KV cache, float32": {"dtype": "float32", "kv_cache_dtype": "int8"},
+        },
         None,
         "all bfloat16",
         2,
