@@ -123,7 +123,8 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
         ("device=tpu", "device=tpu: must be cpu or cuda, or None (auto)"),
         (
             "cpu_isa=sse2",
-            "cpu_isa=sse2: must be avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16, neon or torch, or None (auto)",
+            "cpu_isa=sse2: must be avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16, amx, neon or torch, "
+            "or None (auto)",
         ),
         ("dtype=int8", "dtype=int8: must be bfloat16, float16 or float32, or None (auto)"),
         (

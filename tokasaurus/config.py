@@ -96,7 +96,7 @@ class ServerConfig(FlagConfig):
         None,
         "instruction set of the CPU kernels, which this machine must support; auto is the best one, torch is "
         "plain PyTorch without our kernels",
-        choices=("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "neon", "torch"),
+        choices=("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx", "neon", "torch"),
         none_means="auto",
     )
     quantization: str | None = flag(

@@ -20,7 +20,7 @@ class EngineFlags(TypedDict, total=False):
     dtype: Literal["bfloat16", "float16", "float32", "bf16", "fp16", "f16", "half", "fp32", "f32", "float"] | None
     """Data type of the weights and of computation, but a CPU without bfloat16 arithmetic computes in float32; auto is
     bfloat16, or float32 where bfloat16 would be slow."""
-    cpu_isa: Literal["avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "neon", "torch"] | None
+    cpu_isa: Literal["avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx", "neon", "torch"] | None
     """Instruction set of the CPU kernels, which this machine must support; auto is the best one, torch is plain PyTorch
     without our kernels."""
     quantization: Literal["int8", "int4"] | None

@@ -24,6 +24,8 @@ from tokasaurus.model.cpu.build import (
 
 AVX2 = "avx2 fma bmi bmi2 f16c lzcnt movbe"
 AVX512 = f"{AVX2} avx512f avx512bw avx512cd avx512dq avx512vl"
+AVX512_BF16 = f"{AVX512} avx512bf16 avx512vnni"
+AMX = "amx_tile amx_bf16 amx_int8"
 
 PROCESSORS = [
     ("x86_64", "", []),
@@ -34,7 +36,9 @@ PROCESSORS = [
     ("x86_64", f"{AVX2} avxvnni", ["avx2_vnni", "avx2"]),
     ("x86_64", f"{AVX512} avx512bf16", ["avx512", "avx2"]),
     ("x86_64", f"{AVX512} avx512vnni", ["avx512_vnni", "avx512", "avx2"]),
-    ("x86_64", f"{AVX512} avx512bf16 avx512vnni", ["avx512_bf16", "avx512_vnni", "avx512", "avx2"]),
+    ("x86_64", AVX512_BF16, ["avx512_bf16", "avx512_vnni", "avx512", "avx2"]),
+    ("x86_64", f"{AVX512_BF16} amx_tile amx_bf16", ["avx512_bf16", "avx512_vnni", "avx512", "avx2"]),
+    ("x86_64", f"{AVX512_BF16} {AMX}", ["amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2"]),
     ("aarch64", "neon", ["neon"]),
     ("aarch64", "neon bf16", ["neon"]),
     ("aarch64", "neon bf16 i8mm", ["neon_bf16", "neon"]),

@@ -42,7 +42,7 @@ def test_gemm_sums_stay_in_registers(level: InstructionSet, tmp_path: Path) -> N
     source.write_text('#include "gemm/gemm_tile.h"\n' + "\n".join(tile.format(name) for name in ("float", "bfloat16")))
     command = ["g++", *build.COMPILE_FLAGS, *build.INCLUDE_FLAGS, *level.compiler_flags, "-S", "-o", "-", str(source)]
     assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    num_rows = 12 if level.name.startswith("avx512") else 6
+    num_rows = 12 if "avx512f" in level.features else 6
     multiplying = [loop for loop in innermost_loops(assembly) if sum("fmadd" in one or "dpbf16" in one for one in loop)]
     num_loops = num_rows + 1  # one for each number of rows; tiles that are full, with and without prefetches
     assert len(multiplying) == 2 * num_loops, "for each type of weights"

@@ -100,6 +100,11 @@ _NEON = frozenset({"neon"})
 
 INSTRUCTION_SETS = (
     InstructionSet(
+        *("amx", "amx", "x86_64"),
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        _AVX512 | {"avx512bf16", "avx512vnni", "amx_tile", "amx_bf16", "amx_int8"},
+    ),
+    InstructionSet(
         *("avx512_bf16", "avx512_bf16", "x86_64"),
         ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
         _AVX512 | {"avx512bf16", "avx512vnni"},

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "gemm/amx_tile.h"
 #include "gemm/blocks.h"
 #include "gemm/int8_tile.h"
 #include "simd/element_type.h"
@@ -21,8 +22,8 @@ constexpr int64_t kStreamAheadBytes = 8192;
 constexpr int64_t kMaxPrefetchingTiles = 8;
 
 // Bytes of x that are multiplied by a panel while the panel is in the cache. So many bytes of x stay in the last-level
-// cache until the next panel.
-constexpr int64_t kRowBlockBytes = 4 << 20;
+// cache until the next panel; for AMX, that would be too slow, and they stay in the second-level cache.
+constexpr int64_t kRowBlockBytes = TOKA_AMX ? 1 << 20 : 4 << 20;
 
 // Rows that a thread claims at a time for the norm. Fewer rows take less time than waking another thread.
 constexpr int64_t kNormRows = 32;
@@ -125,9 +126,14 @@ void multiply_tiles(const Gemm<Weight>& gemm, int64_t panel, const Widened* pane
                     int64_t end_row) {
   const int64_t in_size = gemm.weights.in_size, num_rows = end_row - first_row;
   const auto [own, panel_bytes] = stored_panel<Weight>(gemm.weights, panel);
-  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  constexpr int kRows = Tiles<Widened>::kRows;
+  Tiles<Widened> tiles;
+  const int64_t num_tiles = (num_rows + kRows - 1) / kRows;
   const int64_t num_prefetching = std::min(num_tiles, kMaxPrefetchingTiles);
-  alignas(64) float sums[kTileRows * kPanel];
+  const auto first_of = [&](int64_t tile) {
+    return first_row + (tiles.kAreEven ? num_rows * tile / num_tiles : std::min(tile * kRows, num_rows));
+  };
+  alignas(64) float sums[kRows * kPanel];
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     Prefetches prefetches{own + kStreamAheadBytes, int64_t(kPanel * kPair<Weight> * sizeof(Weight))};
     if (gemm.weights.blocks != nullptr) {  // what follows is prefetched while the panel is widened
@@ -136,12 +142,10 @@ void multiply_tiles(const Gemm<Weight>& gemm, int64_t panel, const Widened* pane
       prefetches.next = own + panel_bytes + panel_bytes * tile / num_prefetching;
       prefetches.step = tile < num_prefetching ? prefetches.step / num_prefetching : 0;
     }
-    // Rows are divided evenly among the tiles: a tile of fewer than four rows takes as long as one of four, because
-    // each sum waits for its previous addition.
-    const int64_t begin = first_row + num_rows * tile / num_tiles, end = first_row + num_rows * (tile + 1) / num_tiles;
+    const int64_t begin = first_of(tile), end = first_of(tile + 1);
     std::fill(sums, sums + (end - begin) * kPanel, 0.0f);
-    multiply_rows(int(end - begin), gemm.x + begin * gemm.x_stride, gemm.x_stride, panel_weights, in_size, prefetches,
-                  sums);
+    tiles.multiply(int(end - begin), gemm.x + begin * gemm.x_stride, gemm.x_stride, panel_weights, in_size, prefetches,
+                   sums);
     for (int64_t row = begin; row < end; ++row) epilogue(gemm, row, panel, sums + (row - begin) * kPanel);
   }
 }
@@ -155,12 +159,13 @@ void multiply_blocks(const Gemm<Weight>& gemm, int64_t panel, const uint8_t* cod
                      int64_t first_row, int64_t end_row) {
   const int64_t in_size = gemm.weights.in_size;
   alignas(64) Activation<Weight> widened[kWidenedInputs * kPanel];
-  alignas(64) float sums[kTileRows * kPanel] = {};
+  Tiles<Activation<Weight>> tiles;
+  alignas(64) float sums[tiles.kRows * kPanel] = {};
   for (int64_t first = 0; first < in_size; first += kWidenedInputs) {
     const int64_t count = std::min(kWidenedInputs, in_size - first);
     widen_codes<bits>(codes, groups, first, first + count, widened);
-    multiply_rows(int(end_row - first_row), gemm.x + first_row * gemm.x_stride + first, gemm.x_stride, widened, count,
-                  Prefetches{(const char*)widened, 0}, sums);
+    tiles.multiply(int(end_row - first_row), gemm.x + first_row * gemm.x_stride + first, gemm.x_stride, widened, count,
+                   Prefetches{(const char*)widened, 0}, sums);
   }
   for (int64_t row = first_row; row < end_row; ++row) epilogue(gemm, row, panel, sums + (row - first_row) * kPanel);
 }
@@ -212,7 +217,7 @@ void multiply_panel(const Gemm<Weight>& gemm, const Int8Rows* x, int64_t panel, 
       if (x != nullptr && x->has_planes)
         return multiply_integers<kPlanes, bits>(gemm, *x, panel, codes, groups, first_row, end_row);
       if (x != nullptr) return multiply_integers<1, bits>(gemm, *x, panel, codes, groups, first_row, end_row);
-      if (end_row - first_row <= kTileRows)
+      if (end_row - first_row <= Tiles<Activation<Weight>>::kRows)
         return multiply_blocks<bits>(gemm, panel, codes, groups, first_row, end_row);
       static thread_local std::vector<Activation<Weight>> widened;
       Activation<Weight>* const to = scratch(widened, panel_size);
@@ -399,8 +404,9 @@ void multiply(const Gemm<Weight>& gemm, const Norm& norm) {
   // Blocks are smaller if there would otherwise be too few work items for all threads to finish at the same time.
   const int64_t wanted_blocks = (4 * num_threads + num_panels - 1) / num_panels;
   const int64_t cached_rows = kRowBlockBytes / int64_t(in_size * sizeof(Element));
-  const int64_t block_rows =
-      std::max<int64_t>(kTileRows, std::min(cached_rows, (num_rows + wanted_blocks - 1) / wanted_blocks));
+  constexpr int64_t kRows = Tiles<Weight>::kRows;
+  const int64_t wanted_rows = std::min(cached_rows, (num_rows + wanted_blocks - 1) / wanted_blocks);
+  const int64_t block_rows = (wanted_rows + kRows - 1) / kRows * kRows;
   const int64_t num_items = (num_rows + block_rows - 1) / block_rows * num_panels;
 
   Gemm<Weight> normed = gemm;

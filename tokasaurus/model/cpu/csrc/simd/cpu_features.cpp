@@ -1,10 +1,15 @@
-// Finds out at run time which features the processor and the operating system support. Compiled into a separate library
+// Finds out at run time which features the processor and the operating system support, and asks for those that need it.
+// Compiled into a separate library
 // that runs on every processor of its architecture; build.py chooses the kernels to load by its answer.
 
 #include <cstring>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__APPLE__)
 #include <sys/sysctl.h>
 #elif defined(__aarch64__)
@@ -22,6 +27,16 @@ void add(const char* name, bool is_supported) {
 }
 
 #if defined(__x86_64__)
+
+// Asks the operating system to save the tiles of AMX, for all threads of this process.
+bool may_use_tiles() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
 void add_all() {
   // These also check that the operating system saves the registers.
@@ -46,7 +61,10 @@ void add_all() {
   if (__get_cpuid(0x80000001, &a, &b, &c, &d)) add("lzcnt", c >> 5 & 1);
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
     add("avx512vnni", c >> 11 & 1);
-    add("amx_bf16", d >> 22 & 1);  // used only by oneDNN: torch's gemms may be faster with it
+    const bool has_tiles = d >> 24 & 1 && may_use_tiles();
+    add("amx_tile", has_tiles);
+    add("amx_bf16", has_tiles && d >> 22 & 1);
+    add("amx_int8", has_tiles && d >> 25 & 1);
   }
   if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) add("avxvnni", a >> 4 & 1);
 }

@@ -1,0 +1,110 @@
+// The gemm microkernel for AMX: up to 32 rows of bfloat16 times a panel of 32 outputs, whose layout is that of AMX's
+// second factor.
+#pragma once
+
+#include <algorithm>
+
+#include "gemm/gemm_tile.h"
+#include "simd/amx.h"
+
+#if TOKA_AMX
+
+class AmxTiles {
+ public:
+  static constexpr int kRows = 2 * kAmxRows;
+  static constexpr bool kAreEven = false;  // changing the shapes would take longer
+
+  // As multiply_rows, for 1 to kRows rows. Each sum adds in the order of the inputs, 32 at a time, whatever the number
+  // of rows.
+  void multiply(int num_rows, const bfloat16* x, int64_t x_stride, const bfloat16* panel, int64_t in_size,
+                Prefetches prefetches, float* sums) {
+    static_assert(kPanel * sizeof(float) == 2 * kAmxRowBytes);
+    const int64_t whole = in_size / kInputs * kInputs;
+    if (whole > 0) {
+      shapes_.set(num_rows, kAmxRowBytes);
+      if (num_rows > kAmxRows)
+        add_inputs<true>(x, x_stride, panel, whole, prefetches, sums);
+      else
+        add_inputs<false>(x, x_stride, panel, whole, prefetches, sums);
+    }
+    for (int row = 0; whole < in_size && row < num_rows; row += kTileRows)
+      multiply_rows(std::min(kTileRows, num_rows - row), x + row * x_stride + whole, x_stride, panel + whole * kPanel,
+                    in_size - whole, Prefetches{(const char*)panel, 0}, sums + row * kPanel);
+  }
+
+ private:
+  static constexpr int kInputs = 32;  // of a tile of x
+  static constexpr int64_t kSumsBytes = kPanel * sizeof(float), kPanelBytes = kPanel * 2 * sizeof(bfloat16);
+
+  template <bool kHasSecond>
+  static void load_sums(const float* sums) {
+    _tile_loadd(0, sums, kSumsBytes);
+    _tile_loadd(1, sums + kAmxRows, kSumsBytes);
+    if (!kHasSecond) return;
+    _tile_loadd(2, sums + kAmxRows * kPanel, kSumsBytes);
+    _tile_loadd(3, sums + kAmxRows * kPanel + kAmxRows, kSumsBytes);
+  }
+
+  template <bool kHasSecond>
+  static void store_sums(float* sums) {
+    _tile_stored(0, sums, kSumsBytes);
+    _tile_stored(1, sums + kAmxRows, kSumsBytes);
+    if (!kHasSecond) return;
+    _tile_stored(2, sums + kAmxRows * kPanel, kSumsBytes);
+    _tile_stored(3, sums + kAmxRows * kPanel + kAmxRows, kSumsBytes);
+  }
+
+  // The tiles += kInputs of x times the panel, which stays in the first-level cache: x must not replace it there.
+  template <bool kHasSecond>
+  static TOKA_INLINE void add_products(const bfloat16* x, int64_t x_stride, const bfloat16* panel) {
+    const int64_t x_bytes = x_stride * sizeof(bfloat16);
+    _tile_loadd(6, panel, kPanelBytes);
+    _tile_loadd(7, panel + kPanel, kPanelBytes);
+    _tile_stream_loadd(4, x, x_bytes);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (!kHasSecond) return;
+    _tile_stream_loadd(5, x + kAmxRows * x_stride, x_bytes);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+
+  template <bool kHasSecond>
+  static void add_inputs(const bfloat16* x, int64_t x_stride, const bfloat16* panel, int64_t in_size,
+                         Prefetches prefetches, float* sums) {
+    const int64_t step = prefetches.step * kInputs / 2;
+    finish_stores();
+    load_sums<kHasSecond>(sums);
+    for (int64_t in = 0; in < in_size; in += kInputs, prefetches.next += step) {
+      for (int64_t i = 0; i < step; i += kCacheLineBytes) __builtin_prefetch(prefetches.next + i, 0, 2);
+      add_products<kHasSecond>(x + in, x_stride, panel + in * kPanel);
+    }
+    store_sums<kHasSecond>(sums);
+  }
+
+  AmxShapes shapes_;
+};
+
+#endif
+
+// The microkernel for all other instruction sets and types.
+struct VectorTiles {
+  static constexpr int kRows = kTileRows;
+  // Whether rows are divided evenly among tiles. A tile of fewer than four rows takes as long as one of four, because
+  // each sum waits for its previous addition.
+  static constexpr bool kAreEven = true;
+
+  template <typename Weight>
+  void multiply(int num_rows, const Activation<Weight>* x, int64_t x_stride, const Weight* panel, int64_t in_size,
+                Prefetches prefetches, float* sums) {
+    multiply_rows(num_rows, x, x_stride, panel, in_size, prefetches, sums);
+  }
+};
+
+#if TOKA_AMX
+template <typename Weight>
+using Tiles = std::conditional_t<std::is_same_v<Weight, bfloat16>, AmxTiles, VectorTiles>;
+#else
+template <typename Weight>
+using Tiles = VectorTiles;
+#endif
