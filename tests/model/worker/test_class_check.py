@@ -51,7 +51,7 @@ def test_what_was_right_is_not_measured_again(model: Path) -> None:
     assert measured(model, is_thorough=True) == RESULTS, "toka check shows its table"
 
 
-@pytest.mark.parametrize("flag", ["dtype=float32", "kv_cache_dtype=bfloat16", "page_size=64", "quantization=int8"])
+@pytest.mark.parametrize("flag", ["dtype=float32", "kv_cache_dtype=float32", "page_size=64", "quantization=int8"])
 def test_other_flags_are_measured(flag: str, model: Path) -> None:
     measured(model)
     assert measured(model, flag) == RESULTS
