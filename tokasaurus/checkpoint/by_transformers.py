@@ -19,11 +19,6 @@ from tokasaurus.checkpoint.spec import AttentionSpec, LayerSpec, MLPSpec, ModelS
 from tokasaurus.inherited import python_command
 
 _PROBE = "tokasaurus.model.by_transformers.probe"
-_IGNORED = (
-    *("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "compression_config"),
-)
-"""Keys of a configuration that ModelInfo has elsewhere, or that change no token."""
 _MAX_SECONDS = 300
 _VERSION = 5
 """Part of the cache key: increase it when the probe finds more, or something else."""
@@ -66,9 +61,3 @@ def spec_of(facts: Mapping[str, Any]) -> ModelSpec:
     layers = tuple(LayerSpec(AttentionSpec(**each, rotary=None), mlp, None, None) for each in facts["layers"])
     no_norm = NormSpec(1e-6, has_weight=False)
     return ModelSpec(layers, facts["hidden_size"], facts["vocab_size"], no_norm, rotary=())
-
-
-def digest_of(config: Mapping[str, Any]) -> str:
-    """As ClassFacts.settings. config: as transformers completes it."""
-    told = {name: value for name, value in config.items() if name not in _IGNORED}
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]

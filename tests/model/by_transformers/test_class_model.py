@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.model.by_transformers.helpers.every_class import load_class
@@ -114,9 +114,8 @@ def test_a_token_whose_state_is_not_finite_poisons_no_other(tmp_path: Path) -> N
     prompt = [token for token in PROMPT.tolist() if token != VOCAB_SIZE - 1]
     driver.open(1, prompt)
     before = driver.run([], [(1, len(prompt))])[1]
-    embedding: Tensor = model.embedding.weight  # type: ignore[assignment]
     with torch.no_grad():
-        embedding[VOCAB_SIZE - 1] = torch.nan
+        model.whole.get_input_embeddings().weight[VOCAB_SIZE - 1] = torch.nan
     driver.open(2, [VOCAB_SIZE - 1, *prompt])
     driver.open(3, prompt)
     found = driver.run([], [(2, len(prompt) + 1), (3, len(prompt))])

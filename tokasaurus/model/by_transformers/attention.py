@@ -3,22 +3,16 @@
 A layer calls `function(module, query, key, value, mask, **options)`; what answers is set from outside (`answering`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from tokasaurus.checkpoint.spec import AttentionSpec
-from tokasaurus.model.attention.row_split import Attends
-from tokasaurus.model.decoder.decoder import zero_nonfinite
-from tokasaurus.model.parallel.collectives import gather_shards
-from tokasaurus.model.parallel.mesh import Mesh
-
-# T tokens, H query heads, K key/value heads, D head size
+# T tokens in this forward, H query heads, K key/value heads, D head size
 
 NAME = "tokasaurus"
 """Of attn_implementation."""
@@ -28,15 +22,9 @@ COMPUTED = frozenset(("scaling", "sliding_window", "softcap", "s_aux"))
 WITHOUT_EFFECT = frozenset(("dropout", "position_ids", "use_cache", "output_attentions", "is_causal"))
 """Options that change nothing of a decoder's layer that does not learn."""
 
-
-class Answers(Protocol):
-    """Computes the attention of one call, or looks at it."""
-
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Mapping[str, Any], /
-    ) -> Tensor:
-        """query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D] of the values."""
-
+Answers: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor, Any, Mapping[str, Any]], Tensor]
+"""Computes the attention of one call, or looks at it: module, query [1, H, T, D], key and value [1, K, T, D], mask and
+options -> [1, T, H, D] of the values."""
 
 _answers: Answers | None = None
 
@@ -59,82 +47,15 @@ def _attention(
     return _answers(module, query, key, value, attention_mask, options), None
 
 
-class Mask(torch.Tensor):
-    """What a layer gets in the place of a mask: which keys a query may see, as transformers' function says it."""
-
-    sees: Any
-    """(batch, head, query position, key position), tensors -> bool."""
-
-
 def _mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    mask_function: Any = None,
-    device: Any = None,
-    **_: Any,
+    batch_size: int, q_length: int, kv_length: int, mask_function: Any = None, device: Any = None, **_: Any
 ) -> Tensor:
-    mask = torch.empty((batch_size, 1, q_length, kv_length), dtype=torch.bool, device=device).as_subclass(Mask)
-    mask.sees = mask_function
+    """What a layer gets in the place of a mask. Its `sees` says which keys a query may see, as transformers' function
+    does: (batch, head, query position, key position), tensors -> bool."""
+    mask = torch.empty((batch_size, 1, q_length, kv_length), dtype=torch.bool, device=device)
+    mask.sees = mask_function  # type: ignore[attr-defined]
     return mask
 
 
 AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _mask)
-
-
-class PagedAnswers:
-    """Answers the calls of one rank's layers by paged attention."""
-
-    def __init__(
-        self, specs: tuple[AttentionSpec, ...], sinks: tuple[Tensor | None, ...], dtype: torch.dtype, mesh: Mesh
-    ) -> None:
-        """sinks: as in KVShape, filled by each call: new weights may have changed them. dtype: of what attention
-        takes."""
-        self._specs = specs
-        self._dtype = dtype
-        self._sinks = sinks
-        self._mesh = mesh
-        self._layer_of: dict[nn.Module, int] = {}
-        """In the order of their first calls, which is that of the probe."""
-        self.attends: Attends | None = None
-
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,  # noqa: ARG002  (the probe has looked at it)
-        options: Mapping[str, Any],
-    ) -> Tensor:
-        """Heads are the rank's, or those of all ranks."""
-        assert self.attends is not None
-        layer, mesh = self._layer_of.setdefault(module, len(self._layer_of)), self._mesh
-        spec, sinks = self._specs[layer], self._sinks[layer]
-        own, own_kv = (
-            slice(start, start + length)
-            for start, length in (mesh.shard(spec.num_heads, "heads"), mesh.kv_head_shard(spec.num_kv_heads))
-        )
-        has_all = query.shape[1] == spec.num_heads
-        if sinks is not None:
-            sinks.copy_(options["s_aux"][own] if has_all else options["s_aux"])
-        value_dim, dtype = value.shape[-1], value.dtype
-        query, key, value = (_by_token(each.to(self._dtype), spec.head_dim) for each in (query, key, value))
-        num_kv_heads = spec.num_kv_heads if has_all else own_kv.stop - own_kv.start
-        if key.shape[1] < num_kv_heads:  # layers with fewer have each as often as the others need
-            key, value = (each.repeat_interleave(num_kv_heads // each.shape[1], dim=1) for each in (key, value))
-        if has_all:
-            query, key, value = query[:, own], key[:, own_kv], value[:, own_kv]
-        key, value, is_finite = zero_nonfinite(key, value)
-        attended = self.attends(query.contiguous(), key.contiguous(), value.contiguous(), layer)
-        attended = torch.where(is_finite[:, None, None], attended, torch.nan)[..., :value_dim]
-        if has_all:
-            attended = gather_shards(attended, mesh).movedim(0, 1).flatten(1, 2)
-        return attended.unsqueeze(0).to(dtype)
-
-
-def _by_token(heads: Tensor, head_dim: int) -> Tensor:
-    """[1, heads, T, d] -> [T, heads, D]; a head that is smaller is filled with zeros, which change no score."""
-    by_token = nn.functional.pad(heads[0].transpose(0, 1), (0, head_dim - heads.shape[-1]))
-    return torch.unflatten(by_token.flatten(1), 1, (-1, head_dim))  # a single head has its stride, too

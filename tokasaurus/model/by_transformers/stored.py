@@ -5,9 +5,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from pathlib import Path
+from typing import TypeAlias
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -26,7 +27,7 @@ from tokasaurus.checkpoint.weight_files import are_equal, has_weights, is_old_bu
 from tokasaurus.model.decoder.layers import Linear
 from tokasaurus.model.decoder.weights import WeightShard
 
-Place = tuple[slice, ...]
+Place: TypeAlias = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,11 @@ class Stored:
     place: Place
     """In the parameter; an expert's is one of the first dimension, which the stored tensor lacks."""
 
-    def within(self, cut: Cut) -> Iterator["Stored"]:
-        """What a rank has of it, with places in the rank's part of the parameter."""
+    def within(self, cut: Cut | None) -> Iterator["Stored"]:
+        """What a rank has of it, with places in the rank's part of the parameter. cut: None if it has all of that."""
+        if cut is None:
+            yield self
+            return
         dim = cut.dim - (len(self.place) - len(self.shape))
         to, start = range(cut.size)[self.place[cut.dim]], range(self.shape[dim])[self.part[dim]].start
         done = 0
@@ -69,17 +73,17 @@ class Stored:
     def shard(self, owner: nn.Module, parameter: nn.Parameter) -> WeightShard:
         """owner: the module that has the parameter."""
         target = parameter[self.place] if parameter.numel() else parameter
-        if not self.shape:
-            target = target.view(1)  # as single numbers are read
         if len(self.place) > len(self.shape):
             target = target.squeeze(0)
+        if not self.shape:
+            target = target.view(1)  # as single numbers are read
+        arguments = self.source, self.shape, self.part, target
         if not isinstance(owner, Linear):
-            return WeightShard(self.source, self.shape, self.part, target, partial(_write, target))
+            return WeightShard(*arguments, partial(Tensor.copy_, target))
         first = self.place[0].start or 0
         if self.target.endswith(".bias"):
-            return WeightShard(self.source, self.shape, self.part, target, partial(owner.write_bias, first))
-        functions = partial(owner.write_weight, first), partial(owner.take_blocks, first)
-        return WeightShard(self.source, self.shape, self.part, target, *functions)
+            return WeightShard(*arguments, partial(owner.write_bias, first))
+        return WeightShard(*arguments, partial(owner.write_weight, first), partial(owner.take_blocks, first))
 
 
 @dataclass(slots=True)
@@ -99,22 +103,19 @@ def _at(place: Place, dim: int, new: slice) -> Place:
     return (*place[:dim], new, *place[dim + 1 :])
 
 
-def _write(target: Tensor, values: Tensor) -> None:
-    target.copy_(values)
-
-
 def find_stored(model: PreTrainedModel, directory: Path, info: ModelInfo) -> ClassTensors:
-    """model: on the meta device. directory: of the checkpoint; without weights, they are named as the class names
+    """Unties parameters of the model that are stored apart, and differ.
+
+    model: on the meta device. directory: of the checkpoint; without weights, they are named as the class names
     them. Raises CheckpointError if a parameter has no tensor, or a tensor no parameter."""
     state = model.state_dict(keep_vars=True)
-    own_name: dict[int, str] = {}
-    for name, tensor in state.items():
-        own_name.setdefault(id(tensor), name)
-    tied = {name: own for name, tensor in state.items() if (own := own_name[id(tensor)]) != name}
+    own_name = {tensor: name for name, tensor in reversed(state.items())}
+    tied = {name: own_name[tensor] for name, tensor in state.items() if own_name[tensor] != name}
+    stored, filled = ClassTensors(tied=tied), Counter[str]()
     if not has_weights(directory):
-        return ClassTensors(
-            [_whole(name, tuple(state[name].shape), name) for name in own_name.values()], tied=tied, copies={**tied}
-        )
+        stored.parts += [_whole(name, tuple(state[name].shape), name) for name in state if name not in tied]
+        stored.copies |= tied
+        return stored
     transforms = get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
@@ -124,42 +125,40 @@ def find_stored(model: PreTrainedModel, directory: Path, info: ModelInfo) -> Cla
         source: rename_source_key(source, renamings, converters, model.base_model_prefix, state) for source in tensors
     }
     sources = {name: source for source, (name, pattern) in renamed.items() if pattern is None}
-    stored, filled = ClassTensors(tied=tied), Counter[str]()
     for source, tensor in tensors.items():
         name, pattern = renamed[source]
         converter = next((each for each in converters if pattern in each.source_patterns), None)
-        parts = [_whole(source, tensor.shape, name)]
-        if converter is not None:
-            parts = _converted(converter, source, tensor.shape, name, state)
-        for part in parts:
-            if part.target not in state:
-                if is_old_buffer(source) or any(each.search(source) for each in passed_over):
-                    stored.ignored.add(source)
-                    continue
-                raise CheckpointError(
-                    f"the checkpoint has tensor {source}, which {type(model).__name__} has no place for"
-                )
+        whole = _whole(source, tensor.shape, name)
+        for part in [whole] if converter is None else _converted(whole, converter, str(pattern), state):
             own = tied.get(part.target, part.target)
+            if own not in state:
+                if not is_old_buffer(source) and not any(each.search(source) for each in passed_over):
+                    words = f"which {type(model).__name__} has no place for"
+                    raise CheckpointError(f"the checkpoint has tensor {source}, {words}")
+                stored.ignored.add(source)
+                continue
             if own != part.target and own in sources:
                 if are_equal(tensor, tensors[sources[own]]):
                     continue
                 own = part.target  # both are stored, and differ: each is used, as in transformers
                 del tied[own]
+                path, _, leaf = own.rpartition(".")
+                setattr(model.get_submodule(path), leaf, nn.Parameter(state[own].clone(), requires_grad=False))
             found = state[own][part.place].shape
-            if found.numel() != torch.Size(_size(part)).numel():
+            if found.numel() != prod(len(range(size)[each]) for each, size in zip(part.part, part.shape, strict=True)):
                 raise CheckpointError(
                     f"tensor {source} has shape {tensor.shape}, but config.json makes it {tuple(found)}"
                 )
             filled[own] += found.numel()
             stored.parts.append(replace(part, target=own))
-    for name in {tied.get(name, name): None for name in state}:
-        if filled[name] != state[name].numel():
-            raise CheckpointError(f"the checkpoint lacks tensor {name}")
-    for own in dict.fromkeys(tied.values()):
-        names = [own, *(name for name, other in tied.items() if other == own)]
-        for first in [sources[name] for name in names if name in sources][:1]:
-            copies = {sources.get(name, name) for name in names} - {first}
-            stored.copies |= dict.fromkeys(copies, first)
+    for name in state:
+        if filled[own := tied.get(name, name)] != state[own].numel():
+            raise CheckpointError(f"the checkpoint lacks tensor {own}")
+    used = {part.target: part.source for part in stored.parts}
+    for name in {*tied, *tied.values()}:
+        source, own_source = sources.get(name, name), used[tied.get(name, name)]
+        if source != own_source:
+            stored.copies[source] = own_source
     return stored
 
 
@@ -168,50 +167,33 @@ def _whole(source: str, shape: tuple[int, ...], target: str) -> Stored:
     return Stored(source, shape, everything, target, everything)
 
 
-def _size(part: Stored) -> list[int]:
-    return [len(range(*each.indices(size))) for each, size in zip(part.part, part.shape, strict=True)]
-
-
-def _converted(
-    converter: WeightConverter, source: str, shape: tuple[int, ...], target: str, state: Mapping[str, Tensor]
-) -> list[Stored]:
-    """The parts of a stored tensor that a conversion takes. target: the first parameter that it makes."""
+def _converted(whole: Stored, converter: WeightConverter, pattern: str, state: Mapping[str, Tensor]) -> list[Stored]:
+    """The parts of a stored tensor that a conversion takes. whole: with the first parameter that it makes as target.
+    pattern: the converter's, of the stored name. Raises CheckpointError."""
+    source, shape, place = whole.source, whole.shape, whole.place
     operations = [type(each) for each in converter.operations]
-    everything = [slice(None) for _ in shape]
-    pattern = next(each for each in converter.source_patterns if _matches(each, source))
-    number = converter.source_patterns.index(pattern)
     if operations in ([MergeModulelist], [MergeModulelist, Concatenate], [Concatenate]):
-        place = list(everything)
         if operations[0] is MergeModulelist:
             match = re.search(pattern.replace("*", r"(\d+)"), source)
             assert match is not None
-            place.insert(0, slice(int(match[1]), int(match[1]) + 1))
+            place = slice(int(match[1]), int(match[1]) + 1), *place
         if operations[-1] is Concatenate:
-            dim = converter.operations[-1].dim
-            size = shape[dim - len(place) + len(shape)]
-            _check_alike(source, size, converter, state[target].shape[dim])
-            place[dim] = slice(number * size, (number + 1) * size)
-        return [Stored(source, shape, tuple(everything), target, tuple(place))]
+            dim, num_joined = converter.operations[-1].dim, len(converter.source_patterns)
+            size, num_all = shape[dim - len(place) + len(shape)], state[whole.target].shape[dim]
+            if size * num_joined != num_all:
+                raise CheckpointError(
+                    f"tensor {source} has {size} of {num_all} numbers, not one of {num_joined} equal parts"
+                )
+            number = converter.source_patterns.index(pattern)
+            place = _at(place, dim, slice(number * size, (number + 1) * size))
+        return [replace(whole, place=place)]
     if operations in ([Chunk], [Split]):
         dim, targets = converter.operations[0].dim, converter.target_patterns
-        start, parts = 0, []
-        for name in (target.replace(targets[0], other) for other in targets):
-            part, size = list(everything), state[name].shape[dim]
-            part[dim] = slice(start, start + size)
+        start, parts = 0, list[Stored]()
+        for name in (whole.target.replace(targets[0], other) for other in targets):
+            size = state[name].shape[dim]
+            parts.append(replace(whole, part=_at(whole.part, dim, slice(start, start + size)), target=name))
             start += size
-            parts.append(Stored(source, shape, tuple(part), name, tuple(everything)))
         return parts
     names = ", ".join(each.__name__ for each in operations)
     raise CheckpointError(f"tensor {source} is stored in a way that is not read: transformers converts it by {names}")
-
-
-def _check_alike(source: str, size: int, converter: WeightConverter, whole: int) -> None:
-    """Raises CheckpointError unless tensors that are stored apart and joined have the same size."""
-    if size * len(converter.source_patterns) != whole:
-        raise CheckpointError(
-            f"tensor {source} has {size} of {whole} numbers, not one of {len(converter.source_patterns)} equal parts"
-        )
-
-
-def _matches(pattern: str, source: str) -> bool:
-    return re.search(pattern.replace("*", r"\d+"), source) is not None

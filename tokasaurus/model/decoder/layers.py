@@ -221,8 +221,7 @@ class Linear(nn.Module):
             self._torch_gemm.write_bias(first, self.bias.data[first : first + len(values)])
 
     def give_back(self) -> None:
-        """Return the weight's memory to the system in each layout that it has, until `take_again`. Not the bias."""
-        self.weight.untyped_storage().resize_(0)
+        """Return the memory of the weight's layouts to the system, until `take_again`. Not of the plain weight."""
         if self.packed is not None:
             self.packed.give_back()
         if self._torch_gemm is not None:
@@ -230,7 +229,6 @@ class Linear(nn.Module):
 
     def take_again(self) -> None:
         """The weight has its layouts again, with unspecified numbers."""
-        self.weight.untyped_storage().resize_(self.weight.nbytes)
         if self._torch_gemm is not None:
             self._torch_gemm.take_again()
 
@@ -419,6 +417,15 @@ class XIELU(nn.Module):
         self.numbers.data[index] = value.item()
 
 
+def rows_of_ranks(own: tuple[int, int], mesh: Mesh, look_up: Callable[[Tensor], Tensor], token_ids: Tensor) -> Tensor:
+    """token_ids [..., T] -> rows of an embedding, [..., T, E]. own: (start, length) of this rank's token ids, which
+    look_up finds from 0 on."""
+    local = token_ids - own[0]
+    elsewhere = (local < 0) | (local >= own[1])
+    rows = look_up(local.masked_fill(elsewhere, 0))
+    return sum_over_shards(rows.masked_fill(elsewhere.unsqueeze(-1), 0), mesh)
+
+
 class VocabShard(Linear):
     """Rows of a [vocab, E] matrix for this rank's range of token ids; serves as embedding, as LM head, or as both."""
 
@@ -443,10 +450,7 @@ class VocabShard(Linear):
         """token_ids [T] -> [T, E]."""
         if self._mesh.tp_size == 1:
             return self._rows(token_ids)
-        local = token_ids - self._start
-        elsewhere = (local < 0) | (local >= self._length)
-        rows = self._rows(local.masked_fill(elsewhere, 0))
-        return sum_over_shards(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self._mesh)
+        return rows_of_ranks((self._start, self._length), self._mesh, self._rows, token_ids)
 
     def _rows(self, indices: Tensor) -> Tensor:
         return functional.embedding(indices, self.weight) if self.packed is None else self.packed.rows(indices)

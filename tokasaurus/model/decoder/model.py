@@ -192,7 +192,8 @@ class Model(nn.Module, ABC):
     @property
     def bytes_outside_linears(self) -> int:
         """Of this rank's matrices that are neither embeddings nor those of a linear layer: they are never quantised."""
-        return 0
+        owners = (module for module in self.modules() if not isinstance(module, Linear | nn.Embedding))
+        return sum(each.nbytes for owner in owners for each in owner.parameters(recurse=False) if each.dim() > 1)
 
     @property
     def block_types(self) -> list[str]:
@@ -221,13 +222,21 @@ class Model(nn.Module, ABC):
 
     def give_back(self) -> None:
         """Free the memory of all large weights, until `take_again`. Raises OSError."""
+        for matrix in self._matrices():
+            matrix.untyped_storage().resize_(0)
         for linear in self._linears():
             linear.give_back()
 
     def take_again(self) -> None:
         """All weights can be written again. Raises RuntimeError if memory does not suffice."""
+        for matrix in self._matrices():
+            matrix.untyped_storage().resize_(matrix.nbytes)
         for linear in self._linears():
             linear.take_again()
 
     def _linears(self) -> Iterator[Linear]:
         return (module for module in self.modules() if isinstance(module, Linear))
+
+    def _matrices(self) -> Iterator[nn.Parameter]:
+        """Plain ones: a packed weight has no numbers left."""
+        return (parameter for parameter in self.parameters() if parameter.dim() > 1)

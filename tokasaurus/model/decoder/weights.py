@@ -37,7 +37,7 @@ class WeightShard:
     """A view into a parameter, of the shard's shape until the parameter is packed; None if another pipeline stage has
     the tensor."""
 
-    write: Callable[[Tensor], None] | None = None
+    write: Callable[[Tensor], object] | None = None
     """Replaces the shard in every layout that it has, in place; None if another pipeline stage has the tensor."""
 
     take_blocks: Callable[[BlockRows], None] | None = None

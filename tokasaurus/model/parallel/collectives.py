@@ -1,5 +1,6 @@
 """The process groups of a replica's workers, NCCL between CUDA devices and gloo between processes of a CPU, and what
-their ranks exchange. With tp_size 1, each tensor-parallel collective returns its argument."""
+their ranks exchange. With tp_size 1, each tensor-parallel collective returns its argument. Sums and gathers of meta
+tensors exchange nothing."""
 
 import os
 import sys
@@ -123,6 +124,8 @@ def gather_into(gathered: Tensor, own: Tensor, mesh: Mesh) -> None:
 
 def sum_over_shards(partial: Tensor, mesh: Mesh) -> Tensor:
     """partial [T, E], each rank's partial sum -> the sum, on every rank. May overwrite `partial`."""
+    if partial.is_meta:
+        return partial
     if mesh.all_reduce is not None:
         if torch.compiler.is_compiling():
             sum_over_ranks(partial, mesh.all_reduce.name)
@@ -165,6 +168,6 @@ def gather_shards(own: Tensor, mesh: Mesh) -> Tensor:
     if mesh.tp_size == 1:
         return own.unsqueeze(0)
     shards = own.new_empty((mesh.tp_size, *own.shape))
-    if own.numel():
+    if own.numel() and not own.is_meta:
         gather_into(shards.flatten(0, 1), own.contiguous(), mesh)
     return shards

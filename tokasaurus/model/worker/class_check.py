@@ -31,10 +31,11 @@ from tokasaurus.model.worker.self_check import (
 )
 from tokasaurus.model.worker.start import Start
 
-_VERSION = 1
+_VERSION = 2
 """Part of the name of a kept result: increase it when a class is computed otherwise."""
 _NUM_TOKENS = 64
-_CHUNKS = {"whole": (_NUM_TOKENS,), "in two chunks": (40, _NUM_TOKENS - 40)}
+_CHUNKS = {"whole": (_NUM_TOKENS,), "in two chunks": (40, _NUM_TOKENS)}
+"""Where chunks end."""
 _FEATURE = "transformers"
 
 
@@ -82,34 +83,36 @@ def measure_class(
 ) -> Iterator[Measured]:
     """A prompt of random tokens, whole and in chunks, against the class's own attention, head and count of positions:
     hidden states and logits. A later stage gets random states. Replaces the cache by one of a few blocks."""
-    num_tokens = min(_NUM_TOKENS, context_length)
+    num_tokens, entering, others = min(_NUM_TOKENS, context_length), None, None
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(model.vocab_size, (num_tokens,), generator=generator).to(shape.device)
     of_cache = torch.bfloat16 if shape.dtype == torch.int8 else shape.dtype  # about as coarse
     dtype = max(model.activation_dtype, of_cache, key=lambda dtype: torch.finfo(dtype).eps)  # the coarser one
-    entering, others = None, None
+
+    def perturbed_by(x: Tensor) -> Tensor:
+        return perturbed_rows(x.to(dtype)).to(x.dtype)
+
     if not model.is_first_stage:
         entering = torch.randn((num_tokens, model.hidden_size), generator=generator)
         entering = entering.to(shape.device, model.activation_dtype)
-        others = perturbed_rows(entering.to(dtype)).to(entering.dtype)
+        others = perturbed_by(entering)
     expected = _by_the_class(model, token_ids, entering)
     if entering is not None and not expected[0].isfinite().any():
         raise ValueError("its layers read more than the hidden states of the layer before")
-    with model.embedding.register_forward_hook(lambda _module, _inputs, x: perturbed_rows(x.to(dtype)).to(x.dtype)):
+    embedding = model.whole.get_input_embeddings()
+    with embedding.register_forward_hook(lambda _module, _inputs, x: perturbed_by(x)):
         perturbed = _by_the_class(model, token_ids, others)
-    num_blocks = -(-num_tokens // shape.page_size)
-    for name, chunks in _CHUNKS.items():
+    blocks = [*range(1, 1 + -(-num_tokens // shape.page_size))]
+    for name, ends in _CHUNKS.items():
         with torch.inference_mode(False):
-            backend.allocate(num_blocks + 1)
+            backend.allocate(len(blocks) + 1)
         rows, done = list[Tensor](), 0
-        for size in chunks:
-            end = min(done + size, num_tokens)
-            forward = SmallForward(name, (Context(end - done, end, [*range(1, num_blocks + 1)]),))
+        for end in (min(each, num_tokens) for each in ends):
+            forward = SmallForward(name, (Context(end - done, end, blocks),))
             layout = as_in_steps(layout_of(forward, shape.page_size), backend, shape)
             backend.plan(layout)
-            attends = attends_over(backend, layout)
-            positions = forward.positions.to(shape.device)
             hidden = None if entering is None else entering[done:end]
+            positions, attends = forward.positions.to(shape.device), attends_over(backend, layout)
             rows.append(model(token_ids[done:end], hidden, positions, OwnLayers(), attends).clone())
             done = end
         found = [torch.cat(rows)]
@@ -124,15 +127,11 @@ def measure_class(
 def _by_the_class(model: TransformersModel, token_ids: Tensor, entering: Tensor | None) -> list[Tensor]:
     """token_ids [T], or what enters a later stage, [T, E] -> by the class's own forward, hidden states [T, E] and, on
     the last stage, logits [T, v]."""
-    whole, layers, name = model.whole, model.layers, model.whole.base_model_prefix
-    given = getattr(whole, name)
-    setattr(whole, name, layers)
-    layers.set_attn_implementation("eager")
+    model.whole.set_attn_implementation("eager")
     try:
         found = [model.run(token_ids, entering)]
         if model.is_last_stage:
-            found.append(whole(**model.given(token_ids, entering), use_cache=False).logits[0])
+            found.append(model.whole(**model.given(token_ids, entering), use_cache=False).logits[0])
     finally:
-        layers.set_attn_implementation(NAME)
-        setattr(whole, name, given)
+        model.whole.set_attn_implementation(NAME)
     return found
