@@ -59,6 +59,20 @@ def test_ragged_batches_equal_the_reference(name: str, problem: tuple[KVShape, l
     torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
 
 
+@examples(60)
+@given(problem=problems())
+def test_ragged_batches_in_bfloat16_are_near_the_reference(
+    problem: tuple[KVShape, list[Segment], bool, int],
+) -> None:
+    """Products of bfloat16 numbers are summed in float32; softmax weights and outputs are rounded."""
+    shape, segments, causal, seed = problem
+    shape = replace(shape, dtype=torch.bfloat16)
+    output, lse = attend_all("cpu", shape, segments, causal, layer=1, seed=seed)
+    expected_output, expected_lse = attend_all("reference", shape, segments, causal, layer=1, seed=seed)
+    torch.testing.assert_close(output, expected_output, atol=0.03, rtol=2**-7)
+    torch.testing.assert_close(lse, expected_lse, atol=5e-5, rtol=5e-5)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     "segments",

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 _TITLE = "toka-worker"
 """How the names of workers' processes begin."""
 
-_TILE_QUERIES = 96
-"""Most query heads in an attention tile: kTileQueries of attention_partition.h."""
+_TILE_QUERIES = 192
+"""Most query heads in an attention tile, with AMX: kTileQueries of attention_partition.h."""
 
 _MAX_HEAD_DIM = 256
 """Largest head size that a thread's tile has room for: kMaxHeadDim of int8_cache.h."""

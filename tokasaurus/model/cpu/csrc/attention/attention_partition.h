@@ -7,13 +7,15 @@
 
 #include <algorithm>
 
+#include "attention/attention_amx.h"
 #include "attention/attention_tile.h"
 #include "attention/int8_cache.h"
 #include "attention/merge.h"
 #include "simd/element_type.h"
 #include "simd/simd_math.h"
 
-constexpr int kTileQueries = 96;
+// With tiles, products are so fast that reading a long context for fewer queries would take longer.
+constexpr int kTileQueries = TOKA_AMX ? 192 : 96;
 
 struct Shape {
   int64_t num_heads, num_kv_heads, head_dim, page_size;
@@ -39,19 +41,26 @@ using Multiplied = std::conditional_t<kHasScales<Stored>, std::conditional_t<TOK
 template <typename Stored>
 using QueryOperand = Activation<Multiplied<Stored>>;
 
+template <typename Stored>
+constexpr bool kUsesAmx = TOKA_AMX && std::is_same_v<Multiplied<Stored>, bfloat16>;
+
+// How many queries are multiplied with a chunk at once.
+template <typename Stored>
+constexpr int kSetQueries = kUsesAmx<Stored> ? 32 : kScoreQueries;
+
 // A thread's memory for one partition. key_scales and value_scales: of a chunk of an int8 cache.
 template <typename Stored>
 struct alignas(64) Scratch {
   static constexpr bool kIsWidened = !std::is_same_v<Stored, Multiplied<Stored>>;
 
   QueryOperand<Stored> query[kTileQueries * kMaxHeadDim];
-  QueryOperand<Stored> weights[kScoreQueries * kChunk];
+  QueryOperand<Stored> weights[kSetQueries<Stored> * kChunk];
   float output[kTileQueries * kMaxHeadDim];
-  float scores[kScoreQueries * kChunk];
+  float scores[kSetQueries<Stored> * kChunk];
   Floats sum[kTileQueries];
   float reference[kTileQueries];
   alignas(64) Multiplied<Stored> widened_keys[kIsWidened ? kChunk * kMaxHeadDim : 1];
-  alignas(64) Multiplied<Stored> widened_values[kIsWidened ? kChunk * kMaxHeadDim : 1];
+  alignas(64) Multiplied<Stored> widened_values[kIsWidened || kUsesAmx<Stored> ? kChunk * kMaxHeadDim : 1];
   float key_scales[kHasScales<Stored> ? kChunk : 1], value_scales[kHasScales<Stored> ? kChunk : 1];
 };
 
@@ -232,8 +241,16 @@ static inline void load_query(const Element* from, int64_t head_dim, int64_t str
     for (int i = 0; i < E; ++i) convert(to + i, from[d + i]);
 }
 
+// Resets the outputs and the softmax state of a partition's queries.
+template <typename Stored>
+static void reset_queries(int num_queries, int64_t head_dim, Scratch<Stored>& scratch) {
+  std::fill(scratch.output, scratch.output + num_queries * head_dim, 0.0f);
+  std::fill(scratch.sum, scratch.sum + num_queries, Floats{});
+  std::fill(scratch.reference, scratch.reference + num_queries, -INFINITY);
+}
+
 // Loads a partition's queries as operands, in sets of queries_per_set for each KV head (the last may be smaller): each
-// [D / E][queries of the set][E]. Resets their outputs and softmax state.
+// [D / E][queries of the set][E].
 template <typename Stored>
 static void load_queries(const Problem<Stored>& problem, const Partition& partition, int queries_per_set,
                          Scratch<Stored>& scratch) {
@@ -249,10 +266,8 @@ static void load_queries(const Problem<Stored>& problem, const Partition& partit
     dispatch_activation_type(problem.activation_type, [&](auto tag) {
       load_query<Stored>((const TypeOf<decltype(tag)>*)problem.query + from, head_dim, set_size * E, to);
     });
-    for (int64_t d = 0; d < head_dim; ++d) scratch.output[query * head_dim + d] = 0;
-    scratch.sum[query] = Floats{};
-    scratch.reference[query] = -INFINITY;
   }
+  reset_queries(problem.num_queries(partition), head_dim, scratch);
 }
 
 static inline void prefetch(const void* from, int64_t num_bytes) {
@@ -294,7 +309,7 @@ template <typename Stored>
 static inline ChunkGroups<Multiplied<Stored>> widened(const ChunkGroups<Stored>& chunk,
                                                       const ChunkGroups<Stored>& ahead, int64_t head_dim,
                                                       Scratch<Stored>& scratch) {
-  if constexpr (std::is_same_v<Stored, Multiplied<Stored>>) {
+  if constexpr (!Scratch<Stored>::kIsWidened) {
     return chunk;
   } else {
     const int64_t group_size = kGroup * head_dim;
@@ -322,6 +337,62 @@ static inline ChunkGroups<Multiplied<Stored>> widened(const ChunkGroups<Stored>&
   }
 }
 
+#if TOKA_AMX
+
+// Loads a partition's queries, [queries][padded_head_dim].
+template <typename Stored>
+static void load_query_rows(const Problem<Stored>& problem, const Partition& partition, Scratch<Stored>& scratch) {
+  const int64_t head_dim = problem.shape.head_dim, padded_dim = padded_head_dim(head_dim);
+  for (int query = 0; query < problem.num_queries(partition); ++query) {
+    const int64_t from =
+        problem.row_of(partition, query) * problem.query_row_stride + problem.head_of(partition, query) * head_dim;
+    bfloat16* const to = scratch.query + query * padded_dim;
+    dispatch_activation_type(problem.activation_type, [&](auto tag) {
+      const auto* own = (const TypeOf<decltype(tag)>*)problem.query + from;
+      for (int64_t d = 0; d < head_dim; d += kLanes) store(to + d, load(own + d));
+    });
+    std::fill(to + head_dim, to + padded_dim, bfloat16{});
+  }
+  reset_queries(problem.num_queries(partition), head_dim, scratch);
+}
+
+// The values of a chunk, copied so that they lie next to each other, with zeros behind an odd number of groups. While
+// copying, the values of the next chunk are prefetched.
+template <typename Stored>
+static void gather_values(const ChunkGroups<Stored>& chunk, const ChunkGroups<Stored>& ahead, int64_t head_dim,
+                          Scratch<Stored>& scratch) {
+  constexpr int64_t kLine = kCacheLineBytes / sizeof(bfloat16);
+  const int64_t group_size = kGroup * head_dim;
+  if constexpr (!Scratch<Stored>::kIsWidened)
+    for (int g = 0; g < chunk.num_groups; ++g)
+      for (int64_t i = 0; i < group_size; i += kLine) {
+        __builtin_prefetch(ahead.values[g] + i, 0, 2);
+        const Ints line = load_vector<Ints>(chunk.values[g] + i);
+        std::memcpy(scratch.widened_values + g * group_size + i, &line, sizeof line);
+      }
+  if (chunk.num_groups % 2 != 0)
+    std::memset(scratch.widened_values + chunk.num_groups * group_size, 0, group_size * sizeof(bfloat16));
+}
+
+// The scores and the weighted values of up to 32 queries and a chunk, of which the first num_groups are seen.
+template <bool kTwoRows, typename Stored, typename Softmax>
+static void attend_set_by_tiles(const ChunkGroups<bfloat16>& chunk, const bfloat16* const* ahead, int first,
+                                int set_size, int num_groups, int64_t head_dim, Scratch<Stored>& scratch,
+                                const Softmax& softmax) {
+  const int64_t padded_dim = padded_head_dim(head_dim);
+  score_chunk_by_tiles<kTwoRows>(scratch.query + first * padded_dim, chunk, ahead, num_groups, padded_dim,
+                                 scratch.scores);
+  softmax(first, set_size, num_groups);
+  const int num_tokens = (num_groups * kGroup + kAmxDepth - 1) / kAmxDepth * kAmxDepth;
+  for (int i = 0; i < set_size; ++i)
+    std::fill(scratch.weights + i * kChunk + num_groups * kGroup, scratch.weights + i * kChunk + num_tokens,
+              bfloat16{});
+  add_weighted_values_by_tiles<kTwoRows>(scratch.output + first * head_dim, scratch.weights, scratch.widened_values,
+                                         num_tokens, head_dim);
+}
+
+#endif
+
 // Attention of a partition with one KV head. next_partition: this thread's next work item, or null; its first tokens
 // are prefetched.
 template <typename Stored>
@@ -329,13 +400,29 @@ static void attend_rows(const Problem<Stored>& problem, const Partition& partiti
                         Scratch<Stored>& scratch) {
   const int64_t head_dim = problem.shape.head_dim, num_steps = head_dim / kPair<Multiplied<Stored>>;
   const int num_queries = problem.num_queries(partition);
-  const int num_sets = (num_queries + kScoreQueries - 1) / kScoreQueries;
+  const int num_sets = (num_queries + kSetQueries<Stored> - 1) / kSetQueries<Stored>;
   const int queries_per_set = (num_queries + num_sets - 1) / num_sets;
   // With few queries, reading memory takes longest: a chunk and the next one, which is prefetched at the same time,
   // fit into the L1 cache.
   const int chunk_tokens = num_sets == 1 ? kChunk / 2 : kChunk;
 
-  load_queries(problem, partition, queries_per_set, scratch);
+  const auto softmax = [&](int first, int set_size, int start, int num_groups) {
+    for (int i = 0; i < set_size; ++i) {
+      const int row = problem.row_of(partition, first + i);
+      const int first_seen = problem.first_seen_by(partition.segment, row) - start;
+      const int visible = problem.visible_to(partition.segment, row) - start;
+      if constexpr (kHasScales<Stored>)
+        scale_scores(scratch.scores + i * kChunk, scratch.key_scales, num_groups * kGroup);
+      problem.cap(scratch.scores + i * kChunk, num_groups * kGroup);
+      update_online_softmax(scratch, first + i, scratch.scores + i * kChunk, first_seen, visible, num_groups * kGroup,
+                            problem.scale(), head_dim, scratch.weights + i * kChunk);
+    }
+  };
+#if TOKA_AMX
+  AmxShapes shapes;
+  if constexpr (kUsesAmx<Stored>) load_query_rows(problem, partition, scratch);
+#endif
+  if constexpr (!kUsesAmx<Stored>) load_queries(problem, partition, queries_per_set, scratch);
   ChunkGroups<Stored> chunk = problem.chunk(partition, partition.kv_begin, chunk_tokens);
   for (int start = partition.kv_begin; start < partition.kv_end; start += chunk_tokens) {
     ChunkGroups<Stored> next = chunk;
@@ -358,25 +445,34 @@ static void attend_rows(const Problem<Stored>& problem, const Partition& partiti
     // Widening has prefetched the next chunk already: prefetching the widened chunk, which is in the cache, does
     // nothing.
     const ChunkGroups<Multiplied<Stored>>* to_prefetch = &multiplied;
-    if constexpr (std::is_same_v<Stored, Multiplied<Stored>>) to_prefetch = &ahead;
+    if constexpr (!Scratch<Stored>::kIsWidened) to_prefetch = &ahead;
+#if TOKA_AMX
+    if constexpr (kUsesAmx<Stored>) gather_values(chunk, ahead, head_dim, scratch);
+#endif
     for (int first = 0; first < num_queries; first += queries_per_set) {
       const int set_size = std::min(queries_per_set, num_queries - first);
       const int num_visible =
           problem.visible_to(partition.segment, problem.row_of(partition, first + set_size - 1)) - start;
       const int num_groups = std::min(chunk.num_groups, (num_visible + kGroup - 1) / kGroup);
       if (num_groups <= 0) continue;
+#if TOKA_AMX
+      if constexpr (kUsesAmx<Stored>) {
+        shapes.set(set_size, kAmxRowBytes);
+        const bfloat16* const* ahead_keys = nullptr;
+        if constexpr (!Scratch<Stored>::kIsWidened) ahead_keys = first == 0 ? ahead.keys : nullptr;
+        const auto of_chunk = [&](int first, int set_size, int num_groups) {
+          softmax(first, set_size, start, num_groups);
+        };
+        if (set_size > kAmxRows)
+          attend_set_by_tiles<true>(multiplied, ahead_keys, first, set_size, num_groups, head_dim, scratch, of_chunk);
+        else
+          attend_set_by_tiles<false>(multiplied, ahead_keys, first, set_size, num_groups, head_dim, scratch, of_chunk);
+        continue;
+      }
+#endif
       score_chunk<kScoreQueries, Multiplied<Stored>>(set_size, scratch.query + first * head_dim, multiplied,
                                                      *to_prefetch, num_groups, num_steps, scratch.scores);
-      for (int i = 0; i < set_size; ++i) {
-        const int row = problem.row_of(partition, first + i);
-        const int first_seen = problem.first_seen_by(partition.segment, row) - start;
-        const int visible = problem.visible_to(partition.segment, row) - start;
-        if constexpr (kHasScales<Stored>)
-          scale_scores(scratch.scores + i * kChunk, scratch.key_scales, num_groups * kGroup);
-        problem.cap(scratch.scores + i * kChunk, num_groups * kGroup);
-        update_online_softmax(scratch, first + i, scratch.scores + i * kChunk, first_seen, visible, num_groups * kGroup,
-                              problem.scale(), head_dim, scratch.weights + i * kChunk);
-      }
+      softmax(first, set_size, start, num_groups);
       for (int i = 0; i < set_size; i += kValueQueries)
         add_weighted_values<kValueQueries, Multiplied<Stored>>(
             std::min(kValueQueries, set_size - i), scratch.output + (first + i) * head_dim,

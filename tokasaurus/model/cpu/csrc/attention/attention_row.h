@@ -118,13 +118,20 @@ static void attend_row(const Problem<Stored>& problem, const Partition& partitio
   if constexpr (N > 1) attend_row<N - 1>(problem, partition, next_partition, scratch);
 }
 
+// Whether a single row is attended to by attend_row, which reads several KV heads in turn.
+template <typename Stored>
+static bool reads_rows_alone(const Problem<Stored>& problem) {
+  constexpr int kMinTileGroup = 4;  // with fewer queries, tiles take longer
+  return problem.group() <= kScoreQueries && !(kUsesAmx<Stored> && problem.group() >= kMinTileGroup);
+}
+
 // One work item. next_partition: this thread's next work item, or null; its first tokens are prefetched. partial_output
 // [queries][D] and partial_lse [queries] receive the result if the partition is not a whole tile.
 template <typename Stored>
 static void attend_partition(const Problem<Stored>& problem, const Partition& partition,
                              const Partition* next_partition, float* partial_output, float* partial_lse,
                              Scratch<Stored>& scratch) {
-  if (partition.num_rows == 1 && problem.group() <= kScoreQueries)
+  if (partition.num_rows == 1 && reads_rows_alone(problem))
     attend_row<kScoreQueries>(problem, partition, next_partition, scratch);
   else
     attend_rows(problem, partition, next_partition, scratch);

@@ -63,7 +63,7 @@ static Work partition_work(const Problem<Stored>& problem) {
   const int group = problem.group(), tile_rows = kTileQueries / group, num_kv_heads = int(problem.shape.num_kv_heads);
   const int64_t contiguous_heads = kMinContiguousBytes / int64_t(problem.head_size() * sizeof(Stored));
   const int row_heads =
-      group > kScoreQueries ? 1 : std::max(1, std::min({int(contiguous_heads), num_kv_heads, tile_rows}));
+      !reads_rows_alone(problem) ? 1 : std::max(1, std::min({int(contiguous_heads), num_kv_heads, tile_rows}));
   std::vector<Partition> tiles;
   int64_t total = 0;
   for (int segment = 0; segment < problem.part.num_segments; ++segment) {

@@ -48,7 +48,7 @@ static inline void widen_codes(const int8_t* from, const int8_t* ahead, int64_t 
   constexpr int E = kPair<Wide>;
   for (int64_t row = 0; row < num_rows; ++row, to += 4 * width) {
     for (int64_t i = 0; i < width; i += kLanes, from += 4 * kLanes, ahead += 4 * kLanes) {
-      __builtin_prefetch(ahead);
+      __builtin_prefetch(ahead, 0, 2);
       const Ints four = load_vector<Ints>(from);
       repeat<4 / E>([&](auto part) TOKA_LAMBDA {
         const auto number = [&](auto index)
