@@ -1,9 +1,10 @@
 """Benchmarks the CPU attention backends: speed relative to the machine's best, speed-up from shared prefixes, windows.
 
-`python -m benchmarks.kernels.attention [decode|prefix|window|shared|all]`
+`python -m benchmarks.kernels.attention [decode|prefix|window|shared|all|shapes]`
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -119,6 +120,37 @@ def measure_window(args: argparse.Namespace) -> list[Rate]:
     ]
 
 
+def measure_shapes(args: argparse.Namespace) -> list[Rate]:
+    """Decode rows and ends of prompts by the kernels: sizes of heads, groups of them, types of the cache."""
+    import torch
+
+    from benchmarks.kernels import attention_cases as cases
+
+    read_calls, read_bytes = cases.reads()
+    gemm_calls, gemm_operations = cases.large_gemm()
+    best = cases.time_interleaved({"read": read_calls, "gemm": [*gemm_calls] * 4}, 2)
+    read, gemm = read_bytes / best["read"], gemm_operations / best["gemm"]
+    rates = [Rate("shapes", "read", 0, 0, 0, read / 1e9, 1.0), Rate("shapes", "gemm", 0, 0, 0, gemm / 1e9, 1.0)]
+    for dtype, head_dim in itertools.product(args.dtypes, args.head_dims):
+        pool = cases.Pool(getattr(torch, dtype), head_dim, int(args.pool_gib * 2**30))
+        for group in args.heads_per_kv:
+            name = f"{dtype}, head size {head_dim}, group {group}"
+            for num_sequences, num_tokens in itertools.product(args.decode_rows, args.contexts):
+                num_bytes = num_sequences * num_tokens * pool.token_bytes
+                calls = pool.calls(group, num_sequences, 1, num_tokens, max(2, min(12, 10**9 // num_bytes)))
+                taken = cases.time_interleaved({name: calls}, 2)[name]
+                rate = num_bytes / taken
+                rates.append(Rate("shapes", name, num_sequences, num_tokens, taken * 1e3, rate / 1e9, rate / read))
+            for num_tokens in args.contexts:
+                num_rows, num_heads = min(num_tokens, 1024), pool.shape(group).num_heads
+                operations = 4 * num_heads * head_dim * sum(range(num_tokens - num_rows + 1, num_tokens + 1))
+                taken = cases.time_interleaved({name: pool.calls(group, 1, num_rows, num_tokens, 1)}, 2)[name]
+                rate = operations / taken
+                prompt = f"{name}, prompt, GFLOP/s"
+                rates.append(Rate("shapes", prompt, num_rows, num_tokens, taken * 1e3, rate / 1e9, rate / gemm))
+    return rates
+
+
 def measure_shared(args: argparse.Namespace) -> list[SpeedUp]:
     from benchmarks.kernels import attention_cases as cases
 
@@ -183,7 +215,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels.attention", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("part", nargs="?", default="all", choices=[*PARTS, "all"])
+    parser.add_argument("part", nargs="?", default="all", choices=[*PARTS, "all", "shapes"])
     parser.add_argument("--backends", nargs="+", default=["cpu", "torch"], choices=["cpu", "torch"])
     parser.add_argument("--flex", action="store_true", help="also measure compiled flex_attention in decode and prefix")
     parser.add_argument(
@@ -204,6 +236,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     window.add_argument("--window", type=int, default=512, metavar="N", help="tokens of the window (default: 512)")
     window.add_argument("--window-sequences", type=int, default=8, metavar="N")
     window.add_argument("--contexts", type=int, nargs="+", default=[1000, 8000, 32000], metavar="N")
+    shapes = parser.add_argument_group("shapes", "with the contexts of window")
+    shapes.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "int8"], metavar="NAME")
+    shapes.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256], metavar="N")
+    shapes.add_argument("--heads-per-kv", type=int, nargs="+", default=[1, 4, 8], metavar="N")
+    shapes.add_argument("--decode-rows", type=int, nargs="+", default=[1, 8, 64], metavar="N")
+    shapes.add_argument(
+        "--pool-gib", type=float, default=0.6, metavar="GIB", help="more than the caches' (default: 0.6)"
+    )
     shared = parser.add_argument_group("shared")
     shared.add_argument("--groups", type=int, nargs="+", default=[2, 4, 8, 32, 128], metavar="N")
     shared.add_argument("--prefixes", type=int, nargs="+", default=[64, 256, 1024, 4096], metavar="N")
@@ -237,6 +277,9 @@ def main(argv: Sequence[str]) -> int:
         title = f"Decode in layers with a window of {args.window:,} tokens"
         print_rates(title, "layers/s", rates, console)
         checks += check_rates(rates)
+    if "shapes" in parts:
+        found["shapes"] = rates = measure_shapes(args)
+        print_rates("Decode rows and ends of prompts", "GB/s or GFLOP/s", rates, console)
     if "shared" in parts:
         found["shared"] = speed_ups = measure_shared(args)
         print_speed_ups(speed_ups, console)

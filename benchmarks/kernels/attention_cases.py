@@ -12,6 +12,7 @@ from torch import Tensor
 from tokasaurus.checkpoint.spec import AttentionSpec
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.attention.cpu import CpuBackend
 from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.cpu.bindings import load_kernels
 
@@ -26,6 +27,8 @@ NUM_KV_HEADS = 3
 HEAD_DIM = 64
 PAGE_SIZE = 16
 DTYPE = torch.bfloat16
+POOL_SIZE = 256
+"""Numbers of a token's keys in a pool, of all KV heads."""
 
 Calls = Sequence[Callable[[], object]]
 Name = TypeVar("Name", bound=Hashable)
@@ -50,6 +53,12 @@ def reads(num_megabytes: int = 512) -> tuple[Calls, int]:
     """Sums over slices of an array too large for any cache -> calls, bytes that each reads."""
     slices = torch.ones(num_megabytes * 2**18).view(16, -1)
     return [one.sum for one in slices], slices[0].nbytes
+
+
+def large_gemm() -> tuple[Calls, int]:
+    """-> calls, floating-point operations of each."""
+    x, weight = torch.randn(2048, 2048).to(DTYPE), torch.randn(4096, 2048).to(DTYPE)
+    return [lambda: torch.nn.functional.linear(x, weight)], 2 * 2048 * 2048 * 4096
 
 
 def gemms(num_rows: int) -> tuple[Calls, int]:
@@ -165,6 +174,56 @@ def group(name: str, num_rows: int, num_prefix_tokens: int, num_suffix_tokens: i
 
     nothing = torch.zeros(0, dtype=torch.int64)
     return Group(calls(PagedLayout(nothing, (whole,))), calls(PagedLayout(nothing, (suffix,), prefix)))
+
+
+class Pool:
+    """A cache of one layer, larger than the processor's, for heads of any size: each call reads blocks of its own."""
+
+    def __init__(self, dtype: torch.dtype, head_dim: int, num_bytes: int) -> None:
+        self._sizes = (1, POOL_SIZE // head_dim, head_dim, PAGE_SIZE, dtype)
+        kernels = load_kernels()
+        assert kernels is not None, "the pool is of the CPU kernels"
+        self._kernels = kernels
+        shape = self.shape(1)
+        self.token_bytes = shape.bytes_per_block // PAGE_SIZE
+        num_blocks = num_bytes // shape.bytes_per_block
+        backend = CpuBackend(shape, kernels)
+        backend.allocate(num_blocks + 1)
+        num_tokens = 256 * PAGE_SIZE
+        key, value = torch.randn(2, num_tokens, shape.num_kv_heads, head_dim).to(DTYPE)
+        backend.plan(PagedLayout(torch.arange(PAGE_SIZE, PAGE_SIZE + num_tokens), ()))
+        backend.write(key, value, 0)
+        self._cache = backend.caches[0]
+        for first in range(257, num_blocks + 1, 256):
+            count = min(256, num_blocks + 1 - first)
+            self._cache[0, first : first + count] = self._cache[0, 1 : 1 + count]
+        self._blocks, self._next = scattered_blocks(num_blocks), 0
+
+    def shape(self, group: int) -> KVShape:
+        """group: query heads for each KV head."""
+        num_layers, num_kv_heads, head_dim, page_size, dtype = self._sizes
+        heads = (num_kv_heads * group, num_kv_heads, head_dim)
+        return KVShape(num_layers, *heads, page_size, dtype, torch.device("cpu"), activation_dtype=DTYPE)
+
+    def calls(self, group: int, num_sequences: int, num_rows: int, num_tokens: int, count: int) -> Calls:
+        """Attention of the last num_rows rows of each sequence of num_tokens."""
+        shape, made = self.shape(group), []
+        for _ in range(count):
+            backend = CpuBackend(shape, self._kernels)
+            backend._cache = self._cache
+            tables = [self._take(-(-num_tokens // PAGE_SIZE)) for _ in range(num_sequences)]
+            part = make_part(tables, num_rows, num_tokens, causal=True, is_partial=False)
+            layout = PagedLayout(torch.zeros(0, dtype=torch.int64), (part,))
+            backend.plan(layout)
+            query = torch.randn(part.num_rows, shape.num_heads, shape.head_dim).to(DTYPE)
+            made.append(partial(attend_rows, backend, query, 0, layout))
+        return made
+
+    def _take(self, count: int) -> Tensor:
+        if self._next + count > len(self._blocks):
+            self._next = 0
+        self._next += count
+        return self._blocks[self._next - count : self._next]
 
 
 def flex_decode(num_sequences: int, num_tokens: int) -> tuple[Calls, int]:
