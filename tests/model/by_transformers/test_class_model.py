@@ -69,6 +69,17 @@ def test_samples_in_prefix_groups_are_those_of_samples_alone(family: str, tmp_pa
         assert [token for token, _ in together] == [token for token, _ in alone]
 
 
+@pytest.mark.parametrize(("family", "is_usual"), [("mixtral", True), ("deepseek_v3", True), ("gpt_oss", False)])
+def test_the_kernels_multiply_usual_experts(family: str, is_usual: bool, tmp_path: Path) -> None:
+    """They have all of their numbers; those of a layer with biases and interleaved gates stay in its class."""
+    oracle = save_tiny_model(tmp_path, tiny_config(family))
+    model, info = load_class(tmp_path)
+    assert_next_token(model, info, oracle)
+    stored = [(name, each) for name, each in model.named_parameters() if ".experts." in name and "bias" not in name]
+    assert stored
+    assert all((parameter.numel() == 0) is is_usual for _, parameter in stored)
+
+
 @FAMILIES
 def test_the_plan_counts_the_parameters_of_the_class(family: str, tmp_path: Path) -> None:
     config = tiny_config(family)

@@ -16,6 +16,7 @@ from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.messages.status import first_line
 from tokasaurus.model.attention.row_split import Attends
 from tokasaurus.model.by_transformers.attention import answering
+from tokasaurus.model.by_transformers.experts import ClassExperts, has_usual_experts
 from tokasaurus.model.by_transformers.parts import Leaves, divide, gathered, leave_layers
 from tokasaurus.model.by_transformers.probe import NUM_TOKENS, make_model
 from tokasaurus.model.by_transformers.stored import Cut, find_stored
@@ -74,6 +75,7 @@ class TransformersModel(Model):
             for own_name in module._buffers.keys() - module._non_persistent_buffers_set:  # what a checkpoint has
                 values = module._buffers.pop(own_name)
                 module.register_parameter(own_name, nn.Parameter(values, requires_grad=False))
+        self._experts = {each: ClassExperts(each) for each in self.whole.modules() if has_usual_experts(each)}
         self._run_layers = self.layers.forward
         self.layers.forward = self._states
         if mesh.num_ranks > 1:
@@ -148,6 +150,13 @@ class TransformersModel(Model):
             is_head = module is self.whole.get_output_embeddings()
             packing = Packing(is_int8=self._packing.is_int8) if is_head else self._packing
             module.pack(self._layer_kernels, self.gemm_choice, packing=packing)
+        elif module in self._experts and self._layer_kernels is not None and not self.gemm_choice.always_torch:
+            self._experts[module].pack(self._layer_kernels)
+
+    def give_back(self) -> None:
+        super().give_back()
+        for experts in self._experts.values():
+            experts.give_back()
 
     def end_packing(self) -> None:
         """All but the packed weights computes in the dtype of activations."""
@@ -246,7 +255,7 @@ class TransformersModel(Model):
             owners = [(owner, name) for owner, name in places if owner and owner._parameters.get(name) is not None]
             parts = list(stored.within(self._cuts.get(stored.target))) if owners else []
             for part in parts:
-                each = [part.shard(owner, owner.get_parameter(name)) for owner, name in owners]
+                each = [part.shard(owner, name, self._experts.get(owner)) for owner, name in owners]
                 shards.append(each[0] if len(each) == 1 else replace(each[0], write=partial(_write_all, each)))
             if not parts:  # other ranks have it
                 shards.append(WeightShard(stored.source, stored.shape, (), None))

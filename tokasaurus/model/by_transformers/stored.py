@@ -24,6 +24,7 @@ from transformers.core_model_loading import (
 
 from tokasaurus.checkpoint import CheckpointError, ModelInfo, weight_files
 from tokasaurus.checkpoint.weight_files import are_equal, has_weights, is_old_buffer, read_tensors
+from tokasaurus.model.by_transformers.experts import ClassExperts
 from tokasaurus.model.decoder.layers import Linear
 from tokasaurus.model.decoder.weights import WeightShard
 
@@ -70,14 +71,17 @@ class Stored:
                 yield replace(self, part=_at(self.part, dim, part), place=_at(self.place, cut.dim, own))
             done += len(kept)
 
-    def shard(self, owner: nn.Module, parameter: nn.Parameter) -> WeightShard:
-        """owner: the module that has the parameter."""
+    def shard(self, owner: nn.Module, name: str, experts: ClassExperts | None) -> WeightShard:
+        """owner: the module that has the parameter `name`. experts: where it has the weights of such."""
+        parameter = owner.get_parameter(name)
         target = parameter[self.place] if parameter.numel() else parameter
         if len(self.place) > len(self.shape):
             target = target.squeeze(0)
         if not self.shape:
             target = target.view(1)  # as single numbers are read
         arguments = self.source, self.shape, self.part, target
+        if experts is not None:
+            return WeightShard(*arguments, partial(experts.write, name, self.place))
         if not isinstance(owner, Linear):
             return WeightShard(*arguments, partial(Tensor.copy_, target))
         first = self.place[0].start or 0

@@ -51,6 +51,8 @@ class LayerKernels:
         self.block_panel_bytes.restype = integer
         self.multiply = library.toka_multiply
         self.multiply.argtypes = [pointer, pointer, integer, integer, pointer, number, number, pointer]
+        self.multiply_groups = library.toka_multiply_groups
+        self.multiply_groups.argtypes = [pointer, integer, pointer, pointer, integer, pointer]
         self.embed = library.toka_embed
         self.embed.argtypes = [pointer, pointer, integer, pointer]
         self.run_layers = library.toka_run_layers

@@ -431,6 +431,41 @@ void multiply(const Gemm<Weight>& gemm, const Norm& norm) {
 template void multiply(const Gemm<float>&, const Norm&);
 template void multiply(const Gemm<bfloat16>&, const Norm&);
 
+// Of x [starts[num_groups], in_size], the rows [starts[group], starts[group + 1]) times weights[group]. All weights
+// have the same sizes and options; a quantized weight's types may differ.
+template <typename Weight>
+void multiply_groups(const PackedWeights* weights, int64_t num_groups, const int64_t* starts,
+                     const Activation<Weight>* x, int64_t x_stride, Activation<Weight>* out) {
+  struct RowBlock {
+    int64_t group, first, end;
+    bool is_in_integers;
+  };
+  static std::vector<RowBlock> blocks;
+  const int64_t num_rows = starts[num_groups], num_panels = weights->num_panels();
+  if (num_rows == 0) return;
+  const PhaseTimer timer(kGemms);
+  const int64_t cached_rows = kRowBlockBytes / int64_t(weights->in_size * sizeof(*x));
+  bool has_planes = false;
+  blocks.clear();
+  for (int64_t group = 0; group < num_groups; ++group) {
+    const int64_t begin = starts[group], count = starts[group + 1] - begin;
+    const int64_t num_blocks = (count + cached_rows - 1) / cached_rows;
+    const bool in_planes = count > 0 && is_in_planes(weights[group], count);
+    has_planes = has_planes || in_planes;
+    for (int64_t i = 0; i < num_blocks; ++i)
+      blocks.push_back({group, begin + count * i / num_blocks, begin + count * (i + 1) / num_blocks,
+                        in_planes || weights->is_int8 != 0});
+  }
+  Int8Rows rows;
+  if (has_planes || weights->is_int8)
+    rows = integer_rows(Gemm<Weight>{*weights, x, x_stride, num_rows, nullptr, out}, has_planes);
+  Team::get().parallel_for_ranges(int64_t(blocks.size()) * num_panels, [&](int64_t item) {
+    const RowBlock& block = blocks[item / num_panels];
+    const Gemm<Weight> gemm{weights[block.group], x, x_stride, num_rows, nullptr, out};
+    multiply_panel(gemm, block.is_in_integers ? &rows : nullptr, item % num_panels, block.first, block.end);
+  });
+}
+
 template <typename Element>
 void reserve_normed_rows(int64_t num_rows, int64_t in_size) {
   scratch(norm_scratch<Element>(), num_rows * in_size);
@@ -492,6 +527,17 @@ TOKA_EXPORT void toka_multiply(const PackedWeights* weights, const void* x, int6
     multiply<Weight>(
         {*weights, (const Element*)x, x_stride, num_rows, nullptr, (Element*)out, float(multiplier), float(softcap)},
         norm == nullptr ? kUnnormed : *norm);
+  });
+}
+
+// Of x, the rows [starts[group], starts[group + 1]) times weights[group], for each of num_groups groups -> out
+// [starts[num_groups], out_size]. The weights have the same sizes and options.
+TOKA_EXPORT void toka_multiply_groups(const PackedWeights* weights, int64_t num_groups, const int64_t* starts,
+                                      const void* x, int64_t x_stride, void* out) {
+  dispatch_activation_type(weights->weight_type, [&](auto tag) {
+    typedef TypeOf<decltype(tag)> Weight;
+    typedef Activation<Weight> Element;
+    multiply_groups<Weight>(weights, num_groups, starts, (const Element*)x, x_stride, (Element*)out);
   });
 }
 
