@@ -52,7 +52,7 @@ TORCH_ENVIRONMENT = {
 OURS_FLOAT32, OURS_BFLOAT16 = "ours float32", "ours bfloat16"
 TORCH_FLOAT32, TORCH_BFLOAT16 = "torch float32", "torch bfloat16"
 BLOCK_TYPES = (("Q8_0", False), ("Q4_1", False), ("Q8_0", True), ("Q4_1", True), ("I8", True))
-"""Of quantised weights, and whether they are multiplied in integers; else they are widened to bfloat16."""
+"""Of quantised weights, and whether they are multiplied in integers; else as they are, unrounded."""
 
 MIN_OVER_TORCH = {8: 1.8, 64: 1.2, 512: 1.0}
 MIN_SHARE_OF_READ, MIN_OVER_TORCH_ONE_ROW = 0.85, 1.3

@@ -29,7 +29,26 @@ class AmxTiles {
     }
     for (int row = 0; whole < in_size && row < num_rows; row += kTileRows)
       multiply_rows(std::min(kTileRows, num_rows - row), x + row * x_stride + whole, x_stride, panel + whole * kPanel,
-                    in_size - whole, Prefetches{(const char*)panel, 0}, sums + row * kPanel);
+                    in_size - whole, Prefetches{}, sums + row * kPanel);
+  }
+
+  // As multiply_scaled_rows, for 1 to kRows rows.
+  void multiply_scaled(int num_rows, const bfloat16* x, int64_t x_stride, const bfloat16* codes, int64_t in_size,
+                       Scales scales, float* sums) {
+    const int depth = int(std::min<int64_t>(kInputs, scales.inputs));
+    const int64_t whole = in_size / depth * depth;
+    if (whole > 0) {
+      shapes_.set(num_rows, depth * int(sizeof(bfloat16)));
+      if (num_rows > kAmxRows)
+        add_scaled<true>(num_rows, x, x_stride, codes, depth, whole, scales, sums);
+      else
+        add_scaled<false>(num_rows, x, x_stride, codes, depth, whole, scales, sums);
+    }
+    if (whole == in_size) return;
+    scales.first += whole / scales.inputs * scales.step;
+    for (int row = 0; row < num_rows; row += kTileRows)
+      multiply_scaled_rows(std::min(kTileRows, num_rows - row), x + row * x_stride + whole, x_stride,
+                           codes + whole * kPanel, in_size - whole, scales, sums + row * kPanel);
   }
 
  private:
@@ -37,7 +56,7 @@ class AmxTiles {
   static constexpr int64_t kSumsBytes = kPanel * sizeof(float), kPanelBytes = kPanel * 2 * sizeof(bfloat16);
 
   template <bool kHasSecond>
-  static void load_sums(const float* sums) {
+  static TOKA_INLINE void load_sums(const float* sums) {
     _tile_loadd(0, sums, kSumsBytes);
     _tile_loadd(1, sums + kAmxRows, kSumsBytes);
     if (!kHasSecond) return;
@@ -45,8 +64,19 @@ class AmxTiles {
     _tile_loadd(3, sums + kAmxRows * kPanel + kAmxRows, kSumsBytes);
   }
 
+  // As from memory: after _tile_zero, the next product was measured to wait for the one before it.
   template <bool kHasSecond>
-  static void store_sums(float* sums) {
+  static TOKA_INLINE void clear_sums() {
+    alignas(64) static const float zeros[kAmxRows] = {};
+    _tile_loadd(0, zeros, 0);
+    _tile_loadd(1, zeros, 0);
+    if (!kHasSecond) return;
+    _tile_loadd(2, zeros, 0);
+    _tile_loadd(3, zeros, 0);
+  }
+
+  template <bool kHasSecond>
+  static TOKA_INLINE void store_sums(float* sums) {
     _tile_stored(0, sums, kSumsBytes);
     _tile_stored(1, sums + kAmxRows, kSumsBytes);
     if (!kHasSecond) return;
@@ -82,6 +112,33 @@ class AmxTiles {
     store_sums<kHasSecond>(sums);
   }
 
+  // depth: of the tiles; it divides in_size and the inputs of a scale.
+  template <bool kHasSecond>
+  static void add_scaled(int num_rows, const bfloat16* x, int64_t x_stride, const bfloat16* codes, int depth,
+                         int64_t in_size, Scales scales, float* sums) {
+    // Of two groups in turn: numbers that tiles have just stored are not read at once.
+    alignas(64) float products[2][kRows * kPanel];
+    const auto add = [&](const float* own, const float* scale) TOKA_LAMBDA {
+      const Floats first = load(scale), second = load(scale + kLanes);
+      for (int i = 0; i < num_rows * kPanel; i += kPanel) {
+        store(sums + i, load(sums + i) + load(own + i) * first);
+        store(sums + i + kLanes, load(sums + i + kLanes) + load(own + i + kLanes) * second);
+      }
+    };
+    finish_stores();
+    int turn = 0;
+    const float* scale = scales.first;
+    for (int64_t in = 0; in < in_size; scale += scales.step, turn ^= 1) {
+      clear_sums<kHasSecond>();
+      const int64_t start = in;
+      for (const int64_t end = std::min(in + scales.inputs, in_size); in < end; in += depth)
+        add_products<kHasSecond>(x + in, x_stride, codes + in * kPanel);
+      if (start > 0) add(products[turn ^ 1], scale - scales.step);
+      store_sums<kHasSecond>(products[turn]);
+    }
+    add(products[turn ^ 1], scale - scales.step);
+  }
+
   AmxShapes shapes_;
 };
 
@@ -98,6 +155,12 @@ struct VectorTiles {
   void multiply(int num_rows, const Activation<Weight>* x, int64_t x_stride, const Weight* panel, int64_t in_size,
                 Prefetches prefetches, float* sums) {
     multiply_rows(num_rows, x, x_stride, panel, in_size, prefetches, sums);
+  }
+
+  template <typename Weight>
+  void multiply_scaled(int num_rows, const Activation<Weight>* x, int64_t x_stride, const Weight* codes,
+                       int64_t in_size, Scales scales, float* sums) {
+    multiply_scaled_rows(num_rows, x, x_stride, codes, in_size, scales, sums);
   }
 };
 

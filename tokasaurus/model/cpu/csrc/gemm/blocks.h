@@ -249,6 +249,10 @@ void pack_blocks(const uint8_t* from, int64_t in_size, int64_t output, uint8_t* 
   }
 }
 
+// Inputs that are widened at a time for a single tile, so that they stay in the first-level cache; and the most that
+// are multiplied by a scale together. Groups have a part of it, or all inputs.
+constexpr int64_t kWidenedInputs = 256;
+
 // The groups of a panel: weight = scale * code + min.
 struct Groups {
   float *scales, *mins;  // [groups][kPanel]; the offset's share is in the min
@@ -256,6 +260,11 @@ struct Groups {
   int offset;            // of codes
   bool has_min;          // besides the offset's share
   bool has_all;          // a single group has all inputs
+
+  // Of the inputs from `first` on, a multiple of kWidenedInputs.
+  Scales scales_from(int64_t first) const {
+    return {scales + first / inputs * kPanel, std::min(inputs, kWidenedInputs), has_all ? 0 : kPanel};
+  }
 };
 
 static TOKA_INLINE Floats load_numbers(const float16* from) { return load(from); }
@@ -298,26 +307,20 @@ Groups read_groups(const uint8_t* panel, int64_t in_size, float* numbers) {
 
 static TOKA_INLINE Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
 
-// Stores the weights of two adjacent inputs for kLanes outputs, in a panel of plain weights.
+// Whether a panel of codes becomes one of integers, which bfloat16 has exactly, and sums are multiplied by the scales:
+// weights, rounded to bfloat16, would be others than the stored ones.
+template <typename Element>
+constexpr bool kIsScaledLater = std::is_same_v<Element, bfloat16>;
+
+// Stores the weights, or codes, of two adjacent inputs for kLanes outputs, in a panel of plain weights.
 template <typename Element>
 static TOKA_INLINE void store_two(Element* to, Floats first, Floats second) {
-  if constexpr (kPair<Element> == 1) {
+  if constexpr (kIsScaledLater<Element>) {
+    const UInts both = (UInts)first >> 16 | ((UInts)second & 0xFFFF0000u);
+    std::memcpy(to, &both, sizeof both);
+  } else {
     store(to, first);
     store(to + kPanel, second);
-  } else {
-#if defined(__AVX512BF16__)
-    const __m512i lanes = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(lanes, both));
-#else
-    bfloat16 low[kLanes], high[kLanes];
-    store(low, first);
-    store(high, second);
-    const UInts both = __builtin_convertvector(load_vector<UShorts>(low), UInts) |
-                       __builtin_convertvector(load_vector<UShorts>(high), UInts) << 16;
-    std::memcpy(to, &both, sizeof both);
-#endif
   }
 }
 
@@ -336,8 +339,8 @@ static TOKA_INLINE Ints four_codes(const uint8_t* from, int vector, int quarter)
   return (Ints)(low | (high & 0x30303030u));
 }
 
-// The inputs [first, end) of a panel of codes -> the same part of a panel of plain weights. Each weight is rounded
-// once, as if dequantized in float32. first and end: multiples of 32, or the last input.
+// The inputs [first, end) of a panel of codes -> the same part of a panel of plain weights, in float32, or of codes
+// less their offset, in bfloat16. first and end: multiples of 32, or the last input.
 template <int bits, typename Element>
 TOKA_NOINLINE void widen_codes(const uint8_t* codes, const Groups& groups, int64_t first, int64_t end, Element* to) {
   constexpr int kVectorElements = kLanes * kPair<Element>, kTogether = kCodesTogether<bits>;
@@ -355,8 +358,11 @@ TOKA_NOINLINE void widen_codes(const uint8_t* codes, const Groups& groups, int64
       repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA {
         repeat<kTogether / 4>([&](auto quarter) TOKA_LAMBDA {
           const UInts all = (UInts)four_codes<bits>(codes, v, quarter);
-          const auto weight = [&](auto i)
-                                  TOKA_LAMBDA { return to_floats((Ints)(all >> 8 * i & 255)) * scale[v] + min[v]; };
+          const auto weight = [&](auto i) TOKA_LAMBDA {
+            const Ints code = (Ints)(all >> 8 * i & 255);
+            if constexpr (kIsScaledLater<Element>) return to_floats(code - groups.offset);
+            return to_floats(code) * scale[v] + min[v];
+          };
           repeat<2>([&](auto i) TOKA_LAMBDA {
             store_two(to + (quarter * 4 + i * 2) * kPanel + v * kVectorElements,
                       weight(std::integral_constant<int, 2 * i>{}), weight(std::integral_constant<int, 2 * i + 1>{}));

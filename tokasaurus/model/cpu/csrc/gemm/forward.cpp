@@ -199,6 +199,6 @@ TOKA_EXPORT void toka_reserve_forward(const PackedLayer* layers, int64_t num_lay
     scratch(layer_scratch<Element>(), num_rows * scratch_row_size(layers, num_layers));
     reserve_normed_rows<Element>(num_rows, layers->qkv.in_size);
     for (const PackedWeights* weights : {&layers->qkv, &layers->out, &layers->gate_up, &layers->down})
-      reserve_int8_rows(*weights, num_rows);
+      reserve_rows(*weights, num_rows);
   });
 }

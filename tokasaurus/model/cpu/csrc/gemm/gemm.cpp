@@ -120,10 +120,44 @@ StoredPanel stored_panel(const PackedWeights& weights, int64_t panel) {
   return {panels + weights.blocks[panel].offset, block_panel_bytes(weights.blocks[panel].type, weights.in_size)};
 }
 
-// Multiplies the rows [first_row, end_row) by one panel, tile by tile. panel_weights: the panel as stored, or widened.
+// Sums of x over groups, of which a row has those of each size in turn.
+constexpr int64_t kGroupSizes[] = {32, 64, 128};
+
+// Where those of a size are in a row; of size 0, the end.
+int64_t group_sums_start(int64_t in_size, int64_t group_inputs) {
+  int64_t start = 0;
+  for (const int64_t size : kGroupSizes) {
+    if (size == group_inputs) break;
+    start += in_size / size;
+  }
+  return start;
+}
+
+// sums [rows][kPanel] += rows from `row` on of x times a part of a panel, from input `first` on. groups: of weights
+// that are multiplied as codes, else null.
 template <typename Weight, typename Widened>
-void multiply_tiles(const Gemm<Weight>& gemm, int64_t panel, const Widened* panel_weights, int64_t first_row,
-                    int64_t end_row) {
+void multiply_part(Tiles<Widened>& tiles, const Gemm<Weight>& gemm, const Groups* groups, int64_t row, int num_rows,
+                   const Widened* part, int64_t first, int64_t in_size, Prefetches prefetches, float* sums) {
+  const auto* const x = gemm.x + row * gemm.x_stride + first;
+  if constexpr (kIsScaledLater<Widened>)
+    if (groups != nullptr) {
+      const int64_t row_size = group_sums_start(gemm.weights.in_size, 0);
+      const float* const group_sums =
+          gemm.group_sums + row * row_size + group_sums_start(gemm.weights.in_size, groups->inputs);
+      for (int i = 0; groups->has_min && first == 0 && i < num_rows; i += kTileRows)
+        multiply_rows(std::min(kTileRows, num_rows - i), group_sums + i * row_size, row_size,
+                      (const float*)groups->mins, gemm.weights.in_size / groups->inputs, Prefetches{},
+                      sums + i * kPanel);
+      return tiles.multiply_scaled(num_rows, x, gemm.x_stride, part, in_size, groups->scales_from(first), sums);
+    }
+  tiles.multiply(num_rows, x, gemm.x_stride, part, in_size, prefetches, sums);
+}
+
+// Multiplies the rows [first_row, end_row) by one panel, tile by tile. panel_weights: the panel as stored, or widened;
+// groups: as in multiply_part.
+template <typename Weight, typename Widened>
+void multiply_tiles(const Gemm<Weight>& gemm, int64_t panel, const Widened* panel_weights, const Groups* groups,
+                    int64_t first_row, int64_t end_row) {
   const int64_t in_size = gemm.weights.in_size, num_rows = end_row - first_row;
   const auto [own, panel_bytes] = stored_panel<Weight>(gemm.weights, panel);
   constexpr int kRows = Tiles<Widened>::kRows;
@@ -144,14 +178,10 @@ void multiply_tiles(const Gemm<Weight>& gemm, int64_t panel, const Widened* pane
     }
     const int64_t begin = first_of(tile), end = first_of(tile + 1);
     std::fill(sums, sums + (end - begin) * kPanel, 0.0f);
-    tiles.multiply(int(end - begin), gemm.x + begin * gemm.x_stride, gemm.x_stride, panel_weights, in_size, prefetches,
-                   sums);
+    multiply_part(tiles, gemm, groups, begin, int(end - begin), panel_weights, 0, in_size, prefetches, sums);
     for (int64_t row = begin; row < end; ++row) epilogue(gemm, row, panel, sums + (row - begin) * kPanel);
   }
 }
-
-// Inputs that are widened at a time for a single tile, so that they stay in the first-level cache.
-constexpr int64_t kWidenedInputs = 256;
 
 // The rows of a single tile times a panel of blocks.
 template <int bits, typename Weight>
@@ -164,8 +194,7 @@ void multiply_blocks(const Gemm<Weight>& gemm, int64_t panel, const uint8_t* cod
   for (int64_t first = 0; first < in_size; first += kWidenedInputs) {
     const int64_t count = std::min(kWidenedInputs, in_size - first);
     widen_codes<bits>(codes, groups, first, first + count, widened);
-    tiles.multiply(int(end_row - first_row), gemm.x + first_row * gemm.x_stride + first, gemm.x_stride, widened, count,
-                   Prefetches{(const char*)widened, 0}, sums);
+    multiply_part(tiles, gemm, &groups, first_row, int(end_row - first_row), widened, first, count, Prefetches{}, sums);
   }
   for (int64_t row = first_row; row < end_row; ++row) epilogue(gemm, row, panel, sums + (row - first_row) * kPanel);
 }
@@ -202,6 +231,12 @@ bool is_in_planes(const PackedWeights& weights, int64_t num_rows) {
          num_rows <= kMaxPlaneRows && weights.in_size % kInputBlock == 0;
 }
 
+// Whether num_rows rows are multiplied as they are by codes.
+bool is_by_codes(const PackedWeights& weights, int64_t num_rows) {
+  return TOKA_BFLOAT16_DOT && weights.blocks != nullptr && !weights.is_int8 && weights.weight_type == kBfloat16 &&
+         !is_in_planes(weights, num_rows);
+}
+
 // x: the rows in integers, if they are multiplied so.
 template <typename Weight>
 void multiply_panel(const Gemm<Weight>& gemm, const Int8Rows* x, int64_t panel, int64_t first_row, int64_t end_row) {
@@ -222,7 +257,7 @@ void multiply_panel(const Gemm<Weight>& gemm, const Int8Rows* x, int64_t panel, 
       static thread_local std::vector<Activation<Weight>> widened;
       Activation<Weight>* const to = scratch(widened, panel_size);
       widen_codes<bits>(codes, groups, 0, in_size, to);
-      multiply_tiles(gemm, panel, to, first_row, end_row);
+      multiply_tiles(gemm, panel, to, &groups, first_row, end_row);
     });
   }
   const Weight* weights = (const Weight*)gemm.weights.panels + panel * panel_size;
@@ -231,10 +266,10 @@ void multiply_panel(const Gemm<Weight>& gemm, const Int8Rows* x, int64_t panel, 
       static thread_local std::vector<float> widened;
       float* to = scratch(widened, panel_size);
       for (int64_t i = 0; i < panel_size; i += kLanes) store(to + i, load(weights + i));
-      return multiply_tiles(gemm, panel, to, first_row, end_row);
+      return multiply_tiles(gemm, panel, to, nullptr, first_row, end_row);
     }
   }
-  multiply_tiles(gemm, panel, weights, first_row, end_row);
+  multiply_tiles(gemm, panel, weights, nullptr, first_row, end_row);
 }
 
 // Memory for the normalized rows of x.
@@ -242,6 +277,34 @@ template <typename Element>
 std::vector<Element>& norm_scratch() {
   static std::vector<Element> memory;
   return memory;
+}
+
+std::vector<float>& group_sums_scratch() {
+  static std::vector<float> memory;
+  return memory;
+}
+
+// The sums over groups of rows of x.
+template <typename Weight>
+const float* group_sums(const Gemm<Weight>& gemm) {
+  const int64_t in_size = gemm.weights.in_size, row_size = group_sums_start(in_size, 0);
+  float* const all = scratch(group_sums_scratch(), gemm.num_rows * row_size);
+  Team::get().parallel_for(gemm.num_rows, kNormRows, [&](int64_t row) {
+    float* to = all + row * row_size;
+    const auto* const x = gemm.x + row * gemm.x_stride;
+    for (int64_t i = 0; i < in_size / kGroupSizes[0]; ++i) {
+      Floats total{};
+      repeat<kGroupSizes[0] / kLanes>([&](auto v) TOKA_LAMBDA { total += load(x + i * kGroupSizes[0] + v * kLanes); });
+      *to++ = sum(total);
+    }
+    const float* halves = all + row * row_size;
+    for (const int64_t size : {kGroupSizes[1], kGroupSizes[2]}) {
+      const float* const end = to;
+      for (int64_t i = 0; i < in_size / size; ++i) *to++ = halves[2 * i] + halves[2 * i + 1];
+      halves = end;
+    }
+  });
+  return all;
 }
 
 // Memory for rows of x in 8 bits or in planes.
@@ -422,6 +485,7 @@ void multiply(const Gemm<Weight>& gemm, const Norm& norm) {
   const bool has_planes = is_in_planes(gemm.weights, num_rows), is_in_integers = has_planes || gemm.weights.is_int8;
   if (is_in_integers) rows = integer_rows(normed, has_planes);
   const Int8Rows* const x = is_in_integers ? &rows : nullptr;
+  if (is_by_codes(gemm.weights, num_rows)) normed.group_sums = group_sums(normed);
   Team::get().parallel_for_ranges(num_items, [&](int64_t item) {
     const int64_t first = item / num_panels * block_rows;
     multiply_panel(normed, x, item % num_panels, first, std::min(first + block_rows, num_rows));
@@ -445,23 +509,25 @@ void multiply_groups(const PackedWeights* weights, int64_t num_groups, const int
   if (num_rows == 0) return;
   const PhaseTimer timer(kGemms);
   const int64_t cached_rows = kRowBlockBytes / int64_t(weights->in_size * sizeof(*x));
-  bool has_planes = false;
+  bool has_planes = false, has_codes = false;
   blocks.clear();
   for (int64_t group = 0; group < num_groups; ++group) {
     const int64_t begin = starts[group], count = starts[group + 1] - begin;
     const int64_t num_blocks = (count + cached_rows - 1) / cached_rows;
     const bool in_planes = count > 0 && is_in_planes(weights[group], count);
     has_planes = has_planes || in_planes;
+    has_codes = has_codes || is_by_codes(weights[group], count);
     for (int64_t i = 0; i < num_blocks; ++i)
       blocks.push_back({group, begin + count * i / num_blocks, begin + count * (i + 1) / num_blocks,
                         in_planes || weights->is_int8 != 0});
   }
+  const Gemm<Weight> all{*weights, x, x_stride, num_rows, nullptr, out};
   Int8Rows rows;
-  if (has_planes || weights->is_int8)
-    rows = integer_rows(Gemm<Weight>{*weights, x, x_stride, num_rows, nullptr, out}, has_planes);
+  if (has_planes || weights->is_int8) rows = integer_rows(all, has_planes);
+  const float* const sums = has_codes ? group_sums(all) : nullptr;
   Team::get().parallel_for_ranges(int64_t(blocks.size()) * num_panels, [&](int64_t item) {
     const RowBlock& block = blocks[item / num_panels];
-    const Gemm<Weight> gemm{weights[block.group], x, x_stride, num_rows, nullptr, out};
+    const Gemm<Weight> gemm{weights[block.group], x, x_stride, num_rows, nullptr, out, 1, 0, sums};
     multiply_panel(gemm, block.is_in_integers ? &rows : nullptr, item % num_panels, block.first, block.end);
   });
 }
@@ -474,10 +540,11 @@ void reserve_normed_rows(int64_t num_rows, int64_t in_size) {
 template void reserve_normed_rows<float>(int64_t, int64_t);
 template void reserve_normed_rows<bfloat16>(int64_t, int64_t);
 
-void reserve_int8_rows(const PackedWeights& weights, int64_t num_rows) {
+void reserve_rows(const PackedWeights& weights, int64_t num_rows) {
   if (weights.is_int8) int8_scratch().reserve(num_rows, false, weights.in_size);
   const int64_t plane_rows = std::min(num_rows, kMaxPlaneRows);
   if (is_in_planes(weights, plane_rows)) int8_scratch().reserve(plane_rows, true, weights.in_size);
+  if (is_by_codes(weights, num_rows)) scratch(group_sums_scratch(), num_rows * group_sums_start(weights.in_size, 0));
 }
 
 // Number of outputs of a panel.

@@ -16,7 +16,7 @@ struct PanelBlocks {
 
 // Packed weights. Filled by Python: structs.PackedWeightsStruct.
 struct PackedWeights {
-  int64_t weight_type;  // an ElementType, not float16; of quantized weights, what they are rounded to
+  int64_t weight_type;  // an ElementType, not float16; of quantized weights: kFloat32 for the dequantized model's bits
   int64_t in_size, out_size;
   int64_t is_gated;           // a panel has the gates of kPanel / 2 outputs, then their ups; out_size counts outputs
   const void* panels;         // see gemm_tile.h; padded with outputs of zeros to whole panels
@@ -37,10 +37,11 @@ struct Gemm {
   const PackedWeights& weights;
   const Element* x;  // [num_rows, in_size], rows x_stride elements apart
   int64_t x_stride, num_rows;
-  const Element* residual;  // [num_rows, out_size], or null
-  Element* out;             // [num_rows, out_size]; may be the residual
-  float multiplier = 1;     // of outputs, before the residual is added
-  float softcap = 0;        // they become softcap * tanh(output / softcap) first; 0: they do not
+  const Element* residual;            // [num_rows, out_size], or null
+  Element* out;                       // [num_rows, out_size]; may be the residual
+  float multiplier = 1;               // of outputs, before the residual is added
+  float softcap = 0;                  // they become softcap * tanh(output / softcap) first; 0: they do not
+  const float* group_sums = nullptr;  // of x; set by `multiply`
 };
 
 // norm: applied to x first.
@@ -57,8 +58,8 @@ void reserve_normed_rows(int64_t num_rows, int64_t in_size);
 extern template void reserve_normed_rows<float>(int64_t, int64_t);
 extern template void reserve_normed_rows<bfloat16>(int64_t, int64_t);
 
-// Allocates and touches the memory for num_rows rows of x in integers, if these weights want them.
-void reserve_int8_rows(const PackedWeights& weights, int64_t num_rows);
+// Allocates and touches the memory for num_rows rows of x in integers, or for their sums, if these weights want them.
+void reserve_rows(const PackedWeights& weights, int64_t num_rows);
 
 // At least `size` elements of `memory`, which is kept between calls and grows as needed.
 template <typename Element>

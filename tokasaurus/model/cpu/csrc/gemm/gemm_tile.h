@@ -5,6 +5,8 @@
 // from start to end, while the sums of all rows of the tile stay in registers.
 #pragma once
 
+#include <algorithm>
+
 #include "simd/multiply_add.h"
 
 // kPanelVectors * kTileRows sums, the weights for one element of x, and that element fit into the registers.
@@ -24,22 +26,28 @@ struct Prefetches {
   int64_t step;
 };
 
-// sums [M][kPanel] += M rows of x times the panel. Each sum adds in the order of x, so a row's result does not depend
-// on the number of rows, nor on whether the panel comes in parts. kPrefetches: whether there is something to prefetch.
-// Not inlined: beside the caller's variables, the compiler would run out of registers.
+// Pointers to M rows of x.
+template <int M, typename Element>
+struct RowPointers {
+  static constexpr int kReach = 3;  // rows per pointer: an x86 address can add a register once or twice
+  const Element* rows[(M + kReach - 1) / kReach];
+  int64_t stride;
+
+  TOKA_INLINE RowPointers(const Element* x, int64_t stride) : stride(stride) {
+    repeat<(M + kReach - 1) / kReach>([&](auto i) TOKA_LAMBDA { rows[i] = x + i * kReach * stride; });
+  }
+  TOKA_INLINE const Element* row(int i) const { return rows[i / kReach] + i % kReach * stride; }
+  TOKA_INLINE void advance(int count) {
+    repeat<(M + kReach - 1) / kReach>([&](auto i) TOKA_LAMBDA { rows[i] += count; });
+  }
+};
+
+// total += M rows of x times a part of the panel; both pointers, and the prefetches, go on to the next part.
 template <int M, bool kPrefetches, typename Weight>
-TOKA_NOINLINE void multiply_tile(const Activation<Weight>* x, int64_t x_stride, const Weight* panel, int64_t in_size,
-                                 Prefetches prefetches, float* sums) {
+static TOKA_INLINE void add_products(RowPointers<M, Activation<Weight>>& x, const Weight*& panel, int64_t in_size,
+                                     Prefetches& prefetches, Floats (&total)[M][kPanelVectors]) {
   constexpr int P = kPair<Weight>, kStep = kPanel * P;
-  constexpr int kReach = 3;  // rows per pointer: an x86 address can add a register once or twice
-  constexpr int kPointers = (M + kReach - 1) / kReach;
-  const Activation<Weight>* rows[kPointers];
-  repeat<kPointers>([&](auto i) TOKA_LAMBDA { rows[i] = x + i * kReach * x_stride; });
   const Weight* const end = panel + in_size * kPanel;
-  Floats total[M][kPanelVectors];
-  repeat<M>([&](auto i) TOKA_LAMBDA {
-    repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { total[i][v] = load(sums + i * kPanel + v * kLanes); });
-  });
   // If GCC 12 unrolls this loop, the AVX2 tiles lose a third of their speed.
 #pragma GCC unroll 1
   for (; panel < end; panel += kStep) {
@@ -51,14 +59,54 @@ TOKA_NOINLINE void multiply_tile(const Activation<Weight>* x, int64_t x_stride, 
     Operand<Weight> weights[kPanelVectors];
     repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { weights[v] = load_operand(panel + v * kLanes * P); });
     repeat<M>([&](auto i) TOKA_LAMBDA {
-      const auto value = broadcast_operand<Weight>(rows[i / kReach] + i % kReach * x_stride);
+      const auto value = broadcast_operand<Weight>(x.row(i));
       repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { total[i][v] = multiply_add(total[i][v], value, weights[v]); });
     });
-    repeat<kPointers>([&](auto i) TOKA_LAMBDA { rows[i] += P; });
+    x.advance(P);
   }
+}
+
+// sums [M][kPanel] += M rows of x times the panel. Each sum adds in the order of x, so a row's result does not depend
+// on the number of rows, nor on whether the panel comes in parts. kPrefetches: whether there is something to prefetch.
+// Not inlined: beside the caller's variables, the compiler would run out of registers.
+template <int M, bool kPrefetches, typename Weight>
+TOKA_NOINLINE void multiply_tile(const Activation<Weight>* x, int64_t x_stride, const Weight* panel, int64_t in_size,
+                                 Prefetches prefetches, float* sums) {
+  RowPointers<M, Activation<Weight>> rows(x, x_stride);
+  Floats total[M][kPanelVectors];
+  repeat<M>([&](auto i) TOKA_LAMBDA {
+    repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { total[i][v] = load(sums + i * kPanel + v * kLanes); });
+  });
+  add_products<M, kPrefetches>(rows, panel, in_size, prefetches, total);
   repeat<M>([&](auto i) TOKA_LAMBDA {
     repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { store(sums + i * kPanel + v * kLanes, total[i][v]); });
   });
+}
+
+// The scales [kPanel] of each `inputs` inputs of a panel of codes; from one to the next: `step` floats.
+struct Scales {
+  const float* first;
+  int64_t inputs, step;
+};
+
+// sums [M][kPanel] += M rows of x times a panel of codes times their scales. The sums of the products with the same
+// scale are multiplied by it.
+template <int M, typename Weight>
+TOKA_NOINLINE void multiply_scaled_tile(const Activation<Weight>* x, int64_t x_stride, const Weight* codes,
+                                        int64_t in_size, Scales scales, float* sums) {
+  RowPointers<M, Activation<Weight>> rows(x, x_stride);
+  Prefetches none{};
+  for (int64_t in = 0; in < in_size; in += scales.inputs, scales.first += scales.step) {
+    Floats total[M][kPanelVectors] = {};
+    add_products<M, false>(rows, codes, std::min(scales.inputs, in_size - in), none, total);
+    repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA {
+      const Floats scale = load(scales.first + v * kLanes);
+      repeat<M>([&](auto i) TOKA_LAMBDA {
+        float* const sum = sums + i * kPanel + v * kLanes;
+        store(sum, load(sum) + total[i][v] * scale);
+      });
+    });
+  }
 }
 
 // multiply_tile for 1 to kTileRows rows, a number known at run time.
@@ -72,4 +120,12 @@ void multiply_rows(int num_rows, const Activation<Weight>* x, int64_t x_stride, 
     return multiply_tile<M, true>(x, x_stride, panel, in_size, prefetches, sums);
   }
   if constexpr (M > 1) multiply_rows<Weight, M - 1>(num_rows, x, x_stride, panel, in_size, prefetches, sums);
+}
+
+// multiply_scaled_tile for 1 to kTileRows rows.
+template <typename Weight, int M = kTileRows>
+void multiply_scaled_rows(int num_rows, const Activation<Weight>* x, int64_t x_stride, const Weight* codes,
+                          int64_t in_size, Scales scales, float* sums) {
+  if (num_rows == M) return multiply_scaled_tile<M>(x, x_stride, codes, in_size, scales, sums);
+  if constexpr (M > 1) multiply_scaled_rows<Weight, M - 1>(num_rows, x, x_stride, codes, in_size, scales, sums);
 }
