@@ -39,7 +39,7 @@ def _tool_format(text: str) -> str:
 
 def _cache_type(text: str) -> str:
     """Any type of 8 bits is int8."""
-    return "int8" if text in ("fp8", "fp8_e4m3", "fp8_e5m2", "q8_0") else text
+    return "int8" if text in ("fp8", "fp8_e4m3", "fp8_e5m2") else text
 
 
 def _aliases(text: str) -> str:
@@ -186,10 +186,14 @@ HABITS = (
     _switch("SGLang", "--enable-torch-compile", "torch_compile=T"),
     _value("vLLM, SGLang", "--dtype half", "dtype=float16"),
     _value("vLLM, SGLang", "--kv-cache-dtype fp8", "kv_cache_dtype=int8", convert=_cache_type),
-    _value("llama.cpp", "-ctk q8_0", "kv_cache_dtype=int8", "--cache-type-k", convert=_cache_type),
     _value("vLLM", "--generation-config vllm", "sampling_defaults=neutral", convert=_sampling_defaults),
     _value("SGLang", "--sampling-defaults openai", "sampling_defaults=neutral", convert=_sampling_defaults),
-    _refused("llama.cpp", "-ctv q8_0", "kv_cache_dtype= is the data type of keys and values", "--cache-type-v"),
+    _refused(
+        "llama.cpp",
+        "-ctk f16",
+        "kv_cache_dtype= is the data type of keys and values",
+        "-ctv --cache-type-k --cache-type-v",
+    ),
     _refused(
         "vLLM",
         "-q awq",

@@ -143,7 +143,8 @@ def measure_server(
         command = [str(Path(environment) / "bin" / "python"), str(_OPENVINO_LOADS), str(path), *map(str, files)]
         found = subprocess.run(command, capture_output=True, text=True, check=False)
         if found.returncode:
-            raise ServerError(f"{server}: {found.stderr.strip().splitlines()[-1]}")
+            lines = found.stderr.strip().splitlines() or [f"ended with {found.returncode}"]
+            raise ServerError(f"{server}: {lines[-1]}")
         for load, line in zip(loads, found.stdout.splitlines()[-len(loads) :], strict=True):
             one = json.loads(line)
             yield measured(load, one["tokens"], one["seconds"], shlex.join(command))

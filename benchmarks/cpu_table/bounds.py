@@ -47,8 +47,10 @@ class Load:
 
         weight_bytes: of the matrices as they are stored. Keys and values count two bytes a number."""
         operations = 2 * num_matrix_weights(shape)
-        prompts = (1 if self.has_one_prompt else self.num_requests) * self.prompt_tokens
-        prefill = max(prompts * operations / machine.operations_per_s, weight_bytes / machine.bytes_per_s)
+        head = 2 * shape.vocab_size * shape.hidden_size  # whose logits only a prompt's last token needs
+        prompts = 1 if self.has_one_prompt else self.num_requests
+        prefilled = prompts * (self.prompt_tokens * (operations - head) + head)
+        prefill = max(prefilled / machine.operations_per_s, weight_bytes / machine.bytes_per_s)
         token_bytes = 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim
         own_tokens = self.output_tokens / 2 + (0 if self.has_one_prompt else self.prompt_tokens)
         cached = self.num_requests * own_tokens + (self.prompt_tokens if self.has_one_prompt else 0)

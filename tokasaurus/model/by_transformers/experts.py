@@ -12,7 +12,7 @@ from tokasaurus.model.cpu.experts import ExpertWeights, PackedExperts
 from tokasaurus.model.cpu.layer_executor import LayerKernels, takes
 
 _NAMES = {"gate_up_proj", "down_proj"}
-_ACTIVATIONS: dict[type[nn.Module], Activation] = {
+_ACTIVATIONS: dict[type, Activation] = {
     type(ACT2FN["silu"]): "silu",
     type(ACT2FN["gelu"]): "gelu",
     type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
@@ -24,6 +24,8 @@ class ClassExperts:
 
     def __init__(self, module: Any) -> None:
         self.packed: PackedExperts | None = None
+        self.num_bytes = 0
+        """Of the weights that have been packed."""
         self._module = module
         self._own = module.forward
         module.forward = self._forward
@@ -33,13 +35,14 @@ class ClassExperts:
         gate_up, down = self._module.gate_up_proj, self._module.down_proj
         if not takes(gate_up[0]) or not takes(down[0]):
             return
-        activation, gate = _ACTIVATIONS.get(type(self._module.act_fn)), None
+        activation, gate = _ACTIVATIONS.get(type(getattr(self._module, "act_fn", None))), None
         if activation is None or not _gates_plainly(self._module):
             activation, gate = None, self._module._apply_gate
-        layers = ExpertWeights(kernels, gate_up.data, gate is None, activation), ExpertWeights(kernels, down.data)
-        self.packed = PackedExperts(*layers, gate)
-        for parameter in (gate_up, down):
-            parameter.data = parameter.new_empty(0)
+        self.num_bytes = gate_up.nbytes + down.nbytes
+        first = ExpertWeights(kernels, gate_up.data, gate is None, activation)
+        gate_up.data = gate_up.new_empty(0)  # before the other is packed: both take much memory
+        self.packed = PackedExperts(first, ExpertWeights(kernels, down.data), gate)
+        down.data = down.new_empty(0)
 
     def write(self, name: str, place: tuple[slice, ...], values: Tensor) -> None:
         """Replace a part of the parameter `name`."""
@@ -71,7 +74,10 @@ def has_usual_experts(module: nn.Module) -> bool:
 
 
 def _gates_plainly(module: Any) -> bool:
-    """Whether it is act_fn(gate) * up: tried, since a class may have another."""
-    features = torch.linspace(-40, 40, 64)
-    gates, ups = features.chunk(2)
-    return torch.equal(module._apply_gate(features), module.act_fn(gates) * ups)
+    """Whether it is act_fn(gate) * up: tried, since a class may have another, or round otherwise."""
+    for dtype in (torch.float32, torch.bfloat16):
+        features = torch.linspace(-40, 40, 4096, dtype=dtype)
+        gates, ups = features.chunk(2)
+        if not torch.equal(module._apply_gate(features), module.act_fn(gates) * ups):
+            return False
+    return True

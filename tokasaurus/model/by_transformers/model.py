@@ -153,6 +153,10 @@ class TransformersModel(Model):
         elif module in self._experts and self._layer_kernels is not None and not self.gemm_choice.always_torch:
             self._experts[module].pack(self._layer_kernels)
 
+    @property
+    def bytes_outside_linears(self) -> int:
+        return super().bytes_outside_linears + sum(experts.num_bytes for experts in self._experts.values())
+
     def give_back(self) -> None:
         super().give_back()
         for experts in self._experts.values():

@@ -9,6 +9,9 @@ from tokasaurus.checkpoint.spec import Activation
 from tokasaurus.model.cpu.bindings import PackedWeightsStruct
 from tokasaurus.model.cpu.layer_executor import BlockWeight, LayerKernels, PackedWeights
 
+_MAX_ROWS = 8192
+"""Rows of experts that are multiplied at a time: with more, intermediate results would take gigabytes."""
+
 # T tokens, each with K chosen ones of N experts; E hidden size, W width of an expert
 
 
@@ -55,8 +58,7 @@ class ExpertWeights:
 
 class PackedExperts:
     """x [T, E] -> [T, E]: for each token, the sum of its experts' down(activation(gate(x)) * up(x)), each times its
-    weight. Sums are float32, in the order in which the experts were chosen, so that a row's result does not depend on
-    others."""
+    weight, in float32. A row's result does not depend on the others."""
 
     def __init__(self, gate_up: ExpertWeights, down: ExpertWeights, gate: Callable[[Tensor], Tensor] | None) -> None:
         """gate: makes [R, W] of gate_up's [R, 2 W]; None if gate_up does so itself."""
@@ -65,6 +67,12 @@ class PackedExperts:
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """chosen: int64 [T, K], of the N experts. weights [T, K]."""
+        step = max(1, _MAX_ROWS // chosen.shape[1])
+        parts = zip(*(torch.split(each, step) for each in (x, chosen, weights)), strict=True)
+        return torch.cat([self._part(*part) for part in parts])
+
+    def _part(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """As __call__, of tokens whose intermediate results fit into memory."""
         num_chosen = chosen.shape[1]
         expert = chosen.flatten()
         order = torch.argsort(expert, stable=True)
@@ -76,5 +84,5 @@ class PackedExperts:
         by_expert = self.down.multiply(features, starts)
         by_token = torch.empty(by_expert.shape, dtype=torch.float32)
         by_token[order] = by_expert.float()
-        weighted = by_token.view(*chosen.shape, -1) * weights.float().unsqueeze(-1)
+        weighted = by_token.view(*chosen.shape, -1).mul_(weights.float().unsqueeze(-1))
         return weighted.sum(1).to(x.dtype)

@@ -321,7 +321,7 @@ def make_runner(start: Start) -> str:
     if start.runner.always_on_kernels:
         start.memory.forward_bound = largest_forward(
             *(start.info, limits, config.page_size, model.activation_dtype.itemsize),
-            *(torch.get_num_threads(), config.max_topk_logprobs, model.is_int8),
+            *(torch.get_num_threads(), config.max_topk_logprobs, model.is_int8, bool(model.block_types)),
         )
     return ""
 

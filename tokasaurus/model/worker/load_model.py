@@ -155,11 +155,7 @@ def _describe_way(start: Start) -> str:
         why = f"quantized_compute={config.quantized_compute}"
     elif _packing(start).is_int8:
         why = "quantization=int8" if config.quantization == "int8" else "as the checkpoint asks"
-    how = "exact"
-    if _packing(start).is_int8:
-        how = "multiplied in integers"
-    elif dtype_name(start.activation_dtype) == "bfloat16":
-        how = "exact with few rows, else widened to bfloat16"
+    how = "multiplied in integers" if _packing(start).is_int8 else "exact"
     return f"{how} ({why})" + (f"; integers take, of {'; of '.join(others)}" if others else "")
 
 

@@ -66,6 +66,9 @@ _INDEX = 8
 _INT8_BYTES_PER_INPUT = 3.625
 """Int8Rows of int8_tile.h: a code of 8 bits, perhaps another of 16 bits, and the rest for scales and sums."""
 
+_SUM_BYTES_PER_INPUT = _FLOAT * (1 / 32 + 1 / 64 + 1 / 128)
+"""Of group_sums of gemm.cpp: a float32 for groups of each size."""
+
 _HOST_INDICES_PER_TOKEN = 24
 _HOST_INDICES_PER_ROW = 64
 """Indices in the arrays that device_batch.py, slot_table.py and sample.py build for a step: generous estimates."""
@@ -405,11 +408,12 @@ def largest_forward(
     num_threads: int,
     num_top: int,
     is_int8: bool = False,
+    has_blocks: bool = False,
 ) -> ForwardMemory:
     """The memory of a forward with as many tokens and rows as `limits` allows.
 
     activation_bytes: size of one activation element. num_threads: threads of the kernels. num_top: most top-k logprobs
-    of a token. is_int8: activations are quantised.
+    of a token. is_int8: activations are quantised. has_blocks: weights are.
     """
     num_tokens = limits.max_tokens
     num_rows = min(limits.max_seqs, num_tokens)
@@ -454,6 +458,7 @@ def largest_forward(
             "logits": num_logit_rows * info.vocab_size * activation_bytes,
             "widened weights": num_threads * widest * panel_bytes,
             "quantised activations": int(num_tokens * widest * _INT8_BYTES_PER_INPUT) if is_int8 else 0,
+            "sums of groups": int(num_tokens * widest * _SUM_BYTES_PER_INPUT) if has_blocks and not is_int8 else 0,
         },
         passing={
             "hidden states": num_tokens * hidden_row + num_logit_rows * info.hidden_size * activation_bytes,

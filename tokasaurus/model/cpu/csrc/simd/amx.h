@@ -38,6 +38,7 @@ class AmxShapes {
     set(5, num_rows - first, depth_bytes);
     set(6, depth_bytes / 4, kAmxRowBytes);
     set(7, depth_bytes / 4, kAmxRowBytes);
+    asm volatile("" : : "m"(config_) : "memory");  // GCC 12 takes it that only the first eight bytes are read
     _tile_loadconfig(&config_);
   }
 

@@ -1,6 +1,6 @@
 // Finds out at run time which features the processor and the operating system support, and asks for those that need it.
-// Compiled into a separate library
-// that runs on every processor of its architecture; build.py chooses the kernels to load by its answer.
+// Compiled into a separate library that runs on every processor of its architecture; build.py chooses the kernels to
+// load by its answer.
 
 #include <cstring>
 
