@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.model.helpers.linear_layers import DTYPES, random_rows
+from tests.model.helpers.linear_layers import DTYPES, assert_close, random_rows
 from tests.model.helpers.quantized_rows import block_size, plain_rows, quantized_rows, random_block_rows, set_codes
 from tokasaurus.model.cpu.bindings import BLOCK_TYPES
 from tokasaurus.model.cpu.layer_executor import BlockRows, BlockWeight, LayerKernels, PackedWeights
 
 NUM_ROWS = [150, 70, 33, 31, 13, 12, 7, 3, 2, 1]
-FEW_ROWS = 12
+FEW_ROWS = 6
 """Up to so many, weights that need not be float32 may be multiplied in integers, whose sums round otherwise."""
 
 
@@ -37,7 +37,10 @@ def check(
         assert product.dtype == activation_dtype
         if dtype == torch.float32:
             assert torch.equal(product, packed.multiply(x))
-        if not is_gated:
+        if is_gated:
+            gates, ups = (x.double() @ each.double().T for each in plain.chunk(2))
+            assert_close(product, gates * ups)
+        else:
             assert_unrounded(product, x, plain, bias)
         if num_rows > FEW_ROWS:
             assert torch.equal(product, together[:num_rows])
@@ -71,9 +74,10 @@ def test_fused_layers_of_several_types_with_a_bias(kernels: LayerKernels, dtype:
     check(kernels, parts, dtype, torch.randn(192))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_type", ["Q4_1", "Q6_K"])
-def test_gated_layers(kernels: LayerKernels, block_type: str) -> None:
-    check(kernels, [random_block_rows(block_type, 45, 3, seed) for seed in (1, 2)], torch.float32, is_gated=True)
+def test_gated_layers(kernels: LayerKernels, block_type: str, dtype: torch.dtype) -> None:
+    check(kernels, [random_block_rows(block_type, 45, 3, seed) for seed in (1, 2)], dtype, is_gated=True)
 
 
 def test_panels_of_two_types_do_not_fit(kernels: LayerKernels) -> None:
