@@ -7,7 +7,7 @@ from tokasaurus.model.cpu.layer_executor import LayerKernels
 
 @pytest.fixture(scope="module", params=dict.fromkeys(level.cpu_isa for level in INSTRUCTION_SETS))
 def kernels(request: pytest.FixtureRequest) -> LayerKernels:
-    """Those of each instruction set that this machine has."""
+    """The kernels of each instruction set; this machine must have it."""
     if request.param not in [level.cpu_isa for level in machine_sets()]:
         pytest.skip("this processor does not have it")
     loaded = load_kernels(request.param)
